@@ -1,0 +1,396 @@
+// 2. Matrix multiplication from shared memory, then from registers
+//
+//     C = A B        A, B, C: N x N, fp32, row-major
+//
+// Lesson 1 fetched two numbers from memory for every multiply-add. But each element of A is needed
+// by N elements of C, and each of B as well: fetch it once, use it often. Where can it be kept in
+// between?
+//
+//     shared memory   228 KB a multiprocessor (Hopper), read by all threads of a block,  ~30 cycles
+//     away registers       256 KB a multiprocessor, 255 x 4 bytes a thread, private to it,        0
+//     cycles away
+//
+// A block computes a tile of C. Step by step along k it loads a tile of A and a tile of B into
+// shared memory, multiplies the two, and goes on. A BM x BN tile of C then reads, per step of k, BM
+// + BN numbers from memory for BM * BN multiply-adds: the larger the tile, the less memory matters.
+//
+// One level further in the same argument holds again: a thread that owns TM x TN elements of C
+// reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
+// path. Each keeps all that the one above it had:
+//
+//     tile        32 x 32 tiles, a thread owns one element          2 shared reads per multiply-add
+//     registers   128 x 128 tiles, a thread owns 8 x 8              1/4
+//     vectors     the same, moved 16 bytes at a time                1/4, in a quarter of the
+//     instructions async       128 x 256 tiles, a thread owns 8 x 16, and the    3/16
+//                 next tiles arrive while these are multiplied
+//
+// No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
+
+#include "common/async_copy.cuh"
+#include "common/lesson.h"
+#include "common/numerics.h"
+
+// ---- tile
+// -----------------------------------------------------------------------------------------
+
+constexpr int kTile = 32;
+
+// A block of 32 x 32 threads owns a 32 x 32 tile of C, thread (x, y) its element (row y, column x).
+// Each step moves one 32 x 32 tile of A and of B, one element of each per thread, coalesced. After
+// the first barrier every element is read from shared memory 32 times; the second barrier keeps a
+// fast warp from overwriting what a slow one still reads. Memory traffic is 1/32 of lesson 1's; the
+// limit is now shared memory, with two reads per multiply-add.
+__global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
+  __shared__ float a_tile[kTile][kTile];
+  __shared__ float b_tile[kTile][kTile];
+  const int x = threadIdx.x, y = threadIdx.y;
+  const int row = blockIdx.y * kTile + y, col = blockIdx.x * kTile + x;
+  float sum = 0;
+  for (int k0 = 0; k0 < n; k0 += kTile) {
+    a_tile[y][x] = row < n && k0 + x < n ? A[static_cast<size_t>(row) * n + k0 + x] : 0;
+    b_tile[y][x] = k0 + y < n && col < n ? B[static_cast<size_t>(k0 + y) * n + col] : 0;
+    __syncthreads();
+    for (int k = 0; k < kTile; ++k) sum += a_tile[y][k] * b_tile[k][x];
+    __syncthreads();
+  }
+  if (row < n && col < n) C[static_cast<size_t>(row) * n + col] = sum;
+}
+
+// ---- registers
+// ------------------------------------------------------------------------------------
+
+// 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it: rows y, y + 16,
+// ... and columns x, x + 16, ..., so that a warp's reads of b_tile fall on consecutive banks. Per
+// step of k a thread reads 8 + 8 numbers from shared memory for 64 multiply-adds, whose sums never
+// leave its registers (the loops over i and j must unroll: registers have no addresses). A tile of
+// C this size reads A and B from memory N / 128 times instead of N / 32.
+template <int BM, int BN, int BK, int TM, int TN>
+__global__ void __launch_bounds__((BM / TM) * (BN / TN))
+    matmul_registers(const float* A, const float* B, float* C, int n) {
+  constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
+  __shared__ float a_tile[BM][BK];
+  __shared__ float b_tile[BK][BN];
+  const int x = threadIdx.x % kThreadsX, y = threadIdx.x / kThreadsX;
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+  float sum[TM][TN] = {};
+  for (int k0 = 0; k0 < n; k0 += BK) {
+    for (int i = threadIdx.x; i < BM * BK; i += kThreads) {
+      const int row = row0 + i / BK, k = k0 + i % BK;
+      a_tile[i / BK][i % BK] = row < n && k < n ? A[static_cast<size_t>(row) * n + k] : 0;
+    }
+    for (int i = threadIdx.x; i < BK * BN; i += kThreads) {
+      const int k = k0 + i / BN, col = col0 + i % BN;
+      b_tile[i / BN][i % BN] = k < n && col < n ? B[static_cast<size_t>(k) * n + col] : 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < BK; ++k) {
+      float a[TM], b[TN];
+#pragma unroll
+      for (int i = 0; i < TM; ++i) a[i] = a_tile[y + i * kThreadsY][k];
+#pragma unroll
+      for (int j = 0; j < TN; ++j) b[j] = b_tile[k][x + j * kThreadsX];
+#pragma unroll
+      for (int i = 0; i < TM; ++i) {
+#pragma unroll
+        for (int j = 0; j < TN; ++j) sum[i][j] += a[i] * b[j];
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < TM; ++i) {
+#pragma unroll
+    for (int j = 0; j < TN; ++j) {
+      const int row = row0 + y + i * kThreadsY, col = col0 + x + j * kThreadsX;
+      if (row < n && col < n) C[static_cast<size_t>(row) * n + col] = sum[i][j];
+    }
+  }
+}
+
+// ---- vectors
+// --------------------------------------------------------------------------------------
+
+// Four numbers from `from` (row-major, n x n, at `row`, `col`), zeros where that is outside. With
+// kAligned (n a multiple of 4) they are one 16-byte load, all inside or all outside.
+template <bool kAligned>
+__device__ float4 load4(const float* from, int row, int col, int n) {
+  float4 value = make_float4(0, 0, 0, 0);
+  const float* at = from + static_cast<size_t>(row) * n + col;
+  if constexpr (kAligned) {
+    if (row < n && col < n) value = *reinterpret_cast<const float4*>(at);
+  } else if (row < n) {
+    if (col < n) value.x = at[0];
+    if (col + 1 < n) value.y = at[1];
+    if (col + 2 < n) value.z = at[2];
+    if (col + 3 < n) value.w = at[3];
+  }
+  return value;
+}
+
+template <bool kAligned>
+__device__ void store4(float* to, int row, int col, int n, const float* value) {
+  float* at = to + static_cast<size_t>(row) * n + col;
+  if constexpr (kAligned) {
+    if (row < n && col < n)
+      *reinterpret_cast<float4*>(at) = *reinterpret_cast<const float4*>(value);
+  } else {
+    for (int i = 0; i < 4; ++i) {
+      if (row < n && col + i < n) at[i] = value[i];
+    }
+  }
+}
+
+// As above, but everything moves 16 bytes at a time. A thread's columns come in groups of four, 4 x
+// .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row of
+// b_tile. For four elements of a column of A to lie next to each other as well, a_tile is stored
+// transposed: a_tile[k][row], its rows 4 floats longer than their data so that writing a column
+// does not hit one bank only. Per step of k that is 4 loads instead of 16. The minimum of 2 blocks
+// per multiprocessor keeps the compiler below 128 registers.
+template <int BM, int BN, int BK, int TM, int TN, bool kAligned>
+__global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
+    matmul_vectors(const float* A, const float* B, float* C, int n) {
+  constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
+  __shared__ __align__(16) float a_tile[BK][BM + 4];
+  __shared__ __align__(16) float b_tile[BK][BN];
+  const int x = threadIdx.x % kThreadsX, y = threadIdx.x / kThreadsX;
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+  float sum[TM][TN] = {};
+  for (int k0 = 0; k0 < n; k0 += BK) {
+#pragma unroll
+    for (int i = threadIdx.x; i < BM * BK / 4; i += kThreads) {
+      const int row = i / (BK / 4), k = i % (BK / 4) * 4;
+      const float4 a = load4<kAligned>(A, row0 + row, k0 + k, n);
+      a_tile[k][row] = a.x;
+      a_tile[k + 1][row] = a.y;
+      a_tile[k + 2][row] = a.z;
+      a_tile[k + 3][row] = a.w;
+    }
+#pragma unroll
+    for (int i = threadIdx.x; i < BK * BN / 4; i += kThreads) {
+      const int k = i / (BN / 4), col = i % (BN / 4) * 4;
+      *reinterpret_cast<float4*>(&b_tile[k][col]) = load4<kAligned>(B, k0 + k, col0 + col, n);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < BK; ++k) {
+      float a[TM], b[TN];
+#pragma unroll
+      for (int i = 0; i < TM; i += 4) {
+        *reinterpret_cast<float4*>(&a[i]) =
+            *reinterpret_cast<const float4*>(&a_tile[k][4 * y + i * kThreadsY]);
+      }
+#pragma unroll
+      for (int j = 0; j < TN; j += 4) {
+        *reinterpret_cast<float4*>(&b[j]) =
+            *reinterpret_cast<const float4*>(&b_tile[k][4 * x + j * kThreadsX]);
+      }
+#pragma unroll
+      for (int i = 0; i < TM; ++i) {
+#pragma unroll
+        for (int j = 0; j < TN; ++j) sum[i][j] += a[i] * b[j];
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < TM; ++i) {
+#pragma unroll
+    for (int j = 0; j < TN; j += 4) {
+      const int row = row0 + 4 * y + i / 4 * 4 * kThreadsY + i % 4;
+      store4<kAligned>(C, row, col0 + 4 * x + j * kThreadsX, n, &sum[i][j]);
+    }
+  }
+}
+
+// ---- async
+// ----------------------------------------------------------------------------------------
+
+// So far loading and computing took turns: between the two barriers of a step the arithmetic units
+// wait for memory. Here kStages pairs of tiles are in flight. While one is multiplied, the copies
+// of the next kStages - 1 are on their way: cp.async moves them to shared memory without a register
+// in between, and without waiting. One barrier a step is enough: it says both that the oldest pair
+// has arrived and that nobody reads the one before it any more, whose place the next copies take.
+//
+// What is left to lose is instructions that are not multiply-adds, and cycles without an
+// instruction:
+//   - A thread owns 8 x 16 elements, in 128 registers: per step of k it reads 8 + 16 numbers from
+//   shared
+//     memory, 6 loads, for 128 multiply-adds. The threads of a warp stand 4 x 8, so that they read
+//     4 groups of rows and 8 of columns, without a bank conflict.
+//   - While one k is multiplied, the numbers of the next one are loaded, into a second set of
+//   registers.
+//   - Multiply-adds go along a row of `sum` and back along the next: two in a row share an operand,
+//   which
+//     the register file then does not have to deliver twice.
+//   - Where to copy from is worked out once, as an offset per copy, and a step only moves on two
+//   pointers.
+//     Nothing checks for the edges of the matrix: a row or column outside is replaced by the last
+//     one inside, since what it contributes to is never stored. Only along k, which is summed over,
+//     zeros are needed.
+template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned>
+__global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
+    matmul_async(const float* A, const float* B, float* C, int n) {
+  constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
+  constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
+  extern __shared__ __align__(
+      16) float tiles[];  // kStages tiles of A, transposed, then kStages of B
+  float* a_tiles = tiles;
+  float* b_tiles = tiles + kStages * kTileA;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int x = warp % (kThreadsX / 8) * 8 + lane % 8, y = warp / (kThreadsX / 8) * 4 + lane / 8;
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+
+  // A is transposed on the way, so it is copied by single floats; B by kWidth. At once the block's
+  // threads cover kRowsA rows of the tile of A, and kRowsB of the tile of B.
+  constexpr int kWidth = kAligned ? 4 : 1;
+  constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
+  const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
+  const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
+  const float* a_from = A + static_cast<size_t>(row0) * n + a_k;
+  const float* b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
+  int a_offset[BM / kRowsA];
+#pragma unroll
+  for (int i = 0; i < BM / kRowsA; ++i) {
+    a_offset[i] = (min(row0 + a_row + i * kRowsA, n - 1) - row0) * n;
+  }
+  const auto copy_tiles = [&](int step) {
+    const int stage = step % kStages, k_left = n - step * BK;
+    float* a_to = a_tiles + stage * kTileA + a_k * kStrideA + a_row;
+    float* b_to = b_tiles + stage * kTileB + b_k * BN + b_col;
+#pragma unroll
+    for (int i = 0; i < BM / kRowsA; ++i) {
+      copy_async<4>(a_to + i * kRowsA, a_from + a_offset[i], a_k < k_left);
+    }
+#pragma unroll
+    for (int i = 0; i < BK / kRowsB; ++i) {
+      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + static_cast<size_t>(i * kRowsB) * n,
+                             b_k + i * kRowsB < k_left);
+    }
+    a_from += BK;
+    b_from += static_cast<size_t>(BK) * n;
+  };
+
+  const int steps = (n + BK - 1) / BK;
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) copy_tiles(step);
+    copy_async_commit();
+  }
+  float sum[TM][TN] = {};
+  float a[2][TM], b[2][TN];  // of this k, and of the next
+  for (int step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    const float* a_tile = a_tiles + step % kStages * kTileA + 4 * y;
+    const float* b_tile = b_tiles + step % kStages * kTileB + 4 * x;
+    const auto load = [&](int k) {
+#pragma unroll
+      for (int i = 0; i < TM; i += 4) {
+        *reinterpret_cast<float4*>(&a[k % 2][i]) =
+            *reinterpret_cast<const float4*>(a_tile + k * kStrideA + i * kThreadsY);
+      }
+#pragma unroll
+      for (int j = 0; j < TN; j += 4) {
+        *reinterpret_cast<float4*>(&b[k % 2][j]) =
+            *reinterpret_cast<const float4*>(b_tile + k * BN + j * kThreadsX);
+      }
+    };
+    load(0);
+    if (step + kStages - 1 < steps) copy_tiles(step + kStages - 1);
+    copy_async_commit();
+#pragma unroll
+    for (int k = 0; k < BK; ++k) {
+      if (k + 1 < BK) load(k + 1);
+#pragma unroll
+      for (int i = 0; i < TM; ++i) {
+#pragma unroll
+        for (int forth = 0; forth < TN; ++forth) {
+          const int j = i % 2 == 0 ? forth : TN - 1 - forth;
+          sum[i][j] += a[k % 2][i] * b[k % 2][j];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < TM; ++i) {
+#pragma unroll
+    for (int j = 0; j < TN; j += 4) {
+      const int row = row0 + 4 * y + i / 4 * 4 * kThreadsY + i % 4;
+      store4<kAligned>(C, row, col0 + 4 * x + j * kThreadsX, n, &sum[i][j]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------
+
+// Blocks of BM x BN that cover an n x n matrix.
+template <int BM, int BN>
+dim3 tiles_of(int64_t n) {
+  return dim3(static_cast<unsigned>((n + BN - 1) / BN), static_cast<unsigned>((n + BM - 1) / BM));
+}
+
+// The kernels for which it matters whether rows are 16-byte aligned.
+template <bool kAligned, int kStages>
+void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n) {
+  square.kernel("vectors", Role::ours, [=] {
+    matmul_vectors<128, 128, 8, 8, 8, kAligned><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+  });
+
+  constexpr int kStepK = 16;
+  constexpr int kSharedBytes = kStages * kStepK * (128 + 4 + 256) * sizeof(float);
+  CUDA_CHECK(cudaFuncSetAttribute(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  square.kernel("async", Role::ours, [=] {
+    matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>
+        <<<tiles_of<128, 256>(n), 256, kSharedBytes>>>(A, B, C, n);
+  });
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(argc, argv,
+                {.name = "2_matmul_sharedmem",
+                 .title = "C = A B from shared memory and registers, in true fp32",
+                 .n_meaning = "the matrices are N x N",
+                 .n_gpu = 4096,
+                 .n_cpu = 256});
+  const int64_t n = lesson.n();
+  const double elements = static_cast<double>(n) * n;
+
+  Problem& square = lesson.problem(
+      "square", {{"N", n}}, "fp32",
+      {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(float)}, Rate::fp32);
+  auto A = square.input<float>(n * n);
+  auto B = square.input<float>(n * n);
+  auto C = square.output<float>(n * n);
+
+  Cublas blas;
+  auto expected = square.reference(n * n);
+  square.reference_from(reference_scratch(n, n, n),
+                        [&] { reference_matmul<float>(blas, A, B, expected, n, n, n); });
+  square.check(C, expected, dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+
+  square.kernel("cuBLAS fp32", Role::library, [&] {
+    const float one = 1, zero = 0;  // row-major: B and A swapped, see lesson 4
+    CUBLAS_CHECK(
+        cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, B, n, A, n, &zero, C, n));
+  });
+  square.kernel("tile", Role::ours, [&] {
+    matmul_tile<<<tiles_of<kTile, kTile>(n), dim3(kTile, kTile)>>>(A, B, C, n);
+  });
+  square.kernel("registers", Role::ours, [&] {
+    matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+  });
+  const bool aligned = n % 4 == 0;
+  if (lesson.device().shared_bytes >= 96 << 10) {
+    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n)
+            : add_vector_kernels<false, 3>(square, A, B, C, n);
+  } else {  // compute capability 7.5 has 64 KB
+    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n)
+            : add_vector_kernels<false, 2>(square, A, B, C, n);
+  }
+
+  square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
+  square.compare("async", "vectors", "Loading while computing: another factor of %.");
+  square.compare("async", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
+  return lesson.run();
+}

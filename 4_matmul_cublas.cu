@@ -1,0 +1,73 @@
+// 4. The library: cuBLAS
+//
+//     C = A B        A, B, C: N x N, row-major
+//
+// NVIDIA ships hundreds of tuned matrix multiplications and a heuristic that picks one for a shape.
+// Whoever needs a plain product calls it; lessons 1 to 3 show what is inside. Three things to know:
+//
+// Row-major. cuBLAS thinks in columns, as Fortran does: it takes element (row, col) of an m x n
+// matrix from [row + col * m]. Memory that holds a row-major C therefore holds, in cuBLAS's eyes, C
+// transposed. Since C^T = (A B)^T = B^T A^T, asking for the product of "B" and "A", in this order
+// and both marked "not transposed", writes exactly our row-major C. No data moves for it.
+//
+// Precision. An fp32 product can run on the CUDA cores, in true fp32, or on the tensor cores after
+// rounding every operand to TF32 (10 bits of mantissa): several times faster, and a thousand times
+// less accurate. fp16 and bf16 operands are half the bytes and twice the rate again. All of these
+// accumulate in fp32. The four tables are four problems, each with a limit and a tolerance of its
+// own: look at the errors beside the rates.
+//
+// Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
+
+#include "common/lesson.h"
+#include "common/numerics.h"
+
+// C = A B in elements of T (cuBLAS's name for it: `type`), accumulated in fp32 as `compute` says.
+template <typename T>
+void matmul(cublasHandle_t blas, const T* A, const T* B, T* C, int n, cudaDataType_t type,
+            cublasComputeType_t compute) {
+  const float one = 1, zero = 0;
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one,  //
+                            B, type, n, A, type, n, &zero, C, type, n, compute,
+                            CUBLAS_GEMM_DEFAULT));
+}
+
+template <typename T>
+void add_problem(Lesson& lesson, cublasHandle_t blas, const char* name, Rate rate,
+                 cudaDataType_t type, cublasComputeType_t compute, double tolerance) {
+  const int64_t n = lesson.n();
+  const double elements = static_cast<double>(n) * n;
+  Problem& problem = lesson.problem(
+      name, {{"N", n}}, name, {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(T)}, rate);
+  auto A = problem.input<T>(n * n);
+  auto B = problem.input<T>(n * n);
+  auto C = problem.output<T>(n * n);
+  auto expected = problem.reference(n * n);
+  problem.reference_from(reference_scratch(n, n, n),
+                         [=] { reference_matmul<T>(blas, A, B, expected, n, n, n); });
+  problem.check(C, expected, tolerance);
+  problem.kernel(std::string("cuBLAS ") + name, Role::library,
+                 [=] { matmul<T>(blas, A, B, C, n, type, compute); });
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(argc, argv,
+                {.name = "4_matmul_cublas",
+                 .title = "C = A B by cuBLAS, in four precisions",
+                 .n_meaning = "the matrices are N x N",
+                 .n_gpu = 4096,
+                 .n_cpu = 256});
+  const int64_t n = lesson.n();
+  const double tensor_sum = tensor_core_sum(n);
+
+  Cublas blas;
+  add_problem<float>(lesson, blas, "fp32", Rate::fp32, CUDA_R_32F, CUBLAS_COMPUTE_32F,
+                     dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  add_problem<float>(lesson, blas, "tf32", Rate::tf32, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32,
+                     dot_tolerance(n, tensor_sum, kRoundoffFp32, kRoundoffTf32));
+  add_problem<half>(lesson, blas, "fp16", Rate::fp16, CUDA_R_16F, CUBLAS_COMPUTE_32F,
+                    dot_tolerance(n, tensor_sum, kRoundoffFp16));
+  add_problem<__nv_bfloat16>(lesson, blas, "bf16", Rate::fp16, CUDA_R_16BF, CUBLAS_COMPUTE_32F,
+                             dot_tolerance(n, tensor_sum, kRoundoffBf16));
+  lesson.note("Fewer bits: more TFLOP/s, and a larger error. Accumulation is in fp32 everywhere.");
+  return lesson.run();
+}

@@ -1,0 +1,338 @@
+// 5. A gated layer, as a framework dispatches it
+//
+//     out = sigmoid(x W1 + b1) * (x W2 + b2)
+//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major
+//
+// Written in PyTorch this is one line. Run, it is six kernels, because a framework has a kernel for
+// each of the six operators, and each of those reads its inputs from memory and writes its result
+// back:
+//
+//     t1 = x W1        reads M K, writes M H         t4 = x W2        reads M K, writes M H
+//     t2 = t1 + b1     reads M H, writes M H         t5 = t4 + b2     reads M H, writes M H
+//     t3 = sigmoid(t2) reads M H, writes M H         out = t3 * t5    reads 2 M H, writes M H
+//
+// Together (2 K + 11 H) M elements, where K M + H M would do: with K = 128 channels and H = 64
+// hidden, 5 times as much. At these shapes the layer is memory-bound (arithmetic would take a third
+// of the time that the least possible traffic takes), so those bytes are the time: the first table
+// shows each step at its own share of the limit. No single step is slow. They just do not need to
+// exist.
+//
+// The second table puts whole layers side by side: the six kernels above, and the best that
+// libraries allow. cuBLASLt adds a bias in the epilogue of its product, while the result is still
+// in registers; and since both products have the same left factor, one product with [W1 W2] side by
+// side reads x once. What no library kernel has is our sigmoid and product: one elementwise kernel
+// stays. That second form is the honest baseline for lesson 6.
+//
+// The third table is a square one, N x N x N, where arithmetic is the limit: there the temporaries
+// hardly matter, and fusion has less to win.
+
+#include <cublasLt.h>
+
+#include <deque>
+#include <optional>
+
+#include "common/gating.h"
+
+// ---- The elementwise kernels
+// ----------------------------------------------------------------------
+
+// kWidth consecutive elements, moved as one access of up to 16 bytes.
+template <int kWidth>
+struct alignas(kWidth * sizeof(half)) Pack {
+  half values[kWidth];
+};
+
+__device__ float sigmoid(float s) { return 1 / (1 + __expf(-s)); }
+
+// Thread i owns elements [i kWidth, (i + 1) kWidth) of a row-major (rows, columns) result, and
+// reads the same elements of its inputs: every byte once, 16 at a time. columns is a multiple of
+// kWidth.
+template <int kWidth>
+__global__ void add_bias(const half* in, const half* bias, half* out, size_t count, int columns) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
+  if (i >= count) return;
+  const Pack<kWidth> a = *reinterpret_cast<const Pack<kWidth>*>(in + i);
+  const Pack<kWidth> b = *reinterpret_cast<const Pack<kWidth>*>(bias + i % columns);
+  Pack<kWidth> sum;
+  for (int j = 0; j < kWidth; ++j) {
+    sum.values[j] = __float2half_rn(__half2float(a.values[j]) + __half2float(b.values[j]));
+  }
+  *reinterpret_cast<Pack<kWidth>*>(out + i) = sum;
+}
+
+template <int kWidth>
+__global__ void apply_sigmoid(const half* in, half* out, size_t count) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
+  if (i >= count) return;
+  const Pack<kWidth> a = *reinterpret_cast<const Pack<kWidth>*>(in + i);
+  Pack<kWidth> result;
+  for (int j = 0; j < kWidth; ++j) {
+    result.values[j] = __float2half_rn(sigmoid(__half2float(a.values[j])));
+  }
+  *reinterpret_cast<Pack<kWidth>*>(out + i) = result;
+}
+
+template <int kWidth>
+__global__ void multiply(const half* left, const half* right, half* out, size_t count) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
+  if (i >= count) return;
+  const Pack<kWidth> a = *reinterpret_cast<const Pack<kWidth>*>(left + i);
+  const Pack<kWidth> b = *reinterpret_cast<const Pack<kWidth>*>(right + i);
+  Pack<kWidth> product;
+  for (int j = 0; j < kWidth; ++j) {
+    product.values[j] = __float2half_rn(__half2float(a.values[j]) * __half2float(b.values[j]));
+  }
+  *reinterpret_cast<Pack<kWidth>*>(out + i) = product;
+}
+
+// out (rows, hidden) = sigmoid(both[:, :hidden]) * both[:, hidden:], both (rows, 2 hidden): what is
+// left to do after the library's products. A thread owns kWidth consecutive elements of out.
+template <int kWidth>
+__global__ void gate_halves(const half* both, half* out, size_t count, int hidden) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
+  if (i >= count) return;
+  const half* gate_at = both + i / hidden * 2 * hidden + i % hidden;
+  const Pack<kWidth> gate = *reinterpret_cast<const Pack<kWidth>*>(gate_at);
+  const Pack<kWidth> value = *reinterpret_cast<const Pack<kWidth>*>(gate_at + hidden);
+  Pack<kWidth> result;
+  for (int j = 0; j < kWidth; ++j) {
+    result.values[j] =
+        __float2half_rn(sigmoid(__half2float(gate.values[j])) * __half2float(value.values[j]));
+  }
+  *reinterpret_cast<Pack<kWidth>*>(out + i) = result;
+}
+
+constexpr int kThreads = 256;
+
+template <int kWidth>
+unsigned blocks(size_t count) {
+  return static_cast<unsigned>((count / kWidth + kThreads - 1) / kThreads);
+}
+
+// ---- The library's kernels
+// ------------------------------------------------------------------------
+
+// c (m, n) = a (m, k) b (k, n), fp16, row-major, fp32 accumulation; operands swapped as in
+// lesson 4.
+void matmul(cublasHandle_t blas, const half* a, const half* b, half* c, int64_t m, int64_t n,
+            int64_t k) {
+  const float one = 1, zero = 0;
+  CUBLAS_CHECK(cublasGemmEx(
+      blas, CUBLAS_OP_N, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m), static_cast<int>(k),
+      &one, b, CUDA_R_16F, static_cast<int>(n), a, CUDA_R_16F, static_cast<int>(k), &zero, c,
+      CUDA_R_16F, static_cast<int>(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+}
+
+// c (m, n) = a (m, k) b (k, n) + bias (n), fp16, row-major, by cuBLASLt with the bias in the
+// epilogue. Its plan, made once: descriptors, the first algorithm of its heuristic, a workspace.
+class MatmulBias {
+ public:
+  MatmulBias(int64_t m, int64_t n, int64_t k) {
+    // As in lesson 4, c^T = b^T a^T: columns of c are rows for cuBLASLt, whose bias goes along
+    // rows.
+    CUBLAS_CHECK(cublasLtCreate(&blas_));
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&matmul_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul_, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                                sizeof epilogue));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&b_, CUDA_R_16F, n, k, n));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&a_, CUDA_R_16F, k, m, k));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&c_, CUDA_R_16F, n, m, n));
+    cublasLtMatmulPreference_t preference;
+    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(
+        preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &kWorkspace, sizeof kWorkspace));
+    int found = 0;
+    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas_, matmul_, b_, a_, c_, c_, preference, 1,
+                                                &algorithm_, &found));
+    CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+    if (found == 0) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
+  }
+  MatmulBias(const MatmulBias&) = delete;
+  MatmulBias& operator=(const MatmulBias&) = delete;
+  ~MatmulBias() {
+    cublasLtMatrixLayoutDestroy(a_);
+    cublasLtMatrixLayoutDestroy(b_);
+    cublasLtMatrixLayoutDestroy(c_);
+    cublasLtMatmulDescDestroy(matmul_);
+    cublasLtDestroy(blas_);
+  }
+
+  void operator()(const half* a, const half* b, const half* bias, half* c) {
+    const float one = 1, zero = 0;
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
+                                                sizeof bias));
+    CUBLAS_CHECK(cublasLtMatmul(blas_, matmul_, &one, b, b_, a, a_, &zero, c, c_, c, c_,
+                                &algorithm_.algo, workspace_, kWorkspace, cudaStreamPerThread));
+  }
+
+ private:
+  static constexpr size_t kWorkspace = 32 << 20;
+  cublasLtHandle_t blas_ = nullptr;
+  cublasLtMatmulDesc_t matmul_ = nullptr;
+  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, c_ = nullptr;
+  cublasLtMatmulHeuristicResult_t algorithm_ = {};
+  Scratch<char> workspace_{kWorkspace};
+};
+
+// ---------------------------------------------------------------------------------------------------
+
+// The six kernels, in the buffers that a framework's allocator would hand out: memory that is no
+// longer needed is given to the next result, so that besides x and the weights three (M, H) buffers
+// suffice.
+template <int kWidth>
+struct Framework {
+  const GatingProblem& layer;
+  Buffer<half> first, second;  ///< (M, H) each
+
+  static constexpr int kSteps = 6;
+
+  void run(int step) const {
+    const auto [M, K, H] = layer.shape;
+    const size_t count = static_cast<size_t>(M) * H;
+    const Buffer<half>& out = layer.out;
+    switch (step) {
+      case 0:
+        return matmul(layer.blas, layer.x, layer.W1, first, M, H, K);
+      case 1:
+        return add_bias<kWidth>
+            <<<blocks<kWidth>(count), kThreads>>>(first, layer.b1, out, count, H);
+      case 2:
+        return apply_sigmoid<kWidth><<<blocks<kWidth>(count), kThreads>>>(out, first, count);
+      case 3:
+        return matmul(layer.blas, layer.x, layer.W2, out, M, H, K);
+      case 4:
+        return add_bias<kWidth>
+            <<<blocks<kWidth>(count), kThreads>>>(out, layer.b2, second, count, H);
+      case 5:
+        return multiply<kWidth><<<blocks<kWidth>(count), kThreads>>>(first, second, out, count);
+    }
+  }
+  void run_until(int end) const {
+    for (int step = 0; step < end; ++step) run(step);
+  }
+
+  /// A row per step.
+  void add_steps() const {
+    const double m = static_cast<double>(layer.shape.rows),
+                 k = static_cast<double>(layer.shape.channels),
+                 h = static_cast<double>(layer.shape.hidden);
+    const Work product{.flops = 2 * m * k * h, .bytes = 2 * (m * k + k * h + m * h)};
+    const Work bias{.flops = m * h, .bytes = 2 * (2 * m * h + h)};
+    struct Step {
+      const char* name;
+      Role role;
+      Work work;
+      GatingStep result;
+      const Buffer<half>& output;
+      int roundings;
+    };
+    const Step steps[kSteps] = {
+        {"t1 = x W1", Role::library, product, GatingStep::x_w1, first, 1},
+        {"t2 = t1 + b1", Role::baseline, bias, GatingStep::plus_b1, layer.out, 2},
+        {"t3 = sigmoid(t2)", Role::baseline, {4 * m * h, 4 * m * h}, GatingStep::sigmoid, first, 3},
+        {"t4 = x W2", Role::library, product, GatingStep::x_w2, layer.out, 1},
+        {"t5 = t4 + b2", Role::baseline, bias, GatingStep::plus_b2, second, 2},
+        {"out = t3 * t5", Role::baseline, {m * h, 6 * m * h}, GatingStep::out, layer.out, 6},
+    };
+    for (int i = 0; i < kSteps; ++i) {
+      const Step& step = steps[i];
+      layer.problem.kernel(step.name, step.role, [this, i] { run(i); })
+          .is_step(
+              step.work, [this, i] { run_until(i); }, step.output, layer.expected,
+              layer.tolerance(step.roundings),
+              [this, result = step.result] { layer.compute_reference(result); });
+    }
+  }
+};
+
+// out = gate_halves(x [W1 W2] + [b1 b2]): one product with its biases, one elementwise kernel.
+template <int kWidth>
+class LibraryBest {
+ public:
+  explicit LibraryBest(const GatingProblem& layer)
+      : layer_(layer),
+        weights_(layer.problem.input<half>(2 * layer.W1.size())),
+        biases_(layer.problem.input<half>(2 * layer.b1.size())),
+        both_(layer.problem.output<half>(2 * layer.out.size())) {}
+
+  /// Weights are constants: they are put side by side once, when the model is loaded.
+  void prepare() {
+    matmul_bias_.emplace(layer_.shape.rows, 2 * layer_.shape.hidden, layer_.shape.channels);
+    const size_t width = layer_.b1.size() * sizeof(half);
+    const auto place = [&](half* to, const half* from, size_t rows) {
+      CUDA_CHECK(cudaMemcpy2D(to, 2 * width, from, width, width, rows, cudaMemcpyDeviceToDevice));
+    };
+    place(weights_, layer_.W1, layer_.shape.channels);
+    place(weights_ + layer_.shape.hidden, layer_.W2, layer_.shape.channels);
+    place(biases_, layer_.b1, 1);
+    place(biases_ + layer_.shape.hidden, layer_.b2, 1);
+  }
+
+  void run() {
+    const size_t count = layer_.out.size();
+    (*matmul_bias_)(layer_.x, weights_, biases_, both_);
+    gate_halves<kWidth>
+        <<<blocks<kWidth>(count), kThreads>>>(both_, layer_.out, count, layer_.shape.hidden);
+  }
+  double bytes() const { return weights_.bytes() + biases_.bytes() + both_.bytes(); }
+
+ private:
+  const GatingProblem& layer_;
+  Buffer<half> weights_, biases_, both_;  // (K, 2H), (2H), (M, 2H)
+  std::optional<MatmulBias> matmul_bias_;
+};
+
+template <int kWidth>
+int run_lesson(Lesson& lesson, GatingShape shape) {
+  Cublas blas;
+  const int64_t n = lesson.n();
+
+  GatingProblem steps(lesson, blas, "the six steps", shape, 6);
+  const auto temporary = [](const GatingProblem& layer) {
+    return layer.problem.output<half>(layer.out.size());
+  };
+  const Framework<kWidth> stepwise{steps, temporary(steps), temporary(steps)};
+  stepwise.add_steps();
+
+  GatingProblem layer(lesson, blas, "layer", shape, 6);
+  GatingProblem square(lesson, blas, "square", {n, n, n}, 6);
+  std::deque<Framework<kWidth>> frameworks;
+  std::deque<LibraryBest<kWidth>> libraries;
+  for (GatingProblem* table : {&layer, &square}) {
+    const double ends = table->x.bytes() + table->W1.bytes() + table->b1.bytes() +
+                        table->W2.bytes() + table->b2.bytes() + table->out.bytes();
+    auto& framework = frameworks.emplace_back(*table, temporary(*table), temporary(*table));
+    table->problem
+        .kernel("six kernels", Role::baseline, [&] { framework.run_until(framework.kSteps); })
+        .occupies(ends + framework.first.bytes() + framework.second.bytes());
+
+    auto& library = libraries.emplace_back(*table);
+    table->problem.kernel("cuBLASLt + one kernel", Role::library, [&] { library.run(); })
+        .occupies(ends + library.bytes());
+    table->problem.reference_from(table->scratch_bytes(), [&, table] {
+      table->compute_reference(GatingStep::out);
+      library.prepare();
+    });
+  }
+  layer.problem.compare("cuBLASLt + one kernel", "six kernels",
+                        "Layer: what libraries can fuse is worth a factor of %.");
+  square.problem.compare("cuBLASLt + one kernel", "six kernels",
+                         "Square: arithmetic is the limit, and the same fusion is worth %.");
+  return lesson.run();
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(argc, argv,
+                {.name = "5_gating_unfused",
+                 .title = "sigmoid(x W1 + b1) * (x W2 + b2) in six kernels, and in two",
+                 .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
+                 .n_gpu = 4096,
+                 .n_cpu = 16,
+                 .options = {{"--channels", "K, columns of x in the layer", 128},
+                             {"--hidden", "H, columns of the layer's result", 64}}});
+  const GatingShape shape{1024 * lesson.n(), lesson.option("--channels"),
+                          lesson.option("--hidden")};
+  const bool aligned = shape.hidden % 8 == 0 && lesson.n() % 8 == 0;
+  return aligned ? run_lesson<8>(lesson, shape) : run_lesson<1>(lesson, shape);
+}

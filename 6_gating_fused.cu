@@ -1,0 +1,443 @@
+// 6. The gated layer in one kernel
+//
+//     out = sigmoid(x W1 + b1) * (x W2 + b2)
+//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major; fp32 accumulation
+//
+// Lesson 5 ran six kernels, and 4 of 5 bytes that they moved were temporaries. A temporary exists
+// because a kernel ends. So do not end: a block that has both products of its rows in registers
+// adds the biases, takes the sigmoid, multiplies, and writes out. x is read once, out is written
+// once; nothing else touches memory. That is 1.6 GB instead of 8.1 at the layer's default shape.
+//
+// What makes this possible is that everything after the products is elementwise: the element (i, j)
+// of both sums ends up in the same thread, which needs no other. (Lesson 9 fuses a softmax, where
+// that is not so.) Four kernels:
+//
+//     one thread per element   fused, but on the CUDA cores and without tiles: fusion alone is not
+//     speed tensor cores             tiles in shared memory, products by WMMA async tiles the next
+//     tiles arrive (cp.async) while this one is multiplied resident weights         the weights fit
+//     on chip: blocks stay, keep them, and only x streams by
+//
+// They need compute capability 7.5 (7.5 itself copies synchronously) and run on the CPU backend.
+//
+// Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, where memory is the
+// limit; and a square one, N x N x N, where the tensor cores are.
+
+#include <mma.h>
+
+#include "common/async_copy.cuh"
+#include "common/gating.h"
+
+// 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
+// place of fp32 here, and the result is rounded to fp16.
+__device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); }
+
+// ---- one thread per element
+// -----------------------------------------------------------------------
+
+// Lesson 1's coalesced mapping: thread (x, y) owns out(row y, column x), and both its sums.
+__global__ void gating_simple(const half* x, const half* W1, const half* b1, const half* W2,
+                              const half* b2, half* out, int M, int K, int H) {
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  const int col = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= M || col >= H) return;
+  float gate = __half2float(b1[col]), value = __half2float(b2[col]);
+  for (int k = 0; k < K; ++k) {
+    const float factor = __half2float(x[static_cast<size_t>(row) * K + k]);
+    gate += factor * __half2float(W1[static_cast<size_t>(k) * H + col]);
+    value += factor * __half2float(W2[static_cast<size_t>(k) * H + col]);
+  }
+  out[static_cast<size_t>(row) * H + col] = __float2half_rn(sigmoid(gate) * value);
+}
+
+// ---- tensor cores
+// ---------------------------------------------------------------------------------
+
+using namespace nvcuda;
+// The 32 threads of a warp hold a 16 x 16 matrix together, in a layout that only the hardware
+// knows: a warp loads fragments, multiplies them, and stores them.
+using FragmentX = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
+using FragmentW = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
+using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+
+constexpr int kPad =
+    8;  // halves at the end of a row of a tile, so that rows start on different banks
+
+// A warp's share of a tile of out: 16 kRows x 16 kCols elements, both sums of each.
+template <int kRows, int kCols>
+struct GateSums {
+  FragmentSum gate[kRows][kCols], value[kRows][kCols];
+
+  // The sums start at the biases. In shared memory bias_tile has 16 rows, all the same, of `stride`
+  // floats, so that it loads as a fragment does.
+  __device__ void start(const float* bias1_tile, const float* bias2_tile, int stride) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        wmma::load_matrix_sync(gate[i][j], bias1_tile + 16 * j, stride, wmma::mem_row_major);
+        wmma::load_matrix_sync(value[i][j], bias2_tile + 16 * j, stride, wmma::mem_row_major);
+      }
+    }
+  }
+
+  // Adds the products of a tile of x (16 kRows rows, kDepth columns) and tiles of W1 and W2 (kDepth
+  // rows, 16 kCols columns), all in shared memory. A fragment of x serves both weights.
+  template <int kDepth, int kStrideX, int kStrideW>
+  __device__ void add_products(const half* x_tile, const half* W1_tile, const half* W2_tile) {
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 16) {
+      FragmentX x[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        wmma::load_matrix_sync(x[i], x_tile + 16 * i * kStrideX + k, kStrideX);
+      }
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        FragmentW w1, w2;
+        wmma::load_matrix_sync(w1, W1_tile + k * kStrideW + 16 * j, kStrideW);
+        wmma::load_matrix_sync(w2, W2_tile + k * kStrideW + 16 * j, kStrideW);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          wmma::mma_sync(gate[i][j], x[i], w1, gate[i][j]);
+          wmma::mma_sync(value[i][j], x[i], w2, value[i][j]);
+        }
+      }
+    }
+  }
+
+  // out(row0.., col0..) = sigmoid(gate) * value. Fragments of one type hold the same element at the
+  // same index, whichever that is: elementwise operations need not know. For the store they do, so
+  // 16 rows at a time go through `staging` (16 x kStagingStride floats, this warp's own), from
+  // where a thread takes 4 consecutive elements, and 4 threads or more a full 32-byte sector of
+  // out.
+  static constexpr int kWidth = 16 * kCols, kStagingStride = kWidth + 8;
+  template <bool kAligned>
+  __device__ void finish(float* staging, half* out, int row0, int col0, int M, int H) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        for (int e = 0; e < gate[i][j].num_elements; ++e) {
+          gate[i][j].x[e] = sigmoid(gate[i][j].x[e]) * value[i][j].x[e];
+        }
+        wmma::store_matrix_sync(staging + 16 * j, gate[i][j], kStagingStride, wmma::mem_row_major);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int e = lane * 4; e < 16 * kWidth; e += 32 * 4) {
+        const float4 from =
+            *reinterpret_cast<const float4*>(staging + e / kWidth * kStagingStride + e % kWidth);
+        const int row = row0 + 16 * i + e / kWidth, col = col0 + e % kWidth;
+        half* to = out + static_cast<size_t>(row) * H + col;
+        const half2 values[2] = {__floats2half2_rn(from.x, from.y),
+                                 __floats2half2_rn(from.z, from.w)};
+        if constexpr (kAligned) {
+          if (row < M && col < H) {
+            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(values);
+          }
+        } else if (row < M) {
+          if (col < H) to[0] = __low2half(values[0]);
+          if (col + 1 < H) to[1] = __high2half(values[0]);
+          if (col + 2 < H) to[2] = __low2half(values[1]);
+          if (col + 3 < H) to[3] = __high2half(values[1]);
+        }
+      }
+      __syncwarp();
+    }
+  }
+};
+
+// Copies the kRows x kCols tile of `from` (row-major, rows x cols) at (row0, col0) to shared
+// memory, where its rows are kStride halves apart; zeros where that is outside. With kAligned (cols
+// a multiple of 8) 16 bytes at a time and, from compute capability 8.0, asynchronously (cp.async).
+template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
+__device__ void copy_tile(half* to, const half* from, int row0, int col0, int rows, int cols) {
+  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
+    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
+    const bool inside = row0 + row < rows && col0 + col < cols;
+    const half* at = from + static_cast<size_t>(row0 + row) * cols + col0 + col;
+    if constexpr (kAligned) {
+      copy_async<16>(to + row * kStride + col, at, inside);
+    } else {
+      to[row * kStride + col] = inside ? *at : __float2half_rn(0);
+    }
+  }
+}
+
+// The 16 equal rows of GateSums::start, kStride floats apart, for kCols columns from col0.
+template <int kCols, int kStride, int kThreads>
+__device__ void fill_bias_tile(float* to, const half* bias, int col0, int H) {
+  for (int i = threadIdx.x; i < 16 * kCols; i += kThreads) {
+    const int col = i % kCols;
+    to[i / kCols * kStride + col] = col0 + col < H ? __half2float(bias[col0 + col]) : 0;
+  }
+}
+
+// A block of kWarpsM x kWarpsH warps owns BM rows and BH columns of out, and both sums of each
+// element in registers. Per step of BK it loads a tile of x once for both weights. Then the
+// epilogue: bias, sigmoid and product happen where the sums are, and the first thing to be written
+// to memory is out.
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
+    gating_tensor_cores(const half* x, const half* W1, const half* b1, const half* W2,
+                        const half* b2, half* out, int M, int K, int H) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  __shared__ __align__(128) half x_tile[BM][BK + kPad];
+  __shared__ __align__(128) half W_tiles[2][BK][BH + kPad];
+  __shared__ __align__(128) float bias_tiles[2][16][BH + 4];
+  __shared__ __align__(128) float staging[kWarpsM * kWarpsH][16][16 * kCols + 8];
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsH * 16 * kRows, warp_col = warp % kWarpsH * 16 * kCols;
+  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
+
+  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[0][0], b1, col0, H);
+  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[1][0], b2, col0, H);
+  __syncthreads();
+  GateSums<kRows, kCols> sums;
+  sums.start(&bias_tiles[0][0][warp_col], &bias_tiles[1][0][warp_col], BH + 4);
+  for (int k0 = 0; k0 < K; k0 += BK) {
+    copy_tile<BM, BK, BK + kPad, kThreads, kAligned>(x_tile[0], x, row0, k0, M, K);
+    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[0][0], W1, k0, col0, K, H);
+    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[1][0], W2, k0, col0, K, H);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+    sums.template add_products<BK, BK + kPad, BH + kPad>(x_tile[warp_row], &W_tiles[0][0][warp_col],
+                                                         &W_tiles[1][0][warp_col]);
+    __syncthreads();
+  }
+  sums.template finish<kAligned>(staging[warp][0], out, row0 + warp_row, col0 + warp_col, M, H);
+}
+
+// ---- async tiles
+// ----------------------------------------------------------------------------------
+
+// The same, but kStages sets of tiles are in flight, as in lesson 2's last kernel: the tensor cores
+// work on one while the copies of the next ones are on their way, and a step needs one barrier
+// instead of two.
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+struct AsyncTiles {
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  static constexpr int kStrideX = BK + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;  // halves
+  static constexpr int kStageBytes = (kTileX + 2 * kTileW) * sizeof(half);
+  static constexpr int kBiasBytes = 2 * 16 * kStrideBias * sizeof(float);
+  static constexpr int kStagingBytes = kWarpsM * kWarpsH * 16 * (16 * kCols + 8) * sizeof(float);
+  // The staging of the epilogue takes the place of the tiles.
+  static constexpr int kSharedBytes =
+      kBiasBytes + (kStages * kStageBytes > kStagingBytes ? kStages * kStageBytes : kStagingBytes);
+};
+
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
+    gating_async(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
+                 half* out, int M, int K, int H) {
+  using Shape = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
+  extern __shared__ __align__(128) char shared[];
+  float* bias_tiles = reinterpret_cast<float*>(shared);
+  half* stages = reinterpret_cast<half*>(shared + Shape::kBiasBytes);
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
+  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
+  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
+
+  const auto stage_of = [&](int step) {
+    return stages + step % kStages * (Shape::kTileX + 2 * Shape::kTileW);
+  };
+  const auto copy_step = [&](int step) {
+    half* x_tile = stage_of(step);
+    half* W1_tile = x_tile + Shape::kTileX;
+    half* W2_tile = W1_tile + Shape::kTileW;
+    const int k0 = step * BK;
+    copy_tile<BM, BK, Shape::kStrideX, Shape::kThreads, kAligned>(x_tile, x, row0, k0, M, K);
+    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, k0, col0, K, H);
+    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, k0, col0, K, H);
+  };
+
+  const int steps = (K + BK - 1) / BK;
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) copy_step(step);
+    copy_async_commit();
+  }
+  float* bias2_tile = bias_tiles + 16 * Shape::kStrideBias;
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias_tiles, b1, col0, H);
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
+  __syncthreads();
+  GateSums<Shape::kRows, Shape::kCols> sums;
+  sums.start(bias_tiles + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
+  for (int step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
+    copy_async_commit();
+    const half* x_tile = stage_of(step);
+    const half* W_tile = x_tile + Shape::kTileX + warp_col;
+    sums.template add_products<BK, Shape::kStrideX, Shape::kStrideW>(
+        x_tile + warp_row * Shape::kStrideX, W_tile, W_tile + Shape::kTileW);
+  }
+  __syncthreads();
+  float* staging = reinterpret_cast<float*>(stages) + warp * 16 * (16 * Shape::kCols + 8);
+  sums.template finish<kAligned>(staging, out, row0 + warp_row, col0 + warp_col, M, H);
+}
+
+// ---- resident weights
+// -----------------------------------------------------------------------------
+
+// The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So as
+// many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
+// weights and biases once, then walks over row tiles blockIdx.x, blockIdx.x + gridDim.x, ... with
+// all columns of kStages of them in flight: while one is multiplied and written, the next ones
+// arrive. Memory never waits for a block to start or to end. K is at most kDepth; what is missing
+// is filled with zeros.
+template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages>
+struct ResidentWeights {
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  static constexpr int kStrideX = kDepth + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
+  static constexpr int kTileX = BM * kStrideX, kTileW = kDepth * kStrideW;  // halves
+  static constexpr int kBiasFloats = 16 * kStrideBias;
+  static constexpr int kStagingFloats = 16 * GateSums<kRows, kCols>::kStagingStride;  // per warp
+  static constexpr int kFloatBytes =
+      (2 * kBiasFloats + kWarpsM * kWarpsH * kStagingFloats) * sizeof(float);
+  static constexpr int kSharedBytes = kFloatBytes + (kStages * kTileX + 2 * kTileW) * sizeof(half);
+};
+
+template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
+    gating_resident(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
+                    half* out, int M, int K, int H) {
+  using Shape = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>;
+  extern __shared__ __align__(128) char shared[];
+  float* bias1_tile = reinterpret_cast<float*>(shared);
+  float* bias2_tile = bias1_tile + Shape::kBiasFloats;
+  float* stagings = bias2_tile + Shape::kBiasFloats;
+  half* W1_tile = reinterpret_cast<half*>(shared + Shape::kFloatBytes);
+  half* W2_tile = W1_tile + Shape::kTileW;
+  half* x_tiles = W2_tile + Shape::kTileW;
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
+  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
+  const int col0 = blockIdx.y * BH, tiles = (M + BM - 1) / BM;
+
+  const auto copy_step = [&](int step) {
+    const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
+    if (tile < tiles) {
+      copy_tile<BM, kDepth, Shape::kStrideX, Shape::kThreads, kAligned>(
+          x_tiles + step % kStages * Shape::kTileX, x, static_cast<int>(tile) * BM, 0, M, K);
+    }
+    copy_async_commit();
+  };
+
+  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, 0, col0, K, H);
+  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, 0, col0, K, H);
+  for (int step = 0; step < kStages - 1; ++step) copy_step(step);
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias1_tile, b1, col0, H);
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
+  for (int step = 0, tile = blockIdx.x; tile < tiles; ++step, tile += gridDim.x) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    copy_step(step + kStages - 1);
+    GateSums<Shape::kRows, Shape::kCols> sums;
+    sums.start(bias1_tile + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
+    sums.template add_products<kDepth, Shape::kStrideX, Shape::kStrideW>(
+        x_tiles + step % kStages * Shape::kTileX + warp_row * Shape::kStrideX, W1_tile + warp_col,
+        W2_tile + warp_col);
+    sums.template finish<kAligned>(stagings + warp * Shape::kStagingFloats, out,
+                                   tile * BM + warp_row, col0 + warp_col, M, H);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------
+
+// Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
+// shared memory for kStages stages.
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+void add_kernels(GatingProblem& layer) {
+  const auto [M, K, H] = layer.shape;
+  const auto tiles = [](int64_t extent, int tile) {
+    return static_cast<unsigned>((extent + tile - 1) / tile);
+  };
+  layer.problem.kernel("one thread per element", Role::baseline, [=, &layer] {
+    gating_simple<<<dim3(tiles(M, 8), tiles(H, 32)), dim3(32, 8)>>>(
+        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+  });
+  layer.problem.kernel("tensor cores", Role::ours, [=, &layer] {
+    gating_tensor_cores<64, 64, 32, 2, 2, kAligned><<<dim3(tiles(M, 64), tiles(H, 64)), 128>>>(
+        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+  });
+
+  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>::kSharedBytes;
+  CUDA_CHECK(cudaFuncSetAttribute(gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  layer.problem.kernel("async tiles", Role::ours, [=, &layer] {
+    gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>
+        <<<dim3(tiles(M, BM), tiles(H, BH)), kThreads, kBytes>>>(
+            layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+  });
+}
+
+// Adds the kernel for weights that fit into shared memory: K at most kDepth.
+template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+void add_resident_kernel(GatingProblem& layer, const Device& device) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  constexpr int kBytes = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>::kSharedBytes;
+  if (kBytes > device.shared_bytes) return;
+  const auto [M, K, H] = layer.shape;
+  const auto kernel = gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  int per_sm = 0;
+  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, kBytes));
+  const int64_t tiles = (M + BM - 1) / BM, resident = static_cast<int64_t>(per_sm) * device.sms;
+  const dim3 grid(static_cast<unsigned>(std::min(tiles, resident)),
+                  static_cast<unsigned>((H + BH - 1) / BH));
+  layer.problem.kernel("resident weights", Role::ours, [=, &layer] {
+    gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>
+        <<<grid, kThreads, kBytes>>>(layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M,
+                                     K, H);
+  });
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(argc, argv,
+                {.name = "6_gating_fused",
+                 .title = "sigmoid(x W1 + b1) * (x W2 + b2) in one kernel",
+                 .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
+                 .n_gpu = 4096,
+                 .n_cpu = 16,
+                 .options = {{"--channels", "K, columns of x in the layer", 128},
+                             {"--hidden", "H, columns of the layer's result", 64}}});
+  const int64_t n = lesson.n();
+  const bool large = lesson.device().shared_bytes >= 160 << 10;  // as compute capability 8.0 has
+
+  Cublas blas;
+  GatingProblem layer(lesson, blas, "layer",
+                      {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
+  const int64_t K = layer.shape.channels;
+  if (K % 8 == 0 && layer.shape.hidden % 8 == 0) {
+    add_kernels<128, 64, 32, 4, 2, 2, true>(layer);
+    if (K <= 128) add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device());
+  } else {
+    add_kernels<128, 64, 32, 4, 2, 2, false>(layer);
+    if (K <= 128) add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
+  }
+
+  GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
+  if (n % 8) {
+    add_kernels<128, 64, 32, 4, 2, 2, false>(square);
+  } else if (large) {
+    add_kernels<128, 128, 64, 2, 4, 3, true>(square);
+  } else {
+    add_kernels<128, 64, 32, 4, 2, 2, true>(square);
+  }
+
+  layer.problem.compare(
+      "resident weights", "one thread per element",
+      "Fusion alone is not speed: tiles and tensor cores are worth a factor of %.");
+  return lesson.run();
+}

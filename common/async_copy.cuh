@@ -1,0 +1,38 @@
+// Copies from global to shared memory that run while the thread goes on: cp.async.
+//
+// A thread starts copies, closes a group of them with copy_async_commit(), and later waits until
+// all but the newest groups have landed. The wait is for this thread's own copies: a barrier has to
+// follow before other threads read them. Below compute capability 8.0 the same calls copy at once.
+#pragma once
+
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+
+/// Copies kBytes (4, 8 or 16; both addresses aligned to that), or writes as many zeros if not
+/// `inside`, in which case `from` is not read and may point anywhere. PTX ISA, "Data Movement and
+/// Conversion Instructions: cp.async" (its src-size operand).
+template <int kBytes>
+__device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  const int bytes = inside ? kBytes : 0;
+  if constexpr (kBytes == 16) {  // .cg: through the L2 cache only
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from_global),
+                 "r"(bytes));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from_global),
+                 "n"(kBytes), "r"(bytes));
+  }
+#else
+  // With nothing to copy the library's function would still want a source that may be read.
+  __pipeline_memcpy_async(to_shared, inside ? from_global : to_shared, kBytes, inside ? 0 : kBytes);
+#endif
+}
+
+__device__ inline void copy_async_commit() { __pipeline_commit(); }
+
+/// Waits until at most kNewest groups are still under way.
+template <int kNewest>
+__device__ inline void copy_async_wait() {
+  __pipeline_wait_prior(kNewest);
+}

@@ -1,0 +1,199 @@
+// The execution model of CUDA on CPU cores: launches, blocks, threads, barriers, shared memory.
+//
+// A block runs on one OS thread of the worker pool, its CUDA threads run one after the other, each
+// until it ends or has to wait in a barrier (cuda_cpu.cpp). Blocks start in ascending order. A
+// launch returns when all its blocks have ended, so streams are ordered without further ado.
+//
+// A kernel error (a divergent barrier, a misused intrinsic) prints one line on stderr, abandons the
+// launch, and makes every later runtime call return cudaErrorLaunchFailure.
+
+#pragma once
+
+#include <cstddef>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "vector_types.h"
+
+typedef struct CUstream_st* cudaStream_t;
+
+extern constinit thread_local uint3 threadIdx;
+extern constinit thread_local uint3 blockIdx;
+extern constinit thread_local dim3 blockDim;
+extern constinit thread_local dim3 gridDim;
+inline constexpr int warpSize = 32;
+
+namespace cuda_cpu {
+
+inline constexpr unsigned kMaxThreadsPerBlock = 1024;
+inline constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
+inline constexpr std::size_t kMaxSharedBytes = 227 * 1024;
+
+/// A place in the source code.
+struct Site {
+  const char* file;
+  int line;
+  const char* function;
+
+  /// As a default argument: the place of the call.
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE(),
+                             const char* function = __builtin_FUNCTION()) {
+    return {file, line, function};
+  }
+};
+
+// ---- For kernels -------------------------------------------------------------------------------
+
+/// Ends the launch with an error: prints the message (printf-like) in one line together with the
+/// launch, block and thread. To be called from a kernel.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+
+/// Waits until all threads of the block have called it with the same site. Returns in how many of
+/// them `predicate` was nonzero. `operation` is the barrier's name in error reports.
+int block_barrier(int predicate, const char* operation, Site site);
+
+/// What a warp operation computes: called once, when all `lanes` (a bit each) have arrived, with the
+/// operand of each of them; operands of other lanes are indeterminate.
+using Combine = void(void* const* operands, unsigned lanes);
+
+/// Waits until all live lanes of `mask` have called it with the same mask and `combine`, which then
+/// sees their operands. The caller must be a lane of `mask`.
+void warp_meet(unsigned mask, Combine* combine, void* operand, const char* operation, Site site);
+
+/// The calling thread's number in its warp, 0 to 31.
+unsigned lane_id();
+
+/// The lanes of the calling thread's warp that have not exited, a bit each.
+unsigned live_lanes();
+
+/// Lets other threads of the block run.
+void yield();
+
+/// A copy that cuda_pipeline.h has queued: `size` bytes, the last `zero_fill` of them zeros.
+struct AsyncCopy {
+  void* target;
+  const void* source;
+  std::size_t size;
+  std::size_t zero_fill;
+};
+
+/// The calling thread's asynchronous copies that have not landed yet, oldest first. What is left
+/// when the thread ends lands then.
+struct AsyncCopies {
+  std::vector<AsyncCopy> queue;
+  /// For each committed batch, oldest first, how many entries of `queue` it has.
+  std::vector<std::size_t> batches;
+  std::size_t uncommitted = 0;
+
+  /// Performs the first `count` copies of the queue.
+  void land(std::size_t count);
+};
+AsyncCopies& async_copies();
+
+/// Shared memory of the block for the declaration that `key` identifies: the same in all threads of
+/// a block, all bits set when the block starts.
+void* static_shared_storage(const void* key, std::size_t size, std::size_t alignment);
+void* dynamic_shared_storage();
+
+/// Storage that converts to a reference to whatever type is declared. `Declaration` is a type that
+/// occurs at one declaration only.
+template <class Declaration>
+struct StaticShared {
+  template <class T>
+  operator T&() const {
+    static_assert(std::is_trivially_default_constructible_v<T>,
+                  "a __shared__ variable cannot have a constructor");
+    static constexpr char key = 0;
+    return *static_cast<T*>(static_shared_storage(&key, sizeof(T), alignof(T)));
+  }
+};
+
+/// `T (&name)[n] = static_shared([] {});` is what cu2cpp.py makes of `__shared__ T name[n];`. Each
+/// lambda expression has a type of its own, in each instance of a template.
+template <class Declaration>
+StaticShared<Declaration> static_shared(Declaration) {
+  return {};
+}
+
+/// `T* const name = dynamic_shared();` is what cu2cpp.py makes of `extern __shared__ T name[];`.
+struct DynamicShared {
+  template <class T>
+  operator T*() const {
+    return static_cast<T*>(dynamic_shared_storage());
+  }
+};
+inline DynamicShared dynamic_shared() { return {}; }
+
+// ---- For hosts ---------------------------------------------------------------------------------
+
+/// A kernel bound to its arguments: `run` executes it for the calling CUDA thread.
+struct BoundKernel {
+  const void* function;
+  void (*run)(const void* arguments);
+  const void* arguments;
+};
+
+/// What stands between <<< and >>>.
+struct LaunchConfig {
+  dim3 grid;
+  dim3 block;
+  std::size_t shared_bytes;
+  cudaStream_t stream;
+  Site site;
+
+  /// The arguments of a launch, before they are converted to the kernel's parameters.
+  template <class... Arguments>
+  struct Call {
+    const LaunchConfig& config;
+    std::tuple<Arguments&&...> arguments;
+  };
+
+  template <class... Arguments>
+  Call<Arguments...> operator()(Arguments&&... arguments) const {
+    return {*this, std::forward_as_tuple(std::forward<Arguments>(arguments)...)};
+  }
+};
+
+inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
+                           cudaStream_t stream = nullptr, Site site = Site::here()) {
+  return {grid, block, shared_bytes, stream, site};
+}
+
+/// Runs the kernel for all threads of the grid. An invalid configuration is reported as by CUDA,
+/// through cudaGetLastError().
+void execute(const LaunchConfig& config, const BoundKernel& kernel);
+
+template <class T>
+T implicitly(T value) {
+  return value;
+}
+
+/// `kernel ->* launch(grid, block, ...)(arguments...)`: what cu2cpp.py makes of
+/// `kernel<<<grid, block, ...>>>(arguments...)`. The arguments are converted as in a call.
+template <class... Parameters, class... Arguments>
+void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>&& call) {
+  static_assert(sizeof...(Parameters) == sizeof...(Arguments),
+                "a launch must pass as many arguments as the kernel has parameters");
+  static_assert((!std::is_reference_v<Parameters> && ...),
+                "the parameters of a kernel cannot be references");
+  struct Bound {
+    void (*kernel)(Parameters...);
+    std::tuple<Parameters...> parameters;
+  };
+  const Bound bound = std::apply(
+      [&](auto&&... arguments) {
+        return Bound{kernel, std::tuple<Parameters...>(implicitly<Parameters>(
+                                 std::forward<decltype(arguments)>(arguments))...)};
+      },
+      std::move(call.arguments));
+  execute(call.config, {reinterpret_cast<const void*>(kernel),
+                        [](const void* arguments) {
+                          const auto& bound = *static_cast<const Bound*>(arguments);
+                          std::apply(bound.kernel, bound.parameters);
+                        },
+                        &bound});
+}
+
+}  // namespace cuda_cpu

@@ -1,0 +1,277 @@
+// 16-bit floating point numbers: storage in 16 bits, arithmetic in float, one rounding (to nearest,
+// ties to even) per operation. cuda_fp16.h and cuda_bf16.h give them CUDA's names.
+
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "vector_types.h"
+
+namespace cuda_cpu {
+
+/// IEEE binary16: 5 bits of exponent, 10 of fraction.
+struct HalfFormat {
+  static constexpr std::uint16_t kNan = 0x7FFF;
+
+  static constexpr float to_float(std::uint16_t half) {
+    constexpr std::uint32_t kRebias = (127 - 15) << 23;
+    const std::uint32_t magnitude = (half & 0x7FFFu) << 13;
+    const bool infinite_or_nan = magnitude >= 0x1Fu << 23;
+    const std::uint32_t normal = magnitude + kRebias + (infinite_or_nan ? kRebias : 0);
+    // A subnormal's fraction counts in units of 2^-24: put it below a leading one, and subtract that.
+    constexpr float kSmallestNormal = 0x1p-14f;
+    const float subnormal =
+        std::bit_cast<float>(magnitude + std::bit_cast<std::uint32_t>(kSmallestNormal)) -
+        kSmallestNormal;
+    const std::uint32_t bits =
+        magnitude < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : normal;
+    return std::bit_cast<float>(bits | (half & 0x8000u) << 16);
+  }
+
+  static constexpr std::uint16_t from_float(float value) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t sign = bits >> 16 & 0x8000;
+    const std::uint32_t magnitude = bits & 0x7FFFFFFF;
+    const std::uint32_t normal =
+        (magnitude - ((127 - 15) << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
+    // The sum with 1/2, whose last bit is worth 2^-24, rounds to the subnormals.
+    const std::uint32_t subnormal =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) -
+        std::bit_cast<std::uint32_t>(0.5f);
+    std::uint32_t half = magnitude < 0x38800000 ? subnormal : normal;
+    if (magnitude >= 0x47800000) half = 0x7C00;
+    if (magnitude > 0x7F800000) return kNan;
+    return static_cast<std::uint16_t>(sign | half);
+  }
+};
+
+/// bfloat16: the upper half of a float.
+struct Bfloat16Format {
+  static constexpr std::uint16_t kNan = 0x7FFF;
+
+  static constexpr float to_float(std::uint16_t bits) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  }
+
+  static constexpr std::uint16_t from_float(float value) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7FFFFFFF) > 0x7F800000 ? kNan : static_cast<std::uint16_t>(rounded);
+  }
+};
+
+/// `value` as a float whose last bit remembers whether anything was lost, so that rounding it once
+/// more, to a shorter format, gives what rounding `value` would have given.
+constexpr float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  if (nearest == value || value != value) return nearest;
+  const double magnitude = value < 0 ? -value : value;
+  const float nearest_magnitude = nearest < 0 ? -nearest : nearest;
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(nearest);
+  return std::bit_cast<float>((bits - (nearest_magnitude > magnitude)) | 1u);
+}
+
+/// A 16-bit floating point number of the given format.
+template <class Format>
+struct SmallFloat {
+  std::uint16_t bits;
+
+  SmallFloat() = default;
+  constexpr SmallFloat(float value) : bits(Format::from_float(value)) {}
+  constexpr SmallFloat(double value) : bits(Format::from_float(round_to_odd(value))) {}
+  template <class T>
+    requires std::is_integral_v<T>
+  constexpr SmallFloat(T value) : SmallFloat(static_cast<double>(value)) {}
+  template <class Other>
+    requires(!std::is_same_v<Other, Format>)
+  explicit constexpr SmallFloat(SmallFloat<Other> other) : SmallFloat(static_cast<float>(other)) {}
+
+  static constexpr SmallFloat from_bits(std::uint16_t bits) {
+    SmallFloat value = 0.0f;
+    value.bits = bits;
+    return value;
+  }
+
+  constexpr operator float() const { return Format::to_float(bits); }
+
+  friend constexpr SmallFloat operator+(SmallFloat a, SmallFloat b) { return float(a) + float(b); }
+  friend constexpr SmallFloat operator-(SmallFloat a, SmallFloat b) { return float(a) - float(b); }
+  friend constexpr SmallFloat operator*(SmallFloat a, SmallFloat b) { return float(a) * float(b); }
+  friend constexpr SmallFloat operator/(SmallFloat a, SmallFloat b) { return float(a) / float(b); }
+  friend constexpr SmallFloat operator+(SmallFloat a) { return a; }
+  friend constexpr SmallFloat operator-(SmallFloat a) {
+    return from_bits(static_cast<std::uint16_t>(a.bits ^ 0x8000));
+  }
+  friend constexpr SmallFloat& operator+=(SmallFloat& a, SmallFloat b) { return a = a + b; }
+  friend constexpr SmallFloat& operator-=(SmallFloat& a, SmallFloat b) { return a = a - b; }
+  friend constexpr SmallFloat& operator*=(SmallFloat& a, SmallFloat b) { return a = a * b; }
+  friend constexpr SmallFloat& operator/=(SmallFloat& a, SmallFloat b) { return a = a / b; }
+  friend constexpr bool operator==(SmallFloat a, SmallFloat b) { return float(a) == float(b); }
+  friend constexpr bool operator!=(SmallFloat a, SmallFloat b) { return float(a) != float(b); }
+  friend constexpr bool operator<(SmallFloat a, SmallFloat b) { return float(a) < float(b); }
+  friend constexpr bool operator>(SmallFloat a, SmallFloat b) { return float(a) > float(b); }
+  friend constexpr bool operator<=(SmallFloat a, SmallFloat b) { return float(a) <= float(b); }
+  friend constexpr bool operator>=(SmallFloat a, SmallFloat b) { return float(a) >= float(b); }
+};
+
+/// Two of them in 32 bits, with element-wise arithmetic.
+template <class Format>
+struct alignas(4) SmallFloat2 {
+  using Element = SmallFloat<Format>;
+  Element x, y;
+
+  SmallFloat2() = default;
+  constexpr SmallFloat2(Element x_, Element y_) : x(x_), y(y_) {}
+
+  friend constexpr SmallFloat2 operator+(SmallFloat2 a, SmallFloat2 b) {
+    return {a.x + b.x, a.y + b.y};
+  }
+  friend constexpr SmallFloat2 operator-(SmallFloat2 a, SmallFloat2 b) {
+    return {a.x - b.x, a.y - b.y};
+  }
+  friend constexpr SmallFloat2 operator*(SmallFloat2 a, SmallFloat2 b) {
+    return {a.x * b.x, a.y * b.y};
+  }
+  friend constexpr SmallFloat2 operator/(SmallFloat2 a, SmallFloat2 b) {
+    return {a.x / b.x, a.y / b.y};
+  }
+  friend constexpr SmallFloat2 operator-(SmallFloat2 a) { return {-a.x, -a.y}; }
+  friend constexpr SmallFloat2& operator+=(SmallFloat2& a, SmallFloat2 b) { return a = a + b; }
+  friend constexpr SmallFloat2& operator-=(SmallFloat2& a, SmallFloat2 b) { return a = a - b; }
+  friend constexpr SmallFloat2& operator*=(SmallFloat2& a, SmallFloat2 b) { return a = a * b; }
+  friend constexpr SmallFloat2& operator/=(SmallFloat2& a, SmallFloat2 b) { return a = a / b; }
+  friend constexpr bool operator==(SmallFloat2 a, SmallFloat2 b) {
+    return a.x == b.x && a.y == b.y;
+  }
+};
+
+}  // namespace cuda_cpu
+
+// ---- Functions that fp16 and bf16 have in common -----------------------------------------------
+
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hadd(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a + b;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hsub(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a - b;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hmul(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a * b;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hdiv(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a / b;
+}
+/// a * b + c, rounded once.
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hfma(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b,
+                                         cuda_cpu::SmallFloat<F> c) {
+  return static_cast<double>(float(a)) * float(b) + float(c);
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hneg(cuda_cpu::SmallFloat<F> a) {
+  return -a;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __habs(cuda_cpu::SmallFloat<F> a) {
+  return cuda_cpu::SmallFloat<F>::from_bits(a.bits & 0x7FFF);
+}
+template <class F>
+cuda_cpu::SmallFloat<F> __hmax(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return std::fmax(float(a), float(b));
+}
+template <class F>
+cuda_cpu::SmallFloat<F> __hmin(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return std::fmin(float(a), float(b));
+}
+template <class F>
+bool __hisnan(cuda_cpu::SmallFloat<F> a) {
+  return std::isnan(float(a));
+}
+template <class F>
+int __hisinf(cuda_cpu::SmallFloat<F> a) {
+  return std::isinf(float(a)) ? (float(a) < 0 ? -1 : 1) : 0;
+}
+
+#define CUDA_CPU_COMPARE(NAME, OPERATOR)                                             \
+  template <class F>                                                                 \
+  constexpr bool NAME(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {        \
+    return a OPERATOR b;                                                             \
+  }
+CUDA_CPU_COMPARE(__heq, ==)
+CUDA_CPU_COMPARE(__hne, !=)
+CUDA_CPU_COMPARE(__hlt, <)
+CUDA_CPU_COMPARE(__hle, <=)
+CUDA_CPU_COMPARE(__hgt, >)
+CUDA_CPU_COMPARE(__hge, >=)
+#undef CUDA_CPU_COMPARE
+
+#define CUDA_CPU_ELEMENTWISE2(NAME, FUNCTION)                                              \
+  template <class F>                                                                       \
+  cuda_cpu::SmallFloat2<F> NAME(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b) {  \
+    return {FUNCTION(a.x, b.x), FUNCTION(a.y, b.y)};                                       \
+  }
+CUDA_CPU_ELEMENTWISE2(__hadd2, __hadd)
+CUDA_CPU_ELEMENTWISE2(__hsub2, __hsub)
+CUDA_CPU_ELEMENTWISE2(__hmul2, __hmul)
+CUDA_CPU_ELEMENTWISE2(__h2div, __hdiv)
+CUDA_CPU_ELEMENTWISE2(__hmax2, __hmax)
+CUDA_CPU_ELEMENTWISE2(__hmin2, __hmin)
+#undef CUDA_CPU_ELEMENTWISE2
+
+template <class F>
+constexpr cuda_cpu::SmallFloat2<F> __hfma2(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b,
+                                           cuda_cpu::SmallFloat2<F> c) {
+  return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat2<F> __hneg2(cuda_cpu::SmallFloat2<F> a) {
+  return -a;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat2<F> __habs2(cuda_cpu::SmallFloat2<F> a) {
+  return {__habs(a.x), __habs(a.y)};
+}
+
+template <class F>
+constexpr float __low2float(cuda_cpu::SmallFloat2<F> a) {
+  return a.x;
+}
+template <class F>
+constexpr float __high2float(cuda_cpu::SmallFloat2<F> a) {
+  return a.y;
+}
+
+// hNAME for one number, h2NAME for two.
+#define CUDA_CPU_FUNCTION(NAME, EXPRESSION)                           \
+  template <class F>                                                  \
+  cuda_cpu::SmallFloat<F> h##NAME(cuda_cpu::SmallFloat<F> a) {        \
+    const float x = a;                                                \
+    return EXPRESSION;                                                \
+  }                                                                   \
+  template <class F>                                                  \
+  cuda_cpu::SmallFloat2<F> h2##NAME(cuda_cpu::SmallFloat2<F> a) {     \
+    return {h##NAME(a.x), h##NAME(a.y)};                              \
+  }
+CUDA_CPU_FUNCTION(exp, std::exp(x))
+CUDA_CPU_FUNCTION(exp2, std::exp2(x))
+CUDA_CPU_FUNCTION(log, std::log(x))
+CUDA_CPU_FUNCTION(log2, std::log2(x))
+CUDA_CPU_FUNCTION(log10, std::log10(x))
+CUDA_CPU_FUNCTION(sqrt, std::sqrt(x))
+CUDA_CPU_FUNCTION(rsqrt, 1.0f / std::sqrt(x))
+CUDA_CPU_FUNCTION(rcp, 1.0f / x)
+CUDA_CPU_FUNCTION(sin, std::sin(x))
+CUDA_CPU_FUNCTION(cos, std::cos(x))
+CUDA_CPU_FUNCTION(tanh, std::tanh(x))
+CUDA_CPU_FUNCTION(floor, std::floor(x))
+CUDA_CPU_FUNCTION(ceil, std::ceil(x))
+CUDA_CPU_FUNCTION(rint, std::nearbyint(x))
+CUDA_CPU_FUNCTION(trunc, std::trunc(x))
+#undef CUDA_CPU_FUNCTION

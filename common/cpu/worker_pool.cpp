@@ -1,0 +1,83 @@
+#include "worker_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+#include "sanitizers.h"
+
+namespace cuda_cpu {
+
+namespace {
+
+thread_local bool is_worker = false;
+
+/// Races between blocks only show between OS threads, so ThreadSanitizer always gets two of them.
+int pool_size() {
+  const int cores = std::max(1u, std::thread::hardware_concurrency());
+  return kTsan ? 2 : cores;
+}
+
+}  // namespace
+
+WorkerPool& WorkerPool::instance() {
+  static WorkerPool* const pool = new WorkerPool;
+  return *pool;
+}
+
+WorkerPool::WorkerPool() : size_(pool_size()) {
+  for (int worker = 0; worker < size_; ++worker) {
+    std::thread([this, worker] { serve(worker); }).detach();
+  }
+}
+
+void WorkerPool::run(int workers, const std::function<void(int)>& task,
+                     const std::function<void()>& idle) {
+  if (is_worker) {
+    std::fputs("cuda_cpu: a kernel must not launch work itself\n", stderr);
+    std::abort();
+  }
+  std::lock_guard turn(turn_);
+  std::unique_lock lock(mutex_);
+  task_ = &task;
+  workers_ = busy_ = std::min(workers, size_);
+  ++round_;
+  work_arrived_.notify_all();
+  while (busy_ > 0) {
+    if (!idle) {
+      work_done_.wait(lock);
+    } else if (work_done_.wait_for(lock, std::chrono::milliseconds(500)) ==
+               std::cv_status::timeout) {
+      idle();
+    }
+  }
+}
+
+void WorkerPool::parallel_for(long count, long grain,
+                              const std::function<void(long, long)>& body) {
+  std::atomic<long> next = 0;
+  run(static_cast<int>(std::min<long>((count + grain - 1) / grain, size_)), [&](int) {
+    for (long begin; (begin = next.fetch_add(grain)) < count;) {
+      body(begin, std::min(count, begin + grain));
+    }
+  });
+}
+
+void WorkerPool::serve(int worker) {
+  is_worker = true;
+  unsigned long served = 0;
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    work_arrived_.wait(lock, [&] { return round_ != served; });
+    served = round_;
+    if (worker >= workers_) continue;
+    lock.unlock();
+    (*task_)(worker);
+    lock.lock();
+    if (--busy_ == 0) work_done_.notify_all();
+  }
+}
+
+}  // namespace cuda_cpu

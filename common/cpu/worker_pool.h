@@ -1,0 +1,47 @@
+// The OS threads that run blocks and the CPU's own library routines.
+
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace cuda_cpu {
+
+/// One OS thread per core, started at the first use and asleep between uses.
+///
+/// The pool is never destroyed: at process exit its threads sleep and simply end with the process,
+/// whichever way the process leaves.
+class WorkerPool {
+ public:
+  static WorkerPool& instance();
+
+  int size() const { return size_; }
+
+  /// Calls task(worker) once on each of the first `workers` threads, at the same time, and returns
+  /// when all have returned. Uses from several host threads take turns. While it waits it calls
+  /// `idle`, if there is one, about twice a second.
+  void run(int workers, const std::function<void(int)>& task,
+           const std::function<void()>& idle = nullptr);
+
+  /// Calls body(begin, end) for consecutive pieces of [0, count), at most `grain` long, on all
+  /// threads.
+  void parallel_for(long count, long grain, const std::function<void(long, long)>& body);
+
+ private:
+  WorkerPool();
+  void serve(int worker);
+
+  const int size_;
+  std::mutex turn_;
+  std::mutex mutex_;
+  std::condition_variable work_arrived_;
+  std::condition_variable work_done_;
+  const std::function<void(int)>* task_ = nullptr;
+  unsigned long round_ = 0;
+  int workers_ = 0;
+  int busy_ = 0;
+};
+
+}  // namespace cuda_cpu

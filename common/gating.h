@@ -1,0 +1,49 @@
+// The gated layer of lessons 5 and 6, and its reference.
+//
+//     out = sigmoid(x W1 + b1) * (x W2 + b2)
+//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major, dense
+#pragma once
+
+#include "common/lesson.h"
+#include "common/numerics.h"
+
+struct GatingShape {
+  int64_t rows, channels, hidden;  ///< M, K, H; each below 2^31
+
+  double flops() const {
+    // Two products, and per output two biases, a sigmoid (negate, exp, add, divide) and a product.
+    return static_cast<double>(rows) * static_cast<double>(hidden) *
+           (4.0 * static_cast<double>(channels) + 7);
+  }
+  /// Least possible traffic in bytes: x and the weights in, out out.
+  double bytes() const {
+    const double m = static_cast<double>(rows), k = static_cast<double>(channels),
+                 h = static_cast<double>(hidden);
+    return sizeof(half) * (m * k + 2 * k * h + 2 * h + m * h);
+  }
+};
+
+/// Every result on the way to `out`.
+enum class GatingStep { x_w1, plus_b1, sigmoid, x_w2, plus_b2, out };
+
+/// A problem with the layer's inputs, its output, and the output's reference.
+struct GatingProblem {
+  /// `roundings`: see tolerance(); the most that a kernel of this problem needs.
+  GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* name, GatingShape shape,
+                int roundings);
+
+  /// Fills `expected` with a step's result in fp64: products by cuBLAS, a few rows at a time.
+  void compute_reference(GatingStep step) const;
+  /// Device memory that compute_reference allocates while it runs.
+  double scratch_bytes() const;
+  /// Bound on the relative Frobenius error of `out` when `roundings` results on the way to it,
+  /// itself included, are rounded to fp16. The derivative of the gate by each step is at most about
+  /// 1 of the gate itself, so each rounding counts as one of the output.
+  double tolerance(int roundings) const;
+
+  GatingShape shape;
+  cublasHandle_t blas;
+  Problem& problem;
+  Buffer<half> x, W1, b1, W2, b2, out;
+  Buffer<double> expected;
+};

@@ -1,0 +1,642 @@
+#include "common/lesson.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <regex>
+
+#include "common/build_info.h"
+#include "common/numerics.h"
+
+using Json = nlohmann::ordered_json;
+using Clock = std::chrono::steady_clock;
+
+void fail(ExitCode code, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  fputs("error: ", stderr);
+  vfprintf(stderr, format, arguments);
+  fputc('\n', stderr);
+  va_end(arguments);
+  fflush(nullptr);
+  std::_Exit(code);
+}
+
+double dot_tolerance(int64_t length, double u_sum, double u_out, double u_in) {
+  const double terms = static_cast<double>(length);
+  return 4 * std::sqrt(2 * u_in * u_in / 3 + u_sum * u_sum * terms / 6 + u_out * u_out / 3);
+}
+
+double tensor_core_sum(int64_t length) {
+  // Truncation loses up to one unit in the last place, 2 u, and u on average, of each of length / 8
+  // partial sums. Added up linearly and divided by sqrt(length / 6), as dot_tolerance multiplies
+  // it.
+  const double terms = static_cast<double>(length);
+  return 2 * kRoundoffFp32 * std::max(1.0, terms / 8) / std::sqrt(terms / 6);
+}
+
+void Storage::allocate() { CUDA_CHECK(cudaMalloc(&data, count * element_bytes)); }
+
+void Storage::release() {
+  cudaFree(data);
+  data = nullptr;
+}
+
+double Kernel::percentile(double p) const {
+  const double rank = p / 100 * static_cast<double>(samples_ms.size() - 1);
+  return samples_ms[static_cast<size_t>(std::lround(rank))];
+}
+
+Kernel& Problem::kernel(std::string name, Role role, std::function<void()> launch) {
+  Kernel kernel{};
+  kernel.name = std::move(name);
+  kernel.role = role;
+  kernel.launch = std::move(launch);
+  kernel.work = work_;
+  kernels_.push_back(std::move(kernel));
+  return kernels_.back();
+}
+
+void Problem::compare(std::string fast, std::string slow, std::string format) {
+  comparisons_.push_back({std::move(fast), std::move(slow), std::move(format)});
+}
+
+namespace {
+
+class Event {
+ public:
+  Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  ~Event() { cudaEventDestroy(event_); }
+  void record() { CUDA_CHECK(cudaEventRecord(event_)); }
+  /// Milliseconds from `start` to this event; waits for it.
+  float since(const Event& start) const {
+    CUDA_CHECK(cudaEventSynchronize(event_));
+    float ms = 0;
+    CUDA_CHECK(cudaEventElapsedTime(&ms, start.event_, event_));
+    return ms;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+/// A line on stderr that the next one overwrites; only on a terminal, and only after two seconds.
+class Progress {
+ public:
+  void show(const std::string& text) {
+    if (!isatty(STDERR_FILENO) || Clock::now() - start_ < std::chrono::seconds(2)) return;
+    fprintf(stderr, "\r\033[K%s", text.c_str());
+    shown_ = true;
+  }
+  void clear() {
+    if (shown_) fputs("\r\033[K", stderr);
+    shown_ = false;
+  }
+
+ private:
+  Clock::time_point start_ = Clock::now();
+  bool shown_ = false;
+};
+
+const char* name_of(Role role) {
+  return role == Role::baseline ? "baseline" : role == Role::library ? "library" : "ours";
+}
+
+const char* name_of(Rate rate) {
+  return rate == Rate::fp32 ? "fp32" : rate == Rate::tf32 ? "TF32 tensor" : "fp16 tensor";
+}
+
+/// 1234567 -> "1.23 M", with the prefix that leaves one to three digits before the point.
+std::string with_prefix(double value) {
+  static constexpr const char* kPrefixes[] = {"", "k", "M", "G", "T", "P"};
+  size_t prefix = 0;
+  for (; value >= 999.5 && prefix + 1 < std::size(kPrefixes); ++prefix) value /= 1000;
+  char text[32];
+  snprintf(text, sizeof text, "%.3g %s", value, kPrefixes[prefix]);
+  return text;
+}
+
+std::string now_utc() {
+  const std::time_t now = std::time(nullptr);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
+  return text;
+}
+
+/// A device node, such as /dev/stdout, is written to as it is: renaming over it would replace it.
+bool is_device_node(const std::string& path) {
+  struct stat status;
+  return stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode) && !S_ISDIR(status.st_mode);
+}
+
+/// Writes `text` beside `path`, then renames it, so that a reader never sees half of it. If that
+/// cannot be done nothing is left behind, and the program ends. With `rehearse` the file is written
+/// and removed: what is wrong with the target is told before any work is done.
+void write_atomically(const std::string& path, const std::string& text, bool rehearse) {
+  const bool direct = is_device_node(path);
+  if (direct && rehearse) return;
+  const std::string target = direct ? path : path + ".tmp." + std::to_string(getpid());
+  FILE* file = fopen(target.c_str(), "w");
+  bool written = file && fwrite(text.data(), 1, text.size(), file) == text.size();
+  int error = errno;
+  if (file && fclose(file) != 0) written = false, error = errno;
+  struct stat status;
+  if (written && rehearse && stat(path.c_str(), &status) == 0 && S_ISDIR(status.st_mode)) {
+    written = false, error = EISDIR;
+  }
+  if (written && !direct && !rehearse && rename(target.c_str(), path.c_str()) != 0) {
+    written = false, error = errno;
+  }
+  if (!direct && (rehearse || !written)) unlink(target.c_str());
+  if (!written) fail(kBadUsage, "cannot write --json %s: %s", path.c_str(), strerror(error));
+}
+
+#ifdef CUDA_CPU
+std::string why_no_gpu() { return "this is the CPU build"; }
+#else
+/// Why there is no usable GPU; empty if there is one.
+std::string why_no_gpu() {
+  int devices = 0;
+  const cudaError_t status = cudaGetDeviceCount(&devices);
+  if (status != cudaSuccess) return cudaGetErrorString(status);
+  return devices > 0 ? "" : "no CUDA device";
+}
+
+/// Goes on as the CPU build of this program: build/cpu/NAME beside it, or ../cpu/NAME.
+[[noreturn]] void become_cpu_twin(char** argv, const std::string& why) {
+  char self[4096];
+  const ssize_t length = readlink("/proc/self/exe", self, sizeof self);
+  const std::string path(self, static_cast<size_t>(std::max<ssize_t>(length, 0)));
+  const size_t slash = path.rfind('/') + 1;
+  const std::string folder = path.substr(0, slash), name = path.substr(slash);
+  for (const char* twins : {"build/cpu/", "../cpu/"}) {
+    execv((folder + twins + name).c_str(), argv);
+  }
+  fail(kDeviceCannot, "%s, and there is no CPU build beside %s", why.c_str(), path.c_str());
+}
+#endif
+
+}  // namespace
+
+struct Lesson::State {
+  LessonInfo info;
+  Device device;
+  int64_t n = 0;
+  std::map<std::string, int64_t> options;
+  std::string json_path;
+  std::optional<std::regex> kernel_filter;
+  std::string kernel_pattern;
+  int samples = 0;  // 0: as many as fit
+  uint64_t seed = 1;
+  bool hot = false;
+  bool list = false;
+  std::deque<Problem> problems;
+  std::vector<std::string> notes;
+  Progress progress;
+
+  void parse(int argc, char** argv);
+  bool selected(const Kernel& kernel) const;
+  void require_memory();
+  void verify(Problem& problem);
+  void sample(Problem& problem);
+  void print(const Problem& problem) const;
+  Json record() const;
+  double limit_ms(const Work& work, Rate rate) const;
+};
+
+void Lesson::State::parse(int argc, char** argv) {
+  CLI::App app(info.title, info.name);
+  std::string n_text, device_choice = "auto";
+  app.add_option("N", n_text, info.n_meaning)
+      ->type_name("INT")
+      ->default_str(std::to_string(info.n_gpu) + " (CPU: " + std::to_string(info.n_cpu) + ")");
+  app.add_option("--json", json_path, "write the results to FILE")->type_name("FILE");
+  app.add_option("--kernel", kernel_pattern,
+                 "only the kernels whose name contains a match of REGEX")
+      ->type_name("REGEX");
+  app.add_option("--device", device_choice,
+                 "auto, cuda or cpu (auto: cuda, or cpu at a small size)")
+      ->check(CLI::IsMember({"auto", "cuda", "cpu"}))
+      ->type_name("DEVICE");
+  app.add_option("--samples", samples, "timed launches of each kernel (default: as many as fit)")
+      ->check(CLI::Range(1, 1000000))
+      ->type_name("K");
+  app.add_option("--seed", seed, "seed of the random inputs")->capture_default_str();
+  app.add_flag("--hot", hot, "leave the L2 cache warm between samples");
+  app.add_flag("--list", list, "list the kernels and stop");
+  std::map<std::string, std::string> texts;
+  for (const Option& option : info.options) {
+    app.add_option(option.name, texts[option.name], option.meaning)
+        ->type_name("INT")
+        ->default_str(std::to_string(option.value));
+  }
+  app.footer(
+      "Exit codes: 0 all verified; 1 a kernel failed verification; 2 bad usage;\n"
+      "            3 the device cannot do it.");
+
+  const auto whole_number = [&](const std::string& text, const char* what, const char* meaning) {
+    const int64_t largest = std::numeric_limits<int>::max();
+    char* end = nullptr;
+    errno = 0;
+    const long long value = strtoll(text.c_str(), &end, 10);
+    if (text.empty() || isspace(text[0]) || *end || errno || value < 1 || value > largest) {
+      fail(kBadUsage, "%s is a whole number from 1 to %lld (%s), not '%s'", what,
+           static_cast<long long>(largest), meaning, text.c_str());
+    }
+    return static_cast<int64_t>(value);
+  };
+  for (int i = 1; i < argc; ++i) {  // CLI11 would take a negative number for an option
+    const char* argument = argv[i];
+    if (argument[0] == '-' && (isdigit(argument[1]) || argument[1] == '.')) {
+      const bool of_option = argv[i - 1][0] == '-' && argv[i - 1][1] == '-';
+      fail(kBadUsage, "%s cannot be negative (%s): '%s'", of_option ? argv[i - 1] : "N",
+           of_option ? "see --help" : info.n_meaning, argument);
+    }
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    fputs(app.help().c_str(), stdout);
+    std::exit(kAllVerified);
+  } catch (const CLI::ParseError& error) {
+    fail(kBadUsage, "%s (see --help)", error.what());
+  }
+
+  if (!n_text.empty()) n = whole_number(n_text, "N", info.n_meaning);
+  for (const Option& option : info.options) {
+    const std::string& text = texts[option.name];
+    options[option.name] =
+        text.empty() ? option.value : whole_number(text, option.name, option.meaning);
+  }
+  if (!kernel_pattern.empty()) {
+    try {
+      kernel_filter.emplace(kernel_pattern);
+    } catch (const std::regex_error& error) {
+      fail(kBadUsage, "--kernel '%s' is not a regular expression: %s", kernel_pattern.c_str(),
+           error.what());
+    }
+  }
+  // 64 KiB is more than a record takes, so that a full disk shows now.
+  if (!json_path.empty()) write_atomically(json_path, std::string(65536, ' '), true);
+
+  const std::string no_gpu = device_choice == "cpu" ? "--device cpu" : why_no_gpu();
+  if (!no_gpu.empty() && device_choice == "cuda") {
+    fail(kDeviceCannot, "--device cuda: %s", no_gpu.c_str());
+  }
+#ifdef CUDA_CPU
+  const int64_t asked = n;
+  if (n == 0 || device_choice == "auto") n = std::min<int64_t>(n ? n : info.n_cpu, info.n_cpu);
+  if (device_choice == "auto" && !list) {
+    fprintf(stderr, "No usable GPU: running on the CPU backend with N = %lld%s.\n",
+            static_cast<long long>(n),
+            asked > n
+                ? (" instead of " + std::to_string(asked) + " (--device cpu to insist)").c_str()
+                : "");
+  }
+#else
+  if (!no_gpu.empty()) become_cpu_twin(argv, no_gpu);
+  if (n == 0) n = info.n_gpu;
+#endif
+}
+
+Lesson::Lesson(int argc, char** argv, LessonInfo info) : state_(std::make_unique<State>()) {
+  state_->info = std::move(info);
+  state_->parse(argc, argv);
+  state_->device = Device::current();
+}
+
+Lesson::~Lesson() = default;
+
+int64_t Lesson::n() const { return state_->n; }
+int64_t Lesson::option(const char* name) const { return state_->options.at(name); }
+const Device& Lesson::device() const { return state_->device; }
+void Lesson::note(std::string line) { state_->notes.push_back(std::move(line)); }
+
+Problem& Lesson::problem(std::string name, std::vector<Dim> dims, std::string dtype, Work work,
+                         Rate rate) {
+  Problem& problem = state_->problems.emplace_back();
+  problem.name_ = std::move(name);
+  problem.dims_ = std::move(dims);
+  problem.dtype_ = std::move(dtype);
+  problem.work_ = work;
+  problem.rate_ = rate;
+  return problem;
+}
+
+bool Lesson::State::selected(const Kernel& kernel) const {
+  const int cc = 10 * device.major + device.minor;
+  const bool able = kernel.needs_cc == 0 || (device.backend == "cuda" && cc >= kernel.needs_cc);
+  return able && (!kernel_filter || std::regex_search(kernel.name, *kernel_filter));
+}
+
+void Lesson::State::require_memory() {
+  double needed = 0;
+  for (const Problem& problem : problems) {
+    double bytes = problem.scratch_bytes_;
+    for (const auto* list : {&problem.inputs_, &problem.outputs_, &problem.references_}) {
+      for (const auto& storage : *list) bytes += storage->bytes();
+    }
+    needed = std::max(needed, bytes);
+  }
+  needed += 2.0 * static_cast<double>(device.l2_bytes) + 0x1p26;  // the flush; cuBLAS's workspace
+  size_t free = 0, total = 0;
+  CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  if (needed > static_cast<double>(free)) {
+    fail(kDeviceCannot,
+         "N = %lld needs %sB of device memory (%.0f bytes), %sB (%zu bytes) are free",
+         static_cast<long long>(n), with_prefix(needed).c_str(), needed,
+         with_prefix(static_cast<double>(free)).c_str(), free);
+  }
+}
+
+void Lesson::State::verify(Problem& problem) {
+  uint64_t stream = seed << 8;
+  for (auto& storage : problem.inputs_) {
+    storage->allocate();
+    fill_random(*storage, stream++);
+  }
+  for (auto& storage : problem.references_) storage->allocate();
+  for (auto& storage : problem.outputs_) storage->allocate();
+  progress.show(problem.name_ + ": reference");
+  problem.compute_reference_();
+  CUDA_CHECK(cudaDeviceSynchronize());
+
+  const auto poison = [](Storage& storage) {  // bytes of 0xff are a NaN in every type here
+    CUDA_CHECK(cudaMemsetAsync(storage.data, 0xff, storage.count * storage.element_bytes));
+  };
+  for (Kernel& kernel : problem.kernels_) {
+    if (!selected(kernel)) continue;
+    progress.show(problem.name_ + ": verifying " + kernel.name);
+    const std::vector<Check>& checks = kernel.checks.empty() ? problem.checks_ : kernel.checks;
+    for (auto& storage : problem.outputs_) poison(*storage);
+    if (kernel.before) {
+      kernel.before();
+      for (const Check& check : checks) poison(*check.output);
+    }
+    kernel.launch();
+    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaDeviceSynchronize());
+    kernel.ran = true;
+    kernel.ok = true;
+    for (const Check& check : checks) {
+      if (check.compute_reference) check.compute_reference();
+      const Error error = compare(check);
+      // Written so that a NaN is never ok.
+      const bool ok =
+          error.frobenius <= check.tolerance && error.worst <= kWorstToFrobenius * check.tolerance;
+      if (kernel.tolerance == 0 || !ok || error.frobenius > kernel.error.frobenius) {
+        kernel.error = error;
+        kernel.tolerance = check.tolerance;
+      }
+      kernel.ok = kernel.ok && ok;
+      if (!ok) break;
+    }
+  }
+}
+
+void Lesson::State::sample(Problem& problem) {
+  std::vector<Kernel*> timed;
+  for (Kernel& kernel : problem.kernels_) {
+    if (kernel.ran) timed.push_back(&kernel);
+  }
+  Event start, stop;
+  const auto time_one = [&](const Kernel& kernel) {
+    start.record();
+    kernel.launch();
+    stop.record();
+    CUDA_CHECK(cudaGetLastError());
+    return stop.since(start);
+  };
+  // Written, not read: twice the L2 leaves nothing of the inputs in it, and as in a real network
+  // the kernel finds it full of somebody else's results.
+  const bool flush = device.backend == "cuda" && !hot;
+  const size_t flush_bytes = flush ? 2 * static_cast<size_t>(device.l2_bytes) : 1;
+  Scratch<char> flushed(flush_bytes);
+
+  // Warm-up, which also tells how many samples fit into a few seconds.
+  double round_ms = 0;
+  for (Kernel* kernel : timed) round_ms += time_one(*kernel);
+  int rounds = samples;
+  if (rounds == 0) {
+    const bool gpu = device.backend == "cuda";
+    const double budget_ms = gpu ? 4000 : 500;
+    rounds = static_cast<int>(std::clamp(budget_ms / round_ms, gpu ? 5.0 : 1.0, gpu ? 50.0 : 5.0));
+  }
+  for (int round = 0; round < rounds; ++round) {
+    progress.show(problem.name_ + ": sample " + std::to_string(round + 1) + " of " +
+                  std::to_string(rounds));
+    for (Kernel* kernel : timed) {
+      if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
+      kernel->samples_ms.push_back(time_one(*kernel));
+    }
+  }
+  for (Kernel* kernel : timed) std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
+}
+
+double Lesson::State::limit_ms(const Work& work, Rate rate) const {
+  if (device.bytes_per_second == 0 || device.peak(rate) == 0) return 0;
+  return 1e3 * std::max(work.bytes / device.bytes_per_second, work.flops / device.peak(rate));
+}
+
+void Lesson::State::print(const Problem& problem) const {
+  const double limit = limit_ms(problem.work_, problem.rate_);
+  printf("\n%s:", problem.name_.c_str());
+  for (const Dim& dim : problem.dims_) {
+    printf(" %s = %lld,", dim.name, static_cast<long long>(dim.extent));
+  }
+  printf(" %s; %sFLOP, at least %sB\n", problem.dtype_.c_str(),
+         with_prefix(problem.work_.flops).c_str(), with_prefix(problem.work_.bytes).c_str());
+  if (limit > 0) {
+    const bool memory = problem.work_.bytes / device.bytes_per_second >=
+                        problem.work_.flops / device.peak(problem.rate_);
+    printf("limit: %s, %.4g ms\n",
+           memory ? "memory" : (std::string(name_of(problem.rate_)) + " arithmetic").c_str(),
+           limit);
+  }
+  size_t width = 24;
+  bool memory_column = false;
+  for (const Kernel& kernel : problem.kernels_) {
+    width = std::max(width, kernel.name.size());
+    memory_column |= kernel.memory_bytes > 0;
+  }
+  const int w = static_cast<int>(width);
+  printf("%-*s %10s %8s %7s %7s %8s %8s%s\n", w, "kernel", "ms", "TFLOP/s", "GB/s", "%limit",
+         "speed", "error", memory_column ? "       GB" : "");
+  const Kernel* baseline = nullptr;
+  for (const Kernel& kernel : problem.kernels_) {
+    if (!kernel.ran) {
+      if (kernel.needs_cc && !selected(kernel) &&
+          (!kernel_filter || std::regex_search(kernel.name, *kernel_filter))) {
+        printf("%-*s needs a GPU of compute capability %d.%d\n", w, kernel.name.c_str(),
+               kernel.needs_cc / 10, kernel.needs_cc % 10);
+      }
+      continue;
+    }
+    if (!baseline) baseline = &kernel;
+    const double ms = kernel.median_ms();
+    const double kernel_limit = limit_ms(kernel.work, problem.rate_);
+    char percent[16] = "-";
+    if (kernel_limit > 0) snprintf(percent, sizeof percent, "%.1f", 100 * kernel_limit / ms);
+    printf("%-*s %10.4f %8.4g %7.4g %7s %7.4gx %8.1e", w, kernel.name.c_str(), ms,
+           kernel.work.flops / ms * 1e-9, kernel.work.bytes / ms * 1e-6, percent,
+           baseline->median_ms() / ms, kernel.error.frobenius);
+    if (memory_column) printf(" %8.3f", kernel.memory_bytes * 1e-9);
+    printf(kernel.ok ? " ok\n" : " FAILED (tolerance %.1e)\n", kernel.tolerance);
+  }
+}
+
+Json Lesson::State::record() const {
+  Json result = {
+      {"lesson", info.name},
+      {"commit", build_commit()},
+      {"time", now_utc()},
+      {"seed", seed},
+      {"device",
+       {{"backend", device.backend},
+        {"name", device.name},
+        {"compute_capability", std::to_string(device.major) + "." + std::to_string(device.minor)},
+        {"sms", device.sms},
+        {"memory_bytes", device.memory_bytes},
+        {"l2_bytes", device.l2_bytes},
+        {"peak_bytes_per_second", device.bytes_per_second},
+        {"driver", device.driver},
+        {"runtime", device.runtime}}},
+      {"problems", Json::array()}};
+  const auto or_null = [](double value) { return value > 0 ? Json(value) : Json(nullptr); };
+  for (const Problem& problem : problems) {
+    Json dims = Json::object(), kernels = Json::array();
+    for (const Dim& dim : problem.dims_) dims[dim.name] = dim.extent;
+    const double limit = limit_ms(problem.work_, problem.rate_);
+    const Kernel* baseline = nullptr;
+    for (const Kernel& kernel : problem.kernels_) {
+      if (!kernel.ran) continue;
+      if (!baseline) baseline = &kernel;
+      const double ms = kernel.median_ms();
+      Json row = {{"name", kernel.name},
+                  {"role", name_of(kernel.role)},
+                  {"ms",
+                   {{"median", ms},
+                    {"p10", kernel.percentile(10)},
+                    {"p90", kernel.percentile(90)},
+                    {"samples", kernel.samples_ms.size()},
+                    {"mode", hot || device.backend == "cpu" ? "hot" : "cold"}}},
+                  {"tflops", kernel.work.flops / ms * 1e-9},
+                  {"gbps", kernel.work.bytes / ms * 1e-6},
+                  {"percent_of_limit", or_null(100 * limit_ms(kernel.work, problem.rate_) / ms)},
+                  {"speedup", baseline->median_ms() / ms},
+                  {"memory_bytes", or_null(kernel.memory_bytes)},
+                  {"error", kernel.error.frobenius},  // nlohmann writes NaN as null
+                  {"worst_error", kernel.error.worst},
+                  {"tolerance", kernel.tolerance},
+                  {"ok", kernel.ok}};
+      kernels.push_back(std::move(row));
+    }
+    const bool memory = limit > 0 && problem.work_.bytes / device.bytes_per_second >=
+                                         problem.work_.flops / device.peak(problem.rate_);
+    result["problems"].push_back({{"name", problem.name_},
+                                  {"dims", dims},
+                                  {"dtype", problem.dtype_},
+                                  {"flops", problem.work_.flops},
+                                  {"min_bytes", problem.work_.bytes},
+                                  {"limit", limit == 0 ? "unknown"
+                                            : memory   ? "memory"
+                                                       : "compute"},
+                                  {"limit_ms", or_null(limit)},
+                                  {"kernels", kernels}});
+  }
+  return result;
+}
+
+int Lesson::run() {
+  State& state = *state_;
+  if (state.list) {
+    for (const Problem& problem : state.problems) {
+      for (const Kernel& kernel : problem.kernels_) {
+        printf("%s: %s\n", problem.name_.c_str(), kernel.name.c_str());
+      }
+    }
+    return kAllVerified;
+  }
+  int selected = 0;
+  for (const Problem& problem : state.problems) {
+    for (const Kernel& kernel : problem.kernels_) selected += state.selected(kernel);
+  }
+  if (selected == 0) {
+    fail(kBadUsage, "no kernel that this device can run matches --kernel '%s' (see --list)",
+         state.kernel_pattern.c_str());
+  }
+  state.require_memory();
+
+  const Device& device = state.device;
+  printf("%s: %s\n", state.info.name, state.info.title);
+  printf("%s, %d %s", device.name.c_str(), device.sms, on_cpu() ? "cores" : "SMs");
+  if (!on_cpu()) {
+    printf(", compute capability %d.%d, %sB/s, fp32 %sFLOP/s", device.major, device.minor,
+           with_prefix(device.bytes_per_second).c_str(),
+           with_prefix(device.peak(Rate::fp32)).c_str());
+    printf(", fp16 tensor %sFLOP/s", with_prefix(device.peak(Rate::fp16)).c_str());
+  }
+  printf("\n");
+
+  int failed = 0;
+  for (Problem& problem : state.problems) {
+    if (std::none_of(problem.kernels_.begin(), problem.kernels_.end(),
+                     [&](const Kernel& kernel) { return state.selected(kernel); })) {
+      continue;
+    }
+    state.verify(problem);
+    state.sample(problem);
+    for (auto* list : {&problem.inputs_, &problem.outputs_, &problem.references_}) {
+      for (auto& storage : *list) storage->release();
+    }
+    for (const Kernel& kernel : problem.kernels_) failed += kernel.ran && !kernel.ok;
+    state.progress.clear();
+    state.print(problem);
+    fflush(stdout);
+  }
+
+  printf("\n");
+  if (on_cpu()) {
+    printf("On the CPU backend the times say nothing about a GPU; that every row is right does.\n");
+  }
+  for (const Problem& problem : state.problems) {
+    for (const Problem::Comparison& comparison : problem.comparisons_) {
+      const Kernel *fast = nullptr, *slow = nullptr;
+      for (const Kernel& kernel : problem.kernels_) {
+        if (kernel.ran && kernel.name == comparison.fast) fast = &kernel;
+        if (kernel.ran && kernel.name == comparison.slow) slow = &kernel;
+      }
+      const size_t percent = comparison.format.find('%');
+      if (on_cpu() || !fast || !slow || percent == std::string::npos) continue;
+      char factor[32];
+      snprintf(factor, sizeof factor, "%.2f", slow->median_ms() / fast->median_ms());
+      printf("%s%s%s\n", comparison.format.substr(0, percent).c_str(), factor,
+             comparison.format.substr(percent + 1).c_str());
+    }
+  }
+  for (const std::string& note : state.notes) printf("%s\n", note.c_str());
+  if (failed) {
+    printf("%d of %d kernels FAILED verification.\n", failed, selected);
+  } else {
+    printf("All %d kernels verified against fp64.\n", selected);
+  }
+  fflush(stdout);
+  if (!state.json_path.empty()) {
+    write_atomically(state.json_path, state.record().dump(2) + "\n", false);
+  }
+  return failed ? kVerificationFailed : kAllVerified;
+}

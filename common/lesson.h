@@ -1,0 +1,261 @@
+// What every lesson shares: the command line, device buffers, verification, timing, the table,
+// JSON.
+//
+// A lesson's main declares its problems (inputs, outputs, a reference, the kernels) and ends with
+// `return lesson.run();`. Nothing is allocated or launched before run(), which for each problem
+//   1. refuses what does not fit in memory,
+//   2. fills the inputs with random numbers and computes the reference,
+//   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
+//   4. samples the kernels in turn (A B C, A B C, ...), each with a cold L2 cache,
+//   5. prints the table;
+// then it writes the JSON record and returns the exit code.
+#pragma once
+
+#include <cublas_v2.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/check.h"
+#include "common/device.h"
+
+enum class Type { fp16, bf16, fp32, fp64 };
+template <typename T>
+constexpr Type type_of = Type::fp32;
+template <>
+inline constexpr Type type_of<half> = Type::fp16;
+template <>
+inline constexpr Type type_of<__nv_bfloat16> = Type::bf16;
+template <>
+inline constexpr Type type_of<double> = Type::fp64;
+
+// Unit roundoffs: the largest relative error of rounding to nearest.
+inline constexpr double kRoundoffFp16 = 0x1p-11;
+inline constexpr double kRoundoffBf16 = 0x1p-8;
+inline constexpr double kRoundoffTf32 = 0x1p-11;
+inline constexpr double kRoundoffFp32 = 0x1p-24;
+
+/// Device memory that a Problem owns: allocated by Lesson::run(), freed with the problem. Copies
+/// refer to the same memory, so a kernel's launch lambda may capture it either way. Converts to T*.
+struct Storage {
+  void* data = nullptr;
+  size_t count = 0;
+  Type type{};
+  size_t element_bytes = 0;
+  double scale = 0;  ///< inputs: uniform in [-scale, scale)
+  Storage() = default;
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+  ~Storage() { release(); }
+  double bytes() const { return static_cast<double>(count) * static_cast<double>(element_bytes); }
+  void allocate();
+  void release();
+};
+
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(std::shared_ptr<Storage> storage) : storage_(std::move(storage)) {}
+  operator T*() const { return static_cast<T*>(storage_->data); }
+  T* data() const { return *this; }
+  size_t size() const { return storage_->count; }
+  double bytes() const { return storage_->bytes(); }
+  const std::shared_ptr<Storage>& storage() const { return storage_; }
+
+ private:
+  std::shared_ptr<Storage> storage_;
+};
+
+/// What a problem costs whichever way it is computed.
+struct Work {
+  double flops = 0;  ///< an FMA counts as two
+  double bytes = 0;  ///< least possible traffic: every input read once, every output written once
+};
+
+struct Dim {
+  const char* name;
+  int64_t extent;
+};
+
+/// Error of an output against its fp64 reference; NaN or infinite if any element is.
+struct Error {
+  double frobenius = 0;  ///< ||out - reference|| / ||reference||
+  double worst = 0;      ///< max |out - reference| / rms(reference): one wrong element shows here
+};
+
+/// An output, its fp64 reference of the same count, and the bound on the relative Frobenius error.
+/// A single element may be off by kWorstToFrobenius times that bound, in units of the reference's
+/// rms: rounding errors of 10^8 elements stay within 6 standard deviations, a wrong element does
+/// not.
+struct Check {
+  std::shared_ptr<Storage> output, reference;
+  double tolerance = 0;
+  std::function<void()> compute_reference = {};  ///< if it is not the problem's
+};
+inline constexpr double kWorstToFrobenius = 16;
+
+/// Bound on the relative Frobenius error of `length`-term dot products of random numbers of mean
+/// zero. Rounding errors are independent, so variances add. Per unit of the result's rms:
+///   inputs   both factors of each term rounded by u_in:     2 u_in^2 / 3
+///   sum      partial sum k has rms sqrt(k / length), rounded:  u_sum^2 length / 6
+///   output   rounded once by u_out:                         u_out^2 / 3
+/// (a rounding error is uniform in [-u, u], hence u^2 / 3). Tensor cores truncate instead of
+/// rounding to nearest: pass tensor_core_sum, whose errors all point to zero and therefore add up
+/// linearly. The factor 4 leaves room for the few elements of a small problem.
+double dot_tolerance(int64_t length, double u_sum, double u_out, double u_in = 0);
+/// u_sum for dot_tolerance when tensor cores accumulate `length` terms in fp32, in steps of 8.
+double tensor_core_sum(int64_t length);
+
+enum class Role { baseline, library, ours };
+
+/// One row of the table.
+struct Kernel {
+  std::string name;
+  Role role;
+  std::function<void()> launch;
+  Work work;                     ///< the problem's, unless is_step() changes it
+  std::vector<Check> checks;     ///< the problem's, unless is_step() changes them
+  std::function<void()> before;  ///< makes the inputs of a step; not timed
+  double memory_bytes = 0;       ///< device memory that this way of computing needs; 0: not stated
+  int needs_cc = 0;  ///< least compute capability, times 10; 0: any, and the CPU backend
+
+  /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
+  /// that `compute_reference` puts into `reference`.
+  template <typename T>
+  Kernel& is_step(Work step, std::function<void()> earlier_steps, const Buffer<T>& output,
+                  const Buffer<double>& reference, double tolerance,
+                  std::function<void()> compute_reference) {
+    work = step;
+    before = std::move(earlier_steps);
+    checks = {{output.storage(), reference.storage(), tolerance, std::move(compute_reference)}};
+    return *this;
+  }
+  /// States the device memory (bytes) that this way of computing needs, inputs and outputs
+  /// included.
+  Kernel& occupies(double bytes) {
+    memory_bytes = bytes;
+    return *this;
+  }
+
+  // Filled in by Lesson::run().
+  bool ran = false;
+  bool ok = false;
+  Error error;
+  double tolerance = 0;
+  std::vector<float> samples_ms;  ///< sorted
+  double percentile(double p) const;
+  double median_ms() const { return percentile(50); }
+};
+
+/// One table: inputs, outputs and a reference that its kernels share.
+class Problem {
+ public:
+  /// Random numbers, uniform in [-scale, scale).
+  template <typename T>
+  Buffer<T> input(size_t count, double scale = 1) {
+    return buffer<T>(inputs_, count, scale);
+  }
+  /// Poisoned with NaN before each kernel is verified; also for temporaries.
+  template <typename T>
+  Buffer<T> output(size_t count) {
+    return buffer<T>(outputs_, count, 0);
+  }
+  /// What the outputs should be. `compute` fills the references in and is not timed; meanwhile it
+  /// may allocate up to `scratch_bytes`.
+  Buffer<double> reference(size_t count) { return buffer<double>(references_, count, 0); }
+  void reference_from(double scratch_bytes, std::function<void()> compute) {
+    scratch_bytes_ = scratch_bytes;
+    compute_reference_ = std::move(compute);
+  }
+
+  /// Every kernel (that does not say otherwise) is held to this.
+  template <typename T>
+  void check(const Buffer<T>& output, const Buffer<double>& reference, double tolerance) {
+    checks_.push_back({output.storage(), reference.storage(), tolerance});
+  }
+
+  /// Adds a row. The first one is what `speed` compares with. The reference returned is valid until
+  /// the next call.
+  Kernel& kernel(std::string name, Role role, std::function<void()> launch);
+
+  /// After the table, on a GPU, if both kernels were timed: `format` with the factor by which
+  /// `fast` is faster than `slow` for its one %.
+  void compare(std::string fast, std::string slow, std::string format);
+
+ private:
+  friend class Lesson;
+  using Storages = std::vector<std::shared_ptr<Storage>>;
+  template <typename T>
+  static Buffer<T> buffer(Storages& list, size_t count, double scale) {
+    auto storage = std::make_shared<Storage>();
+    storage->count = count;
+    storage->type = type_of<T>;
+    storage->element_bytes = sizeof(T);
+    storage->scale = scale;
+    list.push_back(storage);
+    return Buffer<T>(storage);
+  }
+  struct Comparison {
+    std::string fast, slow, format;
+  };
+
+  std::string name_;
+  std::vector<Dim> dims_;
+  std::string dtype_;
+  Work work_;
+  Rate rate_{};
+  Storages inputs_, outputs_, references_;
+  double scratch_bytes_ = 0;
+  std::function<void()> compute_reference_;
+  std::vector<Check> checks_;
+  std::vector<Kernel> kernels_;
+  std::vector<Comparison> comparisons_;
+};
+
+struct Option {
+  const char* name;  ///< "--hidden"
+  const char* meaning;
+  int value;  ///< default
+};
+
+struct LessonInfo {
+  const char* name;       ///< the file's name without .cu
+  const char* title;      ///< one line
+  const char* n_meaning;  ///< what N is, for --help and for errors
+  int n_gpu, n_cpu;       ///< N where none is given: on a GPU; on the CPU, in seconds
+  std::vector<Option> options = {};
+};
+
+class Lesson {
+ public:
+  /// Parses the command line and picks the device. Without a usable GPU it says so in one line and
+  /// goes on with the CPU build of the same lesson. Bad usage and --help end the program here.
+  Lesson(int argc, char** argv, LessonInfo info);
+  ~Lesson();
+
+  int64_t n() const;
+  /// Value of one of the lesson's own options, at least 1.
+  int64_t option(const char* name) const;
+  const Device& device() const;
+  /// True on the CPU backend.
+  bool on_cpu() const { return device().backend == "cpu"; }
+
+  /// The reference returned lives as long as the lesson.
+  Problem& problem(std::string name, std::vector<Dim> dims, std::string dtype, Work work,
+                   Rate rate);
+  /// A line printed after the tables.
+  void note(std::string line);
+
+  /// See the top of this file. Returns the exit code.
+  int run();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};

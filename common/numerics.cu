@@ -1,0 +1,153 @@
+#include <algorithm>
+#include <bit>
+
+#include "common/numerics.h"
+
+namespace {
+
+/// A 64-bit mix of `x` in which every input bit reaches every output bit: the finalizer of
+/// SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
+__device__ uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+__device__ void put(half& to, double value) { to = __float2half_rn(static_cast<float>(value)); }
+__device__ void put(__nv_bfloat16& to, double value) {
+  to = __float2bfloat16_rn(static_cast<float>(value));
+}
+__device__ void put(float& to, double value) { to = static_cast<float>(value); }
+__device__ void put(double& to, double value) { to = value; }
+
+__device__ double get(half value) { return __half2float(value); }
+__device__ double get(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ double get(float value) { return value; }
+__device__ double get(double value) { return value; }
+
+/// One thread fills every (threads of the grid)-th element.
+template <typename T>
+__global__ void fill_random_kernel(T* out, size_t count, double scale, uint64_t seed) {
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += stride) {
+    const uint64_t bits = mix(seed * 0x9e3779b97f4a7c15ull + i + 1);
+    put(out[i], scale * (static_cast<double>(bits >> 11) * 0x1p-52 - 1));
+  }
+}
+
+template <typename T>
+__global__ void to_fp64_kernel(const T* in, double* out, size_t count) {
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += stride) {
+    out[i] = get(in[i]);
+  }
+}
+
+struct Sums {
+  double difference;         // sum of |out - reference|^2
+  double reference;          // sum of |reference|^2
+  unsigned long long worst;  // bits of max |out - reference|
+};
+
+/// Each warp reduces its share with shuffles and adds it to `sums` (which starts as zeros). The
+/// bits of non-negative doubles are ordered as the doubles are, and those of a NaN come last: an
+/// integer maximum therefore keeps a NaN, where fmax would drop it.
+template <typename T>
+__global__ void compare_kernel(const T* out, const double* reference, size_t count, Sums* sums) {
+  double difference = 0, total = 0;
+  unsigned long long worst = 0;
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += stride) {
+    const double error = fabs(get(out[i]) - reference[i]);
+    difference += error * error;
+    total += reference[i] * reference[i];
+    worst = max(worst, static_cast<unsigned long long>(__double_as_longlong(error)));
+  }
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    difference += __shfl_xor_sync(0xffffffffu, difference, lanes);
+    total += __shfl_xor_sync(0xffffffffu, total, lanes);
+    worst = max(worst, __shfl_xor_sync(0xffffffffu, worst, lanes));
+  }
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(&sums->difference, difference);
+    atomicAdd(&sums->reference, total);
+    atomicMax(&sums->worst, worst);
+  }
+}
+
+constexpr int kThreads = 256;
+
+int blocks_for(size_t count) {
+  return static_cast<int>(std::clamp<size_t>((count + kThreads - 1) / kThreads, 1, 4096));
+}
+
+/// Calls `visit` with `data` as a pointer to elements of `type`.
+template <typename Visit>
+void with_type(void* data, Type type, Visit visit) {
+  switch (type) {
+    case Type::fp16:
+      return visit(static_cast<half*>(data));
+    case Type::bf16:
+      return visit(static_cast<__nv_bfloat16*>(data));
+    case Type::fp32:
+      return visit(static_cast<float*>(data));
+    case Type::fp64:
+      return visit(static_cast<double*>(data));
+  }
+}
+
+template <typename T>
+void launch_fill_random(T* out, size_t count, double scale, uint64_t seed) {
+  fill_random_kernel<T><<<blocks_for(count), kThreads>>>(out, count, scale, seed);
+  CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T>
+void launch_to_fp64(const T* in, double* out, size_t count) {
+  to_fp64_kernel<T><<<blocks_for(count), kThreads>>>(in, out, count);
+  CUDA_CHECK(cudaGetLastError());
+}
+
+template <typename T>
+void launch_compare(const T* out, const double* reference, size_t count, Sums* sums) {
+  compare_kernel<T><<<blocks_for(count), kThreads>>>(out, reference, count, sums);
+  CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace
+
+void fill_random(const Storage& storage, uint64_t seed) {
+  with_type(storage.data, storage.type,
+            [&](auto* out) { launch_fill_random(out, storage.count, storage.scale, seed); });
+}
+
+void to_fp64(const void* in, Type type, size_t count, double* out) {
+  with_type(const_cast<void*>(in), type,
+            [&](const auto* typed) { launch_to_fp64(typed, out, count); });
+}
+
+Error compare(const Check& check) {
+  const size_t count = check.output->count;
+  Scratch<Sums> device_sums(1);
+  CUDA_CHECK(cudaMemset(device_sums, 0, sizeof(Sums)));
+  with_type(check.output->data, check.output->type, [&](const auto* out) {
+    launch_compare(out, static_cast<const double*>(check.reference->data), count, device_sums);
+  });
+  Sums sums;
+  CUDA_CHECK(cudaMemcpy(&sums, device_sums, sizeof(Sums), cudaMemcpyDeviceToHost));
+  return {sqrt(sums.difference / sums.reference),
+          std::bit_cast<double>(sums.worst) / sqrt(sums.reference / static_cast<double>(count))};
+}
+
+void matmul_fp64(cublasHandle_t blas, const double* a, const double* b, double* c, int64_t m,
+                 int64_t n, int64_t k) {
+  // cuBLAS is column-major, and a row-major matrix read as column-major is its transpose: c^T = b^T
+  // a^T, so the operands and the extents swap places and nothing is transposed.
+  const double one = 1, zero = 0;
+  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m),
+                           static_cast<int>(k), &one, b, static_cast<int>(n), a,
+                           static_cast<int>(k), &zero, c, static_cast<int>(n)));
+}
