@@ -264,7 +264,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
     }
 #pragma unroll
     for (int i = 0; i < BK / kRowsB; ++i) {
-      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + static_cast<size_t>(i * kRowsB) * n,
+      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * n,
                              b_k + i * kRowsB < k_left);
     }
     a_from += BK;

@@ -32,7 +32,7 @@ void matmul(cublasHandle_t blas, const T* A, const T* B, T* C, int n, cudaDataTy
 }
 
 template <typename T>
-void add_problem(Lesson& lesson, cublasHandle_t blas, const char* name, Rate rate,
+void add_problem(Lesson& lesson, cublasHandle_t blas, const char* name, Rate rate, int needs_cc,
                  cudaDataType_t type, cublasComputeType_t compute, double tolerance) {
   const int64_t n = lesson.n();
   const double elements = static_cast<double>(n) * n;
@@ -45,8 +45,10 @@ void add_problem(Lesson& lesson, cublasHandle_t blas, const char* name, Rate rat
   problem.reference_from(reference_scratch(n, n, n),
                          [=] { reference_matmul<T>(blas, A, B, expected, n, n, n); });
   problem.check(C, expected, tolerance);
-  problem.kernel(std::string("cuBLAS ") + name, Role::library,
-                 [=] { matmul<T>(blas, A, B, C, n, type, compute); });
+  problem
+      .kernel(std::string("cuBLAS ") + name, Role::library,
+              [=] { matmul<T>(blas, A, B, C, n, type, compute); })
+      .needs(needs_cc);
 }
 
 int main(int argc, char** argv) {
@@ -60,13 +62,13 @@ int main(int argc, char** argv) {
   const double tensor_sum = tensor_core_sum(n);
 
   Cublas blas;
-  add_problem<float>(lesson, blas, "fp32", Rate::fp32, CUDA_R_32F, CUBLAS_COMPUTE_32F,
+  add_problem<float>(lesson, blas, "fp32", Rate::fp32, 75, CUDA_R_32F, CUBLAS_COMPUTE_32F,
                      dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
-  add_problem<float>(lesson, blas, "tf32", Rate::tf32, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32,
+  add_problem<float>(lesson, blas, "tf32", Rate::tf32, 80, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32,
                      dot_tolerance(n, tensor_sum, kRoundoffFp32, kRoundoffTf32));
-  add_problem<half>(lesson, blas, "fp16", Rate::fp16, CUDA_R_16F, CUBLAS_COMPUTE_32F,
+  add_problem<half>(lesson, blas, "fp16", Rate::fp16, 75, CUDA_R_16F, CUBLAS_COMPUTE_32F,
                     dot_tolerance(n, tensor_sum, kRoundoffFp16));
-  add_problem<__nv_bfloat16>(lesson, blas, "bf16", Rate::fp16, CUDA_R_16BF, CUBLAS_COMPUTE_32F,
+  add_problem<__nv_bfloat16>(lesson, blas, "bf16", Rate::fp16, 80, CUDA_R_16BF, CUBLAS_COMPUTE_32F,
                              dot_tolerance(n, tensor_sum, kRoundoffBf16));
   lesson.note("Fewer bits: more TFLOP/s, and a larger error. Accumulation is in fp32 everywhere.");
   return lesson.run();

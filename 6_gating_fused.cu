@@ -26,6 +26,9 @@
 
 #include "common/async_copy.cuh"
 #include "common/gating.h"
+#ifndef CUDA_CPU
+#include "common/hopper.cuh"
+#endif
 
 // 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
 // place of fp32 here, and the result is rounded to fp16.
@@ -352,6 +355,273 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
   }
 }
 
+// ---- Hopper: resident weights
+// ---------------------------------------------------------------------
+
+// From here on in the words of common/hopper.cuh: tensor maps and the copy engine (TMA), barriers
+// in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels introduce
+// them one by one.
+#ifndef CUDA_CPU
+
+constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
+
+// kBoxes: K in units of 64 columns. kStages tiles of x, 64 rows each, are in flight.
+template <int kBoxes, int kStages>
+struct HopperResidentShared {
+  // A stage always belongs to the same consumer, which therefore never is two phases behind.
+  static_assert(kStages % kConsumers == 0);
+  half W[2][kBoxes]
+        [64 * 64];  // [weight][64 rows][64 columns], boxes as the copy engine leaves them
+  half x[kStages][kBoxes][64 * 64];
+  half out[kConsumers][64 * 64];
+  Barrier weights, full[kStages], empty[kStages];
+};
+
+#if HOPPER_CODE
+// Turns a warpgroup's two sums of 64 x 64, 32 registers each, into 64 x 64 results in a box for the
+// copy engine. bias[2 j], bias[2 j + 1] are those of the thread's columns, see load_biases.
+__device__ inline void gate_to_box(const float* gate, const float* value, const float* b1,
+                                   const float* b2, half* box) {
+  const int thread = threadIdx.x % 128;
+  const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+#pragma unroll
+  for (int c = 0; c < 64; c += 16) {
+    uint32_t registers[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const int i = c / 2 + 2 * m, column = c / 8 * 2 + m / 2 * 2;
+      const half2 pair = __floats2half2_rn(
+          sigmoid(gate[i] + b1[column]) * (value[i] + b2[column]),
+          sigmoid(gate[i + 1] + b1[column + 1]) * (value[i + 1] + b2[column + 1]));
+      registers[m] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    store_matrices(box + swizzled(row, c / 8 + piece), registers);
+  }
+}
+
+// The thread's two neighbouring columns of each group of 8: bias[2 j], bias[2 j + 1] belong to
+// columns col0 + 8 j + 2 (thread % 4) and the next one. Zero beyond H.
+__device__ inline void load_biases(float (&bias)[16], const half* from, int col0, int H) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int col = col0 + 8 * j + threadIdx.x % 4 * 2;  // H is even
+    const half2 pair = col < H ? *reinterpret_cast<const half2*>(from + col) : half2{};
+    bias[2 * j] = __low2float(pair);
+    bias[2 * j + 1] = __high2float(pair);
+  }
+}
+#endif
+
+// The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps 64 columns
+// of both weights in shared memory. Its producer streams tiles of x, 64 rows by all K columns,
+// through kStages stages; its three consumer warpgroups take turns, tile by tile, so that while one
+// waits for its products another computes sigmoids and a third waits for its tile. W1 and W2 lie
+// next to each other as one 128-column factor: one wgmma computes both sums, gate in registers 0 to
+// 31 and value in registers 32 to 63 of the same thread. Results leave through shared memory, by
+// the copy engine: no thread computes an address of x or of out.
+template <int kBoxes, int kStages>
+__global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
+    gating_hopper_resident(const __grid_constant__ CUtensorMap x,
+                           const __grid_constant__ CUtensorMap W1,
+                           const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
+                           const __grid_constant__ CUtensorMap out, int M, int H) {
+#if HOPPER_CODE
+  using Shared = HopperResidentShared<kBoxes, kStages>;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int col0 = blockIdx.y * 64, tiles = (M + 63) / 64;
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.weights, 1);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 1);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  Ring<kStages> ring;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<24>();
+    if (threadIdx.x != 0) return;
+    barrier_arrive_expect(&shared.weights, sizeof shared.W);
+    for (int box = 0; box < kBoxes; ++box) {
+      tensor_load(shared.W[0][box], &W1, 64 * box, col0, &shared.weights);
+      tensor_load(shared.W[1][box], &W2, 64 * box, col0, &shared.weights);
+    }
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.advance()) {
+      Barrier* arrived = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      barrier_arrive_expect(arrived, sizeof shared.x[0]);
+      for (int box = 0; box < kBoxes; ++box) {
+        tensor_load(shared.x[ring.stage][box], &x, 64 * tile, 64 * box, arrived);
+      }
+    }
+  } else {
+    registers_grow_to<152>();
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+    float bias1[16], bias2[16];
+    load_biases(bias1, b1, col0, H);
+    load_biases(bias2, b2, col0, H);
+    for (int i = 0; i < consumer; ++i) ring.advance();
+    barrier_wait(&shared.weights, 0);
+    for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles;
+         tile += kConsumers * gridDim.x) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      float sums[64];
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4 * kBoxes; ++k) {
+        wgmma<half>(sums, descriptor_a(shared.x[ring.stage][k / 4]) + 2 * (k % 4),
+                    descriptor_b(shared.W[0][k / 4], 64 * kBoxes) + 128 * (k % 4), k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (thread == 0) {
+        barrier_arrive(&shared.empty[ring.stage]);
+        tensor_store_wait_read<0>();  // this consumer's box is free again
+      }
+      named_barrier(1 + consumer, 128);
+      gate_to_box(sums, sums + 32, bias1, bias2, shared.out[consumer]);
+      shared_fence();
+      named_barrier(1 + consumer, 128);
+      if (thread == 0) {
+        tensor_store(&out, 64 * tile, col0, shared.out[consumer]);
+        tensor_store_commit();
+      }
+      for (int i = 0; i < kConsumers; ++i) ring.advance();
+    }
+    if (thread == 0) tensor_store_wait_read<0>();
+  }
+#endif
+}
+
+// ---- Hopper: clusters
+// -----------------------------------------------------------------------------
+
+// Lesson 3's last kernel with two weights and another epilogue, for K and H of any size: persistent
+// clusters of two blocks, one above the other, each with a producer and two consumers. The 256
+// columns of a stage's second tile are 128 of W1 and the same 128 of W2; block 0 of a cluster
+// fetches the one, block 1 the other, and multicasts it to both. A consumer's sum of 64 x 256 then
+// is two sums of 64 x 128, gate and value of the same elements in the same thread.
+template <int kStages>
+struct HopperClusterShared {
+  struct Stage {
+    half x[128 * 64];
+    half W[2][2][64 * 64];  // [weight][box of 64 columns]
+  };
+  Stage stages[kStages];
+  half out[2][2][64 * 64];  // [consumer][box of 64 columns]
+  Barrier full[kStages], empty[kStages];
+};
+
+template <int kStages, int kGroup>
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
+    gating_hopper_cluster(const __grid_constant__ CUtensorMap x,
+                          const __grid_constant__ CUtensorMap W1,
+                          const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
+                          const __grid_constant__ CUtensorMap out, int M, int K, int H) {
+#if HOPPER_CODE
+  using Shared = HopperClusterShared<kStages>;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), steps = (K + 63) / 64;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  // Tile `tile` of the cluster: 256 rows, 128 columns; in groups of kGroup rows of tiles, see
+  // lesson 3.
+  const int tile_rows = (M + 255) / 256, tile_cols = (H + 127) / 128;
+  const int64_t tiles = static_cast<int64_t>(tile_rows) * tile_cols;
+  const int clusters = gridDim.x / 2;
+  struct Place {
+    int row, col;
+  };
+  const auto place = [&](int64_t tile) {
+    const int first = static_cast<int>(tile / (kGroup * tile_cols)) * kGroup;
+    const int within = static_cast<int>(tile % (kGroup * tile_cols));
+    const int rows = min(kGroup, tile_rows - first);
+    return Place{(2 * (first + within % rows) + rank) * 128, within / rows * 128};
+  };
+
+  Ring<kStages> ring;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<24>();
+    if (threadIdx.x == 0) {
+      const CUtensorMap* W = rank == 0 ? &W1 : &W2;
+      for (int64_t tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
+        const Place at = place(tile);
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+          auto& stage = shared.stages[ring.stage];
+          Barrier* arrived = &shared.full[ring.stage];
+          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+          barrier_arrive_expect(arrived, sizeof stage);
+          tensor_load(stage.x, &x, at.row, 64 * step, arrived);
+          for (int box = 0; box < 2; ++box) {
+            tensor_load_multicast(stage.W[rank][box], W, 64 * step, at.col + 64 * box, arrived, 3);
+          }
+        }
+      }
+    }
+  } else {
+    registers_grow_to<240>();
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+    const auto release = [&](int stage) {
+      if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
+    };
+    for (int64_t tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
+      const Place at = place(tile);
+      float sums[128];
+      int previous = 0;
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        const auto& stage = shared.stages[ring.stage];
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          wgmma<half>(sums, descriptor_a(stage.x + consumer * 64 * 64) + 2 * k,
+                      descriptor_b(stage.W[0][0], 64) + 128 * k, step > 0 || k > 0);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0) release(previous);
+        previous = ring.stage;
+      }
+      wgmma_wait<0>();
+      release(previous);
+
+      if (thread == 0) tensor_store_wait_read<0>();
+      named_barrier(1 + consumer, 128);
+#pragma unroll
+      for (int box = 0; box < 2; ++box) {  // 64 columns at a time: their biases fit into registers
+        float bias1[16], bias2[16];
+        load_biases(bias1, b1, at.col + 64 * box, H);
+        load_biases(bias2, b2, at.col + 64 * box, H);
+        gate_to_box(sums + 32 * box, sums + 64 + 32 * box, bias1, bias2, shared.out[consumer][box]);
+      }
+      shared_fence();
+      named_barrier(1 + consumer, 128);
+      if (thread == 0) {
+        for (int box = 0; box < 2; ++box) {
+          tensor_store(&out, at.row + consumer * 64, at.col + 64 * box, shared.out[consumer][box]);
+        }
+        tensor_store_commit();
+      }
+    }
+    if (thread == 0) tensor_store_wait_read<0>();
+  }
+  cluster_sync();  // a block's shared memory and barriers are used by its neighbour until here
+#endif
+}
+
+#endif  // CUDA_CPU
+
 // ---------------------------------------------------------------------------------------------------
 
 // Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
@@ -403,6 +673,61 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
   });
 }
 
+// Adds the Hopper kernels; `rows` of x and out have to be a multiple of 16 bytes. On the CPU
+// backend only their names.
+template <int kBoxes, int kStages>
+void add_hopper_resident(GatingProblem& layer, int sms) {
+#ifdef CUDA_CPU
+  static_cast<void>(sms);
+  layer.problem.kernel("Hopper resident", Role::ours, {}).hopper_only();
+#else
+  const auto [M, K, H] = layer.shape;
+  constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
+  CUDA_CHECK(cudaFuncSetAttribute(gating_hopper_resident<kBoxes, kStages>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
+  const dim3 grid(static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, sms / columns))),
+                  static_cast<unsigned>(columns));
+  layer.problem
+      .kernel("Hopper resident", Role::ours,
+              [=, &layer] {
+                const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
+                const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
+                const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
+                const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+                gating_hopper_resident<kBoxes, kStages><<<grid, 128 * (1 + kConsumers), kBytes>>>(
+                    x, W1, W2, layer.b1, layer.b2, out, M, H);
+              })
+      .hopper_only();
+#endif
+}
+
+template <int kStages, int kGroup>
+void add_hopper_cluster(GatingProblem& layer, int sms) {
+#ifdef CUDA_CPU
+  static_cast<void>(sms);
+  layer.problem.kernel("Hopper cluster", Role::ours, {}).hopper_only();
+#else
+  const auto [M, K, H] = layer.shape;
+  constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
+  CUDA_CHECK(cudaFuncSetAttribute(gating_hopper_cluster<kStages, kGroup>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
+  const unsigned blocks = 2 * persistent(tiles, sms / 2);
+  layer.problem
+      .kernel("Hopper cluster", Role::ours,
+              [=, &layer] {
+                const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
+                const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
+                const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
+                const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+                gating_hopper_cluster<kStages, kGroup>
+                    <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
+              })
+      .hopper_only();
+#endif
+}
+
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
                 {.name = "6_gating_fused",
@@ -413,31 +738,46 @@ int main(int argc, char** argv) {
                  .options = {{"--channels", "K, columns of x in the layer", 128},
                              {"--hidden", "H, columns of the layer's result", 64}}});
   const int64_t n = lesson.n();
-  const bool large = lesson.device().shared_bytes >= 160 << 10;  // as compute capability 8.0 has
+  const bool large = lesson.device().shared_bytes >= 96 << 10;  // compute capability 7.5 has 64 KB
 
   Cublas blas;
   GatingProblem layer(lesson, blas, "layer",
                       {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
-  const int64_t K = layer.shape.channels;
-  if (K % 8 == 0 && layer.shape.hidden % 8 == 0) {
-    add_kernels<128, 64, 32, 4, 2, 2, true>(layer);
-    if (K <= 128) add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device());
-  } else {
-    add_kernels<128, 64, 32, 4, 2, 2, false>(layer);
-    if (K <= 128) add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
-  }
-
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
-  if (n % 8) {
-    add_kernels<128, 64, 32, 4, 2, 2, false>(square);
-  } else if (large) {
-    add_kernels<128, 128, 64, 2, 4, 3, true>(square);
-  } else {
-    add_kernels<128, 64, 32, 4, 2, 2, true>(square);
+  const auto aligned = [](const GatingShape& shape) {
+    return shape.channels % 8 == 0 && shape.hidden % 8 == 0;
+  };
+  for (GatingProblem* table : {&layer, &square}) {
+    if (!aligned(table->shape)) {
+      add_kernels<128, 64, 32, 4, 2, 2, false>(*table);
+    } else if (large) {
+      add_kernels<128, 64, 64, 2, 2, 2, true>(*table);
+    } else {
+      add_kernels<128, 64, 32, 4, 2, 2, true>(*table);
+    }
+  }
+  const int sms = lesson.device().sms;
+  if (layer.shape.channels <= 128) {
+    aligned(layer.shape) ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
+                         : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
+  }
+  if (aligned(layer.shape)) {
+    const int64_t boxes = (layer.shape.channels + 63) / 64;
+    if (boxes == 1) add_hopper_resident<1, 9>(layer, sms);
+    if (boxes == 2) add_hopper_resident<2, 6>(layer, sms);
+    if (boxes == 3 || boxes == 4) add_hopper_resident<4, 3>(layer, sms);
+    if (boxes > 4) add_hopper_cluster<4, 8>(layer, sms);
+  }
+  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square, sms);
+  if (!aligned(layer.shape) || !aligned(square.shape)) {
+    lesson.note("Rows that are not a multiple of 16 bytes: no Hopper kernel, no 16-byte copies.");
   }
 
-  layer.problem.compare(
-      "resident weights", "one thread per element",
-      "Fusion alone is not speed: tiles and tensor cores are worth a factor of %.");
+  layer.problem.compare("resident weights", "one thread per element",
+                        "Layer: tiles, tensor cores and resident weights: % times faster.");
+  layer.problem.compare("Hopper resident", "resident weights",
+                        "Layer: the same idea with TMA and wgmma: another factor of %.");
+  square.problem.compare("Hopper cluster", "async tiles",
+                         "Square: TMA and wgmma feed the tensor cores % times faster.");
   return lesson.run();
 }

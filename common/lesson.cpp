@@ -209,7 +209,9 @@ struct Lesson::State {
   Progress progress;
 
   void parse(int argc, char** argv);
-  bool selected(const Kernel& kernel) const;
+  bool can_run(const Kernel& kernel) const;
+  bool matches(const Kernel& kernel) const;  // --kernel
+  bool selected(const Kernel& kernel) const { return can_run(kernel) && matches(kernel); }
   void require_memory();
   void verify(Problem& problem);
   void sample(Problem& problem);
@@ -337,10 +339,14 @@ Problem& Lesson::problem(std::string name, std::vector<Dim> dims, std::string dt
   return problem;
 }
 
-bool Lesson::State::selected(const Kernel& kernel) const {
+bool Lesson::State::can_run(const Kernel& kernel) const {
+  if (device.backend == "cpu") return static_cast<bool>(kernel.launch);
   const int cc = 10 * device.major + device.minor;
-  const bool able = kernel.needs_cc == 0 || (device.backend == "cuda" && cc >= kernel.needs_cc);
-  return able && (!kernel_filter || std::regex_search(kernel.name, *kernel_filter));
+  return kernel.hopper ? cc == kernel.needs_cc : cc >= kernel.needs_cc;
+}
+
+bool Lesson::State::matches(const Kernel& kernel) const {
+  return !kernel_filter || std::regex_search(kernel.name, *kernel_filter);
 }
 
 void Lesson::State::require_memory() {
@@ -479,8 +485,7 @@ void Lesson::State::print(const Problem& problem) const {
   const Kernel* baseline = nullptr;
   for (const Kernel& kernel : problem.kernels_) {
     if (!kernel.ran) {
-      if (kernel.needs_cc && !selected(kernel) &&
-          (!kernel_filter || std::regex_search(kernel.name, *kernel_filter))) {
+      if (matches(kernel)) {
         printf("%-*s needs a GPU of compute capability %d.%d\n", w, kernel.name.c_str(),
                kernel.needs_cc / 10, kernel.needs_cc % 10);
       }

@@ -123,7 +123,8 @@ struct Kernel {
   std::vector<Check> checks;     ///< the problem's, unless is_step() changes them
   std::function<void()> before;  ///< makes the inputs of a step; not timed
   double memory_bytes = 0;       ///< device memory that this way of computing needs; 0: not stated
-  int needs_cc = 0;  ///< least compute capability, times 10; 0: any, and the CPU backend
+  int needs_cc = 0;     ///< least compute capability, times 10; 0: any, and the CPU backend
+  bool hopper = false;  ///< and it must be 9.0
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
   /// that `compute_reference` puts into `reference`.
@@ -141,6 +142,17 @@ struct Kernel {
   Kernel& occupies(double bytes) {
     memory_bytes = bytes;
     return *this;
+  }
+
+  /// `cc` / 10 is the least compute capability that can run this; below it the row says so instead.
+  Kernel& needs(int cc) {
+    needs_cc = cc;
+    return *this;
+  }
+  /// sm_90a code: later architectures do not run it either.
+  Kernel& hopper_only() {
+    hopper = true;
+    return needs(90);
   }
 
   // Filled in by Lesson::run().
@@ -180,8 +192,9 @@ class Problem {
     checks_.push_back({output.storage(), reference.storage(), tolerance});
   }
 
-  /// Adds a row. The first one is what `speed` compares with. The reference returned is valid until
-  /// the next call.
+  /// Adds a row. The first one is what `speed` compares with. On the CPU backend an empty `launch`
+  /// stands for a kernel that only a GPU can run. The reference returned is valid until the next
+  /// call.
   Kernel& kernel(std::string name, Role role, std::function<void()> launch);
 
   /// After the table, on a GPU, if both kernels were timed: `format` with the factor by which

@@ -48,7 +48,9 @@ __global__ void matmul(const float* A, const float* B, const float* bias, float*
   if (bug == Bug::last_row_not_written && row == n - 1) return;
   if (bug != Bug::bias_forgotten) sum += bias[col];
   if (bug == Bug::one_wrong_element && row == n - 1 && col == n - 1) sum = -sum;
-  if (bug == Bug::infinite_element && row == n / 2 && col == n / 3) sum = sum / 0.0f;
+  if (bug == Bug::infinite_element && row == n / 2 && col == n / 3) {
+    sum = __int_as_float(0x7f800000);
+  }
   const size_t at = bug == Bug::transposed_result ? static_cast<size_t>(col) * n + row
                                                   : static_cast<size_t>(row) * n + col;
   C[at] = bug == Bug::adds_to_old_output ? C[at] + sum : sum;

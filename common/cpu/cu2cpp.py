@@ -28,7 +28,10 @@ _NOT_CODE = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _LAUNCH_END = re.compile(r">>>\s*\(")
-_SHARED = re.compile(r"\b(?:(?:extern|static)\s+)*__shared__\b[^;{}]*;")
+_SHARED = re.compile(
+    r"\b(?:(?:extern|static)\s+|(?:alignas|__align__)\s*\((?:[^(){};]|\([^(){};]*\))*\)\s*)*"
+    r"__shared__\b[^;{}]*;"
+)
 _QUALIFIER = re.compile(r"\b(?:extern|static|__shared__)\b")
 _ALIGNMENT = re.compile(r"\b(?:alignas|__align__|__attribute__)\s*\(")
 _DECLARATION = re.compile(r"(?P<type>.*?[\s>&*])(?P<name>[A-Za-z_]\w*)\s*(?P<extents>(?:\[.*\])?)\s*$",
@@ -120,7 +123,8 @@ class _Translation:
         else:
             if first:
                 self._fail(start, "a __shared__ array of unknown size must be extern")
-            new = f"{type_} (&{name}){extents} = cuda_cpu::static_shared([] {{}});"
+            reference = f"(&{name}){extents}" if extents else f"& {name}"
+            new = f"{type_} {reference} = cuda_cpu::static_shared([] {{}});"
         self._replace(start, stop, new)
 
 

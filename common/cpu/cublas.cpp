@@ -220,14 +220,11 @@ cublasStatus_t cublasSetWorkspace(cublasHandle_t handle, void*, std::size_t) {
   return handle ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
 }
 
-cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation_t transa,
-                                          cublasOperation_t transb, int m, int n, int k,
-                                          const void* alpha, const void* A, cudaDataType Atype,
-                                          int lda, long long strideA, const void* B,
-                                          cudaDataType Btype, int ldb, long long strideB,
-                                          const void* beta, void* C, cudaDataType Ctype, int ldc,
-                                          long long strideC, int batch,
-                                          cublasComputeType_t compute, cublasGemmAlgo_t) {
+cublasStatus_t cublasGemmStridedBatchedEx(
+    cublasHandle_t handle, cublasOperation_t transa, cublasOperation_t transb, int m, int n, int k,
+    const void* alpha, const void* A, cudaDataType Atype, int lda, long long strideA, const void* B,
+    cudaDataType Btype, int ldb, long long strideB, const void* beta, void* C, cudaDataType Ctype,
+    int ldc, long long strideC, int batch, cublasComputeType_t compute, cublasGemmAlgo_t) {
   if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (!is_operation(transa) || !is_operation(transb) || m < 0 || n < 0 || k < 0 || batch < 0 ||
       lda < std::max(1, transa == CUBLAS_OP_N ? m : k) ||
@@ -238,18 +235,17 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
   if (cuda_cpu::device().broken) return CUBLAS_STATUS_EXECUTION_FAILED;
   for (int i = 0; i < batch && m > 0 && n > 0; ++i) {
     void* const c = advance(C, Ctype, i * strideC);
-    cuda_cpu::multiply(
-        {.m = m,
-         .n = n,
-         .k = k,
-         .alpha = cuda_cpu::load_element(alpha, scale_type(compute), 0),
-         .a = by_columns(advance(A, Atype, i * strideA), Atype, lda, transa),
-         .b = by_columns(advance(B, Btype, i * strideB), Btype, ldb, transb),
-         .beta = cuda_cpu::load_element(beta, scale_type(compute), 0),
-         .c = {c, Ctype, 1, ldc},
-         .d = {c, Ctype, 1, ldc},
-         .in_double = in_double(compute),
-         .epilogue = nullptr});
+    cuda_cpu::multiply({.m = m,
+                        .n = n,
+                        .k = k,
+                        .alpha = cuda_cpu::load_element(alpha, scale_type(compute), 0),
+                        .a = by_columns(advance(A, Atype, i * strideA), Atype, lda, transa),
+                        .b = by_columns(advance(B, Btype, i * strideB), Btype, ldb, transb),
+                        .beta = cuda_cpu::load_element(beta, scale_type(compute), 0),
+                        .c = {c, Ctype, 1, ldc},
+                        .d = {c, Ctype, 1, ldc},
+                        .in_double = in_double(compute),
+                        .epilogue = nullptr});
   }
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -415,9 +411,8 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
     return CUBLAS_STATUS_INVALID_VALUE;
   }
   *found = 0;
-  const cublasStatus_t status =
-      check(*desc, {*Adesc, desc->transa}, {*Bdesc, desc->transb}, {*Cdesc, CUBLAS_OP_N},
-            {*Ddesc, CUBLAS_OP_N});
+  const cublasStatus_t status = check(*desc, {*Adesc, desc->transa}, {*Bdesc, desc->transb},
+                                      {*Cdesc, CUBLAS_OP_N}, {*Ddesc, CUBLAS_OP_N});
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   *found = 1;
   results[0] = {};

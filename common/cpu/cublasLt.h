@@ -2,8 +2,9 @@
 //
 //     D = epilogue(alpha * op(A) * op(B) + beta * C + bias)
 //
-// The bias has one element for each row of D, in D's type unless BIAS_DATA_TYPE says otherwise. GELU
-// is its approximation by tanh. Attributes that are not named here are CUBLAS_STATUS_NOT_SUPPORTED.
+// The bias has one element for each row of D, in D's type unless BIAS_DATA_TYPE says otherwise.
+// GELU is its approximation by tanh. Attributes that are not named here are
+// CUBLAS_STATUS_NOT_SUPPORTED.
 
 #pragma once
 
@@ -96,14 +97,11 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
                                                     const void* value, std::size_t size);
 
 /// Finds the one algorithm there is, for problems that cublasLtMatmul() accepts.
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
-                                              cublasLtMatrixLayout_t Adesc,
-                                              cublasLtMatrixLayout_t Bdesc,
-                                              cublasLtMatrixLayout_t Cdesc,
-                                              cublasLtMatrixLayout_t Ddesc,
-                                              cublasLtMatmulPreference_t preference, int requested,
-                                              cublasLtMatmulHeuristicResult_t results[],
-                                              int* found);
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
+    cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t Adesc,
+    cublasLtMatrixLayout_t Bdesc, cublasLtMatrixLayout_t Cdesc, cublasLtMatrixLayout_t Ddesc,
+    cublasLtMatmulPreference_t preference, int requested, cublasLtMatmulHeuristicResult_t results[],
+    int* found);
 
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha,
                               const void* A, cublasLtMatrixLayout_t Adesc, const void* B,

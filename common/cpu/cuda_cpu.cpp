@@ -101,8 +101,8 @@ struct WarpGroup {
   TsanBarrier tsan;
 };
 
-/// At most 32 groups have lanes that wait, because their lanes are disjoint. A group keeps its place
-/// for the next operation with its mask.
+/// At most 32 groups have lanes that wait, because their lanes are disjoint. A group keeps its
+/// place for the next operation with its mask.
 struct Warp {
   unsigned live;
   int group_count;
@@ -116,7 +116,7 @@ struct SharedStorage {
   std::size_t size;
 };
 
-bool same_site(const Site& a, const Site& b) {
+CUDA_CPU_NO_TSAN bool same_site(const Site& a, const Site& b) {
   return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
 }
 
@@ -180,6 +180,7 @@ class BlockRunner {
   static void fiber_main();
 
   void run_block(std::uint64_t block);
+  void abandon_threads();
   void run_thread();
   void thread_exited();
   WarpGroup& group_for(Warp& warp, unsigned mask);
@@ -250,7 +251,7 @@ void BlockRunner::run(Launch& launch) {
         kTsan ? std::exchange(own, own + launch.workers) : launch.next_block++;
     if (block >= launch.blocks) break;
     run_block(block);
-    ++launch.blocks_done;
+    launch.blocks_done.fetch_add(1, std::memory_order_relaxed);
   }
   end_shared_memory();
 }
@@ -277,14 +278,19 @@ CUDA_CPU_NO_TSAN void BlockRunner::run_block(std::uint64_t block) {
   tsan_release(&tsan_block_start_);
   go_to(next_fiber());
   if (exited_ < threads_in_block_ && !launch_->failed) report_deadlock();
+  if (launch_->failed) abandon_threads();
   tsan_acquire(&tsan_block_end_);
+}
 
-  if (launch_->failed) {
-    idle_count_ = 0;
-    for (unsigned i = 0; i < fiber_count_; ++i) {
-      fibers_[i]->restart();
-      idle_fibers_[idle_count_++] = fibers_[i];
-    }
+/// Makes all fibers fit for the next launch, wherever their threads were.
+CUDA_CPU_NO_TSAN void BlockRunner::abandon_threads() {
+  idle_count_ = 0;
+  for (unsigned i = 0; i < fiber_count_; ++i) {
+    tsan_become(fibers_[i]->tsan_identity());
+    tsan_release(&tsan_block_end_);
+    tsan_become(main_.tsan_identity());
+    fibers_[i]->restart();
+    idle_fibers_[idle_count_++] = fibers_[i];
   }
 }
 
@@ -344,7 +350,10 @@ CUDA_CPU_NO_TSAN void BlockRunner::thread_exited() {
 
 CUDA_CPU_NO_TSAN Fiber& BlockRunner::fiber_for_next_thread() {
   if (kTsan ? started_ == fiber_count_ : idle_count_ == 0) {
+    // For ThreadSanitizer a fiber is ordered after its creator: that must not be a CUDA thread.
+    tsan_become(main_.tsan_identity());
     Fiber* fiber = new Fiber(fiber_main, fiber_count_);
+    tsan_become(running_->tsan_identity());
     fibers_[fiber_count_++] = fiber;
     return *fiber;
   }

@@ -1,8 +1,10 @@
 // The execution model of CUDA on CPU cores: launches, blocks, threads, barriers, shared memory.
 //
 // A block runs on one OS thread of the worker pool, its CUDA threads run one after the other, each
-// until it ends or has to wait in a barrier (cuda_cpu.cpp). Blocks start in ascending order. A
-// launch returns when all its blocks have ended, so streams are ordered without further ado.
+// until it ends or has to wait in a barrier (cuda_cpu.cpp). A thread that spins until another one
+// of its block has done something must therefore call __nanosleep(). Blocks start in ascending
+// order. A launch returns when all its blocks have ended, so streams are ordered without further
+// ado.
 //
 // A kernel error (a divergent barrier, a misused intrinsic) prints one line on stderr, abandons the
 // launch, and makes every later runtime call return cudaErrorLaunchFailure.
@@ -54,8 +56,8 @@ struct Site {
 /// them `predicate` was nonzero. `operation` is the barrier's name in error reports.
 int block_barrier(int predicate, const char* operation, Site site);
 
-/// What a warp operation computes: called once, when all `lanes` (a bit each) have arrived, with the
-/// operand of each of them; operands of other lanes are indeterminate.
+/// What a warp operation computes: called once, when all `lanes` (a bit each) have arrived, with
+/// the operand of each of them; operands of other lanes are indeterminate.
 using Combine = void(void* const* operands, unsigned lanes);
 
 /// Waits until all live lanes of `mask` have called it with the same mask and `combine`, which then

@@ -16,8 +16,9 @@
 inline void __pipeline_memcpy_async(void* target, const void* source, std::size_t size,
                                     std::size_t zfill = 0) {
   if ((size != 4 && size != 8 && size != 16) || zfill > size) {
-    cuda_cpu::fail("__pipeline_memcpy_async() of %zu bytes, %zu of them zeros: it copies 4, 8 or 16",
-                   size, zfill);
+    cuda_cpu::fail(
+        "__pipeline_memcpy_async() of %zu bytes, %zu of them zeros: it copies 4, 8 or 16", size,
+        zfill);
   }
   if (reinterpret_cast<std::uintptr_t>(target) % size != 0 ||
       reinterpret_cast<std::uintptr_t>(source) % size != 0) {

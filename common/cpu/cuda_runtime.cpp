@@ -33,7 +33,8 @@ struct ErrorText {
   const char* text;
 };
 
-#define CUDA_CPU_ERROR(error, text) {error, #error, text}
+#define CUDA_CPU_ERROR(error, text) \
+  { error, #error, text }
 constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaSuccess, "no error"),
     CUDA_CPU_ERROR(cudaErrorInvalidValue, "invalid argument"),
@@ -504,9 +505,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   attributes->maxThreadsPerBlock = cuda_cpu::kMaxThreadsPerBlock;
   std::lock_guard lock(device().mutex);
   const auto limit = device().dynamic_shared_limits.find(function);
-  attributes->maxDynamicSharedSizeBytes = static_cast<int>(
-      limit == device().dynamic_shared_limits.end() ? cuda_cpu::kDefaultSharedBytes
-                                                    : limit->second);
+  attributes->maxDynamicSharedSizeBytes =
+      static_cast<int>(limit == device().dynamic_shared_limits.end() ? cuda_cpu::kDefaultSharedBytes
+                                                                     : limit->second);
   return result(cudaSuccess);
 }
 

@@ -2,7 +2,8 @@
 // translated.
 //
 // Compile with -std=c++20 -fno-strict-aliasing (kernels look at memory through float4 and the like,
-// as CUDA allows), and link with the .cpp files of this directory and with -lboost_context -pthread.
+// as CUDA allows), and link with the .cpp files of this directory and with -lboost_context
+// -pthread.
 //
 // CUDA_CPU is defined, for code that cannot run here: anything with PTX, thread block clusters,
 // cooperative groups, textures, dynamic parallelism. __CUDA_ARCH__ is not defined.

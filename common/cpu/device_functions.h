@@ -14,7 +14,9 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <thread>
 #include <type_traits>
 
@@ -214,10 +216,10 @@ unsigned __match_any_sync(unsigned mask, T value, cuda_cpu::Site site = cuda_cpu
   return self.equal;
 }
 
-#define CUDA_CPU_REDUCE(NAME, T, EXPRESSION)                                              \
-  inline T NAME(unsigned mask, T value, cuda_cpu::Site site = cuda_cpu::Site::here()) {   \
-    return cuda_cpu::warp_reduce(mask, value, #NAME "()", site,                           \
-                                 [](T a, T b) -> T { return EXPRESSION; });               \
+#define CUDA_CPU_REDUCE(NAME, T, EXPRESSION)                                            \
+  inline T NAME(unsigned mask, T value, cuda_cpu::Site site = cuda_cpu::Site::here()) { \
+    return cuda_cpu::warp_reduce(mask, value, #NAME "()", site,                         \
+                                 [](T a, T b) -> T { return EXPRESSION; });             \
   }
 CUDA_CPU_REDUCE(__reduce_add_sync, unsigned, a + b)
 CUDA_CPU_REDUCE(__reduce_min_sync, unsigned, std::min(a, b))
@@ -238,9 +240,8 @@ namespace cuda_cpu {
 /// Atomically replaces *address by update(*address); returns the old value.
 template <class T, class Update>
 T atomic_update(T* address, Update update) {
-  using Bits = std::conditional_t<
-      sizeof(T) == 2, std::uint16_t,
-      std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
+  using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
+                                  std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
   static_assert(sizeof(Bits) == sizeof(T));
   std::atomic_ref<Bits> memory(*reinterpret_cast<Bits*>(address));
   Bits seen = memory.load();
@@ -303,8 +304,7 @@ T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T>
 }
 
 inline unsigned atomicInc(unsigned* address, unsigned limit) {
-  return cuda_cpu::atomic_update(
-      address, [&](unsigned old) { return old >= limit ? 0 : old + 1; });
+  return cuda_cpu::atomic_update(address, [&](unsigned old) { return old >= limit ? 0 : old + 1; });
 }
 
 inline unsigned atomicDec(unsigned* address, unsigned limit) {
@@ -314,10 +314,10 @@ inline unsigned atomicDec(unsigned* address, unsigned limit) {
 
 // ---- Loads, stores, time -----------------------------------------------------------------------
 
-#define CUDA_CPU_LOAD(NAME)     \
-  template <class T>            \
-  T NAME(const T* address) {    \
-    return *address;            \
+#define CUDA_CPU_LOAD(NAME)  \
+  template <class T>         \
+  T NAME(const T* address) { \
+    return *address;         \
   }
 CUDA_CPU_LOAD(__ldg)
 CUDA_CPU_LOAD(__ldca)
@@ -327,10 +327,10 @@ CUDA_CPU_LOAD(__ldlu)
 CUDA_CPU_LOAD(__ldcv)
 #undef CUDA_CPU_LOAD
 
-#define CUDA_CPU_STORE(NAME)                               \
-  template <class T>                                       \
-  void NAME(T* address, std::type_identity_t<T> value) {   \
-    *address = value;                                      \
+#define CUDA_CPU_STORE(NAME)                             \
+  template <class T>                                     \
+  void NAME(T* address, std::type_identity_t<T> value) { \
+    *address = value;                                    \
   }
 CUDA_CPU_STORE(__stwb)
 CUDA_CPU_STORE(__stcg)
@@ -339,9 +339,7 @@ CUDA_CPU_STORE(__stwt)
 #undef CUDA_CPU_STORE
 
 /// Nanoseconds here, not cycles.
-inline long long clock64() {
-  return std::chrono::steady_clock::now().time_since_epoch().count();
-}
+inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 /// Lets other threads of the block, and other workers, go on.
 inline void __nanosleep(unsigned) {
@@ -460,8 +458,9 @@ Integer saturating(double x) {
   if (std::isnan(x)) return 0;
   constexpr double low = std::numeric_limits<Integer>::min();
   constexpr double high = std::numeric_limits<Integer>::max();
-  return x <= low ? std::numeric_limits<Integer>::min()
-                  : x >= high ? std::numeric_limits<Integer>::max() : static_cast<Integer>(x);
+  return x <= low    ? std::numeric_limits<Integer>::min()
+         : x >= high ? std::numeric_limits<Integer>::max()
+                     : static_cast<Integer>(x);
 }
 
 }  // namespace cuda_cpu
@@ -477,13 +476,13 @@ inline float __uint2float_rn(unsigned x) { return static_cast<float>(x); }
 inline float __double2float_rn(double x) { return static_cast<float>(x); }
 
 // In CUDA min and max also take operands of two types; the result has the common type.
-#define CUDA_CPU_MIN_MAX(A, B)                                                 \
-  constexpr std::common_type_t<A, B> min(A a, B b) {                           \
-    using T = std::common_type_t<A, B>;                                        \
+#define CUDA_CPU_MIN_MAX(A, B)                                                            \
+  constexpr std::common_type_t<A, B> min(A a, B b) {                                      \
+    using T = std::common_type_t<A, B>;                                                   \
     return static_cast<T>(b) < static_cast<T>(a) ? static_cast<T>(b) : static_cast<T>(a); \
-  }                                                                            \
-  constexpr std::common_type_t<A, B> max(A a, B b) {                           \
-    using T = std::common_type_t<A, B>;                                        \
+  }                                                                                       \
+  constexpr std::common_type_t<A, B> max(A a, B b) {                                      \
+    using T = std::common_type_t<A, B>;                                                   \
     return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a); \
   }
 CUDA_CPU_MIN_MAX(int, int)

@@ -33,15 +33,15 @@ class Fiber {
   /// something switches back.
   void switch_to(Fiber& other);
 
-  /// Forgets whatever the suspended fiber was doing; the next switch starts `entry` anew. Objects on
-  /// the old stack are not destroyed.
+  /// Forgets whatever the suspended fiber was doing; the next switch starts `entry` anew. Objects
+  /// on the old stack are not destroyed.
   void restart();
 
   /// Who the fiber is for ThreadSanitizer.
-  void* tsan_identity() const { return tsan_identity_; }
+  CUDA_CPU_NO_TSAN void* tsan_identity() const { return tsan_identity_; }
 
   /// Where the fiber is suspended: the memory that the next switch to it will read.
-  const void* resume_point() const { return context_; }
+  CUDA_CPU_NO_TSAN const void* resume_point() const { return context_; }
 
  private:
   using Transfer = boost::context::detail::transfer_t;

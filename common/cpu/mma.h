@@ -1,9 +1,10 @@
 // Tensor-core products by warps: nvcuda::wmma.
 //
-// A fragment is a matrix that the 32 lanes of a warp hold together, each its share. Which elements a
-// lane holds is not specified, as on the GPU; two fragments of one type agree in it. Every function
-// here but fill_fragment() must be called by all 32 lanes, with the same arguments but for fragments;
-// it waits for all of them and does not order memory: __syncwarp() or __syncthreads() does.
+// A fragment is a matrix that the 32 lanes of a warp hold together, each its share. Which elements
+// a lane holds is not specified, as on the GPU; two fragments of one type agree in it. Every
+// function here but fill_fragment() must be called by all 32 lanes, with the same arguments but for
+// fragments; it waits for all of them and does not order memory: __syncwarp() or __syncthreads()
+// does.
 //
 // Products are summed in float. Pointers must be aligned to 32 bytes and the distance of rows (or
 // columns), `ldm`, must be a multiple of 16 bytes; otherwise the launch fails.
@@ -50,7 +51,7 @@ template <int M, int N, int K, class T>
 inline constexpr bool kInputShape =
     std::is_same_v<T, precision::tf32>
         ? M == 16 && N == 16 && K == 8
-        : (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>) && K == 16 &&
+        : (std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>)&&K == 16 &&
               ((M == 16 && N == 16) || (M == 32 && N == 8) || (M == 8 && N == 32));
 
 /// What a factor's element counts for in a product: tf32 ignores the last bits of a float.

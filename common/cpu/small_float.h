@@ -21,7 +21,8 @@ struct HalfFormat {
     const std::uint32_t magnitude = (half & 0x7FFFu) << 13;
     const bool infinite_or_nan = magnitude >= 0x1Fu << 23;
     const std::uint32_t normal = magnitude + kRebias + (infinite_or_nan ? kRebias : 0);
-    // A subnormal's fraction counts in units of 2^-24: put it below a leading one, and subtract that.
+    // A subnormal's fraction counts in units of 2^-24: put it below a leading one, and subtract
+    // that.
     constexpr float kSmallestNormal = 0x1p-14f;
     const float subnormal =
         std::bit_cast<float>(magnitude + std::bit_cast<std::uint32_t>(kSmallestNormal)) -
@@ -83,11 +84,11 @@ struct SmallFloat {
   constexpr SmallFloat(float value) : bits(Format::from_float(value)) {}
   constexpr SmallFloat(double value) : bits(Format::from_float(round_to_odd(value))) {}
   template <class T>
-    requires std::is_integral_v<T>
+  requires std::is_integral_v<T>
   constexpr SmallFloat(T value) : SmallFloat(static_cast<double>(value)) {}
   template <class Other>
-    requires(!std::is_same_v<Other, Format>)
-  explicit constexpr SmallFloat(SmallFloat<Other> other) : SmallFloat(static_cast<float>(other)) {}
+  requires(!std::is_same_v<Other, Format>) explicit constexpr SmallFloat(SmallFloat<Other> other)
+      : SmallFloat(static_cast<float>(other)) {}
 
   static constexpr SmallFloat from_bits(std::uint16_t bits) {
     SmallFloat value = 0.0f;
@@ -199,10 +200,10 @@ int __hisinf(cuda_cpu::SmallFloat<F> a) {
   return std::isinf(float(a)) ? (float(a) < 0 ? -1 : 1) : 0;
 }
 
-#define CUDA_CPU_COMPARE(NAME, OPERATOR)                                             \
-  template <class F>                                                                 \
-  constexpr bool NAME(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {        \
-    return a OPERATOR b;                                                             \
+#define CUDA_CPU_COMPARE(NAME, OPERATOR)                                      \
+  template <class F>                                                          \
+  constexpr bool NAME(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) { \
+    return a OPERATOR b;                                                      \
   }
 CUDA_CPU_COMPARE(__heq, ==)
 CUDA_CPU_COMPARE(__hne, !=)
@@ -212,10 +213,10 @@ CUDA_CPU_COMPARE(__hgt, >)
 CUDA_CPU_COMPARE(__hge, >=)
 #undef CUDA_CPU_COMPARE
 
-#define CUDA_CPU_ELEMENTWISE2(NAME, FUNCTION)                                              \
-  template <class F>                                                                       \
-  cuda_cpu::SmallFloat2<F> NAME(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b) {  \
-    return {FUNCTION(a.x, b.x), FUNCTION(a.y, b.y)};                                       \
+#define CUDA_CPU_ELEMENTWISE2(NAME, FUNCTION)                                             \
+  template <class F>                                                                      \
+  cuda_cpu::SmallFloat2<F> NAME(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b) { \
+    return {FUNCTION(a.x, b.x), FUNCTION(a.y, b.y)};                                      \
   }
 CUDA_CPU_ELEMENTWISE2(__hadd2, __hadd)
 CUDA_CPU_ELEMENTWISE2(__hsub2, __hsub)
@@ -249,15 +250,15 @@ constexpr float __high2float(cuda_cpu::SmallFloat2<F> a) {
 }
 
 // hNAME for one number, h2NAME for two.
-#define CUDA_CPU_FUNCTION(NAME, EXPRESSION)                           \
-  template <class F>                                                  \
-  cuda_cpu::SmallFloat<F> h##NAME(cuda_cpu::SmallFloat<F> a) {        \
-    const float x = a;                                                \
-    return EXPRESSION;                                                \
-  }                                                                   \
-  template <class F>                                                  \
-  cuda_cpu::SmallFloat2<F> h2##NAME(cuda_cpu::SmallFloat2<F> a) {     \
-    return {h##NAME(a.x), h##NAME(a.y)};                              \
+#define CUDA_CPU_FUNCTION(NAME, EXPRESSION)                       \
+  template <class F>                                              \
+  cuda_cpu::SmallFloat<F> h##NAME(cuda_cpu::SmallFloat<F> a) {    \
+    const float x = a;                                            \
+    return EXPRESSION;                                            \
+  }                                                               \
+  template <class F>                                              \
+  cuda_cpu::SmallFloat2<F> h2##NAME(cuda_cpu::SmallFloat2<F> a) { \
+    return {h##NAME(a.x), h##NAME(a.y)};                          \
   }
 CUDA_CPU_FUNCTION(exp, std::exp(x))
 CUDA_CPU_FUNCTION(exp2, std::exp2(x))

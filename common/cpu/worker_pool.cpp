@@ -1,7 +1,6 @@
 #include "worker_pool.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -43,6 +42,7 @@ void WorkerPool::run(int workers, const std::function<void(int)>& task,
   std::unique_lock lock(mutex_);
   task_ = &task;
   workers_ = busy_ = std::min(workers, size_);
+  started_ = 0;
   ++round_;
   work_arrived_.notify_all();
   while (busy_ > 0) {
@@ -55,8 +55,7 @@ void WorkerPool::run(int workers, const std::function<void(int)>& task,
   }
 }
 
-void WorkerPool::parallel_for(long count, long grain,
-                              const std::function<void(long, long)>& body) {
+void WorkerPool::parallel_for(long count, long grain, const std::function<void(long, long)>& body) {
   std::atomic<long> next = 0;
   run(static_cast<int>(std::min<long>((count + grain - 1) / grain, size_)), [&](int) {
     for (long begin; (begin = next.fetch_add(grain)) < count;) {
@@ -73,7 +72,14 @@ void WorkerPool::serve(int worker) {
     work_arrived_.wait(lock, [&] { return round_ != served; });
     served = round_;
     if (worker >= workers_) continue;
+    const int workers = workers_;
     lock.unlock();
+    if (kTsan) {
+      // A worker that comes when another is done would be ordered after it, by the mutex. So all
+      // come first, and see each other without any ordering.
+      started_.fetch_add(1, std::memory_order_relaxed);
+      while (started_.load(std::memory_order_relaxed) < workers) std::this_thread::yield();
+    }
     (*task_)(worker);
     lock.lock();
     if (--busy_ == 0) work_done_.notify_all();

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -41,6 +42,7 @@ class WorkerPool {
   const std::function<void(int)>* task_ = nullptr;
   unsigned long round_ = 0;
   int workers_ = 0;
+  std::atomic<int> started_ = 0;
   int busy_ = 0;
 };
 

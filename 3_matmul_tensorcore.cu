@@ -1,0 +1,491 @@
+// 3. Matrix multiplication by tensor cores
+//
+//     C = A B        A, B, C: N x N, fp16, row-major; fp32 accumulation
+//
+// Lesson 2 ended where one instruction of a thread is one multiply-add. A tensor core multiplies
+// matrices: one instruction, mma.sync, executed by the 32 threads of a warp together, is
+//
+//     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
+//
+// The operands are in registers. No thread could hold them alone, so each matrix is spread over the
+// lanes of the warp, a fragment in each: of an 8 x 8 corner, lane l holds row l / 4, columns
+// 2 (l % 4) and the next one, two 16-bit numbers in one register. A lane's registers alone mean
+// nothing; to load them is a warp's joint work as well, and there is an instruction for it,
+// ldmatrix: the lanes pass the addresses of rows in shared memory and receive their elements.
+//
+// That changes what is scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
+// thread, now takes two instructions. Two things decide how much of the tensor cores' rate is left:
+//
+//   - Shared memory. ldmatrix reads 8 rows of 16 bytes at a time. Where the rows of a tile are a
+//     multiple of 128 bytes apart, all 8 are on the same banks and are read one after the other:
+//     the tile needs another layout, either padded rows or permuted ones.
+//   - Instructions. Each address, bound check and copy takes the place of an mma.sync. And since
+//     nothing else hides the latency of loads, they have to start long before they are needed.
+//
+// One more thing: mma.sync wants each lane's two elements of B below each other, in one column, but
+// B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
+// matrix on its way to the registers (.trans), at no cost; no other copy of B is needed.
+//
+//     cuBLAS fp16     the library, lesson 4
+//     wmma global     fragments straight from memory, through the C++ interface to tensor cores
+//     wmma shared     tiles in shared memory, padded rows
+//     mma.sync        ldmatrix and mma.sync, swizzled tiles, copies and fragments loaded in advance
+//     wgmma           (Hopper) four warps multiply from shared memory, tiles copied by TMA
+//     specialized     (Hopper) some warps only copy, the others only multiply
+//     persistent      (Hopper) blocks stay for several tiles of C, clusters share what they copy
+//
+// Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously) and run on the CPU backend.
+
+#include <mma.h>
+
+#include "common/async_copy.cuh"
+#include "common/lesson.h"
+#include "common/mma.cuh"
+#include "common/numerics.h"
+
+// Writes 8 elements of row `row` of C, from column `col`, as far as they are inside. With kAligned
+// (n a multiple of 8) that is one 16-byte store.
+template <bool kAligned>
+__device__ void store8(half* C, int row, int col, int n, uint4 eight) {
+  if (row >= n || col >= n) return;
+  half* to = C + static_cast<size_t>(row) * n + col;
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint4*>(to) = eight;
+  } else {
+    const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const unsigned element = pairs[i / 2] >> i % 2 * 16 & 0xFFFF;
+      if (col + i < n) to[i] = __ushort_as_half(static_cast<unsigned short>(element));
+    }
+  }
+}
+
+// ---- wmma global --------------------------------------------------------------------------------
+
+using namespace nvcuda;
+// A matrix that the lanes of a warp hold together, in a layout that the interface does not tell: a
+// warp loads fragments, multiplies them, and stores them.
+using FragmentA = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
+using FragmentB = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
+using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+
+// Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
+// fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
+// what memory has. Otherwise the warp copies them to `corner` first, its own 16 x 16 halves of
+// shared memory, 8 a lane, with zeros for what is outside.
+template <bool kWhole, typename Fragment>
+__device__ void load_global(Fragment& fragment, const half* from, int row0, int col0, int n,
+                            half* corner) {
+  if constexpr (kWhole) {
+    wmma::load_matrix_sync(fragment, from + static_cast<size_t>(row0) * n + col0, n);
+  } else {
+    const int lane = threadIdx.x % 32, row = row0 + lane / 2, col = lane % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const bool inside = row < n && col0 + col + i < n;
+      corner[lane * 8 + i] =
+          inside ? from[static_cast<size_t>(row) * n + col0 + col + i] : __float2half_rn(0);
+    }
+    __syncwarp();
+    wmma::load_matrix_sync(fragment, corner, 16);
+    __syncwarp();
+  }
+}
+
+// The sums are fp32 and C is fp16: someone has to round them, and to know which elements they are.
+// So a warp stores a fragment to `staging`, its own 16 rows of shared memory, from where each lane
+// takes 8 elements in a row.
+constexpr int kStagingStride = 20;  // floats: 16, and 4 that shift the rows to different banks
+template <bool kAligned>
+__device__ void store_rounded(half* C, int row0, int col0, int n, const FragmentSum& sum,
+                              float* staging) {
+  wmma::store_matrix_sync(staging, sum, kStagingStride, wmma::mem_row_major);
+  __syncwarp();
+  const int lane = threadIdx.x % 32, row = lane / 2, col = lane % 2 * 8;
+  const float* from = staging + row * kStagingStride + col;
+  const float4 low = *reinterpret_cast<const float4*>(from);
+  const float4 high = *reinterpret_cast<const float4*>(from + 4);
+  store8<kAligned>(C, row0 + row, col0 + col, n,
+                   make_uint4(pack2<half>(low.x, low.y), pack2<half>(low.z, low.w),
+                              pack2<half>(high.x, high.y), pack2<half>(high.z, high.w)));
+  __syncwarp();
+}
+
+constexpr int kSide = 4;  // a block is kSide x kSide warps
+
+// Lesson 1 with warps for threads: each owns one 16 x 16 tile of C and walks along k in steps of
+// 16, with nothing kept but the sums. A fragment is loaded from memory for every product: 2 * 256
+// elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the L1
+// cache still has it.
+template <bool kWhole>
+__global__ void __launch_bounds__(32 * kSide * kSide)
+    matmul_wmma_global(const half* A, const half* B, half* C, int n) {
+  __shared__ __align__(128) half corners[kSide][kSide][2][16 * 16];
+  __shared__ __align__(128) float stagings[kSide][kSide][16 * kStagingStride];
+  const int row0 = (blockIdx.y * kSide + threadIdx.z) * 16;
+  const int col0 = (blockIdx.x * kSide + threadIdx.y) * 16;
+  if (row0 >= n || col0 >= n) return;  // the whole warp
+  half* corner_a = corners[threadIdx.z][threadIdx.y][0];
+  half* corner_b = corners[threadIdx.z][threadIdx.y][1];
+  FragmentSum sum;
+  wmma::fill_fragment(sum, 0.0f);
+  for (int k = 0; k < n; k += 16) {
+    FragmentA a;
+    FragmentB b;
+    load_global<kWhole>(a, A, row0, k, n, corner_a);
+    load_global<kWhole>(b, B, k, col0, n, corner_b);
+    wmma::mma_sync(sum, a, b, sum);
+  }
+  store_rounded<kWhole>(C, row0, col0, n, sum, stagings[threadIdx.z][threadIdx.y]);
+}
+
+// ---- wmma shared --------------------------------------------------------------------------------
+
+// Copies the kRows x kCols tile of `from` (row-major, n x n) at (row0, col0) to shared memory,
+// where its rows are kStride halves apart; zeros where that is outside. With kAligned (n a multiple
+// of 8) 16 bytes at a time and, from compute capability 8.0, without a register in between.
+template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
+__device__ void copy_tile(half* to, const half* from, int row0, int col0, int n) {
+  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
+    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
+    const bool inside = row0 + row < n && col0 + col < n;
+    const half* at = from + static_cast<size_t>(row0 + row) * n + col0 + col;
+    if constexpr (kAligned) {
+      copy_async<16>(to + row * kStride + col, at, inside);
+    } else {
+      to[row * kStride + col] = inside ? *at : __float2half_rn(0);
+    }
+  }
+}
+
+// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns BM x BN elements of C; per step of BK
+// it loads a tile of A and one of B into shared memory, once for all its warps, and each warp
+// multiplies its 16 kRows rows by its 16 kCols columns: kRows + kCols fragments are loaded for
+// kRows * kCols products. The rows of the tiles are 8 halves longer than their data, so that those
+// of one fragment start on different banks. Two barriers a step: the tiles are there; nobody reads
+// them any more.
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
+    matmul_wmma_shared(const half* A, const half* B, half* C, int n) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  constexpr int kRows = BM / kWarpsM / 16, kCols = BN / kWarpsN / 16;
+  constexpr int kStrideA = BK + 8, kStrideB = BN + 8;
+  __shared__ __align__(128) half a_tile[BM][kStrideA];
+  __shared__ __align__(128) half b_tile[BK][kStrideB];
+  __shared__ __align__(128) float stagings[kWarpsM * kWarpsN][16 * kStagingStride];
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsN * 16 * kRows, warp_col = warp % kWarpsN * 16 * kCols;
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+  FragmentSum sum[kRows][kCols];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) wmma::fill_fragment(sum[i][j], 0.0f);
+  }
+  for (int k0 = 0; k0 < n; k0 += BK) {
+    copy_tile<BM, BK, kStrideA, kThreads, kAligned>(a_tile[0], A, row0, k0, n);
+    copy_tile<BK, BN, kStrideB, kThreads, kAligned>(b_tile[0], B, k0, col0, n);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+      FragmentA a[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        wmma::load_matrix_sync(a[i], &a_tile[warp_row + 16 * i][k], kStrideA);
+      }
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        FragmentB b;
+        wmma::load_matrix_sync(b, &b_tile[k][warp_col + 16 * j], kStrideB);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) wmma::mma_sync(sum[i][j], a[i], b, sum[i][j]);
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      store_rounded<kAligned>(C, row0 + warp_row + 16 * i, col0 + warp_col + 16 * j, n, sum[i][j],
+                              stagings[warp]);
+    }
+  }
+}
+
+// ---- mma.sync -----------------------------------------------------------------------------------
+
+// The order of blocks. They start in the order of their numbers, about as many as there are
+// multiprocessors at once, and share what they read through the L2 cache. Blocks in one row of C
+// would read one row of tiles of A but all of B. Instead kGroup rows of tiles are walked column by
+// column, so that the blocks of one moment form a patch of C which is about square.
+constexpr int kPatchRows = 2048;  // 132 multiprocessors with 128 x 256 each: about 2048 x 2048
+template <int kGroup>
+__device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
+  const int group_size = kGroup * tiles_n;
+  const int first = static_cast<int>(blockIdx.x) / group_size * kGroup;
+  const int within = static_cast<int>(blockIdx.x) % group_size;
+  const int rows = min(kGroup, tiles_m - first);
+  tile_m = first + within % rows;
+  tile_n = within / rows;
+}
+
+// The sizes that follow from a choice of tiles. Shared memory is kStages pairs of a tile of A and a
+// tile of B; at the end the rounded tile of C takes their place.
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages>
+struct MmaTiles {
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kTileA = BM * BK, kTileB = BK * BN, kStage = kTileA + kTileB;  // halves
+  static constexpr int kHalves = kStages * kStage > BM* BN ? kStages* kStage : BM* BN;
+  static constexpr int kSharedBytes = kHalves * sizeof(half);
+  static int blocks(int64_t n) {
+    return static_cast<int>(((n + BM - 1) / BM) * ((n + BN - 1) / BN));
+  }
+};
+
+// The whole of lesson 2 for tensor cores. A block owns BM x BN elements of C, a warp 64 x 64 of
+// them (WM x WN): 32 products of 16 x 8 per 16 of k, for which it loads 4 + 4 times by ldmatrix.
+// The sums, 128 registers a thread, never leave. What is new against the kernel above:
+//
+//   - Tiles are swizzled (common/mma.cuh), not padded: neither the copies, which write 16 bytes a
+//     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
+//   - kStages pairs of tiles are in flight, with one barrier a step, as in lesson 2's last kernel.
+//   - Two sets of fragments: while the products of 16 k are on the tensor cores, ldmatrix loads the
+//     next. The last of a step loads the first of the next step, so the barrier is passed before
+//     the last products of a step are started, and the tensor cores work on while a warp waits.
+//   - Addresses are worked out once. Everything that depends on the lane is in one offset for A and
+//     one for B; the fragments of a step are at constant distances from it, or at an exclusive or
+//     with a constant, where a distance runs along the swizzled direction. Rows and columns of the
+//     matrix that do not exist are replaced by the last ones: what comes of them is never stored.
+//     Only along k, which is summed over, zeros are needed.
+//   - Blocks are ordered for the L2 cache (tile_of_block).
+//   - The result is rounded in registers and goes through shared memory, swizzled as well, so that
+//     it leaves as whole rows of 16-byte stores.
+//
+// kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
+// multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 ? 2 : 1)
+    matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
+               int n) {
+  using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
+  constexpr int kThreads = Tiles::kThreads;
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  static_assert(BK % 32 == 0, "the two sets of fragments alternate within a step");
+  extern __shared__ __align__(128) half mma_tiles[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
+  int tile_m, tile_n;
+  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  const int row0 = tile_m * BM, col0 = tile_n * BN;
+
+  // Copies. At once the block's threads cover kRowsA rows of the tile of A, kRowsB of that of B.
+  constexpr int kRowsA = kThreads / (BK / kWidth), kRowsB = kThreads / (BN / kWidth);
+  const int a_row = threadIdx.x / (BK / kWidth), a_k = threadIdx.x % (BK / kWidth) * kWidth;
+  const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
+  const half* a_from = A + static_cast<size_t>(row0) * n + a_k;
+  const half* b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
+  int a_offset[BM / kRowsA];
+#pragma unroll
+  for (int i = 0; i < BM / kRowsA; ++i) {
+    a_offset[i] = (min(row0 + a_row + i * kRowsA, n - 1) - row0) * n;
+  }
+  const auto copy = [](half* to, const half* from, bool inside) {
+    if constexpr (kWidth == 1) {
+      *to = inside ? *from : __float2half_rn(0);
+    } else {
+      copy_async<kWidth * sizeof(half)>(to, from, inside);
+    }
+  };
+  int k_left = n;  // of the tiles to be copied next, and beyond
+  const auto copy_tiles = [&](half* a_tile) {
+    half* b_tile = a_tile + Tiles::kTileA;
+#pragma unroll
+    for (int i = 0; i < BM / kRowsA; ++i) {
+      copy(a_tile + swizzle<BK>(a_row + i * kRowsA, a_k), a_from + a_offset[i], a_k < k_left);
+    }
+#pragma unroll
+    for (int i = 0; i < BK / kRowsB; ++i) {
+      copy(b_tile + swizzle<BN>(b_k + i * kRowsB, b_col),
+           b_from + static_cast<size_t>(i * kRowsB) * n, b_k + i * kRowsB < k_left);
+    }
+    a_from += BK;
+    b_from += static_cast<size_t>(BK) * n;
+    k_left -= BK;
+  };
+
+  // Fragments. Of 16 x 16 elements lane l passes row l % 16, the first 8 columns of it or, from
+  // lane 16 on, the last 8. For A, whose fragment has its four 8 x 8 matrices in the order top
+  // left, bottom left, top right, bottom right, that is one fragment. For B (16 k, 16 columns), it
+  // is the two halves of one fragment and then those of the next, 8 columns further right.
+  unsigned a[2][WM / 16][4], b[2][WN / 16][4];
+  const int a_lane = swizzle<BK>(warp_row + lane % 16, lane / 16 * 8);
+  const int b_lane = Tiles::kTileA + swizzle<BN>(lane % 16, warp_col + lane / 16 * 8);
+  const auto load_fragments = [&](const half* tiles, int k) {
+    const int set = k / 16 % 2;
+#pragma unroll
+    for (int i = 0; i < WM / 16; ++i) {
+      ldmatrix_x4(a[set][i], tiles + (a_lane ^ k) + i * 16 * BK);
+    }
+#pragma unroll
+    for (int j = 0; j < WN / 16; ++j) {
+      ldmatrix_x4_trans(b[set][j], tiles + (b_lane ^ j * 16) + k * BN);
+    }
+  };
+
+  const int steps = (n + BK - 1) / BK;
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < steps) copy_tiles(mma_tiles + stage * Tiles::kStage);
+    copy_async_commit();
+  }
+  copy_async_wait<kStages - 2>();
+  __syncthreads();
+  const half* reading = mma_tiles;
+  half* writing = mma_tiles + (kStages - 1) * Tiles::kStage;
+  half* const end = mma_tiles + kStages * Tiles::kStage;
+  load_fragments(reading, 0);
+  float sum[WM / 16][WN / 8][4] = {};
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+      if (k + 16 == BK) {  // on to the next tiles; after the last step nobody uses what is loaded
+        copy_async_wait<kStages - 2>();
+        __syncthreads();
+        reading += Tiles::kStage;
+        if (reading == end) reading = mma_tiles;
+      }
+      load_fragments(reading, (k + 16) % BK);
+      if (k == 0) {
+        if (step + kStages - 1 < steps) copy_tiles(writing);
+        copy_async_commit();
+        writing += Tiles::kStage;
+        if (writing == end) writing = mma_tiles;
+      }
+      const int set = k / 16 % 2;
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+        for (int forth = 0; forth < WN / 8; ++forth) {
+          const int j = i % 2 == 0 ? forth : WN / 8 - 1 - forth;
+          mma_m16n8k16<half>(sum[i][j], a[set][i], b[set][j / 2][j % 2 * 2],
+                             b[set][j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+
+  // Each warp's part of C goes to shared memory and from there, 8 elements a lane, to C.
+  __syncthreads();
+  half* staging = mma_tiles + warp * WM * WN;
+#pragma unroll
+  for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < WN / 8; ++j) {
+      const int row = i * 16 + lane / 4, col = j * 8 + lane % 4 * 2;
+      *reinterpret_cast<unsigned*>(staging + swizzle<WN>(row, col)) =
+          pack2<half>(sum[i][j][0], sum[i][j][1]);
+      *reinterpret_cast<unsigned*>(staging + swizzle<WN>(row + 8, col)) =
+          pack2<half>(sum[i][j][2], sum[i][j][3]);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = lane * 8; i < WM * WN; i += 32 * 8) {
+    const int row = i / WN, col = i % WN;
+    store8<kWidth == 8>(C, row0 + warp_row + row, col0 + warp_col + col, n,
+                        *reinterpret_cast<const uint4*>(staging + swizzle<WN>(row, col)));
+  }
+}
+
+// ---- Hopper -------------------------------------------------------------------------------------
+
+// -------------------------------------------------------------------------------------------------
+
+// Blocks of BM x BN that cover an n x n matrix.
+template <int BM, int BN>
+dim3 tiles_of(int64_t n) {
+  return dim3(static_cast<unsigned>((n + BN - 1) / BN), static_cast<unsigned>((n + BM - 1) / BM));
+}
+
+template <bool kWhole>
+void add_wmma_global(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
+  square.kernel("wmma global", Role::ours, [=] {
+    matmul_wmma_global<kWhole>
+        <<<tiles_of<16 * kSide, 16 * kSide>(n), dim3(32, kSide, kSide)>>>(A, B, C, n);
+  });
+}
+
+template <bool kAligned>
+void add_wmma_shared(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
+  square.kernel("wmma shared", Role::ours, [=] {
+    matmul_wmma_shared<128, 128, 32, 2, 4, kAligned><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+  });
+}
+
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
+void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
+  using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
+  CUDA_CHECK(cudaFuncSetAttribute(matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  Tiles::kSharedBytes));
+  square.kernel("mma.sync", Role::ours, [=] {
+    matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
+        <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
+  });
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(argc, argv,
+                {.name = "3_matmul_tensorcore",
+                 .title = "C = A B by tensor cores: fp16, accumulated in fp32",
+                 .n_meaning = "the matrices are N x N",
+                 .n_gpu = 4096,
+                 .n_cpu = 256});
+  const int64_t n = lesson.n();
+  const double elements = static_cast<double>(n) * n;
+
+  Problem& square =
+      lesson.problem("square", {{"N", n}}, "fp16",
+                     {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(half)}, Rate::fp16);
+  auto A = square.input<half>(n * n);
+  auto B = square.input<half>(n * n);
+  auto C = square.output<half>(n * n);
+
+  Cublas blas;
+  auto expected = square.reference(n * n);
+  square.reference_from(reference_scratch(n, n, n),
+                        [&] { reference_matmul<half>(blas, A, B, expected, n, n, n); });
+  square.check(C, expected, dot_tolerance(n, tensor_core_sum(n), kRoundoffFp16));
+
+  square.kernel("cuBLAS fp16", Role::library, [&] {
+    const float one = 1, zero = 0;  // row-major: B and A swapped, see lesson 4
+    CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one,  //
+                              B, CUDA_R_16F, n, A, CUDA_R_16F, n, &zero, C, CUDA_R_16F, n,
+                              CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+  });
+  n % 16 == 0 ? add_wmma_global<true>(square, A, B, C, n)
+              : add_wmma_global<false>(square, A, B, C, n);
+  n % 8 == 0 ? add_wmma_shared<true>(square, A, B, C, n)
+             : add_wmma_shared<false>(square, A, B, C, n);
+  if (n % 2 != 0) {
+    add_mma<128, 128, 32, 2, 4, 3, 1>(square, A, B, C, n);
+  } else if (n % 8 != 0) {
+    add_mma<128, 128, 32, 2, 4, 3, 2>(square, A, B, C, n);
+  } else if (lesson.device().shared_bytes >= 96 << 10) {
+    add_mma<128, 256, 32, 2, 4, 4, 8>(square, A, B, C, n);
+  } else {  // compute capability 7.5 has 64 KB
+    add_mma<128, 128, 32, 2, 4, 3, 8>(square, A, B, C, n);
+  }
+
+  square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
+  square.compare("mma.sync", "wmma shared",
+                 "Swizzled tiles, loaded in advance, and few other instructions: % times faster.");
+  square.compare("mma.sync", "cuBLAS fp16", "mma.sync runs at % of cuBLAS's rate.");
+  return lesson.run();
+}

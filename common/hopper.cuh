@@ -1,0 +1,327 @@
+// Hopper's own instructions (sm_90a), under names that a kernel reads well with: tensor maps and
+// the copies that follow them (TMA), barriers in shared memory (mbarrier), products of a whole
+// warpgroup (wgmma), clusters of blocks. Lesson 3 introduces them; the PTX stays in here. Section
+// names are the PTX ISA's.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/check.h"
+#include "common/lesson.h"
+
+// True while compiling device code that may use these instructions. A kernel's body stands between
+// #if HOPPER_CODE and #endif, so that it is empty for other architectures.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HOPPER_CODE 1
+#else
+#define HOPPER_CODE 0
+#endif
+
+/// On a kernel: its blocks come in clusters of `blocks`. Architectures without clusters compile it
+/// as well.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define HOPPER_CLUSTER(blocks)
+#else
+#define HOPPER_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
+#endif
+
+// ---- Host: tensor maps --------------------------------------------------------------------------
+
+/// Describes a row-major matrix (rows, cols) of 2-byte elements to the copy engine, which moves
+/// boxes of `box_rows` rows by 64 columns (128 bytes) to or from shared memory. There the box is
+/// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
+/// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
+/// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes and `cols` a
+/// multiple of 8. CUDA Driver API, "Tensor Map Object Management".
+template <typename T>
+CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows) {
+  static_assert(sizeof(T) == 2);
+  // Through the runtime, so that the program starts where there is no driver to link to.
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                cudaEnableDefault, &result));
+    if (result != cudaDriverEntryPointSuccess) fail(kDeviceCannot, "the driver has no tensor maps");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(cols) * sizeof(T)};
+  const cuuint32_t box[2] = {64, box_rows};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUtensorMapDataType type =
+      type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  CUtensorMap map;
+  const CUresult status =
+      encode(&map, type, 2, const_cast<T*>(matrix), extents, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    fail(kDeviceCannot, "cuTensorMapEncodeTiled: CUresult %d (%lld x %lld)",
+         static_cast<int>(status), static_cast<long long>(rows), static_cast<long long>(cols));
+  }
+  return map;
+}
+
+/// How many persistent blocks (or clusters) work on `tiles` tiles if `capacity` fit on the device:
+/// as few as finish in the same number of rounds. Multiprocessors without work leave their share of
+/// the power to the others.
+inline unsigned persistent(int64_t tiles, int64_t capacity) {
+  const int64_t rounds = (tiles + capacity - 1) / capacity;
+  return static_cast<unsigned>((tiles + rounds - 1) / rounds);
+}
+
+/// An mbarrier; it lives in shared memory.
+using Barrier = uint64_t;
+
+/// Where a pipeline of kStages stages stands: at which stage, and in which of the two alternating
+/// phases of the stage's barriers.
+template <int kStages>
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+#if HOPPER_CODE
+
+// ---- Device: barriers ---------------------------------------------------------------------------
+//
+// "Parallel Synchronization and Communication Instructions: mbarrier". A phase of a Barrier ends
+// when `count` arrivals and all announced bytes have come in; phases alternate in parity.
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void barrier_init(Barrier* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(count));
+}
+
+/// Makes barrier_init visible to the copy engine and to the other blocks of the cluster; a barrier
+/// among the threads (of the cluster) has to follow.
+__device__ inline void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+/// Arrives at the barrier at the same place in block `rank` of the cluster.
+__device__ inline void barrier_arrive(Barrier* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+
+/// Arrives, and announces bytes that copies will bring in this phase.
+__device__ inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+/// Waits until the phase of this parity (0, 1, 0, ...) is over. Parity 1 on a new barrier returns
+/// at once.
+__device__ inline void barrier_wait(Barrier* barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- Device: tensor copies ----------------------------------------------------------------------
+//
+// "Data Movement and Conversion Instructions: cp.async.bulk.tensor". One thread starts a copy of a
+// whole box.
+
+/// Copies the box whose first element is (row, col) to `to` (aligned to 1024 bytes) in shared
+/// memory; its bytes count at `barrier`.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
+                                   Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// The same into all blocks of the cluster whose bit is set in `ranks`, at the same place in each,
+/// counting at each one's own barrier.
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
+                                             Barrier* barrier, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+}
+
+/// Copies a box from shared memory to the matrix. The threads that wrote the box call
+/// shared_fence() and meet at a barrier before.
+__device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(col), "r"(row), "r"(shared_address(from))
+      : "memory");
+}
+__device__ inline void tensor_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/// Waits until all but the newest kNewest groups of this thread's stores have read their boxes,
+/// which may then be written again.
+template <int kNewest>
+__device__ inline void tensor_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
+}
+
+/// Makes this thread's writes to shared memory visible to the copy engine and to wgmma.
+__device__ inline void shared_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- Device: warpgroups and clusters ------------------------------------------------------------
+
+/// A barrier among `threads` threads of the block, one of 16; 0 is __syncthreads().
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// Hands registers back, or takes more: per thread, for the whole warpgroup. "setmaxnreg".
+template <int kRegisters>
+__device__ inline void registers_shrink_to() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void registers_grow_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ inline int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+/// A barrier among all threads of the cluster.
+__device__ inline void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// ---- Device: wgmma ------------------------------------------------------------------------------
+//
+// "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
+// 64 x 16 piece of A by a 16 x N piece of B, both in shared memory, into a 64 x N sum in registers.
+// sum[i] of thread t is the element
+//     row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i % 2
+
+/// Descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
+/// "Matrix Descriptor Format", K-major, 128-byte swizzle: the stride offset is that of groups of 8
+/// rows. The next 16 columns are 32 bytes on: add 2 to the descriptor.
+__device__ inline uint64_t descriptor_a(const void* tile) {
+  return (shared_address(tile) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+/// Descriptor of a tile of row-major B: boxes of `rows` rows (k) by 64 columns, next to each other
+/// along the columns. MN-major, 128-byte swizzle: the leading offset is that of boxes, the stride
+/// offset that of groups of 8 rows. The next 16 rows are 2048 bytes on: add 128.
+__device__ inline uint64_t descriptor_b(const void* tile, int rows) {
+  return (shared_address(tile) & 0x3ffff) >> 4 | static_cast<uint64_t>(rows * 128 >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+/// Before the first product, and after registers of a sum were touched by other instructions.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/// Waits until at most kNewest committed groups of products are still under way.
+template <int kNewest>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
+}
+
+#define HOPPER_SUM8(i)                                                                  \
+  "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), "+f"(sum[i + 4]), \
+      "+f"(sum[i + 5]), "+f"(sum[i + 6]), "+f"(sum[i + 7])
+#define HOPPER_SUM32(i) HOPPER_SUM8(i), HOPPER_SUM8(i + 8), HOPPER_SUM8(i + 16), HOPPER_SUM8(i + 24)
+#define HOPPER_R32                                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HOPPER_R64                                                                \
+  HOPPER_R32                                                                      \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
+  "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define HOPPER_R128                                                                        \
+  HOPPER_R64                                                                               \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, "          \
+  "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "  \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "   \
+  "%125, %126, %127"
+// `n`: columns; `registers`: the sum's operands; `a`, `b`, `add`: the operands after them; the last
+// immediates: no negation, A as it is (k-major), B row-major.
+#define HOPPER_WGMMA(n, types, registers, a, b, add)                                   \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add                                          \
+  ", 0;\n"                                                                             \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." types " {" registers "}, " a ", " b \
+  ", add, 1, 1, 0, 1;\n}"
+
+/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount. A as descriptor_a, B as
+/// descriptor_b.
+template <typename T, int kCount>
+__device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
+  static_assert(type_of<T> == Type::fp16 && (kCount == 32 || kCount == 64 || kCount == 128));
+  if constexpr (kCount == 32) {
+    asm volatile(HOPPER_WGMMA("64", "f16.f16", HOPPER_R32, "%32", "%33", "%34")
+                 : HOPPER_SUM32(0)
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  } else if constexpr (kCount == 64) {
+    asm volatile(HOPPER_WGMMA("128", "f16.f16", HOPPER_R64, "%64", "%65", "%66")
+                 : HOPPER_SUM32(0), HOPPER_SUM32(32)
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  } else {
+    asm volatile(HOPPER_WGMMA("256", "f16.f16", HOPPER_R128, "%128", "%129", "%130")
+                 : HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96)
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  }
+}
+
+/// Stores four 8 x 8 matrices of 2-byte elements to shared memory: thread t gives the address of
+/// row t % 8 of matrix t / 8 (16 bytes, aligned), and holds in registers[m] the elements 2 (t % 4)
+/// and 2 (t % 4) + 1 of row t / 4 of matrix m. "stmatrix".
+__device__ inline void store_matrices(void* row, const uint32_t (&registers)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+      : "memory");
+}
+
+/// Where a box of tensor_map keeps piece `piece` (8 elements) of row `row`, in elements.
+__device__ inline int swizzled(int row, int piece) { return row * 64 + (piece ^ row % 8) * 8; }
+
+#endif  // HOPPER_CODE

@@ -1,0 +1,40 @@
+#!/bin/sh
+# Installs what building and testing need and this machine lacks: packages of Debian or Ubuntu, and
+# nothing else. CUDA is not among them: without nvcc the lessons are built for the CPU.
+set -eu
+
+packages="g++ git libboost-context-dev libcli11-dev nlohmann-json3-dev
+          python3-jsonschema python3-matplotlib python3-pytest scons"
+
+if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+  echo "install.sh knows Debian and Ubuntu only. Install these yourself: SCons 4 and, for its" >&2
+  echo "Python, pytest, jsonschema and matplotlib; a C++20 compiler; Boost.Context; CLI11 2;" >&2
+  echo "nlohmann-json 3; git." >&2
+  exit 1
+fi
+
+missing=
+for package in $packages; do
+  # A package that was removed but not purged has a status, too.
+  # shellcheck disable=SC2016 # dpkg-query expands that, not the shell
+  status=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null) || status=
+  [ "$status" = installed ] || missing="$missing $package"
+done
+if [ -z "$missing" ]; then
+  echo "Nothing to install."
+  exit 0
+fi
+
+if [ "$(id -u)" = 0 ]; then
+  as_root=
+elif command -v sudo >/dev/null; then
+  as_root=sudo
+else
+  echo "Only root can install packages, and there is no sudo. As root: apt-get install$missing" >&2
+  exit 1
+fi
+echo "Installing from the distribution:$missing"
+# Neither waits for an answer: there may be nobody to give one.
+$as_root apt-get -q update
+# shellcheck disable=SC2086 # one word per package
+$as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y install --no-install-recommends $missing

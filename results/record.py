@@ -1,0 +1,64 @@
+"""Runs every lesson on the GPU and records what it measured as results/<gpu>/<lesson>[.N].json.
+
+    results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
+
+A lesson is recorded at its default N, and at those of SIZES. A lesson that fails is not recorded, and
+the exit code says so.
+"""
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SIZES = {
+    "2_matmul_sharedmem": [8192],
+    "4_matmul_cublas": [8192],
+}
+
+
+def gpu_folder(name):
+    """NVIDIA H200 -> h200, NVIDIA GeForce RTX 4090 -> geforce-rtx-4090."""
+    return name.removeprefix("NVIDIA ").lower().replace(" ", "-")
+
+
+def record(program, n, out):
+    """One run. Returns True if all of its kernels were verified."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = pathlib.Path(folder) / "run.json"
+        command = [program, *([str(n)] if n else []), "--device", "cuda", "--json", written]
+        print("$", program.name, n or "", flush=True)
+        if subprocess.run(command).returncode != 0:
+            return False
+        text = written.read_text()
+    target = out or ROOT / "results" / gpu_folder(json.loads(text)["device"]["name"])
+    target.mkdir(parents=True, exist_ok=True)
+    suffix = f".{n}" if n else ""
+    (target / f"{program.name}{suffix}.json").write_text(text)
+    return True
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bin", type=pathlib.Path, default=ROOT / "build" / "cuda")
+    parser.add_argument("--out", type=pathlib.Path, help="instead of results/<gpu>")
+    parser.add_argument("lessons", nargs="*", metavar="LESSON")
+    arguments = parser.parse_args()
+    lessons = arguments.lessons or sorted(
+        path.stem for pattern in ("[0-9]*.cu", "bonus*.cu") for path in ROOT.glob(pattern)
+    )
+    runs = [(lesson, n) for lesson in lessons for n in [None, *SIZES.get(lesson, [])]]
+    failed = [
+        f"{lesson} {n or ''}".strip()
+        for lesson, n in runs
+        if not record(arguments.bin.resolve() / lesson, n, arguments.out)
+    ]
+    if failed:
+        print("not recorded:", ", ".join(failed), file=sys.stderr)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Puts the recorded numbers into README.md, between its markers.
+
+    results/update_readme.py [--check]
+
+    <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
+    <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
+    <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
+
+RECORD is a path below results/ without .json. With --check nothing is written, and the exit code says
+whether README.md agrees with the records.
+"""
+import json
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MARKER = re.compile(
+    r"(?P<open><!-- (?P<kind>table|ratio|cross) (?P<what>.+?) -->).*?(?P<close><!-- end -->)", re.DOTALL
+)
+
+
+def number(value):
+    """Four digits: 0.3346, 12.35, 765.6, 4323."""
+    return f"{value:.{max(0, 4 - len(str(int(abs(value)))))}f}" if value >= 1 else f"{value:.4f}"
+
+
+def problem_of(what):
+    """"h200/1_matmul_basic square" -> the run, and the problem of that name in it."""
+    record, name = what.split(" ", 1)
+    run = json.loads((ROOT / "results" / f"{record}.json").read_text())
+    return run, next(problem for problem in run["problems"] if problem["name"] == name)
+
+
+def milliseconds(problem, kernel):
+    return next(row["ms"]["median"] for row in problem["kernels"] if row["name"] == kernel)
+
+
+def table(run, problem):
+    dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
+    unit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
+    with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
+    lines = [
+        f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {unit}, "
+        f"{number(problem['limit_ms'])} ms. Cold L2 cache, median of "
+        f"{problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}.",
+        "",
+        "| kernel | ms | TFLOP/s | GB/s | % of limit | speed | error |" + (" memory, GB |" if with_memory else ""),
+        "|---|--:|--:|--:|--:|--:|--:|" + ("--:|" if with_memory else ""),
+    ]
+    for kernel in problem["kernels"]:
+        row = (
+            f"| {kernel['name']} | {number(kernel['ms']['median'])} | {number(kernel['tflops'])} "
+            f"| {number(kernel['gbps'])} | {kernel['percent_of_limit']:.1f} | {kernel['speedup']:.2f}x "
+            f"| {kernel['error']:.1e} |"
+        )
+        if with_memory:
+            row += f" {kernel['memory_bytes'] / 1e9:.2f} |" if kernel["memory_bytes"] else " |"
+        lines.append(row)
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def render(match):
+    kind, what = match["kind"], match["what"]
+    if kind == "table":
+        text = table(*problem_of(what))
+    else:
+        if kind == "ratio":
+            problem, kernels = what.split(": ")
+            fast, slow = ((problem, kernel) for kernel in kernels.split(" | "))
+        else:
+            slow, fast = (side.split(": ") for side in what.split(" | "))
+        ms = [milliseconds(problem_of(problem)[1], kernel) for problem, kernel in (slow, fast)]
+        text = f"{ms[0] / ms[1]:.2f}"
+    return match["open"] + text + match["close"]
+
+
+def main():
+    readme = ROOT / "README.md"
+    old = readme.read_text()
+    new = MARKER.sub(render, old)
+    if "--check" in sys.argv[1:]:
+        return old != new
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

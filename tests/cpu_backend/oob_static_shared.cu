@@ -1,0 +1,23 @@
+// One thread reaches one element beyond the end of a static __shared__ array: AddressSanitizer must
+// report it.
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+__global__ void touch(float* out) {
+  __shared__ float buffer[32];
+  buffer[threadIdx.x] = 1;
+  __syncthreads();
+  out[threadIdx.x] = buffer[threadIdx.x + 1];
+}
+
+int main() {
+  float* out = nullptr;
+  cudaMalloc(&out, 32 * sizeof(float));
+  touch<<<1, 32>>>(out);
+  const cudaError_t error = cudaDeviceSynchronize();
+  cudaFree(out);
+  std::printf("%s\n", cudaGetErrorString(error));
+  return error == cudaSuccess ? 0 : 1;
+}

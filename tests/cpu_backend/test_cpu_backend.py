@@ -1,0 +1,161 @@
+"""Tests of the CPU backend in common/cpu: its semantics, its errors, and what sanitizers see.
+
+The programs come from the build: CPU_BUILD_DIR names its folder (build/cpu by default), and those of
+the sanitizer builds are next to it. Tests whose program has not been built are skipped.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
+CASES = re.findall(r"^CASE\((\w+)\)", (HERE / "semantics.cu").read_text(), re.MULTILINE)
+
+sys.path.insert(0, str(ROOT / "common" / "cpu"))
+from cu2cpp import TranslationError, translate  # noqa: E402
+
+
+def run(program, *arguments):
+    """Runs a program of this folder, given by its path; skips the test if it is not there."""
+    if not program.exists():
+        pytest.skip(f"{program} has not been built")
+    environment = dict(os.environ)
+    options = environment.get("TSAN_OPTIONS", "")
+    environment["TSAN_OPTIONS"] = f"{options} atexit_sleep_ms=0"
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=300, env=environment
+    )
+
+
+def sanitized(sanitizer, name):
+    """Runs a program of a sanitizer build."""
+    return run(BUILD.parent / f"cpu-{sanitizer}" / "tests" / "cpu_backend" / name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_semantics(case):
+    result = run(BUILD / "tests" / "cpu_backend" / "semantics", case)
+    if BUILD.name == "cpu-thread" and case == "async_copies_missing_wait":
+        assert "ThreadSanitizer: data race" in result.stderr
+        return
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_all_cases_are_listed():
+    result = run(BUILD / "tests" / "cpu_backend" / "semantics", "--list")
+    assert sorted(result.stdout.split()) == sorted(CASES)
+
+
+# ---- Sanitizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["race_missing_barrier", "race_between_blocks"])
+def test_races_are_reported(name):
+    result = sanitized("thread", name)
+    assert result.returncode != 0
+    assert "ThreadSanitizer: data race" in result.stderr
+    assert f"{name}.cu:" in result.stderr
+
+
+def test_correct_kernels_have_no_race():
+    result = sanitized("thread", "race_free")
+    assert result.returncode == 0, result.stderr
+    assert "ThreadSanitizer" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["oob_static_shared", "oob_dynamic_shared", "oob_global"])
+def test_out_of_bounds_accesses_are_reported(name):
+    result = sanitized("address", name)
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
+    assert "0 bytes to the right" in result.stderr or "0 bytes after" in result.stderr
+    assert f"{name}.cu:" in result.stderr
+
+
+# ---- cu2cpp --------------------------------------------------------------------------------------
+
+
+def body(text):
+    """The translation of statements in a function, without the #line directive and the function."""
+    output = translate("void f() {\n" + text + "\n}\n", "f.cu")
+    first, rest = output.split("\n", 1)
+    assert first == '#line 1 "f.cu"'
+    assert rest.startswith("void f() {\n") and rest.endswith("\n}\n")
+    return rest[len("void f() {\n") : -len("\n}\n")]
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("k<<<1, 2>>>(a, b);", "k->*cuda_cpu::launch(1, 2)(a, b);"),
+        ("k<float, 32><<<grid, block>>>(a);", "k<float, 32>->*cuda_cpu::launch(grid, block)(a);"),
+        ("k<T> <<< g, f(a, b[1]), sizeof(V<int>), s >>> (x);",
+         "k<T> ->*cuda_cpu::launch( g, f(a, b[1]), sizeof(V<int>), s )(x);"),
+        ("k<<<dim3(n >> 3), b>>>(k2 << 1);", "k->*cuda_cpu::launch(dim3(n >> 3), b)(k2 << 1);"),
+        ('// k<<<1, 1>>>(a)\nputs("k<<<1, 1>>>(a)"); /* <<< */',
+         '// k<<<1, 1>>>(a)\nputs("k<<<1, 1>>>(a)"); /* <<< */'),
+        ("char c = '\"'; k<<<1, 1>>>(1'000'000);",
+         "char c = '\"'; k->*cuda_cpu::launch(1, 1)(1'000'000);"),
+        ('auto s = R"x(k<<<1, 1>>>("))x";', 'auto s = R"x(k<<<1, 1>>>("))x";'),
+        ("__shared__ float a[4];", "float (&a)[4] = cuda_cpu::static_shared([] {});"),
+        ("__shared__ half a[N][M + 1][2];",
+         "half (&a)[N][M + 1][2] = cuda_cpu::static_shared([] {});"),
+        ("__shared__ alignas(16) Foo<A, B> a[f(2, 3)];",
+         "Foo<A, B> (&a)[f(2, 3)] = cuda_cpu::static_shared([] {});"),
+        ("static __shared__ __align__(8 * sizeof(int)) unsigned long long a;",
+         "unsigned long long & a = cuda_cpu::static_shared([] {});"),
+        ("alignas(16) __shared__ float a[2];",
+         "float (&a)[2] = cuda_cpu::static_shared([] {});"),
+        ("extern __shared__ float a[];", "float *const a = cuda_cpu::dynamic_shared();"),
+        ("extern __shared__ __align__(16) unsigned char a[];",
+         "unsigned char *const a = cuda_cpu::dynamic_shared();"),
+        ("extern __shared__ float a[][32];", "float (*const a)[32] = cuda_cpu::dynamic_shared();"),
+        ("#pragma unroll 4\nfor (;;) {}", "\nfor (;;) {}"),
+        ("__noinline__ void g();", "__attribute__((noinline)) void g();"),
+        ("__attribute__((__noinline__)) void g();", "__attribute__((__noinline__)) void g();"),
+    ],
+)
+def test_translation(source, expected):
+    assert body(source) == expected
+
+
+def test_line_numbers_stay():
+    source = "void f() {\n__shared__ float\na[2]\n[3];\nk<<<1,\n2>>>\n(\na);\n}\n// end"
+    lines = translate(source, "f.cu").split("\n")
+    original = source.split("\n")
+    for line in ("void f() {", "a);", "}", "// end"):
+        assert lines.index(line) == original.index(line) + 1
+
+
+@pytest.mark.parametrize(
+    "source, problem",
+    [
+        ("void f() {\n  __shared__ int a, b;\n}", "f.cu:2: declare one __shared__ variable"),
+        ("void f() {\n  __shared__ int a = 1;\n}", "f.cu:2: a __shared__ variable cannot be init"),
+        ("__shared__ int a;", "f.cu:1: __shared__ is only supported inside of functions"),
+        ("namespace n {\nextern __shared__ int a[];\n}", "f.cu:2: __shared__ is only supported"),
+        ("void f() {\n  extern __shared__ int a;\n}", "f.cu:2: extern __shared__ needs an array"),
+        ("void f() {\n  __shared__ int a[];\n}", "f.cu:2: a __shared__ array of unknown size"),
+        ("void f() {\n  k<<<1, 2;\n}", "f.cu:2: <<< without >>>("),
+    ],
+)
+def test_translation_errors(source, problem):
+    with pytest.raises(TranslationError, match=re.escape(problem)):
+        translate(source, "f.cu")
+
+
+def test_command_line(tmp_path):
+    source, target = tmp_path / "a.cu", tmp_path / "a.cc"
+    source.write_text("void f() { k<<<1, 1>>>(); }\n")
+    script = ROOT / "common" / "cpu" / "cu2cpp.py"
+    subprocess.run([sys.executable, script, source, target], check=True)
+    assert target.read_text() == f'#line 1 "{source}"\nvoid f() {{ k->*cuda_cpu::launch(1, 1)(); }}\n'
+    source.write_text("__shared__ int a;\n")
+    failed = subprocess.run([sys.executable, script, source, target], capture_output=True, text=True)
+    assert failed.returncode == 1 and failed.stderr.startswith(f"error: {source}:1: ")

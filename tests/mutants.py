@@ -1,0 +1,163 @@
+"""Lessons with one planted mistake each, which a sanitizer has to report.
+
+A sanitizer that stays silent proves something only if it would have spoken. SConstruct makes every
+mutant below from the lesson's source, in the build with the mutant's sanitizer;
+test_sanitizers.py runs it. A mistake that no longer fits the source fails the build.
+"""
+
+from dataclasses import dataclass
+import re
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The `nth` occurrence of `old` after `function`, the text that its definition starts with."""
+
+    name: str
+    sanitizer: str
+    lesson: str
+    function: str
+    old: str
+    new: str
+    report: str  # a regular expression
+    arguments: tuple  # to run it with
+    nth: int = 0
+
+    def apply(self, text):
+        """The lesson's source `text` with the mistake planted."""
+        start = text.find(self.function)
+        if start < 0:
+            raise ValueError(f"mutant {self.name}: {self.lesson}.cu has no '{self.function}'")
+        end = _end_of_function(text, start)
+        found = [match.start() for match in re.finditer(re.escape(self.old), text[start:end])]
+        if len(found) <= self.nth:
+            raise ValueError(
+                f"mutant {self.name}: '{self.function}' of {self.lesson}.cu has"
+                f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
+            )
+        at = start + found[self.nth]
+        return text[:at] + self.new + text[at + len(self.old) :]
+
+
+def _end_of_function(text, start):
+    """clang-format puts the brace that ends a definition at the start of a line."""
+    end = re.compile(r"^\}", re.MULTILINE).search(text, start)
+    return end.end() if end else len(text)
+
+
+MATMUL = "2_matmul_sharedmem"
+FUSED = "6_gating_fused"
+STATIONARY = "bonus_matmul_A_stationary"
+
+# Several steps along k, and tiles that stick out of the matrix.
+MATMUL_ARGUMENTS = ("33",)
+# The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
+LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
+
+# Where barriers are: lesson, kernel's name, its function, how many barriers it has.
+BARRIERS = [
+    (MATMUL, "tile", "void matmul_tile(", 2, MATMUL_ARGUMENTS),
+    (MATMUL, "registers", "matmul_registers(", 2, MATMUL_ARGUMENTS),
+    (MATMUL, "vectors", "matmul_vectors(", 2, MATMUL_ARGUMENTS),
+    (MATMUL, "async", "matmul_async(", 1, MATMUL_ARGUMENTS),
+    (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
+    (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
+    (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
+    (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
+]
+
+
+def _missing_barriers():
+    for lesson, kernel, function, count, arguments in BARRIERS:
+        for nth in range(count):
+            yield Mutant(
+                name=f"{lesson}_{kernel.replace(' ', '_')}_without_barrier_{nth + 1}",
+                sanitizer="thread",
+                lesson=lesson,
+                function=function,
+                old="__syncthreads();",
+                new=";",
+                nth=nth,
+                report="ThreadSanitizer: data race",
+                arguments=(*arguments, "--kernel", f"^{kernel}$"),
+            )
+
+
+
+def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0):
+    name = f"{lesson}_{name}"
+    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth)
+
+
+DATA_RACE = "ThreadSanitizer: data race"
+OUT_OF_BOUNDS_READ = r"heap-buffer-overflow[\s\S]*?\nREAD of size"
+OUT_OF_BOUNDS_WRITE = r"heap-buffer-overflow[\s\S]*?\nWRITE of size"
+
+MUTANTS = [
+    *_missing_barriers(),
+    # ---- Races that are not a missing __syncthreads()
+    _mutant(
+        "tiles_used_before_they_arrive", "thread", MATMUL, "matmul_async(",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
+        DATA_RACE, "33", "--kernel", "^async$",
+    ),
+    _mutant(
+        "staging_read_too_early", "thread", FUSED, "struct GateSums {",
+        "__syncwarp();", ";",
+        DATA_RACE, *LAYER_ARGUMENTS, "--kernel", "^tensor cores$",
+    ),
+    _mutant(
+        "staging_overwritten_too_early", "thread", FUSED, "struct GateSums {",
+        "__syncwarp();", ";",
+        DATA_RACE, *LAYER_ARGUMENTS, "--kernel", "^tensor cores$", nth=1,
+    ),
+    _mutant(
+        "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
+        "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
+        "C[static_cast<size_t>(row) * n + col] += sum[i][j];",
+        DATA_RACE, "129", "--kernel", "^tile stationary$",
+    ),
+    # ---- Shared memory, out of bounds
+    _mutant(
+        "reads_past_tile", "address", MATMUL, "void matmul_tile(",
+        "k < kTile;", "k <= kTile;",
+        OUT_OF_BOUNDS_READ, "33", "--kernel", "^tile$",
+    ),
+    _mutant(
+        "writes_past_tile", "address", MATMUL, "matmul_registers(",
+        "i < BM * BK;", "i < BM * BK + kThreads;",
+        OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^registers$",
+    ),
+    _mutant(
+        "too_little_shared_memory", "address", FUSED, "void add_kernels(",
+        "kThreads, kBytes>>>", "kThreads, kBytes - 32>>>",
+        OUT_OF_BOUNDS_WRITE, *LAYER_ARGUMENTS, "--kernel", "^async tiles$",
+    ),
+    # ---- Global memory, out of bounds
+    _mutant(
+        "reads_outside_of_matrices", "address", "1_matmul_basic", "void matmul_coalesced(",
+        "if (row >= n || col >= n) return;", "",
+        OUT_OF_BOUNDS_READ, "33", "--kernel", "^coalesced$",
+    ),
+    _mutant(
+        "writes_below_matrix", "address", MATMUL, "void matmul_tile(",
+        "if (row < n && col < n) C", "if (col < n) C",
+        OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^tile$",
+    ),
+    _mutant(
+        "writes_below_result", "address", FUSED, "struct GateSums {",
+        "} else if (row < M) {", "} else {",
+        OUT_OF_BOUNDS_WRITE, "1", "--channels", "7", "--hidden", "3", "--kernel", "^async tiles$",
+    ),
+    # ---- What C++ leaves undefined
+    _mutant(
+        "index_past_row_of_tile", "undefined", MATMUL, "void matmul_tile(",
+        "k < kTile;", "k <= kTile;",
+        "index 32 out of bounds for type 'float", "33", "--kernel", "^tile$",
+    ),
+    _mutant(
+        "vectors_not_aligned", "undefined", MATMUL, "int main(",
+        "const bool aligned = n % 4 == 0;", "const bool aligned = true;",
+        "misaligned address .* for type .*float4", "33", "--kernel", "^vectors$",
+    ),
+]

@@ -1,0 +1,82 @@
+"""install.sh, with stand-ins for the programs that would change the machine."""
+
+import shutil
+
+from conftest import ROOT, execute
+import pytest
+
+PACKAGES = {
+    "g++", "git", "libboost-context-dev", "libcli11-dev", "nlohmann-json3-dev",
+    "python3-jsonschema", "python3-matplotlib", "python3-pytest", "scons",
+}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """machine(installed, user, sudo): the output of install.sh there, and what it had run."""
+    log = tmp_path / "log"
+    log.touch()
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "env"):
+        (programs / name).symlink_to(shutil.which(name))
+
+    def stand_in(name, text):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    def install(installed=(), user=0, sudo=False, debian=True):
+        if debian:
+            stand_in("apt-get", f'echo "apt-get $*" >> "{log}"')
+            # Knows one package that was removed without its configuration.
+            stand_in("dpkg-query", 'case "$4" in\n'
+                     + "".join(f"  {package}) echo installed; exit 0;;\n" for package in installed)
+                     + "  scons) echo config-files; exit 0;;\nesac\nexit 1")
+        stand_in("id", f"echo {user}")
+        if sudo:
+            stand_in("sudo", f'echo "sudo $*" >> "{log}"')
+        result = execute([ROOT / "install.sh"], env={"PATH": str(programs)})
+        return result, log.read_text().splitlines()
+
+    return install
+
+
+def test_nothing_missing(machine):
+    result, commands = machine(installed=PACKAGES, user=1000)
+    assert result.rc == 0 and commands == []
+    assert result.stdout == "Nothing to install.\n"
+
+
+def test_some_missing(machine):
+    result, commands = machine(installed=PACKAGES - {"scons", "g++"})
+    assert result.rc == 0
+    assert result.stdout == "Installing from the distribution: g++ scons\n"
+    assert commands == [
+        "apt-get -q update", "apt-get -q -y install --no-install-recommends g++ scons",
+    ]
+
+
+def test_all_missing(machine):
+    result, commands = machine()
+    assert result.rc == 0
+    assert set(commands[1].split()[5:]) == PACKAGES
+
+
+def test_with_sudo(machine):
+    result, commands = machine(installed=PACKAGES - {"scons"}, user=1000, sudo=True)
+    assert result.rc == 0
+    assert commands[0] == "sudo apt-get -q update"
+    assert commands[1].startswith("sudo env DEBIAN_FRONTEND=noninteractive apt-get")
+
+
+def test_without_sudo(machine):
+    result, commands = machine(installed=PACKAGES - {"scons"}, user=1000)
+    assert result.rc == 1 and commands == []
+    assert result.stderr.endswith("As root: apt-get install scons\n")
+
+
+def test_other_system(machine):
+    result, commands = machine(debian=False)
+    assert result.rc == 1 and commands == []
+    for name in ("SCons", "pytest", "jsonschema", "Boost.Context", "CLI11", "nlohmann-json"):
+        assert name in result.stderr

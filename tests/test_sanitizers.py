@@ -1,0 +1,81 @@
+"""Lessons are clean under every sanitizer, and mutants of them (mutants.py) are not.
+
+`scons sanitize=...` builds what this needs; what is not built is skipped.
+"""
+
+from functools import lru_cache
+import re
+import shutil
+
+from conftest import CPU_BUILD, LESSONS, ROOT, execute, words
+from mutants import BARRIERS, MUTANTS
+import pytest
+
+SANITIZERS = ["address", "thread", "undefined"]
+# With halt_on_error a report ends the program with the code 66, instead of at its end.
+OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0"}
+REPORT = re.compile(r"\w+Sanitizer|runtime error:")
+
+# What takes more than one tile and fills none; with rows of 16 bytes and without.
+MATMUL_SIZES = [("1",), ("33",), ("36",)]
+LAYER_SIZES = [
+    ("1", "--channels", "7", "--hidden", "3"),
+    ("1", "--channels", "72", "--hidden", "8"),
+    # Also square, and wide for lesson 5, whose N has to be a multiple of 8 for that.
+    ("8", "--channels", "1", "--hidden", "8", "--kernel", "^(?!resident|t\\d|out)"),
+]
+CASES = [
+    (lesson, arguments)
+    for lesson in LESSONS
+    for arguments in (LAYER_SIZES if "gating" in lesson else MATMUL_SIZES)
+]
+
+
+@lru_cache
+def _prefix(sanitizer):
+    """What makes programs start: with much address space randomization ThreadSanitizer does not."""
+    probe = CPU_BUILD.parent / f"cpu-{sanitizer}" / LESSONS[0]
+    if not probe.exists():
+        return None
+    result = execute([probe, "--list"], env=OPTIONS)
+    if "unexpected memory mapping" not in result.stderr:
+        return ()
+    without = (shutil.which("setarch") or "setarch", "-R")
+    if execute([*without, probe, "--list"], env=OPTIONS).rc == 0:
+        return without
+    return None
+
+
+def run_sanitized(sanitizer, name, arguments):
+    prefix = _prefix(sanitizer)
+    path = CPU_BUILD.parent / f"cpu-{sanitizer}" / name
+    if prefix is None or not path.exists():
+        pytest.skip(f"no build with sanitize={sanitizer} that starts")
+    command = [*prefix, path, *arguments, "--device", "cpu", "--samples", "1"]
+    return execute(command, env=OPTIONS)
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("lesson, arguments", CASES, ids=words)
+def test_lesson_is_clean(lesson, arguments, sanitizer):
+    result = run_sanitized(sanitizer, lesson, arguments)
+    assert result.rc == 0, result.stderr
+    assert not REPORT.search(result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_reported(mutant):
+    result = run_sanitized(mutant.sanitizer, f"mutants/{mutant.name}", mutant.arguments)
+    assert result.rc != 0, result.stdout
+    assert re.search(mutant.report, result.stderr), result.stderr
+    assert f"{mutant.name}.cu:" in result.stderr, "the report does not lead to the mistake"
+
+
+@pytest.mark.parametrize("lesson", sorted({lesson for lesson, *_ in BARRIERS}))
+def test_every_barrier_has_a_mutant(lesson):
+    barriers = (ROOT / f"{lesson}.cu").read_text().count("__syncthreads();")
+    assert barriers == sum(count for name, _, _, count, _ in BARRIERS if name == lesson)
+
+
+def test_mutant_names_are_unique():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)

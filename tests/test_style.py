@@ -1,0 +1,89 @@
+"""The sources are formatted, the scripts are sound, and another compiler takes the code, too."""
+
+import re
+import shutil
+import sys
+
+from conftest import ROOT, check_record, execute
+import json
+import pytest
+
+FORMATTER = 14  # major version of clang-format; another one formats a few things differently
+
+
+def tracked(*patterns):
+    result = execute(["git", "ls-files", *patterns], cwd=ROOT) if shutil.which("git") else None
+    if not result or result.rc != 0:
+        pytest.skip("not a git checkout")
+    return result.stdout.splitlines()
+
+
+def formatter():
+    for name in (f"clang-format-{FORMATTER}", "clang-format"):
+        if shutil.which(name):
+            if re.search(rf"version {FORMATTER}\.", execute([name, "--version"]).stdout):
+                return name
+    pytest.skip(f"there is no clang-format {FORMATTER}")
+
+
+def test_sources_are_formatted():
+    files = tracked("*.cu", "*.cuh", "*.h", "*.cpp")
+    result = execute([formatter(), "--dry-run", "-Werror", *files], cwd=ROOT)
+    assert result.rc == 0, result.stderr
+
+
+def test_shell_scripts():
+    if not shutil.which("shellcheck"):
+        pytest.skip("there is no shellcheck")
+    result = execute(["shellcheck", "install.sh", ".ci/run"], cwd=ROOT)
+    assert result.rc == 0, result.stdout
+
+
+def scons():
+    """The scons of this Python: the tests run in the Python of the scons that started them."""
+    command = shutil.which("scons")
+    if not command:
+        pytest.skip("there is no scons")
+    return [sys.executable, command]
+
+
+def copy_of_sources(folder):
+    """A place to build in that leaves the real one alone."""
+    shutil.copytree(
+        ROOT, folder,
+        ignore=shutil.ignore_patterns(".git", "build", ".sconsign.dblite", "results", "[0-9]*_*[!u]"),
+    )
+    return folder
+
+
+def test_clang_builds_a_lesson(tmp_path):
+    if not shutil.which("clang++"):
+        pytest.skip("there is no clang++")
+    tree = copy_of_sources(tmp_path / "tree")
+    lesson = "6_gating_fused"
+    target = f"build/cpu/{lesson}"
+    built = execute([*scons(), "-Q", "cuda=no", "cxx=clang++", target], cwd=tree, timeout=300)
+    assert built.rc == 0, built.stderr
+    record = tree / "record.json"
+    arguments = ["1", "--channels", "7", "--hidden", "3", "--device", "cpu", "--json", record]
+    result = execute([tree / target, *arguments])
+    assert result.rc == 0, result.stderr
+    check_record(json.loads(record.read_text()))
+
+
+def test_mistakes_that_no_longer_fit_fail_the_build(tmp_path):
+    tree = copy_of_sources(tmp_path / "tree")
+    lesson = tree / "1_matmul_basic.cu"
+    lesson.write_text(lesson.read_text().replace("if (row >= n || col >= n) return;", "if (row >= n) return;"))
+    mutant = "1_matmul_basic_reads_outside_of_matrices"
+    target = f"build/cpu-address/gen/mutants/{mutant}.cu"
+    built = execute([*scons(), "-Q", "sanitize=address", target], cwd=tree)
+    assert built.rc != 0
+    assert f"mutant {mutant}" in built.stderr
+
+
+@pytest.mark.parametrize("argument", ["sanitize=memory", "sanitize=adress"])
+def test_unknown_sanitizer(argument):
+    result = execute([*scons(), "-Q", "-n", argument], cwd=ROOT)
+    assert result.rc == 2
+    assert f"{argument}: choose address, undefined or thread" in result.stderr

@@ -1,0 +1,315 @@
+"""What a lesson does with input that makes no sense, and without a GPU."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+
+from conftest import (
+    CUDA_BUILD, HAS_GPU, LESSONS, NO_GPU, ROOT, check_record, execute, program, words
+)
+import pytest
+
+MATMUL = "1_matmul_basic"
+LAYER = "6_gating_fused"
+BAD_USAGE, DEVICE_CANNOT = 2, 3
+# Starting CUDA takes a while.
+AT_ONCE = 10 if HAS_GPU else 1
+
+
+def refused(result, rc, *messages):
+    """The lesson said one clear line, printed nothing that looks like a result, and lost no time."""
+    assert result.rc == rc, result.stdout + result.stderr
+    assert result.stdout == ""
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("No usable GPU")]
+    assert len(errors) == 1, result.stderr
+    assert errors[0].startswith("error: ")
+    for message in messages:
+        assert re.search(message, errors[0]), result.stderr
+    assert result.seconds < AT_ONCE
+
+
+# ---- N -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lesson", [MATMUL, LAYER])
+@pytest.mark.parametrize(
+    "n", ["0", "abc", "12abc", "1e3", "8.5", "0x10", "", " 8", "2147483648", "9" * 20]
+)
+def test_n_that_is_no_size(backend, lesson, n):
+    result = execute([program(lesson, backend), n])
+    refused(result, BAD_USAGE, r"^error: N is a whole number from 1 to 2147483647 ", f"'{n}'$")
+
+
+@pytest.mark.parametrize("n", ["-1", "-2147483648", "-0.5"])
+def test_negative_n(backend, n):
+    refused(execute([program(MATMUL, backend), n]), BAD_USAGE, "N cannot be negative", f"'{n}'$")
+
+
+@pytest.mark.parametrize("n", ["2147483647", "200000"])
+def test_n_larger_than_memory(backend, n):
+    result = execute([program(MATMUL, backend), n, "--device", backend])
+    refused(result, DEVICE_CANNOT, f"^error: N = {n} needs ", r"\(\d{12,} bytes\)", "are free$")
+    needed, free = map(int, re.findall(r"\((\d+) bytes\)", result.stderr))
+    assert needed > free > 0
+
+
+def test_layer_larger_than_memory(backend):
+    result = execute([program(LAYER, backend), "200000", "--device", backend, "--channels", "9999"])
+    refused(result, DEVICE_CANNOT, "^error: N = 200000 needs ", r"\(\d{12,} bytes\)", "are free$")
+
+
+def test_layer_with_more_rows_than_an_int_counts(backend):
+    result = execute([program(LAYER, backend), "2147483647", "--device", backend])
+    refused(result, BAD_USAGE, "rows are more than an int can count")
+
+
+# ---- Options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--size", "8"], "--size"),
+        (["8", "9"], "not expected: 9"),
+        (["--json"], "--json: .* missing"),
+        (["--kernel"], "--kernel: .* missing"),
+        (["--samples"], "--samples: .* missing"),
+        (["--channels"], "--channels: .* missing"),
+        (["--samples", "0"], "--samples: .* 0 not in range"),
+        (["--samples", "-1"], "--samples cannot be negative"),
+        (["--samples", "few"], "--samples: .* few"),
+        (["--seed", "-1"], "--seed cannot be negative"),
+        (["--seed", "x"], "--seed = x"),
+        (["--device", "tpu"], "--device: tpu not in {auto,cuda,cpu}"),
+        (["--channels", "0"], "--channels is a whole number from 1 to .*, not '0'"),
+        (["--channels", ""], "--channels is a whole number from 1 to .*, not ''"),
+        (["--hidden", "-3"], "--hidden cannot be negative"),
+        (["--hidden", "many"], "--hidden is a whole number from 1 to .*, not 'many'"),
+        (["--kernel", "no such kernel"], "no kernel .* matches --kernel 'no such kernel'"),
+        (["--kernel", "("], r"--kernel '\(' is not a regular expression"),
+    ],
+    ids=words,
+)
+def test_bad_option(backend, arguments, message):
+    refused(execute([program(LAYER, backend), *arguments]), BAD_USAGE, message)
+
+
+def test_option_of_another_lesson(backend):
+    refused(execute([program(MATMUL, backend), "--channels", "8"]), BAD_USAGE, "--channels")
+
+
+def test_no_such_device(backend):
+    result = execute([program(MATMUL, backend), "8", "--device", "cuda"], env=NO_GPU)
+    refused(result, DEVICE_CANNOT, "^error: --device cuda: ")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_help(backend, lesson):
+    result = execute([program(lesson, backend), "--help"])
+    assert result.rc == 0 and result.stderr == ""
+    source = (ROOT / f"{lesson}.cu").read_text()
+    n_meaning = re.search(r'\.n_meaning = "(.*?)"', source)[1]
+    assert re.search(rf"^ *N .*{re.escape(n_meaning)}$", result.stdout, re.MULTILINE)
+    own = re.findall(r'\{"(--\w+)"', source)
+    for option in ["--help", "--json", "--kernel", "--device", "--samples", "--seed", "--hot",
+                   "--list", *own]:
+        assert re.search(rf"^ *(-h,)?{option}\b", result.stdout, re.MULTILINE), option
+    for code in range(4):
+        assert re.search(rf"\b{code} [a-z]", result.stdout.split("Exit codes:")[1])
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_list(backend, lesson):
+    result = execute([program(lesson, backend), "--list"])
+    assert result.rc == 0 and result.stderr == ""
+    assert re.fullmatch(r"(\S.*: \S.*\n)+", result.stdout)
+
+
+# ---- --json --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in which a failed run must leave what was there, and nothing else."""
+    old = tmp_path / "old.json"
+    old.write_text("old\n")
+    yield tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text() == "old\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, rc",
+    [
+        (["0"], BAD_USAGE),
+        (["8", "--kernel", "none"], BAD_USAGE),
+        (["8", "--kernel", "("], BAD_USAGE),
+        (["8", "--samples", "0"], BAD_USAGE),
+        (["2147483647", "--device", "cpu"], DEVICE_CANNOT),
+    ],
+    ids=words,
+)
+def test_failed_run_leaves_old_record(folder, arguments, rc):
+    # The order of the arguments must not matter.
+    for command in (["--json", folder / "old.json", *arguments],
+                    [*arguments, "--json", folder / "old.json"]):
+        refused(execute([program(MATMUL), *command]), rc)
+
+
+def test_json_in_missing_folder(folder):
+    target = folder / "missing" / "record.json"
+    refused(execute([program(MATMUL), "8", "--json", target]), BAD_USAGE,
+            f"cannot write --json {re.escape(str(target))}: No such file or directory")
+
+
+def test_json_is_a_folder(folder):
+    refused(execute([program(MATMUL), "8", "--json", folder]), BAD_USAGE, "Is a directory")
+
+
+def test_json_below_a_file(folder):
+    refused(execute([program(MATMUL), "8", "--json", folder / "old.json" / "record.json"]),
+            BAD_USAGE, "Not a directory")
+
+
+def test_json_without_a_name(folder):
+    refused(execute([program(MATMUL), "8", "--json", ""], cwd=folder), BAD_USAGE, "--json")
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """mounted(options): an empty file system; skips the test unless this user may mount one."""
+    target = tmp_path / "mounted"
+    target.mkdir()
+    is_mounted = False
+
+    def mount(options):
+        nonlocal is_mounted
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
+        try:
+            if subprocess.run(command, capture_output=True).returncode != 0:
+                pytest.skip("mounting a file system is not permitted")
+        except OSError:
+            pytest.skip("there is no mount command")
+        is_mounted = True
+        return target
+
+    yield mount
+    if is_mounted:
+        subprocess.run(["umount", str(target)], check=True)
+
+
+def test_json_in_read_only_place(tmp_path, request):
+    if os.geteuid() != 0:
+        place = tmp_path / "read_only"
+        place.mkdir(mode=0o555)
+    else:  # whom permissions do not stop
+        place = request.getfixturevalue("mounted")("size=16k,ro")
+    result = execute([program(MATMUL), "8", "--json", place / "record.json"])
+    refused(result, BAD_USAGE, "cannot write --json .*(Read-only file system|Permission denied)")
+    assert list(place.iterdir()) == []
+
+
+def test_json_on_full_disk(mounted):
+    place = mounted("size=16k")
+    old = place / "old.json"
+    old.write_text("old\n")
+    for name in ("record.json", "old.json"):
+        result = execute([program(MATMUL), "8", "--json", place / name])
+        refused(result, BAD_USAGE, "cannot write --json .*No space left on device")
+        assert list(place.iterdir()) == [old]
+        assert old.read_text() == "old\n"
+
+
+def test_json_to_full_device():
+    result = execute([program(MATMUL), "8", "--device", "cpu", "--json", "/dev/full"])
+    assert result.rc == BAD_USAGE
+    assert result.stderr == "error: cannot write --json /dev/full: No space left on device\n"
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+def test_json_to_device():
+    result = execute([program(MATMUL), "8", "--device", "cpu", "--json", "/dev/stderr"])
+    assert result.rc == 0
+    check_record(json.loads(result.stderr))
+
+
+def test_json_is_replaced_atomically(tmp_path):
+    target, link = tmp_path / "record.json", tmp_path / "link"
+    target.write_text("old\n")
+    link.hardlink_to(target)
+    result = execute([program(MATMUL), "8", "--device", "cpu", "--json", target])
+    assert result.rc == 0
+    check_record(json.loads(target.read_text()))
+    # Whoever had opened the old file still reads the old text: it was not written over.
+    assert link.read_text() == "old\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "record.json"]
+
+
+def test_json_through_symbolic_link(tmp_path):
+    """/dev/stdout is such a link, to a file when the output goes to one."""
+    target, link = tmp_path / "record.json", tmp_path / "link"
+    target.write_text("old\n")
+    link.symlink_to(target)
+    assert execute([program(MATMUL), "8", "--device", "cpu", "--json", link]).rc == 0
+    assert link.is_symlink()
+    check_record(json.loads(target.read_text()))
+
+
+# ---- Without a GPU -------------------------------------------------------------------------------
+
+
+def runs_on_cpu(result, line):
+    assert result.rc == 0, result.stderr
+    assert result.stderr == line + "\n"
+    assert "CPU backend" in result.stdout
+    assert re.search(r"^All \d+ kernels verified", result.stdout, re.MULTILINE)
+
+
+def test_fallback_takes_seconds():
+    result = execute([ROOT / LAYER, "4096"], env=NO_GPU, timeout=60)
+    runs_on_cpu(result, "No usable GPU: running on the CPU backend with N = 16 instead of 4096"
+                        " (--device cpu to insist).")
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_fallback_of_cuda_build(lesson, tmp_path):
+    path = CUDA_BUILD / lesson
+    if not path.exists():
+        pytest.skip("there is no CUDA build")
+    target = tmp_path / "record.json"
+    result = execute([path, "1", "--json", target], env=NO_GPU)
+    runs_on_cpu(result, "No usable GPU: running on the CPU backend with N = 1.")
+    record = json.loads(target.read_text())
+    check_record(record)
+    assert record["device"]["backend"] == "cpu"
+
+
+def test_device_cpu_insists_on_n(tmp_path):
+    target = tmp_path / "record.json"
+    result = execute([ROOT / MATMUL, "300", "--device", "cpu", "--samples", "1", "--json", target])
+    assert result.rc == 0 and result.stderr == ""
+    assert json.loads(target.read_text())["problems"][0]["dims"] == {"N": 300}
+
+
+def test_lessons_side_by_side(tmp_path):
+    """Two of the same lesson, to two files and to one."""
+    for names in (["a.json", "b.json"], ["c.json", "c.json"]):
+        runs = [
+            subprocess.Popen(
+                [program(MATMUL), "100", "--device", "cpu", "--seed", str(seed), "--json",
+                 tmp_path / name],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for seed, name in enumerate(names)
+        ]
+        for process in runs:
+            stdout, stderr = process.communicate(timeout=60)
+            assert process.returncode == 0 and stderr == ""
+            assert "All 2 kernels verified" in stdout
+    records = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert sorted(records) == ["a.json", "b.json", "c.json"]
+    for record in records.values():
+        check_record(record)
+    assert records["a.json"]["seed"] == 0 and records["b.json"]["seed"] == 1

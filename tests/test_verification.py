@@ -1,0 +1,49 @@
+"""Verification passes right kernels and no others: those of broken_kernels.cu are all rejected."""
+
+import re
+
+from conftest import ROOT
+import pytest
+
+BROKEN = "tests/broken_kernels"
+SOURCE = (ROOT / f"{BROKEN}.cu").read_text()
+BUGS = re.findall(r"^  (\w+),$", re.search(r"enum class Bug \{(.*?)\}", SOURCE, re.DOTALL)[1],
+                  re.MULTILINE)
+VERIFICATION_FAILED = 1
+
+
+def is_rejected(run, bug, n):
+    result = run(BROKEN, n, "--kernel", f"^{bug}$", "--samples", 1)
+    ((_, kernel),) = result.kernels
+    row = next(line for line in result.stdout.splitlines() if line.startswith(bug))
+    assert result.rc == (0 if kernel["ok"] else VERIFICATION_FAILED)
+    assert ("FAILED" in row) == (not kernel["ok"])
+    assert row.endswith(" ok") == kernel["ok"]
+    assert ("1 of 1 kernels FAILED verification." in result.stdout) == (not kernel["ok"])
+    return not kernel["ok"]
+
+
+def test_bugs_are_those_of_the_source():
+    assert BUGS[0] == "none" and len(BUGS) >= 10
+
+
+@pytest.mark.parametrize("n", [33, 64, 100])
+@pytest.mark.parametrize("bug", BUGS)
+def test_bug_is_rejected(run, bug, n):
+    harmless = bug == "none" or (bug == "multiples_of_32_only" and n % 32 == 0)
+    assert is_rejected(run, bug, n) == (not harmless)
+
+
+def test_one_bad_kernel_is_enough(run):
+    result = run(BROKEN, 33, "--kernel", "^(none|bias_forgotten)$", "--samples", 1)
+    assert result.rc == VERIFICATION_FAILED
+    assert {kernel["name"]: kernel["ok"] for _, kernel in result.kernels} == {
+        "none": True, "bias_forgotten": False,
+    }
+    assert "1 of 2 kernels FAILED verification." in result.stdout
+
+
+@pytest.mark.parametrize("bug", ["last_row_not_written", "adds_to_old_output", "infinite_element"])
+def test_error_without_a_value_is_null(run, bug):
+    ((_, kernel),) = run(BROKEN, 33, "--kernel", bug, "--samples", 1).kernels
+    assert kernel["error"] is None and not kernel["ok"]
