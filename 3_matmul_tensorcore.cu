@@ -39,6 +39,9 @@
 #include <mma.h>
 
 #include "common/async_copy.cuh"
+#ifndef CUDA_CPU
+#include "common/hopper.cuh"
+#endif
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
@@ -405,6 +408,299 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
+// In the words of common/hopper.cuh, which has the PTX.
+#ifndef CUDA_CPU
+
+constexpr int kStepK = 64;  // columns of A and rows of B per step: 128 bytes of a row of A
+
+// What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
+// 64 columns as the copy engine delivers them.
+template <int BM, int BN>
+struct Stage {
+  half a[BM * kStepK];
+  half b[BN / 64][kStepK * 64];
+};
+
+#if HOPPER_CODE
+// Adds the product of a stage's tiles, rows `row` to row + 64 of A by all BN columns of B, to a
+// warpgroup's sum.
+template <int BM, int BN>
+__device__ void add_products(float (&sum)[BN / 2], const Stage<BM, BN>& stage, int row, bool add) {
+  const uint64_t a = descriptor_a(stage.a + row * kStepK), b = descriptor_b(stage.b, kStepK);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kStepK / 16; ++k) {
+    wgmma<half>(sum, a + 2 * k, b + 128 * k, add || k > 0);
+  }
+  wgmma_commit();
+}
+
+// Writes a warpgroup's 64 x (2 kCount) sum as fp16 to C (n x n) at (row0, col0), straight from the
+// registers: four threads store 16 neighbouring bytes.
+template <int kCount>
+__device__ void store_sum(const float (&sum)[kCount], half* C, int row0, int col0, int n) {
+  const int thread = threadIdx.x % 128;
+  const int row = row0 + thread / 32 * 16 + thread % 32 / 4, col = col0 + thread % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const int r = row + i / 2 % 2 * 8, c = col + i / 4 * 8;
+    if (r < n && c < n) {  // n is even
+      *reinterpret_cast<half2*>(C + static_cast<size_t>(r) * n + c) =
+          __floats2half2_rn(sum[i], sum[i + 1]);
+    }
+  }
+}
+#endif
+
+// Four steps up at once, because they only make sense together. Copies: one thread asks the copy
+// engine (TMA) for a whole box and goes on; no thread computes an address, and what lies outside of
+// the matrix arrives as zeros. Arrival: an mbarrier in shared memory counts the bytes in. Products:
+// a warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction (wgmma), straight out
+// of shared memory: no ldmatrix, no fragments of A and B in registers. wgmma reads a row-major B as
+// it is. A block is one warpgroup with a 128 x 128 tile of C, two sums of 64 x 128. All of its
+// threads do everything together: wait for a stage, multiply, wait for the products, refill the
+// stage.
+template <int kStages>
+__global__ void __launch_bounds__(128)
+    matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                 half* C, int n) {
+#if HOPPER_CODE
+  constexpr int BM = 128, BN = 128;
+  extern __shared__ __align__(1024) char shared[];
+  auto* stages = reinterpret_cast<Stage<BM, BN>*>(shared);
+  __shared__ Barrier full[kStages];
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (n + kStepK - 1) / kStepK;
+
+  const auto load = [&](int step) {
+    const int s = step % kStages;
+    barrier_arrive_expect(&full[s], sizeof(Stage<BM, BN>));
+    tensor_load(stages[s].a, &A, row0, step * kStepK, &full[s]);
+    for (int box = 0; box < BN / 64; ++box) {
+      tensor_load(stages[s].b[box], &B, step * kStepK, col0 + 64 * box, &full[s]);
+    }
+  };
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
+    barrier_init_fence();
+    for (int step = 0; step < kStages && step < steps; ++step) load(step);
+  }
+  __syncthreads();
+
+  float upper[BN / 2], lower[BN / 2];  // rows 0 to 63 and 64 to 127
+  Ring<kStages> ring;
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(&full[ring.stage], ring.parity);
+    add_products<BM, BN>(upper, stages[ring.stage], 0, step > 0);
+    add_products<BM, BN>(lower, stages[ring.stage], 64, step > 0);
+    wgmma_wait<0>();
+    __syncthreads();
+    if (threadIdx.x == 0 && step + kStages < steps) load(step + kStages);
+    ring.advance();
+  }
+  store_sum(upper, C, row0, col0, n);
+  store_sum(lower, C, row0 + 64, col0, n);
+#endif
+}
+
+// The warpgroup above stops for every stage: to see that its products are done, and to refill. Here
+// the work is divided: a producer does nothing but copy, two consumers do nothing but multiply,
+// each 64 rows of a 128 x 256 tile, and two barriers per stage connect them: full (the bytes are
+// there) and empty (both consumers have read them). A consumer keeps one step of products in flight
+// while it waits for the next stage. A sum of 64 x 256 takes 128 registers of each thread;
+// setmaxnreg hands the producer's registers to the consumers.
+template <int kStages>
+__global__ void __launch_bounds__(384, 1)
+    matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                       half* C, int n) {
+#if HOPPER_CODE
+  constexpr int BM = 128, BN = 256;
+  extern __shared__ __align__(1024) char shared[];
+  auto* stages = reinterpret_cast<Stage<BM, BN>*>(shared);
+  __shared__ Barrier full[kStages];
+  __shared__ Barrier empty[kStages];
+  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN, steps = (n + kStepK - 1) / kStepK;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&full[s], 1);
+      barrier_init(&empty[s], 2);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  Ring<kStages> ring;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<24>();
+    if (threadIdx.x != 0) return;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      Stage<BM, BN>& stage = stages[ring.stage];
+      Barrier* arrived = &full[ring.stage];
+      barrier_wait(&empty[ring.stage], ring.parity ^ 1);  // passes at once the first time round
+      barrier_arrive_expect(arrived, sizeof stage);
+      tensor_load(stage.a, &A, row0, step * kStepK, arrived);
+      for (int box = 0; box < BN / 64; ++box) {
+        tensor_load(stage.b[box], &B, step * kStepK, col0 + 64 * box, arrived);
+      }
+    }
+  } else {
+    registers_grow_to<240>();
+    const int row = (threadIdx.x / 128 - 1) * 64;
+    float sum[BN / 2];
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      barrier_wait(&full[ring.stage], ring.parity);
+      add_products<BM, BN>(sum, stages[ring.stage], row, step > 0);
+      wgmma_wait<1>();  // the step before is done: its stage may be refilled
+      if (step > 0 && threadIdx.x % 128 == 0) {
+        barrier_arrive(&empty[(ring.stage + kStages - 1) % kStages]);
+      }
+    }
+    wgmma_wait<0>();
+    store_sum(sum, C, row0 + row, col0, n);
+  }
+#endif
+}
+
+// Four more things:
+//   - Persistent blocks: as many as fit, each walking over tiles of C. The producer runs ahead into
+//   the next
+//     tile while the consumers still write this one. Tiles are taken in groups of kGroup rows of
+//     tiles, so that those worked on at one time form a square patch of C, as in the mma.sync
+//     kernel.
+//   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it
+//   and
+//     multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
+//     empty only when the consumers of both blocks say so, to both producers.
+//   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
+//   leave from
+//     there, in full lines, while the consumers go on.
+//   - In step: blocks that share tiles have to read them at about the same time, or the L2 cache
+//   will have
+//     dropped them. Once what a round of tiles reads no longer fits into it, blocks drift apart: at
+//     N = 16384 the profiler counted three times the reads from memory that it should. So all
+//     producers meet, at a counter in memory, before each round; their consumers still have kStages
+//     steps to work on meanwhile.
+template <int kStages>
+struct PersistentShared {
+  static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
+  Stage<BM, BN> stages[kStages];
+  half out[2][kStoreCols / 64][64 * 64];  // per consumer
+  Barrier full[kStages], empty[kStages];
+};
+
+template <int kStages, int kGroup>
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
+    matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                      const __grid_constant__ CUtensorMap C, int n, unsigned* meetings) {
+#if HOPPER_CODE
+  using Shared = PersistentShared<kStages>;
+  constexpr int BM = Shared::BM, BN = Shared::BN;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), steps = (n + kStepK - 1) / kStepK;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  // In each round a cluster has one tile, 2 BM rows by BN columns; in the last one, some have none.
+  const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
+  const int tiles = tile_rows * tile_cols, clusters = gridDim.x / 2;
+  struct Place {
+    int row, col;
+  };
+  const auto place = [&](int tile) {
+    const int first = tile / (kGroup * tile_cols) * kGroup, within = tile % (kGroup * tile_cols);
+    const int rows = min(kGroup, tile_rows - first);
+    return Place{(2 * (first + within % rows) + rank) * BM, within / rows * BN};
+  };
+  const auto meet = [&](unsigned round) {
+    if (meetings == nullptr) return;
+    atomicAdd(meetings, 1);
+    while (*static_cast<volatile unsigned*>(meetings) < (round + 1) * gridDim.x) {
+    }
+  };
+
+  Ring<kStages> ring;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<24>();
+    if (threadIdx.x == 0) {
+      for (int round = 0; round * clusters < tiles; ++round) {
+        meet(round);
+        const int tile = round * clusters + static_cast<int>(blockIdx.x) / 2;
+        const Place at = place(tile);
+        for (int step = 0; tile < tiles && step < steps; ++step, ring.advance()) {
+          Stage<BM, BN>& stage = shared.stages[ring.stage];
+          Barrier* arrived = &shared.full[ring.stage];
+          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+          barrier_arrive_expect(arrived, sizeof stage);
+          tensor_load(stage.a, &A, at.row, step * kStepK, arrived);
+          for (int box = rank * BN / 128; box < (rank + 1) * BN / 128; ++box) {
+            tensor_load_multicast(stage.b[box], &B, step * kStepK, at.col + 64 * box, arrived, 3);
+          }
+        }
+      }
+    }
+  } else {
+    registers_grow_to<240>();
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+    const auto release = [&](int stage) {  // threads 0 and 1 tell the producers of blocks 0 and 1
+      if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
+    };
+    for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
+      const Place at = place(tile);
+      float sum[BN / 2];
+      int previous = 0;
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        add_products<BM, BN>(sum, shared.stages[ring.stage], consumer * 64, step > 0);
+        wgmma_wait<1>();
+        if (step > 0) release(previous);
+        previous = ring.stage;
+      }
+      wgmma_wait<0>();
+      release(previous);
+
+      // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
+      const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+#pragma unroll
+      for (int part = 0; part < BN / Shared::kStoreCols; ++part) {
+        if (thread == 0) tensor_store_wait_read<0>();
+        named_barrier(1 + consumer, 128);
+#pragma unroll
+        for (int c = 0; c < Shared::kStoreCols; c += 16) {
+          const float* s = sum + (part * Shared::kStoreCols + c) / 2;
+          uint32_t registers[4];
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const half2 pair = __floats2half2_rn(s[2 * m], s[2 * m + 1]);
+            registers[m] = reinterpret_cast<const uint32_t&>(pair);
+          }
+          store_matrices(&shared.out[consumer][c / 64][swizzled(row, c % 64 / 8 + piece)],
+                         registers);
+        }
+        shared_fence();
+        named_barrier(1 + consumer, 128);
+        if (thread == 0) {
+          for (int box = 0; box < Shared::kStoreCols / 64; ++box) {
+            tensor_store(&C, at.row + consumer * 64, at.col + part * Shared::kStoreCols + 64 * box,
+                         shared.out[consumer][box]);
+          }
+          tensor_store_commit();
+        }
+      }
+    }
+    if (thread == 0) tensor_store_wait_read<0>();
+  }
+  cluster_sync();  // a block's shared memory and barriers are used by its neighbour until here
+#endif
+}
+
+#endif  // CUDA_CPU
+
 // -------------------------------------------------------------------------------------------------
 
 // Blocks of BM x BN that cover an n x n matrix.
@@ -438,6 +734,70 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
     matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
         <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
   });
+}
+
+// Adds the kernels that need TMA and wgmma, and rows of a multiple of 16 bytes. Where they cannot
+// run, only their names.
+void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
+                        const Device& device) {
+  if (!device.is_hopper()) {
+    for (const char* name : {"wgmma", "specialized", "persistent"}) {
+      square.kernel(name, Role::ours, {}).hopper_only();
+    }
+    return;
+  }
+#ifdef CUDA_CPU
+  static_cast<void>(A), static_cast<void>(B), static_cast<void>(C), static_cast<void>(n);
+#else
+  const auto tiles = [n](int tile) { return static_cast<unsigned>((n + tile - 1) / tile); };
+
+  constexpr int kWgmmaBytes = 3 * sizeof(Stage<128, 128>);
+  CUDA_CHECK(cudaFuncSetAttribute(matmul_wgmma<3>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  kWgmmaBytes));
+  square
+      .kernel("wgmma", Role::ours,
+              [=] {
+                const CUtensorMap a = tensor_map<half>(A, n, n, 128);
+                const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
+                matmul_wgmma<3><<<dim3(tiles(128), tiles(128)), 128, kWgmmaBytes>>>(a, b, C, n);
+              })
+      .hopper_only();
+
+  constexpr int kSpecializedBytes = 4 * sizeof(Stage<128, 256>);
+  CUDA_CHECK(cudaFuncSetAttribute(matmul_specialized<4>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSpecializedBytes));
+  square
+      .kernel("specialized", Role::ours,
+              [=] {
+                const CUtensorMap a = tensor_map<half>(A, n, n, 128);
+                const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
+                matmul_specialized<4>
+                    <<<dim3(tiles(256), tiles(128)), 384, kSpecializedBytes>>>(a, b, C, n);
+              })
+      .hopper_only();
+
+  constexpr int kPersistentBytes = sizeof(PersistentShared<4>), kGroup = 8;
+  CUDA_CHECK(cudaFuncSetAttribute(matmul_persistent<4, kGroup>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kPersistentBytes));
+  const int64_t capacity =
+      resident_clusters(matmul_persistent<4, kGroup>, 2, 384, kPersistentBytes);
+  const unsigned clusters = persistent(static_cast<int64_t>(tiles(256)) * tiles(256), capacity);
+  // What a round reads: kGroup rows of tiles of A, and as many columns of B as that takes.
+  const double round_bytes = (kGroup + clusters / kGroup) * 256.0 * n * sizeof(half);
+  const bool in_step = round_bytes > static_cast<double>(device.l2_bytes);
+  auto meetings = square.output<unsigned>(1);
+  square
+      .kernel("persistent", Role::ours,
+              [=] {
+                const CUtensorMap a = tensor_map<half>(A, n, n, 128);
+                const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
+                const CUtensorMap c = tensor_map<half>(C, n, n, 64);
+                if (in_step) CUDA_CHECK(cudaMemsetAsync(meetings, 0, sizeof(unsigned)));
+                matmul_persistent<4, kGroup><<<2 * clusters, 384, kPersistentBytes>>>(
+                    a, b, c, n, in_step ? meetings.data() : nullptr);
+              })
+      .hopper_only();
+#endif
 }
 
 int main(int argc, char** argv) {
@@ -477,15 +837,26 @@ int main(int argc, char** argv) {
     add_mma<128, 128, 32, 2, 4, 3, 1>(square, A, B, C, n);
   } else if (n % 8 != 0) {
     add_mma<128, 128, 32, 2, 4, 3, 2>(square, A, B, C, n);
-  } else if (lesson.device().shared_bytes >= 96 << 10) {
-    add_mma<128, 256, 32, 2, 4, 4, 8>(square, A, B, C, n);
+  } else if (lesson.device().shared_bytes >= 144 << 10) {
+    add_mma<256, 128, 64, 4, 2, 3, 8>(square, A, B, C, n);
   } else {  // compute capability 7.5 has 64 KB
     add_mma<128, 128, 32, 2, 4, 3, 8>(square, A, B, C, n);
+  }
+
+  if (n % 8 == 0) {
+    add_hopper_kernels(square, A, B, C, n, lesson.device());
+  } else {
+    lesson.note(
+        "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be.");
   }
 
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
   square.compare("mma.sync", "wmma shared",
                  "Swizzled tiles, loaded in advance, and few other instructions: % times faster.");
-  square.compare("mma.sync", "cuBLAS fp16", "mma.sync runs at % of cuBLAS's rate.");
+  square.compare("wgmma", "mma.sync",
+                 "The copy engine, and products of a whole warpgroup: % times faster.");
+  square.compare("persistent", "wgmma",
+                 "Specialists, clusters, and blocks that stay: % times faster.");
+  square.compare("persistent", "cuBLAS fp16", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }

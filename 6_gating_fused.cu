@@ -673,59 +673,59 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
   });
 }
 
-// Adds the Hopper kernels; `rows` of x and out have to be a multiple of 16 bytes. On the CPU
-// backend only their names.
+// Adds the kernel for H columns in steps of 64 and at most 64 kBoxes channels; rows of x and out
+// have to be a multiple of 16 bytes. Where it cannot run, only its name.
 template <int kBoxes, int kStages>
-void add_hopper_resident(GatingProblem& layer, int sms) {
-#ifdef CUDA_CPU
-  static_cast<void>(sms);
-  layer.problem.kernel("Hopper resident", Role::ours, {}).hopper_only();
-#else
-  const auto [M, K, H] = layer.shape;
-  constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
-  CUDA_CHECK(cudaFuncSetAttribute(gating_hopper_resident<kBoxes, kStages>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
-  const dim3 grid(static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, sms / columns))),
-                  static_cast<unsigned>(columns));
-  layer.problem
-      .kernel("Hopper resident", Role::ours,
-              [=, &layer] {
-                const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
-                const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-                const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-                const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
-                gating_hopper_resident<kBoxes, kStages><<<grid, 128 * (1 + kConsumers), kBytes>>>(
-                    x, W1, W2, layer.b1, layer.b2, out, M, H);
-              })
-      .hopper_only();
+void add_hopper_resident(GatingProblem& layer, const Device& device) {
+  std::function<void()> launch;
+#ifndef CUDA_CPU
+  if (device.is_hopper()) {
+    const auto [M, K, H] = layer.shape;
+    constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
+    CUDA_CHECK(cudaFuncSetAttribute(gating_hopper_resident<kBoxes, kStages>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
+    const dim3 grid(
+        static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
+        static_cast<unsigned>(columns));
+    launch = [=, &layer] {
+      const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
+      const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
+      const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
+      const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+      gating_hopper_resident<kBoxes, kStages>
+          <<<grid, 128 * (1 + kConsumers), kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
+    };
+  }
 #endif
+  static_cast<void>(device);
+  layer.problem.kernel("Hopper resident", Role::ours, launch).hopper_only();
 }
 
+// The same for any number of channels.
 template <int kStages, int kGroup>
-void add_hopper_cluster(GatingProblem& layer, int sms) {
-#ifdef CUDA_CPU
-  static_cast<void>(sms);
-  layer.problem.kernel("Hopper cluster", Role::ours, {}).hopper_only();
-#else
-  const auto [M, K, H] = layer.shape;
-  constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
-  CUDA_CHECK(cudaFuncSetAttribute(gating_hopper_cluster<kStages, kGroup>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
-  const unsigned blocks = 2 * persistent(tiles, sms / 2);
-  layer.problem
-      .kernel("Hopper cluster", Role::ours,
-              [=, &layer] {
-                const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
-                const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-                const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-                const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
-                gating_hopper_cluster<kStages, kGroup>
-                    <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
-              })
-      .hopper_only();
+void add_hopper_cluster(GatingProblem& layer, const Device& device) {
+  std::function<void()> launch;
+#ifndef CUDA_CPU
+  if (device.is_hopper()) {
+    const auto [M, K, H] = layer.shape;
+    constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
+    const auto kernel = gating_hopper_cluster<kStages, kGroup>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
+    const unsigned blocks = 2 * persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
+    launch = [=, &layer] {
+      const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
+      const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
+      const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
+      const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+      gating_hopper_cluster<kStages, kGroup>
+          <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
+    };
+  }
 #endif
+  static_cast<void>(device);
+  layer.problem.kernel("Hopper cluster", Role::ours, launch).hopper_only();
 }
 
 int main(int argc, char** argv) {
@@ -756,19 +756,18 @@ int main(int argc, char** argv) {
       add_kernels<128, 64, 32, 4, 2, 2, true>(*table);
     }
   }
-  const int sms = lesson.device().sms;
   if (layer.shape.channels <= 128) {
     aligned(layer.shape) ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
                          : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
   }
   if (aligned(layer.shape)) {
     const int64_t boxes = (layer.shape.channels + 63) / 64;
-    if (boxes == 1) add_hopper_resident<1, 9>(layer, sms);
-    if (boxes == 2) add_hopper_resident<2, 6>(layer, sms);
-    if (boxes == 3 || boxes == 4) add_hopper_resident<4, 3>(layer, sms);
-    if (boxes > 4) add_hopper_cluster<4, 8>(layer, sms);
+    if (boxes == 1) add_hopper_resident<1, 9>(layer, lesson.device());
+    if (boxes == 2) add_hopper_resident<2, 6>(layer, lesson.device());
+    if (boxes == 3 || boxes == 4) add_hopper_resident<4, 3>(layer, lesson.device());
+    if (boxes > 4) add_hopper_cluster<4, 8>(layer, lesson.device());
   }
-  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square, sms);
+  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square, lesson.device());
   if (!aligned(layer.shape) || !aligned(square.shape)) {
     lesson.note("Rows that are not a multiple of 16 bytes: no Hopper kernel, no 16-byte copies.");
   }

@@ -68,6 +68,24 @@ CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box
   return map;
 }
 
+/// How many clusters of `blocks` blocks of `kernel` the device holds at once.
+template <typename Kernel>
+int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+  return clusters;
+}
+
 /// How many persistent blocks (or clusters) work on `tiles` tiles if `capacity` fit on the device:
 /// as few as finish in the same number of rounds. Multiprocessors without work leave their share of
 /// the power to the others.

@@ -442,13 +442,21 @@ void Lesson::State::sample(Problem& problem) {
     const double budget_ms = gpu ? 4000 : 500;
     rounds = static_cast<int>(std::clamp(budget_ms / round_ms, gpu ? 5.0 : 1.0, gpu ? 50.0 : 5.0));
   }
+  // Forth and back, A B C, C B A, ..., so that none always follows the same other one. A launch
+  // that is queued behind other work shows the device's time and not the host's: hence the one
+  // before it when the cache stays warm.
   for (int round = 0; round < rounds; ++round) {
     progress.show(problem.name_ + ": sample " + std::to_string(round + 1) + " of " +
                   std::to_string(rounds));
     for (Kernel* kernel : timed) {
-      if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
+      if (flush) {
+        CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
+      } else if (device.backend == "cuda") {
+        kernel->launch();
+      }
       kernel->samples_ms.push_back(time_one(*kernel));
     }
+    std::reverse(timed.begin(), timed.end());
   }
   for (Kernel* kernel : timed) std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
 }

@@ -1,14 +1,14 @@
-"""Translates CUDA C++ into the C++ that the CPU backend (cuda_runtime.h next to this file) compiles.
+"""Translates CUDA C++ into C++ for the CPU backend (cuda_runtime.h next to this file).
 
     cu2cpp.py in.cu out.cc
 
 Only what is not C++ changes, and every line keeps its number:
 
-    kernel<<<grid, block, bytes, stream>>>(a)   kernel ->*cuda_cpu::launch(grid, block, ...)(a)
-    __shared__ float tile[32][33];              float (&tile)[32][33] = cuda_cpu::static_shared(...);
-    extern __shared__ float buffer[];           float* const buffer = cuda_cpu::dynamic_shared();
-    __noinline__                                __attribute__((noinline))
-    #pragma unroll, #pragma nv_...              (left out)
+    kernel<<<grid, block, bytes>>>(a)    kernel->*cuda_cpu::launch(grid, block, bytes)(a)
+    __shared__ float tile[32][33];       float (&tile)[32][33] = cuda_cpu::static_shared(...);
+    extern __shared__ float buffer[];    float *const buffer = cuda_cpu::dynamic_shared();
+    __noinline__                         __attribute__((noinline))
+    #pragma unroll, #pragma nv_...       (left out)
 
 The output starts with a #line directive, so that compilers and debuggers show the original file.
 """
@@ -34,8 +34,9 @@ _SHARED = re.compile(
 )
 _QUALIFIER = re.compile(r"\b(?:extern|static|__shared__)\b")
 _ALIGNMENT = re.compile(r"\b(?:alignas|__align__|__attribute__)\s*\(")
-_DECLARATION = re.compile(r"(?P<type>.*?[\s>&*])(?P<name>[A-Za-z_]\w*)\s*(?P<extents>(?:\[.*\])?)\s*$",
-                          re.DOTALL)
+_DECLARATION = re.compile(
+    r"(?P<type>.*?[\s>&*])(?P<name>[A-Za-z_]\w*)\s*(?P<extents>(?:\[.*\])?)\s*$", re.DOTALL
+)
 _PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+(?:unroll|nounroll|nv_\w+)\b[^\n]*", re.MULTILINE)
 _NOINLINE = re.compile(r"(?<!\(\()\b__noinline__\b")
 

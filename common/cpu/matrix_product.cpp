@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
+#include <memory>
+#include <type_traits>
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -205,11 +206,9 @@ template <class T>
 void multiply_in(const Product& p) {
   const long tile_rows = (p.m + kTile - 1) / kTile;
   const long tile_columns = (p.n + kTile - 1) / kTile;
-  WorkerPool::instance().parallel_for(tile_rows * tile_columns, 1, [&](long begin, long end) {
-    const auto tile = std::make_unique<Tile<T>>();
-    for (long i = begin; i < end; ++i) {
-      compute_tile(p, *tile, i % tile_rows * kTile, i / tile_rows * kTile);
-    }
+  WorkerPool::instance().parallel_for(tile_rows * tile_columns, [&](long i) {
+    thread_local const auto tile = std::make_unique<Tile<T>>();
+    compute_tile(p, *tile, i % tile_rows * kTile, i / tile_rows * kTile);
   });
 }
 

@@ -55,12 +55,10 @@ void WorkerPool::run(int workers, const std::function<void(int)>& task,
   }
 }
 
-void WorkerPool::parallel_for(long count, long grain, const std::function<void(long, long)>& body) {
+void WorkerPool::parallel_for(long count, const std::function<void(long)>& body) {
   std::atomic<long> next = 0;
-  run(static_cast<int>(std::min<long>((count + grain - 1) / grain, size_)), [&](int) {
-    for (long begin; (begin = next.fetch_add(grain)) < count;) {
-      body(begin, std::min(count, begin + grain));
-    }
+  run(static_cast<int>(std::min<long>(count, size_)), [&](int) {
+    for (long i; (i = next++) < count;) body(i);
   });
 }
 

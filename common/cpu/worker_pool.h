@@ -26,9 +26,8 @@ class WorkerPool {
   void run(int workers, const std::function<void(int)>& task,
            const std::function<void()>& idle = nullptr);
 
-  /// Calls body(begin, end) for consecutive pieces of [0, count), at most `grain` long, on all
-  /// threads.
-  void parallel_for(long count, long grain, const std::function<void(long, long)>& body);
+  /// Calls body(i) for each i in [0, count), on all threads.
+  void parallel_for(long count, const std::function<void(long)>& body);
 
  private:
   WorkerPool();

@@ -1,7 +1,7 @@
 """Tests of the CPU backend in common/cpu: its semantics, its errors, and what sanitizers see.
 
-The programs come from the build: CPU_BUILD_DIR names its folder (build/cpu by default), and those of
-the sanitizer builds are next to it. Tests whose program has not been built are skipped.
+The programs come from the build: CPU_BUILD_DIR names its folder (build/cpu by default), and those
+of the sanitizer builds are next to it. Tests whose program has not been built are skipped.
 """
 
 import os
@@ -155,7 +155,9 @@ def test_command_line(tmp_path):
     source.write_text("void f() { k<<<1, 1>>>(); }\n")
     script = ROOT / "common" / "cpu" / "cu2cpp.py"
     subprocess.run([sys.executable, script, source, target], check=True)
-    assert target.read_text() == f'#line 1 "{source}"\nvoid f() {{ k->*cuda_cpu::launch(1, 1)(); }}\n'
+    expected = "void f() { k->*cuda_cpu::launch(1, 1)(); }\n"
+    assert target.read_text() == f'#line 1 "{source}"\n' + expected
     source.write_text("__shared__ int a;\n")
-    failed = subprocess.run([sys.executable, script, source, target], capture_output=True, text=True)
+    command = [sys.executable, script, source, target]
+    failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and failed.stderr.startswith(f"error: {source}:1: ")
