@@ -332,18 +332,25 @@ dim3 tiles_of(int64_t n) {
 // The kernels for which it matters whether rows are 16-byte aligned.
 template <bool kAligned, int kStages>
 void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n) {
-  square.kernel("vectors", Role::ours, [=] {
-    matmul_vectors<128, 128, 8, 8, 8, kAligned><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
-  });
+  square
+      .kernel("vectors", Role::ours,
+              [=] {
+                matmul_vectors<128, 128, 8, 8, 8, kAligned>
+                    <<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+              })
+      .resources(matmul_vectors<128, 128, 8, 8, 8, kAligned>, 256);
 
   constexpr int kStepK = 16;
   constexpr int kSharedBytes = kStages * kStepK * (128 + 4 + 256) * sizeof(float);
   CUDA_CHECK(cudaFuncSetAttribute(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  square.kernel("async", Role::ours, [=] {
-    matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>
-        <<<tiles_of<128, 256>(n), 256, kSharedBytes>>>(A, B, C, n);
-  });
+  square
+      .kernel("async", Role::ours,
+              [=] {
+                matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>
+                    <<<tiles_of<128, 256>(n), 256, kSharedBytes>>>(A, B, C, n);
+              })
+      .resources(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>, 256, kSharedBytes);
 }
 
 int main(int argc, char** argv) {
@@ -374,12 +381,15 @@ int main(int argc, char** argv) {
     CUBLAS_CHECK(
         cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, B, n, A, n, &zero, C, n));
   });
-  square.kernel("tile", Role::ours, [&] {
-    matmul_tile<<<tiles_of<kTile, kTile>(n), dim3(kTile, kTile)>>>(A, B, C, n);
-  });
-  square.kernel("registers", Role::ours, [&] {
-    matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
-  });
+  square
+      .kernel("tile", Role::ours,
+              [&] { matmul_tile<<<tiles_of<kTile, kTile>(n), dim3(kTile, kTile)>>>(A, B, C, n); })
+      .resources(matmul_tile, kTile * kTile);
+  square
+      .kernel(
+          "registers", Role::ours,
+          [&] { matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n); })
+      .resources(matmul_registers<128, 128, 8, 8, 8>, 256);
   const bool aligned = n % 4 == 0;
   if (lesson.device().shared_bytes >= 96 << 10) {
     aligned ? add_vector_kernels<true, 3>(square, A, B, C, n)

@@ -711,29 +711,39 @@ dim3 tiles_of(int64_t n) {
 
 template <bool kWhole>
 void add_wmma_global(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
-  square.kernel("wmma global", Role::ours, [=] {
-    matmul_wmma_global<kWhole>
-        <<<tiles_of<16 * kSide, 16 * kSide>(n), dim3(32, kSide, kSide)>>>(A, B, C, n);
-  });
+  square
+      .kernel("wmma global", Role::ours,
+              [=] {
+                matmul_wmma_global<kWhole>
+                    <<<tiles_of<16 * kSide, 16 * kSide>(n), dim3(32, kSide, kSide)>>>(A, B, C, n);
+              })
+      .resources(matmul_wmma_global<kWhole>, 32 * kSide * kSide);
 }
 
 template <bool kAligned>
 void add_wmma_shared(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
-  square.kernel("wmma shared", Role::ours, [=] {
-    matmul_wmma_shared<128, 128, 32, 2, 4, kAligned><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
-  });
+  square
+      .kernel("wmma shared", Role::ours,
+              [=] {
+                matmul_wmma_shared<128, 128, 32, 2, 4, kAligned>
+                    <<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+              })
+      .resources(matmul_wmma_shared<128, 128, 32, 2, 4, kAligned>, 256);
 }
 
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  const auto kernel = matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   Tiles::kSharedBytes));
-  square.kernel("mma.sync", Role::ours, [=] {
-    matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
-        <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
-  });
+  square
+      .kernel("mma.sync", Role::ours,
+              [=] {
+                matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
+                    <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
+              })
+      .resources(kernel, Tiles::kThreads, Tiles::kSharedBytes);
 }
 
 // Adds the kernels that need TMA and wgmma, and rows of a multiple of 16 bytes. Where they cannot
@@ -761,6 +771,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                 const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
                 matmul_wgmma<3><<<dim3(tiles(128), tiles(128)), 128, kWgmmaBytes>>>(a, b, C, n);
               })
+      .resources(matmul_wgmma<3>, 128, kWgmmaBytes)
       .hopper_only();
 
   constexpr int kSpecializedBytes = 4 * sizeof(Stage<128, 256>);
@@ -774,6 +785,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                 matmul_specialized<4>
                     <<<dim3(tiles(256), tiles(128)), 384, kSpecializedBytes>>>(a, b, C, n);
               })
+      .resources(matmul_specialized<4>, 384, kSpecializedBytes)
       .hopper_only();
 
   constexpr int kPersistentBytes = sizeof(PersistentShared<4>), kGroup = 8;
@@ -796,6 +808,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                 matmul_persistent<4, kGroup><<<2 * clusters, 384, kPersistentBytes>>>(
                     a, b, c, n, in_step ? meetings.data() : nullptr);
               })
+      .resources(matmul_persistent<4, kGroup>, 384, kPersistentBytes)
       .hopper_only();
 #endif
 }

@@ -632,24 +632,34 @@ void add_kernels(GatingProblem& layer) {
   const auto tiles = [](int64_t extent, int tile) {
     return static_cast<unsigned>((extent + tile - 1) / tile);
   };
-  layer.problem.kernel("one thread per element", Role::baseline, [=, &layer] {
-    gating_simple<<<dim3(tiles(M, 8), tiles(H, 32)), dim3(32, 8)>>>(
-        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-  });
-  layer.problem.kernel("tensor cores", Role::ours, [=, &layer] {
-    gating_tensor_cores<64, 64, 32, 2, 2, kAligned><<<dim3(tiles(M, 64), tiles(H, 64)), 128>>>(
-        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-  });
+  layer.problem
+      .kernel("one thread per element", Role::baseline,
+              [=, &layer] {
+                gating_simple<<<dim3(tiles(M, 8), tiles(H, 32)), dim3(32, 8)>>>(
+                    layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+              })
+      .resources(gating_simple, 256);
+  layer.problem
+      .kernel("tensor cores", Role::ours,
+              [=, &layer] {
+                gating_tensor_cores<64, 64, 32, 2, 2, kAligned>
+                    <<<dim3(tiles(M, 64), tiles(H, 64)), 128>>>(
+                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+              })
+      .resources(gating_tensor_cores<64, 64, 32, 2, 2, kAligned>, 128);
 
   constexpr int kThreads = 32 * kWarpsM * kWarpsH;
   constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>::kSharedBytes;
-  CUDA_CHECK(cudaFuncSetAttribute(gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  layer.problem.kernel("async tiles", Role::ours, [=, &layer] {
-    gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>
-        <<<dim3(tiles(M, BM), tiles(H, BH)), kThreads, kBytes>>>(
-            layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-  });
+  const auto kernel = gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  layer.problem
+      .kernel("async tiles", Role::ours,
+              [=, &layer] {
+                gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>
+                    <<<dim3(tiles(M, BM), tiles(H, BH)), kThreads, kBytes>>>(
+                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+              })
+      .resources(kernel, kThreads, kBytes);
 }
 
 // Adds the kernel for weights that fit into shared memory: K at most kDepth.
@@ -666,46 +676,52 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
   const int64_t tiles = (M + BM - 1) / BM, resident = static_cast<int64_t>(per_sm) * device.sms;
   const dim3 grid(static_cast<unsigned>(std::min(tiles, resident)),
                   static_cast<unsigned>((H + BH - 1) / BH));
-  layer.problem.kernel("resident weights", Role::ours, [=, &layer] {
-    gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>
-        <<<grid, kThreads, kBytes>>>(layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M,
-                                     K, H);
-  });
+  layer.problem
+      .kernel("resident weights", Role::ours,
+              [=, &layer] {
+                gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>
+                    <<<grid, kThreads, kBytes>>>(layer.x, layer.W1, layer.b1, layer.W2, layer.b2,
+                                                 layer.out, M, K, H);
+              })
+      .resources(kernel, kThreads, kBytes);
 }
 
 // Adds the kernel for H columns in steps of 64 and at most 64 kBoxes channels; rows of x and out
 // have to be a multiple of 16 bytes. Where it cannot run, only its name.
 template <int kBoxes, int kStages>
 void add_hopper_resident(GatingProblem& layer, const Device& device) {
-  std::function<void()> launch;
 #ifndef CUDA_CPU
   if (device.is_hopper()) {
     const auto [M, K, H] = layer.shape;
+    constexpr int kThreads = 128 * (1 + kConsumers);
     constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
-    CUDA_CHECK(cudaFuncSetAttribute(gating_hopper_resident<kBoxes, kStages>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    const auto kernel = gating_hopper_resident<kBoxes, kStages>;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
     const dim3 grid(
         static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
         static_cast<unsigned>(columns));
-    launch = [=, &layer] {
+    const auto launch = [=, &layer] {
       const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
       const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
       const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
       const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
       gating_hopper_resident<kBoxes, kStages>
-          <<<grid, 128 * (1 + kConsumers), kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
+          <<<grid, kThreads, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
     };
+    layer.problem.kernel("Hopper resident", Role::ours, launch)
+        .resources(kernel, kThreads, kBytes)
+        .hopper_only();
+    return;
   }
 #endif
   static_cast<void>(device);
-  layer.problem.kernel("Hopper resident", Role::ours, launch).hopper_only();
+  layer.problem.kernel("Hopper resident", Role::ours, {}).hopper_only();
 }
 
 // The same for any number of channels.
 template <int kStages, int kGroup>
 void add_hopper_cluster(GatingProblem& layer, const Device& device) {
-  std::function<void()> launch;
 #ifndef CUDA_CPU
   if (device.is_hopper()) {
     const auto [M, K, H] = layer.shape;
@@ -714,7 +730,7 @@ void add_hopper_cluster(GatingProblem& layer, const Device& device) {
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
     const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
     const unsigned blocks = 2 * persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
-    launch = [=, &layer] {
+    const auto launch = [=, &layer] {
       const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
       const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
       const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
@@ -722,10 +738,14 @@ void add_hopper_cluster(GatingProblem& layer, const Device& device) {
       gating_hopper_cluster<kStages, kGroup>
           <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
     };
+    layer.problem.kernel("Hopper cluster", Role::ours, launch)
+        .resources(kernel, 384, kBytes)
+        .hopper_only();
+    return;
   }
 #endif
   static_cast<void>(device);
-  layer.problem.kernel("Hopper cluster", Role::ours, launch).hopper_only();
+  layer.problem.kernel("Hopper cluster", Role::ours, {}).hopper_only();
 }
 
 int main(int argc, char** argv) {

@@ -111,21 +111,28 @@ int main(int argc, char** argv) {
 
   // Both kernels add to C, so it has to start as zeros; that is part of their time.
   const size_t bytes = static_cast<size_t>(n) * n * sizeof(float);
-  square.kernel("atomic", Role::baseline, [&] {
-    const dim3 block(32, 8);
-    const dim3 grid(static_cast<unsigned>((n + 31) / 32), static_cast<unsigned>((n + 7) / 8));
-    CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
-    matmul_atomic<<<grid, block>>>(A, B, C, n);
-  });
+  square
+      .kernel("atomic", Role::baseline,
+              [&] {
+                const dim3 block(32, 8);
+                const dim3 grid(static_cast<unsigned>((n + 31) / 32),
+                                static_cast<unsigned>((n + 7) / 8));
+                CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
+                matmul_atomic<<<grid, block>>>(A, B, C, n);
+              })
+      .resources(matmul_atomic, 256);
 
   constexpr int kSharedBytes = (kTile * (kTile + 1) + kTile * kCols) * sizeof(float);
   CUDA_CHECK(cudaFuncSetAttribute(matmul_tile_stationary,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  square.kernel("tile stationary", Role::ours, [&] {
-    const unsigned tiles = static_cast<unsigned>((n + kTile - 1) / kTile);
-    CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
-    matmul_tile_stationary<<<dim3(tiles, tiles), 256, kSharedBytes>>>(A, B, C, n);
-  });
+  square
+      .kernel("tile stationary", Role::ours,
+              [&] {
+                const unsigned tiles = static_cast<unsigned>((n + kTile - 1) / kTile);
+                CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
+                matmul_tile_stationary<<<dim3(tiles, tiles), 256, kSharedBytes>>>(A, B, C, n);
+              })
+      .resources(matmul_tile_stationary, 256, kSharedBytes);
 
   square.compare("tile stationary", "atomic",
                  "Summing on chip before touching memory: % times faster.");

@@ -539,23 +539,29 @@ Json Lesson::State::record() const {
       if (!kernel.ran) continue;
       if (!baseline) baseline = &kernel;
       const double ms = kernel.median_ms();
-      Json row = {{"name", kernel.name},
-                  {"role", name_of(kernel.role)},
-                  {"ms",
-                   {{"median", ms},
-                    {"p10", kernel.percentile(10)},
-                    {"p90", kernel.percentile(90)},
-                    {"samples", kernel.samples_ms.size()},
-                    {"mode", hot || device.backend == "cpu" ? "hot" : "cold"}}},
-                  {"tflops", kernel.work.flops / ms * 1e-9},
-                  {"gbps", kernel.work.bytes / ms * 1e-6},
-                  {"percent_of_limit", or_null(100 * limit_ms(kernel.work, problem.rate_) / ms)},
-                  {"speedup", baseline->median_ms() / ms},
-                  {"memory_bytes", or_null(kernel.memory_bytes)},
-                  {"error", kernel.error.frobenius},  // nlohmann writes NaN as null
-                  {"worst_error", kernel.error.worst},
-                  {"tolerance", kernel.tolerance},
-                  {"ok", kernel.ok}};
+      Json row = {
+          {"name", kernel.name},
+          {"role", name_of(kernel.role)},
+          {"ms",
+           {{"median", ms},
+            {"p10", kernel.percentile(10)},
+            {"p90", kernel.percentile(90)},
+            {"samples", kernel.samples_ms.size()},
+            {"mode", hot || device.backend == "cpu" ? "hot" : "cold"}}},
+          {"tflops", kernel.work.flops / ms * 1e-9},
+          {"gbps", kernel.work.bytes / ms * 1e-6},
+          {"percent_of_limit", or_null(100 * limit_ms(kernel.work, problem.rate_) / ms)},
+          {"speedup", baseline->median_ms() / ms},
+          {"memory_bytes", or_null(kernel.memory_bytes)},
+          {"resources", kernel.threads == 0 ? Json(nullptr)
+                                            : Json{{"threads", kernel.threads},
+                                                   {"registers", kernel.registers},
+                                                   {"local_bytes", kernel.local_bytes},
+                                                   {"blocks_per_sm", kernel.blocks_per_sm}}},
+          {"error", kernel.error.frobenius},  // nlohmann writes NaN as null
+          {"worst_error", kernel.error.worst},
+          {"tolerance", kernel.tolerance},
+          {"ok", kernel.ok}};
       kernels.push_back(std::move(row));
     }
     const bool memory = limit > 0 && problem.work_.bytes / device.bytes_per_second >=

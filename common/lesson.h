@@ -155,6 +155,28 @@ struct Kernel {
     return needs(90);
   }
 
+  /// What one block of `function` takes, for the record: registers, spills, and how many fit on a
+  /// multiprocessor. Unknown (and nothing is asked) on the CPU backend.
+  template <typename Function>
+  Kernel& resources([[maybe_unused]] Function* function, [[maybe_unused]] int block,
+                    [[maybe_unused]] size_t shared_bytes = 0) {
+#ifndef CUDA_CPU
+    cudaFuncAttributes attributes;
+    CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
+    threads = block;
+    registers = attributes.numRegs;
+    local_bytes = static_cast<int>(attributes.localSizeBytes);
+    CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_per_sm, function, block,
+                                                             shared_bytes));
+#endif
+    return *this;
+  }
+
+  int threads = 0;        ///< of a block; 0: resources not stated
+  int registers = 0;      ///< of a thread, at launch
+  int local_bytes = 0;    ///< of a thread, in memory: spilled registers and indexed arrays
+  int blocks_per_sm = 0;  ///< that run at the same time
+
   // Filled in by Lesson::run().
   bool ran = false;
   bool ok = false;

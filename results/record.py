@@ -15,6 +15,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SIZES = {
     "2_matmul_sharedmem": [8192],
+    "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
     "4_matmul_cublas": [8192],
 }
 

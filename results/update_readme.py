@@ -40,23 +40,34 @@ def table(run, problem):
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     unit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
     with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
+    with_resources = any(kernel["resources"] for kernel in problem["kernels"])
+    columns = ["ms", "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
+    columns += ["memory, GB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {unit}, "
         f"{number(problem['limit_ms'])} ms. Cold L2 cache, median of "
         f"{problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}.",
         "",
-        "| kernel | ms | TFLOP/s | GB/s | % of limit | speed | error |" + (" memory, GB |" if with_memory else ""),
-        "|---|--:|--:|--:|--:|--:|--:|" + ("--:|" if with_memory else ""),
+        f"| kernel | {' | '.join(columns)} |",
+        "|---" + "|--:" * len(columns) + "|",
     ]
     for kernel in problem["kernels"]:
-        row = (
-            f"| {kernel['name']} | {number(kernel['ms']['median'])} | {number(kernel['tflops'])} "
-            f"| {number(kernel['gbps'])} | {kernel['percent_of_limit']:.1f} | {kernel['speedup']:.2f}x "
-            f"| {kernel['error']:.1e} |"
-        )
+        cells = [
+            kernel["name"],
+            number(kernel["ms"]["median"]),
+            number(kernel["tflops"]),
+            number(kernel["gbps"]),
+            f"{kernel['percent_of_limit']:.1f}",
+            f"{kernel['speedup']:.2f}x",
+            f"{kernel['error']:.1e}",
+        ]
         if with_memory:
-            row += f" {kernel['memory_bytes'] / 1e9:.2f} |" if kernel["memory_bytes"] else " |"
-        lines.append(row)
+            cells.append(f"{kernel['memory_bytes'] / 1e9:.2f}" if kernel["memory_bytes"] else "")
+        if with_resources:
+            has = kernel["resources"]
+            warps = has and has["threads"] // 32 * has["blocks_per_sm"]
+            cells += [str(has["registers"]), str(has["local_bytes"]), str(warps)] if has else [""] * 3
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n" + "\n".join(lines) + "\n"
 
 

@@ -29,8 +29,8 @@ SQUARES = [(n, NARROW) for n in (2, 3, 31, 32, 33)] + [
 ]
 
 
-def listed(lesson, backend, arguments=()):
-    """(problem, kernel) of every line that --list prints."""
+def listed(lesson, backend, *arguments):
+    """(problem, kernel) of every line that --list prints: which there are depends on the shape."""
     result = execute([program(lesson, backend), *arguments, "--list", "--device", backend])
     assert result.rc == 0, result.stderr
     return [tuple(line.split(": ", 1)) for line in result.stdout.splitlines()]
@@ -76,7 +76,7 @@ def dims_of(result):
 @pytest.mark.parametrize("lesson", MATMULS)
 def test_matmul(run, backend, lesson, n):
     result = run(lesson, n, "--samples", 2)
-    assert_verified(result, listed(lesson, backend), 2)
+    assert_verified(result, listed(lesson, backend, n), 2)
 
 
 @pytest.mark.parametrize("lesson", ["1_matmul_basic", "2_matmul_sharedmem", "4_matmul_cublas"])
@@ -92,7 +92,7 @@ def test_matmul_dims(run, lesson):
 def test_layer(run, backend, lesson, channels, hidden):
     shape = ("--channels", channels, "--hidden", hidden)
     result = run(lesson, 1, *shape, "--samples", 1)
-    assert_verified(result, listed(lesson, backend, shape), 1)
+    assert_verified(result, listed(lesson, backend, 1, *shape), 1)
     assert dims_of(result)["layer"] == {"M": 1024, "K": channels, "H": hidden}
     assert dims_of(result)["square"] == {"M": 1, "K": 1, "H": 1}
 
@@ -101,7 +101,7 @@ def test_layer(run, backend, lesson, channels, hidden):
 @pytest.mark.parametrize("lesson", GATINGS)
 def test_square(run, backend, lesson, n, arguments):
     result = run(lesson, n, *arguments, "--samples", 1)
-    kernels = listed(lesson, backend, arguments)
+    kernels = listed(lesson, backend, n, *arguments)
     if "--kernel" in arguments:
         kernels = [row for row in kernels if not row[1].startswith("resident")]
     assert_verified(result, kernels, 1)
@@ -113,7 +113,7 @@ def test_square(run, backend, lesson, n, arguments):
 def test_layer_in_16_byte_rows(run, backend, lesson, channels, hidden):
     shape = ("--channels", channels, "--hidden", hidden)
     result = run(lesson, 8, *shape, "--samples", 1)
-    assert_verified(result, listed(lesson, backend, shape), 1)
+    assert_verified(result, listed(lesson, backend, 8, *shape), 1)
 
 
 def test_layers_have_every_extent():
