@@ -560,7 +560,7 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// Four more things:
+// Three more things:
 //   - Persistent blocks: as many as fit, each walking over tiles of C. The producer runs ahead into
 //   the next
 //     tile while the consumers still write this one. Tiles are taken in groups of kGroup rows of
@@ -573,12 +573,6 @@ __global__ void __launch_bounds__(384, 1)
 //   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
 //   leave from
 //     there, in full lines, while the consumers go on.
-//   - In step: blocks that share tiles have to read them at about the same time, or the L2 cache
-//   will have
-//     dropped them. Once what a round of tiles reads no longer fits into it, blocks drift apart: at
-//     N = 16384 the profiler counted three times the reads from memory that it should. So all
-//     producers meet, at a counter in memory, before each round; their consumers still have kStages
-//     steps to work on meanwhile.
 template <int kStages>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -590,7 +584,7 @@ struct PersistentShared {
 template <int kStages, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-                      const __grid_constant__ CUtensorMap C, int n, unsigned* meetings) {
+                      const __grid_constant__ CUtensorMap C, int n) {
 #if HOPPER_CODE
   using Shared = PersistentShared<kStages>;
   constexpr int BM = Shared::BM, BN = Shared::BN;
@@ -606,7 +600,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   }
   cluster_sync();
 
-  // In each round a cluster has one tile, 2 BM rows by BN columns; in the last one, some have none.
+  // A tile of a cluster has 2 BM rows and BN columns.
   const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
   const int tiles = tile_rows * tile_cols, clusters = gridDim.x / 2;
   struct Place {
@@ -617,22 +611,13 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     const int rows = min(kGroup, tile_rows - first);
     return Place{(2 * (first + within % rows) + rank) * BM, within / rows * BN};
   };
-  const auto meet = [&](unsigned round) {
-    if (meetings == nullptr) return;
-    atomicAdd(meetings, 1);
-    while (*static_cast<volatile unsigned*>(meetings) < (round + 1) * gridDim.x) {
-    }
-  };
-
   Ring<kStages> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<24>();
     if (threadIdx.x == 0) {
-      for (int round = 0; round * clusters < tiles; ++round) {
-        meet(round);
-        const int tile = round * clusters + static_cast<int>(blockIdx.x) / 2;
+      for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
         const Place at = place(tile);
-        for (int step = 0; tile < tiles && step < steps; ++step, ring.advance()) {
+        for (int step = 0; step < steps; ++step, ring.advance()) {
           Stage<BM, BN>& stage = shared.stages[ring.stage];
           Barrier* arrived = &shared.full[ring.stage];
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
@@ -794,19 +779,13 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
   const int64_t capacity =
       resident_clusters(matmul_persistent<4, kGroup>, 2, 384, kPersistentBytes);
   const unsigned clusters = persistent(static_cast<int64_t>(tiles(256)) * tiles(256), capacity);
-  // What a round reads: kGroup rows of tiles of A, and as many columns of B as that takes.
-  const double round_bytes = (kGroup + clusters / kGroup) * 256.0 * n * sizeof(half);
-  const bool in_step = round_bytes > static_cast<double>(device.l2_bytes);
-  auto meetings = square.output<unsigned>(1);
   square
       .kernel("persistent", Role::ours,
               [=] {
                 const CUtensorMap a = tensor_map<half>(A, n, n, 128);
                 const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
                 const CUtensorMap c = tensor_map<half>(C, n, n, 64);
-                if (in_step) CUDA_CHECK(cudaMemsetAsync(meetings, 0, sizeof(unsigned)));
-                matmul_persistent<4, kGroup><<<2 * clusters, 384, kPersistentBytes>>>(
-                    a, b, c, n, in_step ? meetings.data() : nullptr);
+                matmul_persistent<4, kGroup><<<2 * clusters, 384, kPersistentBytes>>>(a, b, c, n);
               })
       .resources(matmul_persistent<4, kGroup>, 384, kPersistentBytes)
       .hopper_only();

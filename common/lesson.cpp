@@ -15,6 +15,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <random>
 #include <regex>
 
 #include "common/build_info.h"
@@ -442,12 +443,14 @@ void Lesson::State::sample(Problem& problem) {
     const double budget_ms = gpu ? 4000 : 500;
     rounds = static_cast<int>(std::clamp(budget_ms / round_ms, gpu ? 5.0 : 1.0, gpu ? 50.0 : 5.0));
   }
-  // Forth and back, A B C, C B A, ..., so that none always follows the same other one. A launch
-  // that is queued behind other work shows the device's time and not the host's: hence the one
-  // before it when the cache stays warm.
+  // In another order each round: what ran before a kernel decides on the clock that it finds. A
+  // launch that is queued behind other work shows the device's time and not the host's: hence the
+  // one before it when the cache stays warm.
+  std::mt19937_64 order(seed);
   for (int round = 0; round < rounds; ++round) {
     progress.show(problem.name_ + ": sample " + std::to_string(round + 1) + " of " +
                   std::to_string(rounds));
+    std::shuffle(timed.begin(), timed.end(), order);
     for (Kernel* kernel : timed) {
       if (flush) {
         CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
@@ -456,7 +459,6 @@ void Lesson::State::sample(Problem& problem) {
       }
       kernel->samples_ms.push_back(time_one(*kernel));
     }
-    std::reverse(timed.begin(), timed.end());
   }
   for (Kernel* kernel : timed) std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
 }

@@ -6,7 +6,7 @@
 //   1. refuses what does not fit in memory,
 //   2. fills the inputs with random numbers and computes the reference,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
-//   4. samples the kernels in turn (A B C, C B A, ...), each with a cold L2 cache,
+//   4. samples the kernels in turn, each round in another order, each with a cold L2 cache,
 //   5. prints the table;
 // then it writes the JSON record and returns the exit code.
 #pragma once

@@ -19,7 +19,7 @@ AT_ONCE = 10 if HAS_GPU else 1
 
 
 def refused(result, rc, *messages):
-    """The lesson said one clear line, printed nothing that looks like a result, and lost no time."""
+    """The lesson said so in one clear line, printed no results, and lost no time."""
     assert result.rc == rc, result.stdout + result.stderr
     assert result.stdout == ""
     errors = [line for line in result.stderr.splitlines() if not line.startswith("No usable GPU")]
