@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 RESULTS = pathlib.Path(__file__).resolve().parent
 DASHED = {"library", "peer"}
@@ -29,19 +30,22 @@ def draw(folder, lesson):
     for n, run in runs:
         for kernel in run["problems"][0]["kernels"]:
             curves.setdefault(kernel["name"], (kernel["role"], []))[1].append((n, kernel["tflops"]))
-    figure, axes = plt.subplots(figsize=(9, 5.5))
+    figure, axes = plt.subplots(figsize=(10, 5))
     for name, (role, points) in curves.items():
         style = "--" if role in DASHED else "-"
         axes.plot(*zip(*points), style, marker="o", linewidth=2.5, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks([n for n, _ in runs], [str(n) for n, _ in runs])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("N", fontsize=14)
     axes.set_ylabel("TFLOP/s", fontsize=14)
     axes.tick_params(labelsize=13)
     axes.set_title(f"{lesson}, {runs[0][1]['device']['name']}", fontsize=15)
     axes.grid(True, which="both", alpha=0.3)
-    axes.legend(fontsize=12)
+    axes.legend(fontsize=12, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     # A fixed salt and no date: the same records give the same file.
     figure.savefig(folder / f"{lesson}.svg", metadata={"Date": None})
