@@ -22,8 +22,7 @@
 // and waiting for those is what they do. Which of the 32 threads of a warp reads what decides how
 // long.
 
-#include "common/lesson.h"
-#include "common/numerics.h"
+#include "common/matmul.h"
 
 // Thread (x, y) owns C(row = x, col = y): neighbours in a warp sit in neighbouring ROWS. At each
 // step of the loop a warp reads one element of B (the same for all) but 32 elements of A that lie N
@@ -63,20 +62,12 @@ int main(int argc, char** argv) {
                  .n_gpu = 4096,
                  .n_cpu = 256});
   const int64_t n = lesson.n();
-  const double elements = static_cast<double>(n) * n;
-
-  Problem& square = lesson.problem(
-      "square", {{"N", n}}, "fp32",
-      {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(float)}, Rate::fp32);
-  auto A = square.input<float>(n * n);
-  auto B = square.input<float>(n * n);
-  auto C = square.output<float>(n * n);
 
   Cublas blas;
-  auto expected = square.reference(n * n);
-  square.reference_from(reference_scratch(n, n, n),
-                        [&] { reference_matmul<float>(blas, A, B, expected, n, n, n); });
-  square.check(C, expected, dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  SquareMatmul<float> matmul(lesson, blas, "square", "fp32", Rate::fp32,
+                             dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  Problem& square = matmul.problem;
+  const auto A = matmul.A, B = matmul.B, C = matmul.C;
 
   const dim3 block(32, 32);
   const unsigned blocks = static_cast<unsigned>((n + 31) / 32);

@@ -27,8 +27,7 @@
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
 #include "common/async_copy.cuh"
-#include "common/lesson.h"
-#include "common/numerics.h"
+#include "common/matmul.h"
 
 // ---- tile
 // -----------------------------------------------------------------------------------------
@@ -361,20 +360,12 @@ int main(int argc, char** argv) {
                  .n_gpu = 4096,
                  .n_cpu = 256});
   const int64_t n = lesson.n();
-  const double elements = static_cast<double>(n) * n;
-
-  Problem& square = lesson.problem(
-      "square", {{"N", n}}, "fp32",
-      {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(float)}, Rate::fp32);
-  auto A = square.input<float>(n * n);
-  auto B = square.input<float>(n * n);
-  auto C = square.output<float>(n * n);
 
   Cublas blas;
-  auto expected = square.reference(n * n);
-  square.reference_from(reference_scratch(n, n, n),
-                        [&] { reference_matmul<float>(blas, A, B, expected, n, n, n); });
-  square.check(C, expected, dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  SquareMatmul<float> matmul(lesson, blas, "square", "fp32", Rate::fp32,
+                             dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  Problem& square = matmul.problem;
+  const auto A = matmul.A, B = matmul.B, C = matmul.C;
 
   square.kernel("cuBLAS fp32", Role::library, [&] {
     const float one = 1, zero = 0;  // row-major: B and A swapped, see lesson 4

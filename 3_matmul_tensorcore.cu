@@ -42,9 +42,8 @@
 #ifndef CUDA_CPU
 #include "common/hopper.cuh"
 #endif
-#include "common/lesson.h"
+#include "common/matmul.h"
 #include "common/mma.cuh"
-#include "common/numerics.h"
 
 // Writes 8 elements of row `row` of C, from column `col`, as far as they are inside. With kAligned
 // (n a multiple of 8) that is one 16-byte store.
@@ -800,20 +799,12 @@ int main(int argc, char** argv) {
                  .n_gpu = 4096,
                  .n_cpu = 256});
   const int64_t n = lesson.n();
-  const double elements = static_cast<double>(n) * n;
-
-  Problem& square =
-      lesson.problem("square", {{"N", n}}, "fp16",
-                     {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(half)}, Rate::fp16);
-  auto A = square.input<half>(n * n);
-  auto B = square.input<half>(n * n);
-  auto C = square.output<half>(n * n);
 
   Cublas blas;
-  auto expected = square.reference(n * n);
-  square.reference_from(reference_scratch(n, n, n),
-                        [&] { reference_matmul<half>(blas, A, B, expected, n, n, n); });
-  square.check(C, expected, dot_tolerance(n, tensor_core_sum(n), kRoundoffFp16));
+  SquareMatmul<half> matmul(lesson, blas, "square", "fp16", Rate::fp16,
+                            dot_tolerance(n, tensor_core_sum(n), kRoundoffFp16));
+  Problem& square = matmul.problem;
+  const auto A = matmul.A, B = matmul.B, C = matmul.C;
 
   square.kernel("cuBLAS fp16", Role::library, [&] {
     const float one = 1, zero = 0;  // row-major: B and A swapped, see lesson 4

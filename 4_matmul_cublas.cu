@@ -18,13 +18,12 @@
 //
 // Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
 
-#include "common/lesson.h"
-#include "common/numerics.h"
+#include "common/matmul.h"
 
 // C = A B in elements of T (cuBLAS's name for it: `type`), accumulated in fp32 as `compute` says.
 template <typename T>
-void matmul(cublasHandle_t blas, const T* A, const T* B, T* C, int n, cudaDataType_t type,
-            cublasComputeType_t compute) {
+void gemm(cublasHandle_t blas, const T* A, const T* B, T* C, int n, cudaDataType_t type,
+          cublasComputeType_t compute) {
   const float one = 1, zero = 0;
   CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one,  //
                             B, type, n, A, type, n, &zero, C, type, n, compute,
@@ -34,20 +33,12 @@ void matmul(cublasHandle_t blas, const T* A, const T* B, T* C, int n, cudaDataTy
 template <typename T>
 void add_problem(Lesson& lesson, cublasHandle_t blas, const char* name, Rate rate, int needs_cc,
                  cudaDataType_t type, cublasComputeType_t compute, double tolerance) {
-  const int64_t n = lesson.n();
-  const double elements = static_cast<double>(n) * n;
-  Problem& problem = lesson.problem(
-      name, {{"N", n}}, name, {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(T)}, rate);
-  auto A = problem.input<T>(n * n);
-  auto B = problem.input<T>(n * n);
-  auto C = problem.output<T>(n * n);
-  auto expected = problem.reference(n * n);
-  problem.reference_from(reference_scratch(n, n, n),
-                         [=] { reference_matmul<T>(blas, A, B, expected, n, n, n); });
-  problem.check(C, expected, tolerance);
-  problem
+  const SquareMatmul<T> matmul(lesson, blas, name, name, rate, tolerance);
+  const auto A = matmul.A, B = matmul.B, C = matmul.C;
+  const int n = static_cast<int>(matmul.n);
+  matmul.problem
       .kernel(std::string("cuBLAS ") + name, Role::library,
-              [=] { matmul<T>(blas, A, B, C, n, type, compute); })
+              [=] { gemm<T>(blas, A, B, C, n, type, compute); })
       .needs(needs_cc);
 }
 

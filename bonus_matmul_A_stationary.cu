@@ -16,8 +16,7 @@
 //
 // Atomic additions arrive in any order, so the last bits of C differ from run to run.
 
-#include "common/lesson.h"
-#include "common/numerics.h"
+#include "common/matmul.h"
 
 // Thread (x, y) owns A(row = y, k = x), in a register, and walks along row k of B. The 32 threads
 // of a warp own neighbouring k of one row: all of them add to the same element of C at the same
@@ -94,20 +93,12 @@ int main(int argc, char** argv) {
                  .n_gpu = 4096,
                  .n_cpu = 128});
   const int64_t n = lesson.n();
-  const double elements = static_cast<double>(n) * n;
-
-  Problem& square = lesson.problem(
-      "square", {{"N", n}}, "fp32",
-      {.flops = 2 * elements * n, .bytes = 3 * elements * sizeof(float)}, Rate::fp32);
-  auto A = square.input<float>(n * n);
-  auto B = square.input<float>(n * n);
-  auto C = square.output<float>(n * n);
 
   Cublas blas;
-  auto expected = square.reference(n * n);
-  square.reference_from(reference_scratch(n, n, n),
-                        [&] { reference_matmul<float>(blas, A, B, expected, n, n, n); });
-  square.check(C, expected, dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  SquareMatmul<float> matmul(lesson, blas, "square", "fp32", Rate::fp32,
+                             dot_tolerance(n, kRoundoffFp32, kRoundoffFp32));
+  Problem& square = matmul.problem;
+  const auto A = matmul.A, B = matmul.B, C = matmul.C;
 
   // Both kernels add to C, so it has to start as zeros; that is part of their time.
   const size_t bytes = static_cast<size_t>(n) * n * sizeof(float);

@@ -279,11 +279,11 @@ void Lesson::State::parse(int argc, char** argv) {
     fail(kBadUsage, "%s (see --help)", error.what());
   }
 
-  if (!n_text.empty()) n = whole_number(n_text, "N", info.n_meaning);
+  if (app.count("N") > 0) n = whole_number(n_text, "N", info.n_meaning);
   for (const Option& option : info.options) {
-    const std::string& text = texts[option.name];
-    options[option.name] =
-        text.empty() ? option.value : whole_number(text, option.name, option.meaning);
+    options[option.name] = app.count(option.name) == 0
+                               ? option.value
+                               : whole_number(texts[option.name], option.name, option.meaning);
   }
   if (!kernel_pattern.empty()) {
     try {
