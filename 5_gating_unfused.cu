@@ -302,7 +302,8 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
   for (GatingProblem* table : {&layer, &square}) {
     const double ends = table->x.bytes() + table->W1.bytes() + table->b1.bytes() +
                         table->W2.bytes() + table->b2.bytes() + table->out.bytes();
-    auto& framework = frameworks.emplace_back(*table, temporary(*table), temporary(*table));
+    frameworks.push_back(Framework<kWidth>{*table, temporary(*table), temporary(*table)});
+    const auto& framework = frameworks.back();
     table->problem
         .kernel("six kernels", Role::baseline, [&] { framework.run_until(framework.kSteps); })
         .occupies(ends + framework.first.bytes() + framework.second.bytes());

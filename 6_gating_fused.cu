@@ -628,7 +628,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 // shared memory for kStages stages.
 template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
 void add_kernels(GatingProblem& layer) {
-  const auto [M, K, H] = layer.shape;
+  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
   const auto tiles = [](int64_t extent, int tile) {
     return static_cast<unsigned>((extent + tile - 1) / tile);
   };
@@ -668,7 +668,7 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
   constexpr int kThreads = 32 * kWarpsM * kWarpsH;
   constexpr int kBytes = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>::kSharedBytes;
   if (kBytes > device.shared_bytes) return;
-  const auto [M, K, H] = layer.shape;
+  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
   const auto kernel = gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   int per_sm = 0;
@@ -692,7 +692,7 @@ template <int kBoxes, int kStages>
 void add_hopper_resident(GatingProblem& layer, const Device& device) {
 #ifndef CUDA_CPU
   if (device.is_hopper()) {
-    const auto [M, K, H] = layer.shape;
+    const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
     constexpr int kThreads = 128 * (1 + kConsumers);
     constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
     const auto kernel = gating_hopper_resident<kBoxes, kStages>;
@@ -724,7 +724,7 @@ template <int kStages, int kGroup>
 void add_hopper_cluster(GatingProblem& layer, const Device& device) {
 #ifndef CUDA_CPU
   if (device.is_hopper()) {
-    const auto [M, K, H] = layer.shape;
+    const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
     constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
     const auto kernel = gating_hopper_cluster<kStages, kGroup>;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));

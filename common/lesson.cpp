@@ -1,5 +1,6 @@
 #include "common/lesson.h"
 
+#include <limits.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -147,7 +148,10 @@ bool is_device_node(const std::string& path) {
 /// Writes `text` beside `path`, then renames it, so that a reader never sees half of it. If that
 /// cannot be done nothing is left behind, and the program ends. With `rehearse` the file is written
 /// and removed: what is wrong with the target is told before any work is done.
-void write_atomically(const std::string& path, const std::string& text, bool rehearse) {
+void write_atomically(const std::string& name, const std::string& text, bool rehearse) {
+  // A link stays, and what it points to is replaced.
+  char resolved[PATH_MAX];
+  const std::string path = realpath(name.c_str(), resolved) ? resolved : name;
   const bool direct = is_device_node(path);
   if (direct && rehearse) return;
   const std::string target = direct ? path : path + ".tmp." + std::to_string(getpid());
@@ -264,7 +268,8 @@ void Lesson::State::parse(int argc, char** argv) {
   };
   for (int i = 1; i < argc; ++i) {  // CLI11 would take a negative number for an option
     const char* argument = argv[i];
-    if (argument[0] == '-' && (isdigit(argument[1]) || argument[1] == '.')) {
+    char* end = nullptr;
+    if (argument[0] == '-' && strtod(argument, &end) <= 0 && end != argument && *end == '\0') {
       const bool of_option = argv[i - 1][0] == '-' && argv[i - 1][1] == '-';
       fail(kBadUsage, "%s cannot be negative (%s): '%s'", of_option ? argv[i - 1] : "N",
            of_option ? "see --help" : info.n_meaning, argument);
@@ -294,6 +299,7 @@ void Lesson::State::parse(int argc, char** argv) {
     }
   }
   // 64 KiB is more than a record takes, so that a full disk shows now.
+  if (app.count("--json") > 0 && json_path.empty()) fail(kBadUsage, "--json needs a file's name");
   if (!json_path.empty()) write_atomically(json_path, std::string(65536, ' '), true);
 
   const std::string no_gpu = device_choice == "cpu" ? "--device cpu" : why_no_gpu();
@@ -506,9 +512,10 @@ void Lesson::State::print(const Problem& problem) const {
     const double kernel_limit = limit_ms(kernel.work, problem.rate_);
     char percent[16] = "-";
     if (kernel_limit > 0) snprintf(percent, sizeof percent, "%.1f", 100 * kernel_limit / ms);
+    const double error = std::fabs(kernel.error.frobenius);  // a NaN may print its sign
     printf("%-*s %10.4f %8.4g %7.4g %7s %7.4gx %8.1e", w, kernel.name.c_str(), ms,
            kernel.work.flops / ms * 1e-9, kernel.work.bytes / ms * 1e-6, percent,
-           baseline->median_ms() / ms, kernel.error.frobenius);
+           baseline->median_ms() / ms, error);
     if (memory_column) printf(" %8.3f", kernel.memory_bytes * 1e-9);
     printf(kernel.ok ? " ok\n" : " FAILED (tolerance %.1e)\n", kernel.tolerance);
   }
