@@ -4,8 +4,8 @@
 //
 // Two memories. The program starts on the host, the CPU, with its own memory; a kernel runs on the
 // device, the GPU, and sees only the device's memory. The matrices below are created there, as
-// random numbers, and never leave it: copying them over PCI Express takes longer than multiplying
-// them.
+// random numbers, and never leave it: copying them over PCI Express would take longer than a
+// good kernel takes to multiply them.
 //
 // Many threads. `kernel<<<grid, block>>>(arguments)` starts grid.x * grid.y blocks of block.x *
 // block.y threads, each of which runs the kernel's body once. A thread learns which one it is from

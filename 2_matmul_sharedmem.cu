@@ -6,9 +6,8 @@
 // by N elements of C, and each of B as well: fetch it once, use it often. Where can it be kept in
 // between?
 //
-//     shared memory   228 KB a multiprocessor (Hopper), read by all threads of a block,  ~30 cycles
-//     away registers       256 KB a multiprocessor, 255 x 4 bytes a thread, private to it,        0
-//     cycles away
+//     shared memory   228 KB a multiprocessor (Hopper), for all threads of a block, ~30 cycles away
+//     registers       256 KB a multiprocessor, 255 x 4 bytes a thread, its own,       0 cycles away
 //
 // A block computes a tile of C. Step by step along k it loads a tile of A and a tile of B into
 // shared memory, multiplies the two, and goes on. A BM x BN tile of C then reads, per step of k, BM
@@ -18,19 +17,18 @@
 // reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
 // path. Each keeps all that the one above it had:
 //
-//     tile        32 x 32 tiles, a thread owns one element          2 shared reads per multiply-add
-//     registers   128 x 128 tiles, a thread owns 8 x 8              1/4
-//     vectors     the same, moved 16 bytes at a time                1/4, in a quarter of the
-//     instructions async       128 x 256 tiles, a thread owns 8 x 16, and the    3/16
-//                 next tiles arrive while these are multiplied
+//     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
+//     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
+//     vectors     the same, moved 16 bytes at a time           1/4, in a quarter of the instructions
+//     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
+//                 the next tiles arrive while these are multiplied
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
 #include "common/async_copy.cuh"
 #include "common/matmul.h"
 
-// ---- tile
-// -----------------------------------------------------------------------------------------
+// ---- tile ---------------------------------------------------------------------------------------
 
 constexpr int kTile = 32;
 
@@ -55,8 +53,7 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
   if (row < n && col < n) C[static_cast<size_t>(row) * n + col] = sum;
 }
 
-// ---- registers
-// ------------------------------------------------------------------------------------
+// ---- registers ----------------------------------------------------------------------------------
 
 // 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it: rows y, y + 16,
 // ... and columns x, x + 16, ..., so that a warp's reads of b_tile fall on consecutive banks. Per
@@ -107,8 +104,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN))
   }
 }
 
-// ---- vectors
-// --------------------------------------------------------------------------------------
+// ---- vectors ------------------------------------------------------------------------------------
 
 // Four numbers from `from` (row-major, n x n, at `row`, `col`), zeros where that is outside. With
 // kAligned (n a multiple of 4) they are one 16-byte load, all inside or all outside.
@@ -140,12 +136,13 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As above, but everything moves 16 bytes at a time. A thread's columns come in groups of four, 4 x
-// .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row of
+// As above, but everything moves 16 bytes at a time. A thread's columns come in groups of four,
+// 4 x .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row of
 // b_tile. For four elements of a column of A to lie next to each other as well, a_tile is stored
-// transposed: a_tile[k][row], its rows 4 floats longer than their data so that writing a column
-// does not hit one bank only. Per step of k that is 4 loads instead of 16. The minimum of 2 blocks
-// per multiprocessor keeps the compiler below 128 registers.
+// transposed: a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows at
+// k and at k + 4, which would otherwise share 16 banks. Per step of k that is 4 loads instead of 16.
+// The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
+// multiprocessor's 65536 for 256 threads.
 template <int BM, int BN, int BK, int TM, int TN, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
     matmul_vectors(const float* A, const float* B, float* C, int n) {
@@ -202,8 +199,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
   }
 }
 
-// ---- async
-// ----------------------------------------------------------------------------------------
+// ---- async --------------------------------------------------------------------------------------
 
 // So far loading and computing took turns: between the two barriers of a step the arithmetic units
 // wait for memory. Here kStages pairs of tiles are in flight. While one is multiplied, the copies
@@ -214,19 +210,16 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 // What is left to lose is instructions that are not multiply-adds, and cycles without an
 // instruction:
 //   - A thread owns 8 x 16 elements, in 128 registers: per step of k it reads 8 + 16 numbers from
-//   shared
-//     memory, 6 loads, for 128 multiply-adds. The threads of a warp stand 4 x 8, so that they read
-//     4 groups of rows and 8 of columns, without a bank conflict.
+//     shared memory, 6 loads, for 128 multiply-adds. The threads of a warp stand 4 x 8, so that they
+//     read 4 groups of rows and 8 of columns, without a bank conflict.
 //   - While one k is multiplied, the numbers of the next one are loaded, into a second set of
-//   registers.
+//     registers.
 //   - Multiply-adds go along a row of `sum` and back along the next: two in a row share an operand,
-//   which
-//     the register file then does not have to deliver twice.
+//     which the register file then does not have to deliver twice.
 //   - Where to copy from is worked out once, as an offset per copy, and a step only moves on two
-//   pointers.
-//     Nothing checks for the edges of the matrix: a row or column outside is replaced by the last
-//     one inside, since what it contributes to is never stored. Only along k, which is summed over,
-//     zeros are needed.
+//     pointers. Nothing checks for the edges of the matrix: a row or column outside is replaced by
+//     the last one inside, since what it contributes to is never stored. Only along k, which is
+//     summed over, zeros are needed.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
     matmul_async(const float* A, const float* B, float* C, int n) {
@@ -320,7 +313,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
   }
 }
 
-// ---------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // Blocks of BM x BN that cover an n x n matrix.
 template <int BM, int BN>

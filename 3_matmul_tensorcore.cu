@@ -252,7 +252,9 @@ struct MmaTiles {
 
 // The whole of lesson 2 for tensor cores. A block owns BM x BN elements of C, a warp 64 x 64 of
 // them (WM x WN): 32 products of 16 x 8 per 16 of k, for which it loads 4 + 4 times by ldmatrix.
-// The sums, 128 registers a thread, never leave. What is new against the kernel above:
+// The sums, 128 registers a thread, never leave.
+// (Where shared memory is small, or N is no multiple of 8, tiles are 128 x 128 and a warp has
+// 64 x 32: 16 products for 4 + 2 loads.) What is new against the kernel above:
 //
 //   - Tiles are swizzled (common/mma.cuh), not padded: neither the copies, which write 16 bytes a
 //     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
@@ -561,17 +563,14 @@ __global__ void __launch_bounds__(384, 1)
 
 // Three more things:
 //   - Persistent blocks: as many as fit, each walking over tiles of C. The producer runs ahead into
-//   the next
-//     tile while the consumers still write this one. Tiles are taken in groups of kGroup rows of
-//     tiles, so that those worked on at one time form a square patch of C, as in the mma.sync
+//     the next tile while the consumers still write this one. Tiles are taken in groups of kGroup
+//     rows of tiles, so that those worked on at one time form a square patch of C, as in the mma.sync
 //     kernel.
-//   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it
-//   and
+//   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it and
 //     multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
 //     empty only when the consumers of both blocks say so, to both producers.
 //   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
-//   leave from
-//     there, in full lines, while the consumers go on.
+//     leave from there, in full lines, while the consumers go on.
 template <int kStages>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -822,7 +821,7 @@ int main(int argc, char** argv) {
     add_mma<128, 128, 32, 2, 4, 3, 2>(square, A, B, C, n);
   } else if (lesson.device().shared_bytes >= 144 << 10) {
     add_mma<256, 128, 64, 4, 2, 3, 8>(square, A, B, C, n);
-  } else {  // compute capability 7.5 has 64 KB
+  } else {  // less shared memory: compute capability 7.5, 8.6, 8.9
     add_mma<128, 128, 32, 2, 4, 3, 8>(square, A, B, C, n);
   }
 

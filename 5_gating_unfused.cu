@@ -33,8 +33,7 @@
 
 #include "common/gating.h"
 
-// ---- The elementwise kernels
-// ----------------------------------------------------------------------
+// ---- The elementwise kernels --------------------------------------------------------------------
 
 // kWidth consecutive elements, moved as one access of up to 16 bytes.
 template <int kWidth>
@@ -109,8 +108,7 @@ unsigned blocks(size_t count) {
   return static_cast<unsigned>((count / kWidth + kThreads - 1) / kThreads);
 }
 
-// ---- The library's kernels
-// ------------------------------------------------------------------------
+// ---- The library's kernels ----------------------------------------------------------------------
 
 // c (m, n) = a (m, k) b (k, n), fp16, row-major, fp32 accumulation; operands swapped as in
 // lesson 4.
@@ -175,7 +173,7 @@ class MatmulBias {
   Scratch<char> workspace_{kWorkspace};
 };
 
-// ---------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // The six kernels, in the buffers that a framework's allocator would hand out: memory that is no
 // longer needed is given to the next result, so that besides x and the weights three (M, H) buffers

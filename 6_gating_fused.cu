@@ -3,21 +3,23 @@
 //     out = sigmoid(x W1 + b1) * (x W2 + b2)
 //     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major; fp32 accumulation
 //
-// Lesson 5 ran six kernels, and 4 of 5 bytes that they moved were temporaries. A temporary exists
-// because a kernel ends. So do not end: a block that has both products of its rows in registers
-// adds the biases, takes the sigmoid, multiplies, and writes out. x is read once, out is written
-// once; nothing else touches memory. That is 1.6 GB instead of 8.1 at the layer's default shape.
+// Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were temporaries,
+// and x was read twice. A temporary exists because a kernel ends. So do not end: a block that has
+// both products of its rows in registers adds the biases, takes the sigmoid, multiplies, and writes
+// out. x is read once, out is written once; nothing else touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
-// of both sums ends up in the same thread, which needs no other. (Lesson 9 fuses a softmax, where
-// that is not so.) Four kernels:
+// of both sums ends up in the same thread, which needs no other. Six kernels:
 //
-//     one thread per element   fused, but on the CUDA cores and without tiles: fusion alone is not
-//     speed tensor cores             tiles in shared memory, products by WMMA async tiles the next
-//     tiles arrive (cp.async) while this one is multiplied resident weights         the weights fit
-//     on chip: blocks stay, keep them, and only x streams by
+//     one thread per element   fused, but on the CUDA cores and without tiles: not fast for that
+//     tensor cores             tiles in shared memory, products by WMMA
+//     async tiles              the next tiles arrive (cp.async) while these are multiplied
+//     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
+//     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
+//     Hopper cluster           lesson 3's last kernel, with two weights and this epilogue
 //
-// They need compute capability 7.5 (7.5 itself copies synchronously) and run on the CPU backend.
+// The first four need compute capability 7.5 (which copies synchronously) and run on the CPU backend
+// too; the last two need 9.0, and rows of a multiple of 16 bytes.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, where memory is the
 // limit; and a square one, N x N x N, where the tensor cores are.
@@ -34,8 +36,7 @@
 // place of fp32 here, and the result is rounded to fp16.
 __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); }
 
-// ---- one thread per element
-// -----------------------------------------------------------------------
+// ---- one thread per element ---------------------------------------------------------------------
 
 // Lesson 1's coalesced mapping: thread (x, y) owns out(row y, column x), and both its sums.
 __global__ void gating_simple(const half* x, const half* W1, const half* b1, const half* W2,
@@ -52,8 +53,7 @@ __global__ void gating_simple(const half* x, const half* W1, const half* b1, con
   out[static_cast<size_t>(row) * H + col] = __float2half_rn(sigmoid(gate) * value);
 }
 
-// ---- tensor cores
-// ---------------------------------------------------------------------------------
+// ---- tensor cores -------------------------------------------------------------------------------
 
 using namespace nvcuda;
 // The 32 threads of a warp hold a 16 x 16 matrix together, in a layout that only the hardware
@@ -62,8 +62,7 @@ using FragmentX = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_maj
 using FragmentW = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
 using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
-constexpr int kPad =
-    8;  // halves at the end of a row of a tile, so that rows start on different banks
+constexpr int kPad = 8;  // halves after each row of a tile: rows start on different banks
 
 // A warp's share of a tile of out: 16 kRows x 16 kCols elements, both sums of each.
 template <int kRows, int kCols>
@@ -216,13 +215,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
   sums.template finish<kAligned>(staging[warp][0], out, row0 + warp_row, col0 + warp_col, M, H);
 }
 
-// ---- async tiles
-// ----------------------------------------------------------------------------------
+// ---- async tiles --------------------------------------------------------------------------------
 
 // The same, but kStages sets of tiles are in flight, as in lesson 2's last kernel: the tensor cores
 // work on one while the copies of the next ones are on their way, and a step needs one barrier
 // instead of two.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages>
 struct AsyncTiles {
   static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
   static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
@@ -240,7 +238,7 @@ template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kA
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
     gating_async(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
                  half* out, int M, int K, int H) {
-  using Shape = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
+  using Shape = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>;
   extern __shared__ __align__(128) char shared[];
   float* bias_tiles = reinterpret_cast<float*>(shared);
   half* stages = reinterpret_cast<half*>(shared + Shape::kBiasBytes);
@@ -288,8 +286,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
   sums.template finish<kAligned>(staging, out, row0 + warp_row, col0 + warp_col, M, H);
 }
 
-// ---- resident weights
-// -----------------------------------------------------------------------------
+// ---- resident weights ---------------------------------------------------------------------------
 
 // The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So as
 // many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
@@ -355,8 +352,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
   }
 }
 
-// ---- Hopper: resident weights
-// ---------------------------------------------------------------------
+// ---- Hopper: resident weights -------------------------------------------------------------------
 
 // From here on in the words of common/hopper.cuh: tensor maps and the copy engine (TMA), barriers
 // in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels introduce
@@ -370,8 +366,7 @@ template <int kBoxes, int kStages>
 struct HopperResidentShared {
   // A stage always belongs to the same consumer, which therefore never is two phases behind.
   static_assert(kStages % kConsumers == 0);
-  half W[2][kBoxes]
-        [64 * 64];  // [weight][64 rows][64 columns], boxes as the copy engine leaves them
+  half W[2][kBoxes][64 * 64];  // [weight][box of 64 rows], as the copy engine leaves them
   half x[kStages][kBoxes][64 * 64];
   half out[kConsumers][64 * 64];
   Barrier weights, full[kStages], empty[kStages];
@@ -496,8 +491,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
 #endif
 }
 
-// ---- Hopper: clusters
-// -----------------------------------------------------------------------------
+// ---- Hopper: clusters ---------------------------------------------------------------------------
 
 // Lesson 3's last kernel with two weights and another epilogue, for K and H of any size: persistent
 // clusters of two blocks, one above the other, each with a producer and two consumers. The 256
@@ -622,7 +616,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 #endif  // CUDA_CPU
 
-// ---------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
 // shared memory for kStages stages.
@@ -649,7 +643,7 @@ void add_kernels(GatingProblem& layer) {
       .resources(gating_tensor_cores<64, 64, 32, 2, 2, kAligned>, 128);
 
   constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>::kSharedBytes;
+  constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>::kSharedBytes;
   const auto kernel = gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   layer.problem

@@ -20,7 +20,7 @@
 
 // Thread (x, y) owns A(row = y, k = x), in a register, and walks along row k of B. The 32 threads
 // of a warp own neighbouring k of one row: all of them add to the same element of C at the same
-// time. Thanks to that they read 32 different rows of B, 4 bytes of each sector they fetch.
+// time. For the same reason they read 32 different rows of B, and use 4 bytes of each sector.
 __global__ void matmul_atomic(const float* A, const float* B, float* C, int n) {
   const int row = blockIdx.y * blockDim.y + threadIdx.y;
   const int k = blockIdx.x * blockDim.x + threadIdx.x;
@@ -38,8 +38,9 @@ constexpr int kCols = 64;   // of B and C at a time
 // along the 128 rows of B that belong to it, 64 columns at a time. Of each 128 x 64 partial tile of
 // C a thread sums 4 x 8 elements over the 128 k in its registers: rows y + 32 i and columns x + 8 j
 // for thread (x, y) of 8 x 32; then it adds them to C with one atomic each, to addresses that the
-// warp's threads share the sectors of. The k-th column of the tile is read along y: a_tile is
-// stored transposed, one float longer per row, so that this is free of bank conflicts.
+// warp's threads share the sectors of. The tile is stored transposed, so that its
+// k-th column is read as consecutive words; its rows are one float longer than their data, because
+// the 32 threads that write 32 values of k of one row would otherwise all hit one bank.
 __global__ void __launch_bounds__(256)
     matmul_tile_stationary(const float* A, const float* B, float* C, int n) {
   extern __shared__ float tiles[];
@@ -114,16 +115,20 @@ int main(int argc, char** argv) {
       .resources(matmul_atomic, 256);
 
   constexpr int kSharedBytes = (kTile * (kTile + 1) + kTile * kCols) * sizeof(float);
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_tile_stationary,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-  square
-      .kernel("tile stationary", Role::ours,
-              [&] {
-                const unsigned tiles = static_cast<unsigned>((n + kTile - 1) / kTile);
-                CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
-                matmul_tile_stationary<<<dim3(tiles, tiles), 256, kSharedBytes>>>(A, B, C, n);
-              })
-      .resources(matmul_tile_stationary, 256, kSharedBytes);
+  if (lesson.device().shared_bytes >= kSharedBytes) {
+    CUDA_CHECK(cudaFuncSetAttribute(matmul_tile_stationary,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    square
+        .kernel("tile stationary", Role::ours,
+                [&] {
+                  const unsigned tiles = static_cast<unsigned>((n + kTile - 1) / kTile);
+                  CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
+                  matmul_tile_stationary<<<dim3(tiles, tiles), 256, kSharedBytes>>>(A, B, C, n);
+                })
+        .resources(matmul_tile_stationary, 256, kSharedBytes);
+  } else {  // compute capability 7.5 has 64 KB
+    lesson.note("No \"tile stationary\": a block of it needs 97 KB of shared memory.");
+  }
 
   square.compare("tile stationary", "atomic",
                  "Summing on chip before touching memory: % times faster.");

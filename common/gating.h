@@ -37,8 +37,9 @@ struct GatingProblem {
   /// Device memory that compute_reference allocates while it runs.
   double scratch_bytes() const;
   /// Bound on the relative Frobenius error of `out` when `roundings` results on the way to it,
-  /// itself included, are rounded to fp16. The derivative of the gate by each step is at most about
-  /// 1 of the gate itself, so each rounding counts as one of the output.
+  /// itself included, are rounded to fp16. A relative rounding error of any
+  /// intermediate result changes `out` by about the same relative amount or less, so each rounding
+  /// counts like one of the output.
   double tolerance(int roundings) const;
 
   GatingShape shape;

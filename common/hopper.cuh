@@ -83,6 +83,7 @@ int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t 
   config.numAttrs = 1;
   int clusters = 0;
   CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+  if (clusters == 0) fail(kDeviceCannot, "no cluster of %u blocks fits on this device", blocks);
   return clusters;
 }
 

@@ -2,12 +2,12 @@
 // JSON.
 //
 // A lesson's main declares its problems (inputs, outputs, a reference, the kernels) and ends with
-// `return lesson.run();`. Nothing is allocated or launched before run(), which for each problem
+// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for each problem
 //   1. refuses what does not fit in memory,
 //   2. fills the inputs with random numbers and computes the reference,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
 //   4. samples the kernels in turn, each round in another order, each with a cold L2 cache,
-//   5. prints the table;
+//   5. verifies again, and prints the table;
 // then it writes the JSON record and returns the exit code.
 #pragma once
 
@@ -41,8 +41,7 @@ inline constexpr double kRoundoffBf16 = 0x1p-8;
 inline constexpr double kRoundoffTf32 = 0x1p-11;
 inline constexpr double kRoundoffFp32 = 0x1p-24;
 
-/// Device memory that a Problem owns: allocated by Lesson::run(), freed with the problem. Copies
-/// refer to the same memory, so a kernel's launch lambda may capture it either way. Converts to T*.
+/// Device memory of a Problem: allocated by Lesson::run(), released after the problem's table.
 struct Storage {
   void* data = nullptr;
   size_t count = 0;
@@ -58,6 +57,8 @@ struct Storage {
   void release();
 };
 
+/// Refers to a Storage, as T*. Copies refer to the same memory, so a launch lambda may capture it by
+/// value or by reference.
 template <typename T>
 class Buffer {
  public:

@@ -45,8 +45,8 @@ def table(run, problem):
     columns += ["memory, GB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {unit}, "
-        f"{number(problem['limit_ms'])} ms. Cold L2 cache, median of "
-        f"{problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}.",
+        f"{number(problem['limit_ms'])} ms. {problem['kernels'][0]['ms']['mode'].capitalize()} L2 cache, "
+        f"median of {problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}.",
         "",
         f"| kernel | {' | '.join(columns)} |",
         "|---" + "|--:" * len(columns) + "|",
