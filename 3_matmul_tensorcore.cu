@@ -144,25 +144,6 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 
 // ---- wmma shared --------------------------------------------------------------------------------
 
-// Copies the kRows x kCols tile of `from` (row-major, n x n) at (row0, col0) to shared memory,
-// where its rows are kStride halves apart; zeros where that is outside. With kAligned (n a multiple
-// of 8) 16 bytes at a time and, from compute capability 8.0, without a register in between.
-template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
-__device__ void copy_tile(half* to, const half* from, int row0, int col0, int n) {
-  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
-    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
-    const bool inside = row0 + row < n && col0 + col < n;
-    const half* at = from + static_cast<size_t>(row0 + row) * n + col0 + col;
-    if constexpr (kAligned) {
-      copy_async<16>(to + row * kStride + col, at, inside);
-    } else {
-      to[row * kStride + col] = inside ? *at : __float2half_rn(0);
-    }
-  }
-}
-
 // Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns BM x BN elements of C; per step of BK
 // it loads a tile of A and one of B into shared memory, once for all its warps, and each warp
 // multiplies its 16 kRows rows by its 16 kCols columns: kRows + kCols fragments are loaded for
@@ -188,8 +169,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     for (int j = 0; j < kCols; ++j) wmma::fill_fragment(sum[i][j], 0.0f);
   }
   for (int k0 = 0; k0 < n; k0 += BK) {
-    copy_tile<BM, BK, kStrideA, kThreads, kAligned>(a_tile[0], A, row0, k0, n);
-    copy_tile<BK, BN, kStrideB, kThreads, kAligned>(b_tile[0], B, k0, col0, n);
+    copy_tile<BM, BK, kStrideA, kThreads, kAligned>(a_tile[0], A, row0, k0, n, n);
+    copy_tile<BK, BN, kStrideB, kThreads, kAligned>(b_tile[0], B, k0, col0, n, n);
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();

@@ -150,25 +150,6 @@ struct GateSums {
   }
 };
 
-// Copies the kRows x kCols tile of `from` (row-major, rows x cols) at (row0, col0) to shared
-// memory, where its rows are kStride halves apart; zeros where that is outside. With kAligned (cols
-// a multiple of 8) 16 bytes at a time and, from compute capability 8.0, asynchronously (cp.async).
-template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
-__device__ void copy_tile(half* to, const half* from, int row0, int col0, int rows, int cols) {
-  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
-    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
-    const bool inside = row0 + row < rows && col0 + col < cols;
-    const half* at = from + static_cast<size_t>(row0 + row) * cols + col0 + col;
-    if constexpr (kAligned) {
-      copy_async<16>(to + row * kStride + col, at, inside);
-    } else {
-      to[row * kStride + col] = inside ? *at : __float2half_rn(0);
-    }
-  }
-}
-
 // The 16 equal rows of GateSums::start, kStride floats apart, for kCols columns from col0.
 template <int kCols, int kStride, int kThreads>
 __device__ void fill_bias_tile(float* to, const half* bias, int col0, int H) {

@@ -5,6 +5,7 @@
 // follow before other threads read them. Below compute capability 8.0 the same calls copy at once.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
@@ -35,4 +36,24 @@ __device__ inline void copy_async_commit() { __pipeline_commit(); }
 template <int kNewest>
 __device__ inline void copy_async_wait() {
   __pipeline_wait_prior(kNewest);
+}
+
+/// The block's kThreads threads copy the kRows x kCols tile of `from` (row-major, rows x cols) at
+/// (row0, col0) to shared memory, where its rows are kStride halves apart; zeros where that is
+/// outside. With kAligned (cols a multiple of 8) by copy_async, 16 bytes at a time; otherwise at
+/// once, element by element.
+template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
+__device__ void copy_tile(half* to, const half* from, int row0, int col0, int rows, int cols) {
+  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
+    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
+    const bool inside = row0 + row < rows && col0 + col < cols;
+    const half* at = from + static_cast<size_t>(row0 + row) * cols + col0 + col;
+    if constexpr (kAligned) {
+      copy_async<16>(to + row * kStride + col, at, inside);
+    } else {
+      to[row * kStride + col] = inside ? *at : __float2half_rn(0);
+    }
+  }
 }

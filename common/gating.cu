@@ -33,8 +33,6 @@ __global__ void finish_step_kernel(const double* s1, double* s2, const half* b1,
   }
 }
 
-constexpr int64_t kRows = 8192;  // of x, converted to fp64 at a time
-
 Problem& declare(Lesson& lesson, const char* name, const GatingShape& shape) {
   if (shape.rows > INT32_MAX - 1023) {
     fail(kBadUsage, "M = 1024 N = %lld rows are more than an int can count",
@@ -66,7 +64,7 @@ GatingProblem::GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* na
 }
 
 double GatingProblem::scratch_bytes() const {
-  const double rows = static_cast<double>(std::min(shape.rows, kRows));
+  const double rows = static_cast<double>(std::min(shape.rows, kReferenceRows));
   const double k = static_cast<double>(shape.channels), h = static_cast<double>(shape.hidden);
   return 8 * (rows * k + 2 * k * h + rows * h);
 }
@@ -77,7 +75,7 @@ double GatingProblem::tolerance(int roundings) const {
 }
 
 void GatingProblem::compute_reference(GatingStep step) const {
-  const int64_t K = shape.channels, H = shape.hidden, chunk = std::min(shape.rows, kRows);
+  const int64_t K = shape.channels, H = shape.hidden, chunk = std::min(shape.rows, kReferenceRows);
   Scratch<double> x64(chunk * K), W1_64(K * H), W2_64(K * H), s1(chunk * H);
   to_fp64(W1, Type::fp16, K * H, W1_64);
   to_fp64(W2, Type::fp16, K * H, W2_64);

@@ -2,7 +2,8 @@
 // JSON.
 //
 // A lesson's main declares its problems (inputs, outputs, a reference, the kernels) and ends with
-// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for each problem
+// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for each
+// problem
 //   1. refuses what does not fit in memory,
 //   2. fills the inputs with random numbers and computes the reference,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
@@ -124,8 +125,8 @@ struct Kernel {
   std::vector<Check> checks;     ///< the problem's, unless is_step() changes them
   std::function<void()> before;  ///< makes the inputs of a step; not timed
   double memory_bytes = 0;       ///< device memory that this way of computing needs; 0: not stated
-  int needs_cc = 0;     ///< least compute capability, times 10; 0: any, and the CPU backend
-  bool hopper = false;  ///< and it must be 9.0
+  int needs_cc = 0;              ///< least compute capability of a GPU, times 10
+  bool hopper = false;           ///< and it must be 9.0
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
   /// that `compute_reference` puts into `reference`.

@@ -50,7 +50,8 @@ void to_fp64(const void* in, Type type, size_t count, double* out);
 void matmul_fp64(cublasHandle_t blas, const double* a, const double* b, double* c, int64_t m,
                  int64_t n, int64_t k);
 
-/// Rows of `a` that reference_matmul converts at a time, and the bytes of device memory that takes.
+/// Rows of a left factor that references convert to fp64 at a time, and the bytes of device memory
+/// that reference_matmul takes for it.
 inline constexpr int64_t kReferenceRows = 8192;
 inline double reference_scratch(int64_t m, int64_t n, int64_t k) {
   const double rows = static_cast<double>(std::min(m, kReferenceRows));
