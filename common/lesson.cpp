@@ -14,10 +14,12 @@
 #include <cstring>
 #include <deque>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
 #include <regex>
+#include <set>
 
 #include "common/build_info.h"
 #include "common/numerics.h"
@@ -95,6 +97,29 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
+#ifndef CUDA_CPU
+/// `calls` calls of `launch` as a CUDA graph, one after the other.
+class Graph {
+ public:
+  Graph(const std::function<void()>& launch, int calls) {
+    CUDA_CHECK(cudaStreamBeginCapture(cudaStreamPerThread, cudaStreamCaptureModeThreadLocal));
+    for (int call = 0; call < calls; ++call) launch();
+    cudaGraph_t graph;
+    CUDA_CHECK(cudaStreamEndCapture(cudaStreamPerThread, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&instance_, graph));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    CUDA_CHECK(cudaGraphUpload(instance_, cudaStreamPerThread));
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() { cudaGraphExecDestroy(instance_); }
+  void launch() const { CUDA_CHECK(cudaGraphLaunch(instance_, cudaStreamPerThread)); }
+
+ private:
+  cudaGraphExec_t instance_ = nullptr;
+};
+#endif
+
 /// A line on stderr that the next one overwrites; only on a terminal, and only after two seconds.
 class Progress {
  public:
@@ -115,6 +140,10 @@ class Progress {
 
 const char* name_of(Role role) {
   return role == Role::baseline ? "baseline" : role == Role::library ? "library" : "ours";
+}
+
+const char* name_of(Timing timing) {
+  return timing == Timing::cold ? "cold" : timing == Timing::hot ? "hot" : "graph";
 }
 
 const char* name_of(Rate rate) {
@@ -201,12 +230,15 @@ struct Lesson::State {
   Device device;
   int64_t n = 0;
   std::map<std::string, int64_t> options;
+  std::map<std::string, std::string> choices;
+  std::map<std::string, bool> flags;
+  std::set<std::string> given;
   std::string json_path;
   std::optional<std::regex> kernel_filter;
   std::string kernel_pattern;
   int samples = 0;  // 0: as many as fit
   uint64_t seed = 1;
-  bool hot = false;
+  std::optional<Timing> timing_asked;
   bool list = false;
   std::deque<Problem> problems;
   std::vector<std::string> notes;
@@ -223,6 +255,10 @@ struct Lesson::State {
   void print(const Problem& problem) const;
   Json record() const;
   double limit_ms(const Work& work, Rate rate) const;
+  /// There is no cache to overwrite and no graph on the CPU.
+  Timing timing(const Problem& problem) const {
+    return device.backend == "cpu" ? Timing::hot : timing_asked.value_or(problem.timing_);
+  }
 };
 
 void Lesson::State::parse(int argc, char** argv) {
@@ -243,7 +279,14 @@ void Lesson::State::parse(int argc, char** argv) {
       ->check(CLI::Range(1, 1000000))
       ->type_name("K");
   app.add_option("--seed", seed, "seed of the random inputs")->capture_default_str();
-  app.add_flag("--hot", hot, "leave the L2 cache warm between samples");
+  bool cold = false, hot = false, graph = false;
+  auto* cold_flag = app.add_flag("--cold", cold,
+                                 "overwrite the L2 cache before each sample (usually the default)");
+  auto* hot_flag = app.add_flag("--hot", hot, "leave the L2 cache warm between samples");
+  app.add_flag("--graph", graph, "time a CUDA graph of 20 calls, per call, with a warm L2 cache")
+      ->excludes(cold_flag)
+      ->excludes(hot_flag);
+  hot_flag->excludes(cold_flag);
   app.add_flag("--list", list, "list the kernels and stop");
   std::map<std::string, std::string> texts;
   for (const Option& option : info.options) {
@@ -251,6 +294,14 @@ void Lesson::State::parse(int argc, char** argv) {
         ->type_name("INT")
         ->default_str(std::to_string(option.value));
   }
+  for (const Choice& choice : info.choices) {
+    std::string& value = choices[choice.name] = choice.values.front();
+    app.add_option(choice.name, value, choice.meaning)
+        ->check(CLI::IsMember(choice.values))
+        ->type_name("NAME")
+        ->capture_default_str();
+  }
+  for (const Flag& flag : info.flags) app.add_flag(flag.name, flags[flag.name], flag.meaning);
   app.footer(
       "Exit codes: 0 all verified; 1 a kernel failed verification; 2 bad usage;\n"
       "            3 the device cannot do it.");
@@ -284,6 +335,12 @@ void Lesson::State::parse(int argc, char** argv) {
     fail(kBadUsage, "%s (see --help)", error.what());
   }
 
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->count() > 0) given.insert(option->get_name());
+  }
+  if (cold) timing_asked = Timing::cold;
+  if (hot) timing_asked = Timing::hot;
+  if (graph) timing_asked = Timing::graph;
   if (app.count("N") > 0) n = whole_number(n_text, "N", info.n_meaning);
   for (const Option& option : info.options) {
     options[option.name] = app.count(option.name) == 0
@@ -332,6 +389,9 @@ Lesson::~Lesson() = default;
 
 int64_t Lesson::n() const { return state_->n; }
 int64_t Lesson::option(const char* name) const { return state_->options.at(name); }
+const std::string& Lesson::choice(const char* name) const { return state_->choices.at(name); }
+bool Lesson::flag(const char* name) const { return state_->flags.at(name); }
+bool Lesson::given(const char* name) const { return state_->given.contains(name); }
 const Device& Lesson::device() const { return state_->device; }
 void Lesson::note(std::string line) { state_->notes.push_back(std::move(line)); }
 
@@ -360,7 +420,8 @@ void Lesson::State::require_memory() {
   double needed = 0;
   for (const Problem& problem : problems) {
     double bytes = problem.scratch_bytes_;
-    for (const auto* list : {&problem.inputs_, &problem.outputs_, &problem.references_}) {
+    for (const auto* list :
+         {&problem.inputs_, &problem.outputs_, &problem.references_, &problem.workspaces_}) {
       for (const auto& storage : *list) bytes += storage->bytes();
     }
     needed = std::max(needed, bytes);
@@ -385,6 +446,11 @@ void Lesson::State::prepare(Problem& problem) {
   }
   for (auto& storage : problem.references_) storage->allocate();
   for (auto& storage : problem.outputs_) storage->allocate();
+  for (auto& storage : problem.workspaces_) {
+    storage->allocate();
+    CUDA_CHECK(cudaMemsetAsync(storage->data, 0, storage->count * storage->element_bytes));
+  }
+  if (problem.adjust_inputs_) problem.adjust_inputs_();
   progress.show(problem.name_ + ": reference");
   problem.compute_reference_();
   CUDA_CHECK(cudaDeviceSynchronize());
@@ -431,23 +497,36 @@ void Lesson::State::sample(Problem& problem) {
   for (Kernel& kernel : problem.kernels_) {
     if (kernel.ran) timed.push_back(&kernel);
   }
+  const Timing timing = this->timing(problem);
+  const int calls = timing == Timing::graph ? kGraphCalls : 1;
+  std::map<const Kernel*, std::function<void()>> launches;
+  for (const Kernel* kernel : timed) launches[kernel] = kernel->launch;
+#ifndef CUDA_CPU
+  std::deque<Graph> graphs;
+  if (timing == Timing::graph) {
+    for (const Kernel* kernel : timed) {
+      const Graph& graph = graphs.emplace_back(kernel->launch, calls);
+      launches[kernel] = [&graph] { graph.launch(); };
+    }
+  }
+#endif
   Event start, stop;
-  const auto time_one = [&](const Kernel& kernel) {
+  const auto time_one = [&](const Kernel* kernel) {
     start.record();
-    kernel.launch();
+    launches[kernel]();
     stop.record();
     CUDA_CHECK(cudaGetLastError());
-    return stop.since(start);
+    return stop.since(start) / static_cast<float>(calls);
   };
   // Written, not read: twice the L2 leaves nothing of the inputs in it, and as in a real network
   // the kernel finds it full of somebody else's results.
-  const bool flush = device.backend == "cuda" && !hot;
+  const bool flush = timing == Timing::cold;
   const size_t flush_bytes = flush ? 2 * static_cast<size_t>(device.l2_bytes) : 1;
   Scratch<char> flushed(flush_bytes);
 
   // Warm-up, which also tells how many samples fit into a few seconds.
   double round_ms = 0;
-  for (Kernel* kernel : timed) round_ms += time_one(*kernel);
+  for (Kernel* kernel : timed) round_ms += static_cast<double>(calls) * time_one(kernel);
   int rounds = samples;
   if (rounds == 0) {
     const bool gpu = device.backend == "cuda";
@@ -466,9 +545,9 @@ void Lesson::State::sample(Problem& problem) {
       if (flush) {
         CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
       } else if (device.backend == "cuda") {
-        kernel->launch();
+        launches[kernel]();
       }
-      kernel->samples_ms.push_back(time_one(*kernel));
+      kernel->samples_ms.push_back(time_one(kernel));
     }
   }
   for (Kernel* kernel : timed) std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
@@ -494,6 +573,9 @@ void Lesson::State::print(const Problem& problem) const {
            memory ? "memory" : (std::string(name_of(problem.rate_)) + " arithmetic").c_str(),
            limit);
   }
+  if (timing(problem) == Timing::graph) {
+    printf("timed: %d calls in a CUDA graph, per call\n", kGraphCalls);
+  }
   size_t width = 24;
   bool memory_column = false;
   for (const Kernel& kernel : problem.kernels_) {
@@ -518,7 +600,7 @@ void Lesson::State::print(const Problem& problem) const {
     char percent[16] = "-";
     if (kernel_limit > 0) snprintf(percent, sizeof percent, "%.1f", 100 * kernel_limit / ms);
     const double error = std::fabs(kernel.error.frobenius);  // a NaN may print its sign
-    printf("%-*s %10.4f %8.4g %7.4g %7s %7.4gx %8.1e", w, kernel.name.c_str(), ms,
+    printf("%-*s %10.*f %8.4g %7.4g %7s %7.4gx %8.1e", w, kernel.name.c_str(), ms < 0.1 ? 5 : 4, ms,
            kernel.work.flops / ms * 1e-9, kernel.work.bytes / ms * 1e-6, percent,
            baseline->median_ms() / ms, error);
     if (memory_column) printf(" %8.3f", kernel.memory_bytes * 1e-9);
@@ -561,7 +643,7 @@ Json Lesson::State::record() const {
             {"p10", kernel.percentile(10)},
             {"p90", kernel.percentile(90)},
             {"samples", kernel.samples_ms.size()},
-            {"mode", hot || device.backend == "cpu" ? "hot" : "cold"}}},
+            {"mode", name_of(timing(problem))}}},
           {"tflops", kernel.work.flops / ms * 1e-9},
           {"gbps", kernel.work.bytes / ms * 1e-6},
           {"percent_of_limit", or_null(100 * limit_ms(kernel.work, problem.rate_) / ms)},
@@ -635,7 +717,8 @@ int Lesson::run() {
     state.verify(problem);
     state.sample(problem);
     state.verify(problem);
-    for (auto* list : {&problem.inputs_, &problem.outputs_, &problem.references_}) {
+    for (auto* list :
+         {&problem.inputs_, &problem.outputs_, &problem.references_, &problem.workspaces_}) {
       for (auto& storage : *list) storage->release();
     }
     for (const Kernel& kernel : problem.kernels_) failed += kernel.ran && !kernel.ok;

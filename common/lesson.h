@@ -7,7 +7,8 @@
 //   1. refuses what does not fit in memory,
 //   2. fills the inputs with random numbers and computes the reference,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
-//   4. samples the kernels in turn, each round in another order, each with a cold L2 cache,
+//   4. samples the kernels in turn, each round in another order, each with a cold L2 cache (or, for
+//      kernels of microseconds, as the nodes of a CUDA graph),
 //   5. verifies again, and prints the table;
 // then it writes the JSON record and returns the exit code.
 #pragma once
@@ -48,7 +49,7 @@ struct Storage {
   size_t count = 0;
   Type type{};
   size_t element_bytes = 0;
-  double scale = 0;  ///< inputs: uniform in [-scale, scale)
+  double scale = 0, center = 0;  ///< inputs: uniform in [center - scale, center + scale)
   Storage() = default;
   Storage(const Storage&) = delete;
   Storage& operator=(const Storage&) = delete;
@@ -115,6 +116,11 @@ double dot_tolerance(int64_t length, double u_sum, double u_out, double u_in = 0
 double tensor_core_sum(int64_t length);
 
 enum class Role { baseline, library, ours };
+
+/// How a kernel is timed: alone, after the L2 cache was overwritten (cold) or after a launch of its
+/// own (hot); or as one of the kGraphCalls calls of a CUDA graph, launch included.
+enum class Timing { cold, hot, graph };
+inline constexpr int kGraphCalls = 20;
 
 /// One row of the table.
 struct Kernel {
@@ -192,10 +198,20 @@ struct Kernel {
 /// One table: inputs, outputs and a reference that its kernels share.
 class Problem {
  public:
-  /// Random numbers, uniform in [-scale, scale).
+  /// Random numbers, uniform in [center - scale, center + scale).
   template <typename T>
-  Buffer<T> input(size_t count, double scale = 1) {
-    return buffer<T>(inputs_, count, scale);
+  Buffer<T> input(size_t count, double scale = 1, double center = 0) {
+    Buffer<T> result = buffer<T>(inputs_, count, scale);
+    result.storage()->center = center;
+    return result;
+  }
+  /// Called when the inputs are filled, before the reference is computed: may change them.
+  void adjust_inputs(std::function<void()> adjust) { adjust_inputs_ = std::move(adjust); }
+  /// Zeros when the first kernel starts, and never touched between kernels: for counters that each
+  /// launch leaves as it found them.
+  template <typename T>
+  Buffer<T> workspace(size_t count) {
+    return buffer<T>(workspaces_, count, 0);
   }
   /// Poisoned with NaN before each kernel is verified; also for temporaries.
   template <typename T>
@@ -209,6 +225,10 @@ class Problem {
     scratch_bytes_ = scratch_bytes;
     compute_reference_ = std::move(compute);
   }
+
+  /// Times these kernels, unless the command line says otherwise, as microsecond kernels run in a
+  /// real program: kGraphCalls calls in a CUDA graph, per call. The cache stays warm.
+  void in_graph() { timing_ = Timing::graph; }
 
   /// Every kernel (that does not say otherwise) is held to this.
   template <typename T>
@@ -247,7 +267,9 @@ class Problem {
   std::string dtype_;
   Work work_;
   Rate rate_{};
-  Storages inputs_, outputs_, references_;
+  Timing timing_ = Timing::cold;
+  Storages inputs_, outputs_, references_, workspaces_;
+  std::function<void()> adjust_inputs_;
   double scratch_bytes_ = 0;
   std::function<void()> compute_reference_;
   std::vector<Check> checks_;
@@ -261,12 +283,25 @@ struct Option {
   int value;  ///< default
 };
 
+struct Choice {
+  const char* name;  ///< "--algebra"
+  const char* meaning;
+  std::vector<std::string> values;  ///< the first is the default
+};
+
+struct Flag {
+  const char* name;  ///< "--sweep"
+  const char* meaning;
+};
+
 struct LessonInfo {
   const char* name;       ///< the file's name without .cu
   const char* title;      ///< one line
   const char* n_meaning;  ///< what N is, for --help and for errors
   int n_gpu, n_cpu;       ///< N where none is given: on a GPU; on the CPU, in seconds
   std::vector<Option> options = {};
+  std::vector<Choice> choices = {};
+  std::vector<Flag> flags = {};
 };
 
 class Lesson {
@@ -279,6 +314,10 @@ class Lesson {
   int64_t n() const;
   /// Value of one of the lesson's own options, at least 1.
   int64_t option(const char* name) const;
+  const std::string& choice(const char* name) const;
+  bool flag(const char* name) const;
+  /// Whether the command line names this option, or "N".
+  bool given(const char* name) const;
   const Device& device() const;
   /// True on the CPU backend.
   bool on_cpu() const { return device().backend == "cpu"; }

@@ -27,12 +27,13 @@ __device__ double get(double value) { return value; }
 
 /// One thread fills every (threads of the grid)-th element.
 template <typename T>
-__global__ void fill_random_kernel(T* out, size_t count, double scale, uint64_t seed) {
+__global__ void fill_random_kernel(T* out, size_t count, double scale, double center,
+                                   uint64_t seed) {
   const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
   for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += stride) {
     const uint64_t bits = mix(seed * 0x9e3779b97f4a7c15ull + i + 1);
-    put(out[i], scale * (static_cast<double>(bits >> 11) * 0x1p-52 - 1));
+    put(out[i], center + scale * (static_cast<double>(bits >> 11) * 0x1p-52 - 1));
   }
 }
 
@@ -100,8 +101,9 @@ void with_type(void* data, Type type, Visit visit) {
 }
 
 template <typename T>
-void launch_fill_random(T* out, size_t count, double scale, uint64_t seed) {
-  fill_random_kernel<T><<<blocks_for(count), kThreads>>>(out, count, scale, seed);
+void launch_fill_random(T* out, const Storage& storage, uint64_t seed) {
+  fill_random_kernel<T><<<blocks_for(storage.count), kThreads>>>(out, storage.count, storage.scale,
+                                                                 storage.center, seed);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -120,8 +122,7 @@ void launch_compare(const T* out, const double* reference, size_t count, Sums* s
 }  // namespace
 
 void fill_random(const Storage& storage, uint64_t seed) {
-  with_type(storage.data, storage.type,
-            [&](auto* out) { launch_fill_random(out, storage.count, storage.scale, seed); });
+  with_type(storage.data, storage.type, [&](auto* out) { launch_fill_random(out, storage, seed); });
 }
 
 void to_fp64(const void* in, Type type, size_t count, double* out) {

@@ -37,7 +37,7 @@ class Scratch {
   T* data_ = nullptr;
 };
 
-/// Element i becomes a number uniform in [-scale, scale) that depends on seed and i alone.
+/// Element i becomes a number uniform around storage.center that depends on seed and i alone.
 void fill_random(const Storage& storage, uint64_t seed);
 
 /// Relative error of `check.output` against `check.reference`, accumulated in fp64.

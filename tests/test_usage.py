@@ -113,8 +113,8 @@ def test_help(backend, lesson):
     n_meaning = re.search(r'\.n_meaning = "(.*?)"', source)[1]
     assert re.search(rf"^ *N .*{re.escape(n_meaning)}$", result.stdout, re.MULTILINE)
     own = re.findall(r'\{"(--\w+)"', source)
-    for option in ["--help", "--json", "--kernel", "--device", "--samples", "--seed", "--hot",
-                   "--list", *own]:
+    for option in ["--help", "--json", "--kernel", "--device", "--samples", "--seed", "--cold",
+                   "--hot", "--graph", "--list", *own]:
         assert re.search(rf"^ *(-h,)?{option}\b", result.stdout, re.MULTILINE), option
     for code in range(4):
         assert re.search(rf"\b{code} [a-z]", result.stdout.split("Exit codes:")[1])
