@@ -32,14 +32,10 @@
 
 // ---- Host: tensor maps --------------------------------------------------------------------------
 
-/// Describes a row-major matrix (rows, cols) of 2-byte elements to the copy engine, which moves
-/// boxes of `box_rows` rows by 64 columns (128 bytes) to or from shared memory. There the box is
-/// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
-/// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
-/// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes and `cols` a
-/// multiple of 8. CUDA Driver API, "Tensor Map Object Management".
 template <typename T>
-CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows) {
+CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* extents,
+                              const cuuint64_t* strides, const cuuint32_t* box,
+                              CUtensorMapSwizzle swizzle) {
   static_assert(sizeof(T) == 2);
   // Through the runtime, so that the program starts where there is no driver to link to.
   static const auto encode = [] {
@@ -50,22 +46,42 @@ CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box
     if (result != cudaDriverEntryPointSuccess) fail(kDeviceCannot, "the driver has no tensor maps");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(cols) * sizeof(T)};
-  const cuuint32_t box[2] = {64, box_rows};
   const cuuint32_t steps[2] = {1, 1};
   const CUtensorMapDataType type =
       type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
   const CUresult status =
-      encode(&map, type, 2, const_cast<T*>(matrix), extents, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(&map, type, rank, const_cast<T*>(tensor), extents, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
-    fail(kDeviceCannot, "cuTensorMapEncodeTiled: CUresult %d (%lld x %lld)",
-         static_cast<int>(status), static_cast<long long>(rows), static_cast<long long>(cols));
+    fail(kDeviceCannot, "cuTensorMapEncodeTiled: CUresult %d (%u dimensions, the first of %llu)",
+         static_cast<int>(status), rank, static_cast<unsigned long long>(extents[0]));
   }
   return map;
+}
+
+/// Describes a row-major matrix (rows, cols) of 2-byte elements to the copy engine, which moves
+/// boxes of `box_rows` rows by 64 columns (128 bytes) to or from shared memory. There the box is
+/// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
+/// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
+/// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes and `cols` a
+/// multiple of 8. CUDA Driver API, "Tensor Map Object Management".
+template <typename T>
+CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows) {
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(cols) * sizeof(T)};
+  const cuuint32_t box[2] = {64, box_rows};
+  return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+/// The same for a vector of `count` elements, moved 64 at a time, without a swizzle.
+template <typename T>
+CUtensorMap tensor_map(const T* vector, int64_t count) {
+  const cuuint64_t extent = static_cast<cuuint64_t>(count);
+  const cuuint64_t strides[1] = {};  // one dimension has none, but the driver wants an address
+  const cuuint32_t box = 64;
+  return encode_tensor_map(vector, 1, &extent, strides, &box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 /// How many clusters of `blocks` blocks of `kernel` the device holds at once.
@@ -185,8 +201,34 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
-/// The same into all blocks of the cluster whose bit is set in `ranks`, at the same place in each,
-/// counting at each one's own barrier.
+/// A policy for tensor_load: the L2 cache gives this data up before other data.
+__device__ inline uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/// tensor_load of a box with a cache policy.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
+                                   Barrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+/// Copies the 64 elements of a vector from `first` on.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2}], [%3];" ::"r"(shared_address(to)),
+      "l"(map), "r"(first), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// Copies a matrix's box into all blocks of the cluster whose bit is set in `ranks`, at the same
+/// place in each, counting at each one's own barrier.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks) {
   asm volatile(
@@ -295,39 +337,82 @@ __device__ inline void wgmma_wait() {
   HOPPER_R32                                                                      \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
   "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define HOPPER_R128                                                                        \
-  HOPPER_R64                                                                               \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, "          \
-  "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "  \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
-  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "   \
+#define HOPPER_R96                                                                \
+  HOPPER_R64                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, " \
+  "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define HOPPER_R128                                                                          \
+  HOPPER_R96                                                                                 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
+  "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "     \
   "%125, %126, %127"
-// `n`: columns; `registers`: the sum's operands; `a`, `b`, `add`: the operands after them; the last
-// immediates: no negation, A as it is (k-major), B row-major.
-#define HOPPER_WGMMA(n, types, registers, a, b, add)                                   \
-  "{\n.reg .pred add;\nsetp.ne.b32 add, " add                                          \
-  ", 0;\n"                                                                             \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." types " {" registers "}, " a ", " b \
-  ", add, 1, 1, 0, 1;\n}"
-
-/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount. A as descriptor_a, B as
-/// descriptor_b.
-template <typename T, int kCount>
-__device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
-  static_assert(type_of<T> == Type::fp16 && (kCount == 32 || kCount == 64 || kCount == 128));
-  if constexpr (kCount == 32) {
-    asm volatile(HOPPER_WGMMA("64", "f16.f16", HOPPER_R32, "%32", "%33", "%34")
-                 : HOPPER_SUM32(0)
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-  } else if constexpr (kCount == 64) {
-    asm volatile(HOPPER_WGMMA("128", "f16.f16", HOPPER_R64, "%64", "%65", "%66")
-                 : HOPPER_SUM32(0), HOPPER_SUM32(32)
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-  } else {
-    asm volatile(HOPPER_WGMMA("256", "f16.f16", HOPPER_R128, "%128", "%129", "%130")
-                 : HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96)
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+// The two types' instructions. `n`: columns; `registers`: the sum's operands; `a` to `flags`: the
+// operands after them; flags: signs of A and B, transposed A (only in shared memory), B row-major.
+#define HOPPER_WGMMA_TEXT(n, type, registers, a, b, add, flags)                           \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n \
+  "k16.f32." type "." type " {" registers "}, " a ", " b ", add, " flags ";\n}"
+#define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                                  \
+  if constexpr (type_of<T> == Type::fp16) {                                                        \
+    asm volatile(HOPPER_WGMMA_TEXT(n, "f16", registers, a, b, add, flags) : __VA_ARGS__ : inputs); \
+  } else {                                                                                         \
+    asm volatile(HOPPER_WGMMA_TEXT(n, "bf16", registers, a, b, add, flags)                         \
+                 : __VA_ARGS__                                                                     \
+                 : inputs);                                                                        \
   }
+#define HOPPER_SHARED_A \
+  "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kSign), "n"(kTransposed ? 1 : 0)
+#define HOPPER_REGISTER_A \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kSign)
+
+/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount; T is half or __nv_bfloat16. A as
+/// descriptor_a, B as descriptor_b. kSign: 1 or -1, a factor of the product. kTransposed: A is the
+/// transpose of a row-major matrix, given as descriptor_b gives one of 64 columns.
+template <typename T, int kSign = 1, bool kTransposed = false, int kCount>
+__device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
+  static_assert(sizeof(T) == 2);
+  if constexpr (kCount == 32) {
+    HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, %35, %36, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0))
+  } else if constexpr (kCount == 64) {
+    HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, %67, %68, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 96) {
+    HOPPER_WGMMA("192", HOPPER_R96, "%96", "%97", "%98", "1, %99, %100, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
+  } else {
+    static_assert(kCount == 128);
+    HOPPER_WGMMA("256", HOPPER_R128, "%128", "%129", "%130", "1, %131, %132, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96))
+  }
+}
+
+/// The same with A from registers, which stay untouched until the product is done: warp w of the
+/// warpgroup holds rows 16 w to 16 w + 15, as fragments of mma_m16n8k16 (common/mma.cuh).
+template <typename T, int kSign = 1, int kCount>
+__device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
+  static_assert(sizeof(T) == 2);
+  if constexpr (kCount == 32) {
+    HOPPER_WGMMA("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", "1, %38, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0))
+  } else if constexpr (kCount == 64) {
+    HOPPER_WGMMA("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", "1, %70, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 96) {
+    HOPPER_WGMMA("192", HOPPER_R96, "{%96, %97, %98, %99}", "%100", "%101", "1, %102, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
+  } else {
+    static_assert(kCount == 128);
+    HOPPER_WGMMA("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133", "1, %134, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64),
+                 HOPPER_SUM32(96))
+  }
+}
+
+/// The kCount registers of a sum from kFirst on: 2 kCount of its columns.
+template <int kFirst, int kCount, int kAll>
+__device__ inline float (&columns_of(float (&sum)[kAll]))[kCount] {
+  static_assert(kFirst + kCount <= kAll);
+  return reinterpret_cast<float(&)[kCount]>(sum[kFirst]);
 }
 
 /// Stores four 8 x 8 matrices of 2-byte elements to shared memory: thread t gives the address of
