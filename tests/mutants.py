@@ -179,8 +179,8 @@ MUTANTS = [
         "error: the reference's dTimes and finite differences", "33", *NARROW,
     ),
     _mutant(
-        "reference_of_d_x_without_mass", "", DIFFUSION, "void backward_fp64(",
-        "basis, mass, s, d_x", "basis, nullptr, s, d_x",
+        "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
+        "s, evalues, times, count,", "s, evalues, times, count / 2,",
         "error: the reference's dX and finite differences", "33", *NARROW,
     ),
     # A kernel's gradient, and the sum of a slice that another one's takes the place of.

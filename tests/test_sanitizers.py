@@ -25,7 +25,7 @@ LAYER_SIZES = [
 # With the narrow tiles of a large E; with more than one tile along each extent.
 DIFFUSION_SIZES = [
     ("1", "--eigen", "336", "--width", "16"),
-    ("70", "--eigen", "80", "--width", "144"),
+    ("65", "--eigen", "16", "--width", "144"),
 ]
 
 
