@@ -7,8 +7,8 @@
 // The first block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888): W features
 // on the V vertices of a surface spread as heat does, feature w for times[w]. In the basis of the
 // first E eigenvectors of the surface's Laplacian this is a product with e^(-evalue time); mass is
-// the area around each vertex. So: project onto the basis, damp, expand. Backward, given dOut (V, W)
-// and dSpectral (E, W), the gradients with respect to the two results,
+// the area around each vertex. So: project onto the basis, damp, expand. Backward, given the
+// gradients with respect to the two results, dOut (V, W) and dSpectral (E, W),
 //
 //     s      = dSpectral + basis^T dOut                                                     (E, W)
 //     dTimes = -(evalues[:, None] * s * spectral).sum(0)                                    (W)
@@ -17,16 +17,17 @@
 // which has the same shape: a product with basis^T, something elementwise, a product with basis.
 //
 // What moves is x, out and the basis; what is computed is 4 V E W operations. With E = 128 and
-// W = 256 that is 100 operations per byte, half of what would keep a GPU's tensor cores busy: memory
-// is the limit, and temporaries would cost what they cost in lesson 5. But the fusion of lesson 6 is
-// not possible. There a row of the result needs one row of x. Here it needs all of them: every
-// element of spectral is a sum over all vertices, and until the last one is added no row of out can
-// be computed. Two products, with everybody's sum between them: what can still be fused?
+// W = 256 that is 100 operations per byte, half of what would keep a GPU's tensor cores busy:
+// memory is the limit, and temporaries would cost what they cost in lesson 5. But the fusion of
+// lesson 6 is not possible. There a row of the result needs one row of x. Here it needs all of
+// them: every element of spectral is a sum over all vertices, and until the last one is added no
+// row of out can be computed. Two products, with everybody's sum between them: what can still be
+// fused?
 //
 //     unfused      five library and elementwise kernels, as a framework launches them
 //     half fused   the elementwise work moves into the first product (mass into its operand, the
 //                  exponential into its epilogue). But its result is only 128 x 256: eight tiles,
-//                  eight blocks, each walking over all vertices while the other multiprocessors idle
+//                  eight blocks, each walking over all vertices, on a GPU made for hundreds
 //     split-K      the sum over vertices is cut into slices: blocks for the whole GPU
 //     one launch   the same, and the second product too, in one kernel
 //
@@ -60,8 +61,8 @@ constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
   return static_cast<unsigned>((count + per_block - 1) / per_block);
 }
 
-// e^(-evalue time). __expf is off by 2 or 3 units in the last place of fp32 here, where the exponent
-// is between -2 and 0; what it multiplies is rounded to bf16.
+// e^(-evalue time). __expf is off by 2 or 3 units in the last place of fp32 here, where the
+// exponent is between -2 and 0; what it multiplies is rounded to bf16.
 __device__ float damping(float evalue, float time) { return __expf(-evalue * time); }
 
 // ---- unfused: the elementwise kernels -----------------------------------------------------------
@@ -215,29 +216,28 @@ __device__ inline unsigned multiply2(unsigned a, unsigned b) {
   return *reinterpret_cast<const unsigned*>(&product);
 }
 
-// sum = the block's tile of basis^T (mass * values), added up over `steps` steps from first_step on.
+// sum += the block's tile of basis^T (mass * values), over `steps` steps from first_step on.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
 // transposes it on the way to the registers: no transposed copy exists. There, mass multiplies it:
-// a row of the basis is a column of the left factor, and of a fragment's pairs all those in a[0] and
-// a[1] belong to the same two vertices, those in a[2] and a[3] to two others. So two multiplications
-// of pairs serve each, 1/16 of the work of multiplying x, and the one rounding to bf16 that the
-// tensor cores demand is done on the way.
+// a row of the basis is a column of the left factor, and a register of a fragment holds two
+// neighbours of a row, two vertices, to which the same two masses belong in a[0] and a[1], and two
+// others in a[2] and a[3]. That is one instruction a register, and it rounds to bf16 once, as a
+// kernel for mass * x alone does.
 template <Pass kPass, typename Tiles>
 __device__ void multiply_slice(typename Tiles::Sum& sum, bf16* stages, const SpectrumOperands& in,
-                               int64_t first_step, int64_t steps, int e0, int w0, int64_t V, int E,
-                               int W) {
+                               int first_step, int steps, int e0, int w0, int64_t V, int E, int W) {
   constexpr int BE = Tiles::BE, BW = Tiles::BW, BV = Tiles::BV, kStages = Tiles::kStages;
   constexpr int WE = Tiles::WE, WW = Tiles::WW;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_e = warp / Tiles::kWarpColumns * WE, warp_w = warp % Tiles::kWarpColumns * WW;
-  const auto stage_of = [&](int64_t step) { return stages + step % kStages * Tiles::kStage; };
-  const auto copy_step = [&](int64_t step) {
+  const auto stage_of = [&](int step) { return stages + step % kStages * Tiles::kStage; };
+  const auto copy_step = [&](int step) {
     if (step < steps) {
       bf16* basis_tile = stage_of(step);
       bf16* values_tile = basis_tile + BV * BE;
       bf16* mass_tile = values_tile + BV * BW;
-      const int64_t v0 = (first_step + step) * BV;
+      const int64_t v0 = static_cast<int64_t>(first_step + step) * BV;
       copy_swizzled<BV, BE, Tiles::kThreads>(basis_tile, in.basis, v0, e0, V, E);
       copy_swizzled<BV, BW, Tiles::kThreads>(values_tile, in.values, v0, w0, V, W);
       if (kPass == Pass::forward && threadIdx.x < BV / 8) {  // V may end within 16 bytes
@@ -254,7 +254,7 @@ __device__ void multiply_slice(typename Tiles::Sum& sum, bf16* stages, const Spe
   const int basis_lane = swizzle<BE>(lane % 8 + lane / 16 * 8, warp_e + lane / 8 % 2 * 8);
   const int values_lane = swizzle<BW>(lane % 16, warp_w + lane / 16 * 8);
   for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  for (int64_t step = 0; step < steps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
     copy_step(step + kStages - 1);
@@ -303,6 +303,7 @@ template <Pass kPass, typename Tiles>
 __device__ void finish_spectrum(const typename Tiles::Sum& sum, const SpectrumOperands& to, int e0,
                                 int w0, int sums_row, int E, int W) {
   const int lane = threadIdx.x % 32;
+#pragma unroll
   for (int j = 0; j < Tiles::WW / 8; ++j) {
     const int w = w0 + 8 * j + lane % 4 * 2;  // and w + 1: W is even
     const float2 time =
@@ -359,19 +360,19 @@ struct SpectrumPlace {
   }
 };
 
-// The first product with all that is elementwise around it: what the unfused kernels wrote to memory
-// in between, mass * x and three E x W matrices, is now in registers. Block i owns tile i of the
-// spectrum and walks over all of V. That is the trouble: eight tiles keep eight multiprocessors of
-// 132 busy, and a multiprocessor only receives what it has asked for. With two stages, 32 KB, under
-// way and most of a microsecond from request to arrival that is some 40 GB/s each, 0.3 TB/s for all
-// eight, of the 4.8 TB/s that the memory of an H200 could serve.
+// The first product with all that is elementwise around it: what the unfused kernels wrote to
+// memory in between, mass * x and three E x W matrices, is now in registers. Block i owns tile i of
+// the spectrum and walks over all of V. That is the trouble: eight tiles keep eight multiprocessors
+// of 132 busy, and a multiprocessor only receives what it has asked for. With two stages, 32 KB,
+// under way and most of a microsecond from request to arrival that is some 40 GB/s each, 0.3 TB/s
+// for all eight, of the 4.8 TB/s that the memory of an H200 could serve.
 template <Pass kPass, typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads)
     to_spectrum(SpectrumOperands operands, int64_t V, int E, int W) {
   extern __shared__ __align__(128) bf16 tiles[];
   const SpectrumPlace<Tiles> place(blockIdx.x, E);
   typename Tiles::Sum sum = {};
-  const int64_t steps = (V + Tiles::BV - 1) / Tiles::BV;
+  const int steps = static_cast<int>((V + Tiles::BV - 1) / Tiles::BV);
   multiply_slice<kPass, Tiles>(sum, tiles, operands, 0, steps, place.e0, place.w0, V, E, W);
   finish_spectrum<kPass, Tiles>(sum, operands, place.warp_e0, place.warp_w0, place.sums_row, E, W);
 }
@@ -398,8 +399,8 @@ struct VertexTiles {
 };
 
 // result (V, W) = basis spectrum, and backward mass[:, None] * that. Lesson 6's resident weights
-// again: the spectrum is small, so every block keeps BW columns of it in shared memory for good, and
-// the basis streams by, tile blockIdx.x, blockIdx.x + gridDim.x, ... of its rows. Each warp's
+// again: the spectrum is small, so every block keeps BW columns of it in shared memory for good,
+// and the basis streams by, tile blockIdx.x, blockIdx.x + gridDim.x, ... of its rows. Each warp's
 // results go through a staging area of its own, so that they leave as 16 bytes a lane.
 // Backward, the blocks with the first tile also add up dTimes for their columns.
 template <Pass kPass, typename Tiles>
@@ -508,16 +509,21 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 //     in between.
 //   - The epilogue must be applied once. Damping is linear, so it may be applied to each partial
 //     sum before they are added, or to their total; applied to what has accumulated so far, it
-//     damps a slice as many times as there are slices after it. dSpectral, which backward adds,
+//     damps a slice once more for each one that comes after it. dSpectral, which backward adds,
 //     must not be added once per slice; and a nonlinear function (lesson 6's sigmoid) may only ever
 //     see the total.
 //   - Memory that is added to has to start at zero.
 //
-// A published split-K kernel for this very operator has a relative error of 0.8, and nobody had
-// compared. Here no block adds to memory that another one adds to. A block writes its partial sum to
-// a place of its own and then counts itself as done. The count tells the block that is the last of
-// its tile so: it adds all partial sums, in the order of the slices whatever order they came in, so
-// that the result is the same in every run, and applies the epilogue to the total.
+// (A published split-K kernel for this very operator has a relative error of 0.8.) Here no block
+// adds to memory that another one adds to. A block writes its partial sum to a place of its own and
+// then counts itself as done. Who counts last in a tile, adds up the tile's partial sums, in the
+// order of the slices whatever order they came in, so that the result is the same in every run, and
+// applies the epilogue to the total.
+//
+// What it costs: 264 partial sums of 16 KB are written and read, which is nothing beside 10^5
+// vertices but is what remains to be done at the end, by eight blocks, when V is small. And blocks
+// of one slice, which run at the same time, share what they read through the L2 cache: x is asked
+// for twice and the basis four times, but comes from memory once.
 //
 // A partial sum need not look like a matrix. Each thread stores its registers as they are, 16
 // neighbouring bytes beside its neighbour's, and in the last block the same thread reads them.
@@ -531,8 +537,8 @@ __global__ void __launch_bounds__(Tiles::kThreads)
   const SpectrumPlace<Tiles> place(blockIdx.x, E);
   typename Tiles::Sum sum = {};
   const int64_t steps = (V + Tiles::BV - 1) / Tiles::BV;
-  const int64_t first = steps * blockIdx.y / gridDim.y;
-  const int64_t end = steps * (blockIdx.y + 1) / gridDim.y;
+  const auto start_of = [&](int64_t slice) { return static_cast<int>(steps * slice / gridDim.y); };
+  const int first = start_of(blockIdx.y), end = start_of(blockIdx.y + 1);
   multiply_slice<kPass, Tiles>(sum, tiles, operands, first, end - first, place.e0, place.w0, V, E,
                                W);
 
@@ -707,8 +713,9 @@ double reference_bytes(const Shape& shape) {
 //
 //   - f is linear in x. In times each term of f' has a factor evalue * d < 2 for each further
 //     derivative, so that f''' is to f' as 4 to 1, and 4 times that is left room for.
-//   - The elements of out and spectral are off by dot_tolerance(V + E) of themselves, independently;
-//     so f is off by that much of the root of the sum of its terms' squares. Twice that over 2h.
+//   - The elements of out and spectral are off by dot_tolerance(V + E) of themselves,
+//   independently;   so f is off by that much of the root of the sum of its terms' squares. Twice
+//   that over 2h.
 //
 // With fp64's roundoff of 2^-53, h = 2^-16 makes both parts about 10^-9.
 constexpr int64_t kDifferenceRows = 256;  // of V: enough to run the same code

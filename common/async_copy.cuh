@@ -9,9 +9,9 @@
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
-/// Copies the first `bytes` of kBytes (4, 8 or 16; both addresses aligned to that), and writes zeros
-/// for the rest. With 0 `from` is not read and may point anywhere. PTX ISA, "Data Movement and
-/// Conversion Instructions: cp.async" (its src-size operand).
+/// Copies the first `bytes` of kBytes (4, 8 or 16; both addresses aligned to that), and writes
+/// zeros for the rest. With 0 `from` is not read and may point anywhere. PTX ISA, "Data Movement
+/// and Conversion Instructions: cp.async" (its src-size operand).
 template <int kBytes>
 __device__ inline void copy_async_part(void* to_shared, const void* from_global, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
