@@ -1,8 +1,9 @@
-"""Draws the recorded runs: results/<gpu>/<lesson>.svg, TFLOP/s of each kernel over N.
+"""Draws the recorded runs: results/<gpu>/<lesson>.svg, TFLOP/s of each kernel over the size.
 
     results/plot.py [LESSON ...]
 
-Only lessons recorded at several N are drawn (see SIZES in record.py).
+A lesson is drawn if it was recorded at several N (see SIZES in record.py), or in a sweep, one run at
+many sizes (VARIANTS), which has a panel for each kind of problem.
 """
 import json
 import pathlib
@@ -12,40 +13,75 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 RESULTS = pathlib.Path(__file__).resolve().parent
 DASHED = {"library", "peer"}
 
 
-def runs_of(folder, lesson):
-    """The lesson's recorded problems, by N."""
-    runs = [json.loads(path.read_text()) for path in folder.glob(f"{lesson}*.json")]
-    return sorted((run["problems"][0]["dims"]["N"], run) for run in runs)
+def panels_of(folder, lesson):
+    """The device's name, the name of the size, and the panels: {problem's name: [(size, problem)]}."""
+    sweep = folder / f"{lesson}.sweep.json"
+    paths = [sweep] if sweep.exists() else sorted(folder.glob(f"{lesson}*.json"))
+    runs = [json.loads(path.read_text()) for path in paths]
+    panels, size = {}, None
+    for run in runs:
+        for problem in run["problems"] if sweep.exists() else run["problems"][:1]:
+            size, extent = next(iter(problem["dims"].items()))
+            panels.setdefault(problem["name"], []).append((extent, problem))
+    for points in panels.values():
+        points.sort(key=lambda point: point[0])
+    return (runs[0]["device"]["name"] if runs else None), size, panels
 
 
-def draw(folder, lesson):
-    runs = runs_of(folder, lesson)
+def tick(size):
+    """256, 1k, 16k, 4M: in powers of 1024."""
+    for unit, name in ((1 << 20, "M"), (1 << 10, "k")):
+        if size % unit == 0:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
+def draw_panel(axes, problems, size, colors):
     curves = {}
-    for n, run in runs:
-        for kernel in run["problems"][0]["kernels"]:
-            curves.setdefault(kernel["name"], (kernel["role"], []))[1].append((n, kernel["tflops"]))
-    figure, axes = plt.subplots(figsize=(10, 5))
+    for extent, problem in problems:
+        for kernel in problem["kernels"]:
+            role, points = curves.setdefault(kernel["name"], (kernel["role"], []))
+            points.append((extent, kernel["tflops"]))
     for name, (role, points) in curves.items():
         style = "--" if role in DASHED else "-"
-        axes.plot(*zip(*points), style, marker="o", linewidth=2.5, label=name)
+        color = colors.setdefault(name, f"C{len(colors)}")
+        axes.plot(*zip(*points), style, color=color, marker="o", linewidth=2.5, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks([n for n, _ in runs], [str(n) for n, _ in runs])
+    sizes = [extent for extent, _ in problems]
+    many = len(sizes) > 8  # more than have room
+    sizes = sizes[:: 2 if many else 1]
+    axes.set_xticks(sizes, [tick(extent) if many else str(extent) for extent in sizes])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("N", fontsize=14)
-    axes.set_ylabel("TFLOP/s", fontsize=14)
+    axes.set_xlabel(size, fontsize=14)
     axes.tick_params(labelsize=13)
-    axes.set_title(f"{lesson}, {runs[0][1]['device']['name']}", fontsize=15)
     axes.grid(True, which="both", alpha=0.3)
-    axes.legend(fontsize=12, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw(folder, lesson, device, size, panels):
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(10 if len(panels) == 1 else 2 + 6 * len(panels), 5), sharey=True,
+        squeeze=False,
+    )
+    colors = {}  # of the kernels, the same in every panel
+    for axes, (name, problems) in zip(all_axes[0], panels.items()):
+        draw_panel(axes, problems, size, colors)
+        title = f"{lesson}, {device}"
+        axes.set_title(title if len(panels) == 1 else f"{title}: {name}", fontsize=15)
+    all_axes[0][0].set_ylabel("TFLOP/s", fontsize=14)
+    # The first panel has every kernel.
+    all_axes[0][-1].legend(
+        *all_axes[0][0].get_legend_handles_labels(), fontsize=12, loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     figure.tight_layout()
     # A fixed salt and no date: the same records give the same file.
     figure.savefig(folder / f"{lesson}.svg", metadata={"Date": None})
@@ -54,11 +90,12 @@ def draw(folder, lesson):
 
 def main():
     matplotlib.rcParams["svg.hashsalt"] = "results"
-    lessons = sys.argv[1:] or ["3_matmul_tensorcore"]
+    lessons = sys.argv[1:] or ["3_matmul_tensorcore", "7_diffusion_fused"]
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for lesson in lessons:
-            if len(runs_of(folder, lesson)) > 1:
-                draw(folder, lesson)
+            device, size, panels = panels_of(folder, lesson)
+            if any(len(problems) > 1 for problems in panels.values()):
+                draw(folder, lesson, device, size, panels)
 
 
 if __name__ == "__main__":

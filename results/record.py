@@ -1,9 +1,9 @@
-"""Runs every lesson on the GPU and records what it measured as results/<gpu>/<lesson>[.N].json.
+"""Runs every lesson on the GPU and records what it measured as results/<gpu>/<lesson>[.RUN].json.
 
     results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
 
-A lesson is recorded at its default N, and at those of SIZES. A lesson that fails is not recorded, and
-the exit code says so.
+A lesson is recorded at its default N, at those of SIZES (RUN is the N), and with the arguments of
+VARIANTS (RUN is their name). A lesson that fails is not recorded, and the exit code says so.
 """
 import argparse
 import json
@@ -17,7 +17,17 @@ SIZES = {
     "2_matmul_sharedmem": [8192],
     "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
     "4_matmul_cublas": [8192],
+    "7_diffusion_fused": [1024, 4096, 16384, 1048576],
 }
+VARIANTS = {
+    "7_diffusion_fused": {"sweep": ["--sweep"]},
+}
+
+
+def runs_of(lesson):
+    """(RUN, arguments) of each recording; RUN is empty for the default N."""
+    sizes = [(str(n), [str(n)]) for n in SIZES.get(lesson, [])]
+    return [("", []), *sizes, *VARIANTS.get(lesson, {}).items()]
 
 
 def gpu_folder(name):
@@ -25,18 +35,18 @@ def gpu_folder(name):
     return name.removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
-def record(program, n, out):
+def record(program, run, arguments, out):
     """One run. Returns True if all of its kernels were verified."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "run.json"
-        command = [program, *([str(n)] if n else []), "--device", "cuda", "--json", written]
-        print("$", program.name, n or "", flush=True)
+        print("$", program.name, *arguments, flush=True)
+        command = [program, *arguments, "--device", "cuda", "--json", written]
         if subprocess.run(command).returncode != 0:
             return False
         text = written.read_text()
     target = out or ROOT / "results" / gpu_folder(json.loads(text)["device"]["name"])
     target.mkdir(parents=True, exist_ok=True)
-    suffix = f".{n}" if n else ""
+    suffix = f".{run}" if run else ""
     (target / f"{program.name}{suffix}.json").write_text(text)
     return True
 
@@ -50,11 +60,11 @@ def main():
     lessons = arguments.lessons or sorted(
         path.stem for pattern in ("[0-9]*.cu", "bonus*.cu") for path in ROOT.glob(pattern)
     )
-    runs = [(lesson, n) for lesson in lessons for n in [None, *SIZES.get(lesson, [])]]
     failed = [
-        f"{lesson} {n or ''}".strip()
-        for lesson, n in runs
-        if not record(arguments.bin.resolve() / lesson, n, arguments.out)
+        f"{lesson} {run}".strip()
+        for lesson in lessons
+        for run, options in runs_of(lesson)
+        if not record(arguments.bin.resolve() / lesson, run, options, arguments.out)
     ]
     if failed:
         print("not recorded:", ", ".join(failed), file=sys.stderr)

@@ -1,8 +1,9 @@
-"""Lessons with one planted mistake each, which a sanitizer has to report.
+"""Lessons with one planted mistake each, which a sanitizer, or the lesson itself, has to report.
 
-A sanitizer that stays silent proves something only if it would have spoken. SConstruct makes every
-mutant below from the lesson's source, in the build with the mutant's sanitizer;
-test_sanitizers.py runs it. A mistake that no longer fits the source fails the build.
+A check that stays silent proves something only if it would have spoken. SConstruct makes every
+mutant below from the lesson's source, in the build with the mutant's sanitizer, which
+test_sanitizers.py runs; or, where a wrong result is the mistake, in the plain CPU build for
+test_verification.py. A mistake that no longer fits the source fails the build.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ class Mutant:
     """The `nth` occurrence of `old` after `function`, the text that its definition starts with."""
 
     name: str
-    sanitizer: str
+    sanitizer: str  # "": none, the lesson's own verification has to find it
     lesson: str
     function: str
     old: str
@@ -48,12 +49,15 @@ def _end_of_function(text, start):
 MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
 FUSED = "6_gating_fused"
+DIFFUSION = "7_diffusion_fused"
 STATIONARY = "bonus_matmul_A_stationary"
 
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
+# One tile of the spectrum and three slices of V, one of them of two steps.
+DIFFUSION_ARGUMENTS = ("200", "--eigen", "64", "--width", "64")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -68,15 +72,19 @@ BARRIERS = [
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
     (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
     (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
+    (DIFFUSION, "half fused", "void multiply_slice(", 1, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "half fused", " from_spectrum(", 1, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "split-K", "to_spectrum_split(", 2, DIFFUSION_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
 ]
 
 
 def _missing_barriers():
     for lesson, kernel, function, count, arguments in BARRIERS:
+        where = re.search(r"\w+", function.replace("void ", ""))[0]
         for nth in range(count):
             yield Mutant(
-                name=f"{lesson}_{kernel.replace(' ', '_')}_without_barrier_{nth + 1}",
+                name=f"{lesson}_{where}_without_barrier_{nth + 1}",
                 sanitizer="thread",
                 lesson=lesson,
                 function=function,
@@ -95,6 +103,7 @@ def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth
 
 
 DATA_RACE = "ThreadSanitizer: data race"
+NARROW = ("--eigen", "16", "--width", "16")
 OUT_OF_BOUNDS_READ = r"heap-buffer-overflow[\s\S]*?\nREAD of size"
 OUT_OF_BOUNDS_WRITE = r"heap-buffer-overflow[\s\S]*?\nWRITE of size"
 
@@ -162,4 +171,30 @@ MUTANTS = [
         "const bool aligned = n % 4 == 0;", "const bool aligned = true;",
         "misaligned address .* for type .*float4", "33", "--kernel", "^vectors$",
     ),
+    # ---- Wrong results
+    # The reference's own gradients, which finite differences contradict.
+    _mutant(
+        "reference_of_d_times_with_the_wrong_sign", "", DIFFUSION, "void spectrum_gradient_fp64(",
+        "sum += as_double(evalues[e])", "sum -= as_double(evalues[e])",
+        "error: the reference's dTimes and finite differences", "33", *NARROW,
+    ),
+    _mutant(
+        "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
+        "s, evalues, times, count,", "s, evalues, times, count / 2,",
+        "error: the reference's dX and finite differences", "33", *NARROW,
+    ),
+    # A kernel's gradient, and the sum of a slice that another one's takes the place of.
+    _mutant(
+        "d_times_with_the_wrong_sign", "", DIFFUSION, " from_spectrum(",
+        "__float2bfloat16_rn(-sum)", "__float2bfloat16_rn(sum)",
+        "split-K .* 2.0e\\+00 .*FAILED", "33", *NARROW,
+    ),
+    _mutant(
+        "last_slice_replaces_the_others", "", DIFFUSION, "to_spectrum_split(",
+        "unsigned slice = 0;", "unsigned slice = gridDim.y - 1;",
+        "split-K .*FAILED", "192", *NARROW, "--kernel", "split-K",
+    ),
 ]
+
+SANITIZED = [mutant for mutant in MUTANTS if mutant.sanitizer]
+WRONG = [mutant for mutant in MUTANTS if not mutant.sanitizer]

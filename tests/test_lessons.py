@@ -6,8 +6,9 @@ import re
 from conftest import LESSONS, execute, program
 import pytest
 
-MATMULS = [lesson for lesson in LESSONS if "gating" not in lesson]
+MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus", lesson)]
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
+DIFFUSION = "7_diffusion_fused"
 SIZES = [1, 2, 31, 32, 33, 64, 100, 257]
 # Sums in an order that differs from run to run.
 UNORDERED = ["bonus_matmul_A_stationary"]
@@ -26,6 +27,13 @@ LAYERS = [(1, 1), (7, 3), (100, 65), (129, 96), (200, 1), (1, 96), (200, 96), (1
 NARROW = ("--channels", "3", "--hidden", "1")
 SQUARES = [(n, NARROW) for n in (2, 3, 31, 32, 33)] + [
     (n, (*NARROW, "--kernel", "^(?!resident)")) for n in (64, 100, 257)
+]
+
+
+# V, E, W: less than a tile, more than one, neither; E too large for the wide tiles.
+DIFFUSIONS = [
+    (1, 128, 256), (31, 16, 16), (33, 48, 144), (64, 64, 64), (130, 144, 80), (1000, 16, 48),
+    (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256),
 ]
 
 
@@ -119,6 +127,36 @@ def test_layer_in_16_byte_rows(run, backend, lesson, channels, hidden):
 def test_layers_have_every_extent():
     assert {channels for channels, _ in LAYERS} >= set(CHANNELS)
     assert {hidden for _, hidden in LAYERS} >= set(HIDDEN)
+
+
+@pytest.mark.parametrize("n, eigen, width", DIFFUSIONS)
+def test_diffusion(run, backend, n, eigen, width):
+    shape = ("--eigen", eigen, "--width", width)
+    result = run(DIFFUSION, n, *shape, "--samples", 1)
+    assert_verified(result, listed(DIFFUSION, backend, n, *shape), 1)
+    dims = {"V": n, "E": eigen, "W": width}
+    assert dims_of(result) == {"forward": dims, "backward": dims}
+    products = 4 * n * eigen * width
+    for problem in result.record["problems"]:
+        assert products < problem["flops"] < products + n * width + 10 * eigen * width
+        values = 2 * n * width + n * eigen + n + eigen + width  # all but those of E x W
+        rest = {"forward": eigen * width, "backward": 2 * eigen * width + width}
+        assert problem["min_bytes"] == 2 * (values + rest[problem["name"]])
+        for kernel in problem["kernels"]:
+            assert kernel["memory_bytes"] >= problem["min_bytes"]
+    difference = re.search(r"agree with finite differences to within (\S+)\.$", result.stdout, re.M)
+    assert float(difference[1]) < 2e-9
+
+
+def test_diffusion_sweep(run, backend):
+    narrow = ("--eigen", 16, "--width", 16)
+    result = run(DIFFUSION, "--sweep", *narrow, "--samples", 1)
+    assert_verified(result, listed(DIFFUSION, backend, "--sweep", *narrow), 1)
+    largest = 4194304 if backend == "cuda" else 1024
+    sizes = [256 << i for i in range(20) if 256 << i <= largest]
+    assert [(problem["name"], problem["dims"]["V"]) for problem in result.record["problems"]] == [
+        (name, size) for size in sizes for name in ("forward", "backward")
+    ]
 
 
 @pytest.mark.parametrize("lesson", LESSONS)

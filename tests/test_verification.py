@@ -1,8 +1,10 @@
-"""Verification passes right kernels and no others: those of broken_kernels.cu are all rejected."""
+"""Verification passes right kernels and no others: those of broken_kernels.cu are all rejected, and
+so are lessons with a planted mistake (mutants.py)."""
 
 import re
 
-from conftest import ROOT
+from conftest import ROOT, execute, program
+from mutants import WRONG
 import pytest
 
 BROKEN = "tests/broken_kernels"
@@ -47,3 +49,11 @@ def test_one_bad_kernel_is_enough(run):
 def test_error_without_a_value_is_null(run, bug):
     ((_, kernel),) = run(BROKEN, 33, "--kernel", bug, "--samples", 1).kernels
     assert kernel["error"] is None and not kernel["ok"]
+
+
+@pytest.mark.parametrize("mutant", WRONG, ids=lambda mutant: mutant.name)
+def test_wrong_lesson_is_rejected(mutant):
+    command = [program(f"mutants/{mutant.name}"), *mutant.arguments, "--device", "cpu"]
+    result = execute([*command, "--samples", "1"])
+    assert result.rc == VERIFICATION_FAILED, result.stdout + result.stderr
+    assert re.search(mutant.report, result.stdout + result.stderr), result.stdout + result.stderr
