@@ -45,6 +45,8 @@
 #include "common/mma.cuh"
 #include "common/numerics.h"
 #ifndef CUDA_CPU
+#include <cuda/atomic>
+
 #include "common/hopper.cuh"
 #endif
 
@@ -585,7 +587,359 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // ---- Hopper: one launch -------------------------------------------------------------------------
 
-// (The kernels of "one launch" go here.)
+// The whole operator in one kernel, which a first reading of it says cannot be: every row of out
+// needs the whole spectrum, and the spectrum needs every row of x. It takes two things. All blocks
+// are on the GPU at the same time, so that they may wait for each other; and a block keeps what it
+// has: a slice of the rows of x and of the basis.
+//
+//   First product   A block sums its rows' share of basis^T (mass x) up in registers, and adds it to
+//                   a sum of all blocks in memory (which is in the L2 cache, 128 KB). The basis is
+//                   the left factor, transposed: its fragments come through registers (ldmatrix),
+//                   where they are multiplied by the masses on the way.
+//   Meeting         Each waits until all have added. The sum comes back into the registers that the
+//                   shares left from, gets its exponential, and becomes the right factor of the
+//                   second product, in shared memory.
+//   Second product  Back over the same rows in reverse: the last tiles of the basis are still in
+//                   shared memory, those before them probably in the L2 cache. With up to kStages
+//                   tiles a block, the basis is read once.
+//
+// Backward is the same with dOut for x: the masses wait for the end, dSpectral joins the sum, and
+// dTimes is a product of the sum that a spare warp computes while the others go on.
+constexpr int kEigen = 128, kWidth = 256;  // at most; what is missing is zero
+
+#ifndef CUDA_CPU
+
+// A cluster of kWidth / kColumns blocks shares rows. Each has kColumns columns of x, and all of the
+// basis: they fetch it together, each its part, by multicast.
+template <int kColumns, int kStages>
+struct OneLaunchShared {
+  static constexpr int kBoxes = kColumns / 64;
+  bf16 basis[kStages][2][64 * 64];  // 64 rows, two boxes of 64 columns
+  union {
+    bf16 x[kStages][kBoxes][64 * 64];  // first product
+    struct {
+      bf16 spectrum[kBoxes][kEigen * 64];
+      bf16 out[2][kBoxes][64 * 64];  // a tile of each consumer
+    } second;
+  };
+  alignas(128) bf16 mass[kStages][64];
+  Barrier full[kStages], empty[kStages], spare;
+};
+
+// Rows of the boxes in which a cluster of kWidth / columns blocks fetches 64 rows of the basis.
+constexpr unsigned basis_rows(int columns) { return columns == 64 ? 32 : 64; }
+
+// What the blocks share in memory. Zero before the first launch; the launch leaves it ready for the
+// next one, whatever its size.
+struct Meeting {
+  // For each rank in a cluster: in the lower half how many blocks have come, in the upper half how
+  // many launches there were.
+  unsigned arrivals[kWidth / 64];
+  // Launches use the two sums in turn, and zero the other one.
+  float4 totals[2][kEigen * kWidth / 4];
+};
+
+struct OneLaunchVectors {
+  const bf16 *evalues, *times;              // (E), (W)
+  const bf16 *d_spectral, *saved_spectral;  // (E, W), backward
+  bf16* d_times;                            // (W), backward
+  Meeting* meeting;
+  int V, E, W;
+};
+
+#if HOPPER_CODE
+// Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
+__device__ inline float2 pair_at(const bf16* matrix, int rows, int cols, int row, int col) {
+  if (row >= rows || col >= cols) return float2{};
+  return __bfloat1622float2(
+      *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
+}
+
+__device__ inline uint32_t scaled(uint32_t pair, __nv_bfloat162 factors) {
+  const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), factors);
+  return reinterpret_cast<const uint32_t&>(product);
+}
+#endif
+
+// Blocks of a producer and two consumer warpgroups. In the first product, a consumer has 64 of the
+// 128 rows of the spectrum, all kColumns columns, and both work on every tile; in the second
+// product they take turns, tile by tile, so that one multiplies while the other writes out.
+// Results: forward, out (V, W) and spectral (E, W); backward, with dOut as x, dX as out, and dTimes.
+template <Pass kPass, int kColumns, int kStages>
+__global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
+    diffusion_one_launch(const __grid_constant__ CUtensorMap x,
+                         const __grid_constant__ CUtensorMap basis,
+                         const __grid_constant__ CUtensorMap mass,
+                         const __grid_constant__ CUtensorMap out,
+                         const __grid_constant__ CUtensorMap spectral,
+                         const OneLaunchVectors vectors) {
+#if HOPPER_CODE
+  constexpr int kBlocks = kWidth / kColumns, kBoxes = kColumns / 64;
+  using Shared = OneLaunchShared<kColumns, kStages>;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), group = blockIdx.x / kBlocks, groups = gridDim.x / kBlocks;
+  const int col0 = rank * kColumns;
+  const int64_t all_tiles = (vectors.V + 63) / 64;
+  const int first = static_cast<int>(all_tiles * group / groups);
+  const int tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
+
+  // No block is over this line twice before all have arrived: they agree on the launch's number.
+  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  Counter arrivals(vectors.meeting->arrivals[rank]);
+  const unsigned start = arrivals.load(cuda::memory_order_relaxed) & 0xffff0000;
+  const auto all_have_arrived = [&] {
+    return arrivals.load(cuda::memory_order_acquire) - start >= groups;
+  };
+  // The shares of a block's columns add up in the layout of the registers that hold them: quad
+  // (w kColumns / 8 + j) 32 + l is sum[4 j] to sum[4 j + 3] of lane l of the consumers' warp w.
+  constexpr int kQuads = kEigen * kColumns / 4;
+  const int turn = start >> 16 & 1;
+  float4* totals = vectors.meeting->totals[turn] + rank * kQuads;
+
+  uint32_t parities = 0;  // bit s: that of the next phase of stage s
+  const auto wait = [&](Barrier* barriers, int s) {
+    barrier_wait(&barriers[s], parities >> s & 1);
+    parities ^= 1u << s;
+  };
+  // The producer's loads: 64 rows of x, and of the basis with their masses.
+  const auto expect = [&](int s, int bytes) { barrier_arrive_expect(&shared.full[s], bytes); };
+  const auto load_x = [&](int t, uint64_t policy) {
+    const int s = t % kStages, row = 64 * (first + t);
+    for (int box = 0; box < kBoxes; ++box) {
+      tensor_load(shared.x[s][box], &x, row, col0 + 64 * box, &shared.full[s], policy);
+    }
+  };
+  const auto load_basis = [&](int t) {
+    const int s = t % kStages, row = 64 * (first + t);
+    constexpr int kRows = 128 / kBlocks;  // of a box, that this block fetches for its cluster
+    const int box = rank * kRows / 64, within = rank * kRows % 64;
+    tensor_load(shared.mass[s], &mass, row, &shared.full[s]);
+    tensor_load_multicast(shared.basis[s][box] + within * 64, &basis, row + within, 64 * box,
+                          &shared.full[s], (1 << kBlocks) - 1);
+  };
+  constexpr int kBasisBytes = sizeof shared.basis[0] + sizeof shared.mass[0];
+  constexpr int kFirstBytes = kBasisBytes + sizeof shared.x[0];
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 2 * kBlocks);
+    }
+    barrier_init(&shared.spare, 96);
+    barrier_init_fence();
+    expect(0, kFirstBytes);
+    load_x(0, evict_first());
+  }
+  const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+  const int warp = thread / 32, lane = thread % 32;
+  cluster_sync();
+
+  if (threadIdx.x < 128) {
+    registers_shrink_to<56>();
+    if (threadIdx.x == 0) {
+      for (int t = 0; t < tiles; ++t) {
+        if (t >= kStages) wait(shared.empty, t % kStages);
+        if (t > 0) {
+          expect(t % kStages, kFirstBytes);
+          load_x(t, evict_first());  // x is not needed again, the basis is
+        }
+        load_basis(t);
+      }
+      for (int t = tiles - 1 - kStages; t >= 0; --t) {
+        wait(shared.empty, t % kStages);
+        expect(t % kStages, kBasisBytes);
+        load_basis(t);
+      }
+    } else if (threadIdx.x >= 32) {
+      // Three spare warps. The work is divided among those of all groups.
+      const int lane = threadIdx.x % 32, worker = 3 * group + threadIdx.x / 32 - 1;
+      float4* next = vectors.meeting->totals[turn ^ 1] + rank * kQuads;
+      for (int i = 32 * worker + lane; i < kQuads; i += 96 * groups) next[i] = float4{};
+      if constexpr (kPass == Pass::backward) {
+        const int E = vectors.E, W = vectors.W;
+        // For the quads that hold 8 columns: the lane has two of them, and two rows of each 16.
+        const auto visit_columns = [&](auto visit) {
+          for (int j = worker; j < kColumns / 8; j += 3 * groups) {
+            const int col = col0 + 8 * j + 2 * (lane % 4);
+            float2 sum = {};
+#pragma unroll 4
+            for (int i = 0; i < 8; ++i) {
+              visit(totals + (i * kColumns / 8 + j) * 32 + lane, 16 * i + lane / 4, col, sum);
+            }
+#pragma unroll
+            for (int lanes = 4; lanes < 32; lanes *= 2) {
+              sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
+              sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
+            }
+            if (lane < 4 && col < W) {
+              *reinterpret_cast<uint32_t*>(vectors.d_times + col) = pack2<bf16>(sum.x, sum.y);
+            }
+          }
+        };
+        visit_columns([&](float4* quad, int row, int col, float2&) {
+          const float2 upper = pair_at(vectors.d_spectral, E, W, row, col);
+          const float2 lower = pair_at(vectors.d_spectral, E, W, row + 8, col);
+          atomicAdd(quad, make_float4(upper.x, upper.y, lower.x, lower.y));
+        });
+        barrier_arrive(&shared.spare);  // the block arrives when they have added, too
+        while (!all_have_arrived()) {
+        }
+        visit_columns([&](float4* quad, int row, int col, float2& sum) {
+          const float4 s = __ldcg(quad);
+          const float2 upper = pair_at(vectors.saved_spectral, E, W, row, col);
+          const float2 lower = pair_at(vectors.saved_spectral, E, W, row + 8, col);
+          const float e0 = row < E ? __bfloat162float(vectors.evalues[row]) : 0;
+          const float e1 = row + 8 < E ? __bfloat162float(vectors.evalues[row + 8]) : 0;
+          sum.x -= e0 * s.x * upper.x + e1 * s.z * lower.x;
+          sum.y -= e0 * s.y * upper.y + e1 * s.w * lower.y;
+        });
+      }
+    }
+  } else {
+    registers_grow_to<224>();
+    const auto release = [&](int s) {
+      if (thread < kBlocks) barrier_arrive(&shared.empty[s], thread);
+    };
+    // exp(-evalue time) of the thread's elements, while the first tiles are on their way. With the
+    // approximate exponential: its relative error, about 2^-21 (1 + |evalue time|), is far below
+    // that of the result's bf16.
+    const int row0 = 64 * consumer + 16 * warp + lane / 4;
+    const float upper = row0 < vectors.E ? -__bfloat162float(vectors.evalues[row0]) : 0;
+    const float lower = row0 + 8 < vectors.E ? -__bfloat162float(vectors.evalues[row0 + 8]) : 0;
+    float factors[kColumns / 2];
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int col = col0 + 8 * j + 2 * (lane % 4);
+      const float2 times = pair_at(vectors.times, 1, vectors.W, 0, col);
+      factors[4 * j] = __expf(upper * times.x);
+      factors[4 * j + 1] = __expf(upper * times.y);
+      factors[4 * j + 2] = __expf(lower * times.x);
+      factors[4 * j + 3] = __expf(lower * times.y);
+    }
+
+    float sum[kColumns / 2];
+    for (int t = 0; t < tiles; ++t) {
+      const int s = t % kStages;
+      wait(shared.full, s);
+      const bf16* box = shared.basis[s][consumer];
+      uint32_t a[4][4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int row = 16 * k + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+        ldmatrix_x4_trans(a[k], box + swizzled(row, piece));
+        if constexpr (kPass == Pass::forward) {
+          const auto* factor =
+              reinterpret_cast<const __nv_bfloat162*>(shared.mass[s] + 16 * k + 2 * (lane % 4));
+          a[k][0] = scaled(a[k][0], factor[0]);
+          a[k][1] = scaled(a[k][1], factor[0]);
+          a[k][2] = scaled(a[k][2], factor[4]);
+          a[k][3] = scaled(a[k][3], factor[4]);
+        }
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        wgmma<bf16>(sum, a[k], descriptor_b(shared.x[s][0], 64) + 128 * k, t > 0 || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (t + kStages < tiles) release(s);
+    }
+
+    float4* quads = totals + (4 * consumer + warp) * kColumns * 4 + lane;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      atomicAdd(quads + 32 * j,
+                make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+    }
+    named_barrier(4, 256);
+    if (threadIdx.x == 128) {
+      if constexpr (kPass == Pass::backward) barrier_wait(&shared.spare, 0);
+      const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - start;
+      if (before == groups - 1) {  // the last one: on to the next launch's number
+        arrivals.fetch_add(0x10000 - groups, cuda::memory_order_relaxed);
+      } else {
+        while (!all_have_arrived()) {
+        }
+      }
+    }
+    named_barrier(4, 256);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float4 total = __ldcg(quads + 32 * j);
+      sum[4 * j] = factors[4 * j] * total.x;
+      sum[4 * j + 1] = factors[4 * j + 1] * total.y;
+      sum[4 * j + 2] = factors[4 * j + 2] * total.z;
+      sum[4 * j + 3] = factors[4 * j + 3] * total.w;
+    }
+    // The sums as bf16 in boxes of 64 columns and `rows` rows, this warp's 16 rows from `row` on;
+    // the thread's rows are multiplied by `above` and `below`.
+    const auto to_boxes = [&](bf16* boxes, int rows, int row, float above, float below) {
+#pragma unroll
+      for (int c = 0; c < kColumns; c += 16) {
+        uint32_t registers[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int i = c / 2 + 2 * m;
+          const float factor = m % 2 ? below : above;
+          registers[m] = pack2<bf16>(factor * sum[i], factor * sum[i + 1]);
+        }
+        store_matrices(
+            boxes + c / 64 * rows * 64 + swizzled(row + lane % 16, c % 64 / 8 + lane / 16),
+            registers);
+      }
+    };
+    to_boxes(shared.second.spectrum[0], kEigen, 64 * consumer + 16 * warp, 1, 1);
+    shared_fence();
+    named_barrier(4, 256);
+    if (kPass == Pass::forward && group == 0 && threadIdx.x == 128) {
+      for (int box = 0; box < kBoxes; ++box) {
+        tensor_store(&spectral, 0, col0 + 64 * box, shared.second.spectrum[box]);
+      }
+      tensor_store_commit();
+    }
+
+    for (int t = tiles - 1; t >= 0; --t) {
+      const int s = t % kStages;
+      if (s % 2 != consumer) continue;
+      if (t + kStages < tiles) wait(shared.full, s);
+      float above = 1, below = 1;
+      if constexpr (kPass == Pass::backward) {
+        above = __bfloat162float(shared.mass[s][16 * warp + lane / 4]);
+        below = __bfloat162float(shared.mass[s][16 * warp + lane / 4 + 8]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        wgmma<bf16>(sum, descriptor_a(shared.basis[s][k / 4]) + 2 * (k % 4),
+                    descriptor_b(shared.second.spectrum[0], kEigen) + 128 * k, k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (t >= kStages) {  // for both consumers
+        release(s);
+        release(s);
+      }
+      if (thread == 0) tensor_store_wait_read<0>();
+      named_barrier(1 + consumer, 128);
+      to_boxes(shared.second.out[consumer][0], 64, 16 * warp, above, below);
+      shared_fence();
+      named_barrier(1 + consumer, 128);
+      if (thread == 0) {
+        for (int box = 0; box < kBoxes; ++box) {
+          tensor_store(&out, 64 * (first + t), col0 + 64 * box, shared.second.out[consumer][box]);
+        }
+        tensor_store_commit();
+      }
+    }
+    if (thread == 0) tensor_store_wait_read<0>();
+  }
+  // A block's barriers are used by its neighbours until here, if anything was loaded twice.
+  if (tiles > kStages) cluster_sync();
+#endif
+}
+
+#endif  // CUDA_CPU
 
 // ---- References ---------------------------------------------------------------------------------
 
@@ -1160,11 +1514,94 @@ void add_split(Backward& table) {
       .resources(kernel, Tiles::kThreads, Tiles::kSharedBytes);
 }
 
-// (So far only their names.)
-void add_one_launch(Forward& table) {
-  table.problem.kernel("one launch", Role::ours, {}).hopper_only();
+#ifndef CUDA_CPU
+constexpr int kOneLaunchThreads = 384;
+
+// As many clusters as fit on the device at once, or as there are tiles: none may wait for one that
+// cannot start.
+template <Pass kPass, int kColumns, int kStages>
+unsigned one_launch_blocks(const Shape& shape) {
+  constexpr int kBlocks = kWidth / kColumns, kBytes = sizeof(OneLaunchShared<kColumns, kStages>);
+  const auto kernel = diffusion_one_launch<kPass, kColumns, kStages>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int clusters = resident_clusters(kernel, kBlocks, kOneLaunchThreads, kBytes);
+  return kBlocks * persistent(blocks_for(shape.V, 64), clusters);
 }
+
+template <int kColumns, int kStages>
+void add_one_launch(Forward& table) {
+  const auto [V, E, W] = table.shape;
+  const unsigned blocks = one_launch_blocks<Pass::forward, kColumns, kStages>(table.shape);
+  constexpr int kBytes = sizeof(OneLaunchShared<kColumns, kStages>);
+  const auto meeting = table.problem.workspace<float>(sizeof(Meeting) / sizeof(float));
+  const auto launch = [=, V = V, E = E, W = W, &table] {
+    const CUtensorMap x = tensor_map<bf16>(table.x, V, W, 64);
+    const CUtensorMap basis = tensor_map<bf16>(table.basis, V, E, basis_rows(kColumns));
+    const CUtensorMap mass = tensor_map<bf16>(table.mass, V);
+    const CUtensorMap out = tensor_map<bf16>(table.out, V, W, 64);
+    const CUtensorMap spectral = tensor_map<bf16>(table.spectral, E, W, kEigen);
+    const OneLaunchVectors vectors = {.evalues = table.evalues,
+                                      .times = table.times,
+                                      .d_spectral = nullptr,
+                                      .saved_spectral = nullptr,
+                                      .d_times = nullptr,
+                                      .meeting = reinterpret_cast<Meeting*>(meeting.data()),
+                                      .V = static_cast<int>(V),
+                                      .E = static_cast<int>(E),
+                                      .W = static_cast<int>(W)};
+    diffusion_one_launch<Pass::forward, kColumns, kStages>
+        <<<blocks, kOneLaunchThreads, kBytes>>>(x, basis, mass, out, spectral, vectors);
+  };
+  table.problem.kernel("one launch", Role::ours, launch)
+      .hopper_only()
+      .occupies(table.ends() + meeting.bytes())
+      .resources(diffusion_one_launch<Pass::forward, kColumns, kStages>, kOneLaunchThreads, kBytes);
+}
+
+template <int kColumns, int kStages>
 void add_one_launch(Backward& table) {
+  const auto [V, E, W] = table.shape;
+  const unsigned blocks = one_launch_blocks<Pass::backward, kColumns, kStages>(table.shape);
+  constexpr int kBytes = sizeof(OneLaunchShared<kColumns, kStages>);
+  const auto meeting = table.problem.workspace<float>(sizeof(Meeting) / sizeof(float));
+  const auto launch = [=, V = V, E = E, W = W, &table] {
+    const CUtensorMap d_out = tensor_map<bf16>(table.d_out, V, W, 64);
+    const CUtensorMap basis = tensor_map<bf16>(table.basis, V, E, basis_rows(kColumns));
+    const CUtensorMap mass = tensor_map<bf16>(table.mass, V);
+    const CUtensorMap d_x = tensor_map<bf16>(table.d_x, V, W, 64);
+    const OneLaunchVectors vectors = {.evalues = table.evalues,
+                                      .times = table.times,
+                                      .d_spectral = table.d_spectral,
+                                      .saved_spectral = table.spectral,
+                                      .d_times = table.d_times,
+                                      .meeting = reinterpret_cast<Meeting*>(meeting.data()),
+                                      .V = static_cast<int>(V),
+                                      .E = static_cast<int>(E),
+                                      .W = static_cast<int>(W)};
+    // The map of spectral is not used: dX's stands for it.
+    diffusion_one_launch<Pass::backward, kColumns, kStages>
+        <<<blocks, kOneLaunchThreads, kBytes>>>(d_out, basis, mass, d_x, d_x, vectors);
+  };
+  table.problem.kernel("one launch", Role::ours, launch)
+      .hopper_only()
+      .occupies(table.ends() + meeting.bytes())
+      .resources(diffusion_one_launch<Pass::backward, kColumns, kStages>, kOneLaunchThreads,
+                 kBytes);
+}
+#endif
+
+// The one launch, or where it cannot run only its name. Few rows: narrow blocks, of which more fit
+// on the device's multiprocessors, with the shorter way to add their shares up. Many: wide ones,
+// which read the basis less often.
+template <typename Table>
+void add_one_launch(Table& table) {
+#ifndef CUDA_CPU
+  if (table.device.is_hopper() && table.shape.E <= kEigen && table.shape.W <= kWidth) {
+    table.shape.V <= 32768 ? add_one_launch<64, 9>(table) : add_one_launch<128, 6>(table);
+    return;
+  }
+  if (table.device.is_hopper()) return;
+#endif
   table.problem.kernel("one launch", Role::ours, {}).hopper_only();
 }
 
@@ -1230,6 +1667,9 @@ int main(int argc, char** argv) {
                "The reference's gradients agree with finite differences to within %.0e.", worst);
       if (last) lesson.note(text);
     };
+  }
+  if (lesson.device().is_hopper() && (E > kEigen || W > kWidth)) {
+    lesson.note("The one launch keeps at most 128 x 256 of the spectrum on chip: it is left out.");
   }
   if (!lesson.flag("--sweep")) {
     Problem &forward = forwards.back().problem, &backward = backwards.back().problem;
