@@ -238,6 +238,16 @@ __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, i
       : "memory");
 }
 
+/// Copies `bytes` that lie one after another; both addresses and `bytes` are multiples of 16.
+/// "cp.async.bulk".
+__device__ inline void bulk_load(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 /// Copies a box from shared memory to the matrix. The threads that wrote the box call
 /// shared_fence() and meet at a barrier before.
 __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from) {
@@ -284,12 +294,25 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-/// A barrier among all threads of the cluster.
+/// The same place in the shared memory of block `rank` of the cluster: distributed shared memory.
+template <typename T>
+__device__ inline T* in_block(T* pointer, int rank) {
+  uint64_t address;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(pointer), "r"(rank));
+  return reinterpret_cast<T*>(address);
+}
+
+/// A barrier among all threads of the cluster, in two halves: between them there is time for work
+/// that nobody waits for.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ inline void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // ---- Device: wgmma ------------------------------------------------------------------------------
