@@ -179,7 +179,9 @@ void library_product(cublasHandle_t blas, const bf16* a, Transposed a_is, const 
 // how long they stay.
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
-constexpr int boxes_of(int64_t extent) { return static_cast<int>((extent + kBox - 1) / kBox); }
+__host__ __device__ constexpr int boxes_of(int64_t extent) {
+  return static_cast<int>((extent + kBox - 1) / kBox);
+}
 
 // The block's threads start the copy of the kRows x kCols tile of `from` (rows x cols) at
 // (row0, col0) to shared memory, swizzled; zeros where that is outside.
@@ -738,7 +740,7 @@ struct BackwardTiles {
   static constexpr int kThreads = kMaxE / 32 * (BN / 32) * 32;
   static constexpr int kBlocksPerSM = kThreads > 128 ? 1 : 2;
   static_assert(kThreads / 32 == BV / WV * (BN / WN));
-  static constexpr int64_t stage(int64_t E) {  // elements
+  __host__ __device__ static constexpr int64_t stage(int64_t E) {  // elements
     return BV * (2 * static_cast<int64_t>(boxes_of(E)) * kBox + BN);
   }
   static constexpr int64_t shared_bytes(int64_t E) {
