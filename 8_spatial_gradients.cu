@@ -659,8 +659,8 @@ __device__ void add_associated(Sums<WV, WN>& xr, Sums<WV, WN>& xi, Sums<WV, WN>&
 // 64 x 64 tiles of Gr and Gi. A warp has WV x 32 results.
 template <int kBN, int kWV, int kStageCount>
 struct ForwardTiles {
-  static constexpr int BN = kBN, WV = kWV, kStages = kStageCount;
-  static_assert(kThreads / 32 == kBox / WV * (BN / 32));
+  static constexpr int BV = kBox, BN = kBN, WV = kWV, kStages = kStageCount;
+  static_assert(kThreads / 32 == BV / WV * (BN / 32));
   static constexpr int64_t shared_bytes(int64_t E) {
     return (3 * static_cast<int64_t>(boxes_of(E)) * kBox * BN + kStages * 2 * kTile + kBox * BN) *
            sizeof(bf16);
@@ -1233,12 +1233,20 @@ double gradient_tolerance(const Shape& shape, int roundings_of_u, int roundings,
 }
 
 // The tiles of the kernels above. For E = 128 the wide ones take 104 KB and 160 KB, so that two
-// blocks forward and one backward fit on a multiprocessor of compute capability 9.0; the narrow ones
-// take 60 KB and 68 KB and fit everywhere.
+// blocks forward and one backward fit on a multiprocessor of compute capability 9.0. The narrow ones
+// take 60 KB and 68 KB and fit everywhere, and for small V there are more blocks of them.
 using WideForwardTiles = ForwardTiles<64, 32, 3>;
 using NarrowForwardTiles = ForwardTiles<32, 16, 2>;
 using WideBackwardTiles = BackwardTiles<64, 64, 32, 16>;
 using NarrowBackwardTiles = BackwardTiles<32, 32, 16, 16>;
+
+// Whether these tiles fit on chip and are enough for a block on each multiprocessor.
+template <typename Tiles>
+bool are_suitable(const Shape& shape, const Device& device) {
+  const int64_t blocks =
+      static_cast<int64_t>(blocks_for(shape.V, Tiles::BV)) * blocks_for(shape.W, Tiles::BN);
+  return Tiles::shared_bytes(shape.E) <= device.shared_bytes && blocks >= device.sms;
+}
 
 // How many blocks of a kernel are on the GPU at once.
 template <typename Function>
@@ -1498,13 +1506,11 @@ void add_associated(Forward& table) {
 
 // False if not even 32 columns of x, M1, M2 fit on chip.
 bool add_associated(Forward& table) {
-  const int64_t E = table.shape.E, shared_bytes = table.device.shared_bytes;
-  if (WideForwardTiles::shared_bytes(E) <= shared_bytes) {
+  if (NarrowForwardTiles::shared_bytes(table.shape.E) > table.device.shared_bytes) return false;
+  if (are_suitable<WideForwardTiles>(table.shape, table.device)) {
     add_associated<WideForwardTiles>(table);
-  } else if (NarrowForwardTiles::shared_bytes(E) <= shared_bytes) {
-    add_associated<NarrowForwardTiles>(table);
   } else {
-    return false;
+    add_associated<NarrowForwardTiles>(table);
   }
   return true;
 }
@@ -1597,9 +1603,8 @@ void add_associated(Backward& table) {
 
 // False if E is more than a block has registers for sums.
 bool add_associated(Backward& table) {
-  const int64_t E = table.shape.E;
-  if (E > WideBackwardTiles::kMaxE) return false;
-  if (WideBackwardTiles::shared_bytes(E) <= table.device.shared_bytes) {
+  if (table.shape.E > NarrowBackwardTiles::kMaxE) return false;
+  if (are_suitable<WideBackwardTiles>(table.shape, table.device)) {
     add_associated<WideBackwardTiles>(table);
   } else {
     add_associated<NarrowBackwardTiles>(table);

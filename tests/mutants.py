@@ -59,8 +59,8 @@ MATMUL_ARGUMENTS = ("33",)
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 # One tile of the spectrum and three slices of V, one of them of two steps.
 DIFFUSION_ARGUMENTS = ("200", "--eigen", "64", "--width", "64")
-# Two tiles of vertices, two of the inner dimension, two of columns.
-SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "80")
+# Two tiles of vertices, two of the inner dimension.
+SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "16")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [

@@ -27,10 +27,11 @@ DIFFUSION_SIZES = [
     ("1", "--eigen", "336", "--width", "16"),
     ("65", "--eigen", "16", "--width", "144"),
 ]
-# The same; with slices of V of more than one tile.
+# With two groups of columns; with narrow tiles; with slices of V of more than one tile.
 SPATIAL_SIZES = [
-    ("1", "--eigen", "336", "--width", "16"),
-    ("200", "--eigen", "80", "--width", "80"),
+    ("1", "--eigen", "16", "--width", "80"),
+    ("40", "--eigen", "80", "--width", "48"),
+    ("200", "--eigen", "16", "--width", "16"),
 ]
 
 
