@@ -5,11 +5,11 @@
 //     out = tanh(u),  u = xr * ar + xi * ai                                                 (V, W)
 //     Gr, Gi (V, E), x (E, W), Lr, Li (W, W): bf16, row-major; fp32 accumulation
 //
-// The other block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888): W features,
-// given by E coefficients each, have a gradient along the surface at each of its V vertices, a
-// complex number xr + i xi in the vertex's tangent plane. Learned weights Lr + i Li mix and rotate
-// the gradients of a vertex to ar + i ai, and the result is how much the two agree: their scalar
-// product. Backward, given dOut (V, W), with g = dOut * (1 - tanh(u)^2) and
+// The other block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888): W
+// features, given by E coefficients each, have a gradient along the surface at each of its V
+// vertices, a complex number xr + i xi in the vertex's tangent plane. Learned weights Lr + i Li mix
+// and rotate the gradients of a vertex to ar + i ai, and the result is how much the two agree:
+// their scalar product. Backward, given dOut (V, W), with g = dOut * (1 - tanh(u)^2) and
 //
 //     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
 //     dLr = P^T xr + Q^T xi,  dLi = Q^T xr - P^T xi                                         (W, W)
@@ -18,34 +18,36 @@
 // With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 650 000 a vertex, for the
 // 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, but only
 // as long as it is not the temporaries' way to memory and back: xr, xi, ar, ai are each as large as
-// out. Fusing them costs nothing that the tensor cores would miss, if their operands are there.
+// out. So fuse, and at no cost to the tensor cores' rate: their operands have to be there in time.
 //
-// A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so each
-// operand that is loaded is used twice, and so is each fragment in a register. That makes this
-// product easier to feed than four independent ones. (Three would do, as Gauss found: from
-// (xr + xi) Lr^T, xr (Li - Lr)^T and xi (Lr + Li)^T follow ar and ai by addition. But the sums have
-// to be rounded to bf16 before they can be factors, ar and ai are then differences of larger
-// numbers, and it takes three accumulators instead of two, where accumulators are what a tile's
-// size is limited by.)
+// A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so
+// each operand that is loaded is used twice, and so is each fragment in a register. That makes this
+// product easier to feed than four independent ones. (Three would do, as Gauss found: from (xr +
+// xi) Lr^T, xr (Li - Lr)^T and xi (Lr + Li)^T follow ar and ai by addition. But the sums have to be
+// rounded to bf16 before they can be factors, ar and ai are then differences of larger numbers, and
+// it takes three accumulators instead of two, where accumulators are what a tile's size is limited
+// by.)
 //
-// There is more to be saved, and no compiler finds it, since it is not the same for rounded numbers:
+// There is more to be saved, and no compiler finds it, since it is not the same for rounded
+// numbers:
 //
 //     xr Lr^T = (Gr x) Lr^T = Gr (x Lr^T) = Gr M1,    M1 = x Lr^T,  M2 = x Li^T             (E, W)
 //     ar = Gr M1 - Gi M2,  ai = Gi M1 + Gr M2
 //
 // x has only E rows, so M1 and M2 cost next to nothing, and the products that remain have the inner
 // dimension E, not W: 12 V E W operations in all, 0.6 of what was to be done. And now all of them
-// are [Gr, Gi] times something small that fits on chip. What is rounded to bf16 in between is M1 and
-// M2 instead of xr and xi; the error column tells what that costs. The tables count this least
+// are [Gr, Gi] times something small that fits on chip. What is rounded to bf16 in between is M1
+// and M2 instead of xr and xi; the error column tells what that costs. The tables count this least
 // number of operations for every kernel, so that TFLOP/s compare their times.
 //
-// Backward the same: the sums over V, the longest ones, become products of [Gr, Gi]^T too,
+// Backward, the sums over V become products with [Gr, Gi]^T:
 //
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
 //     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
 //
-// and of the products (W, V) x (V, W), few results with long sums that leave a GPU idle, none is
-// left. The sums over V are cut into slices, as lesson 7 does.
+// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), half the work, and all that goes
+// beyond is small. What they have in common is few results and long sums, which leave a GPU idle:
+// the sums over V are cut into slices, as in lesson 7.
 //
 //     unfused       forward 12, backward 22 library and elementwise kernels, as a framework does it
 //     two kernels   the products with Gr, Gi; then the products with Lr, Li and all the rest
@@ -89,9 +91,9 @@ constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
   return static_cast<unsigned>((count + per_block - 1) / per_block);
 }
 
-// The hardware's tanh, one instruction: relative error at most 2^-11 (PTX ISA, "tanh"), an eighth of
-// what rounding to bf16 makes of it. It is +-1 where tanh is, however large u may be; a quotient of
-// exponentials would be infinity over infinity from u = 44 on.
+// The hardware's tanh, one instruction: relative error at most 2^-11 (PTX ISA, "tanh"), an eighth
+// of what rounding to bf16 makes of it. It is +-1 where tanh is, however large u may be; a quotient
+// of exponentials would be infinity over infinity from u = 44 on.
 __device__ float fast_tanh(float u) {
 #ifndef CUDA_CPU
   float result;
@@ -275,8 +277,8 @@ __device__ void clear(float (&sum)[kRows][kCols][4]) {
   }
 }
 
-// A lane's results lie in pairs of neighbours: pair (i, j) in row 8 i + lane / 4, and in the columns
-// 8 j + 2 (lane % 4) and the next one.
+// A lane's results lie in pairs of neighbours: pair (i, j) in row 8 i + lane / 4, and in the
+// columns 8 j + 2 (lane % 4) and the next one.
 template <int kRows, int kCols>
 __device__ float2 pair_of(const float (&sum)[kRows][kCols][4], int i, int j) {
   return make_float2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);
@@ -328,8 +330,8 @@ __device__ int warp_row() { return threadIdx.x / 64 * 32; }
 __device__ int warp_col() { return threadIdx.x / 32 % 2 * 32; }
 __device__ bf16* warp_staging(bf16* staging) { return staging + threadIdx.x / 32 * 32 * 32; }
 
-// xr += Gr x, xi += Gi x for 64 of the inner dimension. A fragment of x is used four times, those of
-// Gr and Gi twice.
+// xr += Gr x, xi += Gi x for 64 of the inner dimension. A fragment of x is used four times, those
+// of Gr and Gi twice.
 __device__ void add_gradient(Sums<32, 32>& xr, Sums<32, 32>& xi, const bf16* Gr_tile,
                              const bf16* Gi_tile, const bf16* x_tile) {
 #pragma unroll
@@ -401,9 +403,10 @@ __global__ void __launch_bounds__(kThreads)
   store(xi, sum_i);
 }
 
-// The second kernel: all the rest. After the sums the lane that has an element of ar has that of ai,
-// too, and needs those of xr and xi. They are among the rows that it multiplied: the inner dimension
-// is summed up in an order that ends with the block's own columns, which are then still on chip.
+// The second kernel: all the rest. After the sums the lane that has an element of ar has that of
+// ai, too, and needs those of xr and xi. They are among the rows that it multiplied: the inner
+// dimension is summed up in an order that ends with the block's own columns, which are then still
+// on chip.
 constexpr int kRotationBytes = (kStages * 4 + 1) * kTile * sizeof(bf16);
 __global__ void __launch_bounds__(kThreads)
     rotate_gradients(Operands in, const bf16* xr, const bf16* xi, bf16* out, int64_t V, int W) {
@@ -444,16 +447,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- one kernel ---------------------------------------------------------------------------------
 
-// Both in one: a block owns 64 rows, all W columns of them. First it computes its rows of xr and xi,
-// 64 columns at a time, and leaves them in shared memory, 64 KB for W = 256, where they were on
+// Both in one: a block owns 64 rows, all W columns of them. First it computes its rows of xr and
+// xi, 64 columns at a time, and leaves them in shared memory, 64 KB for W = 256, where they were on
 // their way to memory. Then it computes ar and ai, 64 columns at a time, for which all of Lr and Li
 // have to stream through, from the L2 cache. One pipeline of copies serves both phases: while the
 // first one ends, the first tiles of Lr and Li are in flight.
 //
-// So a block fetches Lr and Li, 256 KB, for every 64 rows: 4 KB a vertex where the two kernels had
-// xr and xi go to memory once and come back, four times through the L2 cache, 1 and 4 KB, and Lr and
-// Li besides. Blocks of more rows would fetch less, but then one block, not two, has room on a
-// multiprocessor, and at the end of each 64 columns its tensor cores would wait for the epilogue.
+// What is saved is 1 KB a vertex of xr and xi written to memory and, by the blocks of four groups
+// of columns, four times that read. What remains is that a block fetches all of x, Lr and Li, 320
+// KB for 64 rows. With more rows it would fetch less; but then one block, not two, has room on a
+// multiprocessor, and whenever it finishes 64 columns the tensor cores wait for its epilogue.
 //
 // A set of tiles is Gr, Gi, x in the first phase, and Lr, Li in the second. Then the third tile of
 // the first set is free: the staging area.
@@ -539,9 +542,10 @@ struct Matrix {
   int rows, cols;
 };
 
-// A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such products,
-// a warp 16 x 16. There is so little to do that what counts is how often one waits for memory: all
-// but one of kSmallStages steps of 64 are in flight, together 192 of the inner dimension.
+// A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
+// products, a warp 16 x 16. There is so little to do that what counts is how often one waits for
+// memory: all but one of kSmallStages steps of 64 are in flight, together 192 of the inner
+// dimension.
 constexpr int kSmall = 32, kSmallStages = 4;
 constexpr int kSmallTile = kSmall * kBox;                    // elements
 constexpr int kSmallShared = kSmallStages * 2 * kSmallTile;  // elements: 32 KB
@@ -671,9 +675,9 @@ struct ForwardTiles {
 // stay, each with its columns of x, M1 and M2, and takes tile after tile of 64 rows of Gr and Gi.
 // The four blocks that own the columns of the same rows run at the same time: memory is read once.
 //
-// All that belongs to an element ends up in one lane: xr, xi, ar and ai, 128 registers of sums, which
-// 48 instructions of the tensor cores add to for 10 loads. xr and xi are not even rounded. While a
-// block is at its epilogue, the other one on the same multiprocessor multiplies.
+// All that belongs to an element ends up in one lane: xr, xi, ar and ai, 128 registers of sums,
+// which 48 instructions of the tensor cores add to for 10 loads. xr and xi are not even rounded.
+// While a block is at its epilogue, the other one on the same multiprocessor multiplies.
 template <typename Tiles>
 __global__ void __launch_bounds__(kThreads)
     associated_features(Operands in, const bf16* M, bf16* out, int64_t V, int E, int W) {
@@ -749,15 +753,16 @@ struct BackwardTiles {
   }
 };
 
-// partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV vertices.
+// partials (slices, 3, E, W): dM1, dM2 and D, summed up over every gridDim.y-th tile of BV
+// vertices.
 //
-// Block (i, slice) owns BN columns of x, M1, M2 and of the sums. Per tile it computes xr, xi, ar, ai
-// in registers as above, then u and g, and leaves P, Q, R, S in shared memory: right factors, whose
-// inner dimension is the vertices. The left factors are Gr^T and Gi^T, from the very tiles of Gr and
-// Gi that were multiplied before, transposed by ldmatrix. So each tile is read from memory once and
-// used for both, and P, Q, R and S exist for one tile at a time. The sums, 96 registers a thread,
-// stay until the slice ends; then they are added up as lesson 7's are, but by a kernel of their own:
-// there are 12 MB of them here, too much for one block a column to add up at the end.
+// Block (i, slice) owns BN columns of x, M1, M2 and of the sums. Per tile it computes xr, xi, ar,
+// ai in registers as above, then u and g, and leaves P, Q, R, S in shared memory: right factors,
+// whose inner dimension is the vertices. The left factors are Gr^T and Gi^T, from the very tiles of
+// Gr and Gi that were multiplied before, transposed by ldmatrix. So each tile is read from memory
+// once and used for both, and P, Q, R and S exist for one tile at a time. The sums, 96 registers a
+// thread, stay until the slice ends; then they are added up as lesson 7's are, but by a kernel of
+// their own: there are 12 MB of them here, too much for one block a column to add up at the end.
 template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
     accumulate_backward(Operands in, const bf16* M, const bf16* d_out, float* partials, int64_t V,
@@ -932,8 +937,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---- References ---------------------------------------------------------------------------------
 
 // Forward and backward once more, plainly, as written at the top and not associated, in fp64, with
-// the products by cuBLAS. T is bf16, or double where finite differences need inputs that bf16 cannot
-// tell apart.
+// the products by cuBLAS. T is bf16, or double where finite differences need inputs that bf16
+// cannot tell apart.
 
 // c (m, n) = alpha a b + beta c, row-major; for the factors see library_product.
 void product_fp64(cublasHandle_t blas, double alpha, const double* a, Transposed a_is,
@@ -1082,16 +1087,17 @@ class Reference {
 // Both sides are compared in units of rms(gradient) * |d|, the size that <gradient, d> has for a
 // random d: the root of the number of elements, times rms(dOut), times that of tanh' u'.
 //
-//   - u is a polynomial in h: u0 + u1 h + u2 h^2 for x (xr and ar are both linear in it), without u2
-//     for the weights. So out''' = tanh''' u1^3 + 6 tanh'' u1 u2, with |tanh'''| <= 2 and
+//   - u is a polynomial in h: u0 + u1 h + u2 h^2 for x (xr and ar are both linear in it), without
+//     u2 for the weights. So out''' = tanh''' u1^3 + 6 tanh'' u1 u2, with |tanh'''| <= 2 and
 //     |tanh''| < 0.8. d is drawn as the inputs are: then u2 has the size of u, a variance of 1, and
 //     u1 one of 2. Sums of products of two numbers, both are spread about as a Laplace distribution
 //     is, which makes the rms of u1^3 27, that of u1 u2 at most 3.5 and so that of out''' 71; that
 //     of tanh' u1 is near 1, and above 1/2. So f''' is at most 142 units; 4 times that is room for
 //     few elements, and h^2 / 6 times all this is less than 100 h^2.
-//   - u is off by dot_tolerance(2 (E + W)), and by 4 roundings more, of its rms; out by no more than
-//     u, which is 2 times as much of out's rms, see output_tolerance. The errors are independent; so
-//     f is off by that much of the root of the sum of its terms' squares. Twice that over 2h.
+//   - u is off by dot_tolerance(2 (E + W)), and by 4 roundings more, of its rms; out by no more
+//     than u, which is 2 times as much of out's rms, see output_tolerance. The errors are
+//     independent; so f is off by that much of the root of the sum of its terms' squares. Twice
+//     that over 2h.
 //
 // With fp64's roundoff of 2^-53, h = 2^-18 makes both parts about 10^-9.
 constexpr int64_t kDifferenceRows = 256;  // of V: enough to run the same code
@@ -1119,9 +1125,9 @@ double norm(const std::vector<double>& vector) {
   return sqrt(sum);
 }
 
-// How the inputs are drawn: uniform in +- these. xr and xi sum up E terms, ar and ai 2 W: with these
-// xr and xi have a variance of 1, ar and ai of 1/2, and u of 1. Of u, one in 300 is then beyond +-4,
-// where tanh is 0.9993.
+// How the inputs are drawn: uniform in +- these. xr and xi sum up E terms, ar and ai 2 W: with
+// these xr and xi have a variance of 1, ar and ai of 1/2, and u of 1. Of u, one in 300 is then
+// beyond +-4, where tanh is 0.9993.
 double tangent_scale(const Shape& shape) { return 3 / sqrt(static_cast<double>(shape.E)); }
 double weight_scale(const Shape& shape) { return sqrt(0.75 / static_cast<double>(shape.W)); }
 
@@ -1222,10 +1228,10 @@ double output_tolerance(const Shape& shape, int roundings) {
                dot_tolerance(1, kRoundoffFp32, hypot(kRoundoffBf16, 0x1p-11)));
 }
 
-// Of each gradient. 1 - tanh(u)^2 changes by -2 tanh(u) of itself per unit of u, at most 2: g is off
-// by twice what u is, whose rms is 1, and with it P, Q, R and S. Their own roundings, those of what
-// they are multiplied by and of all that follows are `roundings`; `chain` is how many vertices one
-// fp32 accumulator of the tensor cores adds up, two products a vertex.
+// Of each gradient. 1 - tanh(u)^2 changes by -2 tanh(u) of itself per unit of u, at most 2: g is
+// off by twice what u is, whose rms is 1, and with it P, Q, R and S. Their own roundings, those of
+// what they are multiplied by and of all that follows are `roundings`; `chain` is how many vertices
+// one fp32 accumulator of the tensor cores adds up, two products a vertex.
 double gradient_tolerance(const Shape& shape, int roundings_of_u, int roundings, int64_t chain) {
   const int64_t terms = 2 * (chain + shape.E + shape.W);
   return hypot(2 * features_tolerance(shape, roundings_of_u),
@@ -1233,8 +1239,8 @@ double gradient_tolerance(const Shape& shape, int roundings_of_u, int roundings,
 }
 
 // The tiles of the kernels above. For E = 128 the wide ones take 104 KB and 160 KB, so that two
-// blocks forward and one backward fit on a multiprocessor of compute capability 9.0. The narrow ones
-// take 60 KB and 68 KB and fit everywhere, and for small V there are more blocks of them.
+// blocks forward and one backward fit on a multiprocessor of compute capability 9.0. The narrow
+// ones take 60 KB and 68 KB and fit everywhere, and for small V there are more blocks of them.
 using WideForwardTiles = ForwardTiles<64, 32, 3>;
 using NarrowForwardTiles = ForwardTiles<32, 16, 2>;
 using WideBackwardTiles = BackwardTiles<64, 64, 32, 16>;
@@ -1248,18 +1254,26 @@ bool are_suitable(const Shape& shape, const Device& device) {
   return Tiles::shared_bytes(shape.E) <= device.shared_bytes && blocks >= device.sms;
 }
 
+// Lets a kernel have `bytes` of shared memory. Below compute capability 8.0, where it does not run,
+// there may be less.
+template <typename Function>
+void allow_shared_memory(const Device& device, Function* kernel, int64_t bytes) {
+  const int64_t allowed = std::min<int64_t>(bytes, device.shared_bytes);
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(allowed)));
+}
+
 // How many blocks of a kernel are on the GPU at once.
 template <typename Function>
-int64_t resident_blocks(const Device& device, Function* kernel, int threads, int64_t shared_bytes) {
-  const int bytes = static_cast<int>(shared_bytes);
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+int64_t resident_blocks(const Device& device, Function* kernel, int threads, int bytes) {
+  allow_shared_memory(device, kernel, bytes);
   int per_sm = 0;
   CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, bytes));
   return static_cast<int64_t>(per_sm) * device.sms;
 }
 
-// A grid for `columns` groups of columns and as many slices of V's tiles as fill the GPU, at least 3
-// (so that the CPU backend has some), but none without a tile.
+// A grid for `columns` groups of columns and as many slices of V's tiles as fill the GPU, at least
+// 3 (so that the CPU backend has some), but none without a tile.
 dim3 slices_of(int64_t tiles, int64_t columns, int64_t resident) {
   const int64_t fill = std::max<int64_t>(3, resident / columns);
   return dim3(static_cast<unsigned>(columns), static_cast<unsigned>(std::min(tiles, fill)));
@@ -1448,10 +1462,8 @@ void add_two_kernels(Forward& table) {
   const auto xr = table.problem.output<bf16>(table.shape.vertex_values());
   const auto xi = table.problem.output<bf16>(table.shape.vertex_values());
   const unsigned blocks = blocks_for(V, kBox) * static_cast<unsigned>(boxes_of(W));
-  CUDA_CHECK(cudaFuncSetAttribute(take_gradients, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kGradientBytes));
-  CUDA_CHECK(cudaFuncSetAttribute(rotate_gradients, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kRotationBytes));
+  allow_shared_memory(table.device, take_gradients, kGradientBytes);
+  allow_shared_memory(table.device, rotate_gradients, kRotationBytes);
   const auto launch = [=, V = V, E = static_cast<int>(E), W = static_cast<int>(W), &table] {
     take_gradients<<<blocks, kThreads, kGradientBytes>>>(table.operands(), xr, xi, V, E, W);
     rotate_gradients<<<blocks, kThreads, kRotationBytes>>>(table.operands(), xr, xi, table.out, V,
@@ -1470,8 +1482,7 @@ bool add_one_kernel(Forward& table) {
   if (one_kernel_bytes(W) > table.device.shared_bytes) return false;
   const int bytes = static_cast<int>(one_kernel_bytes(W));
   const unsigned blocks = blocks_for(V, kBox);
-  CUDA_CHECK(
-      cudaFuncSetAttribute(gradient_features, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allow_shared_memory(table.device, gradient_features, bytes);
   const auto launch = [=, V = V, E = static_cast<int>(E), W = static_cast<int>(W), &table] {
     gradient_features<<<blocks, kThreads, bytes>>>(table.operands(), table.out, V, E, W);
   };

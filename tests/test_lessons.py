@@ -167,7 +167,7 @@ def test_diffusion_sweep(run, backend):
 
 
 def spatial_kernels(eigen, width):
-    """(problem, kernel) of the rows for this shape, where a block may have 227 KB of shared memory."""
+    """(problem, kernel) of the rows where a block may have 227 KB of shared memory."""
     kernels = [("forward", "unfused"), ("forward", "two kernels")]
     kernels += [("forward", "one kernel")] * (width <= 704)
     kernels += [("forward", "associated")] * (eigen <= 960)
