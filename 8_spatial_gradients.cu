@@ -1633,7 +1633,7 @@ int main(int argc, char** argv) {
                  .title = "spatial gradient features on a mesh, forward and backward",
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
-                 .n_cpu = 256,
+                 .n_cpu = 128,
                  .options = {{"--eigen", "E, coefficients of a feature: a multiple of 16", 128},
                              {"--width", "W, features of a vertex: a multiple of 16", 256}},
                  .flags = {{"--sweep", "instead of N: V = 1024, 2048, ... 1048576 (CPU: 2048)"}}});
