@@ -90,7 +90,7 @@ def draw(folder, lesson, device, size, panels):
 
 def main():
     matplotlib.rcParams["svg.hashsalt"] = "results"
-    lessons = sys.argv[1:] or ["3_matmul_tensorcore", "7_diffusion_fused"]
+    lessons = sys.argv[1:] or ["3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"]
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
         for lesson in lessons:
             device, size, panels = panels_of(folder, lesson)

@@ -18,9 +18,11 @@ SIZES = {
     "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
     "4_matmul_cublas": [8192],
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
+    "8_spatial_gradients": [16384, 1048576],
 }
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
+    "8_spatial_gradients": {"sweep": ["--sweep"]},
 }
 
 

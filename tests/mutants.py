@@ -50,6 +50,7 @@ MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
 FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
+SPATIAL = "8_spatial_gradients"
 STATIONARY = "bonus_matmul_A_stationary"
 
 # Several steps along k, and tiles that stick out of the matrix.
@@ -58,6 +59,8 @@ MATMUL_ARGUMENTS = ("33",)
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 # One tile of the spectrum and three slices of V, one of them of two steps.
 DIFFUSION_ARGUMENTS = ("200", "--eigen", "64", "--width", "64")
+# Two tiles of vertices, two of the inner dimension.
+SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "16")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -75,6 +78,12 @@ BARRIERS = [
     (DIFFUSION, "half fused", "void multiply_slice(", 1, DIFFUSION_ARGUMENTS),
     (DIFFUSION, "half fused", " from_spectrum(", 1, DIFFUSION_ARGUMENTS),
     (DIFFUSION, "split-K", "to_spectrum_split(", 2, DIFFUSION_ARGUMENTS),
+    (SPATIAL, "two kernels", "take_gradients(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "two kernels", "rotate_gradients(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "one kernel", "gradient_features(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
 ]
 
@@ -193,6 +202,33 @@ MUTANTS = [
         "last_slice_replaces_the_others", "", DIFFUSION, "to_spectrum_split(",
         "unsigned slice = 0;", "unsigned slice = gridDim.y - 1;",
         "split-K .*FAILED", "192", *NARROW, "--kernel", "split-K",
+    ),
+    _mutant(
+        "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
+        "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
+        "error: the reference's dx and finite differences", "33", *NARROW,
+    ),
+    # Complex products with a wrong sign, in ai and in dM2.
+    _mutant(
+        "ai_with_a_wrong_sign", "", SPATIAL, "void add_rotated(",
+        "add_product(ai, xi, lr);", "add_product(ai, minus_xi, lr);",
+        "one kernel .*FAILED", "33", *NARROW,
+    ),
+    _mutant(
+        "d_M2_with_a_wrong_sign", "", SPATIAL, "accumulate_backward(",
+        "add_product(dM2, minus_gi, right);", "add_product(dM2, gi, right);",
+        "associated .*FAILED", "33", *NARROW,
+    ),
+    _mutant(
+        "only_the_last_slice", "", SPATIAL, "void add_slices(",
+        "int slice = 0;", "int slice = slices - 1;",
+        "associated .*FAILED", "192", *NARROW, "--kernel", "associated",
+    ),
+    # tanh of large arguments, where exponentials are infinite.
+    _mutant(
+        "tanh_of_exponentials", "", SPATIAL, "float fast_tanh(",
+        "return tanhf(u);", "return (expf(2 * u) - 1) / (expf(2 * u) + 1);",
+        "associated .* -?nan .*FAILED", "33", *NARROW,
     ),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus", lesson)]
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
+SPATIAL = "8_spatial_gradients"
 SIZES = [1, 2, 31, 32, 33, 64, 100, 257]
 # Sums in an order that differs from run to run.
 UNORDERED = ["bonus_matmul_A_stationary"]
@@ -34,6 +35,12 @@ SQUARES = [(n, NARROW) for n in (2, 3, 31, 32, 33)] + [
 DIFFUSIONS = [
     (1, 128, 256), (31, 16, 16), (33, 48, 144), (64, 64, 64), (130, 144, 80), (1000, 16, 48),
     (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256),
+]
+# V, E, W: the same; E too large for the wide tiles, for backward's sums, for any tiles; W too large
+# for one kernel's rows.
+SPATIALS = [
+    (1, 128, 256), (1, 16, 16), (31, 16, 16), (33, 48, 80), (64, 64, 64), (129, 128, 144),
+    (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16), (3, 16, 720),
 ]
 
 
@@ -154,6 +161,59 @@ def test_diffusion_sweep(run, backend):
     assert_verified(result, listed(DIFFUSION, backend, "--sweep", *narrow), 1)
     largest = 4194304 if backend == "cuda" else 1024
     sizes = [256 << i for i in range(20) if 256 << i <= largest]
+    assert [(problem["name"], problem["dims"]["V"]) for problem in result.record["problems"]] == [
+        (name, size) for size in sizes for name in ("forward", "backward")
+    ]
+
+
+def spatial_kernels(eigen, width):
+    """(problem, kernel) of the rows where a block may have 227 KB of shared memory."""
+    kernels = [("forward", "unfused"), ("forward", "two kernels")]
+    kernels += [("forward", "one kernel")] * (width <= 704)
+    kernels += [("forward", "associated")] * (eigen <= 960)
+    kernels += [("forward", "Hopper"), ("backward", "unfused")]
+    return kernels + [("backward", "associated")] * (eigen <= 128) + [("backward", "Hopper")]
+
+
+@pytest.mark.parametrize("n, eigen, width", SPATIALS)
+def test_spatial_gradients(run, backend, n, eigen, width):
+    shape = ("--eigen", eigen, "--width", width)
+    result = run(SPATIAL, n, *shape, "--samples", 1)
+    kernels = listed(SPATIAL, backend, n, *shape)
+    if backend == "cpu":
+        assert kernels == spatial_kernels(eigen, width)
+    assert_verified(result, kernels, 1)
+    # Who left a row out says so.
+    for problem in ("forward", "backward"):
+        left_out = (problem, "associated") not in kernels
+        assert left_out == (f'No "associated" {problem}: ' in result.stdout)
+    assert (("forward", "one kernel") not in kernels) == ('No "one kernel": ' in result.stdout)
+    dims = {"V": n, "E": eigen, "W": width}
+    assert dims_of(result) == {"forward": dims, "backward": dims}
+    work = {problem["name"]: problem["flops"] for problem in result.record["problems"]}
+    products = 12 * n * eigen * width + 4 * eigen * width**2
+    assert work["forward"] == products + 4 * n * width
+    assert work["backward"] == 2 * products + 4 * eigen * width**2 + 15 * n * width
+    for problem in result.record["problems"]:
+        ends = 2 * n * eigen + n * width + eigen * width + 2 * width**2
+        if problem["name"] == "backward":
+            ends += eigen * width + 2 * width**2
+        assert problem["min_bytes"] == 2 * ends
+        memory = {kernel["name"]: kernel["memory_bytes"] for kernel in problem["kernels"]}
+        assert all(size >= problem["min_bytes"] for size in memory.values())
+        # Seven temporaries, and backward five saved tensors besides.
+        temporaries = {"forward": 7, "backward": 12}[problem["name"]]
+        assert memory["unfused"] >= problem["min_bytes"] + temporaries * 2 * n * width
+    difference = re.search(r"agree with finite differences to within (\S+)\.$", result.stdout, re.M)
+    assert float(difference[1]) < 5e-9
+
+
+def test_spatial_gradients_sweep(run, backend):
+    narrow = ("--eigen", 16, "--width", 16)
+    result = run(SPATIAL, "--sweep", *narrow, "--samples", 1)
+    assert_verified(result, listed(SPATIAL, backend, "--sweep", *narrow), 1)
+    largest = 1048576 if backend == "cuda" else 2048
+    sizes = [1024 << i for i in range(20) if 1024 << i <= largest]
     assert [(problem["name"], problem["dims"]["V"]) for problem in result.record["problems"]] == [
         (name, size) for size in sizes for name in ("forward", "backward")
     ]

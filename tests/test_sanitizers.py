@@ -27,11 +27,19 @@ DIFFUSION_SIZES = [
     ("1", "--eigen", "336", "--width", "16"),
     ("65", "--eigen", "16", "--width", "144"),
 ]
+# With two groups of columns; with narrow tiles; with slices of V of more than one tile.
+SPATIAL_SIZES = [
+    ("1", "--eigen", "16", "--width", "80"),
+    ("40", "--eigen", "80", "--width", "48"),
+    ("200", "--eigen", "16", "--width", "16"),
+]
 
 
 def sizes_of(lesson):
     if "gating" in lesson:
         return LAYER_SIZES
+    if "spatial" in lesson:
+        return SPATIAL_SIZES
     return DIFFUSION_SIZES if "diffusion" in lesson else MATMUL_SIZES
 
 

@@ -113,6 +113,23 @@ def test_bad_diffusion(backend, arguments, rc, message):
     refused(execute([program("7_diffusion_fused", backend), *arguments]), rc, message)
 
 
+@pytest.mark.parametrize(
+    "arguments, rc, message",
+    [
+        (["--eigen", "17"], BAD_USAGE, "--eigen is a multiple of 16, not 17"),
+        (["--width", "8"], BAD_USAGE, "--width is a multiple of 16, not 8"),
+        (["--width", "0"], BAD_USAGE, "--width is a whole number from 1 to"),
+        (["8", "--width", "2147483632"], DEVICE_CANNOT, "N = 8 needs .* of device memory"),
+        (["8", "--eigen", "2147483632"], DEVICE_CANNOT, "N = 8 needs .* of device memory"),
+        (["2147483647", "--device", "cpu"], DEVICE_CANNOT, "N = 2147483647 needs "),
+        (["8", "--sweep"], BAD_USAGE, "--sweep chooses V itself"),
+    ],
+    ids=words,
+)
+def test_bad_spatial_gradients(backend, arguments, rc, message):
+    refused(execute([program("8_spatial_gradients", backend), *arguments]), rc, message)
+
+
 def test_option_of_another_lesson(backend):
     refused(execute([program(MATMUL, backend), "--channels", "8"]), BAD_USAGE, "--channels")
 
