@@ -617,17 +617,18 @@ __device__ void for_small_pairs(const Sums<16, 16>& sum, int row0, int col0, int
   }
 }
 
-// M (2, E, W) = M1 = x Lr^T, M2 = x Li^T
+// M (2, E, W) = M1 = x Lr^T, M2 = x Li^T; with a third layer of blocks M (3, E, W), the last -M2.
 __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, int E, int W) {
   __shared__ __align__(128) bf16 stages[kSmallShared];
   const int row0 = blockIdx.y * kSmall, col0 = blockIdx.x * kSmall;
   const Matrix left = {in.x, E, W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, W, W};
   bf16* to = M + static_cast<size_t>(blockIdx.z) * E * W;
+  const float sign = blockIdx.z == 2 ? -1 : 1;
   Sums<16, 16> sum = {};
   add_small_products<kPlain, kTransposed>(sum, stages, &left, &right, 1, W, row0, col0);
   for_small_pairs(sum, row0, col0, E, W, [&](int row, int col, float2 pair) {
     *reinterpret_cast<unsigned*>(to + static_cast<size_t>(row) * W + col) =
-        pack2<bf16>(pair.x, pair.y);
+        pack2<bf16>(sign * pair.x, sign * pair.y);
   });
 }
 
@@ -933,7 +934,324 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// (The kernels of "Hopper" go here.)
+// Associated, once more, in the words of common/hopper.cuh. A product of 64 rows of Gr and Gi with
+// 64 columns of the right factors is four sums of 64 x 64, 128 registers a thread of a warpgroup,
+// and takes 32 instructions. Side by side, and with -M2 as a factor of its own, the right factors
+// make of each pair one product of 128 columns:
+//
+//     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
+//
+// (Products that share a sum have to be of the same shape, or each would wait for the one before.)
+constexpr int kEigen = 128, kWidth = 256;  // at most; what is missing is zero
+
+#ifndef CUDA_CPU
+
+#if HOPPER_CODE
+// The fragments of 64 x 128 of a left factor, from two boxes of 64 columns, for a warpgroup.
+__device__ inline void load_fragments(uint32_t (&fragments)[8][4], const bf16 (*boxes)[64 * 64]) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    ldmatrix_x4(fragments[k],
+                boxes[k / 4] + swizzled(16 * warp + lane % 16, k % 4 * 2 + lane / 16));
+  }
+}
+
+// sums: ar, ai, xr, xi of 64 rows and 64 columns, 32 registers each. right: boxes of kEigen rows and
+// 64 columns of -M2, M1, M2, x. The left factors come from registers: from shared memory each would
+// be read twice for each box, which has no bandwidth to spare.
+__device__ inline void multiply_associated(float (&sums)[128], const uint32_t (&gr)[8][4],
+                                           const uint32_t (&gi)[8][4],
+                                           const bf16 (*right)[kEigen * 64]) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const uint64_t minus_M2_M1 = descriptor_b(right[0], kEigen) + 128 * k;
+    const uint64_t M1_M2 = descriptor_b(right[1], kEigen) + 128 * k;
+    const uint64_t x = descriptor_b(right[3], kEigen) + 128 * k;
+    wgmma<bf16>(columns_of<0, 64>(sums), gr[k], M1_M2, k > 0);
+    wgmma<bf16>(columns_of<64, 32>(sums), gr[k], x, k > 0);
+    wgmma<bf16>(columns_of<0, 64>(sums), gi[k], minus_M2_M1, true);
+    wgmma<bf16>(columns_of<96, 32>(sums), gi[k], x, k > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+// 64 x 64 values, 32 registers a thread, times `sign` as bf16 in a box.
+__device__ inline void to_box(bf16* box, const float* values, float sign) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int c = 0; c < 64; c += 16) {
+    uint32_t registers[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      const int i = c / 2 + 2 * m;
+      registers[m] = pack2<bf16>(sign * values[i], sign * values[i + 1]);
+    }
+    store_matrices(box + swizzled(16 * warp + lane % 16, c / 8 + lane / 16), registers);
+  }
+}
+#endif
+
+// What both kernels read: row-major matrices with boxes of 64 columns, 64 rows of Gr, Gi, dOut and
+// out, and kEigen of the right factors.
+struct HopperMaps {
+  CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
+  CUtensorMap vertices;  // out, or dOut
+};
+
+struct HopperForward {
+  static constexpr int kStages = 2;   // one for each consumer
+  bf16 right[2][4][kEigen * 64];      // of 64 columns each: -M2, M1, M2, x
+  bf16 left[kStages][2][2][64 * 64];  // [Gr, Gi][box]
+  bf16 out[2][2][64 * 64];            // [consumer][box]
+  Barrier loaded, full[kStages], empty[kStages];
+};
+
+// Clusters of two blocks stay, and take tile after tile of 64 rows. Each block has 128 of the 256
+// columns, all of whose right factors it keeps, 128 KB, and fetches one of Gr and Gi for both. Two
+// consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor cores
+// belong to the other. A tile's fragments, 64 registers, serve all columns, so that its stage is
+// free again early.
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
+    hopper_features(const __grid_constant__ HopperMaps maps, int V) {
+#if HOPPER_CODE
+  using Shared = HopperForward;
+  constexpr int kStages = Shared::kStages;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), tiles = (V + 63) / 64, clusters = gridDim.x / 2;
+  const int first = blockIdx.x / 2, col0 = 128 * rank;
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.loaded, 1);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 8);  // the four warps of a consumer in each of two blocks
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  Ring<kStages> ring;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<40>();
+    if (threadIdx.x == 0) {
+      for (int tile = first; tile < tiles; tile += clusters, ring.advance()) {
+        const int s = ring.stage;
+        barrier_wait(&shared.empty[s], ring.parity ^ 1);
+        barrier_arrive_expect(&shared.full[s], sizeof shared.left[s]);
+        for (int box = 0; box < 2; ++box) {
+          tensor_load_multicast(shared.left[s][rank][box], rank == 0 ? &maps.Gr : &maps.Gi,
+                                64 * tile, 64 * box, &shared.full[s], 3);
+        }
+        if (tile == first) {
+          barrier_arrive_expect(&shared.loaded, sizeof shared.right);
+          for (int c = 0; c < 2; ++c) {
+            const int col = col0 + 64 * c;
+            tensor_load(shared.right[c][0], &maps.minus_M2, 0, col, &shared.loaded);
+            tensor_load(shared.right[c][1], &maps.M1, 0, col, &shared.loaded);
+            tensor_load(shared.right[c][2], &maps.M2, 0, col, &shared.loaded);
+            tensor_load(shared.right[c][3], &maps.x, 0, col, &shared.loaded);
+          }
+        }
+      }
+    }
+  } else {
+    registers_grow_to<232>();
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
+    for (int i = 0; i < consumer; ++i) ring.advance();
+    for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
+      uint32_t gr[8][4], gi[8][4];
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      load_fragments(gr, shared.left[ring.stage][0]);
+      load_fragments(gi, shared.left[ring.stage][1]);
+      barrier_wait(&shared.loaded, 0);
+#pragma unroll 1
+      for (int c = 0; c < 2; ++c) {
+        float sums[128];
+        multiply_associated(sums, gr, gi, shared.right[c]);
+        // Not before: an arrival at the neighbour's barrier may overtake the loads of fragments,
+        // and only a product that has used them proves that they are over.
+        if (c == 0 && lane < 2) barrier_arrive(&shared.empty[ring.stage], lane);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          sums[i] = fast_tanh(sums[64 + i] * sums[i] + sums[96 + i] * sums[32 + i]);
+        }
+        if (thread == 0) tensor_store_wait_read<1>();  // this box; the other may be on its way
+        named_barrier(1 + consumer, 128);
+        to_box(shared.out[consumer][c], sums, 1);
+        shared_fence();
+        named_barrier(1 + consumer, 128);
+        if (thread == 0) {
+          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * c, shared.out[consumer][c]);
+          tensor_store_commit();
+        }
+      }
+      for (int i = 0; i < kStages; ++i) ring.advance();
+    }
+    if (thread == 0) tensor_store_wait_read<0>();
+  }
+  cluster_sync();  // a block's shared memory and barriers are used by its neighbour until here
+#endif
+}
+
+struct HopperBackward {
+  static constexpr int kStages = 2;
+  bf16 right[4][kEigen * 64];         // 64 columns of -M2, M1, M2, x
+  bf16 left[kStages][2][2][64 * 64];  // [Gr, Gi][box]
+  bf16 d_out[kStages][64 * 64];
+  bf16 products[2][5][64 * 64];  // of two tiles: P, Q, -P, R, S
+  Barrier loaded, full[kStages], empty[kStages], ready[2], spent[2];
+};
+
+// partials (clusters, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
+//
+// Clusters of four blocks with 64 columns each; a block fetches one of the four boxes of a tile of Gr
+// and Gi for all. Two warpgroups work in a row, on different tiles at the same time. The first
+// computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
+// multiplies those by Gr^T and Gi^T, transposed where they lie, and keeps the sums:
+//
+//     [dM1 | dM2] += Gr^T [P | Q] + Gi^T [Q | -P],   D += Gr^T R + Gi^T S
+//
+// 128 x 64 of each, 192 registers a thread. Both give the tensor cores the same amount of work, and
+// each has other work to do, or to wait for, when the other multiplies.
+__global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
+    hopper_accumulate_backward(const __grid_constant__ HopperMaps maps, float* partials, int V,
+                               int E, int W) {
+#if HOPPER_CODE
+  using Shared = HopperBackward;
+  constexpr int kStages = Shared::kStages;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), tiles = (V + 63) / 64, clusters = gridDim.x / 4;
+  const int first = blockIdx.x / 4, col0 = 64 * rank;
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.loaded, 1);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 4);
+    }
+    for (int b = 0; b < 2; ++b) {
+      barrier_init(&shared.ready[b], 128);
+      barrier_init(&shared.spent[b], 1);
+    }
+    barrier_init_fence();
+  }
+  cluster_sync();
+
+  Ring<kStages> ring;
+  Ring<2> buffer;
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<40>();
+    if (threadIdx.x == 0) {
+      for (int tile = first; tile < tiles; tile += clusters, ring.advance()) {
+        const int s = ring.stage;
+        barrier_wait(&shared.empty[s], ring.parity ^ 1);
+        barrier_arrive_expect(&shared.full[s], sizeof shared.left[s] + sizeof shared.d_out[s]);
+        tensor_load_multicast(shared.left[s][rank / 2][rank % 2], rank < 2 ? &maps.Gr : &maps.Gi,
+                              64 * tile, rank % 2 * 64, &shared.full[s], 15);
+        tensor_load(shared.d_out[s], &maps.vertices, 64 * tile, col0, &shared.full[s]);
+        if (tile == first) {
+          barrier_arrive_expect(&shared.loaded, sizeof shared.right);
+          tensor_load(shared.right[0], &maps.minus_M2, 0, col0, &shared.loaded);
+          tensor_load(shared.right[1], &maps.M1, 0, col0, &shared.loaded);
+          tensor_load(shared.right[2], &maps.M2, 0, col0, &shared.loaded);
+          tensor_load(shared.right[3], &maps.x, 0, col0, &shared.loaded);
+        }
+      }
+    }
+  } else if (threadIdx.x < 256) {
+    registers_grow_to<232>();
+    barrier_wait(&shared.loaded, 0);
+    for (int tile = first; tile < tiles; tile += clusters, ring.advance(), buffer.advance()) {
+      uint32_t gr[8][4], gi[8][4];
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      load_fragments(gr, shared.left[ring.stage][0]);
+      load_fragments(gi, shared.left[ring.stage][1]);
+      float sums[128];  // ar, ai, xr, xi; then R, S, P, Q
+      multiply_associated(sums, gr, gi, shared.right);
+#pragma unroll
+      for (int c = 0; c < 64; c += 16) {
+        uint32_t d_out[4];
+        ldmatrix_x4(d_out,
+                    shared.d_out[ring.stage] + swizzled(16 * warp + lane % 16, c / 8 + lane / 16));
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float2 pair = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(d_out[m]));
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int i = c / 2 + 2 * m + j;
+            const float ar = sums[i], ai = sums[32 + i], xr = sums[64 + i], xi = sums[96 + i];
+            const float g = (j == 0 ? pair.x : pair.y) * tanh_slope(xr * ar + xi * ai);
+            sums[i] = g * ar;
+            sums[32 + i] = g * ai;
+            sums[64 + i] = g * xr;
+            sums[96 + i] = g * xi;
+          }
+        }
+      }
+      barrier_wait(&shared.spent[buffer.stage], buffer.parity ^ 1);
+      bf16(*products)[64 * 64] = shared.products[buffer.stage];
+      to_box(products[0], sums + 64, 1);
+      to_box(products[1], sums + 96, 1);
+      to_box(products[2], sums + 64, -1);
+      to_box(products[3], sums, 1);
+      to_box(products[4], sums + 32, 1);
+      shared_fence();
+      barrier_arrive(&shared.ready[buffer.stage]);
+    }
+  } else {
+    registers_grow_to<232>();
+    float sums[2][96];  // for each 64 of the kEigen rows: dM1, dM2, D
+    for (int tile = first; tile < tiles; tile += clusters, ring.advance(), buffer.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      barrier_wait(&shared.ready[buffer.stage], buffer.parity);
+      const bf16(*products)[64 * 64] = shared.products[buffer.stage];
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const bool add = tile > first || k > 0;
+        const uint64_t P_Q = descriptor_b(products[0], 64) + 128 * k;
+        const uint64_t Q_minus_P = descriptor_b(products[1], 64) + 128 * k;
+        const uint64_t R = descriptor_b(products[3], 64) + 128 * k;
+        const uint64_t S = descriptor_b(products[4], 64) + 128 * k;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint64_t gr = descriptor_b(shared.left[ring.stage][0][half], 64) + 128 * k;
+          const uint64_t gi = descriptor_b(shared.left[ring.stage][1][half], 64) + 128 * k;
+          wgmma<bf16, 1, true>(columns_of<0, 64>(sums[half]), gr, P_Q, add);
+          wgmma<bf16, 1, true>(columns_of<64, 32>(sums[half]), gr, R, add);
+          wgmma<bf16, 1, true>(columns_of<0, 64>(sums[half]), gi, Q_minus_P, true);
+          wgmma<bf16, 1, true>(columns_of<64, 32>(sums[half]), gi, S, true);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (threadIdx.x % 128 < 4) barrier_arrive(&shared.empty[ring.stage], lane);
+      if (threadIdx.x % 128 == 0) barrier_arrive(&shared.spent[buffer.stage]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 96; i += 2) {
+        const int e = 64 * half + 16 * warp + lane / 4 + 8 * (i / 2 % 2);
+        const int w = col0 + 8 * (i % 32 / 4) + 2 * (lane % 4);
+        const size_t matrix = static_cast<size_t>(first) * 3 + i / 32;
+        if (e < E && w < W) {
+          *reinterpret_cast<float2*>(partials + (matrix * E + e) * W + w) =
+              make_float2(sums[half][i], sums[half][i + 1]);
+        }
+      }
+    }
+  }
+  cluster_sync();
+#endif
+}
+
+#endif  // CUDA_CPU
+
 // ---- References ---------------------------------------------------------------------------------
 
 // Forward and backward once more, plainly, as written at the top and not associated, in fp64, with
@@ -1623,9 +1941,96 @@ bool add_associated(Backward& table) {
   return true;
 }
 
-// (So far only their names.)
-void add_hopper(Forward& table) { table.problem.kernel("Hopper", Role::ours, {}).hopper_only(); }
-void add_hopper(Backward& table) { table.problem.kernel("Hopper", Role::ours, {}).hopper_only(); }
+// The same with TMA and wgmma. False if E or W is more than a block's part of the GPU is made for;
+// where it cannot run, only its name is added.
+#ifndef CUDA_CPU
+constexpr int kHopperThreads = 384;
+
+// M: M1, M2, -M2.
+template <typename Table>
+HopperMaps hopper_maps(const Table& table, const bf16* M, const bf16* vertices) {
+  const auto [V, E, W] = table.shape;
+  const auto right = [&, E = E, W = W](const bf16* matrix) {
+    return tensor_map<bf16>(matrix, E, W, kEigen);
+  };
+  return {.Gr = tensor_map<bf16>(table.Gr, V, E, 64),
+          .Gi = tensor_map<bf16>(table.Gi, V, E, 64),
+          .minus_M2 = right(M + 2 * table.shape.coefficients()),
+          .M1 = right(M),
+          .M2 = right(M + table.shape.coefficients()),
+          .x = right(table.x),
+          .vertices = tensor_map<bf16>(vertices, V, W, 64)};
+}
+
+void add_hopper_kernels(Forward& table) {
+  const auto [V, E, W] = table.shape;
+  const auto M = table.problem.output<bf16>(3 * table.shape.coefficients());
+  constexpr int kBytes = sizeof(HopperForward);
+  CUDA_CHECK(
+      cudaFuncSetAttribute(hopper_features, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const dim3 small(blocks_for(W, kSmall), blocks_for(E, kSmall), 3);
+  const unsigned blocks =
+      2 *
+      persistent(blocks_for(V, 64), resident_clusters(hopper_features, 2, kHopperThreads, kBytes));
+  const auto launch = [=, V = static_cast<int>(V), E = static_cast<int>(E), W = static_cast<int>(W),
+                       &table] {
+    const HopperMaps maps = hopper_maps(table, M, table.out);
+    associate<<<small, kThreads>>>(table.operands(), M, E, W);
+    hopper_features<<<blocks, kHopperThreads, kBytes>>>(maps, V);
+  };
+  table.problem.kernel("Hopper", Role::ours, launch)
+      .hopper_only()
+      .occupies(table.ends() + M.bytes())
+      .resources(hopper_features, kHopperThreads, kBytes)
+      .checks = table.checks(1);  // M1 and M2
+}
+
+void add_hopper_kernels(Backward& table) {
+  const auto [V, E, W] = table.shape;
+  const size_t count = table.shape.coefficients();
+  constexpr int kBytes = sizeof(HopperBackward);
+  CUDA_CHECK(cudaFuncSetAttribute(hopper_accumulate_backward,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const unsigned tiles = blocks_for(V, 64);
+  const unsigned clusters =
+      persistent(tiles, resident_clusters(hopper_accumulate_backward, 4, kHopperThreads, kBytes));
+  const auto M = table.problem.output<bf16>(3 * count);
+  const auto partials = table.problem.output<float>(clusters * 3 * count);
+  const auto dM = table.problem.output<bf16>(2 * count);
+  const auto D = table.problem.output<float>(count);
+  const dim3 small(blocks_for(W, kSmall), blocks_for(E, kSmall), 3);
+  const dim3 last(blocks_for(W, kSmall), blocks_for(std::max(E, W), kSmall), 3);
+  const unsigned sum_blocks = blocks_for(static_cast<int64_t>(3 * count), 4 * 128);
+  const auto launch = [=, V = static_cast<int>(V), E = static_cast<int>(E), W = static_cast<int>(W),
+                       &table] {
+    const HopperMaps maps = hopper_maps(table, M, table.d_out);
+    associate<<<small, kThreads>>>(table.operands(), M, E, W);
+    hopper_accumulate_backward<<<4 * clusters, kHopperThreads, kBytes>>>(maps, partials, V, E, W);
+    add_slices<<<sum_blocks, 128>>>(partials, static_cast<int>(clusters), dM, D, count);
+    finish_backward<<<last, kThreads>>>(table.operands(), dM, D, table.d_x, table.d_Lr, table.d_Li,
+                                        E, W);
+  };
+  table.problem.kernel("Hopper", Role::ours, launch)
+      .hopper_only()
+      .occupies(table.ends() + M.bytes() + partials.bytes() + dM.bytes() + D.bytes())
+      .resources(hopper_accumulate_backward, kHopperThreads, kBytes)
+      // u: M1, M2. Then ar, of M1; R; dM1; the result.
+      .checks = table.checks(1, 4, (tiles + clusters - 1) / clusters * 64);
+}
+#endif
+
+template <typename Table>
+bool add_hopper(Table& table) {
+#ifndef CUDA_CPU
+  if (table.device.is_hopper()) {
+    if (table.shape.E > kEigen || table.shape.W > kWidth) return false;
+    add_hopper_kernels(table);
+    return true;
+  }
+#endif
+  table.problem.kernel("Hopper", Role::ours, {}).hopper_only();
+  return true;
+}
 
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
@@ -1656,7 +2061,7 @@ int main(int argc, char** argv) {
   std::deque<Forward> forwards;
   std::deque<Backward> backwards;
   double worst = 0;
-  bool has_one_kernel = true, has_forward = true, has_backward = true;
+  bool has_one_kernel = true, has_forward = true, has_backward = true, has_hopper = true;
   for (const int64_t V : sizes) {
     Forward& forward = forwards.emplace_back(lesson, blas, Shape{V, E, W});
     Backward& backward = backwards.emplace_back(lesson, blas, Shape{V, E, W});
@@ -1664,7 +2069,7 @@ int main(int argc, char** argv) {
     add_two_kernels(forward);
     has_one_kernel = add_one_kernel(forward);
     has_forward = add_associated(forward);
-    add_hopper(forward);
+    has_hopper = add_hopper(forward);
     add_unfused(backward);
     has_backward = add_associated(backward);
     add_hopper(backward);
@@ -1685,6 +2090,9 @@ int main(int argc, char** argv) {
   if (!has_backward) {
     lesson.note(
         "No \"associated\" backward: its sums are in registers for up to 128 eigenvectors.");
+  }
+  if (!has_hopper) {
+    lesson.note("No \"Hopper\": its blocks are made for up to 128 eigenvectors and 256 features.");
   }
   if (!lesson.flag("--sweep")) {
     Problem &forward = forwards.back().problem, &backward = backwards.back().problem;
