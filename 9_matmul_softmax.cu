@@ -270,18 +270,14 @@ struct Sums {
   }
 };
 
-// An fp32 number as the sum of two TF32 numbers, together 2 x 11 bits. An infinity times the zero
-// that is missing from a TF32 number would be NaN: where the other factor is `low`, `finite` takes
-// the place of `high`.
+// An fp32 number as the sum of two TF32 numbers, together 2 x 11 bits. An infinity has no `low`.
 struct SplitTf32 {
-  unsigned high, low, finite;
+  unsigned high, low;
 };
-__device__ SplitTf32 split_tf32(unsigned bits) {
-  const float value = __uint_as_float(bits);
+__device__ bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
+__device__ SplitTf32 split_tf32(float value) {
   const unsigned high = to_tf32(value);
-  const bool infinite = (high & 0x7fffffff) == 0x7f800000;
-  const float low = infinite ? 0 : value - __uint_as_float(high);
-  return {high, to_tf32(low), infinite ? 0 : high};
+  return {high, is_infinite(high) ? 0 : to_tf32(value - __uint_as_float(high))};
 }
 
 // Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
@@ -355,15 +351,15 @@ __device__ void add_products(Sums<Tile>& sums, const typename Tile::T* x_tile,
     Sums<Tile>& to = kSplit ? step : sums;
 #pragma unroll
     for (int k = 0; k < Tile::kDepth; k += 8) {
-      unsigned x[kM][4], x_low[kSplit ? kM : 1][4], x_finite[kSplit ? kM : 1][4];
+      unsigned x[kM][4], x_low[kSplit ? kM : 1][4];
 #pragma unroll
       for (int i = 0; i < kM; ++i) {
         ldmatrix_x4(x[i], x_tile + (16 * i + lane % 16) * kX + k + lane / 16 * 4);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if constexpr (kSplit) {
-            const SplitTf32 parts = split_tf32(x[i][e]);
-            x[i][e] = parts.high, x_low[i][e] = parts.low, x_finite[i][e] = parts.finite;
+            const SplitTf32 parts = split_tf32(__uint_as_float(x[i][e]));
+            x[i][e] = parts.high, x_low[i][e] = parts.low;
           } else {
             x[i][e] = to_tf32(__uint_as_float(x[i][e]));
           }
@@ -374,12 +370,15 @@ __device__ void add_products(Sums<Tile>& sums, const typename Tile::T* x_tile,
       for (int j = 0; j < kN; ++j) {
         const float w0 = W_at[8 * j], w1 = W_at[4 * kW + 8 * j];
         if constexpr (kSplit) {
-          const SplitTf32 p0 = split_tf32(__float_as_uint(w0));
-          const SplitTf32 p1 = split_tf32(__float_as_uint(w1));
+          const SplitTf32 p0 = split_tf32(w0), p1 = split_tf32(w1);
+          // An infinity of W times what x lacks of itself, perhaps 0, could be NaN: no such
+          // product. (With an infinity of x the whole row is NaN either way.)
+          const unsigned f0 = is_infinite(p0.high) ? 0 : p0.high;
+          const unsigned f1 = is_infinite(p1.high) ? 0 : p1.high;
 #pragma unroll
           for (int i = 0; i < kM; ++i) {  // the smallest products first
-            mma_m16n8k8_tf32(to.v[i][j], x_low[i], p0.finite, p1.finite);
-            mma_m16n8k8_tf32(to.v[i][j], x_finite[i], p0.low, p1.low);
+            mma_m16n8k8_tf32(to.v[i][j], x_low[i], f0, f1);
+            mma_m16n8k8_tf32(to.v[i][j], x[i], p0.low, p1.low);
             mma_m16n8k8_tf32(to.v[i][j], x[i], p0.high, p1.high);
           }
         } else {
@@ -553,7 +552,7 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
 // would read all of W by itself, 400 KB at some 64 bytes a clock. Four times as many blocks read a
 // quarter each.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     all_columns(Factors<typename Tile::T> factors, Results results) {
   constexpr int kValues = (Tile::BN + 31) / 32, kStride = Tile::kStrideLogits;
   extern __shared__ __align__(128) char shared[];
@@ -1021,8 +1020,10 @@ template <Math kMath, typename T>
 Product<T> make_product(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
                         const Buffer<T>& x, const Buffer<T>& W) {
   const int64_t C = shape.classes;
-  // Compute capability 8.0 has 163 KB of shared memory for a block, 8.6 99 KB, 7.5 64 KB.
+  // Compute capability 8.0 has 163 KB of shared memory for a block, 8.6 99 KB, 7.5 64 KB: where a
+  // tile does not fit, smaller ones of column_tiles() do.
   const bool large = lesson.device().shared_bytes >= 220 << 10;
+  const bool medium = lesson.device().shared_bytes >= 110 << 10;
   if constexpr (kMath == Math::fp16) {
     if (C <= 16) {
       return make_all_columns<Tile<kMath, 16, 16, 64, 1, 1, 4, 3>>(lesson, problem, shape, x, W);
@@ -1030,7 +1031,7 @@ Product<T> make_product(const Lesson& lesson, Problem& problem, const SoftmaxSha
     if (C <= 128 && large) {
       return make_all_columns<Tile<kMath, 32, 128, 64, 2, 2, 2, 4>>(lesson, problem, shape, x, W);
     }
-    if (large) {
+    if (large || (medium && C > 256)) {
       return make_column_tiles<Tile<kMath, 128, 128, 64, 2, 4, 1, 3>>(problem, shape, x, W);
     }
     return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 3>>(problem, shape, x, W);
@@ -1052,12 +1053,14 @@ Product<T> make_product(const Lesson& lesson, Problem& problem, const SoftmaxSha
     if (C <= 256 && large) {
       return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(lesson, problem, shape, x, W);
     }
-    if (large) {
-      // Of a warp: 32 x 64 where both factors come from shared memory as vectors of 4 or have to be
-      // split, 64 x 32 where W comes as single floats.
+    if (large || (medium && C > 256)) {
+      // Of a warp: 64 x 32 where W comes from shared memory as single floats; 32 x 64 where both
+      // factors come as vectors of 4; 32 x 32, of twice as many warps, where it also has to have
+      // the sums of a step, and the parts of split operands.
       constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
-      return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, 8 / kWarpsM, 1, 3>>(problem,
-                                                                                      shape, x, W);
+      constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
+      return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(problem, shape, x,
+                                                                                  W);
     }
     return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(problem, shape, x, W);
   }
