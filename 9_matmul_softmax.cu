@@ -1125,7 +1125,7 @@ void make_hard(const Buffer<float>& x, const Buffer<float>& W, const SoftmaxShap
 // The table of a shape in fp32 or, if `tf32`, in TF32.
 void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, bool tf32) {
   const std::string name = (tf32 ? "TF32 " : "fp32 ") + text_of(shape);
-  const Layer<float> layer(lesson, name, shape, tf32 ? "fp32 in TF32 products" : "fp32",
+  const Layer<float> layer(lesson, name, shape, tf32 ? "tf32" : "fp32",
                            tf32 ? Rate::tf32 : Rate::fp32);
   Problem& problem = layer.problem;
   const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
@@ -1333,7 +1333,7 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
 // x and W in fp16, the product in fp16 on tensor cores, logits and softmax in fp32.
 void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
   const std::string name = "fp16 " + text_of(shape);
-  const Layer<half> layer(lesson, name, shape, "fp16 in, fp32 out", Rate::fp16);
+  const Layer<half> layer(lesson, name, shape, "fp16", Rate::fp16);
   Problem& problem = layer.problem;
   const auto x = layer.x, W = layer.W;
   const auto probs = layer.probs, logits = layer.logits;

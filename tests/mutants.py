@@ -48,6 +48,7 @@ def _end_of_function(text, start):
 MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
 FUSED = "6_gating_fused"
+SOFTMAX = "9_matmul_softmax"
 STATIONARY = "bonus_matmul_A_stationary"
 
 # Several steps along k, and tiles that stick out of the matrix.
@@ -68,6 +69,14 @@ BARRIERS = [
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
     (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
     (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
+    # Three tiles along D; then blocks that share rows, by columns.
+    (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40")),
+    (SOFTMAX, "unfused", "multiply_tiles(", 1, ("3", "--inputs", "150", "--classes", "10")),
+    (SOFTMAX, "fused tiles", "all_columns(Factors", 1, ("3", "--inputs", "9", "--classes", "10")),
+    (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "5", "--classes", "600")),
+    (SOFTMAX, "dlogits on the fly", "gradient(Backward", 2,
+     ("17", "--inputs", "9", "--classes", "10", "--exercises")),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
 ]
 

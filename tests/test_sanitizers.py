@@ -22,10 +22,20 @@ LAYER_SIZES = [
     ("1", "--channels", "7", "--hidden", "3"),
     ("1", "--channels", "72", "--hidden", "8"),
 ]
+# Columns of one block, with rows that are hard; D in two blocks; columns in three; the exercises.
+SOFTMAX_SIZES = [
+    ("3", "--inputs", "33", "--classes", "19", "--hard-rows"),
+    ("2", "--inputs", "260", "--classes", "10"),
+    ("3", "--inputs", "5", "--classes", "300", "--kernel", "^(library|fused online)$"),
+    ("2", "--inputs", "8", "--classes", "3", "--exercises", "--kernel", "fly|^fused$|^library"),
+]
 CASES = [
     (lesson, arguments)
     for lesson in LESSONS
-    for arguments in (LAYER_SIZES if "gating" in lesson else MATMUL_SIZES)
+    for arguments in (
+        LAYER_SIZES if "gating" in lesson else SOFTMAX_SIZES if "softmax" in lesson
+        else MATMUL_SIZES
+    )
 ]
 # Lesson 5 has rows of 16 bytes only if N is a multiple of 8, too; its six steps are left out.
 CASES.append(
