@@ -1122,6 +1122,8 @@ void make_hard(const Buffer<float>& x, const Buffer<float>& W, const SoftmaxShap
   CUDA_CHECK(cudaGetLastError());
 }
 
+constexpr double kMostFlopsOfFusedRows = 1e11;
+
 // The table of a shape in fp32 or, if `tf32`, in TF32.
 void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, bool tf32) {
   const std::string name = (tf32 ? "TF32 " : "fp32 ") + text_of(shape);
@@ -1152,13 +1154,17 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
     layer.add_ours(product, "", needs_cc);
     fused += product.name;
   } else {
-    problem
-        .kernel("fused rows", Role::baseline,
-                [=] {
-                  fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
-                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
-                })
-        .resources(fused_rows, kSoftmaxThreads);
+    // It reads W once per row: of the largest shapes 20 calls would take a minute.
+    if (shape.flops() < kMostFlopsOfFusedRows) {
+      problem
+          .kernel("fused rows", Role::baseline,
+                  [=] {
+                    fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
+                        x, W, probs, static_cast<int>(shape.inputs),
+                        static_cast<int>(shape.classes));
+                  })
+          .resources(fused_rows, kSoftmaxThreads);
+    }
     const auto product = make_product<Math::fp32>(lesson, problem, shape, x, W);
     layer.add_ours(product, "", needs_cc);
     fused += product.name;
