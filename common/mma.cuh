@@ -131,6 +131,42 @@ __device__ inline void mma_m16n8k16<__nv_bfloat16>(float (&sum)[4], const unsign
 #endif
 }
 
+/// `value` rounded to TF32, the nearest number with 10 bits of mantissa (a tie away from zero), as
+/// an operand of mma_m16n8k8_tf32. Infinities and NaN stay what they are. Needs compute capability
+/// 8.0.
+__device__ inline unsigned to_tf32(float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  unsigned rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
+#else
+  __trap();
+  return __float_as_uint(value);
+#endif
+}
+
+/// sum (16 x 8, float) += a (16 x 8) b (8 x 8), elements in TF32, for a whole warp. With g = l / 4
+/// and t = l % 4, lane l holds
+///
+///     a[0]  (g, t)      a[2]  (g,     t + 4)     b0  (t,     g)
+///     a[1]  (g + 8, t)  a[3]  (g + 8, t + 4)     b1  (t + 4, g)
+///
+/// and of sum the same elements as for mma_m16n8k16.
+///
+/// PTX ISA, "Matrix Fragments for mma.m16n8k8" (.tf32). The 16-byte rows that ldmatrix_x4 moves are
+/// four floats here: its matrices are a's quarters. Needs compute capability 8.0.
+__device__ inline void mma_m16n8k8_tf32(float (&sum)[4], const unsigned (&a)[4], unsigned b0,
+                                        unsigned b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  __trap();
+#endif
+}
+
 #else  // The CPU backend: lanes hand over their operands, and the last one to arrive computes.
 
 namespace cuda_cpu {
@@ -203,6 +239,36 @@ struct Mma {
   }
 };
 
+/// A lane's part in mma_m16n8k8_tf32. As the hardware does, it ignores the 13 lowest bits.
+struct MmaTf32 {
+  float (&sum)[4];
+  const unsigned (&a)[4];
+  unsigned b[2];
+
+  static float element(unsigned bits) { return std::bit_cast<float>(bits & ~0x1fffu); }
+
+  static void combine(void* const* operands, unsigned lanes) {
+    if (lanes != ~0u) fail("mma without all 32 lanes of the warp");
+    alignas(64) float a[16][8], b[8][8], sum[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const MmaTf32& self = *static_cast<const MmaTf32*>(operands[lane]);
+      const int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < 4; ++i) {
+        a[g + i % 2 * 8][t + i / 2 * 4] = element(self.a[i]);
+        sum[g + i / 2 * 8][2 * t + i % 2] = self.sum[i];
+      }
+      for (int i = 0; i < 2; ++i) b[t + i * 4][g] = element(self.b[i]);
+    }
+    multiply_small(a[0], b[0], sum[0], sum[0], 16, 8, 8);
+    for (int lane = 0; lane < 32; ++lane) {
+      const MmaTf32& self = *static_cast<const MmaTf32*>(operands[lane]);
+      for (int i = 0; i < 4; ++i) {
+        self.sum[i] = sum[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+      }
+    }
+  }
+};
+
 }  // namespace cuda_cpu
 
 inline void ldmatrix_x4(unsigned (&matrices)[4], const void* row) {
@@ -215,6 +281,16 @@ template <typename T>
 void mma_m16n8k16(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   cuda_cpu::Mma<T> self = {sum, a, {b0, b1}};
   cuda_cpu::warp_meet(~0u, cuda_cpu::Mma<T>::combine, &self, "mma", cuda_cpu::Site::here());
+}
+
+inline unsigned to_tf32(float value) {
+  const unsigned bits = std::bit_cast<unsigned>(value);
+  if ((bits & 0x7f800000) == 0x7f800000) return bits;
+  return (bits + 0x1000) & ~0x1fffu;
+}
+inline void mma_m16n8k8_tf32(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  cuda_cpu::MmaTf32 self = {sum, a, {b0, b1}};
+  cuda_cpu::warp_meet(~0u, cuda_cpu::MmaTf32::combine, &self, "mma", cuda_cpu::Site::here());
 }
 
 #endif

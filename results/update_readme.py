@@ -41,11 +41,15 @@ def table(run, problem):
     unit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
     with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
     with_resources = any(kernel["resources"] for kernel in problem["kernels"])
-    columns = ["ms", "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
+    # Kernels of microseconds are timed in a CUDA graph.
+    mode = problem["kernels"][0]["ms"]["mode"]
+    unit_of_time, scale = ("us", 1e3) if mode == "graph" else ("ms", 1)
+    timed = "20 calls in a CUDA graph, per call" if mode == "graph" else f"{mode.capitalize()} L2 cache"
+    columns = [unit_of_time, "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
     columns += ["memory, GB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {unit}, "
-        f"{number(problem['limit_ms'])} ms. {problem['kernels'][0]['ms']['mode'].capitalize()} L2 cache, "
+        f"{number(scale * problem['limit_ms'])} {unit_of_time}. {timed}, "
         f"median of {problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}.",
         "",
         f"| kernel | {' | '.join(columns)} |",
@@ -54,7 +58,7 @@ def table(run, problem):
     for kernel in problem["kernels"]:
         cells = [
             kernel["name"],
-            number(kernel["ms"]["median"]),
+            number(scale * kernel["ms"]["median"]),
             number(kernel["tflops"]),
             number(kernel["gbps"]),
             f"{kernel['percent_of_limit']:.1f}",

@@ -51,6 +51,7 @@ TENSOR_CORES = "3_matmul_tensorcore"
 FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
+SOFTMAX = "9_matmul_softmax"
 STATIONARY = "bonus_matmul_A_stationary"
 
 # Several steps along k, and tiles that stick out of the matrix.
@@ -84,6 +85,14 @@ BARRIERS = [
     (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
+    # Three tiles along D; then blocks that share rows, by columns.
+    (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40")),
+    (SOFTMAX, "unfused", "multiply_tiles(", 1, ("3", "--inputs", "150", "--classes", "10")),
+    (SOFTMAX, "fused tiles", "all_columns(Factors", 1, ("3", "--inputs", "9", "--classes", "10")),
+    (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "5", "--classes", "600")),
+    (SOFTMAX, "dlogits on the fly", "gradient(Backward", 2,
+     ("17", "--inputs", "9", "--classes", "10", "--exercises")),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
 ]
 

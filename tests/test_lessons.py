@@ -7,6 +7,7 @@ from conftest import LESSONS, execute, program
 import pytest
 
 MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus", lesson)]
+SOFTMAX = "9_matmul_softmax"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
@@ -29,6 +30,14 @@ NARROW = ("--channels", "3", "--hidden", "1")
 SQUARES = [(n, NARROW) for n in (2, 3, 31, 32, 33)] + [
     (n, (*NARROW, "--kernel", "^(?!resident)")) for n in (64, 100, 257)
 ]
+
+# B, D, C: what fits tiles and what does not, rows of 16, 8 and 4 bytes; few rows and a long D, which
+# several blocks share; columns in one block, in several, and too many for a softmax in registers.
+SOFTMAX_SHAPES = [
+    (1, 1, 1), (2, 3, 1), (8, 16, 10), (16, 128, 16), (17, 31, 17), (33, 65, 50), (32, 64, 104),
+    (31, 129, 105), (5, 400, 16), (3, 900, 33), (2, 257, 256), (130, 7, 257), (3, 36, 1000),
+    (1, 3, 8193),
+] + [(_random.randint(1, 40), _random.randint(1, 150), _random.randint(1, 400)) for _ in range(3)]
 
 
 # V, E, W: less than a tile, more than one, neither; E too large for the wide tiles.
@@ -131,6 +140,60 @@ def test_layer_in_16_byte_rows(run, backend, lesson, channels, hidden):
     assert_verified(result, listed(lesson, backend, 8, *shape), 1)
 
 
+def softmax_arguments(shape, *more):
+    b, d, c = shape
+    return (b, "--inputs", d, "--classes", c, *more)
+
+
+@pytest.mark.parametrize("shape", SOFTMAX_SHAPES, ids=str)
+def test_softmax(run, backend, shape):
+    arguments = softmax_arguments(shape)
+    result = run(SOFTMAX, *arguments, "--samples", 1)
+    assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
+    size = "x".join(map(str, shape))
+    dims = dict(zip("BDC", shape))
+    assert dims_of(result) == {f"TF32 {size}": dims, f"fp32 {size}": dims}
+    # One is rounded, the other is not, and each is the only one of its kind in its table.
+    if shape[1] > 3 and shape[2] > 1:
+        for problem, kernel in result.kernels:
+            if kernel["role"] == "ours" and problem["name"].startswith("TF32"):
+                assert kernel["error"] > 1e-6
+
+
+@pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300)], ids=str)
+def test_softmax_of_hard_rows(run, backend, shape):
+    arguments = softmax_arguments(shape, "--hard-rows")
+    result = run(SOFTMAX, *arguments, "--samples", 1)
+    assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
+    assert "only -inf " + "x".join(map(str, shape)) in dims_of(result)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (17, 65, 3), (7, 31, 30)], ids=str)
+def test_softmax_exercises(run, backend, shape):
+    arguments = softmax_arguments(shape, "--exercises")
+    result = run(SOFTMAX, *arguments, "--samples", 1)
+    assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
+    # Each gradient's reference was compared with a finite difference, of which it is not all zero.
+    checks = re.findall(r"central difference: (\S+) apart, of (\S+); bound (\S+)", result.stdout)
+    assert len(checks) == 3
+    for difference, slope, bound in checks:
+        assert float(difference) <= float(bound) < abs(float(slope))
+
+
+def test_softmax_exercises_of_one_class(run, backend):
+    arguments = softmax_arguments((3, 4, 1), "--exercises")
+    result = run(SOFTMAX, *arguments, "--samples", 1)
+    assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
+    assert not any(name.startswith("backward") for name in dims_of(result))
+
+
+def test_softmax_without_arguments(run, backend):
+    listing = listed(SOFTMAX, backend)
+    shapes = {name.split(" ", 1)[1] for name, _ in listing}
+    assert len(shapes) >= 4
+    assert {name for name, _ in listing} == {f"{math} {s}" for math in ("TF32", "fp32") for s in shapes}
+
+
 def test_layers_have_every_extent():
     assert {channels for channels, _ in LAYERS} >= set(CHANNELS)
     assert {hidden for _, hidden in LAYERS} >= set(HIDDEN)
@@ -222,6 +285,8 @@ def test_spatial_gradients_sweep(run, backend):
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_seed_decides_inputs(run, lesson):
     size = (1, "--channels", 9, "--hidden", 5) if lesson in GATINGS else (33,)
+    if lesson == SOFTMAX:
+        size = (9, "--inputs", 20, "--classes", 10)
     first, again, other = (
         run(lesson, *size, "--samples", 1, "--seed", seed) for seed in (7, 7, 8)
     )

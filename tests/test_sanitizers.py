@@ -27,6 +27,13 @@ DIFFUSION_SIZES = [
     ("1", "--eigen", "336", "--width", "16"),
     ("65", "--eigen", "16", "--width", "144"),
 ]
+# Columns of one block, with rows that are hard; D in two blocks; columns in three; the exercises.
+SOFTMAX_SIZES = [
+    ("3", "--inputs", "33", "--classes", "19", "--hard-rows"),
+    ("2", "--inputs", "260", "--classes", "10"),
+    ("3", "--inputs", "5", "--classes", "300", "--kernel", "^(library|fused online)$"),
+    ("2", "--inputs", "8", "--classes", "3", "--exercises", "--kernel", "fly|^fused$|^library"),
+]
 # With two groups of columns; with narrow tiles; with slices of V of more than one tile.
 SPATIAL_SIZES = [
     ("1", "--eigen", "16", "--width", "80"),
@@ -36,11 +43,11 @@ SPATIAL_SIZES = [
 
 
 def sizes_of(lesson):
-    if "gating" in lesson:
-        return LAYER_SIZES
-    if "spatial" in lesson:
-        return SPATIAL_SIZES
-    return DIFFUSION_SIZES if "diffusion" in lesson else MATMUL_SIZES
+    for word, sizes in [("gating", LAYER_SIZES), ("diffusion", DIFFUSION_SIZES),
+                        ("spatial", SPATIAL_SIZES), ("softmax", SOFTMAX_SIZES)]:
+        if word in lesson:
+            return sizes
+    return MATMUL_SIZES
 
 
 CASES = [(lesson, arguments) for lesson in LESSONS for arguments in sizes_of(lesson)]

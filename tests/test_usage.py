@@ -134,6 +134,11 @@ def test_option_of_another_lesson(backend):
     refused(execute([program(MATMUL, backend), "--channels", "8"]), BAD_USAGE, "--channels")
 
 
+def test_too_few_inputs_for_hard_rows(backend):
+    result = execute([program("9_matmul_softmax", backend), "8", "--inputs", "2", "--hard-rows"])
+    refused(result, BAD_USAGE, "--hard-rows needs at least 3 inputs")
+
+
 def test_no_such_device(backend):
     result = execute([program(MATMUL, backend), "8", "--device", "cuda"], env=NO_GPU)
     refused(result, DEVICE_CANNOT, "^error: --device cuda: ")

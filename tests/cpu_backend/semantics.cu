@@ -27,6 +27,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "common/mma.cuh"
+
 namespace {
 
 // ---- A small test framework --------------------------------------------------------------------
@@ -900,6 +902,20 @@ __global__ void wmma_bad(const half* a, int offset, unsigned ldm, int lanes) {
   using namespace nvcuda;
   wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major> fa;
   if (static_cast<int>(threadIdx.x) < lanes) wmma::load_matrix_sync(fa, a + offset, ldm);
+}
+
+CASE(tf32_rounding) {
+  const auto rounded = [](float value) { return std::bit_cast<float>(to_tf32(value)); };
+  for (const float sign : {1.0f, -1.0f}) {
+    EXPECT(rounded(sign) == sign);
+    EXPECT(rounded(sign * (1 + 0x1p-10f)) == sign * (1 + 0x1p-10f));
+    EXPECT(rounded(sign * (1 + 0x1p-11f)) == sign * (1 + 0x1p-10f));  // a tie: away from zero
+    EXPECT(rounded(sign * (1 + 0x1p-11f - 0x1p-23f)) == sign);
+    EXPECT(rounded(sign * (2 - 0x1p-11f)) == sign * 2);
+    EXPECT(rounded(sign * std::numeric_limits<float>::infinity()) ==
+           sign * std::numeric_limits<float>::infinity());
+    EXPECT(std::isnan(rounded(sign * std::numeric_limits<float>::quiet_NaN())));
+  }
 }
 
 CASE(wmma_checked) {

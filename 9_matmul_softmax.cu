@@ -1,0 +1,1407 @@
+// 9. softmax(x W), and how to compare like with like
+//
+//     probs(b, c) = exp(l(b, c) - m(b)) / sum over j of exp(l(b, j) - m(b))
+//     logits l = x W, m(b) = the maximum of row b
+//     x (B, D), W (D, C), probs (B, C): fp32, row-major
+//
+// The last layer of a classifier. Unfused, one kernel writes the B C logits and another one reads
+// them; fused, they never leave the chip. But softmax needs whole rows: every element of a row
+// depends on the maximum and on the sum of all of it. Whoever wants to fuse has to bring a row's
+// logits together, wherever on the GPU they were computed, and that is what tells the kernels below
+// apart.
+//
+// "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
+// what fusion saves. So there are three ways:
+//
+//     (1) library   cuBLAS, then the best softmax kernel that we have
+//     (2) unfused   our product, then the same softmax kernel
+//     (3) fused     our product and softmax in one launch
+//
+// (2) against (3) is fusion alone: the product is the same kernel, only its epilogue differs. (1)
+// against (2) is the quality of the library. And there are two sets of tables, never mixed: true
+// fp32 accuracy, and TF32, where the operands of the product are rounded to 10 bits of mantissa so
+// that tensor cores can multiply them. Both accumulate in fp32. The kernels:
+//
+//     fused rows      a block a row: simple; every block reads all of W
+//     fused tiles     a block has all columns of many rows; D is spread over its warps and, if
+//                     there are too few rows to fill the GPU, over several blocks
+//     fused online    C of thousands: a row is spread over several blocks, which write exponentials
+//                     relative to their own maximum; the last of them to end corrects them
+//
+// In fp32 the last two also come as "3xTF32": each operand as the sum of two TF32 numbers, and
+// three products of tensor cores instead of one. Its error is held to the bound of fp32.
+//
+// With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
+// subtract, and becomes NaN, in the reference, too.
+//
+// --exercises adds what a reader may try: the backward pass, cross-entropy, fp16 operands, and a
+// row of thousands of classes.
+
+#include <array>
+#include <type_traits>
+
+#include "common/async_copy.cuh"
+#include "common/mma.cuh"
+#include "common/softmax.h"
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// ---- Maximum and sum ----------------------------------------------------------------------------
+
+// What softmax has to know of a row, or of a part of it: the largest logit, and the sum of
+// exp(logit - largest). Of nothing at all: -inf and 0.
+struct MaxSum {
+  float largest, sum;
+};
+
+// What exponentials are relative to: the maximum, unless that is -inf; then all of them are 0.
+__device__ float base_of(float largest) { return largest == minus_infinity() ? 0 : largest; }
+
+// The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
+__device__ float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
+
+// Two parts of a row together. This is "online softmax": no part has to know the others' maximum
+// beforehand.
+__device__ MaxSum merge(MaxSum a, MaxSum b) {
+  const float largest = fmaxf(a.largest, b.largest);
+  return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
+}
+
+template <int kLanes>
+__device__ float lanes_max(float value) {
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2)
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, i));
+  return value;
+}
+
+template <int kLanes>
+__device__ float lanes_sum(float value) {
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) value += __shfl_xor_sync(kAllLanes, value, i);
+  return value;
+}
+
+__device__ MaxSum warp_merge(MaxSum part) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    part = merge(part, {__shfl_xor_sync(kAllLanes, part.largest, i),
+                        __shfl_xor_sync(kAllLanes, part.sum, i)});
+  }
+  return part;
+}
+
+// All parts of a block of kWarps warps, of which `part` is this warp's.
+template <int kWarps>
+__device__ MaxSum block_merge(MaxSum part) {
+  __shared__ MaxSum parts[kWarps];
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+  __syncthreads();
+  MaxSum all = parts[0];
+#pragma unroll
+  for (int i = 1; i < kWarps; ++i) all = merge(all, parts[i]);
+  return all;
+}
+
+// ---- The softmax kernels of (1) and (2) ---------------------------------------------------------
+
+constexpr int kSoftmaxThreads = 256;
+
+// kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits and keep it
+// in registers: each logit is read once and each probability written once, 16 bytes at a time if C
+// is a multiple of 4 (kWidth = 4). A thread has kWidth neighbours, and then again every kGroup *
+// kWidth columns.
+template <int kGroup, int kValues, int kWidth>
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    softmax_rows(const float* logits, float* probs, int B, int C) {
+  const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
+  if (row >= B) return;
+  const float* from = logits + static_cast<size_t>(row) * C;
+  float* to = probs + static_cast<size_t>(row) * C;
+  const int col0 = threadIdx.x % kGroup * kWidth;
+  float v[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; i += kWidth) {
+    const int col = col0 + i * kGroup;
+    if constexpr (kWidth == 4) {
+      float4 four = {minus_infinity(), minus_infinity(), minus_infinity(), minus_infinity()};
+      if (col < C) four = *reinterpret_cast<const float4*>(from + col);
+      v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    } else {
+      v[i] = col < C ? from[col] : minus_infinity();
+    }
+  }
+  float largest = v[0];
+#pragma unroll
+  for (int i = 1; i < kValues; ++i) largest = fmaxf(largest, v[i]);
+  largest = lanes_max<32>(largest);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) sum += v[i] = expf(v[i] - base_of(largest));
+  sum = lanes_sum<32>(sum);
+  float factor;
+  if constexpr (kGroup == 32) {
+    factor = 1 / sum;
+  } else {
+    const MaxSum all = block_merge<kGroup / 32>({largest, sum});
+    factor = rebase(largest, all.largest) / all.sum;
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; i += kWidth) {
+    const int col = col0 + i * kGroup;
+    if (col >= C) continue;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(to + col) = {v[i] * factor, v[i + 1] * factor, v[i + 2] * factor,
+                                              v[i + 3] * factor};
+    } else {
+      to[col] = v[i] * factor;
+    }
+  }
+}
+
+// A block turns a row of any length into its softmax: reads it twice.
+__device__ void softmax_of_long_row(const float* from, float* to, int C) {
+  MaxSum part = {minus_infinity(), 0};
+  for (int col = threadIdx.x; col < C; col += kSoftmaxThreads) {
+    const float logit = from[col], largest = fmaxf(part.largest, logit);
+    part.sum = part.sum * rebase(part.largest, largest) + expf(logit - base_of(largest));
+    part.largest = largest;
+  }
+  const MaxSum all = block_merge<kSoftmaxThreads / 32>(warp_merge(part));
+  for (int col = threadIdx.x; col < C; col += kSoftmaxThreads) {
+    to[col] = expf(from[col] - base_of(all.largest)) / all.sum;
+  }
+}
+
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    softmax_long_rows(const float* logits, float* probs, int C) {
+  const size_t start = static_cast<size_t>(blockIdx.x) * C;
+  softmax_of_long_row(logits + start, probs + start, C);
+}
+
+// ---- fused rows ---------------------------------------------------------------------------------
+
+// A block owns a row, a thread the columns threadIdx.x, threadIdx.x + 256, ...: lesson 1's product,
+// coalesced along W, followed by the softmax of the block's row, which it finds in the caches.
+// Fused it is, and for one row there is no better way. But W is read once per row: 2 floating-point
+// operations for every 4 bytes that come from the L2 cache.
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    fused_rows(const float* x, const float* W, float* probs, int D, int C) {
+  const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
+  float* row = probs + static_cast<size_t>(blockIdx.x) * C;
+  for (int col = threadIdx.x; col < C; col += kSoftmaxThreads) {
+    float logit = 0;
+    for (int d = 0; d < D; ++d) logit += x_row[d] * W[static_cast<size_t>(d) * C + col];
+    row[col] = logit;
+  }
+  softmax_of_long_row(row, row, C);
+}
+
+// ---- The product --------------------------------------------------------------------------------
+
+// How the logits are computed; all accumulate in fp32.
+enum class Math {
+  fp32,   // multiply-adds on the CUDA cores
+  tf32,   // tensor cores, operands rounded to TF32
+  split,  // tensor cores, operands as sums of two TF32 numbers
+  fp16,   // tensor cores, operands in fp16
+};
+
+// A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits in steps of BK along D. The
+// warps that differ in the third coordinate have the same logits, and each its share of every step:
+// when B and C are small, that is how a block gets enough warps to hide latencies, and enough
+// copies in flight. kStages tiles of x and W are in shared memory at a time.
+template <Math kMath_, int BM_, int BN_, int BK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
+          int kStages_>
+struct Tile {
+  static constexpr Math kMath = kMath_;
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, kStages = kStages_;
+  static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
+  using T = std::conditional_t<kMath == Math::fp16, half, float>;
+  static constexpr bool kTensor = kMath != Math::fp32;
+  static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK, kThreads = 32 * kWarps;
+  static constexpr int kRows = BM / kWarpsM, kCols = BN / kWarpsN;  // a warp's
+  static constexpr int kDepth = BK / kWarpsK;                       // and its share of a step
+
+  // Rows of x start 16 bytes further along the banks than a multiple of 128: eight of them, 16
+  // bytes each, are on different banks. So are 4 rows of 8 floats of W, whose rows start 8 or 24
+  // banks further; and 8 rows of 8 halves.
+  static constexpr int kStrideX = BK + 16 / static_cast<int>(sizeof(T));
+  static constexpr int kStrideW = BN + (BN % 16 == 0 ? 8 : 0);
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;
+  static constexpr int kStageBytes = kStages * (kTileX + kTileW) * static_cast<int>(sizeof(T));
+
+  // Where all_columns() brings logits together: kWarpsK times BM x BN of them.
+  static constexpr int kStrideLogits = BN + 8;
+  static constexpr int kLogitBytes = kWarpsK * BM * kStrideLogits * static_cast<int>(sizeof(float));
+
+  static constexpr int kStepK = kMath == Math::fp32 ? 4 : kMath == Math::fp16 ? 16 : 8;
+  static_assert(BM % kWarpsM == 0 && BN % kWarpsN == 0 && BK % (kWarpsK * kStepK) == 0);
+  static_assert(kTensor ? kRows % 16 == 0 && kCols % 8 == 0 : kRows % 4 == 0 && kCols % 8 == 0);
+  static_assert(kMath != Math::fp16 || kCols % 16 == 0);
+};
+
+// A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them: (row(i), col(j)). Along
+// a row they come in runs of kRun neighbours, and kLanesPerRow consecutive lanes share a row.
+template <class Tile>
+struct Sums {
+  // Tensor cores: fragments of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
+  static constexpr bool kTensor = Tile::kTensor;
+  static constexpr int kOwnRows = kTensor ? Tile::kRows / 8 : Tile::kRows / 4;
+  static constexpr int kOwnCols = kTensor ? Tile::kCols / 4 : Tile::kCols / 8;
+  static constexpr int kRun =
+      kTensor || kOwnCols % 4 != 0 ? kTensor || kOwnCols % 2 == 0 ? 2 : 1 : 4;
+  static constexpr int kLanesPerRow = kTensor ? 4 : 8;
+  static constexpr int kHeight = kTensor ? 2 : 1, kWidth = kTensor ? 2 : 1;  // of an entry of v
+  float v[kOwnRows / kHeight][kOwnCols / kWidth][kHeight * kWidth] = {};
+
+  __device__ float& at(int i, int j) {
+    return v[i / kHeight][j / kWidth][i % kHeight * kWidth + j % kWidth];
+  }
+  static __device__ int row(int i) {
+    const int lane = threadIdx.x % 32;
+    return lane / kLanesPerRow + (32 / kLanesPerRow) * i;
+  }
+  static __device__ int col(int j) {
+    const int lane = threadIdx.x % 32;
+    return lane % kLanesPerRow * kRun + j / kRun * kLanesPerRow * kRun + j % kRun;
+  }
+};
+
+// An fp32 number as the sum of two TF32 numbers, together 2 x 11 bits. An infinity has no `low`.
+struct SplitTf32 {
+  unsigned high, low;
+};
+__device__ bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
+__device__ SplitTf32 split_tf32(float value) {
+  const unsigned high = to_tf32(value);
+  return {high, is_infinite(high) ? 0 : to_tf32(value - __uint_as_float(high))};
+}
+
+// Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
+// share of the step, all in shared memory.
+template <class Tile>
+__device__ void add_products(Sums<Tile>& sums, const typename Tile::T* x_tile,
+                             const typename Tile::T* W_tile) {
+  constexpr int kX = Tile::kStrideX, kW = Tile::kStrideW;
+  const int lane = threadIdx.x % 32;
+  if constexpr (Tile::kMath == Math::fp32) {
+    // Per 4 steps of k a thread reads 4 floats of each of its rows at once, and per k its columns.
+    constexpr int kOwnRows = Sums<Tile>::kOwnRows, kOwnCols = Sums<Tile>::kOwnCols;
+    constexpr int kRun = Sums<Tile>::kRun;
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth; k += 4) {
+      float4 x[kOwnRows];
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i) {
+        x[i] = *reinterpret_cast<const float4*>(x_tile + Sums<Tile>::row(i) * kX + k);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float w[kOwnCols];
+#pragma unroll
+        for (int j = 0; j < kOwnCols; j += kRun) {
+          const float* at = W_tile + (k + e) * kW + Sums<Tile>::col(j);
+          if constexpr (kRun == 4) {
+            const float4 four = *reinterpret_cast<const float4*>(at);
+            w[j] = four.x, w[j + 1] = four.y, w[j + 2] = four.z, w[j + 3] = four.w;
+          } else if constexpr (kRun == 2) {
+            const float2 two = *reinterpret_cast<const float2*>(at);
+            w[j] = two.x, w[j + 1] = two.y;
+          } else {
+            w[j] = *at;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kOwnRows; ++i) {
+          const float factor = e == 0 ? x[i].x : e == 1 ? x[i].y : e == 2 ? x[i].z : x[i].w;
+#pragma unroll
+          for (int j = 0; j < kOwnCols; ++j) sums.v[i][j][0] += factor * w[j];
+        }
+      }
+    }
+  } else if constexpr (Tile::kMath == Math::fp16) {
+    constexpr int kM = Tile::kRows / 16, kN = Tile::kCols / 16;
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth; k += 16) {
+      unsigned x[kM][4];
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+        ldmatrix_x4(x[i], x_tile + (16 * i + lane % 16) * kX + k + lane / 16 * 8);
+      }
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        unsigned w[4];
+        ldmatrix_x4_trans(w, W_tile + (k + lane % 16) * kW + 16 * j + lane / 16 * 8);
+#pragma unroll
+        for (int i = 0; i < kM; ++i) {
+          mma_m16n8k16<half>(sums.v[i][2 * j], x[i], w[0], w[1]);
+          mma_m16n8k16<half>(sums.v[i][2 * j + 1], x[i], w[2], w[3]);
+        }
+      }
+    }
+  } else {
+    constexpr int kM = Tile::kRows / 16, kN = Tile::kCols / 8;
+    constexpr bool kSplit = Tile::kMath == Math::split;
+    // Tensor cores truncate what they accumulate, and over a long sum that adds up. For the
+    // accuracy of fp32 they sum only a step, which then is added, rounded to nearest, to the rest.
+    Sums<Tile> step;
+    Sums<Tile>& to = kSplit ? step : sums;
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth; k += 8) {
+      unsigned x[kM][4], x_low[kSplit ? kM : 1][4];
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+        ldmatrix_x4(x[i], x_tile + (16 * i + lane % 16) * kX + k + lane / 16 * 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (kSplit) {
+            const SplitTf32 parts = split_tf32(__uint_as_float(x[i][e]));
+            x[i][e] = parts.high, x_low[i][e] = parts.low;
+          } else {
+            x[i][e] = to_tf32(__uint_as_float(x[i][e]));
+          }
+        }
+      }
+      const float* W_at = W_tile + (k + lane % 4) * kW + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        const float w0 = W_at[8 * j], w1 = W_at[4 * kW + 8 * j];
+        if constexpr (kSplit) {
+          const SplitTf32 p0 = split_tf32(w0), p1 = split_tf32(w1);
+          // An infinity of W times what x lacks of itself, perhaps 0, could be NaN: no such
+          // product. (With an infinity of x the whole row is NaN either way.)
+          const unsigned f0 = is_infinite(p0.high) ? 0 : p0.high;
+          const unsigned f1 = is_infinite(p1.high) ? 0 : p1.high;
+#pragma unroll
+          for (int i = 0; i < kM; ++i) {  // the smallest products first
+            mma_m16n8k8_tf32(to.v[i][j], x_low[i], f0, f1);
+            mma_m16n8k8_tf32(to.v[i][j], x[i], p0.low, p1.low);
+            mma_m16n8k8_tf32(to.v[i][j], x[i], p0.high, p1.high);
+          }
+        } else {
+          const unsigned b0 = to_tf32(w0), b1 = to_tf32(w1);
+#pragma unroll
+          for (int i = 0; i < kM; ++i) mma_m16n8k8_tf32(to.v[i][j], x[i], b0, b1);
+        }
+      }
+    }
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < Sums<Tile>::kOwnCols; ++j) sums.at(i, j) += step.at(i, j);
+      }
+    }
+  }
+}
+
+// The factors. Rows start at a multiple of row_bytes (16, 8, 4 or 2), the size of their copies.
+template <typename T>
+struct Factors {
+  const T *x, *W;
+  int B, D, C;
+  int row_bytes_x, row_bytes_W;
+};
+
+// The block's kThreads threads copy a kRows x kCols tile at (row0, col0) of a matrix with `pitch`
+// elements a row to shared memory, kBytes at a time; zeros where row >= rows or col >= cols.
+template <int kRows, int kCols, int kStride, int kThreads, int kBytes, typename T>
+__device__ void copy_pieces(T* to, const T* from, int row0, int col0, int rows, int cols,
+                            int pitch) {
+  constexpr int kWidth = kBytes / static_cast<int>(sizeof(T)), kPieces = kCols / kWidth;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+    const int row = i / kPieces, col = i % kPieces * kWidth;
+    const bool inside = row0 + row < rows && col0 + col < cols;
+    const T* at = from + static_cast<size_t>(row0 + row) * pitch + col0 + col;
+    if constexpr (kBytes >= 4) {
+      copy_async<kBytes>(to + row * kStride + col, at, inside);
+    } else {
+      to[row * kStride + col] = inside ? *at : T(0);
+    }
+  }
+}
+
+template <int kRows, int kCols, int kStride, int kThreads, typename T>
+__device__ void copy_tile_of(T* to, const T* from, int row0, int col0, int rows, int cols,
+                             int pitch, int row_bytes) {
+  constexpr int kLeast = static_cast<int>(sizeof(T));
+  if (row_bytes == 16) {
+    copy_pieces<kRows, kCols, kStride, kThreads, 16>(to, from, row0, col0, rows, cols, pitch);
+  } else if (row_bytes == 8) {
+    copy_pieces<kRows, kCols, kStride, kThreads, 8>(to, from, row0, col0, rows, cols, pitch);
+  } else {
+    copy_pieces<kRows, kCols, kStride, kThreads, kLeast>(to, from, row0, col0, rows, cols, pitch);
+  }
+}
+
+// The BM x BN logits at (row0, col0), summed over d_begin <= d < d_end: kStages - 1 steps are on
+// their way while one is multiplied, as in lesson 2's last kernel.
+template <class Tile>
+__device__ void multiply_tiles(Sums<Tile>& sums, typename Tile::T* stages,
+                               const Factors<typename Tile::T>& factors, int row0, int col0,
+                               int d_begin, int d_end) {
+  constexpr int kStages = Tile::kStages;
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
+  const int warp_col = warp % Tile::kWarpsN * Tile::kCols;
+  const int warp_k = warp / (Tile::kWarpsM * Tile::kWarpsN) * Tile::kDepth;
+  const auto copy_step = [&](int step) {
+    auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
+    const int d = d_begin + step * Tile::BK;
+    copy_tile_of<Tile::BM, Tile::BK, Tile::kStrideX, Tile::kThreads>(
+        x_tile, factors.x, row0, d, factors.B, d_end, factors.D, factors.row_bytes_x);
+    copy_tile_of<Tile::BK, Tile::BN, Tile::kStrideW, Tile::kThreads>(
+        x_tile + Tile::kTileX, factors.W, d, col0, d_end, factors.C, factors.C,
+        factors.row_bytes_W);
+  };
+
+  const int steps = (d_end - d_begin + Tile::BK - 1) / Tile::BK;
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) copy_step(step);
+    copy_async_commit();
+  }
+  for (int step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
+    copy_async_commit();
+    const auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
+    add_products<Tile>(sums, x_tile + warp_row * Tile::kStrideX + warp_k,
+                       x_tile + Tile::kTileX + warp_k * Tile::kStrideW + warp_col);
+  }
+}
+
+// What becomes of the logits.
+enum class Epilogue {
+  logits,         // out = logits: the product of the unfused way
+  softmax,        // out = probs
+  cross_entropy,  // loss = -log probs[label], out = its gradient: probs less 1 at the label
+};
+
+struct Results {
+  Epilogue epilogue;
+  float* out;                   // (B, C)
+  const int* labels = nullptr;  // (B)
+  float* loss = nullptr;        // (B)
+  // What blocks leave to the last one of those that share a row.
+  float* partial = nullptr;      // (splits of D, B, C): logits of a part of D
+  float2* tile_stats = nullptr;  // (B, tiles of C): a tile's maximum, and sum relative to it
+  unsigned* arrived = nullptr;   // blocks of these rows that have ended; zero between launches
+};
+
+// True in the last of `parts` blocks to call this: it sees what the others had written before they
+// did. No block waits for another one, so it does not matter how many of them run at a time.
+__device__ bool is_last_block(unsigned* arrived, int parts) {
+  __threadfence();
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    last = atomicAdd(arrived, 1) == static_cast<unsigned>(parts - 1);
+    if (last) *arrived = 0;  // for the next launch
+  }
+  last = __syncthreads_or(last) != 0;
+  __threadfence();
+  return last;
+}
+
+// ---- fused tiles --------------------------------------------------------------------------------
+
+// A warp has a row: lane l its columns l, l + 32, ... Writes what the epilogue makes of them.
+template <int kValues>
+__device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results) {
+  const int lane = threadIdx.x % 32;
+  float* out = results.out + static_cast<size_t>(row) * C;
+  float factor = 1;
+  int label = -1;
+  if (results.epilogue != Epilogue::logits) {
+    float label_logit = 0, largest = minus_infinity(), sum = 0;
+    if (results.epilogue == Epilogue::cross_entropy) label = results.labels[row];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (lane + 32 * i >= C) v[i] = minus_infinity();
+      if (lane + 32 * i == label) label_logit = v[i];
+      largest = fmaxf(largest, v[i]);
+    }
+    largest = lanes_max<32>(largest);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sum += v[i] = expf(v[i] - base_of(largest));
+    sum = lanes_sum<32>(sum);
+    factor = 1 / sum;
+    if (results.epilogue == Epilogue::cross_entropy) {
+      label_logit = lanes_sum<32>(label_logit);
+      if (lane == 0) results.loss[row] = logf(sum) - (label_logit - largest);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int col = lane + 32 * i;
+    if (col < C) out[col] = v[i] * factor - (col == label ? 1 : 0);
+  }
+}
+
+// A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B. It
+// also has a part of D, of gridDim.y parts: the warps' sums meet in shared memory, those of blocks
+// in `partial`, where the last block to arrive adds them up, always in the same order. Then a warp
+// takes a row at a time.
+//
+// What D is split for: 1024 rows are 32 blocks of 32, for 132 multiprocessors, and each of them
+// would read all of W by itself, 400 KB at some 64 bytes a clock. Four times as many blocks read a
+// quarter each.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    all_columns(Factors<typename Tile::T> factors, Results results) {
+  constexpr int kValues = (Tile::BN + 31) / 32, kStride = Tile::kStrideLogits;
+  extern __shared__ __align__(128) char shared[];
+  auto* stages = reinterpret_cast<typename Tile::T*>(shared);
+  float* logits = reinterpret_cast<float*>(shared + Tile::kStageBytes);  // [kWarpsK][BM][kStride]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int B = factors.B, D = factors.D, C = factors.C;
+  const int row0 = blockIdx.x * Tile::BM, splits = gridDim.y, split = blockIdx.y;
+  const int steps = (D + Tile::BK - 1) / Tile::BK;
+  const int d_begin = static_cast<int>(static_cast<int64_t>(steps) * split / splits) * Tile::BK;
+  const int d_end =
+      min(D, static_cast<int>(static_cast<int64_t>(steps) * (split + 1) / splits) * Tile::BK);
+
+  Sums<Tile> sums;
+  multiply_tiles<Tile>(sums, stages, factors, row0, 0, d_begin, d_end);
+
+  const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
+  const int warp_col = warp % Tile::kWarpsN * Tile::kCols;
+  const int warp_k = warp / (Tile::kWarpsM * Tile::kWarpsN);
+#pragma unroll
+  for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
+    float* to = logits + (warp_k * Tile::BM + warp_row + Sums<Tile>::row(i)) * kStride + warp_col;
+#pragma unroll
+    for (int j = 0; j < Sums<Tile>::kOwnCols; ++j) to[Sums<Tile>::col(j)] = sums.at(i, j);
+  }
+  __syncthreads();
+
+  const int rows = min(Tile::BM, B - row0);
+  for (int row = warp; row < rows; row += Tile::kWarps) {
+    float v[kValues] = {};
+#pragma unroll
+    for (int k = 0; k < Tile::kWarpsK; ++k) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const int col = lane + 32 * i;
+        if (col < C) v[i] += logits[(k * Tile::BM + row) * kStride + col];
+      }
+    }
+    if (splits == 1) {
+      finish_row(v, row0 + row, C, results);
+    } else {
+      float* to = results.partial + (static_cast<size_t>(split) * B + row0 + row) * C;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        if (lane + 32 * i < C) to[lane + 32 * i] = v[i];
+      }
+    }
+  }
+  if (splits == 1 || !is_last_block(results.arrived + blockIdx.x, splits)) return;
+
+  for (int row = warp; row < rows; row += Tile::kWarps) {
+    float v[kValues] = {};
+    const float* from = results.partial + static_cast<size_t>(row0 + row) * C;
+#pragma unroll 4
+    for (int part = 0; part < splits; ++part) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const int col = lane + 32 * i;
+        if (col < C) v[i] += from[static_cast<size_t>(part) * B * C + col];
+      }
+    }
+    finish_row(v, row0 + row, C, results);
+  }
+}
+
+// ---- fused online -------------------------------------------------------------------------------
+
+// kRun neighbours of a row, at once if the row's start allows it.
+template <int kRun>
+__device__ void store_run(float* to, const float* values, int left, bool aligned) {
+  if (aligned && left >= kRun) {
+    if constexpr (kRun == 4) {
+      *reinterpret_cast<float4*>(to) = {values[0], values[1], values[2], values[3]};
+    } else if constexpr (kRun == 2) {
+      *reinterpret_cast<float2*>(to) = {values[0], values[1]};
+    } else {
+      *to = *values;
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kRun; ++e) {
+    if (e < left) to[e] = values[e];
+  }
+}
+
+// A warp turns a row of exponentials, each relative to the maximum of its tile of kCols columns,
+// into probabilities, or into the gradient of the cross-entropy.
+template <int kCols>
+__device__ void correct_row(int row, int C, const Results& results) {
+  const int lane = threadIdx.x % 32, tiles = (C + kCols - 1) / kCols;
+  const float2* stats = results.tile_stats + static_cast<size_t>(row) * tiles;
+  float* out = results.out + static_cast<size_t>(row) * C;
+  MaxSum all = {minus_infinity(), 0};
+  for (int t = lane; t < tiles; t += 32) all = merge(all, {stats[t].x, stats[t].y});
+  all = warp_merge(all);
+  int label = -1;
+  if (results.epilogue == Epilogue::cross_entropy) {
+    label = results.labels[row];
+    // The label's logit is where column_tiles() has put it.
+    if (lane == 0) results.loss[row] = logf(all.sum) - (results.loss[row] - all.largest);
+  }
+  if (C % 4 == 0) {
+#pragma unroll 4
+    for (int col = 4 * lane; col < C; col += 128) {
+      const float factor = rebase(stats[col / kCols].x, all.largest) / all.sum;
+      float4 four = *reinterpret_cast<const float4*>(out + col);
+      four.x = four.x * factor - (col == label ? 1 : 0);
+      four.y = four.y * factor - (col + 1 == label ? 1 : 0);
+      four.z = four.z * factor - (col + 2 == label ? 1 : 0);
+      four.w = four.w * factor - (col + 3 == label ? 1 : 0);
+      *reinterpret_cast<float4*>(out + col) = four;
+    }
+  } else {
+#pragma unroll 4
+    for (int col = lane; col < C; col += 32) {
+      const float factor = rebase(stats[col / kCols].x, all.largest) / all.sum;
+      out[col] = out[col] * factor - (col == label ? 1 : 0);
+    }
+  }
+}
+
+// Here a row does not fit into a block: 1000 columns for 32 rows are as many sums as a
+// multiprocessor has registers, and blocks of few rows would read W too often. So blocks have tiles
+// of BM x BN, as for any product, and the blocks of BM rows share the softmax: each writes
+// exponentials relative to the maximum of a warp's kCols columns, which the lanes that share a row
+// find with a few shuffles, and leaves that maximum and the sum. The last block of these rows to
+// arrive knows them all, and corrects the rows while they still are in the L2 cache. Not one pass,
+// then, but memory sees one, and the logits never exist.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads)
+    column_tiles(Factors<typename Tile::T> factors, Results results) {
+  static_assert(Tile::kWarpsK == 1 && Tile::kCols % 4 == 0);
+  extern __shared__ __align__(128) char shared[];
+  const int B = factors.B, C = factors.C, block_columns = (C + Tile::BN - 1) / Tile::BN;
+  const int strip = blockIdx.x / block_columns;
+  const int row0 = strip * Tile::BM, col0 = blockIdx.x % block_columns * Tile::BN;
+  Sums<Tile> sums;
+  multiply_tiles<Tile>(sums, reinterpret_cast<typename Tile::T*>(shared), factors, row0, col0, 0,
+                       factors.D);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = row0 + warp / Tile::kWarpsN * Tile::kRows;
+  const int warp_col = col0 + warp % Tile::kWarpsN * Tile::kCols;
+  constexpr int kRun = Sums<Tile>::kRun, kOwnCols = Sums<Tile>::kOwnCols;
+  constexpr int kLanes = Sums<Tile>::kLanesPerRow;
+  const bool softmax = results.epilogue != Epilogue::logits;
+#pragma unroll
+  for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
+    const int row = warp_row + Sums<Tile>::row(i);
+    if (softmax) {
+      const int label = results.epilogue == Epilogue::cross_entropy && row < B
+                            ? results.labels[row] - warp_col
+                            : -1;
+      float largest = minus_infinity(), sum = 0;
+#pragma unroll
+      for (int j = 0; j < kOwnCols; ++j) {
+        if (warp_col + Sums<Tile>::col(j) >= C) sums.at(i, j) = minus_infinity();
+        if (Sums<Tile>::col(j) == label) results.loss[row] = sums.at(i, j);
+        largest = fmaxf(largest, sums.at(i, j));
+      }
+      largest = lanes_max<kLanes>(largest);
+#pragma unroll
+      for (int j = 0; j < kOwnCols; ++j) {
+        sum += sums.at(i, j) = expf(sums.at(i, j) - base_of(largest));
+      }
+      sum = lanes_sum<kLanes>(sum);
+      if (lane % kLanes == 0 && row < B && warp_col < C) {
+        const int tiles = (C + Tile::kCols - 1) / Tile::kCols;
+        results.tile_stats[static_cast<size_t>(row) * tiles + warp_col / Tile::kCols] = {largest,
+                                                                                         sum};
+      }
+    }
+    if (row >= B) continue;
+    float* to = results.out + static_cast<size_t>(row) * C + warp_col;
+#pragma unroll
+    for (int j = 0; j < kOwnCols; j += kRun) {
+      float run[kRun];
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) run[e] = sums.at(i, j + e);
+      const int col = Sums<Tile>::col(j);
+      store_run<kRun>(to + col, run, C - warp_col - col, C % kRun == 0);
+    }
+  }
+  if (!softmax || !is_last_block(results.arrived + strip, block_columns)) return;
+
+  for (int row = row0 + warp; row < min(B, row0 + Tile::BM); row += Tile::kWarps) {
+    correct_row<Tile::kCols>(row, C, results);
+  }
+}
+
+// ---- Hopper -------------------------------------------------------------------------------------
+
+// (Kernels that need compute capability 9.0 - TMA, wgmma, clusters - go here.)
+
+// ---- Exercise: cross-entropy as a library has it ------------------------------------------------
+
+// loss = -log probs[label], dlogits = probs less 1 at the label. A warp has a row.
+__global__ void negative_log_likelihood(const float* probs, const int* labels, float* loss,
+                                        float* dlogits, int B, int C) {
+  const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= B) return;
+  const size_t start = static_cast<size_t>(row) * C;
+  const int label = labels[row];
+  if (lane == 0) loss[row] = -logf(probs[start + label]);
+  for (int col = lane; col < C; col += 32) {
+    dlogits[start + col] = probs[start + col] - (col == label ? 1 : 0);
+  }
+}
+
+// ---- Exercise: the backward pass ----------------------------------------------------------------
+
+//     dlogits = probs * (dprobs - s),  s(b) = sum over c of probs(b, c) dprobs(b, c)
+//     dx (B, D) = dlogits W^T,  dW (D, C) = x^T dlogits
+//
+// A library writes dlogits, and reads it twice. But once s is known, and it is one number a row,
+// dlogits is elementwise: each product can compute it while it fills its tiles.
+
+// A warp has a row: s, and dlogits if that is wanted.
+__global__ void backward_rows(const float* probs, const float* dprobs, float* s, float* dlogits,
+                              int B, int C) {
+  const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= B) return;
+  const size_t start = static_cast<size_t>(row) * C;
+  float dot = 0;
+  for (int col = lane; col < C; col += 32) dot += probs[start + col] * dprobs[start + col];
+  dot = lanes_sum<32>(dot);
+  if (s && lane == 0) s[row] = dot;
+  if (!dlogits) return;
+  for (int col = lane; col < C; col += 32) {
+    dlogits[start + col] = probs[start + col] * (dprobs[start + col] - dot);
+  }
+}
+
+struct Backward {
+  const float *x, *W, *probs, *dprobs, *s;
+  int B, D, C;
+
+  __device__ float dlogit(int b, int c) const {
+    const size_t at = static_cast<size_t>(b) * C + c;
+    return probs[at] * (dprobs[at] - s[b]);
+  }
+};
+
+// out (M, N) = left (M, K) right (K, N): dx = dlogits W^T, or with kOfW dW = x^T dlogits. A block
+// of 16 x 16 threads has 64 x 64 elements of out, a thread 4 x 4 of them, 16 apart. Tiles are
+// filled along the rows of the matrices in memory, so that reads are coalesced; in shared memory
+// rows of 65 floats start on different banks, whichever way they are written.
+template <bool kOfW>
+__global__ void __launch_bounds__(256) gradient(Backward given, float* out) {
+  constexpr int kTile = 64, kStep = 16;
+  __shared__ float left[kStep][kTile + 1];
+  __shared__ float right[kStep][kTile + 1];
+  const int M = kOfW ? given.D : given.B, N = kOfW ? given.C : given.D;
+  const int K = kOfW ? given.B : given.C;
+  const int row0 = blockIdx.x * kTile, col0 = blockIdx.y * kTile;
+  const int x = threadIdx.x % 16, y = threadIdx.x / 16;
+  float sum[4][4] = {};
+  for (int k0 = 0; k0 < K; k0 += kStep) {
+    for (int i = threadIdx.x; i < kStep * kTile; i += 256) {
+      const int k = kOfW ? i / kTile : i % kStep, other = kOfW ? i % kTile : i / kStep;
+      const int row = row0 + other, col = col0 + other, d = k0 + k;
+      float l = 0, r = 0;
+      if (d < K && row < M) {
+        l = kOfW ? given.x[static_cast<size_t>(d) * given.D + row] : given.dlogit(row, d);
+      }
+      if (d < K && col < N) {
+        r = kOfW ? given.dlogit(d, col) : given.W[static_cast<size_t>(col) * given.C + d];
+      }
+      left[k][other] = l;
+      right[k][other] = r;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[i][j] += left[k][y + 16 * i] * right[k][x + 16 * j];
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int row = row0 + y + 16 * i, col = col0 + x + 16 * j;
+      if (row < M && col < N) out[static_cast<size_t>(row) * N + col] = sum[i][j];
+    }
+  }
+}
+
+// ---- Inputs that are hard for a softmax ---------------------------------------------------------
+
+// With --hard-rows three rows of four become hard; the logits of those are exact in TF32, too:
+//   row % 4 == 0   +-2^100: exp() of their difference to anything is 0 or 1
+//   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
+//   row % 4 == 2   all equal
+// and in every row every third class has the logit -inf. To that end W has special rows, 0 for the
+// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it is
+// zero there. (It always picks row 2: 0 * -inf would be NaN.) One thread an element.
+constexpr int kSpecialInputs = 3;
+
+__global__ void make_x_hard(float* x, size_t count, int D) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const size_t d = i % D, kind = i / D % 4;
+  if (d == kSpecialInputs - 1) {
+    x[i] = 1;
+  } else if (d < kSpecialInputs - 1) {
+    x[i] = d == kind ? 1 : 0;
+  } else if (kind < 3) {
+    x[i] = 0;
+  }
+}
+
+__global__ void make_W_hard(float* W, int C) {
+  const int c = blockIdx.x * blockDim.x + threadIdx.x;
+  if (c >= C) return;
+  W[c] = c % 2 == 0 ? 0x1p100f : -0x1p100f;
+  W[C + c] = static_cast<float>(2000 + c % 8);
+  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? minus_infinity() : 0;
+}
+
+// Every other row of logits becomes -inf: x has -inf there, and that row of W only 1. One thread
+// an element of x or W's first row.
+__global__ void make_only_minus_infinity(float* x, float* W, int B, int D, int C) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < B && i % 2 == 0) x[static_cast<size_t>(i) * D] = minus_infinity();
+  if (i < C) W[i] = 1;
+}
+
+// Verification takes NaN for an error. Where it is what should come out, it becomes -1 first; but
+// not the NaN of what nobody wrote, all of whose bits are set.
+__global__ void mark_nan(const float* in, float* out, size_t count) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = isnan(in[i]) && __float_as_uint(in[i]) != 0xffffffffu ? -1 : in[i];
+}
+
+__global__ void mark_nan_fp64(double* values, size_t count) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count && isnan(values[i])) values[i] = -1;
+}
+
+// Labels from random numbers in [0, 1).
+__global__ void choose_labels(const float* random, int* labels, int B, int C) {
+  const int b = blockIdx.x * blockDim.x + threadIdx.x;
+  if (b < B) labels[b] = min(static_cast<int>(random[b] * static_cast<float>(C)), C - 1);
+}
+
+// -------------------------------------------------------------------------------------------------
+
+unsigned blocks(int64_t count, int64_t per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
+// logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
+void library_product(cublasHandle_t blas, const void* x, const void* W, float* logits,
+                     const SoftmaxShape& shape, cudaDataType_t type, cublasComputeType_t compute) {
+  const float one = 1, zero = 0;
+  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+            C = static_cast<int>(shape.classes);
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, C, B, D, &one, W, type, C, x, type, D,
+                            &zero, logits, CUDA_R_32F, C, compute, CUBLAS_GEMM_DEFAULT));
+}
+
+// probs = softmax(logits): a warp a row, or a block where that is too long.
+void softmax(const float* logits, float* probs, const SoftmaxShape& shape) {
+  const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
+  const unsigned warps = blocks(B, kSoftmaxThreads / 32);
+  if (C > 8192) {
+    softmax_long_rows<<<B, kSoftmaxThreads>>>(logits, probs, C);
+  } else if (C % 4 != 0) {
+    if (C <= 32) {
+      softmax_rows<32, 1, 1><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+    } else if (C <= 128) {
+      softmax_rows<32, 4, 1><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+    } else if (C <= 1024) {
+      softmax_rows<32, 32, 1><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+    } else {
+      softmax_rows<256, 32, 1><<<B, kSoftmaxThreads>>>(logits, probs, B, C);
+    }
+  } else if (C <= 128) {
+    softmax_rows<32, 4, 4><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+  } else if (C <= 1024) {
+    softmax_rows<32, 32, 4><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+  } else {
+    softmax_rows<256, 32, 4><<<B, kSoftmaxThreads>>>(logits, probs, B, C);
+  }
+}
+
+// One of the two kernels above with its tile, its grid, and what it needs besides results.
+template <typename T>
+struct Product {
+  const char* name;
+  std::function<void(Results)> launch;
+  void (*kernel)(Factors<T>, Results);
+  int threads, shared_bytes;
+};
+
+template <typename T>
+Factors<T> factors_of(const T* x, const T* W, const SoftmaxShape& shape) {
+  const auto row_bytes = [](int64_t columns) {
+    const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
+    return static_cast<int>(std::min<int64_t>(16, bytes & -bytes));
+  };
+  return {x,
+          W,
+          static_cast<int>(shape.rows),
+          static_cast<int>(shape.inputs),
+          static_cast<int>(shape.classes),
+          row_bytes(shape.inputs),
+          row_bytes(shape.classes)};
+}
+
+// D is split until the GPU is full, but into no less than kLeastDepth.
+constexpr int64_t kLeastDepth = 128, kMostSplits = 8;
+
+template <class Tile>
+Product<typename Tile::T> make_all_columns(const Lesson& lesson, Problem& problem,
+                                           const SoftmaxShape& shape,
+                                           const Buffer<typename Tile::T>& x,
+                                           const Buffer<typename Tile::T>& W) {
+  constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
+  CUDA_CHECK(
+      cudaFuncSetAttribute(all_columns<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const unsigned row_tiles = blocks(shape.rows, Tile::BM);
+  const int64_t sms = lesson.on_cpu() ? 8 : lesson.device().sms;
+  const int64_t most = std::min(shape.inputs / kLeastDepth, kMostSplits);
+  const unsigned splits =
+      static_cast<unsigned>(std::max<int64_t>(1, std::min(most, sms / row_tiles)));
+  const auto partial = problem.output<float>(splits > 1 ? splits * shape.rows * shape.classes : 1);
+  const auto arrived = problem.workspace<unsigned>(row_tiles);
+  const auto launch = [=](Results results) {
+    results.partial = partial;
+    results.arrived = arrived;
+    all_columns<Tile><<<dim3(row_tiles, splits), Tile::kThreads, kBytes>>>(
+        factors_of<typename Tile::T>(x, W, shape), results);
+  };
+  return {"tiles", launch, all_columns<Tile>, Tile::kThreads, kBytes};
+}
+
+template <class Tile>
+Product<typename Tile::T> make_column_tiles(Problem& problem, const SoftmaxShape& shape,
+                                            const Buffer<typename Tile::T>& x,
+                                            const Buffer<typename Tile::T>& W) {
+  constexpr int kBytes = Tile::kStageBytes;
+  CUDA_CHECK(cudaFuncSetAttribute(column_tiles<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  kBytes));
+  const unsigned strips = blocks(shape.rows, Tile::BM), columns = blocks(shape.classes, Tile::BN);
+  const auto stats = problem.output<float>(2 * shape.rows * blocks(shape.classes, Tile::kCols));
+  const auto arrived = problem.workspace<unsigned>(strips);
+  const auto launch = [=](Results results) {
+    results.tile_stats = reinterpret_cast<float2*>(stats.data());
+    results.arrived = arrived;
+    column_tiles<Tile><<<strips * columns, Tile::kThreads, kBytes>>>(
+        factors_of<typename Tile::T>(x, W, shape), results);
+  };
+  return {"online", launch, column_tiles<Tile>, Tile::kThreads, kBytes};
+}
+
+// The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
+template <Math kMath, typename T>
+Product<T> make_product(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
+                        const Buffer<T>& x, const Buffer<T>& W) {
+  const int64_t C = shape.classes;
+  // Compute capability 8.0 has 163 KB of shared memory for a block, 8.6 99 KB, 7.5 64 KB: where a
+  // tile does not fit, smaller ones of column_tiles() do.
+  const bool large = lesson.device().shared_bytes >= 220 << 10;
+  const bool medium = lesson.device().shared_bytes >= 110 << 10;
+  if constexpr (kMath == Math::fp16) {
+    if (C <= 16) {
+      return make_all_columns<Tile<kMath, 16, 16, 64, 1, 1, 4, 3>>(lesson, problem, shape, x, W);
+    }
+    if (C <= 128 && large) {
+      return make_all_columns<Tile<kMath, 32, 128, 64, 2, 2, 2, 4>>(lesson, problem, shape, x, W);
+    }
+    if (large || (medium && C > 256)) {
+      return make_column_tiles<Tile<kMath, 128, 128, 64, 2, 4, 1, 3>>(problem, shape, x, W);
+    }
+    return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 3>>(problem, shape, x, W);
+  } else {
+    if (C <= 16) {
+      constexpr int kRows = kMath == Math::fp32 ? 8 : 16;
+      return make_all_columns<Tile<kMath, kRows, 16, 64, 1, 1, 8, 3>>(lesson, problem, shape, x, W);
+    }
+    if (C <= 64 && large) {
+      constexpr int kCols = kMath == Math::fp32 ? 64 : 56;
+      if (C <= kCols) {
+        return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(lesson, problem, shape, x,
+                                                                        W);
+      }
+    }
+    if (C <= 104 && large) {
+      return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(lesson, problem, shape, x, W);
+    }
+    if (C <= 256 && large) {
+      return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(lesson, problem, shape, x, W);
+    }
+    if (large || (medium && C > 256)) {
+      // Of a warp: 64 x 32 where W comes from shared memory as single floats; 32 x 64 where both
+      // factors come as vectors of 4; 32 x 32, of twice as many warps, where it also has to have
+      // the sums of a step, and the parts of split operands.
+      constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
+      constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
+      return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(problem, shape, x,
+                                                                                  W);
+    }
+    return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(problem, shape, x, W);
+  }
+}
+
+// ---- The tables ---------------------------------------------------------------------------------
+
+// What an input of softmax(x W) and its result are made of.
+template <typename T>
+struct Layer {
+  SoftmaxShape shape;
+  Problem& problem;
+  Buffer<T> x, W;
+  Buffer<float> probs;
+  Buffer<float> logits;  // of the unfused ways
+
+  Layer(Lesson& lesson, const std::string& name, const SoftmaxShape& shape, const char* dtype,
+        Rate rate)
+      : shape(shape),
+        problem(lesson.problem(name, {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
+                               dtype, {.flops = shape.flops(), .bytes = shape.bytes(sizeof(T))},
+                               rate)),
+        x(problem.input<T>(shape.rows * shape.inputs)),
+        W(problem.input<T>(shape.inputs * shape.classes,
+                           kWeightScale / sqrt(static_cast<double>(shape.inputs)))),
+        probs(problem.output<float>(shape.rows * shape.classes)),
+        logits(problem.output<float>(shape.rows * shape.classes)) {
+    problem.in_graph();
+  }
+
+  // Ways (2) and (3), by the same product.
+  void add_ours(const Product<T>& product, const std::string& suffix, int needs_cc) const {
+    const auto out = probs, between = logits;
+    const auto form = shape;
+    problem
+        .kernel("unfused" + suffix, Role::ours,
+                [=] {
+                  product.launch({.epilogue = Epilogue::logits, .out = between});
+                  softmax(between, out, form);
+                })
+        .needs(needs_cc)
+        .resources(product.kernel, product.threads, product.shared_bytes);
+    problem
+        .kernel(std::string("fused ") + product.name + suffix, Role::ours,
+                [=] { product.launch({.epilogue = Epilogue::softmax, .out = out}); })
+        .needs(needs_cc)
+        .resources(product.kernel, product.threads, product.shared_bytes);
+  }
+};
+
+std::string text_of(const SoftmaxShape& shape) {
+  return std::to_string(shape.rows) + "x" + std::to_string(shape.inputs) + "x" +
+         std::to_string(shape.classes);
+}
+
+void make_hard(const Buffer<float>& x, const Buffer<float>& W, const SoftmaxShape& shape) {
+  make_x_hard<<<blocks(x.size(), 256), 256>>>(x, x.size(), static_cast<int>(shape.inputs));
+  make_W_hard<<<blocks(shape.classes, 256), 256>>>(W, static_cast<int>(shape.classes));
+  CUDA_CHECK(cudaGetLastError());
+}
+
+constexpr double kMostFlopsOfFusedRows = 1e11;
+
+// The table of a shape in fp32 or, if `tf32`, in TF32.
+void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, bool tf32) {
+  const std::string name = (tf32 ? "TF32 " : "fp32 ") + text_of(shape);
+  const Layer<float> layer(lesson, name, shape, tf32 ? "tf32" : "fp32",
+                           tf32 ? Rate::tf32 : Rate::fp32);
+  Problem& problem = layer.problem;
+  const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
+  const auto expected = problem.reference(probs.size());
+  if (lesson.flag("--hard-rows")) problem.adjust_inputs([=] { make_hard(x, W, shape); });
+  problem.reference_from(softmax_scratch(shape),
+                         [=] { reference_softmax<float>(blas, x, W, expected, shape); });
+  problem.check(probs, expected,
+                tf32 ? softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32)
+                     : softmax_tolerance(shape.inputs, kRoundoffFp32));
+
+  const int needs_cc = tf32 ? 80 : 0;
+  problem
+      .kernel("library", Role::library,
+              [=] {
+                library_product(blas, x, W, logits, shape, CUDA_R_32F,
+                                tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F);
+                softmax(logits, probs, shape);
+              })
+      .needs(needs_cc);
+  std::string fused = "fused ";
+  if (tf32) {
+    const auto product = make_product<Math::tf32>(lesson, problem, shape, x, W);
+    layer.add_ours(product, "", needs_cc);
+    fused += product.name;
+  } else {
+    // It reads W once per row: of the largest shapes 20 calls would take a minute.
+    if (shape.flops() < kMostFlopsOfFusedRows) {
+      problem
+          .kernel("fused rows", Role::baseline,
+                  [=] {
+                    fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
+                        x, W, probs, static_cast<int>(shape.inputs),
+                        static_cast<int>(shape.classes));
+                  })
+          .resources(fused_rows, kSoftmaxThreads);
+    }
+    const auto product = make_product<Math::fp32>(lesson, problem, shape, x, W);
+    layer.add_ours(product, "", needs_cc);
+    fused += product.name;
+    layer.add_ours(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
+    problem.compare(fused + ", 3xTF32", "unfused, 3xTF32",
+                    name + ": (2) / (3) with 3xTF32: fusion is worth a factor of %.");
+  }
+  problem.compare(fused, "unfused", name + ": (2) / (3): fusion is worth a factor of %.");
+  problem.compare("unfused", "library", name + ": (1) / (2): our product, %x the library's speed.");
+}
+
+// A line a shape: what fusion saves.
+void add_bytes_note(Lesson& lesson, const SoftmaxShape& shape) {
+  char text[160];
+  snprintf(text, sizeof text,
+           "%s: logits that fusion does not write and not read: 2 x %.4g MB, of %.4g MB without.",
+           text_of(shape).c_str(), 4e-6 * shape.logits(),
+           1e-6 * (shape.bytes(sizeof(float)) + 8 * shape.logits()));
+  lesson.note(text);
+}
+
+// With --hard-rows: rows of only -inf, beside others. What is verified are their NaN.
+void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
+  const Layer<float> layer(lesson, "only -inf " + text_of(shape), shape, "fp32", Rate::fp32);
+  Problem& problem = layer.problem;
+  const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
+  const auto marked = problem.output<float>(probs.size());
+  const auto expected = problem.reference(probs.size());
+  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+            C = static_cast<int>(shape.classes);
+  problem.adjust_inputs([=] {
+    make_only_minus_infinity<<<blocks(std::max(B, C), 256), 256>>>(x, W, B, D, C);
+    CUDA_CHECK(cudaGetLastError());
+  });
+  problem.reference_from(softmax_scratch(shape), [=] {
+    reference_softmax<float>(blas, x, W, expected, shape);
+    mark_nan_fp64<<<blocks(expected.size(), 256), 256>>>(expected, expected.size());
+    CUDA_CHECK(cudaGetLastError());
+  });
+  problem.check(marked, expected,
+                softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32));
+  const auto add = [&](const std::string& name, int needs_cc, std::function<void()> launch) {
+    problem
+        .kernel(name, Role::ours,
+                [=] {
+                  launch();
+                  mark_nan<<<blocks(probs.size(), 256), 256>>>(probs, marked, probs.size());
+                })
+        .needs(needs_cc);
+  };
+  const auto fused = [&](const auto& product, const std::string& suffix, int needs_cc) {
+    add(std::string("fused ") + product.name + suffix, needs_cc,
+        [=] { product.launch({.epilogue = Epilogue::softmax, .out = probs}); });
+  };
+  add("library", 0, [=] {
+    library_product(blas, x, W, logits, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
+    softmax(logits, probs, shape);
+  });
+  add("fused rows", 0, [=] { fused_rows<<<B, kSoftmaxThreads>>>(x, W, probs, D, C); });
+  fused(make_product<Math::fp32>(lesson, problem, shape, x, W), "", 0);
+  fused(make_product<Math::tf32>(lesson, problem, shape, x, W), ", TF32", 80);
+  fused(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
+}
+
+// ---- The exercises' tables ----------------------------------------------------------------------
+
+// Cross-entropy of softmax(x W) with labels: loss (B) and dlogits (B, C).
+void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
+  const std::string name = "cross-entropy " + text_of(shape);
+  const Layer<float> layer(lesson, name, shape, "fp32", Rate::fp32);
+  Problem& problem = layer.problem;
+  const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
+  const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
+  const auto random = problem.input<float>(B, 0.5, 0.5);
+  const auto labels = problem.workspace<int>(B);
+  const auto loss = problem.output<float>(B), dlogits = problem.output<float>(probs.size());
+  const auto expected_loss = problem.reference(B), expected = problem.reference(probs.size());
+  problem.adjust_inputs([=] {
+    choose_labels<<<blocks(B, 256), 256>>>(random, labels, B, C);
+    CUDA_CHECK(cudaGetLastError());
+  });
+  problem.reference_from(cross_entropy_scratch(shape), [=, &lesson] {
+    const GradientCheck check =
+        reference_cross_entropy(blas, {x, W, labels, expected_loss, expected}, shape);
+    lesson.note(check.verdict(name.c_str()));
+  });
+  // The loss is a logarithm: its absolute error is a probability's relative one, and it is more
+  // than 1/2 on average, the least for two classes. The gradient is probs but for one element a
+  // row, which is p - 1 instead of p: of the same error, and for two classes just as large.
+  const double tolerance = 2 * softmax_tolerance(shape.inputs, kRoundoffFp32);
+  problem.check(loss, expected_loss, tolerance);
+  problem.check(dlogits, expected, tolerance);
+
+  problem.kernel("library, three launches", Role::library, [=] {
+    library_product(blas, x, W, logits, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
+    softmax(logits, probs, shape);
+    negative_log_likelihood<<<blocks(B, 8), 256>>>(probs, labels, loss, dlogits, B, C);
+  });
+  const auto product = make_product<Math::fp32>(lesson, problem, shape, x, W);
+  problem
+      .kernel("fused", Role::ours,
+              [=] {
+                product.launch({.epilogue = Epilogue::cross_entropy,
+                                .out = dlogits,
+                                .labels = labels,
+                                .loss = loss});
+              })
+      .resources(product.kernel, product.threads, product.shared_bytes);
+  problem.compare("fused", "library, three launches",
+                  name + ": % times as fast as the library's launches.");
+}
+
+// dx (B, D) and dW (D, C) from dprobs, and from the forward pass's x, W and probs.
+void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
+  const double b = static_cast<double>(shape.rows), d = static_cast<double>(shape.inputs),
+               c = static_cast<double>(shape.classes);
+  const std::string name = "backward " + text_of(shape);
+  Problem& problem = lesson.problem(
+      name, {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}}, "fp32",
+      {.flops = b * c * (4 * d + 4), .bytes = 4 * (2 * b * d + 2 * d * c + 2 * b * c)}, Rate::fp32);
+  problem.in_graph();
+  const auto x = problem.input<float>(shape.rows * shape.inputs);
+  const auto W = problem.input<float>(shape.inputs * shape.classes, kWeightScale / sqrt(d));
+  const auto probs = problem.input<float>(shape.rows * shape.classes);
+  const auto dprobs = problem.input<float>(shape.rows * shape.classes);
+  const auto dx = problem.output<float>(x.size()), dW = problem.output<float>(W.size());
+  const auto dlogits = problem.output<float>(probs.size());
+  const auto s = problem.output<float>(shape.rows);
+  const auto expected_dx = problem.reference(x.size()), expected_dW = problem.reference(W.size());
+  problem.adjust_inputs([=] {
+    library_product(blas, x, W, probs, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
+    softmax(probs, probs, shape);
+    CUDA_CHECK(cudaGetLastError());
+  });
+  problem.reference_from(backward_scratch(shape), [=, &lesson] {
+    const GradientCheck check =
+        reference_backward(blas, {x, W, dprobs, expected_dx, expected_dW}, shape);
+    lesson.note(check.verdict(name.c_str()));
+  });
+  // Sums of C terms for s and for dx, of B for dW. dlogits inherits the error of probs, whose bound
+  // counts four times: where dprobs - s is small both of its parts are larger than it.
+  const double inherited = 4 * softmax_tolerance(shape.inputs, kRoundoffFp32);
+  const auto tolerance = [&](int64_t length) {
+    return inherited + dot_tolerance(length, kRoundoffFp32, kRoundoffFp32);
+  };
+  problem.check(dx, expected_dx, tolerance(shape.classes));
+  problem.check(dW, expected_dW, tolerance(shape.rows + shape.classes));
+
+  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+            C = static_cast<int>(shape.classes);
+  problem.kernel("library, with dlogits", Role::library, [=] {
+    backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, nullptr, dlogits, B, C);
+    const float one = 1, zero = 0;
+    CUBLAS_CHECK(
+        cublasSgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, D, B, C, &one, W, C, dlogits, C, &zero, dx, D));
+    CUBLAS_CHECK(
+        cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, C, D, B, &one, dlogits, C, x, D, &zero, dW, C));
+  });
+  problem
+      .kernel("dlogits on the fly", Role::ours,
+              [=] {
+                backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, s, nullptr, B, C);
+                const Backward given = {x, W, probs, dprobs, s, B, D, C};
+                gradient<false><<<dim3(blocks(B, 64), blocks(D, 64)), 256>>>(given, dx);
+                gradient<true><<<dim3(blocks(D, 64), blocks(C, 64)), 256>>>(given, dW);
+              })
+      .resources(gradient<true>, 256);
+  problem.compare("dlogits on the fly", "library, with dlogits",
+                  name + ": % times as fast as the library's launches.");
+}
+
+// x and W in fp16, the product in fp16 on tensor cores, logits and softmax in fp32.
+void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
+  const std::string name = "fp16 " + text_of(shape);
+  const Layer<half> layer(lesson, name, shape, "fp16", Rate::fp16);
+  Problem& problem = layer.problem;
+  const auto x = layer.x, W = layer.W;
+  const auto probs = layer.probs, logits = layer.logits;
+  const auto expected = problem.reference(probs.size());
+  problem.reference_from(softmax_scratch(shape),
+                         [=] { reference_softmax<half>(blas, x, W, expected, shape); });
+  problem.check(probs, expected, softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs)));
+  problem.kernel("library", Role::library, [=] {
+    library_product(blas, x.data(), W.data(), logits, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
+    softmax(logits, probs, shape);
+  });
+  const auto product = make_product<Math::fp16>(lesson, problem, shape, x, W);
+  layer.add_ours(product, "", 0);
+  problem.compare(std::string("fused ") + product.name, "unfused",
+                  name + ": (2) / (3): fusion is worth a factor of %.");
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(
+      argc, argv,
+      {.name = "9_matmul_softmax",
+       .title = "softmax(x W): the library, ours unfused, ours fused",
+       .n_meaning = "B, rows of x; without N and options: five shapes",
+       .n_gpu = 4096,
+       .n_cpu = 64,
+       .options = {{"--inputs", "D, columns of x", 1024}, {"--classes", "C, columns of W", 1000}},
+       .flags = {{"--hard-rows", "make logits huge, equal and -inf in some rows"},
+                 {"--exercises", "also the backward pass, cross-entropy, fp16"}}});
+  std::vector<SoftmaxShape> shapes;
+  if (lesson.given("N") || lesson.given("--inputs") || lesson.given("--classes")) {
+    shapes = {{lesson.n(), lesson.option("--inputs"), lesson.option("--classes")}};
+  } else if (lesson.on_cpu()) {
+    shapes = {{8, 16, 10}, {33, 65, 50}, {17, 129, 130}, {5, 40, 300}};
+  } else {
+    shapes = {
+        {64, 128, 10}, {256, 512, 50}, {1024, 1024, 100}, {4096, 1024, 1000}, {8192, 4096, 8192}};
+  }
+  if (lesson.flag("--hard-rows") && shapes.front().inputs < kSpecialInputs) {
+    fail(kBadUsage, "--hard-rows needs at least %d inputs", kSpecialInputs);
+  }
+
+  Cublas blas;
+  for (const SoftmaxShape& shape : shapes) {
+    add_table(lesson, blas, shape, true);
+    add_table(lesson, blas, shape, false);
+    add_bytes_note(lesson, shape);
+  }
+  if (lesson.flag("--hard-rows")) {
+    for (const SoftmaxShape& shape : shapes) add_only_minus_infinity(lesson, blas, shape);
+  }
+  if (lesson.flag("--exercises")) {
+    const SoftmaxShape shape = shapes[std::min<size_t>(shapes.size() - 1, 2)];
+    if (shape.classes > 1) {  // of one class the probability is 1, and every gradient 0
+      add_backward(lesson, blas, shape);
+      add_cross_entropy(lesson, blas, shape);
+    }
+    add_mixed_precision(lesson, blas, shape);
+    const SoftmaxShape many = {shape.rows, shape.inputs, 1024 + 30 * shape.classes};
+    add_table(lesson, blas, many, false);
+    add_table(lesson, blas, many, true);
+    add_cross_entropy(lesson, blas, many);
+    add_mixed_precision(lesson, blas, many);
+  }
+  return lesson.run();
+}

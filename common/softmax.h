@@ -1,0 +1,94 @@
+// softmax(x W), its backward pass and its cross-entropy in fp64: what lesson 9 is held to.
+//
+//     logits = x W, probs = softmax(logits) row by row
+//     x (B, D), W (D, C), logits and probs (B, C), row-major, dense
+#pragma once
+
+#include "common/lesson.h"
+#include "common/numerics.h"
+
+struct SoftmaxShape {
+  int64_t rows, inputs, classes;  ///< B, D, C; each below 2^31
+
+  double logits() const { return static_cast<double>(rows) * static_cast<double>(classes); }
+  /// The product, and per logit: compare with the maximum, subtract it, exp, add, divide.
+  double flops() const { return logits() * (2 * static_cast<double>(inputs) + 5); }
+  /// Least possible traffic in bytes: x and W (elements of `input_bytes`) in, probs (fp32) out.
+  double bytes(size_t input_bytes) const {
+    const double b = static_cast<double>(rows), d = static_cast<double>(inputs),
+                 c = static_cast<double>(classes);
+    return static_cast<double>(input_bytes) * (b * d + d * c) + sizeof(float) * b * c;
+  }
+};
+
+/// Inputs that give logits of mean 0 and standard deviation 1/2: x is uniform in [-1, 1), of
+/// variance 1/3; W is uniform in +-kWeightScale / sqrt(D), of variance 3 / (4 D). Not more, so that
+/// the largest of 10^8 probabilities is within 13 times their rms, and the bound on a single
+/// element (kWorstToFrobenius) is meant for it, too.
+inline constexpr double kWeightScale = 1.5, kLogitRms = 0.5;
+
+/// Bound on the relative Frobenius error of probs. An error of the logits, d, changes
+///
+///     p_i  by the factor  1 + d_i - sum_j p_j d_j,
+///
+/// so that the *absolute* errors of logits are the *relative* errors of probs, twice: once of its
+/// own and once, weighted, of the others: sqrt(2), if they are independent. dot_tolerance() bounds
+/// them relative to the rms of the logits. What follows is in fp32, in units of its roundoff u: the
+/// differences to the maximum, of up to 4, are rounded (4), exp is within two units in the last
+/// place (4), and where the maximum is found in parts there is a second of both to correct it; the
+/// sum and the division (2).
+double softmax_tolerance(int64_t inputs, double u_sum, double u_in = 0);
+
+/// Each row of `logits` (rows, classes) becomes its softmax; a row of only -inf becomes NaN.
+void softmax_fp64(double* logits, int64_t rows, int64_t classes);
+
+/// Device memory that reference_softmax allocates while it runs.
+inline double softmax_scratch(const SoftmaxShape& shape) {
+  return reference_scratch(shape.rows, shape.classes, shape.inputs);
+}
+
+/// probs = softmax(x W).
+template <typename T>
+void reference_softmax(cublasHandle_t blas, const T* x, const T* W, double* probs,
+                       const SoftmaxShape& shape) {
+  reference_matmul<T>(blas, x, W, probs, shape.rows, shape.classes, shape.inputs);
+  softmax_fp64(probs, shape.rows, shape.classes);
+}
+
+/// How far a gradient is from a central difference.
+struct GradientCheck {
+  double difference;  ///< |finite difference - <gradient, direction>|
+  double slope;       ///< |<gradient, direction>|
+  double bound;
+  /// Ends the program if the difference is larger than the bound; else a line that says it is not.
+  std::string verdict(const char* name) const;
+};
+
+/// Both check a gradient against (f(+h v) - f(-h v)) / (2 h) in fp64, for a random direction v with
+/// h = 1e-6. Such a difference is off by h^2 / 6 times the third derivative, and by the roundoff of
+/// f over h. With A the sum of the absolute terms of f, and a direction that changes logits by up
+/// to 6 h:
+///   - a third derivative of softmax or of its logarithm is at most 6 (2 * 6)^3 times its value:
+///     the first part is at most 1e-12 / 6 * 10368 A < 2e-9 A;
+///   - f's roundoff is some 10 units of 2^-53 per term, random: at most 1e-15 A / 1e-6 = 1e-9 A.
+/// Together less than the bound, 1e-8 A.
+
+/// Gradients of <dprobs, softmax(x W)>: dx (B, D) and dW (D, C). x, W and dprobs in fp32.
+struct BackwardReference {
+  const float *x, *W, *dprobs;
+  double *dx, *dW;
+};
+GradientCheck reference_backward(cublasHandle_t blas, const BackwardReference& reference,
+                                 const SoftmaxShape& shape);
+/// The most device memory that it allocates.
+double backward_scratch(const SoftmaxShape& shape);
+
+/// loss (B) = -log softmax(x W)[labels], and dlogits (B, C), the gradient of the sum of losses.
+struct CrossEntropyReference {
+  const float *x, *W;
+  const int* labels;
+  double *loss, *dlogits;
+};
+GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyReference& reference,
+                                      const SoftmaxShape& shape);
+double cross_entropy_scratch(const SoftmaxShape& shape);
