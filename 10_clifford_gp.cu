@@ -192,6 +192,16 @@ struct alignas(W * sizeof(float)) Pack {
   float v[W];
 };
 
+// -0 is the neutral element of addition in floating-point (+0 is not: -0 + 0 = 0). The compiler
+// knows, and drops it: a sum that starts here starts with its first term.
+template <int W>
+__device__ __forceinline__ Pack<W> empty_sum() {
+  Pack<W> result;
+#pragma unroll
+  for (int e = 0; e < W; ++e) result.v[e] = -0.0f;
+  return result;
+}
+
 // A thread's W multivectors. Every index into it is a compile-time constant: it is registers.
 template <typename A, int W>
 struct Multivectors {
@@ -233,13 +243,14 @@ __device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, cons
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
                                                                const Multivectors<A, W>& y,
-                                                               Weight weight) {
-  Multivectors<A, W> z = {};
+                                                               const Weight& weight) {
+  Multivectors<A, W> z;
+  unroll<0, A::kBlades>([&](auto k) { z.blade[k] = empty_sum<W>(); });
   unroll<0, A::kTriples>([&](auto t) {
     constexpr auto grades = A::triple(t);
     const Pack<W> w = weight(t);
     unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-      Pack<W> sum = {};
+      Pack<W> sum = empty_sum<W>();
       unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
         constexpr int j = A::third(i, k);
         add_product<A::sign(t, i, j)>(sum, x.blade[i], y.blade[j]);
@@ -253,23 +264,25 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
 // Its gradients, from dz: with z_k = sum of w sign x_i y_j,
 //     dx_i = sum of w sign y_j dz_k,   dy_j = sum of w sign x_i dz_k,   dw = sum of sign x_i y_j dz_k
 // The sums over k for dx_i, before their weight, serve dw as well. Grade by grade, so that few
-// results are in registers at a time: give_x(i, Pack), give_y(j, Pack) and give_w(t, Pack) take
-// them, each i, j and t once.
-template <typename A, int W, typename Weight, typename GiveX, typename GiveY, typename GiveW>
-__device__ __forceinline__ void product_gradients(const Multivectors<A, W>& x,
-                                                  const Multivectors<A, W>& y,
-                                                  const Multivectors<A, W>& dz, Weight weight,
-                                                  GiveX give_x, GiveY give_y, GiveW give_w) {
+// results are in registers at a time: give_x(i, Pack) takes a finished dx_i; the sum for triple t
+// starts at take_w(t) and goes to give_w(t, Pack).
+template <typename A, int W, typename Weight, typename GiveX, typename TakeW, typename GiveW>
+__device__ __forceinline__ void gradients_of_x_and_w(const Multivectors<A, W>& x,
+                                                     const Multivectors<A, W>& y,
+                                                     const Multivectors<A, W>& dz,
+                                                     const Weight& weight, GiveX give_x,
+                                                     TakeW take_w, GiveW give_w) {
   unroll<0, A::kGrades>([&](auto grade) {
     constexpr int first = A::first(grade), end = A::first(grade + 1);
-    Pack<W> dx[end - first] = {};
+    Pack<W> dx[end - first];
+    unroll<first, end>([&](auto i) { dx[i - first] = empty_sum<W>(); });
     unroll<0, A::kTriples>([&](auto t) {
       constexpr auto grades = A::triple(t);
       if constexpr (grades.x == grade) {
         const Pack<W> w = weight(t);
-        Pack<W> dw = {};
+        Pack<W> dw = take_w(t);
         unroll<first, end>([&](auto i) {
-          Pack<W> sum = {};
+          Pack<W> sum = empty_sum<W>();
           unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
             constexpr int j = A::third(i, k);
             add_product<A::sign(t, i, j)>(sum, y.blade[j], dz.blade[k]);
@@ -282,15 +295,22 @@ __device__ __forceinline__ void product_gradients(const Multivectors<A, W>& x,
     });
     unroll<first, end>([&](auto i) { give_x(i, dx[i - first]); });
   });
+}
+
+template <typename A, int W, typename Weight, typename GiveY>
+__device__ __forceinline__ void gradient_of_y(const Multivectors<A, W>& x,
+                                              const Multivectors<A, W>& dz, const Weight& weight,
+                                              GiveY give_y) {
   unroll<0, A::kGrades>([&](auto grade) {
     constexpr int first = A::first(grade), end = A::first(grade + 1);
-    Pack<W> dy[end - first] = {};
+    Pack<W> dy[end - first];
+    unroll<first, end>([&](auto i) { dy[i - first] = empty_sum<W>(); });
     unroll<0, A::kTriples>([&](auto t) {
       constexpr auto grades = A::triple(t);
       if constexpr (grades.y == grade) {
         const Pack<W> w = weight(t);
         unroll<first, end>([&](auto j) {
-          Pack<W> sum = {};
+          Pack<W> sum = empty_sum<W>();
           unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
             constexpr int i = A::third(j, k);
             add_product<A::sign(t, i, j)>(sum, x.blade[i], dz.blade[k]);
@@ -305,6 +325,15 @@ __device__ __forceinline__ void product_gradients(const Multivectors<A, W>& x,
 
 // ---- Gates and norms ----------------------------------------------------------------------------
 
+// What every kernel knows of the layer. Blade k of feature f in row n of a tensor is element
+// k plane() + n features + f.
+struct Layer {
+  int batch, features;
+  bool normed;
+  float inverse_features = 1.0f / static_cast<float>(features);
+  __host__ __device__ size_t plane() const { return static_cast<size_t>(batch) * features; }
+};
+
 constexpr float kEpsilon = 1e-6f;
 
 __device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
@@ -313,18 +342,28 @@ __device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678
 __device__ inline float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
 
 // Both gates scale the whole product: z = gate(x_0) gate(y_0) (x y).
-template <typename A, int W>
-__device__ __forceinline__ Pack<W> product_of_gates(const Multivectors<A, W>& x,
-                                                    const Multivectors<A, W>& y) {
-  Pack<W> result;
+template <int W>
+struct Gates {
+  Pack<W> x, y;
+
+  __device__ __forceinline__ Gates(const Pack<W>& x_0, const Pack<W>& y_0) {
 #pragma unroll
-  for (int e = 0; e < W; ++e) result.v[e] = gate(x.blade[0].v[e]) * gate(y.blade[0].v[e]);
-  return result;
-}
+    for (int e = 0; e < W; ++e) {
+      x.v[e] = gate(x_0.v[e]);
+      y.v[e] = gate(y_0.v[e]);
+    }
+  }
+  __device__ __forceinline__ Pack<W> product() const {
+    Pack<W> result;
+#pragma unroll
+    for (int e = 0; e < W; ++e) result.v[e] = x.v[e] * y.v[e];
+    return result;
+  }
+};
 
 // rsqrtf is within two units in the last place.
-__device__ inline float inverse_rms(float squares, int features) {
-  return rsqrtf(squares / static_cast<float>(features) + kEpsilon);
+__device__ inline float inverse_rms(float squares, const Layer& layer) {
+  return rsqrtf(squares * layer.inverse_features + kEpsilon);
 }
 
 // kCount numbers that a row adds up over its features, moved 16 bytes at a time.
@@ -370,14 +409,6 @@ __device__ __forceinline__ void add_squares(const Multivectors<A, W>& z, Sums<A:
 
 // ---- One multivector in memory ------------------------------------------------------------------
 
-// What every kernel knows of the layer. Blade k of feature f in row n of a tensor is element
-// k plane() + n features + f.
-struct Layer {
-  int batch, features;
-  bool normed;
-  __host__ __device__ size_t plane() const { return static_cast<size_t>(batch) * features; }
-};
-
 template <typename A>
 __device__ __forceinline__ Multivectors<A, 1> load(const float* from, size_t plane) {
   Multivectors<A, 1> result;
@@ -408,7 +439,7 @@ __device__ __forceinline__ Multivectors<A, 1> gated_product(const Multivectors<A
                                                             const Multivectors<A, 1>& y,
                                                             const Weights<A>& weights) {
   Multivectors<A, 1> z = weighted_product(x, y, weights);
-  const float gates = product_of_gates(x, y).v[0];
+  const float gates = Gates<1>(x.blade[0], y.blade[0]).product().v[0];
   unroll<0, A::kBlades>([&](auto k) { z.blade[k].v[0] *= gates; });
   return z;
 }
@@ -446,7 +477,7 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
   if (at >= plane) return;
   const float weight = w[at % layer.features * A::kTriples + t];
   unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-    Pack<1> sum = {};
+    Pack<1> sum = empty_sum<1>();
     unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
       constexpr int j = A::third(i, k);
       if constexpr (A::sign(t, i, j) != 0) {
@@ -472,7 +503,7 @@ __global__ void normalize_grade(const float* z, float* out, float* inverses, int
     }
   }
   add_up_row(squares, partials, blockDim.x / 32);
-  const float inverse = inverse_rms(squares.value[0], layer.features);
+  const float inverse = inverse_rms(squares.value[0], layer);
   if (threadIdx.x == 0) inverses[blockIdx.x] = inverse;
   for (int blade = 0; blade < blades; ++blade) {
     for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
@@ -497,7 +528,7 @@ __global__ void normalize_grade_gradient(const float* z, const float* d_out, con
   }
   add_up_row(products, partials, blockDim.x / 32);
   const float r = inverses[blockIdx.x];
-  const float factor = r * r * r * products.value[0] / static_cast<float>(layer.features);
+  const float factor = r * r * r * products.value[0] * layer.inverse_features;
   for (int blade = 0; blade < blades; ++blade) {
     for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
       const size_t i = blade * layer.plane() + row + f;
@@ -542,7 +573,7 @@ __global__ void multiply_grades_gradient(const float* x, const float* y, const f
   for (int row = thread.row; row < thread.end; ++row) {
     const size_t at = static_cast<size_t>(row) * layer.features + thread.feature;
     unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
-      Pack<1> sum = {};
+      Pack<1> sum = empty_sum<1>();
       unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
         constexpr int j = A::third(i, k);
         if constexpr (A::sign(t, i, j) != 0) {
@@ -554,7 +585,7 @@ __global__ void multiply_grades_gradient(const float* x, const float* y, const f
       dx[i * plane + at] = (is_first_of_x ? 0 : dx[i * plane + at]) + weight * sum.v[0];
     });
     unroll<A::first(grades.y), A::first(grades.y + 1)>([&](auto j) {
-      Pack<1> sum = {};
+      Pack<1> sum = empty_sum<1>();
       unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
         constexpr int i = A::third(j, k);
         if constexpr (A::sign(t, i, j) != 0) {
@@ -639,7 +670,7 @@ __global__ void normalize(const float* z, float* out, Layer layer) {
   for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
     unroll<0, A::kBlades>([&](auto k) {
       const size_t i = k * plane + row + f;
-      out[i] = z[i] * inverse_rms(squares.value[A::grade(k)], layer.features);
+      out[i] = z[i] * inverse_rms(squares.value[A::grade(k)], layer);
     });
   }
 }
@@ -672,7 +703,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
       const Multivectors<A, 1> z = z_of(f);
       unroll<0, A::kBlades>([&](auto k) {
-        const float r = layer.normed ? inverse_rms(sums.value[A::grade(k)], layer.features) : 1;
+        const float r = layer.normed ? inverse_rms(sums.value[A::grade(k)], layer) : 1;
         out[k * plane + row + f] = z.blade[k].v[0] * r;
       });
     }
@@ -708,12 +739,12 @@ __device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivec
                                                                   const GradientSums<A>& sums,
                                                                   const Layer& layer, Pack<W>& dg) {
   Multivectors<A, W> dP;
-  dg = {};
+  dg = empty_sum<W>();
   unroll<0, A::kGrades>([&](auto c) {
     float r = 1, factor = 0;
     if (layer.normed) {
-      r = inverse_rms(sums.value[c], layer.features);
-      factor = r * r * r * sums.value[A::kGrades + c] / static_cast<float>(layer.features);
+      r = inverse_rms(sums.value[c], layer);
+      factor = r * r * r * sums.value[A::kGrades + c] * layer.inverse_features;
     }
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
 #pragma unroll
@@ -727,13 +758,13 @@ __device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivec
   return dP;
 }
 
-// What dg adds to the scalar part of dx: g = gate(x_0) gate(y_0). Swapped, of dy.
+// What dg adds to the scalar part of dx, as g = gate(x_0) gate(y_0); swapped, of dy.
 template <int W>
-__device__ __forceinline__ Pack<W> through_gate(const Pack<W>& dg, const Pack<W>& of,
-                                                const Pack<W>& other) {
+__device__ __forceinline__ Pack<W> through_gate(const Pack<W>& dg, const Pack<W>& x_0,
+                                                const Pack<W>& other_gate) {
   Pack<W> result;
 #pragma unroll
-  for (int e = 0; e < W; ++e) result.v[e] = dg.v[e] * gate_slope(of.v[e]) * gate(other.v[e]);
+  for (int e = 0; e < W; ++e) result.v[e] = dg.v[e] * gate_slope(x_0.v[e]) * other_gate.v[e];
   return result;
 }
 
@@ -755,7 +786,8 @@ __global__ void __launch_bounds__(kRowThreads)
         const Multivectors<A, 1> left = load<A>(x + row + f, plane);
         const Multivectors<A, 1> right = load<A>(y + row + f, plane);
         const Weights<A> weights(w + static_cast<size_t>(f) * A::kTriples);
-        add_gradient_sums(weighted_product(left, right, weights), product_of_gates(left, right),
+        const Gates<1> gates(left.blade[0], right.blade[0]);
+        add_gradient_sums(weighted_product(left, right, weights), gates.product(),
                           load<A>(d_out + row + f, plane), sums);
       }
       add_up_row(sums, partials[turn], blockDim.x / 32);
@@ -764,24 +796,26 @@ __global__ void __launch_bounds__(kRowThreads)
       const Multivectors<A, 1> left = load<A>(x + row + f, plane);
       const Multivectors<A, 1> right = load<A>(y + row + f, plane);
       const Weights<A> weights(w + static_cast<size_t>(f) * A::kTriples);
+      const Gates<1> gates(left.blade[0], right.blade[0]);
       Pack<1> dg;
       const Multivectors<A, 1> dP =
-          gradient_of_product(weighted_product(left, right, weights), product_of_gates(left, right),
+          gradient_of_product(weighted_product(left, right, weights), gates.product(),
                               load<A>(d_out + row + f, plane), sums, layer, dg);
-      product_gradients(
+      gradients_of_x_and_w(
           left, right, dP, weights,
           [&](auto i, Pack<1> value) {
-            if (i == 0) value.v[0] += through_gate(dg, left.blade[0], right.blade[0]).v[0];
+            if (i == 0) value.v[0] += through_gate(dg, left.blade[0], gates.y).v[0];
             dx[i * plane + row + f] = value.v[0];
           },
-          [&](auto j, Pack<1> value) {
-            if (j == 0) value.v[0] += through_gate(dg, right.blade[0], left.blade[0]).v[0];
-            dy[j * plane + row + f] = value.v[0];
+          [&](auto t) {
+            const float sum = dw[static_cast<size_t>(t) * layer.features + f];
+            return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
           },
-          [&](auto t, Pack<1> value) {
-            float* sum = dw + static_cast<size_t>(t) * layer.features + f;
-            *sum = (n == static_cast<int>(blockIdx.x) ? 0 : *sum) + value.v[0];
-          });
+          [&](auto t, Pack<1> sum) { dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0]; });
+      gradient_of_y(left, dP, weights, [&](auto j, Pack<1> value) {
+        if (j == 0) value.v[0] += through_gate(dg, right.blade[0], gates.x).v[0];
+        dy[j * plane + row + f] = value.v[0];
+      });
     }
   }
 }
@@ -815,44 +849,54 @@ constexpr int kBackwardWidth = A::kBlades <= 4   ? 4
 template <typename A>
 constexpr bool kPrefetch = A::kBlades <= 8;
 
-// Shared memory: the weights of all features, (triples, stride) so that neighbouring threads read
-// neighbouring packs; then, if inputs are prefetched, kPlanes x threads packs, of which each thread
-// fills, reads and refills its own. The 4 floats of padding spread the writes of load_weights over
-// the banks.
+// Shared memory: for each pack of features its weights; then, if inputs are prefetched, kPlanes
+// packs for each thread, which it fills, reads and refills alone. What a thread reads lies side by
+// side, at constant offsets from one address: addresses that depend on a stride would each take a
+// register. And from thread to thread it is an odd number of packs, so that neighbouring threads
+// meet in no bank.
 template <typename A, int W, int kPlanes>
 struct OnChipMemory {
-  static __host__ __device__ int stride(RowsOnChip shape) { return shape.per_row * W + 4; }
+  static constexpr int kWeightStride = W * (A::kTriples | 1);
+  static constexpr int kInputStride = kPlanes > 0 ? W*(kPlanes | 1) : 0;
   static size_t bytes(RowsOnChip shape) {
-    return sizeof(float) * static_cast<size_t>(A::kTriples) * stride(shape) +
-           sizeof(Pack<W>) * static_cast<size_t>(kPlanes) * shape.threads;
+    return sizeof(float) * (static_cast<size_t>(shape.per_row) * kWeightStride +
+                            static_cast<size_t>(shape.threads) * kInputStride);
   }
 
-  float* weights;
-  Pack<W>* inputs;
-  RowsOnChip shape;
+  float* all_weights;
+  const float* weights;  // of this thread
+  float* inputs;         // of this thread
   __device__ OnChipMemory(float* shared, RowsOnChip shape)
-      : weights(shared),
-        inputs(reinterpret_cast<Pack<W>*>(shared + A::kTriples * stride(shape)) + threadIdx.x),
-        shape(shape) {}
+      : all_weights(shared),
+        weights(shared + threadIdx.x % shape.per_row * kWeightStride),
+        inputs(shared + shape.per_row * kWeightStride + threadIdx.x * kInputStride) {}
 
-  // (features, triples) to (triples, stride).
-  __device__ void load_weights(const float* w, int features) const {
+  // Starts the copies of all weights, a float at a time: they change places.
+  __device__ void fetch_weights(const float* w, RowsOnChip shape, int features) const {
     for (int i = threadIdx.x; i < features * A::kTriples; i += shape.threads) {
-      weights[i % A::kTriples * stride(shape) + i / A::kTriples] = w[i];
+      const int feature = i / A::kTriples, t = i % A::kTriples;
+      copy_async<sizeof(float)>(all_weights + feature / W * kWeightStride + t * W + feature % W,
+                                w + i, true);
     }
   }
-  // Starts the copy of this thread's pack of a multivector's planes, as number first, first + 1...
+  template <typename Index>
+  __device__ __forceinline__ Pack<W> operator()(Index t) const {
+    return *reinterpret_cast<const Pack<W>*>(weights + t * W);
+  }
+  // Starts the copies of a thread's part of a multivector's planes, as number first, first + 1...
   template <int first>
   __device__ __forceinline__ void fetch(const float* from, size_t plane, bool inside) const {
 #pragma unroll
-    for (int k = 0; k < A::kBlades; ++k) {
-      copy_async<sizeof(Pack<W>)>(inputs + (first + k) * shape.threads, from + k * plane, inside);
+    for (int k = 0; k < A::kBlades; ++k, from += plane) {
+      copy_async<sizeof(Pack<W>)>(inputs + (first + k) * W, from, inside);
     }
   }
   template <int first>
   __device__ __forceinline__ Multivectors<A, W> take() const {
     Multivectors<A, W> result;
-    unroll<0, A::kBlades>([&](auto k) { result.blade[k] = inputs[(first + k) * shape.threads]; });
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k] = *reinterpret_cast<const Pack<W>*>(inputs + (first + k) * W);
+    });
     return result;
   }
 };
@@ -890,17 +934,15 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     if constexpr (kFetchAhead) {
       memory.template fetch<0>(x + at(n), plane, inside(n));
       memory.template fetch<A::kBlades>(y + at(n), plane, inside(n));
-      copy_async_commit();
     }
+    copy_async_commit();
   };
 
   int n = blockIdx.x * shape.rows() + row;
+  memory.fetch_weights(w, shape, layer.features);
   fetch(n);
-  memory.load_weights(w, layer.features);
+  copy_async_wait<0>();
   __syncthreads();
-  const auto weight = [&](auto t) {
-    return *reinterpret_cast<const Pack<W>*>(memory.weights + t * Memory::stride(shape) + feature);
-  };
   int turn = 0;
   for (int first = blockIdx.x * shape.rows(); first < layer.batch;
        first += step, n += step, turn ^= 1) {
@@ -916,8 +958,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       left = load_packs<A, W>(x + at(n), plane, inside(n));
       right = load_packs<A, W>(y + at(n), plane, inside(n));
     }
-    Multivectors<A, W> z = weighted_product(left, right, weight);
-    const Pack<W> gates = product_of_gates(left, right);
+    Multivectors<A, W> z = weighted_product(left, right, memory);
+    const Pack<W> gates = Gates<W>(left.blade[0], right.blade[0]).product();
     unroll<0, A::kBlades>([&](auto k) {
 #pragma unroll
       for (int e = 0; e < W; ++e) z.blade[k].v[e] *= gates.v[e];
@@ -927,7 +969,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       if (inside(n)) add_squares(z, sums);
       add_up_row(sums, partials[turn], shape.per_row / 32);
       unroll<0, A::kGrades>([&](auto c) {
-        const float r = inverse_rms(sums.value[c], layer.features);
+        const float r = inverse_rms(sums.value[c], layer);
         unroll<A::first(c), A::first(c + 1)>([&](auto k) {
 #pragma unroll
           for (int e = 0; e < W; ++e) z.blade[k].v[e] *= r;
@@ -963,67 +1005,74 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       memory.template fetch<0>(x + at(n), plane, inside(n));
       memory.template fetch<A::kBlades>(y + at(n), plane, inside(n));
       memory.template fetch<2 * A::kBlades>(d_out + at(n), plane, inside(n));
-      copy_async_commit();
     }
+    copy_async_commit();
   };
 
   int n = blockIdx.x * shape.rows() + row;
+  memory.fetch_weights(w, shape, layer.features);
   fetch(n);
-  memory.load_weights(w, layer.features);
+  copy_async_wait<0>();
   __syncthreads();
-  const auto weight = [&](auto t) {
-    return *reinterpret_cast<const Pack<W>*>(memory.weights + t * Memory::stride(shape) + feature);
-  };
   Pack<W> dw[A::kTriples] = {};
   int turn = 0;
   for (int first = blockIdx.x * shape.rows(); first < layer.batch;
        first += step, n += step, turn ^= 1) {
     Multivectors<A, W> left, right, d;
-    const auto take = [&] {
+    const auto take_factors = [&] {
       if constexpr (kFetchAhead) {
         left = memory.template take<0>();
         right = memory.template take<A::kBlades>();
-        d = memory.template take<2 * A::kBlades>();
       }
+    };
+    const auto take_d_out = [&] {
+      if constexpr (kFetchAhead) d = memory.template take<2 * A::kBlades>();
     };
     if constexpr (kFetchAhead) {
       copy_async_wait<0>();
       __syncwarp();
-      take();
     } else {
       left = load_packs<A, W>(x + at(n), plane, inside(n));
       right = load_packs<A, W>(y + at(n), plane, inside(n));
       d = load_packs<A, W>(d_out + at(n), plane, inside(n));
     }
-    const Multivectors<A, W> P = weighted_product(left, right, weight);
-    const Pack<W> gates = product_of_gates(left, right);
+    take_factors();
+    const Multivectors<A, W> P = weighted_product(left, right, memory);
+    const Gates<W> gates(left.blade[0], right.blade[0]);
+    take_d_out();
     GradientSums<A> sums = {};
     if (layer.normed) {
-      if (inside(n)) add_gradient_sums(P, gates, d, sums);
+      if (inside(n)) add_gradient_sums(P, gates.product(), d, sums);
       add_up_row(sums, partials[turn], shape.per_row / 32);
-      take();
+      take_d_out();
     }
     Pack<W> dg;
-    const Multivectors<A, W> dP = gradient_of_product(P, gates, d, sums, layer, dg);
+    const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
+    if (layer.normed) take_factors();
     if constexpr (kFetchAhead) {
       __syncwarp();
       if (first + step < layer.batch) fetch(n + step);
     }
+    const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y);
+    const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x);
     const auto add = [](Pack<W>& to, const Pack<W>& value) {
 #pragma unroll
       for (int e = 0; e < W; ++e) to.v[e] += value.v[e];
     };
-    product_gradients(
-        left, right, dP, weight,
-        [&](auto i, Pack<W> value) {
-          if (i == 0) add(value, through_gate(dg, left.blade[0], right.blade[0]));
-          if (inside(n)) *reinterpret_cast<Pack<W>*>(dx + i * plane + at(n)) = value;
+    gradients_of_x_and_w(
+        left, right, dP, memory,
+        [&, to = dx + at(n)](auto i, Pack<W> value) mutable {
+          if (i == 0) add(value, dx_through_gate);
+          if (inside(n)) *reinterpret_cast<Pack<W>*>(to) = value;
+          to += plane;
         },
-        [&](auto j, Pack<W> value) {
-          if (j == 0) add(value, through_gate(dg, right.blade[0], left.blade[0]));
-          if (inside(n)) *reinterpret_cast<Pack<W>*>(dy + j * plane + at(n)) = value;
-        },
-        [&](auto t, const Pack<W>& value) { add(dw[t], value); });
+        [&](auto t) { return dw[t]; }, [&](auto t, const Pack<W>& sum) { dw[t] = sum; });
+    __syncwarp();  // for the compiler: do not keep all weights in registers from above
+    gradient_of_y(left, dP, memory, [&, to = dy + at(n)](auto j, Pack<W> value) mutable {
+      if (j == 0) add(value, dy_through_gate);
+      if (inside(n)) *reinterpret_cast<Pack<W>*>(to) = value;
+      to += plane;
+    });
   }
   if (feature < layer.features) {
     const size_t partial = static_cast<size_t>(blockIdx.x) * shape.rows() + row;
