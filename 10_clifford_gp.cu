@@ -829,7 +829,7 @@ struct RowsOnChip {
   __host__ __device__ int rows() const { return threads / per_row; }
 };
 
-// A block stays, and takes one group of rows after the other. Tuned for F = 1024 features on an
+// A block stays, and takes one group of rows after the other. Sized for F = 1024 features on an
 // H200, where a multiprocessor is given 33 bytes per nanosecond, so that it has to have about
 // 40 KB on the way at any time:
 constexpr int kMaxThreads = 512;  // 128 registers each: all that a multiprocessor has
@@ -1365,9 +1365,9 @@ Problem& declare(Lesson& lesson, const char* name, const Layer& layer, double fl
 }
 
 // With `turned`, the inputs are turned (rotated, boosted, moved) before any kernel sees them, and
-// the result has to be that of the inputs as they were, turned.
+// the result has to be that of the inputs as they were, turned. Returns whether rows fit on chip.
 template <typename A>
-void add_forward(Lesson& lesson, const CliffordReference& reference, const CliffordShape& shape,
+bool add_forward(Lesson& lesson, const CliffordReference& reference, const CliffordShape& shape,
                  bool turned) {
   const Layer layer{shape.batch, shape.features, shape.normed};
   Problem& problem =
@@ -1401,13 +1401,17 @@ void add_forward(Lesson& lesson, const CliffordReference& reference, const Cliff
   add("one launch", forward_once(of, lesson.device()));
   const Launch on_chip = forward_on_chip_of(of, lesson.device());
   if (on_chip.run) add("row on chip", on_chip);
+
+  if (!lesson.flag("--sweep"))
+    problem.compare("row on chip", "unfused", "Forward in one launch: % times faster.");
+  return static_cast<bool>(on_chip.run);
 }
 
 // Forward, then backward from d_out, as two calls between which a network has other work to do:
 // backward reads x and y again. `report` is called with how well the reference's gradients agree
-// with finite differences.
+// with finite differences. Returns whether rows fit on chip.
 template <typename A>
-void add_backward(Lesson& lesson, const CliffordReference& reference, const CliffordShape& shape,
+bool add_backward(Lesson& lesson, const CliffordReference& reference, const CliffordShape& shape,
                   std::function<void(double)> report) {
   const Layer layer{shape.batch, shape.features, shape.normed};
   Problem& problem = declare<A>(lesson, "forward + backward", layer,
@@ -1448,7 +1452,12 @@ void add_backward(Lesson& lesson, const CliffordReference& reference, const Clif
   add("one launch each", once, backward_once(of, d, lesson.device()));
   const Launch on_chip = forward_on_chip_of(of, lesson.device());
   const Launch backward = backward_on_chip_of(of, d, lesson.device());
-  if (backward.run) add("row on chip", on_chip.run ? on_chip : once, backward);
+  if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
+
+  if (!lesson.flag("--sweep"))
+    problem.compare("both on chip", "unfused",
+                    "Forward and backward in three launches: % times faster.");
+  return static_cast<bool>(backward.run);
 }
 
 template <typename... Values>
@@ -1488,6 +1497,7 @@ int run_lesson(Lesson& lesson) {
              "their norm.",
              worst));
   };
+  bool all_on_chip = true;
   for (const auto& [batch, features] : sizes) {
     const CliffordShape shape{p, q, r, batch, features, !lesson.flag("--no-norm")};
     const CliffordReference& reference = references.emplace_back(shape);
@@ -1495,9 +1505,11 @@ int run_lesson(Lesson& lesson) {
       fail(kVerificationFailed, "the reference counts %d grade triples, not %d",
            reference.triples(), A::kTriples);
     }
-    add_forward<A>(lesson, reference, shape, turned);
-    if (turned) continue;
-    add_backward<A>(lesson, reference, shape, report);
+    all_on_chip &= add_forward<A>(lesson, reference, shape, turned);
+    if (!turned) all_on_chip &= add_backward<A>(lesson, reference, shape, report);
+  }
+  if (!all_on_chip) {
+    lesson.note("A row that does not fit on the chip with its weights has no 'on chip' kernel.");
   }
   lesson.note(
       text("Cl(%d,%d,%d): %d grade triples; the product takes %d multiply-adds (%d written "
@@ -1521,10 +1533,9 @@ int main(int argc, char** argv) {
                  .flags = {{"--no-norm", "without the norm"},
                            {"--sweep", "batch 1024 to 8192 x features 128 to 1024 (CPU: smaller)"},
                            {"--turned", "expect turned results of turned inputs (forward)"}}});
-  const std::string& algebra = lesson.choice("--algebra");
-  if (algebra == "2,0,0") return run_lesson<2, 0, 0>(lesson);
-  if (algebra == "3,0,1") return run_lesson<3, 0, 1>(lesson);
-  if (algebra == "1,3,0") return run_lesson<1, 3, 0>(lesson);
-  if (algebra == "4,1,0") return run_lesson<4, 1, 0>(lesson);
+  if (lesson.choice("--algebra") == "2,0,0") return run_lesson<2, 0, 0>(lesson);
+  if (lesson.choice("--algebra") == "3,0,1") return run_lesson<3, 0, 1>(lesson);
+  if (lesson.choice("--algebra") == "1,3,0") return run_lesson<1, 3, 0>(lesson);
+  if (lesson.choice("--algebra") == "4,1,0") return run_lesson<4, 1, 0>(lesson);
   return run_lesson<3, 0, 0>(lesson);
 }

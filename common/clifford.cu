@@ -398,11 +398,11 @@ double CliffordReference::loss(const float* x, const float* y, const float* w, c
       <<<rows * grades, 32>>>(d_out, z, products, first, grades, shape_.plane(), shape_.features);
   CUDA_CHECK(cudaGetLastError());
   const std::vector<double> square = on_host(squares, sums), dot = on_host(products, sums);
-  double total = 0;
+  long double total = 0;
   for (size_t i = 0; i < sums; ++i) {
     total += shape_.normed ? dot[i] / std::sqrt(square[i] / shape_.features + kEpsilon) : dot[i];
   }
-  return total;
+  return static_cast<double>(total);
 }
 
 double CliffordReference::check_gradients(const float* x, const float* y, const float* w,

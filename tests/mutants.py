@@ -36,7 +36,8 @@ class Mutant:
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
         at = start + found[self.nth]
-        return text[:at] + self.new + text[at + len(self.old) :]
+        mutated = text[:at] + self.new + text[at + len(self.old) :]
+        return LEAVE_OUT[self.lesson].sub("", mutated) if self.lesson in LEAVE_OUT else mutated
 
 
 def _end_of_function(text, start):
@@ -48,12 +49,18 @@ def _end_of_function(text, start):
 MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
 FUSED = "6_gating_fused"
+CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
+
+# What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
+LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}
 
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
+# Several warps for a row, in packs.
+CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -68,6 +75,10 @@ BARRIERS = [
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
     (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
     (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
+    (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
 ]
 
@@ -162,4 +173,20 @@ MUTANTS = [
         "const bool aligned = n % 4 == 0;", "const bool aligned = true;",
         "misaligned address .* for type .*float4", "33", "--kernel", "^vectors$",
     ),
+]
+
+
+# Built without a sanitizer: verification has to reject them (test_verification.py). `report` is a
+# row of the table that must have failed.
+WRONG_RESULTS = [
+    _mutant(
+        f"sign_flipped_in_{name}", "", CLIFFORD, function, "add_product<A::sign(t, i, j)>",
+        "add_product<(i == 1 && j == 6 ? -1 : 1) * A::sign(t, i, j)>",
+        rf"^{row} .* FAILED", "5", "--features", "40",
+    )
+    for name, function, row in [
+        ("product", "weighted_product(", "row on chip"),
+        ("gradient_of_x", "gradients_of_x_and_w(", "both on chip"),
+        ("gradient_of_y", "gradient_of_y(", "both on chip"),
+    ]
 ]

@@ -22,10 +22,21 @@ LAYER_SIZES = [
     ("1", "--channels", "7", "--hidden", "3"),
     ("1", "--channels", "72", "--hidden", "8"),
 ]
+# Rows of one warp and of several, single floats and packs, every algebra.
+CLIFFORD_SIZES = [
+    ("3", "--features", "33"),
+    ("3", "--features", "260"),
+    ("2", "--features", "20", "--algebra", "2,0,0"),
+    ("2", "--features", "34", "--algebra", "3,0,1"),
+    ("2", "--features", "3", "--algebra", "1,3,0", "--no-norm"),
+    ("1", "--features", "5", "--algebra", "4,1,0"),
+    ("2", "--features", "4", "--turned"),
+]
+SIZES = {"10_clifford_gp": CLIFFORD_SIZES}
 CASES = [
     (lesson, arguments)
     for lesson in LESSONS
-    for arguments in (LAYER_SIZES if "gating" in lesson else MATMUL_SIZES)
+    for arguments in SIZES.get(lesson, LAYER_SIZES if "gating" in lesson else MATMUL_SIZES)
 ]
 # Lesson 5 has rows of 16 bytes only if N is a multiple of 8, too; its six steps are left out.
 CASES.append(

@@ -1,8 +1,10 @@
 """Verification passes right kernels and no others: those of broken_kernels.cu are all rejected."""
 
+import json
 import re
 
-from conftest import ROOT
+from conftest import ROOT, check_record, execute, program
+from mutants import WRONG_RESULTS
 import pytest
 
 BROKEN = "tests/broken_kernels"
@@ -47,3 +49,17 @@ def test_one_bad_kernel_is_enough(run):
 def test_error_without_a_value_is_null(run, bug):
     ((_, kernel),) = run(BROKEN, 33, "--kernel", bug, "--samples", 1).kernels
     assert kernel["error"] is None and not kernel["ok"]
+
+
+@pytest.mark.parametrize("mutant", WRONG_RESULTS, ids=lambda mutant: mutant.name)
+def test_wrong_result_is_rejected(mutant, tmp_path):
+    """One wrong sign among the 64 products of two blades, in a lesson that is right otherwise."""
+    path = tmp_path / "record.json"
+    command = [program(f"mutants/{mutant.name}"), *mutant.arguments, "--device", "cpu", "--json", path]
+    result = execute(command)
+    assert result.rc == VERIFICATION_FAILED, result.stdout
+    assert re.search(mutant.report, result.stdout, re.MULTILINE), result.stdout
+    record = json.loads(path.read_text())
+    check_record(record)
+    right = [k["ok"] for p in record["problems"] for k in p["kernels"] if k["name"] == "unfused"]
+    assert right == [True, True], "a kernel that does not have the mistake failed, too"
