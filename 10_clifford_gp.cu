@@ -42,6 +42,9 @@
 
 // ---- The algebra, at compile time ---------------------------------------------------------------
 
+// A factor of a product, or its result.
+enum class Of { x, result, y };
+
 // Basis vectors e1 .. ep square to +1, the next q to -1, the last r to 0. A blade is the set of its
 // basis vectors, bit v - 1 for ev: e13 is 0b101. Blades are numbered by grade, within a grade by
 // their bits: 1; e1, e2, e3; e12, e13, e23; e123.
@@ -120,6 +123,14 @@ struct Cl {
                ? kTables.sign[i][j]
                : 0;
   }
+  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k, dx_i
+  // and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
+  __host__ __device__ static constexpr int sign(Of of, int t, int fixed, int other) {
+    return of == Of::result ? sign(t, other, third(fixed, other))
+           : of == Of::x    ? sign(t, fixed, third(fixed, other))
+                            : sign(t, third(fixed, other), fixed);
+  }
+
   // (e_i e_j) e_k = e_i (e_j e_k) for all j and k?
   static constexpr bool associates(int i) {
     for (int j = 0; j < kBlades; ++j) {
@@ -225,21 +236,47 @@ __device__ __forceinline__ void unroll(Body body) {
   unroll_sequence<first>(body, std::make_integer_sequence<int, end - first>());
 }
 
-// sum += a b, or -= for a sign of -1.
-template <int sign, int W>
+// sum += a b
+template <int W>
 __device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, const Pack<W>& b) {
 #pragma unroll
+  for (int e = 0; e < W; ++e) sum.v[e] += a.v[e] * b.v[e];
+}
+
+// sign a b; nothing, for a sign of 0.
+template <int sign>
+__device__ __forceinline__ float signed_product(const float& a, const float& b) {
+  return sign > 0 ? a * b : sign < 0 ? -(a * b) : -0.0f;
+}
+
+// The part that triple t has in blade `fixed` of z, dx or dy, before its weight: the sum of all
+// sign a b with a in `first`, b in `second`, where x, y and dz are
+//     for z_k: x_i and y_j        for dx_i: dz_k and y_j        for dy_j: dz_k and x_i
+// This is where the product is written out: a term for each blade of `first` with the right grade.
+template <typename A, Of of, int t, int fixed, int W, int... n>
+__device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
+                                             const Multivectors<A, W>& second,
+                                             std::integer_sequence<int, n...>) {
+  constexpr int start = A::first(of == Of::result ? A::triple(t).x : A::triple(t).result);
+  Pack<W> sum;
+#pragma unroll
   for (int e = 0; e < W; ++e) {
-    if constexpr (sign > 0) {
-      sum.v[e] += a.v[e] * b.v[e];
-    } else if constexpr (sign < 0) {
-      sum.v[e] -= a.v[e] * b.v[e];
-    }
+    sum.v[e] = (-0.0f + ... +
+                signed_product<A::sign(of, t, fixed, start + n)>(
+                    first.blade[start + n].v[e], second.blade[A::third(fixed, start + n)].v[e]));
   }
+  return sum;
+}
+template <typename A, Of of, int t, int fixed, int W>
+__device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
+                                             const Multivectors<A, W>& second) {
+  constexpr int grade = of == Of::result ? A::triple(t).x : A::triple(t).result;
+  return sum_terms<A, of, t, fixed>(
+      first, second, std::make_integer_sequence<int, A::first(grade + 1) - A::first(grade)>());
 }
 
 // The geometric product z of x and y; weight(t) is the Pack of the triple t's weights. Once this is
-// unrolled nothing is left but multiply-adds: the sums of a triple first, then times its weight.
+// unrolled nothing is left but multiply-adds.
 template <typename A, int W, typename Weight>
 __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
                                                                const Multivectors<A, W>& y,
@@ -247,16 +284,10 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
   Multivectors<A, W> z;
   unroll<0, A::kBlades>([&](auto k) { z.blade[k] = empty_sum<W>(); });
   unroll<0, A::kTriples>([&](auto t) {
-    constexpr auto grades = A::triple(t);
+    constexpr int c = A::triple(t).result;
     const Pack<W> w = weight(t);
-    unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-      Pack<W> sum = empty_sum<W>();
-      unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
-        constexpr int j = A::third(i, k);
-        add_product<A::sign(t, i, j)>(sum, x.blade[i], y.blade[j]);
-      });
-      add_product<1>(z.blade[k], w, sum);
-    });
+    unroll<A::first(c), A::first(c + 1)>(
+        [&](auto k) { add_product(z.blade[k], w, sum_terms<A, Of::result, t, k>(x, y)); });
   });
   return z;
 }
@@ -277,18 +308,13 @@ __device__ __forceinline__ void gradients_of_x_and_w(const Multivectors<A, W>& x
     Pack<W> dx[end - first];
     unroll<first, end>([&](auto i) { dx[i - first] = empty_sum<W>(); });
     unroll<0, A::kTriples>([&](auto t) {
-      constexpr auto grades = A::triple(t);
-      if constexpr (grades.x == grade) {
+      if constexpr (A::triple(t).x == grade) {
         const Pack<W> w = weight(t);
         Pack<W> dw = take_w(t);
         unroll<first, end>([&](auto i) {
-          Pack<W> sum = empty_sum<W>();
-          unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-            constexpr int j = A::third(i, k);
-            add_product<A::sign(t, i, j)>(sum, y.blade[j], dz.blade[k]);
-          });
-          add_product<1>(dx[i - first], w, sum);
-          add_product<1>(dw, x.blade[i], sum);
+          const Pack<W> sum = sum_terms<A, Of::x, t, i>(dz, y);
+          add_product(dx[i - first], w, sum);
+          add_product(dw, x.blade[i], sum);
         });
         give_w(t, dw);
       }
@@ -304,19 +330,12 @@ __device__ __forceinline__ void gradient_of_y(const Multivectors<A, W>& x,
   unroll<0, A::kGrades>([&](auto grade) {
     constexpr int first = A::first(grade), end = A::first(grade + 1);
     Pack<W> dy[end - first];
-    unroll<first, end>([&](auto i) { dy[i - first] = empty_sum<W>(); });
+    unroll<first, end>([&](auto j) { dy[j - first] = empty_sum<W>(); });
     unroll<0, A::kTriples>([&](auto t) {
-      constexpr auto grades = A::triple(t);
-      if constexpr (grades.y == grade) {
+      if constexpr (A::triple(t).y == grade) {
         const Pack<W> w = weight(t);
-        unroll<first, end>([&](auto j) {
-          Pack<W> sum = empty_sum<W>();
-          unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-            constexpr int i = A::third(j, k);
-            add_product<A::sign(t, i, j)>(sum, x.blade[i], dz.blade[k]);
-          });
-          add_product<1>(dy[j - first], w, sum);
-        });
+        unroll<first, end>(
+            [&](auto j) { add_product(dy[j - first], w, sum_terms<A, Of::y, t, j>(dz, x)); });
       }
     });
     unroll<first, end>([&](auto j) { give_y(j, dy[j - first]); });
@@ -416,6 +435,12 @@ __device__ __forceinline__ Multivectors<A, 1> load(const float* from, size_t pla
   return result;
 }
 
+template <int grade, typename A>
+__device__ __forceinline__ void load_grade(Multivectors<A, 1>& to, const float* from,
+                                           size_t plane) {
+  unroll<A::first(grade), A::first(grade + 1)>([&](auto k) { to.blade[k].v[0] = from[k * plane]; });
+}
+
 // A feature's weights, consecutive in memory: up to 16 bytes at a time.
 template <typename A>
 struct Weights {
@@ -476,16 +501,12 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
   const size_t plane = layer.plane();
   if (at >= plane) return;
   const float weight = w[at % layer.features * A::kTriples + t];
+  Multivectors<A, 1> left, right;  // only one grade of each
+  load_grade<grades.x>(left, x + at, plane);
+  load_grade<grades.y>(right, y + at, plane);
   unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-    Pack<1> sum = empty_sum<1>();
-    unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
-      constexpr int j = A::third(i, k);
-      if constexpr (A::sign(t, i, j) != 0) {
-        add_product<A::sign(t, i, j)>(sum, Pack<1>{{x[i * plane + at]}},
-                                      Pack<1>{{y[j * plane + at]}});
-      }
-    });
-    z[k * plane + at] = (is_first ? 0 : z[k * plane + at]) + weight * sum.v[0];
+    const float sum = weight * sum_terms<A, Of::result, t, k>(left, right).v[0];
+    z[k * plane + at] = is_first ? sum : z[k * plane + at] + sum;
   });
 }
 
@@ -572,28 +593,18 @@ __global__ void multiply_grades_gradient(const float* x, const float* y, const f
   float dw = 0;
   for (int row = thread.row; row < thread.end; ++row) {
     const size_t at = static_cast<size_t>(row) * layer.features + thread.feature;
+    Multivectors<A, 1> left, right, d;  // only one grade of each
+    load_grade<grades.x>(left, x + at, plane);
+    load_grade<grades.y>(right, y + at, plane);
+    load_grade<grades.result>(d, dz + at, plane);
     unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
-      Pack<1> sum = empty_sum<1>();
-      unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-        constexpr int j = A::third(i, k);
-        if constexpr (A::sign(t, i, j) != 0) {
-          add_product<A::sign(t, i, j)>(sum, Pack<1>{{y[j * plane + at]}},
-                                        Pack<1>{{dz[k * plane + at]}});
-        }
-      });
-      dw += x[i * plane + at] * sum.v[0];
-      dx[i * plane + at] = (is_first_of_x ? 0 : dx[i * plane + at]) + weight * sum.v[0];
+      const float sum = sum_terms<A, Of::x, t, i>(d, right).v[0];
+      dw += left.blade[i].v[0] * sum;
+      dx[i * plane + at] = (is_first_of_x ? 0 : dx[i * plane + at]) + weight * sum;
     });
     unroll<A::first(grades.y), A::first(grades.y + 1)>([&](auto j) {
-      Pack<1> sum = empty_sum<1>();
-      unroll<A::first(grades.result), A::first(grades.result + 1)>([&](auto k) {
-        constexpr int i = A::third(j, k);
-        if constexpr (A::sign(t, i, j) != 0) {
-          add_product<A::sign(t, i, j)>(sum, Pack<1>{{x[i * plane + at]}},
-                                        Pack<1>{{dz[k * plane + at]}});
-        }
-      });
-      dy[j * plane + at] = (is_first_of_y ? 0 : dy[j * plane + at]) + weight * sum.v[0];
+      const float sum = sum_terms<A, Of::y, t, j>(d, left).v[0];
+      dy[j * plane + at] = (is_first_of_y ? 0 : dy[j * plane + at]) + weight * sum;
     });
   }
   partials[(static_cast<size_t>(thread.strip) * A::kTriples + t) * layer.features +
@@ -691,21 +702,22 @@ __global__ void __launch_bounds__(kRowThreads)
   int turn = 0;
   for (int n = blockIdx.x; n < layer.batch; n += gridDim.x, turn ^= 1) {
     const size_t row = static_cast<size_t>(n) * layer.features;
-    const auto z_of = [&](int f) {
-      return gated_product(load<A>(x + row + f, plane), load<A>(y + row + f, plane),
-                           Weights<A>(w + static_cast<size_t>(f) * A::kTriples));
-    };
     Sums<A::kGrades> sums = {};
-    if (layer.normed) {
-      for (int f = threadIdx.x; f < layer.features; f += blockDim.x) add_squares(z_of(f), sums);
-      add_up_row(sums, partials[turn], blockDim.x / 32);
-    }
-    for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
-      const Multivectors<A, 1> z = z_of(f);
-      unroll<0, A::kBlades>([&](auto k) {
-        const float r = layer.normed ? inverse_rms(sums.value[A::grade(k)], layer) : 1;
-        out[k * plane + row + f] = z.blade[k].v[0] * r;
-      });
+    for (int walk = layer.normed ? 1 : 2; walk <= 2; ++walk) {
+      for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
+        const Multivectors<A, 1> z =
+            gated_product(load<A>(x + row + f, plane), load<A>(y + row + f, plane),
+                          Weights<A>(w + static_cast<size_t>(f) * A::kTriples));
+        if (walk == 1) {
+          add_squares(z, sums);
+          continue;
+        }
+        unroll<0, A::kBlades>([&](auto k) {
+          const float r = layer.normed ? inverse_rms(sums.value[A::grade(k)], layer) : 1;
+          out[k * plane + row + f] = z.blade[k].v[0] * r;
+        });
+      }
+      if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
     }
   }
 }
@@ -781,41 +793,39 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int n = blockIdx.x; n < layer.batch; n += gridDim.x, turn ^= 1) {
     const size_t row = static_cast<size_t>(n) * layer.features;
     GradientSums<A> sums = {};
-    if (layer.normed) {
+    for (int walk = layer.normed ? 1 : 2; walk <= 2; ++walk) {
       for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
         const Multivectors<A, 1> left = load<A>(x + row + f, plane);
         const Multivectors<A, 1> right = load<A>(y + row + f, plane);
+        const Multivectors<A, 1> d = load<A>(d_out + row + f, plane);
         const Weights<A> weights(w + static_cast<size_t>(f) * A::kTriples);
         const Gates<1> gates(left.blade[0], right.blade[0]);
-        add_gradient_sums(weighted_product(left, right, weights), gates.product(),
-                          load<A>(d_out + row + f, plane), sums);
+        const Multivectors<A, 1> P = weighted_product(left, right, weights);
+        if (walk == 1) {
+          add_gradient_sums(P, gates.product(), d, sums);
+          continue;
+        }
+        Pack<1> dg;
+        const Multivectors<A, 1> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
+        gradients_of_x_and_w(
+            left, right, dP, weights,
+            [&](auto i, Pack<1> value) {
+              if (i == 0) value.v[0] += through_gate(dg, left.blade[0], gates.y).v[0];
+              dx[i * plane + row + f] = value.v[0];
+            },
+            [&](auto t) {
+              const float sum = dw[static_cast<size_t>(t) * layer.features + f];
+              return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
+            },
+            [&](auto t, Pack<1> sum) {
+              dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0];
+            });
+        gradient_of_y(left, dP, weights, [&](auto j, Pack<1> value) {
+          if (j == 0) value.v[0] += through_gate(dg, right.blade[0], gates.x).v[0];
+          dy[j * plane + row + f] = value.v[0];
+        });
       }
-      add_up_row(sums, partials[turn], blockDim.x / 32);
-    }
-    for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
-      const Multivectors<A, 1> left = load<A>(x + row + f, plane);
-      const Multivectors<A, 1> right = load<A>(y + row + f, plane);
-      const Weights<A> weights(w + static_cast<size_t>(f) * A::kTriples);
-      const Gates<1> gates(left.blade[0], right.blade[0]);
-      Pack<1> dg;
-      const Multivectors<A, 1> dP =
-          gradient_of_product(weighted_product(left, right, weights), gates.product(),
-                              load<A>(d_out + row + f, plane), sums, layer, dg);
-      gradients_of_x_and_w(
-          left, right, dP, weights,
-          [&](auto i, Pack<1> value) {
-            if (i == 0) value.v[0] += through_gate(dg, left.blade[0], gates.y).v[0];
-            dx[i * plane + row + f] = value.v[0];
-          },
-          [&](auto t) {
-            const float sum = dw[static_cast<size_t>(t) * layer.features + f];
-            return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
-          },
-          [&](auto t, Pack<1> sum) { dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0]; });
-      gradient_of_y(left, dP, weights, [&](auto j, Pack<1> value) {
-        if (j == 0) value.v[0] += through_gate(dg, right.blade[0], gates.x).v[0];
-        dy[j * plane + row + f] = value.v[0];
-      });
+      if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
     }
   }
 }
