@@ -2,8 +2,8 @@
 
     results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
 
-A lesson is recorded at its default N, and at those of SIZES. A lesson that fails is not recorded, and
-the exit code says so.
+A lesson is recorded at its default N, at those of SIZES, and with the arguments of EXTRA (as
+<lesson>.<suffix>.json). A lesson that fails is not recorded, and the exit code says so.
 """
 import argparse
 import json
@@ -18,6 +18,14 @@ SIZES = {
     "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
     "4_matmul_cublas": [8192],
 }
+EXTRA = {
+    "10_clifford_gp": {
+        "2,0,0": ["--algebra", "2,0,0"],
+        "small": ["1024", "--features", "128"],
+        "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
+        "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
+    },
+}
 
 
 def gpu_folder(name):
@@ -25,19 +33,24 @@ def gpu_folder(name):
     return name.removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
-def record(program, n, out):
+def runs_of(lesson):
+    """(suffix of the record's name, arguments) of each of its runs."""
+    sizes = {str(n): [str(n)] for n in SIZES.get(lesson, [])}
+    return [("", []), *sizes.items(), *EXTRA.get(lesson, {}).items()]
+
+
+def record(program, suffix, arguments, out):
     """One run. Returns True if all of its kernels were verified."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "run.json"
-        command = [program, *([str(n)] if n else []), "--device", "cuda", "--json", written]
-        print("$", program.name, n or "", flush=True)
+        command = [program, *arguments, "--device", "cuda", "--json", written]
+        print("$", program.name, *arguments, flush=True)
         if subprocess.run(command).returncode != 0:
             return False
         text = written.read_text()
     target = out or ROOT / "results" / gpu_folder(json.loads(text)["device"]["name"])
     target.mkdir(parents=True, exist_ok=True)
-    suffix = f".{n}" if n else ""
-    (target / f"{program.name}{suffix}.json").write_text(text)
+    (target / f"{program.name}{'.' if suffix else ''}{suffix}.json").write_text(text)
     return True
 
 
@@ -50,11 +63,11 @@ def main():
     lessons = arguments.lessons or sorted(
         path.stem for pattern in ("[0-9]*.cu", "bonus*.cu") for path in ROOT.glob(pattern)
     )
-    runs = [(lesson, n) for lesson in lessons for n in [None, *SIZES.get(lesson, [])]]
     failed = [
-        f"{lesson} {n or ''}".strip()
-        for lesson, n in runs
-        if not record(arguments.bin.resolve() / lesson, n, arguments.out)
+        " ".join([lesson, *options])
+        for lesson in lessons
+        for suffix, options in runs_of(lesson)
+        if not record(arguments.bin.resolve() / lesson, suffix, options, arguments.out)
     ]
     if failed:
         print("not recorded:", ", ".join(failed), file=sys.stderr)
