@@ -4,6 +4,7 @@
 
 A lesson is drawn if it was recorded at several N (see SIZES in record.py), or in a sweep, one run at
 many sizes (VARIANTS), which has a panel for each kind of problem.
+A sweep over batch and features is drawn as heatmaps: results/<gpu>/<lesson>.sweep-....svg.
 """
 import json
 import pathlib
@@ -88,6 +89,53 @@ def draw(folder, lesson, device, size, panels):
     plt.close(figure)
 
 
+def grid_of(problems, value):
+    """Batches, features, and value(problem) at each: rows of batches."""
+    batches, features = (
+        sorted({problem["dims"][name] for problem in problems}) for name in ("batch", "features")
+    )
+    at = {(p["dims"]["batch"], p["dims"]["features"]): value(p) for p in problems}
+    return batches, features, [[at[batch, feature] for feature in features] for batch in batches]
+
+
+def draw_sweep(path):
+    """Heatmaps of a sweep over batch and features: how many times faster than the first kernel, and
+    in how many times less memory, the last one is."""
+    run = json.loads(path.read_text())
+    if not {"batch", "features"} <= run["problems"][0]["dims"].keys():
+        return
+    names = list(dict.fromkeys(problem["name"] for problem in run["problems"]))
+    figure, rows = plt.subplots(2, len(names), figsize=(5.5 * len(names), 8.5), squeeze=False)
+
+    def memory(problem):
+        return problem["kernels"][0]["memory_bytes"] / problem["kernels"][-1]["memory_bytes"]
+
+    def speed(problem):
+        return problem["kernels"][-1]["speedup"]
+
+    for title, value, row in (("times faster", speed, rows[0]), ("times less memory", memory, rows[1])):
+        for name, axes in zip(names, row):
+            problems = [problem for problem in run["problems"] if problem["name"] == name]
+            batches, features, values = grid_of(problems, value)
+            axes.imshow(values, cmap="YlGn", vmin=0, origin="lower", aspect="auto")
+            shade = max(map(max, values)) / 2
+            for y, line in enumerate(values):
+                for x, number in enumerate(line):
+                    color = "white" if number > shade else "black"
+                    axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=14, color=color)
+            axes.set_xticks(range(len(features)), features)
+            axes.set_yticks(range(len(batches)), batches)
+            axes.set_xlabel("features", fontsize=13)
+            axes.set_ylabel("batch", fontsize=13)
+            axes.tick_params(labelsize=12)
+            kernels = problems[0]["kernels"]
+            axes.set_title(f"{name}: {title}\n{kernels[-1]['name']} than {kernels[0]['name']}", fontsize=13)
+    figure.suptitle(f"{path.stem}, {run['device']['name']}", fontsize=15)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    plt.close(figure)
+
+
 def main():
     matplotlib.rcParams["svg.hashsalt"] = "results"
     lessons = sys.argv[1:] or ["3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"]
@@ -96,6 +144,9 @@ def main():
             device, size, panels = panels_of(folder, lesson)
             if any(len(problems) > 1 for problems in panels.values()):
                 draw(folder, lesson, device, size, panels)
+        for path in sorted(folder.glob("*.sweep-*.json")):
+            if not sys.argv[1:] or path.name.split(".")[0] in lessons:
+                draw_sweep(path)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,12 @@ SIZES = {
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {"sweep": ["--sweep"]},
+    "10_clifford_gp": {
+        "2,0,0": ["--algebra", "2,0,0"],
+        "small": ["1024", "--features", "128"],
+        "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
+        "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
+    },
 }
 
 

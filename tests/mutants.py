@@ -37,7 +37,8 @@ class Mutant:
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
         at = start + found[self.nth]
-        return text[:at] + self.new + text[at + len(self.old) :]
+        mutated = text[:at] + self.new + text[at + len(self.old) :]
+        return LEAVE_OUT[self.lesson].sub("", mutated) if self.lesson in LEAVE_OUT else mutated
 
 
 def _end_of_function(text, start):
@@ -52,7 +53,11 @@ FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
 SOFTMAX = "9_matmul_softmax"
+CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
+
+# What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
+LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}
 
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
@@ -62,6 +67,8 @@ LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 DIFFUSION_ARGUMENTS = ("200", "--eigen", "64", "--width", "64")
 # Two tiles of vertices, two of the inner dimension.
 SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "16")
+# Several warps for a row, in packs.
+CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -93,6 +100,10 @@ BARRIERS = [
      ("3", "--inputs", "5", "--classes", "600")),
     (SOFTMAX, "dlogits on the fly", "gradient(Backward", 2,
      ("17", "--inputs", "9", "--classes", "10", "--exercises")),
+    (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
 ]
 
@@ -238,6 +249,19 @@ MUTANTS = [
         "tanh_of_exponentials", "", SPATIAL, "float fast_tanh(",
         "return tanhf(u);", "return (expf(2 * u) - 1) / (expf(2 * u) + 1);",
         "associated .* -?nan .*FAILED", "33", *NARROW,
+    ),
+    # One wrong sign among the 64 products of two blades.
+    *(
+        _mutant(
+            f"sign_flipped_in_{name}", "", CLIFFORD, function, "add_product<A::sign(t, i, j)>",
+            "add_product<(i == 1 && j == 6 ? -1 : 1) * A::sign(t, i, j)>",
+            rf"unfused .* ok\n[\s\S]*\n{row} .* FAILED", "5", "--features", "40",
+        )
+        for name, function, row in [
+            ("product", "weighted_product(", "row on chip"),
+            ("gradient_of_x", "gradients_of_x_and_w(", "both on chip"),
+            ("gradient_of_y", "gradient_of_y(", "both on chip"),
+        ]
     ),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 
 MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus", lesson)]
 SOFTMAX = "9_matmul_softmax"
+CLIFFORD = "10_clifford_gp"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
@@ -51,6 +52,17 @@ SPATIALS = [
     (1, 128, 256), (1, 16, 16), (31, 16, 16), (33, 48, 80), (64, 64, 64), (129, 128, 144),
     (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16), (3, 16, 720),
 ]
+
+
+# Signature, grade triples, multiply-adds of the product: one for each pair of blades whose product
+# is not 0, and one for each triple and blade that it contributes to.
+ALGEBRAS = [
+    ("2,0,0", 10, 30), ("3,0,0", 20, 108), ("3,0,1", 34, 300), ("1,3,0", 35, 384),
+    ("4,1,0", 56, 1376),
+]
+# Batch and features: packs of 4 and single floats; one row and several in a block; more rows than
+# blocks; rows that fill no warp, one and several.
+CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
 
 
 def listed(lesson, backend, *arguments):
@@ -282,11 +294,89 @@ def test_spatial_gradients_sweep(run, backend):
     ]
 
 
+@pytest.mark.parametrize("batch, features", CLIFFORD_SIZES)
+@pytest.mark.parametrize("algebra, triples, multiply_adds", ALGEBRAS)
+def test_clifford(run, backend, algebra, triples, multiply_adds, batch, features):
+    arguments = (batch, "--features", features, "--algebra", algebra)
+    result = run(CLIFFORD, *arguments, "--samples", 1)
+    assert_verified(result, listed(CLIFFORD, backend, *arguments), 1)
+    for dims in dims_of(result).values():
+        assert dims == {"batch": batch, "features": features, "blades": 2 ** sum(map(int, algebra.split(",")))}
+    note = f"Cl({algebra}): {triples} grade triples; the product takes {multiply_adds} multiply-adds"
+    assert note in result.stdout
+
+
+@pytest.mark.parametrize("algebra", ["3,0,0", "3,0,1"])
+@pytest.mark.parametrize("batch, features", [(1, 1), (5, 130)])
+def test_clifford_without_norm(run, backend, algebra, batch, features):
+    arguments = (batch, "--features", features, "--algebra", algebra, "--no-norm")
+    result = run(CLIFFORD, *arguments, "--samples", 1)
+    assert_verified(result, listed(CLIFFORD, backend, *arguments), 1)
+
+
+def test_clifford_rows_too_long_for_the_chip(run):
+    result = run(CLIFFORD, 2, "--features", 2052, "--samples", 1)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert {kernel["name"] for _, kernel in result.kernels} == {
+        "unfused", "fused product", "one launch", "one launch each",
+    }
+    assert "A row that does not fit on the chip" in result.stdout
+
+
+def test_clifford_without_norm_is_another_function(run):
+    """Both are right, so they had better differ: they share inputs, not errors."""
+    with_norm, without = (
+        run(CLIFFORD, 3, "--features", 8, "--samples", 1, *flag) for flag in ((), ("--no-norm",))
+    )
+    assert with_norm.errors != pytest.approx(without.errors, rel=1e-9)
+
+
+# Turning the inputs turns the result: by rotations in 2-D and 3-D, with the norm, too; by boosts in
+# spacetime; by translations, conformal maps. Those do not leave a sum of squares alone.
+@pytest.mark.parametrize("batch, features", [(3, 20), (2, 33)])
+@pytest.mark.parametrize(
+    "algebra, flags",
+    [("2,0,0", ()), ("3,0,0", ()), ("3,0,0", ("--no-norm",)), ("1,3,0", ("--no-norm",)),
+     ("3,0,1", ("--no-norm",)), ("4,1,0", ("--no-norm",))],
+)
+def test_clifford_is_equivariant(run, backend, algebra, flags, batch, features):
+    arguments = (batch, "--features", features, "--algebra", algebra, "--turned", *flags)
+    result = run(CLIFFORD, *arguments, "--samples", 1)
+    assert_verified(result, listed(CLIFFORD, backend, *arguments), 1)
+    assert dims_of(result).keys() == {"turned"}
+
+
+@pytest.mark.parametrize("algebra", ["1,3,0", "3,0,1", "4,1,0"])
+def test_clifford_norm_is_not_invariant_under_boosts(run, algebra):
+    arguments = (3, "--features", 20, "--algebra", algebra, "--turned")
+    result = run(CLIFFORD, *arguments, "--samples", 1)
+    assert result.rc == 1
+    assert len(result.kernels) >= 3 and not any(kernel["ok"] for _, kernel in result.kernels)
+
+
+def test_clifford_sweep(run, backend):
+    result = run(CLIFFORD, "--sweep", "--algebra", "2,0,0", "--samples", 1)
+    assert result.rc == 0, result.stdout + result.stderr
+    for name in ("forward", "forward + backward"):
+        sizes = {
+            (problem["dims"]["batch"], problem["dims"]["features"])
+            for problem in result.record["problems"] if problem["name"] == name
+        }
+        assert len(sizes) == 16
+        assert backend == "cpu" or {(1024, 128), (8192, 1024)} <= sizes
+    for _, kernel in result.kernels:
+        assert kernel["memory_bytes"] > 0
+
+
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_seed_decides_inputs(run, lesson):
     size = (1, "--channels", 9, "--hidden", 5) if lesson in GATINGS else (33,)
     if lesson == SOFTMAX:
         size = (9, "--inputs", 20, "--classes", 10)
+
+
+    if lesson == CLIFFORD:
+        size = (3, "--features", 9)
     first, again, other = (
         run(lesson, *size, "--samples", 1, "--seed", seed) for seed in (7, 7, 8)
     )

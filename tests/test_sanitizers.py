@@ -27,6 +27,16 @@ DIFFUSION_SIZES = [
     ("1", "--eigen", "336", "--width", "16"),
     ("65", "--eigen", "16", "--width", "144"),
 ]
+# Rows of one warp and of several, single floats and packs, every algebra.
+CLIFFORD_SIZES = [
+    ("3", "--features", "33"),
+    ("3", "--features", "260"),
+    ("2", "--features", "20", "--algebra", "2,0,0"),
+    ("2", "--features", "34", "--algebra", "3,0,1"),
+    ("2", "--features", "3", "--algebra", "1,3,0", "--no-norm"),
+    ("1", "--features", "5", "--algebra", "4,1,0"),
+    ("2", "--features", "4", "--turned"),
+]
 # Columns of one block, with rows that are hard; D in two blocks; columns in three; the exercises.
 SOFTMAX_SIZES = [
     ("3", "--inputs", "33", "--classes", "19", "--hard-rows"),
@@ -44,7 +54,8 @@ SPATIAL_SIZES = [
 
 def sizes_of(lesson):
     for word, sizes in [("gating", LAYER_SIZES), ("diffusion", DIFFUSION_SIZES),
-                        ("spatial", SPATIAL_SIZES), ("softmax", SOFTMAX_SIZES)]:
+                        ("spatial", SPATIAL_SIZES), ("softmax", SOFTMAX_SIZES),
+                        ("clifford", CLIFFORD_SIZES)]:
         if word in lesson:
             return sizes
     return MATMUL_SIZES

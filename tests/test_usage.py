@@ -130,6 +130,22 @@ def test_bad_spatial_gradients(backend, arguments, rc, message):
     refused(execute([program("8_spatial_gradients", backend), *arguments]), rc, message)
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--algebra", "5,0,0"], "--algebra: 5,0,0 not in {3,0,0,2,0,0,3,0,1,1,3,0,4,1,0}"),
+        (["--features", "0"], "--features is a whole number from 1 to .*, not '0'"),
+        (["8", "--sweep"], "--sweep has sizes of its own: no N"),
+        (["--sweep", "--features", "8"], "--sweep has sizes of its own: no N, no --features"),
+        (["--sweep", "--turned"], "--sweep has sizes of its own"),
+    ],
+    ids=words,
+)
+def test_bad_option_of_clifford(backend, arguments, message):
+    command = [program("10_clifford_gp", backend), *arguments, "--device", backend]
+    refused(execute(command), BAD_USAGE, message)
+
+
 def test_option_of_another_lesson(backend):
     refused(execute([program(MATMUL, backend), "--channels", "8"]), BAD_USAGE, "--channels")
 

@@ -1,0 +1,90 @@
+// The reference of lesson 10 in fp64, on purpose made another way than the lesson's kernels: the
+// product of two blades comes from sorting lists of basis vectors, its terms stand in a table that
+// is read at run time, and the gates have their gradients by the chain rule, factor by factor.
+//
+//     x' = x gate(x_0), y' = y gate(y_0)               gate(s) = (1 + erf(s / sqrt 2)) / 2
+//     z_k = sum over blades i, j with e_i e_j = sign e_k of  w[triple(i, k, j)] sign x'_i y'_j
+//     out_k = z_k / sqrt(mean over features of |z_c|^2 + 1e-6)     c the grade of k, if normed
+//
+// x, y, out (blades, batch, features) and w (features, triples), row-major. |z_c|^2 is the plain
+// sum of the squares of the coefficients of grade c, whatever the metric. Blades are ordered by
+// grade, those of a grade by the bits of their basis vectors (e1 is bit 0); triples by grade of x,
+// of the result, of y, those without a product left out. The first p basis vectors square to +1,
+// the next q to -1, the last r to 0.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common/lesson.h"
+#include "common/numerics.h"
+
+struct CliffordShape {
+  int p, q, r;  ///< the algebra's signature
+  int batch, features;
+  bool normed;
+
+  int blades() const { return 1 << (p + q + r); }
+  int grades() const { return p + q + r + 1; }
+  size_t plane() const { return static_cast<size_t>(batch) * static_cast<size_t>(features); }
+  size_t elements() const { return static_cast<size_t>(blades()) * plane(); }
+
+  /// Bound on the relative Frobenius error of `out` in fp32; see clifford.cu.
+  double tolerance() const;
+  /// Of dx and dy, and of dw.
+  double gradient_tolerance() const;
+  double weight_gradient_tolerance() const;
+  /// How much an error of z can grow, relatively, when a row is divided by its rms.
+  double norm_amplification() const;
+};
+
+class CliffordReference {
+ public:
+  explicit CliffordReference(CliffordShape shape);
+
+  int triples() const { return static_cast<int>(triples_.size()); }
+  /// Device memory that the functions below allocate while they run.
+  double scratch_bytes() const;
+
+  void forward(const float* x, const float* y, const float* w, double* out) const;
+
+  /// The gradients of sum(d_out * out).
+  void backward(const float* x, const float* y, const float* w, const float* d_out, double* dx,
+                double* dy, double* dw) const;
+
+  /// Compares them with central differences of that sum, as `forward` computes it, along a random
+  /// direction of each of x, y and w. Ends the program if they do not agree; returns the largest
+  /// difference, in units of the gradient's norm.
+  double check_gradients(const float* x, const float* y, const float* w, const float* d_out,
+                         const double* dx, const double* dy, const double* dw) const;
+
+  /// Replaces x by R x ~R (~: reversed), R a product of a rotation, boost or translation in each
+  /// plane of two basis vectors.
+  void turn(float* x) const;
+  void turn(double* x) const;
+  /// Bound on the relative Frobenius error of a product of turned inputs: these are rounded, and a
+  /// boost makes some coefficients larger than the result that they cancel to.
+  double turned_tolerance() const;
+
+  /// sign e_result = e_left e_right, where they do not multiply to 0.
+  struct Term {
+    int left, right, result, triple;
+    double sign;
+  };
+
+ private:
+  struct Step {
+    double x, y, w;
+  };
+  void product(const float* x, const float* y, const float* w, Step step, double* z) const;
+  double loss(const float* x, const float* y, const float* w, const float* d_out, Step step,
+              double* z) const;
+  template <typename T>
+  void turn_any(T* x) const;
+
+  CliffordShape shape_;
+  std::vector<std::vector<int>> blades_;  ///< the sorted basis vectors of each
+  std::vector<std::vector<int>> triples_;
+  std::vector<Term> terms_;
+  std::vector<int> first_;  ///< blade of each grade, and the number of blades
+};
