@@ -24,6 +24,8 @@
 //     one launch      a block owns a row (all features of a batch element) and reads it twice
 //     row on chip     the row stays in registers while its norm is reduced, the weights in shared
 //                     memory, and the next row is on its way
+//     rows streamed   the copy engine brings several rows ahead, and the weights are in registers;
+//                     needs compute capability 9.0
 //
 // What makes a kernel of 108 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Other
