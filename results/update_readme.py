@@ -46,7 +46,7 @@ def table(run, problem):
     unit_of_time, scale = ("us", 1e3) if mode == "graph" else ("ms", 1)
     timed = "20 calls in a CUDA graph, per call" if mode == "graph" else f"{mode.capitalize()} L2 cache"
     columns = [unit_of_time, "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
-    columns += ["memory, GB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
+    columns += ["memory, MB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {unit}, "
         f"{number(scale * problem['limit_ms'])} {unit_of_time}. {timed}, "
@@ -66,7 +66,7 @@ def table(run, problem):
             f"{kernel['error']:.1e}",
         ]
         if with_memory:
-            cells.append(f"{kernel['memory_bytes'] / 1e9:.2f}" if kernel["memory_bytes"] else "")
+            cells.append(number(kernel["memory_bytes"] / 1e6) if kernel["memory_bytes"] else "")
         if with_resources:
             has = kernel["resources"]
             warps = has and has["threads"] // 32 * has["blocks_per_sm"]
