@@ -41,6 +41,7 @@
 #include <vector>
 
 #include "common/async_copy.cuh"
+#include "common/gradient_check.h"
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
@@ -197,19 +198,6 @@ struct SpectrumTiles {
   static_assert(BV % 64 == 0, "so that every tile of a stage is aligned to 128 bytes");
   using Sum = float[WE / 16][WW / 8][4];  // a lane's part, as mma_m16n8k16 leaves it
 };
-
-// The block's threads start the copy of the kRows x kCols tile of `from` (rows x cols) at
-// (row0, col0) to shared memory, swizzled; zeros where that is outside.
-template <int kRows, int kCols, int kBlockThreads>
-__device__ void copy_swizzled(bf16* to, const bf16* from, int64_t row0, int col0, int64_t rows,
-                              int cols) {
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kCols / 8; i += kBlockThreads) {
-    const int row = i / (kCols / 8), col = i % (kCols / 8) * 8;
-    copy_async<16>(to + swizzle<kCols>(row, col), from + (row0 + row) * cols + col0 + col,
-                   row0 + row < rows && col0 + col < cols);
-  }
-}
 
 // Two pairs of bf16, multiplied and rounded.
 __device__ inline unsigned multiply2(unsigned a, unsigned b) {
@@ -762,7 +750,7 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
           for (int j = worker; j < kColumns / 8; j += 3 * groups) {
             const int col = col0 + 8 * j + 2 * (lane % 4);
             float2 sum = {};
-#pragma unroll 4
+#pragma unroll 2
             for (int i = 0; i < 8; ++i) {
               visit(totals + (i * kColumns / 8 + j) * 32 + lane, 16 * i + lane / 4, col, sum);
             }
@@ -1054,84 +1042,41 @@ double reference_bytes(const Shape& shape) {
 
 // ---- Is the reference's gradient the gradient? --------------------------------------------------
 
-// backward_fp64 was derived by hand from forward_fp64. Along a random direction d the loss
+// backward_fp64 was derived by hand from forward_fp64: it is held to finite differences of the loss
 //
 //     f = sum(dOut * out) + sum(dSpectral * spectral)
 //
-// must change by <gradient, d>, which a central difference tells independently:
-//
-//     (f(h) - f(-h)) / 2h = <gradient, d> + h^2 f''' / 6 + what f's rounding errors leave
-//
-// Both sides are compared in units of rms(gradient) * |d|, the size that <gradient, d> has for a
-// random d.
+// see common/gradient_check.h. The bound's two parts:
 //
 //   - f is linear in x. In times each term of f' has a factor evalue * d < 2 for each further
 //     derivative, so that f''' is to f' as 4 to 1, and 4 times that is left room for.
-//   - The elements of out and spectral are off by dot_tolerance(V + E) of themselves,
-//   independently;   so f is off by that much of the root of the sum of its terms' squares. Twice
-//   that over 2h.
+//   - The elements of out and spectral are off by dot_tolerance(V + E) of themselves, independently.
 //
 // With fp64's roundoff of 2^-53, h = 2^-16 makes both parts about 10^-9.
 constexpr int64_t kDifferenceRows = 256;  // of V: enough to run the same code
 constexpr double kStep = 0x1p-16;
 
-std::vector<double> to_host(const double* from, size_t count) {
-  std::vector<double> result(count);
-  CUDA_CHECK(cudaMemcpy(result.data(), from, count * sizeof(double), cudaMemcpyDeviceToHost));
-  return result;
-}
-
-// Random numbers as the inputs are, but in fp64.
-std::vector<double> random_fp64(size_t count, double scale, double center, uint64_t seed) {
-  Storage storage;
-  storage.count = count, storage.type = Type::fp64, storage.element_bytes = sizeof(double);
-  storage.scale = scale, storage.center = center;
-  storage.allocate();
-  fill_random(storage, seed);
-  return to_host(static_cast<const double*>(storage.data), count);
-}
-
-double norm(const std::vector<double>& vector) {
-  double sum = 0;
-  for (const double value : vector) sum += value * value;
-  return sqrt(sum);
-}
-
-// The larger of both gradients' differences to finite differences, as above; one that is beyond its
-// bound ends the program. Of shape.V vertices the first kDifferenceRows take part.
+// The larger of both gradients' differences to finite differences. Of shape.V vertices the first
+// kDifferenceRows take part.
 double check_gradients(cublasHandle_t blas, Shape shape, const bf16* basis, const bf16* mass,
                        const bf16* evalues, const bf16* d_out, const bf16* d_spectral) {
   shape.V = std::min(shape.V, kDifferenceRows);
   const size_t vertex_values = shape.vertex_values(), spectrum_values = shape.spectrum_values();
   Scratch<double> x64(vertex_values), times64(shape.W), out64(vertex_values);
   Scratch<double> spectral64(spectrum_values);
-  const auto upload = [](const std::vector<double>& from, double* to) {
-    CUDA_CHECK(cudaMemcpy(to, from.data(), from.size() * sizeof(double), cudaMemcpyHostToDevice));
-  };
-
   Scratch<double> d_out64(vertex_values), d_spectral64(spectrum_values);
   to_fp64(d_out, Type::bf16, vertex_values, d_out64);
   to_fp64(d_spectral, Type::bf16, spectrum_values, d_spectral64);
   const std::vector<double> d_out_host = to_host(d_out64, vertex_values);
   const std::vector<double> d_spectral_host = to_host(d_spectral64, spectrum_values);
-
-  double terms = 0;  // the root of the sum of f's terms' squares
   const auto loss = [&](const std::vector<double>& x, const std::vector<double>& times) {
-    upload(x, x64);
-    upload(times, times64);
+    to_device(x, x64);
+    to_device(times, times64);
     forward_fp64<double>(blas, shape, basis, mass, evalues, times64, x64, spectral64, out64);
-    long double sum = 0, squares = 0;  // so that this sum has no part in the error
-    const auto add = [&](const std::vector<double>& left, const std::vector<double>& right) {
-      for (size_t i = 0; i < left.size(); ++i) {
-        const long double term = static_cast<long double>(left[i]) * right[i];
-        sum += term;
-        squares += term * term;
-      }
-    };
-    add(d_out_host, to_host(out64, vertex_values));
-    add(d_spectral_host, to_host(spectral64, spectrum_values));
-    terms = static_cast<double>(sqrtl(squares));
-    return sum;
+    Loss result;
+    result.add(d_out_host, to_host(out64, vertex_values));
+    result.add(d_spectral_host, to_host(spectral64, spectrum_values));
+    return result;
   };
 
   const std::vector<double> x = random_fp64(vertex_values, 1, 0, 1);
@@ -1141,39 +1086,17 @@ double check_gradients(cublasHandle_t blas, Shape shape, const bf16* basis, cons
   backward_fp64<double>(blas, shape, basis, mass, evalues, times64, spectral64, d_out64,
                         d_spectral64, d_times64, d_x64);
 
-  const auto moved = [](std::vector<double> from, const std::vector<double>& direction, double h) {
-    for (size_t i = 0; i < from.size(); ++i) from[i] += h * direction[i];
-    return from;
-  };
-  const auto difference = [&](const char* name, const std::vector<double>& gradient,
-                              const std::vector<double>& direction, long double up,
-                              long double down) {
-    long double slope = 0;
-    for (size_t i = 0; i < gradient.size(); ++i) {
-      slope += static_cast<long double>(gradient[i]) * direction[i];
-    }
-    const double scale =
-        norm(gradient) / sqrt(static_cast<double>(gradient.size())) * norm(direction);
-    const double error = static_cast<double>(fabsl((up - down) / (2 * kStep) - slope)) / scale;
-    const double roundoff = dot_tolerance(shape.V + shape.E, 0x1p-53, 0x1p-53);
-    const double bound = 4 * 4 * kStep * kStep / 6 + roundoff * terms / kStep / scale;
-    if (!(error <= bound)) {  // so that a NaN is beyond it
-      fail(kVerificationFailed,
-           "the reference's %s and finite differences of the forward pass differ by %.1e of its "
-           "size, expected are at most %.1e",
-           name, error, bound);
-    }
-    return error;
-  };
+  const DifferenceBound bound = {.h = kStep,
+                                 .curvature = 4.0 * 4 / 6,
+                                 .roundoff = dot_tolerance(shape.V + shape.E, 0x1p-53, 0x1p-53)};
   const std::vector<double> along_x = random_fp64(vertex_values, 1, 0, 3);
   const std::vector<double> along_times = random_fp64(shape.W, 1, 0, 4);
-  const double x_error =
-      difference("dX", to_host(d_x64, vertex_values), along_x,
-                 loss(moved(x, along_x, kStep), times), loss(moved(x, along_x, -kStep), times));
-  const double times_error = difference("dTimes", to_host(d_times64, shape.W), along_times,
-                                        loss(x, moved(times, along_times, kStep)),
-                                        loss(x, moved(times, along_times, -kStep)));
-  return std::max(x_error, times_error);
+  return std::max(check_slope("dX", to_host(d_x64, vertex_values), along_x,
+                              loss(moved(x, along_x, kStep), times),
+                              loss(moved(x, along_x, -kStep), times), bound),
+                  check_slope("dTimes", to_host(d_times64, shape.W), along_times,
+                              loss(x, moved(times, along_times, kStep)),
+                              loss(x, moved(times, along_times, -kStep)), bound));
 }
 
 double check_gradients_bytes(const Shape& shape) {

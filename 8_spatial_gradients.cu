@@ -62,6 +62,7 @@
 #include <vector>
 
 #include "common/async_copy.cuh"
+#include "common/gradient_check.h"
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
@@ -183,19 +184,6 @@ constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
   return static_cast<int>((extent + kBox - 1) / kBox);
-}
-
-// The block's threads start the copy of the kRows x kCols tile of `from` (rows x cols) at
-// (row0, col0) to shared memory, swizzled; zeros where that is outside.
-template <int kRows, int kCols, int kThreads>
-__device__ void copy_swizzled(bf16* to, const bf16* from, int64_t row0, int col0, int64_t rows,
-                              int cols) {
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kCols / 8; i += kThreads) {
-    const int row = i / (kCols / 8), col = i % (kCols / 8) * 8;
-    copy_async<16>(to + swizzle<kCols>(row, col), from + (row0 + row) * cols + col0 + col,
-                   row0 + row < rows && col0 + col < cols);
-  }
 }
 
 // A warp's kRows x kCols results: a lane's part, as mma_m16n8k16 leaves it.
@@ -941,7 +929,8 @@ __global__ void __launch_bounds__(kThreads)
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
-// (Products that share a sum have to be of the same shape, or each would wait for the one before.)
+// (Products into one sum follow each other without a fence only if they are of the same shape: PTX
+// ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
 constexpr int kEigen = 128, kWidth = 256;  // at most; what is missing is zero
 
 #ifndef CUDA_CPU
@@ -1396,14 +1385,10 @@ class Reference {
 
 // ---- Is the reference's gradient the gradient? --------------------------------------------------
 
-// Reference::backward was derived by hand from Reference::forward. Along a random direction d of x,
-// Lr or Li the loss f = sum(dOut * out) must change by <gradient, d>, which a central difference
-// tells independently:
-//
-//     (f(h) - f(-h)) / 2h = <gradient, d> + h^2 f''' / 6 + what f's rounding errors leave
-//
-// Both sides are compared in units of rms(gradient) * |d|, the size that <gradient, d> has for a
-// random d: the root of the number of elements, times rms(dOut), times that of tanh' u'.
+// Reference::backward was derived by hand from Reference::forward: along random directions of x, Lr
+// and Li it is held to finite differences of the loss f = sum(dOut * out), see
+// common/gradient_check.h. Its unit is here the root of the number of elements, times rms(dOut),
+// times that of tanh' u'. The bound's two parts:
 //
 //   - u is a polynomial in h: u0 + u1 h + u2 h^2 for x (xr and ar are both linear in it), without
 //     u2 for the weights. So out''' = tanh''' u1^3 + 6 tanh'' u1 u2, with |tanh'''| <= 2 and
@@ -1414,34 +1399,11 @@ class Reference {
 //     few elements, and h^2 / 6 times all this is less than 100 h^2.
 //   - u is off by dot_tolerance(2 (E + W)), and by 4 roundings more, of its rms; out by no more
 //     than u, which is 2 times as much of out's rms, see output_tolerance. The errors are
-//     independent; so f is off by that much of the root of the sum of its terms' squares. Twice
-//     that over 2h.
+//     independent.
 //
 // With fp64's roundoff of 2^-53, h = 2^-18 makes both parts about 10^-9.
 constexpr int64_t kDifferenceRows = 256;  // of V: enough to run the same code
 constexpr double kStep = 0x1p-18;
-
-std::vector<double> to_host(const double* from, size_t count) {
-  std::vector<double> result(count);
-  CUDA_CHECK(cudaMemcpy(result.data(), from, count * sizeof(double), cudaMemcpyDeviceToHost));
-  return result;
-}
-
-// Random numbers as the inputs are, but in fp64.
-std::vector<double> random_fp64(size_t count, double scale, uint64_t seed) {
-  Storage storage;
-  storage.count = count, storage.type = Type::fp64, storage.element_bytes = sizeof(double);
-  storage.scale = scale;
-  storage.allocate();
-  fill_random(storage, seed);
-  return to_host(static_cast<const double*>(storage.data), count);
-}
-
-double norm(const std::vector<double>& vector) {
-  double sum = 0;
-  for (const double value : vector) sum += value * value;
-  return sqrt(sum);
-}
 
 // How the inputs are drawn: uniform in +- these. xr and xi sum up E terms, ar and ai 2 W: with
 // these xr and xi have a variance of 1, ar and ai of 1/2, and u of 1. Of u, one in 300 is then
@@ -1449,8 +1411,8 @@ double norm(const std::vector<double>& vector) {
 double tangent_scale(const Shape& shape) { return 3 / sqrt(static_cast<double>(shape.E)); }
 double weight_scale(const Shape& shape) { return sqrt(0.75 / static_cast<double>(shape.W)); }
 
-// The largest of the three gradients' differences to finite differences, as above; one that is
-// beyond its bound ends the program. Of shape.V vertices the first kDifferenceRows take part.
+// The largest of the three gradients' differences to finite differences. Of shape.V vertices the
+// first kDifferenceRows take part.
 double check_gradients(cublasHandle_t blas, Shape shape, const bf16* Gr, const bf16* Gi,
                        const bf16* d_out) {
   shape.V = std::min(shape.V, kDifferenceRows);
@@ -1466,57 +1428,37 @@ double check_gradients(cublasHandle_t blas, Shape shape, const bf16* Gr, const b
   const std::vector<double> d_out_host = to_host(d_out64, values);
   const auto reference_of = [&](const Inputs& inputs) {
     double* const to[] = {x64, Lr64, Li64};
-    for (int i = 0; i < 3; ++i) {
-      CUDA_CHECK(
-          cudaMemcpy(to[i], inputs[i].data(), counts[i] * sizeof(double), cudaMemcpyHostToDevice));
-    }
+    for (int i = 0; i < 3; ++i) to_device(inputs[i], to[i]);
     return Reference<double>(blas, shape, Gr, Gi, x64, Lr64, Li64);
   };
-  double terms = 0;  // the root of the sum of f's terms' squares
   const auto loss = [&](const Inputs& inputs) {
     reference_of(inputs).forward(out64);
-    const std::vector<double> out = to_host(out64, values);
-    long double sum = 0, squares = 0;  // so that this sum has no part in the error
-    for (size_t i = 0; i < values; ++i) {
-      const long double term = static_cast<long double>(d_out_host[i]) * out[i];
-      sum += term;
-      squares += term * term;
-    }
-    terms = static_cast<double>(sqrtl(squares));
-    return sum;
+    Loss result;
+    result.add(d_out_host, to_host(out64, values));
+    return result;
   };
 
   Inputs inputs;
-  for (int i = 0; i < 3; ++i) inputs[i] = random_fp64(counts[i], scales[i], 1 + i);
+  for (int i = 0; i < 3; ++i) inputs[i] = random_fp64(counts[i], scales[i], 0, 1 + i);
   Scratch<double> d_x(counts[0]), d_Lr(counts[1]), d_Li(counts[2]);
   reference_of(inputs).backward(d_out, d_x, d_Lr, d_Li);
   const std::array<std::vector<double>, 3> gradients = {
       to_host(d_x, counts[0]), to_host(d_Lr, counts[1]), to_host(d_Li, counts[2])};
 
+  const DifferenceBound bound = {
+      .h = kStep,
+      .curvature = 100,
+      .roundoff = 2 * dot_tolerance(2 * (shape.E + shape.W), 0x1p-53, sqrt(4) * 0x1p-53)};
   double worst = 0;
   for (int i = 0; i < 3; ++i) {
-    const std::vector<double> direction = random_fp64(counts[i], scales[i], 4 + i);
+    const std::vector<double> direction = random_fp64(counts[i], scales[i], 0, 4 + i);
     const auto loss_at = [&](double h) {
-      Inputs moved = inputs;
-      for (size_t j = 0; j < counts[i]; ++j) moved[i][j] += h * direction[j];
-      return loss(moved);
+      Inputs at = inputs;
+      at[i] = moved(inputs[i], direction, h);
+      return loss(at);
     };
-    long double slope = 0;
-    for (size_t j = 0; j < counts[i]; ++j) {
-      slope += static_cast<long double>(gradients[i][j]) * direction[j];
-    }
-    const long double difference = (loss_at(kStep) - loss_at(-kStep)) / (2 * kStep);
-    const double unit = norm(gradients[i]) / sqrt(static_cast<double>(counts[i])) * norm(direction);
-    const double error = static_cast<double>(fabsl(difference - slope)) / unit;
-    const double roundoff = 2 * dot_tolerance(2 * (shape.E + shape.W), 0x1p-53, sqrt(4) * 0x1p-53);
-    const double bound = 100 * kStep * kStep + roundoff * terms / kStep / unit;
-    if (!(error <= bound)) {  // so that a NaN is beyond it
-      fail(kVerificationFailed,
-           "the reference's %s and finite differences of the forward pass differ by %.1e of its "
-           "size, expected are at most %.1e",
-           names[i], error, bound);
-    }
-    worst = std::max(worst, error);
+    worst = std::max(worst, check_slope(names[i], gradients[i], direction, loss_at(kStep),
+                                        loss_at(-kStep), bound));
   }
   return worst;
 }

@@ -9,6 +9,10 @@
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
+#include "common/mma.cuh"
+
 /// Copies the first `bytes` of kBytes (4, 8 or 16; both addresses aligned to that), and writes
 /// zeros for the rest. With 0 `from` is not read and may point anywhere. PTX ISA, "Data Movement
 /// and Conversion Instructions: cp.async" (its src-size operand).
@@ -61,5 +65,20 @@ __device__ void copy_tile(half* to, const half* from, int row0, int col0, int ro
     } else {
       to[row * kStride + col] = inside ? *at : __float2half_rn(0);
     }
+  }
+}
+
+/// The block's kThreads threads start the copy of the kRows x kCols tile of `from` (row-major,
+/// rows x cols, elements of 16 bits, cols a multiple of 8) at (row0, col0) to shared memory, where it
+/// lies as swizzle<kCols>() says; zeros where that is outside.
+template <int kRows, int kCols, int kThreads, typename T>
+__device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
+                              int cols) {
+  static_assert(sizeof(T) == 2);
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / 8; i += kThreads) {
+    const int row = i / (kCols / 8), col = i % (kCols / 8) * 8;
+    copy_async<16>(to + swizzle<kCols>(row, col), from + (row0 + row) * cols + col0 + col,
+                   row0 + row < rows && col0 + col < cols);
   }
 }
