@@ -630,21 +630,23 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
 // dw (features, triples) = the sum of `count` partials (triples, features), in their order: every
 // kernel that sums dw over the batch does so in two steps, so that blocks need not wait for each
 // other and the result does not depend on who is first. A block owns 32 columns; thread (x, y) adds
-// partials y, y + 8, ... of column x, then thread (x, 0) adds these up.
-__global__ void sum_partials(const float* partials, float* dw, int count, int triples,
-                             int features) {
-  __shared__ float sums[8][32];
+// partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
+constexpr int kSumRows = 16;
+
+__global__ void __launch_bounds__(32 * kSumRows)
+    sum_partials(const float* partials, float* dw, int count, int triples, int features) {
+  __shared__ float sums[kSumRows][32];
   const size_t columns = static_cast<size_t>(triples) * features;
   const size_t column = static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x;
   float sum = 0;
   if (column < columns) {
-#pragma unroll 4
-    for (int i = threadIdx.y; i < count; i += 8) sum += partials[i * columns + column];
+#pragma unroll 8
+    for (int i = threadIdx.y; i < count; i += kSumRows) sum += partials[i * columns + column];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y == 0 && column < columns) {
-    for (int i = 1; i < 8; ++i) sum += sums[i][threadIdx.x];
+    for (int i = 1; i < kSumRows; ++i) sum += sums[i][threadIdx.x];
     dw[column % features * triples + column / features] = sum;
   }
 }
@@ -1244,7 +1246,7 @@ struct UnfusedBackward {
     const int blocks = forward.of.multivector_blocks();
     apply_gate_gradient<A><<<blocks, 256>>>(forward.of.x, dx, layer);
     apply_gate_gradient<A><<<blocks, 256>>>(forward.of.y, dy, layer);
-    sum_partials<<<gradients.sum_blocks(), dim3(32, 8)>>>(
+    sum_partials<<<gradients.sum_blocks(), dim3(32, kSumRows)>>>(
         partials, gradients.dw, forward.of.strips(), A::kTriples, layer.features);
   }
 
@@ -1279,8 +1281,8 @@ Launch backward_once(const Tensors<A>& of, const Gradients<A>& d, const Device& 
   const auto run = [=] {
     backward_one_launch<A>
         <<<blocks, kRowThreads>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer);
-    sum_partials<<<d.sum_blocks(), dim3(32, 8)>>>(partials, d.dw, blocks, A::kTriples,
-                                                  of.layer.features);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, blocks, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(),
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
@@ -1322,8 +1324,8 @@ Launch backward_on_chip_by(const Tensors<A>& of, const Gradients<A>& d, const De
   const auto run = [=] {
     backward_on_chip<A, W, kAhead><<<blocks, shape.threads, bytes>>>(
         of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    sum_partials<<<d.sum_blocks(), dim3(32, 8)>>>(partials, d.dw, count, A::kTriples,
-                                                  of.layer.features);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, count, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
 }
