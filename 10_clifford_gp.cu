@@ -9,8 +9,8 @@
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
 // blades. x_0 is the scalar, <x>_a the part of grade a (of blades with a basis vectors). Two
-// multivectors multiply like polynomials in e1, e2, ... that anticommute, e2 e1 = -e1 e2, and square
-// to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per feature,
+// multivectors multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2, and
+// square to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per feature,
 // shared by the batch; there are 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of squares.
 // Backward returns dx, dy and dw from d_out.
 //
@@ -123,8 +123,8 @@ struct Cl {
                ? kTables.sign[i][j]
                : 0;
   }
-  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k, dx_i
-  // and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
+  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k,
+  // dx_i and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
   __host__ __device__ static constexpr int sign(Of of, int t, int fixed, int other) {
     return of == Of::result ? sign(t, other, third(fixed, other))
            : of == Of::x    ? sign(t, fixed, third(fixed, other))
@@ -293,7 +293,7 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
 }
 
 // Its gradients, from dz: with z_k = sum of w sign x_i y_j,
-//     dx_i = sum of w sign y_j dz_k,   dy_j = sum of w sign x_i dz_k,   dw = sum of sign x_i y_j dz_k
+//     dx_i = sum of w sign y_j dz_k, dy_j = sum of w sign x_i dz_k, dw = sum of sign x_i y_j dz_k
 // The sums over k for dx_i, before their weight, serve dw as well. Grade by grade, so that few
 // results are in registers at a time: give_x(i, Pack) takes a finished dx_i; the sum for triple t
 // starts at take_w(t) and goes to give_w(t, Pack).
@@ -926,9 +926,9 @@ __device__ __forceinline__ Multivectors<A, W> load_packs(const float* from, size
 
 // Three things are better than above. z stays in registers while its row's squares are added up, so
 // that nothing is read or computed twice. The weights are transposed into shared memory once, and
-// serve all rows that the block ever has. And as soon as a thread has taken its part of x and y into
-// registers it orders the next row's into the same place (cp.async): memory works while the block
-// multiplies, reduces and waits at the barrier.
+// serve all rows that the block ever has. And as soon as a thread has taken its part of x and y
+// into registers it orders the next row's into the same place (cp.async): memory works while the
+// block multiplies, reduces and waits at the barrier.
 template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -995,8 +995,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
 }
 
-// Backward with the same three. One reduction serves both sums of a row. A thread's features are the
-// same for all of its rows, so that dw can stay in registers until the end. They are scarce now:
+// Backward with the same three. One reduction serves both sums of a row. A thread's features are
+// the same for all of its rows, so that dw can stay in registers until the end. They are scarce now:
 // x, y and d_out are taken from shared memory once for the sums and once more for the gradients,
 // and the next row is ordered then.
 template <typename A, int W, bool kFetchAhead>
