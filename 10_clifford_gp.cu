@@ -10,9 +10,9 @@
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
 // blades. x_0 is the scalar, <x>_a the part of grade a (of blades with a basis vectors). Two
 // multivectors multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2, and
-// square to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per feature,
-// shared by the batch; there are 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of squares.
-// Backward returns dx, dy and dw from d_out.
+// square to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per
+// feature, shared by the batch; there are 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of
+// squares. Backward returns dx, dy and dw from d_out.
 //
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
 // 3-D multivectors. What is computed: 108 multiply-adds for their product and two gates. The
@@ -918,8 +918,10 @@ __device__ __forceinline__ Multivectors<A, W> load_packs(const float* from, size
                                                          bool inside) {
   Multivectors<A, W> result = {};
   if (inside) {
-    unroll<0, A::kBlades>(
-        [&](auto k) { result.blade[k] = *reinterpret_cast<const Pack<W>*>(from + k * plane); });
+#pragma unroll
+    for (int k = 0; k < A::kBlades; ++k, from += plane) {
+      result.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
+    }
   }
   return result;
 }
@@ -978,7 +980,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     });
     if (layer.normed) {
       Sums<A::kGrades> sums = {};
-      if (inside(n)) add_squares(z, sums);
+      if (inside(n)) add_squares(z, sums);  // outside, the weights are what was there
       add_up_row(sums, partials[turn], shape.per_row / 32);
       unroll<0, A::kGrades>([&](auto c) {
         const float r = inverse_rms(sums.value[c], layer);
@@ -989,16 +991,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       });
     }
     if (inside(n)) {
-      unroll<0, A::kBlades>(
-          [&](auto k) { *reinterpret_cast<Pack<W>*>(out + k * plane + at(n)) = z.blade[k]; });
+      float* to = out + at(n);
+#pragma unroll
+      for (int k = 0; k < A::kBlades; ++k, to += plane)
+        *reinterpret_cast<Pack<W>*>(to) = z.blade[k];
     }
   }
 }
 
 // Backward with the same three. One reduction serves both sums of a row. A thread's features are
-// the same for all of its rows, so that dw can stay in registers until the end. They are scarce now:
-// x, y and d_out are taken from shared memory once for the sums and once more for the gradients,
-// and the next row is ordered then.
+// the same for all of its rows, so that dw can stay in registers until the end. They are scarce
+// now: x, y and d_out are taken from shared memory once for the sums and once more for the
+// gradients, and the next row is ordered then.
 template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
