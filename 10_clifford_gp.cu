@@ -9,10 +9,10 @@
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
 // blades. x_0 is the scalar, <x>_a the part of grade a (of blades with a basis vectors). Two
-// multivectors multiply like polynomials in e1, e2, ... that anticommute, e2 e1 = -e1 e2, and square
-// to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per feature,
-// shared by the batch; there are 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of squares.
-// Backward returns dx, dy and dw from d_out.
+// multivectors multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2, and
+// square to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per
+// feature, shared by the batch; there are 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of
+// squares. Backward returns dx, dy and dw from d_out.
 //
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
 // 3-D multivectors. What is computed: 108 multiply-adds for their product and two gates. The
@@ -128,8 +128,8 @@ struct Cl {
                ? kTables.sign[i][j]
                : 0;
   }
-  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k, dx_i
-  // and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
+  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k,
+  // dx_i and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
   __host__ __device__ static constexpr int sign(Of of, int t, int fixed, int other) {
     return of == Of::result ? sign(t, other, third(fixed, other))
            : of == Of::x    ? sign(t, fixed, third(fixed, other))
@@ -298,7 +298,7 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
 }
 
 // Its gradients, from dz: with z_k = sum of w sign x_i y_j,
-//     dx_i = sum of w sign y_j dz_k,   dy_j = sum of w sign x_i dz_k,   dw = sum of sign x_i y_j dz_k
+//     dx_i = sum of w sign y_j dz_k, dy_j = sum of w sign x_i dz_k, dw = sum of sign x_i y_j dz_k
 // The sums over k for dx_i, before their weight, serve dw as well. Grade by grade, so that few
 // results are in registers at a time: give_x(i, Pack) takes a finished dx_i; the sum for triple t
 // starts at take_w(t) and goes to give_w(t, Pack).
@@ -635,21 +635,23 @@ __global__ void apply_gate_gradient(const float* in, float* gradient, Layer laye
 // dw (features, triples) = the sum of `count` partials (triples, features), in their order: every
 // kernel that sums dw over the batch does so in two steps, so that blocks need not wait for each
 // other and the result does not depend on who is first. A block owns 32 columns; thread (x, y) adds
-// partials y, y + 8, ... of column x, then thread (x, 0) adds these up.
-__global__ void sum_partials(const float* partials, float* dw, int count, int triples,
-                             int features) {
-  __shared__ float sums[8][32];
+// partials y, y + kSumRows, ... of column x, then thread (x, 0) adds these up.
+constexpr int kSumRows = 16;
+
+__global__ void __launch_bounds__(32 * kSumRows)
+    sum_partials(const float* partials, float* dw, int count, int triples, int features) {
+  __shared__ float sums[kSumRows][32];
   const size_t columns = static_cast<size_t>(triples) * features;
   const size_t column = static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x;
   float sum = 0;
   if (column < columns) {
-#pragma unroll 4
-    for (int i = threadIdx.y; i < count; i += 8) sum += partials[i * columns + column];
+#pragma unroll 8
+    for (int i = threadIdx.y; i < count; i += kSumRows) sum += partials[i * columns + column];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.y == 0 && column < columns) {
-    for (int i = 1; i < 8; ++i) sum += sums[i][threadIdx.x];
+    for (int i = 1; i < kSumRows; ++i) sum += sums[i][threadIdx.x];
     dw[column % features * triples + column / features] = sum;
   }
 }
@@ -921,17 +923,19 @@ __device__ __forceinline__ Multivectors<A, W> load_packs(const float* from, size
                                                          bool inside) {
   Multivectors<A, W> result = {};
   if (inside) {
-    unroll<0, A::kBlades>(
-        [&](auto k) { result.blade[k] = *reinterpret_cast<const Pack<W>*>(from + k * plane); });
+#pragma unroll
+    for (int k = 0; k < A::kBlades; ++k, from += plane) {
+      result.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
+    }
   }
   return result;
 }
 
 // Three things are better than above. z stays in registers while its row's squares are added up, so
 // that nothing is read or computed twice. The weights are transposed into shared memory once, and
-// serve all rows that the block ever has. And as soon as a thread has taken its part of x and y into
-// registers it orders the next row's into the same place (cp.async): memory works while the block
-// multiplies, reduces and waits at the barrier.
+// serve all rows that the block ever has. And as soon as a thread has taken its part of x and y
+// into registers it orders the next row's into the same place (cp.async): memory works while the
+// block multiplies, reduces and waits at the barrier.
 template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -981,7 +985,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     });
     if (layer.normed) {
       Sums<A::kGrades> sums = {};
-      if (inside(n)) add_squares(z, sums);
+      if (inside(n)) add_squares(z, sums);  // outside, the weights are what was there
       add_up_row(sums, partials[turn], shape.per_row / 32);
       unroll<0, A::kGrades>([&](auto c) {
         const float r = inverse_rms(sums.value[c], layer);
@@ -992,16 +996,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       });
     }
     if (inside(n)) {
-      unroll<0, A::kBlades>(
-          [&](auto k) { *reinterpret_cast<Pack<W>*>(out + k * plane + at(n)) = z.blade[k]; });
+      float* to = out + at(n);
+#pragma unroll
+      for (int k = 0; k < A::kBlades; ++k, to += plane)
+        *reinterpret_cast<Pack<W>*>(to) = z.blade[k];
     }
   }
 }
 
-// Backward with the same three. One reduction serves both sums of a row. A thread's features are the
-// same for all of its rows, so that dw can stay in registers until the end. They are scarce now:
-// x, y and d_out are taken from shared memory once for the sums and once more for the gradients,
-// and the next row is ordered then.
+// Backward with the same three. One reduction serves both sums of a row. A thread's features are
+// the same for all of its rows, so that dw can stay in registers until the end. They are scarce
+// now: x, y and d_out are taken from shared memory once for the sums and once more for the
+// gradients, and the next row is ordered then.
 template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
@@ -1477,7 +1483,7 @@ struct UnfusedBackward {
     const int blocks = forward.of.multivector_blocks();
     apply_gate_gradient<A><<<blocks, 256>>>(forward.of.x, dx, layer);
     apply_gate_gradient<A><<<blocks, 256>>>(forward.of.y, dy, layer);
-    sum_partials<<<gradients.sum_blocks(), dim3(32, 8)>>>(
+    sum_partials<<<gradients.sum_blocks(), dim3(32, kSumRows)>>>(
         partials, gradients.dw, forward.of.strips(), A::kTriples, layer.features);
   }
 
@@ -1512,8 +1518,8 @@ Launch backward_once(const Tensors<A>& of, const Gradients<A>& d, const Device& 
   const auto run = [=] {
     backward_one_launch<A>
         <<<blocks, kRowThreads>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer);
-    sum_partials<<<d.sum_blocks(), dim3(32, 8)>>>(partials, d.dw, blocks, A::kTriples,
-                                                  of.layer.features);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, blocks, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(),
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
@@ -1555,8 +1561,8 @@ Launch backward_on_chip_by(const Tensors<A>& of, const Gradients<A>& d, const De
   const auto run = [=] {
     backward_on_chip<A, W, kAhead><<<blocks, shape.threads, bytes>>>(
         of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    sum_partials<<<d.sum_blocks(), dim3(32, 8)>>>(partials, d.dw, count, A::kTriples,
-                                                  of.layer.features);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, count, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
 }

@@ -300,8 +300,9 @@ def test_clifford(run, backend, algebra, triples, multiply_adds, batch, features
     arguments = (batch, "--features", features, "--algebra", algebra)
     result = run(CLIFFORD, *arguments, "--samples", 1)
     assert_verified(result, listed(CLIFFORD, backend, *arguments), 1)
+    blades = 2 ** sum(map(int, algebra.split(",")))
     for dims in dims_of(result).values():
-        assert dims == {"batch": batch, "features": features, "blades": 2 ** sum(map(int, algebra.split(",")))}
+        assert dims == {"batch": batch, "features": features, "blades": blades}
     note = f"Cl({algebra}): {triples} grade triples; the product takes {multiply_adds} multiply-adds"
     assert note in result.stdout
 
