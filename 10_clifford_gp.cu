@@ -1106,16 +1106,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
 
-// The same idea as above, but no thread fetches anything. One copy of the copy engine brings a whole
-// plane of a block's rows, up to 4 KB, so that a warp orders everything that a stage holds with one
-// instruction; and several stages are on their way instead of one. What the other kernels spent on
-// that, registers and instructions, is free for the weights: a thread has the same features in all
-// of its rows, and keeps their weights in registers, too.
+// The same idea as above, but no thread fetches anything. One copy of the copy engine brings a
+// whole plane of a block's rows, up to 4 KB, so that a warp orders everything that a stage holds
+// with one instruction; and several stages are on their way instead of one. What the other kernels
+// spent on that, registers and instructions, is free for the weights: a thread has the same
+// features in all of its rows, and keeps their weights in registers, too.
 //
 // Backward that works for up to 4 blades. In 3-D a feature has 20 weights, 20 sums for dw and three
-// multivectors of 8: with them in registers there is room for half of the threads, which are too few
-// to hide each other's waiting. (It was tried, with rows shared by a cluster of two blocks, and was
-// slower than "row on chip".)
+// multivectors of 8: with them in registers there is room for half of the threads, which are too
+// few to hide each other's waiting. (It was tried, with rows shared by a cluster of two blocks, and
+// was slower than "row on chip".)
 #ifndef CUDA_CPU
 
 // Bytes of shared memory for stages, beside what is static.

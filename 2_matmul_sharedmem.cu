@@ -19,7 +19,7 @@
 //
 //     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
 //     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
-//     vectors     the same, moved 16 bytes at a time           1/4, in a quarter of the instructions
+//     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
 //
@@ -139,9 +139,9 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
 // As above, but everything moves 16 bytes at a time. A thread's columns come in groups of four,
 // 4 x .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row of
 // b_tile. For four elements of a column of A to lie next to each other as well, a_tile is stored
-// transposed: a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows at
-// k and at k + 4, which would otherwise share 16 banks. Per step of k that is 4 loads instead of 16.
-// The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
+// transposed: a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows
+// at k and at k + 4, which would otherwise share 16 banks. Per step of k that is 4 loads instead of
+// 16. The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
 // multiprocessor's 65536 for 256 threads.
 template <int BM, int BN, int BK, int TM, int TN, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 // What is left to lose is instructions that are not multiply-adds, and cycles without an
 // instruction:
 //   - A thread owns 8 x 16 elements, in 128 registers: per step of k it reads 8 + 16 numbers from
-//     shared memory, 6 loads, for 128 multiply-adds. The threads of a warp stand 4 x 8, so that they
-//     read 4 groups of rows and 8 of columns, without a bank conflict.
+//     shared memory, 6 loads, for 128 multiply-adds. The threads of a warp stand 4 x 8, so that
+//     they read 4 groups of rows and 8 of columns, without a bank conflict.
 //   - While one k is multiplied, the numbers of the next one are loaded, into a second set of
 //     registers.
 //   - Multiply-adds go along a row of `sum` and back along the next: two in a row share an operand,

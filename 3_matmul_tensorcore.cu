@@ -545,11 +545,11 @@ __global__ void __launch_bounds__(384, 1)
 // Three more things:
 //   - Persistent blocks: as many as fit, each walking over tiles of C. The producer runs ahead into
 //     the next tile while the consumers still write this one. Tiles are taken in groups of kGroup
-//     rows of tiles, so that those worked on at one time form a square patch of C, as in the mma.sync
-//     kernel.
-//   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it and
-//     multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
-//     empty only when the consumers of both blocks say so, to both producers.
+//     rows of tiles, so that those worked on at one time form a square patch of C, as in the
+//     mma.sync kernel.
+//   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it
+//     and multicasts that half into both: B is read from the L2 cache once, not twice. A stage is
+//     then empty only when the consumers of both blocks say so, to both producers.
 //   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
 //     leave from there, in full lines, while the consumers go on.
 template <int kStages>

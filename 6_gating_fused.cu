@@ -3,10 +3,10 @@
 //     out = sigmoid(x W1 + b1) * (x W2 + b2)
 //     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major; fp32 accumulation
 //
-// Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were temporaries,
-// and x was read twice. A temporary exists because a kernel ends. So do not end: a block that has
-// both products of its rows in registers adds the biases, takes the sigmoid, multiplies, and writes
-// out. x is read once, out is written once; nothing else touches memory.
+// Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were
+// temporaries, and x was read twice. A temporary exists because a kernel ends. So do not end: a
+// block that has both products of its rows in registers adds the biases, takes the sigmoid,
+// multiplies, and writes out. x is read once, out is written once; nothing else touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
 // of both sums ends up in the same thread, which needs no other. Six kernels:
@@ -18,8 +18,8 @@
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
 //     Hopper cluster           lesson 3's last kernel, with two weights and this epilogue
 //
-// The first four need compute capability 7.5 (which copies synchronously) and run on the CPU backend
-// too; the last two need 9.0, and rows of a multiple of 16 bytes.
+// The first four need compute capability 7.5 (which copies synchronously) and run on the CPU
+// backend too; the last two need 9.0, and rows of a multiple of 16 bytes.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, where memory is the
 // limit; and a square one, N x N x N, where the tensor cores are.

@@ -33,9 +33,11 @@
 //
 // The limit that a table prints counts each input and output once, the basis too. A kernel that
 // cannot keep its part of the basis on chip between the products has to read it twice; with E = 128
-// and W = 256 that is 1.2 times as much. On chip is room for about 10^5 vertices.
+// and W = 256 that is 1.2 times as much. On chip is room for the basis of about 10^5
+// vertices; the one launch, which needs room for x as well, keeps that of 17000.
 //
-// The first three need compute capability 8.0 (bf16 on tensor cores) and run on the CPU backend.
+// The first three need compute capability 8.0 (bf16 on tensor cores) and run on the CPU backend;
+// the last one needs 9.0.
 
 #include <deque>
 #include <vector>
@@ -580,10 +582,10 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 // are on the GPU at the same time, so that they may wait for each other; and a block keeps what it
 // has: a slice of the rows of x and of the basis.
 //
-//   First product   A block sums its rows' share of basis^T (mass x) up in registers, and adds it to
-//                   a sum of all blocks in memory (which is in the L2 cache, 128 KB). The basis is
-//                   the left factor, transposed: its fragments come through registers (ldmatrix),
-//                   where they are multiplied by the masses on the way.
+//   First product   A block sums its rows' share of basis^T (mass x) up in registers, and adds it
+//                   to a sum of all blocks in memory (which is in the L2 cache, 128 KB). The basis
+//                   is the left factor, transposed: its fragments come through registers
+//                   (ldmatrix), where they are multiplied by the masses on the way.
 //   Meeting         Each waits until all have added. The sum comes back into the registers that the
 //                   shares left from, gets its exponential, and becomes the right factor of the
 //                   second product, in shared memory.
@@ -617,8 +619,9 @@ struct OneLaunchShared {
 // Rows of the boxes in which a cluster of kWidth / columns blocks fetches 64 rows of the basis.
 constexpr unsigned basis_rows(int columns) { return columns == 64 ? 32 : 64; }
 
-// What the blocks share in memory. Zero before the first launch; the launch leaves it ready for the
-// next one, whatever its size.
+// What the blocks share in memory. Zero before the first launch; a launch leaves it ready for the
+// next one with the same kColumns, whatever V and the grid are. One launch at a time: two streams
+// need one of these each.
 struct Meeting {
   // For each rank in a cluster: in the lower half how many blocks have come, in the upper half how
   // many launches there were.
@@ -652,7 +655,8 @@ __device__ inline uint32_t scaled(uint32_t pair, __nv_bfloat162 factors) {
 // Blocks of a producer and two consumer warpgroups. In the first product, a consumer has 64 of the
 // 128 rows of the spectrum, all kColumns columns, and both work on every tile; in the second
 // product they take turns, tile by tile, so that one multiplies while the other writes out.
-// Results: forward, out (V, W) and spectral (E, W); backward, with dOut as x, dX as out, and dTimes.
+// Results: forward, out (V, W) and spectral (E, W); backward, with dOut as x, dX as out, and
+// dTimes.
 template <Pass kPass, int kColumns, int kStages>
 __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
     diffusion_one_launch(const __grid_constant__ CUtensorMap x,
@@ -668,11 +672,12 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = cluster_rank(), group = blockIdx.x / kBlocks, groups = gridDim.x / kBlocks;
   const int col0 = rank * kColumns;
-  const int64_t all_tiles = (vectors.V + 63) / 64;
+  const int64_t all_tiles = (static_cast<int64_t>(vectors.V) + 63) / 64;
   const int first = static_cast<int>(all_tiles * group / groups);
   const int tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
 
-  // No block is over this line twice before all have arrived: they agree on the launch's number.
+  // A block reads this before it arrives, and the number changes when the last one has arrived: all
+  // blocks of a launch read the same.
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   Counter arrivals(vectors.meeting->arrivals[rank]);
   const unsigned start = arrivals.load(cuda::memory_order_relaxed) & 0xffff0000;
@@ -904,12 +909,12 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
       }
       wgmma_commit();
       wgmma_wait<0>();
-      if (t >= kStages) {  // for both consumers
+      if (thread == 0) tensor_store_wait_read<0>();
+      named_barrier(1 + consumer, 128);  // the masses have been read, too
+      if (t >= kStages) {                // for both consumers
         release(s);
         release(s);
       }
-      if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(1 + consumer, 128);
       to_boxes(shared.second.out[consumer][0], 64, 16 * warp, above, below);
       shared_fence();
       named_barrier(1 + consumer, 128);
@@ -1050,7 +1055,8 @@ double reference_bytes(const Shape& shape) {
 //
 //   - f is linear in x. In times each term of f' has a factor evalue * d < 2 for each further
 //     derivative, so that f''' is to f' as 4 to 1, and 4 times that is left room for.
-//   - The elements of out and spectral are off by dot_tolerance(V + E) of themselves, independently.
+//   - The elements of out and spectral are off by dot_tolerance(V + E) of themselves,
+//     independently.
 //
 // With fp64's roundoff of 2^-53, h = 2^-16 makes both parts about 10^-9.
 constexpr int64_t kDifferenceRows = 256;  // of V: enough to run the same code
@@ -1441,7 +1447,8 @@ void add_split(Backward& table) {
 constexpr int kOneLaunchThreads = 384;
 
 // As many clusters as fit on the device at once, or as there are tiles: none may wait for one that
-// cannot start.
+// cannot start. (Counted for a GPU that this launch has to itself: other kernels end sometime, but
+// two of these at the same time might wait for each other for good.)
 template <Pass kPass, int kColumns, int kStages>
 unsigned one_launch_blocks(const Shape& shape) {
   constexpr int kBlocks = kWidth / kColumns, kBytes = sizeof(OneLaunchShared<kColumns, kStages>);
@@ -1513,9 +1520,9 @@ void add_one_launch(Backward& table) {
 }
 #endif
 
-// The one launch, or where it cannot run only its name. Few rows: narrow blocks, of which more fit
-// on the device's multiprocessors, with the shorter way to add their shares up. Many: wide ones,
-// which read the basis less often.
+// The one launch, or where it cannot run only its name. Few rows: narrow blocks, so that 64
+// rows keep four multiprocessors busy and not two, and a thread has half as much to add to the
+// totals. Many: wide ones, which read the basis less often.
 template <typename Table>
 void add_one_launch(Table& table) {
 #ifndef CUDA_CPU

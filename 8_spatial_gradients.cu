@@ -55,7 +55,8 @@
 //     associated    x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
 //     Hopper        the same with TMA and wgmma
 //
-// All but the last need compute capability 8.0 (bf16 on tensor cores) and run on the CPU backend.
+// All but the last need compute capability 8.0 (bf16 on tensor cores) and run on the CPU backend;
+// the last one needs 9.0.
 
 #include <array>
 #include <deque>
@@ -946,9 +947,9 @@ __device__ inline void load_fragments(uint32_t (&fragments)[8][4], const bf16 (*
   }
 }
 
-// sums: ar, ai, xr, xi of 64 rows and 64 columns, 32 registers each. right: boxes of kEigen rows and
-// 64 columns of -M2, M1, M2, x. The left factors come from registers: from shared memory each would
-// be read twice for each box, which has no bandwidth to spare.
+// sums: ar, ai, xr, xi of 64 rows and 64 columns, 32 registers each. right: boxes of kEigen rows
+// and 64 columns of -M2, M1, M2, x. The left factors come from registers: from shared memory,
+// which has no bandwidth to spare, each would be read twice for each box of right factors.
 __device__ inline void multiply_associated(float (&sums)[128], const uint32_t (&gr)[8][4],
                                            const uint32_t (&gi)[8][4],
                                            const bf16 (*right)[kEigen * 64]) {
@@ -1000,9 +1001,9 @@ struct HopperForward {
 
 // Clusters of two blocks stay, and take tile after tile of 64 rows. Each block has 128 of the 256
 // columns, all of whose right factors it keeps, 128 KB, and fetches one of Gr and Gi for both. Two
-// consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor cores
-// belong to the other. A tile's fragments, 64 registers, serve all columns, so that its stage is
-// free again early.
+// consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor
+// cores belong to the other. A tile's fragments, 64 registers, serve all columns, so that its stage
+// is free again early.
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ HopperMaps maps, int V) {
 #if HOPPER_CODE
@@ -1096,8 +1097,8 @@ struct HopperBackward {
 
 // partials (clusters, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
 //
-// Clusters of four blocks with 64 columns each; a block fetches one of the four boxes of a tile of Gr
-// and Gi for all. Two warpgroups work in a row, on different tiles at the same time. The first
+// Clusters of four blocks with 64 columns each; a block fetches one of the four boxes of a tile of
+// Gr and Gi for all. Two warpgroups work in a row, on different tiles at the same time. The first
 // computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
 // multiplies those by Gr^T and Gi^T, transposed where they lie, and keeps the sums:
 //
@@ -1883,8 +1884,6 @@ bool add_associated(Backward& table) {
   return true;
 }
 
-// The same with TMA and wgmma. False if E or W is more than a block's part of the GPU is made for;
-// where it cannot run, only its name is added.
 #ifndef CUDA_CPU
 constexpr int kHopperThreads = 384;
 
@@ -1961,6 +1960,8 @@ void add_hopper_kernels(Backward& table) {
 }
 #endif
 
+// The same with TMA and wgmma. False if E or W is more than its blocks are made for; where it
+// cannot run, only its name is added.
 template <typename Table>
 bool add_hopper(Table& table) {
 #ifndef CUDA_CPU
@@ -2039,12 +2040,12 @@ int main(int argc, char** argv) {
   if (!lesson.flag("--sweep")) {
     Problem &forward = forwards.back().problem, &backward = backwards.back().problem;
     forward.compare("one kernel", "two kernels",
-                    "Forward: without a way to memory in between, % times faster.");
+                    "Forward: one kernel instead of two: % times as fast.");
     forward.compare("associated", "one kernel",
-                    "Forward: associated the other way, % times faster.");
-    forward.compare("Hopper", "unfused", "Forward: % times faster than unfused.");
+                    "Forward: associated the other way: % times as fast.");
+    forward.compare("Hopper", "unfused", "Forward: % times as fast as unfused.");
     backward.compare("Hopper", "unfused",
-                     "Backward: % times faster than unfused, and nothing saved.");
+                     "Backward: % times as fast as unfused, and nothing saved.");
   }
   return lesson.run();
 }

@@ -69,8 +69,8 @@ __device__ void copy_tile(half* to, const half* from, int row0, int col0, int ro
 }
 
 /// The block's kThreads threads start the copy of the kRows x kCols tile of `from` (row-major,
-/// rows x cols, elements of 16 bits, cols a multiple of 8) at (row0, col0) to shared memory, where it
-/// lies as swizzle<kCols>() says; zeros where that is outside.
+/// rows x cols, elements of 16 bits, cols a multiple of 8) at (row0, col0) to shared memory, where
+/// it lies as swizzle<kCols>() says; zeros where that is outside.
 template <int kRows, int kCols, int kThreads, typename T>
 __device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
                               int cols) {

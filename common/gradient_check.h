@@ -31,8 +31,8 @@ struct Loss {
 };
 
 /// The two parts of a difference's bound: h^2 f''' / 6 is at most `curvature` h^2 units, and f is
-/// off by at most `roundoff` / 2 of the root of the sum of its terms' squares (if the terms' errors
-/// are independent).
+/// off by at most `roundoff` of the root of the sum of its terms' squares (if the terms' errors are
+/// independent), at either end.
 struct DifferenceBound {
   double h, curvature, roundoff;
 };

@@ -294,14 +294,6 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-/// The same place in the shared memory of block `rank` of the cluster: distributed shared memory.
-template <typename T>
-__device__ inline T* in_block(T* pointer, int rank) {
-  uint64_t address;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(pointer), "r"(rank));
-  return reinterpret_cast<T*>(address);
-}
-
 /// A barrier among all threads of the cluster, in two halves: between them there is time for work
 /// that nobody waits for.
 __device__ inline void cluster_arrive() {

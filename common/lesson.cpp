@@ -44,8 +44,8 @@ double dot_tolerance(int64_t length, double u_sum, double u_out, double u_in) {
 }
 
 double tensor_core_sum(int64_t length) {
-  // Truncation loses at most one unit in the last place, 2 u, of each of length / 8 partial sums; this
-  // counts the most. Added up linearly, and divided by what dot_tolerance multiplies it by.
+  // Truncation loses at most one unit in the last place, 2 u, of each of length / 8 partial sums;
+  // this counts the most. Added up linearly, and divided by what dot_tolerance multiplies it by.
   const double terms = static_cast<double>(length);
   return 2 * kRoundoffFp32 * std::max(1.0, terms / 8) / std::sqrt(terms / 6);
 }
@@ -418,22 +418,27 @@ bool Lesson::State::matches(const Kernel& kernel) const {
 
 void Lesson::State::require_memory() {
   double needed = 0;
+  const Problem* largest = nullptr;
   for (const Problem& problem : problems) {
     double bytes = problem.scratch_bytes_;
     for (const auto* list :
          {&problem.inputs_, &problem.outputs_, &problem.references_, &problem.workspaces_}) {
       for (const auto& storage : *list) bytes += storage->bytes();
     }
-    needed = std::max(needed, bytes);
+    if (bytes > needed) needed = bytes, largest = &problem;
   }
   // The flush; the workspaces of cuBLAS and of cuBLASLt's plans, 32 MiB each.
   needed += 2.0 * static_cast<double>(device.l2_bytes) + 0x1p27;
   size_t free = 0, total = 0;
   CUDA_CHECK(cudaMemGetInfo(&free, &total));
   if (needed > static_cast<double>(free)) {
-    fail(kDeviceCannot,
-         "N = %lld needs %sB of device memory (%.0f bytes), %sB (%zu bytes) are free",
-         static_cast<long long>(n), with_prefix(needed).c_str(), needed,
+    // A sweep chooses its sizes itself; by its first dimension one knows a problem.
+    const std::string size = largest && flags.contains("--sweep") && flags.at("--sweep")
+                                 ? largest->dims_.front().name + std::string(" = ") +
+                                       std::to_string(largest->dims_.front().extent)
+                                 : "N = " + std::to_string(n);
+    fail(kDeviceCannot, "%s needs %sB of device memory (%.0f bytes), %sB (%zu bytes) are free",
+         size.c_str(), with_prefix(needed).c_str(), needed,
          with_prefix(static_cast<double>(free)).c_str(), free);
   }
 }
@@ -456,8 +461,8 @@ void Lesson::State::prepare(Problem& problem) {
   CUDA_CHECK(cudaDeviceSynchronize());
 }
 
-/// Every kernel once, from poisoned outputs. Called before and after sampling: what is right must stay
-/// right.
+/// Every kernel once, from poisoned outputs. Called before and after sampling: what is right must
+/// stay right.
 void Lesson::State::verify(Problem& problem) {
   const auto poison = [](Storage& storage) {  // bytes of 0xff are a NaN in every type here
     CUDA_CHECK(cudaMemsetAsync(storage.data, 0xff, storage.count * storage.element_bytes));

@@ -2,8 +2,8 @@
 // JSON.
 //
 // A lesson's main declares its problems (inputs, outputs, a reference, the kernels) and ends with
-// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for each
-// problem
+// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for
+// each problem
 //   1. refuses what does not fit in memory,
 //   2. fills the inputs with random numbers and computes the reference,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
@@ -59,8 +59,8 @@ struct Storage {
   void release();
 };
 
-/// Refers to a Storage, as T*. Copies refer to the same memory, so a launch lambda may capture it by
-/// value or by reference.
+/// Refers to a Storage, as T*. Copies refer to the same memory, so a launch lambda may capture it
+/// by value or by reference.
 template <typename T>
 class Buffer {
  public:
@@ -207,8 +207,8 @@ class Problem {
   }
   /// Called when the inputs are filled, before the reference is computed: may change them.
   void adjust_inputs(std::function<void()> adjust) { adjust_inputs_ = std::move(adjust); }
-  /// Zeros when the first kernel starts, and never touched between kernels: for counters that each
-  /// launch leaves as it found them.
+  /// Zeros when the first kernel starts, and never touched between kernels: for what each
+  /// launch leaves ready for the next one.
   template <typename T>
   Buffer<T> workspace(size_t count) {
     return buffer<T>(workspaces_, count, 0);

@@ -64,6 +64,14 @@ ALGEBRAS = [
 # blocks; rows that fill no warp, one and several.
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
 
+# V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
+LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
+
+
+def only_on_a_gpu(backend, n):
+    if backend == "cpu" and n > 10000:
+        pytest.skip("takes a GPU")
+
 
 def listed(lesson, backend, *arguments):
     """(problem, kernel) of every line that --list prints: which there are depends on the shape."""
@@ -211,8 +219,9 @@ def test_layers_have_every_extent():
     assert {hidden for _, hidden in LAYERS} >= set(HIDDEN)
 
 
-@pytest.mark.parametrize("n, eigen, width", DIFFUSIONS)
+@pytest.mark.parametrize("n, eigen, width", DIFFUSIONS + LARGE)
 def test_diffusion(run, backend, n, eigen, width):
+    only_on_a_gpu(backend, n)
     shape = ("--eigen", eigen, "--width", width)
     result = run(DIFFUSION, n, *shape, "--samples", 1)
     assert_verified(result, listed(DIFFUSION, backend, n, *shape), 1)
@@ -250,8 +259,9 @@ def spatial_kernels(eigen, width):
     return kernels + [("backward", "associated")] * (eigen <= 128) + [("backward", "Hopper")]
 
 
-@pytest.mark.parametrize("n, eigen, width", SPATIALS)
+@pytest.mark.parametrize("n, eigen, width", SPATIALS + LARGE)
 def test_spatial_gradients(run, backend, n, eigen, width):
+    only_on_a_gpu(backend, n)
     shape = ("--eigen", eigen, "--width", width)
     result = run(SPATIAL, n, *shape, "--samples", 1)
     kernels = listed(SPATIAL, backend, n, *shape)

@@ -87,3 +87,14 @@ def test_unknown_sanitizer(argument):
     result = execute([*scons(), "-Q", "-n", argument], cwd=ROOT)
     assert result.rc == 2
     assert f"{argument}: choose address, undefined or thread" in result.stderr
+
+
+def test_no_line_is_over_100_columns():
+    """clang-format leaves comments as they are (ReflowComments)."""
+    long = [
+        f"{file}:{number}"
+        for file in tracked("*.cu", "*.cuh", "*.h", "*.cpp")
+        for number, line in enumerate((ROOT / file).read_text().splitlines(), 1)
+        if len(line) > 100
+    ]
+    assert not long
