@@ -3,7 +3,8 @@
 A check that stays silent proves something only if it would have spoken. SConstruct makes every
 mutant below from the lesson's source, in the build with the mutant's sanitizer, which
 test_sanitizers.py runs; or, where a wrong result is the mistake, in the plain CPU build for
-test_verification.py. A mistake that no longer fits the source fails the build.
+test_verification.py. A mistake that no longer fits the source fails the build. To compile a lesson
+takes long, so all of its missing barriers are in one program, whose environment says which.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,14 @@ class Mutant:
     report: str  # a regular expression
     arguments: tuple  # to run it with
     nth: int = 0
+    number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
 
-    def apply(self, text):
-        """The lesson's source `text` with the mistake planted."""
+    @property
+    def program(self):
+        return f"{self.lesson}_without_a_barrier" if self.number else self.name
+
+    def where(self, text):
+        """Where in the lesson's source `text` the mistake is planted."""
         start = text.find(self.function)
         if start < 0:
             raise ValueError(f"mutant {self.name}: {self.lesson}.cu has no '{self.function}'")
@@ -36,9 +42,24 @@ class Mutant:
                 f"mutant {self.name}: '{self.function}' of {self.lesson}.cu has"
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
-        at = start + found[self.nth]
-        mutated = text[:at] + self.new + text[at + len(self.old) :]
-        return LEAVE_OUT[self.lesson].sub("", mutated) if self.lesson in LEAVE_OUT else mutated
+        return start + found[self.nth]
+
+
+def plant(mutants, text):
+    """The lesson's source `text` with the mistakes of all mutants that share a program."""
+    for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
+        at = mutant.where(text)
+        new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
+        text = text[:at] + new + text[at + len(mutant.old) :]
+    lesson = mutants[0].lesson
+    if lesson in LEAVE_OUT:
+        text = LEAVE_OUT[lesson].sub("", text)
+    return (CHOICE if mutants[0].number else "") + text
+
+
+CHOICE = """#include <cstdlib>
+static const int kMistake = std::getenv("MISTAKE") ? std::atoi(std::getenv("MISTAKE")) : 0;
+"""
 
 
 def _end_of_function(text, start):
@@ -109,10 +130,13 @@ BARRIERS = [
 
 
 def _missing_barriers():
+    numbers = {}
     for lesson, kernel, function, count, arguments in BARRIERS:
         where = re.search(r"\w+", function.replace("void ", ""))[0]
         for nth in range(count):
+            numbers[lesson] = numbers.get(lesson, 0) + 1
             yield Mutant(
+                number=numbers[lesson],
                 name=f"{lesson}_{where}_without_barrier_{nth + 1}",
                 sanitizer="thread",
                 lesson=lesson,

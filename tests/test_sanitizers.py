@@ -98,13 +98,13 @@ def _prefix(sanitizer):
     return None
 
 
-def run_sanitized(sanitizer, name, arguments):
+def run_sanitized(sanitizer, name, arguments, environment=None):
     prefix = _prefix(sanitizer)
     path = CPU_BUILD.parent / f"cpu-{sanitizer}" / name
     if prefix is None or not path.exists():
         pytest.skip(f"no build with sanitize={sanitizer} that starts")
     command = [*prefix, path, *arguments, "--device", "cpu", "--samples", "1"]
-    return execute(command, env=OPTIONS)
+    return execute(command, env={**OPTIONS, **(environment or {})})
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
@@ -117,10 +117,13 @@ def test_lesson_is_clean(lesson, arguments, sanitizer):
 
 @pytest.mark.parametrize("mutant", SANITIZED, ids=lambda mutant: mutant.name)
 def test_mutant_is_reported(mutant):
-    result = run_sanitized(mutant.sanitizer, f"mutants/{mutant.name}", mutant.arguments)
+    environment = {"MISTAKE": str(mutant.number)}
+    result = run_sanitized(
+        mutant.sanitizer, f"mutants/{mutant.program}", mutant.arguments, environment
+    )
     assert result.rc != 0, result.stdout
     assert re.search(mutant.report, result.stderr), result.stderr
-    assert f"{mutant.name}.cu:" in result.stderr, "the report does not lead to the mistake"
+    assert f"{mutant.program}.cu:" in result.stderr, "the report does not lead to the mistake"
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
