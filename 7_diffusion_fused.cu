@@ -645,11 +645,6 @@ __device__ inline float2 pair_at(const bf16* matrix, int rows, int cols, int row
   return __bfloat1622float2(
       *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
 }
-
-__device__ inline uint32_t scaled(uint32_t pair, __nv_bfloat162 factors) {
-  const __nv_bfloat162 product = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), factors);
-  return reinterpret_cast<const uint32_t&>(product);
-}
 #endif
 
 // Blocks of a producer and two consumer warpgroups. In the first product, a consumer has 64 of the
@@ -822,11 +817,11 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
         ldmatrix_x4_trans(a[k], box + swizzled(row, piece));
         if constexpr (kPass == Pass::forward) {
           const auto* factor =
-              reinterpret_cast<const __nv_bfloat162*>(shared.mass[s] + 16 * k + 2 * (lane % 4));
-          a[k][0] = scaled(a[k][0], factor[0]);
-          a[k][1] = scaled(a[k][1], factor[0]);
-          a[k][2] = scaled(a[k][2], factor[4]);
-          a[k][3] = scaled(a[k][3], factor[4]);
+              reinterpret_cast<const unsigned*>(shared.mass[s] + 16 * k + 2 * (lane % 4));
+          a[k][0] = multiply2(a[k][0], factor[0]);
+          a[k][1] = multiply2(a[k][1], factor[0]);
+          a[k][2] = multiply2(a[k][2], factor[4]);
+          a[k][3] = multiply2(a[k][3], factor[4]);
         }
       }
       wgmma_fence();

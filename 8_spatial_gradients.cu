@@ -1211,10 +1211,10 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
         for (int half = 0; half < 2; ++half) {
           const uint64_t gr = descriptor_b(shared.left[ring.stage][0][half], 64) + 128 * k;
           const uint64_t gi = descriptor_b(shared.left[ring.stage][1][half], 64) + 128 * k;
-          wgmma<bf16, 1, true>(columns_of<0, 64>(sums[half]), gr, P_Q, add);
-          wgmma<bf16, 1, true>(columns_of<64, 32>(sums[half]), gr, R, add);
-          wgmma<bf16, 1, true>(columns_of<0, 64>(sums[half]), gi, Q_minus_P, true);
-          wgmma<bf16, 1, true>(columns_of<64, 32>(sums[half]), gi, S, true);
+          wgmma<bf16, true>(columns_of<0, 64>(sums[half]), gr, P_Q, add);
+          wgmma<bf16, true>(columns_of<64, 32>(sums[half]), gr, R, add);
+          wgmma<bf16, true>(columns_of<0, 64>(sums[half]), gi, Q_minus_P, true);
+          wgmma<bf16, true>(columns_of<64, 32>(sums[half]), gi, S, true);
         }
       }
       wgmma_commit();

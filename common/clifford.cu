@@ -3,6 +3,7 @@
 #include <map>
 
 #include "common/clifford.h"
+#include "common/gradient_check.h"
 
 namespace {
 
@@ -206,13 +207,6 @@ class OnDevice {
   Scratch<T> data_;
 };
 
-std::vector<double> on_host(const double* data, size_t count) {
-  std::vector<double> values(count);
-  CUDA_CHECK(cudaDeviceSynchronize());
-  CUDA_CHECK(cudaMemcpy(values.data(), data, count * sizeof(double), cudaMemcpyDeviceToHost));
-  return values;
-}
-
 std::vector<int> grades_of(const std::vector<std::vector<int>>& blades) {
   std::vector<int> grades;
   for (const auto& blade : blades) grades.push_back(static_cast<int>(blade.size()));
@@ -397,7 +391,7 @@ double CliffordReference::loss(const float* x, const float* y, const float* w, c
   grade_sums_kernel<float>
       <<<rows * grades, 32>>>(d_out, z, products, first, grades, shape_.plane(), shape_.features);
   CUDA_CHECK(cudaGetLastError());
-  const std::vector<double> square = on_host(squares, sums), dot = on_host(products, sums);
+  const std::vector<double> square = to_host(squares, sums), dot = to_host(products, sums);
   long double total = 0;
   for (size_t i = 0; i < sums; ++i) {
     total += shape_.normed ? dot[i] / std::sqrt(square[i] / shape_.features + kEpsilon) : dot[i];
@@ -439,7 +433,7 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
     Scratch<double> sums(2 * chunks);
     along_direction_kernel<<<static_cast<unsigned>(chunks), 32>>>(part.gradient, part.count, sums);
     CUDA_CHECK(cudaGetLastError());
-    const std::vector<double> values = on_host(sums, 2 * chunks);
+    const std::vector<double> values = to_host(sums, 2 * chunks);
     double along = 0, squares = 0;
     for (size_t i = 0; i < chunks; ++i) {
       along += values[2 * i];

@@ -294,17 +294,12 @@ __device__ inline int cluster_rank() {
   return rank;
 }
 
-/// A barrier among all threads of the cluster, in two halves: between them there is time for work
-/// that nobody waits for.
-__device__ inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ inline void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+/// A barrier among all threads of the cluster.
 __device__ inline void cluster_sync() {
-  cluster_arrive();
-  cluster_wait();
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
 }
 
 // ---- Device: wgmma ------------------------------------------------------------------------------
@@ -374,50 +369,43 @@ __device__ inline void wgmma_wait() {
                  : __VA_ARGS__                                                                     \
                  : inputs);                                                                        \
   }
-#define HOPPER_SHARED_A \
-  "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kSign), "n"(kTransposed ? 1 : 0)
+#define HOPPER_SHARED_A "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposed ? 1 : 0)
 #define HOPPER_REGISTER_A \
-  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)), "n"(kSign)
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add))
 
 /// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount; T is half or __nv_bfloat16. A as
-/// descriptor_a, B as descriptor_b. kSign: 1 or -1, a factor of the product. kTransposed: A is the
-/// transpose of a row-major matrix, given as descriptor_b gives one of 64 columns.
-template <typename T, int kSign = 1, bool kTransposed = false, int kCount>
+/// descriptor_a, B as descriptor_b. kTransposed: A is the transpose of a row-major matrix, given as
+/// descriptor_b gives one of 64 columns.
+template <typename T, bool kTransposed = false, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
   if constexpr (kCount == 32) {
-    HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, %35, %36, 1", HOPPER_SHARED_A,
+    HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, 1, %35, 1", HOPPER_SHARED_A,
                  HOPPER_SUM32(0))
   } else if constexpr (kCount == 64) {
-    HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, %67, %68, 1", HOPPER_SHARED_A,
+    HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, 1, %67, 1", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32))
-  } else if constexpr (kCount == 96) {
-    HOPPER_WGMMA("192", HOPPER_R96, "%96", "%97", "%98", "1, %99, %100, 1", HOPPER_SHARED_A,
-                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
   } else {
     static_assert(kCount == 128);
-    HOPPER_WGMMA("256", HOPPER_R128, "%128", "%129", "%130", "1, %131, %132, 1", HOPPER_SHARED_A,
+    HOPPER_WGMMA("256", HOPPER_R128, "%128", "%129", "%130", "1, 1, %131, 1", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96))
   }
 }
 
 /// The same with A from registers, which stay untouched until the product is done: warp w of the
 /// warpgroup holds rows 16 w to 16 w + 15, as fragments of mma_m16n8k16 (common/mma.cuh).
-template <typename T, int kSign = 1, int kCount>
+template <typename T, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
   if constexpr (kCount == 32) {
-    HOPPER_WGMMA("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", "1, %38, 1",
+    HOPPER_WGMMA("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0))
   } else if constexpr (kCount == 64) {
-    HOPPER_WGMMA("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", "1, %70, 1",
+    HOPPER_WGMMA("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32))
-  } else if constexpr (kCount == 96) {
-    HOPPER_WGMMA("192", HOPPER_R96, "{%96, %97, %98, %99}", "%100", "%101", "1, %102, 1",
-                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
   } else {
     static_assert(kCount == 128);
-    HOPPER_WGMMA("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133", "1, %134, 1",
+    HOPPER_WGMMA("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64),
                  HOPPER_SUM32(96))
   }

@@ -1,5 +1,6 @@
 #include <cstdio>
 
+#include "common/gradient_check.h"
 #include "common/softmax.h"
 
 namespace {
@@ -92,13 +93,6 @@ void add_scaled(const double* a, double factor, const double* b, double* out, si
   const size_t blocks = std::clamp<size_t>(count / 256, 1, 4096);
   add_scaled_kernel<<<static_cast<unsigned>(blocks), 256>>>(a, factor, b, out, count);
   CUDA_CHECK(cudaGetLastError());
-}
-
-std::vector<double> to_host(const double* data, size_t count) {
-  std::vector<double> result(count);
-  CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));
-  CUDA_CHECK(cudaMemcpy(result.data(), data, count * sizeof(double), cudaMemcpyDeviceToHost));
-  return result;
 }
 
 /// <a, b>, and the sum of the absolute values of its terms.
