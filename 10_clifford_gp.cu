@@ -1627,8 +1627,8 @@ Launch backward_streamed_of(const Tensors<A>& of, const Gradients<A>& d, const D
   const auto run = [=] {
     backward_streamed<A, kStreamedWidth><<<blocks, kMaxThreads, kBytes>>>(
         of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    sum_partials<<<d.sum_blocks(), dim3(32, 8)>>>(partials, d.dw, count, A::kTriples,
-                                                  of.layer.features);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, count, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(),
           [=](Kernel& row) { row.resources(kernel, kMaxThreads, kBytes).hopper_only(); }};
