@@ -720,7 +720,8 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   }
   const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   const int warp = thread / 32, lane = thread % 32;
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();

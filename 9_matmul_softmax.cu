@@ -38,11 +38,17 @@
 // row of thousands of classes.
 
 #include <array>
+#include <optional>
 #include <type_traits>
 
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
 #include "common/softmax.h"
+#ifndef CUDA_CPU
+#include <cuda/atomic>
+
+#include "common/hopper.cuh"
+#endif
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -199,6 +205,47 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   softmax_of_long_row(row, row, C);
 }
 
+// ---- fused rows, D split ------------------------------------------------------------------------
+
+// 10 columns occupy 10 of the threads above, each with a long sum. Here D is spread over the block:
+// thread t has column t % kCols and every 256 / kCols-th input, so that all of the row's loads are
+// under way at once; lanes with the same column add up by shuffles, warps through shared memory.
+// The first warp then has all of the row's logits, one a lane.
+template <int kCols>
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    fused_narrow_rows(const float* x, const float* W, float* probs, int D, int C) {
+  constexpr int kWarps = kSoftmaxThreads / 32, kParts = kSoftmaxThreads / kCols, kAtOnce = 8;
+  __shared__ float sums[kWarps][kCols];
+  const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kCols;
+  float logit = 0;
+  for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kParts) {
+    // First all loads, where needed of another element that exists: a branch would wait for each.
+    float left[kAtOnce], right[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int d = min(d0 + i * kParts, D - 1);
+      left[i] = x_row[d], right[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (d0 + i * kParts < D) logit += left[i] * right[i];
+    }
+  }
+#pragma unroll
+  for (int i = kCols; i < 32; i *= 2) logit += __shfl_xor_sync(kAllLanes, logit, i);
+  if (lane < kCols) sums[warp][col] = logit;
+  __syncthreads();
+  if (warp != 0) return;
+  logit = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) logit += sums[i][col];
+  if (col >= C) logit = minus_infinity();
+  const float largest = lanes_max<kCols>(logit);
+  const float exponential = expf(logit - base_of(largest)), sum = lanes_sum<kCols>(exponential);
+  if (lane < C) probs[static_cast<size_t>(blockIdx.x) * C + col] = exponential / sum;
+}
+
 // ---- The product --------------------------------------------------------------------------------
 
 // How the logits are computed; all accumulate in fp32.
@@ -270,14 +317,17 @@ struct Sums {
   }
 };
 
-// An fp32 number as the sum of two TF32 numbers, together 2 x 11 bits. An infinity has no `low`.
+// An fp32 number as the sum of two TF32 numbers: its first 11 bits, and the next 11, rounded. An
+// infinity has no `low`.
 struct SplitTf32 {
   unsigned high, low;
 };
 __device__ bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
 __device__ SplitTf32 split_tf32(float value) {
-  const unsigned high = to_tf32(value);
-  return {high, is_infinite(high) ? 0 : to_tf32(value - __uint_as_float(high))};
+  constexpr unsigned kMantissa = 0xffffe000, kHalf = 0x1000;
+  const unsigned high = __float_as_uint(value) & kMantissa;
+  const unsigned rest = __float_as_uint(value - __uint_as_float(high));
+  return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
 }
 
 // Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
@@ -744,9 +794,538 @@ __global__ void __launch_bounds__(Tile::kThreads)
   }
 }
 
-// ---- Hopper -------------------------------------------------------------------------------------
+// ---- Hopper: fused cluster ----------------------------------------------------------------------
 
-// (Kernels that need compute capability 9.0 - TMA, wgmma, clusters - go here.)
+// Up to this many classes a cluster, beyond them fused exchange.
+constexpr int kClusterClasses = 128;
+
+#ifndef CUDA_CPU
+
+// Sums of a row that one block sends to another: a multiple of 4, as the copy engine needs, and 4
+// more than one of 8, so that 4 rows start on different banks.
+__host__ __device__ constexpr int cluster_stride(int C) { return (C + 7) / 8 * 8 + 4; }
+
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+struct ClusterShared {
+  static constexpr bool kSplit = kMath == Math::split;
+  static constexpr int kOwnRows = kRows / kSplits;
+  static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
+  float x[kDepth / 32][kRows * 32];
+  float x_low[kSplit ? kDepth / 32 : 1][kSplit ? kRows * 32 : 1];
+  // Per block of the cluster: kOwnRows rows, ClusterStride(C) apart.
+  alignas(16) float outbox[kSplits][kOwnRows * cluster_stride(kClasses)];
+  alignas(16) float inbox[kSplits][kOwnRows * cluster_stride(kClasses)];
+  Barrier full, come;
+};
+
+#if HOPPER_CODE
+// A thread's fragments of W^T for the depths from d0 on, of the classes col and col + 1. All loads
+// are under way before the first value is needed. Where d >= D they are zeros, for classes that do
+// not exist another one's. kWhole: C is even, and no d >= D.
+template <bool kWhole, int kSteps>
+__device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int d0, int col, int D,
+                                      int C) {
+  const int t = threadIdx.x % 4;
+  if constexpr (kWhole) {
+    const float* near = W + static_cast<size_t>(d0 + t) * C + min(col, C - 2);
+    const float* far = near + 4 * static_cast<size_t>(C);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const float2 a = *reinterpret_cast<const float2*>(near);
+      const float2 b = *reinterpret_cast<const float2*>(far);
+      w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
+      near += 8 * static_cast<size_t>(C), far += 8 * static_cast<size_t>(C);
+    }
+  } else {
+    const float *first = W + min(col, C - 1), *second = W + min(col + 1, C - 1);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int d = d0 + 8 * k + t + 4 * e;
+        const size_t row = static_cast<size_t>(min(d, D - 1)) * C;
+        const float a = first[row], b = second[row];
+        w[k][2 * e] = d < D ? a : 0, w[k][2 * e + 1] = d < D ? b : 0;
+      }
+    }
+  }
+}
+
+// count elements of `high`, a multiple of 4, become sums of two TF32 numbers, high + low. Thread
+// `first` of `threads`.
+__device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
+#pragma unroll 2
+  for (int i = 4 * first; i < count; i += 4 * threads) {
+    auto& h = *reinterpret_cast<float4*>(high + i);
+    const SplitTf32 a = split_tf32(h.x), b = split_tf32(h.y), c = split_tf32(h.z),
+                    d = split_tf32(h.w);
+    h = {__uint_as_float(a.high), __uint_as_float(b.high), __uint_as_float(c.high),
+         __uint_as_float(d.high)};
+    *reinterpret_cast<float4*>(low + i) = {__uint_as_float(a.low), __uint_as_float(b.low),
+                                           __uint_as_float(c.low), __uint_as_float(d.low)};
+  }
+}
+
+// Adds 64 classes' products with kSums / 2 rows of x over a depth of 32. w[k]: a thread's fragment
+// of W^T at depth 8 k. Starts them; they are under way when this returns unless kMath is split.
+template <Math kMath, int kSums>
+__device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4], const float* x,
+                                    const float* x_low, bool add) {
+  if constexpr (kMath == Math::split) {
+    uint32_t high[4][4], low[4][4], finite[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const SplitTf32 parts = split_tf32(w[k][e]);
+        high[k][e] = parts.high, low[k][e] = parts.low;
+        finite[k][e] = is_infinite(parts.high) ? 0 : parts.high;  // as for mma.sync, above
+      }
+    }
+    float step[kSums];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_tf32(step, finite[k], descriptor_a(x_low) + 2 * k, k > 0);
+      wgmma_tf32(step, low[k], descriptor_a(x) + 2 * k, true);
+      wgmma_tf32(step, high[k], descriptor_a(x) + 2 * k, true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i] = add ? sum[i] + step[i] : step[i];
+  } else {
+    uint32_t rounded[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rounded[k][e] = to_tf32(w[k][e]);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_tf32(sum, rounded[k], descriptor_a(x) + 2 * k, add || k > 0);
+    }
+    wgmma_commit();
+  }
+}
+#endif
+
+// As fused tiles, D is split over blocks that share rows. But these are a cluster, and can write to
+// each other's shared memory: the parts of the sums do not go through memory to whoever comes last.
+// Each
+// of the kSplits blocks finishes its share of the kRows rows, and gets the other blocks' parts of
+// them pushed into its inbox.
+//
+// The product is wgmma's. In TF32 it takes a factor from shared memory only if its k are
+// contiguous; those of x are, those of W are not. So the product is turned round, logits^T = W^T
+// x^T: x^T is the factor from shared memory, where the copy engine brings it, and W^T comes from
+// registers. No other thread of the block needs the same part of W: it goes from memory straight
+// to the registers, all of it at once. (x is not rounded but truncated to TF32, by wgmma.)
+//
+// A warpgroup has 64 classes, a warp 16, thread l the two from 2 (l / 4) on: its sums are sum[4 j +
+// e] and sum[4 j + 2 + e] for those, of row 8 j + 2 (l % 4) + e.
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+__global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
+    cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
+                    Results results) {
+#if HOPPER_CODE
+  using Shared = ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>;
+  constexpr int kOwnRows = Shared::kOwnRows, kThreads = 2 * kClasses, kBoxes = kDepth / 32;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), row0 = blockIdx.x / kSplits * kRows;
+  const int chunks = (D + kDepth - 1) / kDepth;
+  const int first = chunks * rank / kSplits, last = chunks * (rank + 1) / kSplits;
+  const int stride = cluster_stride(C), part_bytes = kOwnRows * stride * 4;
+  const auto fetch = [&](int chunk) {
+    barrier_arrive_expect(&shared.full, sizeof shared.x);
+    for (int box = 0; box < kBoxes; ++box) {
+      tensor_load(shared.x[box], &x, row0, chunk * kDepth + 32 * box, &shared.full);
+    }
+  };
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.full, 1);
+    barrier_init(&shared.come, 1);
+    barrier_init_fence();
+    if (first < last) fetch(first);
+    barrier_arrive_expect(&shared.come, kSplits * part_bytes);
+  }
+  cluster_arrive();
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+  const int col = 16 * warp + lane / 4 * 2;
+  float sum[kRows / 2] = {};
+  const auto add_chunk = [&](int chunk, auto whole) {
+    float w[kDepth / 8][4];
+    load_fragments<whole>(w, W, chunk * kDepth, col, D, C);
+    barrier_wait(&shared.full, (chunk - first) % 2);
+    if constexpr (kMath == Math::split) {
+      split_all(shared.x[0], shared.x_low[0], kRows * kDepth, threadIdx.x, kThreads);
+      shared_fence();
+      __syncthreads();
+    }
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      add_products<kMath>(sum, reinterpret_cast<const float(&)[4][4]>(w[4 * box]), shared.x[box],
+                          shared.x_low[kMath == Math::split ? box : 0], chunk > first || box > 0);
+    }
+    wgmma_wait<0>();
+  };
+  __syncthreads();  // the barrier is there
+  for (int chunk = first; chunk < last; ++chunk) {
+    if (C % 2 == 0 && (chunk + 1) * kDepth <= D) {
+      add_chunk(chunk, std::true_type());
+    } else {
+      add_chunk(chunk, std::false_type());
+    }
+    __syncthreads();
+    if (chunk + 1 < last && threadIdx.x == 0) fetch(chunk + 1);
+  }
+
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = 8 * j + 2 * t + e;
+      float* to = shared.outbox[row / kOwnRows] + row % kOwnRows * stride + col;
+      if (col < stride) *reinterpret_cast<float2*>(to) = {sum[4 * j + e], sum[4 * j + 2 + e]};
+    }
+  }
+  shared_fence();
+  __syncthreads();
+  cluster_wait();
+  if (threadIdx.x < kSplits) {
+    bulk_push(shared.inbox[rank], shared.outbox[threadIdx.x], part_bytes, &shared.come,
+              threadIdx.x);
+  }
+  barrier_wait(&shared.come, 0);
+  cluster_arrive();
+
+  for (int i = warp; i < kOwnRows; i += kThreads / 32) {
+    const int row = row0 + rank * kOwnRows + i;
+    if (row >= B) break;
+    float v[kClasses / 32] = {};
+#pragma unroll
+    for (int part = 0; part < kSplits; ++part) {
+#pragma unroll
+      for (int j = 0; j < kClasses / 32; ++j) {
+        if (lane + 32 * j < C) v[j] += shared.inbox[part][i * stride + lane + 32 * j];
+      }
+    }
+    finish_row(v, row, C, results);
+  }
+  cluster_wait();  // nobody's outbox is needed any more
+#endif
+}
+
+// ---- Hopper: fused exchange ---------------------------------------------------------------------
+
+// For C of thousands. The sums of a row's softmax are few; what fused online pays for is that no
+// block knows them in time, so that each writes what another one has to correct. Here the blocks of
+// some rows run at the same time, keep their logits in registers, leave each row's maximum and sum
+// in memory, wait until all of the others have, and then write probabilities, once.
+//
+// The product is turned round, as in fused cluster, and otherwise lesson 3's last one.
+constexpr int kBlockClasses = 128, kExchangeDepth = 32;
+
+template <Math kMath, int kRows>
+struct ExchangeShared {
+  static constexpr bool kSplit = kMath == Math::split;
+  struct Stage {
+    float x[kRows * kExchangeDepth];
+    float W[kBlockClasses / 32][kExchangeDepth * 32];
+  };
+  static constexpr int kStageBytes = sizeof(Stage) + (kSplit ? kRows * kExchangeDepth * 4 : 0);
+  static constexpr int kStages = std::min(8, (200 << 10) / kStageBytes);
+  Stage stages[kStages];
+  float x_low[kSplit ? kStages : 1][kSplit ? kRows * kExchangeDepth : 1];
+  alignas(16) float parts[8][kRows];  // of the 8 warps
+  alignas(16) float rows[kRows];
+  Barrier full[kStages], empty[kStages], split_done[kStages];
+};
+
+// What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
+// it ready for the next one. One launch at a time: two streams need one of these each.
+struct Exchange {
+  // (strips of kRows rows, classes / 128, kRows): see Left.
+  unsigned long long* left;
+  unsigned* launches;  // how many have ended, and how many blocks of this one
+  int strips_at_once;
+};
+
+#if HOPPER_CODE
+// A row's maximum in a tile, and the sum relative to it, as 8 bytes that are written and read at
+// once. The sum's last bit says whether an odd or an even launch has written them, so that readers
+// only have to look until it does: no flag, and no fence.
+using Left = unsigned long long;
+__device__ inline Left leave(MaxSum part, unsigned turn) {
+  return static_cast<Left>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
+         __float_as_uint(part.largest);
+}
+__device__ inline bool is_left(Left left, unsigned turn) { return (left >> 32 & 1) == turn; }
+__device__ inline MaxSum part_of(Left left) {
+  return {__uint_as_float(static_cast<unsigned>(left)),
+          __uint_as_float(static_cast<unsigned>(left >> 32) & ~1u)};
+}
+
+// Of kCount values each, combined over the 8 lanes that differ in l / 4: thread l is left with
+// values (l / 4 with its bits reversed) kCount / 8 onwards.
+template <int kHalf, int kCount, typename Op>
+__device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
+  const bool upper = threadIdx.x & lanes;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float send = upper ? v[i] : v[i + kHalf], keep = upper ? v[i + kHalf] : v[i];
+    v[i] = op(keep, __shfl_xor_sync(kAllLanes, send, lanes));
+  }
+}
+template <int kCount, typename Op>
+__device__ inline void combine_quads(float (&v)[kCount], Op op) {
+  combine_halves<kCount / 2>(v, op, 4);
+  combine_halves<kCount / 4>(v, op, 8);
+  combine_halves<kCount / 8>(v, op, 16);
+}
+
+#endif
+
+// Beside operands of 10 bits, exp() may be the hardware's 2^x: its error is 2 units in the last
+// place, and that of the product another one for each unit of |value|.
+#if HOPPER_CODE
+template <Math kMath>
+__device__ float exp_of(float value) {
+  return kMath == Math::tf32 ? exp2_approximate(value * 1.44269504f) : expf(value);
+}
+#endif
+
+// Clusters of two blocks have kRows rows of x, which they fetch together, and 128 columns of W
+// each; a block is a producer and two consumer warpgroups, of 64 columns each. In a round, the
+// clusters have all columns of strips_at_once strips of kRows rows.
+//
+// A warp has 16 columns, of a box of 32 in shared memory: thread l multiplies the two that lie at
+// 8-byte piece own_piece(l); which 16 they are is chosen so that reads of four rows of W meet no
+// bank twice. Its sums are sum[4 j + e] and sum[4 j + 2 + e] for those two, of row 8 j + 2 (l % 4) + e.
+template <Math kMath, int kRows>
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
+    exchange(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap W, int B,
+             int D, int C, Exchange others, Results results) {
+#if HOPPER_CODE
+  using Shared = ExchangeShared<kMath, kRows>;
+  constexpr int kStages = Shared::kStages, kSums = kRows / 2;
+  constexpr bool kSplit = Shared::kSplit;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), steps = (D + kExchangeDepth - 1) / kExchangeDepth;
+  const int strips = (B + kRows - 1) / kRows;
+  const int tiles = (C + 2 * kBlockClasses - 1) / (2 * kBlockClasses) * 2;  // of a strip
+  const int tile = blockIdx.x % tiles, col0 = tile * kBlockClasses;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
+      barrier_init(&shared.split_done[s], 96);
+    }
+    barrier_init_fence();
+  }
+  cluster_arrive();
+  cluster_wait();
+
+  const unsigned turn = ~others.launches[0] & 1;
+  Ring<kStages> ring;
+  if (threadIdx.x < 128) {
+    registers_shrink_to<40>();
+    for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
+      if (threadIdx.x == 0) {
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+          auto& stage = shared.stages[ring.stage];
+          Barrier* arrived = &shared.full[ring.stage];
+          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+          barrier_arrive_expect(arrived, sizeof stage);
+          const int row = rank * kRows / 2, k = step * kExchangeDepth;
+          tensor_load_multicast(stage.x + row * kExchangeDepth, &x, strip * kRows + row, k, arrived,
+                                3);
+          for (int box = 0; box < kBlockClasses / 32; ++box) {
+            tensor_load(stage.W[box], &W, k, col0 + 32 * box, arrived);
+          }
+        }
+      } else if (kSplit && threadIdx.x >= 32) {
+        // The other warps split x, wherever in the tile an element is.
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+          barrier_wait(&shared.full[ring.stage], ring.parity);
+          split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], kRows * kExchangeDepth,
+                    threadIdx.x - 32, 96);
+          shared_fence();
+          barrier_arrive(&shared.split_done[ring.stage]);
+        }
+      }
+    }
+  } else {
+    registers_grow_to<232>();
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+    const int warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const auto release = [&](int stage) {  // threads 0 and 1 tell the producers of blocks 0 and 1
+      if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
+    };
+    // Of its warp's box: 16-byte piece, and which half of it.
+    const int piece = 2 * (warp % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
+    const int box = 2 * consumer + warp / 2;
+    const int near = t * 32 + (piece ^ t) * 4 + half * 2;
+    const int far = (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
+    const auto load = [&](float(&w)[4][4], int stage) {
+      const float* from = shared.stages[stage].W[box];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
+        const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
+        w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
+      }
+    };
+    float sum[kSums];
+    for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
+      // While one step is multiplied, the fragments of the next one are loaded: two sets of
+      // registers, and therefore two steps a turn.
+      float w[2][4][4];
+      int previous = 0;
+      const auto load_next = [&](float(&set)[4][4]) {
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        load(set, ring.stage);
+      };
+      const auto multiply = [&](const float(&set)[4][4], int step) {
+        if constexpr (kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
+        add_products<kMath>(sum, set, shared.stages[ring.stage].x,
+                            shared.x_low[kSplit ? ring.stage : 0], step > 0);
+        wgmma_wait<1>();
+        if (step > 0) release(previous);
+        previous = ring.stage;
+        ring.advance();
+      };
+      load_next(w[0]);
+      for (int step = 0; step < steps; step += 2) {
+        multiply(w[0], step);
+        if (step + 1 == steps) break;
+        load_next(w[1]);
+        multiply(w[1], step + 1);
+        if (step + 2 < steps) load_next(w[0]);
+      }
+      wgmma_wait<0>();
+      release(previous);
+
+      const int row0 = strip * kRows;
+      const int col = col0 + 32 * box + 4 * piece + 2 * half;
+      const int own = threadIdx.x - 128, warp8 = own / 32;  // of the 256 consumers
+      const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);
+      if (results.epilogue == Epilogue::softmax) {
+        // Of the warp's 16 columns, then of the block's: the maximum of each row.
+        constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
+        float of_row[kPairs];
+        const auto leave_parts = [&] {
+#pragma unroll
+          for (int i = 0; i < kLeft; ++i) {
+            const int at = reversed * kLeft + i;
+            shared.parts[warp8][at / 2 * 8 + 2 * t + at % 2] = of_row[i];
+          }
+        };
+        if (col >= C) {
+#pragma unroll
+          for (int i = 0; i < kSums; ++i) sum[i] = minus_infinity();
+        }
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          of_row[i] = fmaxf(sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]);
+        }
+        combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
+        leave_parts();
+        named_barrier(1, 256);
+        MaxSum row = {minus_infinity(), 0};
+        if (own < kRows) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
+          shared.rows[own] = base_of(row.largest);
+        }
+        named_barrier(1, 256);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
+          float &a = sum[i / 2 * 4 + i % 2], &b = sum[i / 2 * 4 + 2 + i % 2];
+          a = exp_of<kMath>(a - base), b = exp_of<kMath>(b - base);
+          of_row[i] = a + b;
+        }
+        combine_quads(of_row, [](float a, float b) { return a + b; });
+        leave_parts();
+        named_barrier(1, 256);
+        const auto left_at = [&](int tile) {
+          const size_t at = (static_cast<size_t>(strip) * tiles + tile) * kRows + own;
+          return cuda::atomic_ref<Left, cuda::thread_scope_device>(others.left[at]);
+        };
+        if (own < kRows) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
+          left_at(tile).store(leave(row, turn), cuda::memory_order_relaxed);
+
+          // Those of the other blocks of these rows.
+          MaxSum all = {minus_infinity(), 0};
+          constexpr int kAtOnce = 16;
+          for (int first = 0; first < tiles; first += kAtOnce) {
+            Left left[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              left[i] = leave({minus_infinity(), 0}, turn);
+              if (first + i < tiles) left[i] = left_at(first + i).load(cuda::memory_order_relaxed);
+            }
+            float largest = all.largest;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              while (!is_left(left[i], turn)) {
+                left[i] = left_at(first + i).load(cuda::memory_order_relaxed);
+              }
+              largest = fmaxf(largest, part_of(left[i]).largest);
+            }
+            all = {largest, all.sum * rebase(all.largest, largest)};
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+              const MaxSum part = part_of(left[i]);
+              all.sum += part.sum * exp_of<kMath>(part.largest - base_of(largest));
+            }
+          }
+          shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
+        }
+      } else if (own < kRows) {
+        shared.rows[own] = 1;
+      }
+      named_barrier(1, 256);
+
+      if (col >= C) continue;
+      const auto write = [&](auto inside) {
+        float* to = results.out + static_cast<size_t>(row0 + 2 * t) * C + col;
+#pragma unroll
+        for (int j = 0; j < kRows / 8; ++j) {
+          const int row = 8 * j + 2 * t;
+          const float2 factors = *reinterpret_cast<const float2*>(&shared.rows[row]);
+          const float2 a = {sum[4 * j] * factors.x, sum[4 * j + 2] * factors.x};
+          const float2 b = {sum[4 * j + 1] * factors.y, sum[4 * j + 3] * factors.y};
+          if (inside(row)) *reinterpret_cast<float2*>(to) = a;
+          if (inside(row + 1)) *reinterpret_cast<float2*>(to + C) = b;
+          to += 8 * static_cast<size_t>(C);
+        }
+      };
+      if (row0 + kRows <= B) {
+        write([](int) { return true; });
+      } else {
+        write([&](int row) { return row0 + row < B; });
+      }
+    }
+  }
+  cluster_sync();  // a block's barriers and stages are used by its neighbour until here
+  if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) {
+    if (atomicAdd(others.launches + 1, 1) == gridDim.x - 1) {
+      others.launches[1] = 0;
+      ++others.launches[0];
+    }
+  }
+#endif
+}
+
+#endif  // CUDA_CPU
 
 // ---- Exercise: cross-entropy as a library has it ------------------------------------------------
 
@@ -945,14 +1524,21 @@ void softmax(const float* logits, float* probs, const SoftmaxShape& shape) {
   }
 }
 
-// One of the two kernels above with its tile, its grid, and what it needs besides results.
-template <typename T>
+// One of the kernels above with its tile, its grid, and what it needs besides results.
 struct Product {
   const char* name;
   std::function<void(Results)> launch;
-  void (*kernel)(Factors<T>, Results);
-  int threads, shared_bytes;
+  std::function<void(Kernel&)> state_resources;
 };
+
+template <typename Function>
+Product product_of(const char* name, Function* kernel, int threads, int shared_bytes,
+                   std::function<void(Results)> launch) {
+  CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  return {name, std::move(launch),
+          [=](Kernel& row) { row.resources(kernel, threads, shared_bytes); }};
+}
 
 template <typename T>
 Factors<T> factors_of(const T* x, const T* W, const SoftmaxShape& shape) {
@@ -973,13 +1559,9 @@ Factors<T> factors_of(const T* x, const T* W, const SoftmaxShape& shape) {
 constexpr int64_t kLeastDepth = 128, kMostSplits = 8;
 
 template <class Tile>
-Product<typename Tile::T> make_all_columns(const Lesson& lesson, Problem& problem,
-                                           const SoftmaxShape& shape,
-                                           const Buffer<typename Tile::T>& x,
-                                           const Buffer<typename Tile::T>& W) {
+Product make_all_columns(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
+                         const Buffer<typename Tile::T>& x, const Buffer<typename Tile::T>& W) {
   constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
-  CUDA_CHECK(
-      cudaFuncSetAttribute(all_columns<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const unsigned row_tiles = blocks(shape.rows, Tile::BM);
   const int64_t sms = lesson.on_cpu() ? 8 : lesson.device().sms;
   const int64_t most = std::min(shape.inputs / kLeastDepth, kMostSplits);
@@ -993,16 +1575,13 @@ Product<typename Tile::T> make_all_columns(const Lesson& lesson, Problem& proble
     all_columns<Tile><<<dim3(row_tiles, splits), Tile::kThreads, kBytes>>>(
         factors_of<typename Tile::T>(x, W, shape), results);
   };
-  return {"tiles", launch, all_columns<Tile>, Tile::kThreads, kBytes};
+  return product_of("tiles", all_columns<Tile>, Tile::kThreads, kBytes, launch);
 }
 
 template <class Tile>
-Product<typename Tile::T> make_column_tiles(Problem& problem, const SoftmaxShape& shape,
-                                            const Buffer<typename Tile::T>& x,
-                                            const Buffer<typename Tile::T>& W) {
+Product make_column_tiles(Problem& problem, const SoftmaxShape& shape,
+                          const Buffer<typename Tile::T>& x, const Buffer<typename Tile::T>& W) {
   constexpr int kBytes = Tile::kStageBytes;
-  CUDA_CHECK(cudaFuncSetAttribute(column_tiles<Tile>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kBytes));
   const unsigned strips = blocks(shape.rows, Tile::BM), columns = blocks(shape.classes, Tile::BN);
   const auto stats = problem.output<float>(2 * shape.rows * blocks(shape.classes, Tile::kCols));
   const auto arrived = problem.workspace<unsigned>(strips);
@@ -1012,13 +1591,102 @@ Product<typename Tile::T> make_column_tiles(Problem& problem, const SoftmaxShape
     column_tiles<Tile><<<strips * columns, Tile::kThreads, kBytes>>>(
         factors_of<typename Tile::T>(x, W, shape), results);
   };
-  return {"online", launch, column_tiles<Tile>, Tile::kThreads, kBytes};
+  return product_of("online", column_tiles<Tile>, Tile::kThreads, kBytes, launch);
 }
+
+#ifndef CUDA_CPU
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+Product make_cluster(const SoftmaxShape& shape, const Buffer<float>& x, const Buffer<float>& W) {
+  constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
+  const auto launch = [=](Results results) {
+    const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows);
+    cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>
+        <<<kSplits * blocks(shape.rows, kRows), 2 * kClasses, kBytes>>>(
+            x_map, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
+            static_cast<int>(shape.classes), results);
+  };
+  return product_of("cluster", cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
+                    2 * kClasses, kBytes, launch);
+}
+
+constexpr int kExchangeThreads = 384;
+
+template <Math kMath, int kRows>
+Product make_exchange(Problem& problem, const SoftmaxShape& shape, const Buffer<float>& x,
+                      const Buffer<float>& W, int clusters) {
+  constexpr int kBytes = sizeof(ExchangeShared<kMath, kRows>);
+  const unsigned tiles = 2 * blocks(shape.classes, 2 * kBlockClasses);
+  const unsigned strips = blocks(shape.rows, kRows);
+  // Only as many strips at a time as have all of their blocks running: these wait for each other.
+  // (Counted for a GPU that this launch has to itself, as in lesson 7.)
+  const unsigned at_once = persistent(strips, 2 * clusters / tiles);
+  const auto left = problem.workspace<float>(2 * static_cast<size_t>(strips) * tiles * kRows);
+  const auto launches = problem.workspace<unsigned>(2);
+  const auto launch = [=](Results results) {
+    const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows / 2);
+    const CUtensorMap W_map = tensor_map<float>(W, shape.inputs, shape.classes, kExchangeDepth);
+    const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches,
+                             static_cast<int>(at_once)};
+    exchange<kMath, kRows><<<at_once * tiles, kExchangeThreads, kBytes>>>(
+        x_map, W_map, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
+        static_cast<int>(shape.classes), others, results);
+  };
+  return product_of("exchange", exchange<kMath, kRows>, kExchangeThreads, kBytes, launch);
+}
+
+// Of strips of kRows rows or less, the most rows that leave few multiprocessors without work.
+template <Math kMath, int kRows>
+std::optional<Product> choose_exchange(const Lesson& lesson, Problem& problem,
+                                       const SoftmaxShape& shape, const Buffer<float>& x,
+                                       const Buffer<float>& W) {
+  const unsigned tiles = 2 * blocks(shape.classes, 2 * kBlockClasses);
+  if constexpr (kRows > 64) {
+    if (blocks(shape.rows, kRows) * tiles * 10 < lesson.device().sms * 9u) {
+      return choose_exchange<kMath, kRows / 2>(lesson, problem, shape, x, W);
+    }
+  }
+  const auto kernel = exchange<kMath, kRows>;
+  constexpr int kBytes = sizeof(ExchangeShared<kMath, kRows>);
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int clusters = resident_clusters(kernel, 2, kExchangeThreads, kBytes);
+  if (2u * clusters < tiles) return {};
+  return make_exchange<kMath, kRows>(problem, shape, x, W, clusters);
+}
+
+// What Hopper has for a shape, if anything.
+template <Math kMath>
+std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& problem,
+                                           const SoftmaxShape& shape, const Buffer<float>& x,
+                                           const Buffer<float>& W) {
+  const int64_t B = shape.rows, C = shape.classes;
+  if (shape.inputs % 4 != 0) return {};  // the copy engine needs aligned rows
+  if (C > kClusterClasses) {
+    if (C % 4 != 0) return {};
+    // With split operands a warp has two sums.
+    constexpr int kRows = kMath == Math::split ? 128 : 256;
+    return choose_exchange<kMath, kRows>(lesson, problem, shape, x, W);
+  }
+  // Few rows: more blocks for each. 40 rows: of 1024 rows 26 clusters of 4, which is about as many
+  // as fit on the GPU at a time.
+  if (B <= 512) {
+    return C <= 64 ? make_cluster<kMath, 8, 16, 64, 64>(shape, x, W)
+                   : make_cluster<kMath, 8, 16, 128, 64>(shape, x, W);
+  }
+  // With split operands less of W, of which there are twice as many registers, and more rows.
+  if constexpr (kMath == Math::split) {
+    return C <= 64 ? make_cluster<kMath, 8, 80, 64, 128>(shape, x, W)
+                   : make_cluster<kMath, 8, 80, 128, 128>(shape, x, W);
+  } else {
+    return C <= 64 ? make_cluster<kMath, 4, 40, 64, 256>(shape, x, W)
+                   : make_cluster<kMath, 4, 40, 128, 256>(shape, x, W);
+  }
+}
+#endif  // CUDA_CPU
 
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
 template <Math kMath, typename T>
-Product<T> make_product(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
-                        const Buffer<T>& x, const Buffer<T>& W) {
+Product make_product(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
+                     const Buffer<T>& x, const Buffer<T>& W) {
   const int64_t C = shape.classes;
   // Compute capability 8.0 has 163 KB of shared memory for a block, 8.6 99 KB, 7.5 64 KB: where a
   // tile does not fit, smaller ones of column_tiles() do.
@@ -1071,6 +1739,7 @@ Product<T> make_product(const Lesson& lesson, Problem& problem, const SoftmaxSha
 // What an input of softmax(x W) and its result are made of.
 template <typename T>
 struct Layer {
+  std::string name;
   SoftmaxShape shape;
   Problem& problem;
   Buffer<T> x, W;
@@ -1079,7 +1748,8 @@ struct Layer {
 
   Layer(Lesson& lesson, const std::string& name, const SoftmaxShape& shape, const char* dtype,
         Rate rate)
-      : shape(shape),
+      : name(name),
+        shape(shape),
         problem(lesson.problem(name, {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
                                dtype, {.flops = shape.flops(), .bytes = shape.bytes(sizeof(T))},
                                rate)),
@@ -1092,22 +1762,46 @@ struct Layer {
   }
 
   // Ways (2) and (3), by the same product.
-  void add_ours(const Product<T>& product, const std::string& suffix, int needs_cc) const {
+  void add_ours(const Product& product, const std::string& suffix, int needs_cc) const {
     const auto out = probs, between = logits;
     const auto form = shape;
-    problem
-        .kernel("unfused" + suffix, Role::ours,
-                [=] {
-                  product.launch({.epilogue = Epilogue::logits, .out = between});
-                  softmax(between, out, form);
-                })
-        .needs(needs_cc)
-        .resources(product.kernel, product.threads, product.shared_bytes);
-    problem
-        .kernel(std::string("fused ") + product.name + suffix, Role::ours,
-                [=] { product.launch({.epilogue = Epilogue::softmax, .out = out}); })
-        .needs(needs_cc)
-        .resources(product.kernel, product.threads, product.shared_bytes);
+    const std::string fused = std::string("fused ") + product.name + suffix;
+    const std::string unfused = "un" + fused;
+    product.state_resources(problem
+                                .kernel(unfused, Role::ours,
+                                        [=] {
+                                          product.launch(
+                                              {.epilogue = Epilogue::logits, .out = between});
+                                          softmax(between, out, form);
+                                        })
+                                .needs(needs_cc));
+    product.state_resources(
+        problem
+            .kernel(fused, Role::ours,
+                    [=] { product.launch({.epilogue = Epilogue::softmax, .out = out}); })
+            .needs(needs_cc));
+    problem.compare(
+        fused, unfused,
+        name + ", " + product.name + suffix + ": (2) / (3): fusion is worth a factor of %.");
+    problem.compare(
+        unfused, "library",
+        name + ", " + product.name + suffix + ": (1) / (2): our product, %x the library's speed.");
+  }
+
+  // The same for Hopper's product, or where it cannot run only its names.
+  template <Math kMath>
+  void add_hopper(const Lesson& lesson, const std::string& suffix) const {
+#ifndef CUDA_CPU
+    if (lesson.device().is_hopper()) {
+      const auto product = make_hopper_product<kMath>(lesson, problem, shape, x, W);
+      if (product) add_ours(*product, suffix, 90);
+      return;
+    }
+#endif
+    const std::string fused =
+        (shape.classes <= kClusterClasses ? "fused cluster" : "fused exchange") + suffix;
+    problem.kernel("un" + fused, Role::ours, {}).hopper_only();
+    problem.kernel(fused, Role::ours, {}).hopper_only();
   }
 };
 
@@ -1148,32 +1842,33 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
                 softmax(logits, probs, shape);
               })
       .needs(needs_cc);
-  std::string fused = "fused ";
-  if (tf32) {
-    const auto product = make_product<Math::tf32>(lesson, problem, shape, x, W);
-    layer.add_ours(product, "", needs_cc);
-    fused += product.name;
-  } else {
-    // It reads W once per row: of the largest shapes 20 calls would take a minute.
-    if (shape.flops() < kMostFlopsOfFusedRows) {
-      problem
-          .kernel("fused rows", Role::baseline,
-                  [=] {
-                    fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
-                        x, W, probs, static_cast<int>(shape.inputs),
-                        static_cast<int>(shape.classes));
-                  })
-          .resources(fused_rows, kSoftmaxThreads);
-    }
-    const auto product = make_product<Math::fp32>(lesson, problem, shape, x, W);
-    layer.add_ours(product, "", needs_cc);
-    fused += product.name;
-    layer.add_ours(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
-    problem.compare(fused + ", 3xTF32", "unfused, 3xTF32",
-                    name + ": (2) / (3) with 3xTF32: fusion is worth a factor of %.");
+  if (shape.classes <= 16) {
+    problem
+        .kernel("fused rows, D split", Role::ours,
+                [=] {
+                  fused_narrow_rows<16><<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
+                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
+                })
+        .resources(fused_narrow_rows<16>, kSoftmaxThreads);
   }
-  problem.compare(fused, "unfused", name + ": (2) / (3): fusion is worth a factor of %.");
-  problem.compare("unfused", "library", name + ": (1) / (2): our product, %x the library's speed.");
+  if (tf32) {
+    layer.add_ours(make_product<Math::tf32>(lesson, problem, shape, x, W), "", needs_cc);
+    layer.add_hopper<Math::tf32>(lesson, "");
+    return;
+  }
+  // It reads W once per row: of the largest shapes 20 calls would take a minute.
+  if (shape.flops() < kMostFlopsOfFusedRows) {
+    problem
+        .kernel("fused rows", Role::baseline,
+                [=] {
+                  fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
+                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
+                })
+        .resources(fused_rows, kSoftmaxThreads);
+  }
+  layer.add_ours(make_product<Math::fp32>(lesson, problem, shape, x, W), "", needs_cc);
+  layer.add_ours(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
+  layer.add_hopper<Math::split>(lesson, ", 3xTF32");
 }
 
 // A line a shape: what fusion saves.
@@ -1264,15 +1959,10 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
     negative_log_likelihood<<<blocks(B, 8), 256>>>(probs, labels, loss, dlogits, B, C);
   });
   const auto product = make_product<Math::fp32>(lesson, problem, shape, x, W);
-  problem
-      .kernel("fused", Role::ours,
-              [=] {
-                product.launch({.epilogue = Epilogue::cross_entropy,
-                                .out = dlogits,
-                                .labels = labels,
-                                .loss = loss});
-              })
-      .resources(product.kernel, product.threads, product.shared_bytes);
+  product.state_resources(problem.kernel("fused", Role::ours, [=] {
+    product.launch(
+        {.epilogue = Epilogue::cross_entropy, .out = dlogits, .labels = labels, .loss = loss});
+  }));
   problem.compare("fused", "library, three launches",
                   name + ": % times as fast as the library's launches.");
 }
@@ -1351,10 +2041,7 @@ void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape
     library_product(blas, x.data(), W.data(), logits, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
     softmax(logits, probs, shape);
   });
-  const auto product = make_product<Math::fp16>(lesson, problem, shape, x, W);
-  layer.add_ours(product, "", 0);
-  problem.compare(std::string("fused ") + product.name, "unfused",
-                  name + ": (2) / (3): fusion is worth a factor of %.");
+  layer.add_ours(make_product<Math::fp16>(lesson, problem, shape, x, W), "", 0);
 }
 
 int main(int argc, char** argv) {

@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/check.h"
 #include "common/lesson.h"
@@ -36,7 +37,7 @@ template <typename T>
 CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* extents,
                               const cuuint64_t* strides, const cuuint32_t* box,
                               CUtensorMapSwizzle swizzle) {
-  static_assert(sizeof(T) == 2);
+  static_assert(sizeof(T) == 2 || std::is_same_v<T, float>);
   // Through the runtime, so that the program starts where there is no driver to link to.
   static const auto encode = [] {
     void* function = nullptr;
@@ -47,8 +48,9 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   const cuuint32_t steps[2] = {1, 1};
-  const CUtensorMapDataType type =
-      type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type = type_of<T> == Type::fp32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
   const CUresult status =
       encode(&map, type, rank, const_cast<T*>(tensor), extents, strides, box, steps,
@@ -61,17 +63,18 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
   return map;
 }
 
-/// Describes a row-major matrix (rows, cols) of 2-byte elements to the copy engine, which moves
-/// boxes of `box_rows` rows by 64 columns (128 bytes) to or from shared memory. There the box is
+/// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16 or float to the copy engine,
+/// which moves boxes of `box_rows` (at most 256) rows by 128 bytes (64 columns, of float 32) to or
+/// from shared memory. There the box is
 /// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
 /// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
-/// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes and `cols` a
-/// multiple of 8. CUDA Driver API, "Tensor Map Object Management".
+/// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so
+/// must its rows. CUDA Driver API, "Tensor Map Object Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows) {
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(cols) * sizeof(T)};
-  const cuuint32_t box[2] = {64, box_rows};
+  const cuuint32_t box[2] = {128 / sizeof(T), box_rows};
   return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
@@ -248,6 +251,24 @@ __device__ inline void bulk_load(void* to, const void* from, int bytes, Barrier*
       : "memory");
 }
 
+/// Copies `bytes` from this block's shared memory to the place of `to` in that of block `rank` of
+/// the cluster, and counts them at that block's `barrier`. Addresses and `bytes` are multiples of
+/// 16. As for tensor_store, shared_fence() comes before; and this block must not end before the
+/// bytes have come.
+__device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier* barrier,
+                                 int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %4;\n"
+      "mapa.shared::cluster.u32 barrier, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[to], [%1], %2, [barrier];\n"
+      "}" ::"r"(shared_address(to)),
+      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+
 /// Copies a box from shared memory to the matrix. The threads that wrote the box call
 /// shared_fence() and meet at a barrier before.
 __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from) {
@@ -302,6 +323,16 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
+/// The same in two halves, and without waiting for what was written before, which can take a
+/// microsecond: after it the others' threads are there, but of their writes only the barriers that
+/// barrier_init_fence() followed.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // ---- Device: wgmma ------------------------------------------------------------------------------
 //
 // "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
@@ -336,10 +367,11 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
 }
 
-#define HOPPER_SUM8(i)                                                                  \
-  "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), "+f"(sum[i + 4]), \
-      "+f"(sum[i + 5]), "+f"(sum[i + 6]), "+f"(sum[i + 7])
+#define HOPPER_SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define HOPPER_SUM8(i) HOPPER_SUM4(i), HOPPER_SUM4(i + 4)
 #define HOPPER_SUM32(i) HOPPER_SUM8(i), HOPPER_SUM8(i + 8), HOPPER_SUM8(i + 16), HOPPER_SUM8(i + 24)
+#define HOPPER_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define HOPPER_R20 HOPPER_R8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
 #define HOPPER_R32                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -356,18 +388,25 @@ __device__ inline void wgmma_wait() {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
   "%111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, "     \
   "%125, %126, %127"
-// The two types' instructions. `n`: columns; `registers`: the sum's operands; `a` to `flags`: the
-// operands after them; flags: signs of A and B, transposed A (only in shared memory), B row-major.
-#define HOPPER_WGMMA_TEXT(n, type, registers, a, b, add, flags)                           \
-  "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n \
-  "k16.f32." type "." type " {" registers "}, " a ", " b ", add, " flags ";\n}"
-#define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                                  \
-  if constexpr (type_of<T> == Type::fp16) {                                                        \
-    asm volatile(HOPPER_WGMMA_TEXT(n, "f16", registers, a, b, add, flags) : __VA_ARGS__ : inputs); \
-  } else {                                                                                         \
-    asm volatile(HOPPER_WGMMA_TEXT(n, "bf16", registers, a, b, add, flags)                         \
-                 : __VA_ARGS__                                                                     \
-                 : inputs);                                                                        \
+// The types' instructions. `n`: columns; `k`: rows of B; `registers`: the sum's operands; `a` to
+// `flags`: the operands after them; flags: signs of A and B, and but for TF32 transposed A (only in
+// shared memory), B row-major.
+#define HOPPER_WGMMA_TEXT(n, k, type, registers, a, b, add, flags)                              \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k \
+  ".f32." type "." type " {" registers "}, " a ", " b ", add, " flags ";\n}"
+#define HOPPER_WGMMA_TF32(n, registers, a, b, add, ...)                        \
+  asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
+               : __VA_ARGS__                                                   \
+               : HOPPER_REGISTER_A)
+#define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
+  if constexpr (type_of<T> == Type::fp16) {                                      \
+    asm volatile(HOPPER_WGMMA_TEXT(n, "16", "f16", registers, a, b, add, flags)  \
+                 : __VA_ARGS__                                                   \
+                 : inputs);                                                      \
+  } else {                                                                       \
+    asm volatile(HOPPER_WGMMA_TEXT(n, "16", "bf16", registers, a, b, add, flags) \
+                 : __VA_ARGS__                                                   \
+                 : inputs);                                                      \
   }
 #define HOPPER_SHARED_A "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposed ? 1 : 0)
 #define HOPPER_REGISTER_A \
@@ -409,6 +448,39 @@ __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint6
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64),
                  HOPPER_SUM32(96))
   }
+}
+
+/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount, for a k of 8 elements in TF32; the
+/// lower 13 bits of an element do not count. A from registers, as fragments of mma_m16n8k8_tf32, B
+/// as descriptor_a: of TF32 the instruction only takes a B whose columns are contiguous.
+template <int kCount>
+__device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b,
+                                  bool add) {
+  if constexpr (kCount == 8) {
+    HOPPER_WGMMA_TF32("16", HOPPER_R8, "{%8, %9, %10, %11}", "%12", "%13", HOPPER_SUM8(0));
+  } else if constexpr (kCount == 40) {
+    HOPPER_WGMMA_TF32("80", HOPPER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39",
+                      "{%40, %41, %42, %43}", "%44", "%45", HOPPER_SUM32(0), HOPPER_SUM8(32));
+  } else if constexpr (kCount == 20) {
+    HOPPER_WGMMA_TF32("40", HOPPER_R20, "{%20, %21, %22, %23}", "%24", "%25", HOPPER_SUM8(0),
+                      HOPPER_SUM8(8), HOPPER_SUM4(16));
+  } else if constexpr (kCount == 32) {
+    HOPPER_WGMMA_TF32("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", HOPPER_SUM32(0));
+  } else if constexpr (kCount == 64) {
+    HOPPER_WGMMA_TF32("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", HOPPER_SUM32(0),
+                      HOPPER_SUM32(32));
+  } else {
+    static_assert(kCount == 128);
+    HOPPER_WGMMA_TF32("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133",
+                      HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
+  }
+}
+
+/// 2^value; results below 2^-126 are 0. "ex2".
+__device__ inline float exp2_approximate(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
 }
 
 /// The kCount registers of a sum from kFirst on: 2 kCount of its columns.
