@@ -5,18 +5,25 @@
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
     <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
+    <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
+    <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
 
-RECORD is a path below results/ without .json. With --check nothing is written, and the exit code says
+RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
+flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
+percent_of_limit: 2 * (K + H) * M / 1e9. With --check nothing is written, and the exit code says
 whether README.md agrees with the records.
 """
 import json
 import pathlib
 import re
 import sys
+from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|ratio|cross) (?P<what>.+?) -->).*?(?P<close><!-- end -->)", re.DOTALL
+    r"(?P<open><!-- (?P<kind>table|ratio|cross|formula) (?P<what>.+?) -->)"
+    r".*?(?P<close><!-- end -->)",
+    re.DOTALL,
 )
 
 
@@ -75,10 +82,27 @@ def table(run, problem):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def formula(what):
+    """What a formula marker asks for, as text."""
+    target, arithmetic, *form = what.split(" | ")
+    target, *kernel = target.split(": ")
+    run, problem = problem_of(target)
+    names = {"device": SimpleNamespace(**run["device"]), **problem["dims"]}
+    names |= {name: problem[name] for name in ("flops", "min_bytes", "limit_ms")}
+    if kernel:
+        row = next(row for row in problem["kernels"] if row["name"] == kernel[0])
+        names |= {name: row[name] for name in ("tflops", "gbps", "percent_of_limit")}
+        names["ms"] = row["ms"]["median"]
+    result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
+    return format(result, form[0]) if form else number(result)
+
+
 def render(match):
     kind, what = match["kind"], match["what"]
     if kind == "table":
         text = table(*problem_of(what))
+    elif kind == "formula":
+        text = formula(what)
     else:
         if kind == "ratio":
             problem, kernels = what.split(": ")

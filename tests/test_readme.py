@@ -1,0 +1,156 @@
+"""What README.md tells a reader to do can be done, and what it names is there."""
+
+import re
+import shlex
+
+from conftest import LESSONS, ROOT, execute, program
+import pytest
+
+README = (ROOT / "README.md").read_text()
+SCONS = (ROOT / "SConstruct").read_text()
+ROOT_LESSONS = sorted(path.stem for path in ROOT.glob("*.cu"))
+# Commands are indented; so is the synopsis, whose options are all in brackets.
+BLOCKS = re.findall(r"^ {4,}(?=\./|scons\b|ncu\b|build/)(.+(?:\n {20,}\[.*)*)", README, re.MULTILINE)
+COMMANDS = [
+    command.strip()
+    for block in BLOCKS
+    for command in re.split(r"&&", re.sub(r"  +#.*", "", block))
+]
+OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
+
+
+def lesson_in(command):
+    """(name, its part of the command) if the command runs a lesson."""
+    match = re.search(r"(?:\./|build/[\w-]+/)((?:\d+|bonus)_\w+)(.*)", command, re.DOTALL)
+    return (match[1], match[2]) if match else None
+
+
+LESSON_COMMANDS = sorted({lesson_in(command) for command in COMMANDS if lesson_in(command)})
+
+
+def slug(heading):
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.*)", README, re.MULTILINE)}
+
+
+def test_there_is_something_to_check():
+    assert {name for name, _ in LESSON_COMMANDS} == set(LESSONS)
+    assert sum(command.startswith("scons") for command in COMMANDS) >= 4
+    assert sum(command.startswith("ncu") for command in COMMANDS) >= 2
+
+
+@pytest.mark.parametrize("name, arguments", LESSON_COMMANDS, ids=lambda value: value)
+def test_lesson_takes_the_options(name, arguments, tmp_path):
+    """What is in brackets is optional, and need not go together: its options have to exist."""
+    optional = " ".join(re.findall(r"\[(.*?)\]", arguments))
+    required = shlex.split(re.sub(r"\[.*?\]", "", arguments, flags=re.DOTALL))
+    known = OPTION.findall(execute([program(name), "--help"]).stdout.replace(",", " "))
+    assert set(OPTION.findall(optional)) <= set(known)
+    result = execute([program(name), *required, "--list"], cwd=tmp_path)
+    assert result.rc == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("scons")])
+def test_scons_takes_the_words(command):
+    for word in command.split()[1:]:
+        if "=" in word:
+            assert f'ARGUMENTS.get("{word.split("=")[0]}"' in SCONS
+        else:
+            assert f'Alias("{word}"' in SCONS
+
+
+@pytest.mark.parametrize("lesson", ROOT_LESSONS)
+def test_every_lesson_has_a_section(lesson):
+    row = re.search(rf"^\| \[{lesson}\]\(#(.*?)\) \| \S.* \|$", README, re.MULTILINE)
+    assert row and row[1] in ANCHORS
+    sections = {slug(text.split("\n")[0]): text for text in README.split("\n## ")}
+    section = sections[row[1]]
+    assert f"\n    ./{lesson}" in section
+    assert "*To think about:*" in section
+
+
+def test_sections_stand_in_the_order_of_the_table():
+    order = re.findall(r"^\| \[(\w+)\]\(#(.*?)\)", README, re.MULTILINE)
+    assert [lesson for lesson, _ in order] == sorted(
+        ROOT_LESSONS, key=lambda name: (name.startswith("bonus"), int(re.sub(r"\D.*", "", name) or 0))
+    )
+    headings = [slug(heading) for heading in re.findall(r"^## (.*)", README, re.MULTILINE)]
+    positions = [headings.index(anchor) for _, anchor in order]
+    assert positions == sorted(positions)
+
+
+def test_links_lead_somewhere():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+            if target.startswith("#"):
+                assert target[1:] in ANCHORS, target
+            elif not target.startswith("https://"):
+                assert (ROOT / target).exists(), target
+
+
+def test_files_that_are_named_exist():
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    names = set(re.findall(r"`(\w[/\w.-]*\.(?:cu|cuh|h|py|md|sh|json|ipynb))`", text))
+    names |= set(re.findall(r"`((?:common|results|tests|notebooks|slides|peers)/[\w./-]*)`", text))
+    assert len(names) >= 10
+    for name in names - {"11_name.cu"}:
+        assert (ROOT / name).exists(), name
+
+
+EXPLAINED = re.findall(
+    r"^\| `(.*?)`.* \|$", README.split("## When something goes wrong")[1], re.MULTILINE
+)
+
+
+def explained(message, text):
+    """Whether the table of errors has this message, and the program prints it; ... stands for more."""
+    assert message in EXPLAINED
+    return re.search(re.escape(message).replace(r"\.\.\.", ".*"), text)
+
+
+@pytest.mark.parametrize(
+    "message, name, arguments, rc",
+    [
+        ("No usable GPU: running on the CPU backend with N = ...", "1_matmul_basic", ["8"], 0),
+        ("error: --device cuda: this is the CPU build", "1_matmul_basic", ["--device", "cuda"], 3),
+        ("error: N = ... needs ... of device memory ..., ... are free", "1_matmul_basic",
+         ["200000", "--device", "cpu"], 3),
+        ("needs a GPU of compute capability 9.0", "3_matmul_tensorcore", ["8"], 0),
+        ("FAILED (tolerance ...)", "tests/broken_kernels", ["8", "--samples", "1"], 1),
+        ("error: ... (see --help)", "1_matmul_basic", ["--size", "8"], 2),
+    ],
+)
+def test_message_is_explained(message, name, arguments, rc):
+    result = execute([program(name), *arguments])
+    assert result.rc == rc
+    assert explained(message, result.stdout + result.stderr)
+
+
+def test_messages_of_the_build_are_explained():
+    message = "... is CUDA 12.2; the lessons need 12.4: CPU build only"
+    assert explained(message, SCONS.replace("{release[1]}.{release[2]}", "12.2"))
+    message = "install.sh knows Debian and Ubuntu only"
+    assert explained(message, (ROOT / "install.sh").read_text())
+
+
+def test_glossary_explains_what_is_used():
+    text, glossary = README.split("## Glossary")
+    terms = [
+        term for line in re.findall(r"^- (.*?): ", glossary, re.MULTILINE)
+        for bold in re.findall(r"\*\*(.*?)\*\*", line) for term in bold.split(", ")
+    ]
+    assert len(terms) > 30
+    for term in terms:
+        assert term.lower() in text.lower(), term
+
+
+def test_workflow_runs_the_command_of_the_readme():
+    (command,) = re.findall(r"^    (\./install\.sh && scons test)\s", README, re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert re.search(rf"^      - run: {re.escape(command)}$", workflow, re.MULTILINE)
+    assert re.search(r"^ +- uses: actions/checkout@v\d+\.\d+\.\d+$", workflow, re.MULTILINE)
+    assert re.search(r"^ +runs-on: ubuntu-\d\d\.\d\d$", workflow, re.MULTILINE)
+    assert re.search(r"^on:\n  push:\n  pull_request:\n", workflow, re.MULTILINE)
