@@ -1,5 +1,6 @@
 """What README.md tells a reader to do can be done, and what it names is there."""
 
+import json
 import re
 import shlex
 
@@ -145,6 +146,52 @@ def test_glossary_explains_what_is_used():
     assert len(terms) > 30
     for term in terms:
         assert term.lower() in text.lower(), term
+
+
+@pytest.fixture
+def update_readme(tmp_path, monkeypatch):
+    """results/update_readme.py, for records of one run with easy numbers."""
+    monkeypatch.syspath_prepend(ROOT / "results")
+    import update_readme
+
+    kernel = {"name": "a = b", "ms": {"median": 4.0}, "tflops": 50.0, "gbps": 200.0,
+              "percent_of_limit": 25.0}
+    problem = {"name": "two words", "dims": {"M": 8, "K": 2}, "flops": 600.0, "min_bytes": 3.0,
+               "limit_ms": 1.5, "kernels": [kernel]}
+    run = {"lesson": "5_x", "device": {"sms": 7}, "problems": [problem]}
+    (tmp_path / "results" / "gpu").mkdir(parents=True)
+    (tmp_path / "results" / "gpu" / "5_x.json").write_text(json.dumps(run))
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    return update_readme
+
+
+@pytest.mark.parametrize(
+    "what, text",
+    [
+        ("| 2 * (M + 3 * K) * device.sms", "196.0"),
+        ("| flops / min_bytes | .0f", "200"),
+        ("| limit_ms", "1.500"),
+        (": a = b | ms", "4.000"),
+        (": a = b | 1e2 * tflops / percent_of_limit", "200.0"),
+    ],
+)
+def test_formula_marker(update_readme, what, text):
+    marker = f"<!-- formula gpu/5_x two words{' ' if what[0] == '|' else ''}{what} -->"
+    page = f"so {marker}0<!-- end --> it is"
+    assert update_readme.MARKER.sub(update_readme.render, page) == f"so {marker}{text}<!-- end --> it is"
+
+
+@pytest.mark.parametrize("formula", ["N", "open('x')", "__import__('os')", "tflops"])
+def test_formula_names_only_what_is_recorded(update_readme, formula):
+    with pytest.raises(NameError):
+        update_readme.formula(f"gpu/5_x two words | {formula}")
+
+
+def test_points_marker(update_readme):
+    marker = "<!-- points\ngpu/5_x two words: a = b\ngpu/5_x two words: a = b -->"
+    page = update_readme.MARKER.sub(update_readme.render, f"{marker}<!-- end -->")
+    assert page.count("| 5 | two words | a = b | 250.0 | 50.00 | 200.0 |\n") == 2
+    assert page.endswith("|\n<!-- end -->")
 
 
 def test_workflow_runs_the_command_of_the_readme():
