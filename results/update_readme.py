@@ -11,7 +11,7 @@
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
-percent_of_limit: 2 * (K + H) * M / 1e9. With --check nothing is written, and the exit code says
+percent_of_limit: 2 * (K + H) * M / 1e9. In a table, ; stands for |. With --check nothing is written, and the exit code says
 whether README.md agrees with the records.
 """
 import json
@@ -85,7 +85,7 @@ def table(run, problem):
 
 def formula(what):
     """What a formula marker asks for, as text."""
-    target, arithmetic, *form = what.split(" | ")
+    target, arithmetic, *form = re.split(" [|;] ", what)
     target, *kernel = target.split(": ")
     run, problem = problem_of(target)
     names = {"device": SimpleNamespace(**run["device"]), **problem["dims"]}

@@ -172,6 +172,7 @@ def update_readme(tmp_path, monkeypatch):
         ("| flops / min_bytes | .0f", "200"),
         ("| limit_ms", "1.500"),
         (": a = b | ms", "4.000"),
+        (": a = b ; 2 * ms ; .0f", "8"),
         (": a = b | 1e2 * tflops / percent_of_limit", "200.0"),
     ],
 )
@@ -192,6 +193,14 @@ def test_points_marker(update_readme):
     page = update_readme.MARKER.sub(update_readme.render, f"{marker}<!-- end -->")
     assert page.count("| 5 | two words | a = b | 250.0 | 50.00 | 200.0 |\n") == 2
     assert page.endswith("|\n<!-- end -->")
+
+
+def test_markers_leave_the_page_as_it_is():
+    """To Markdown a line that starts with a comment is HTML, and interrupts a paragraph; and a | in a
+    table ends a cell, in a comment, too."""
+    for number, line in enumerate(README.splitlines(), 1):
+        assert not re.match(r" *(- )?<!-- (ratio|cross|value|formula) ", line), number
+        assert not (line.startswith("|") and re.search(r"<!--[^>]*\|", line)), number
 
 
 def test_workflow_runs_the_command_of_the_readme():
