@@ -11,8 +11,8 @@
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
-percent_of_limit: 2 * (K + H) * M / 1e9. In a table, ; stands for |. With --check nothing is written, and the exit code says
-whether README.md agrees with the records.
+percent_of_limit: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With --check
+nothing is written, and the exit code says whether README.md agrees with the records.
 """
 import json
 import pathlib

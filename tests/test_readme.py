@@ -59,6 +59,8 @@ def test_scons_takes_the_words(command):
     for word in command.split()[1:]:
         if "=" in word:
             assert f'ARGUMENTS.get("{word.split("=")[0]}"' in SCONS
+        elif word.startswith("build/"):
+            assert (ROOT / f"{word.split('/', 2)[2]}.cu").exists()
         else:
             assert f'Alias("{word}"' in SCONS
 
