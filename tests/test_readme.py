@@ -54,10 +54,14 @@ def test_lesson_takes_the_options(name, arguments, tmp_path):
     assert result.rc == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("scons")])
+@pytest.mark.parametrize(
+    "command", sorted({c for c in COMMANDS + re.findall("`(.*?)`", README) if c.startswith("scons ")})
+)
 def test_scons_takes_the_words(command):
     for word in command.split()[1:]:
-        if "=" in word:
+        if word.startswith("-"):
+            assert word == "-h"
+        elif "=" in word:
             assert f'ARGUMENTS.get("{word.split("=")[0]}"' in SCONS
         elif word.startswith("build/"):
             assert (ROOT / f"{word.split('/', 2)[2]}.cu").exists()
