@@ -5,18 +5,26 @@
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
     <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
+    <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
+    <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
+    <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
 
-RECORD is a path below results/ without .json. With --check nothing is written, and the exit code says
-whether README.md agrees with the records.
+RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
+flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
+percent_of_limit: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With --check
+nothing is written, and the exit code says whether README.md agrees with the records.
 """
 import json
 import pathlib
 import re
 import sys
+from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|ratio|cross) (?P<what>.+?) -->).*?(?P<close><!-- end -->)", re.DOTALL
+    r"(?P<open><!-- (?P<kind>table|ratio|cross|formula|points)\s(?P<what>.+?) -->)"
+    r".*?(?P<close><!-- end -->)",
+    re.DOTALL,
 )
 
 
@@ -75,10 +83,45 @@ def table(run, problem):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def formula(what):
+    """What a formula marker asks for, as text."""
+    target, arithmetic, *form = re.split(" [|;] ", what)
+    target, *kernel = target.split(": ")
+    run, problem = problem_of(target)
+    names = {"device": SimpleNamespace(**run["device"]), **problem["dims"]}
+    names |= {name: problem[name] for name in ("flops", "min_bytes", "limit_ms")}
+    if kernel:
+        row = next(row for row in problem["kernels"] if row["name"] == kernel[0])
+        names |= {name: row[name] for name in ("tflops", "gbps", "percent_of_limit")}
+        names["ms"] = row["ms"]["median"]
+    result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
+    return format(result, form[0]) if form else number(result)
+
+
+def points(what):
+    """A table of the kernels that `what` lists, with their places under the roofline."""
+    lines = ["| lesson | problem | kernel | FLOP per byte | TFLOP/s | its roof, TFLOP/s |",
+             "|---|---|---|--:|--:|--:|"]
+    for target in what.split("\n"):
+        place, kernel = target.split(": ")
+        run, problem = problem_of(place)
+        row = next(row for row in problem["kernels"] if row["name"] == kernel)
+        # A step has work of its own, hence not the problem's flops / min_bytes.
+        numbers = (1e3 * row["tflops"] / row["gbps"], row["tflops"],
+                   1e2 * row["tflops"] / row["percent_of_limit"])
+        cells = [run["lesson"].split("_")[0], problem["name"], kernel, *map(number, numbers)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def render(match):
     kind, what = match["kind"], match["what"]
     if kind == "table":
         text = table(*problem_of(what))
+    elif kind == "formula":
+        text = formula(what)
+    elif kind == "points":
+        text = points(what)
     else:
         if kind == "ratio":
             problem, kernels = what.split(": ")

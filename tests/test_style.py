@@ -98,3 +98,15 @@ def test_no_line_is_over_100_columns():
         if len(line) > 100
     ]
     assert not long
+
+
+def test_editorconfig():
+    """It agrees with .clang-format, and the files with it."""
+    config = (ROOT / ".editorconfig").read_text()
+    (limit,) = re.findall(r"^ColumnLimit: (\d+)$", (ROOT / ".clang-format").read_text(), re.MULTILINE)
+    assert re.search(rf"^\[\*\.{{cu,cuh,h,cpp}}\]\nmax_line_length = {limit}$", config, re.MULTILINE)
+    for file in tracked("*"):
+        text = (ROOT / file).read_bytes()
+        assert b"\r" not in text and b"\t" not in text, file
+        assert not text or text.endswith(b"\n"), file
+        assert file.endswith(".svg") or not re.search(rb"[ \t]+$", text, re.MULTILINE), file

@@ -1,0 +1,217 @@
+"""What README.md tells a reader to do can be done, and what it names is there."""
+
+import json
+import re
+import shlex
+
+from conftest import LESSONS, ROOT, execute, program
+import pytest
+
+README = (ROOT / "README.md").read_text()
+SCONS = (ROOT / "SConstruct").read_text()
+# Commands are indented; so is the synopsis, whose options are all in brackets.
+BLOCKS = re.findall(r"^ {4,}(?=\./|scons\b|ncu\b|build/)(.+(?:\n {20,}\[.*)*)", README, re.MULTILINE)
+COMMANDS = [
+    command.strip()
+    for block in BLOCKS
+    for command in re.split(r"&&", re.sub(r"  +#.*", "", block))
+]
+OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*")
+
+
+def lesson_in(command):
+    """(name, its part of the command) if the command runs a lesson."""
+    match = re.search(r"(?:\./|build/[\w-]+/)((?:\d+|bonus)_\w+)(.*)", command, re.DOTALL)
+    return (match[1], match[2]) if match else None
+
+
+LESSON_COMMANDS = sorted({lesson_in(command) for command in COMMANDS if lesson_in(command)})
+
+
+def slug(heading):
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.*)", README, re.MULTILINE)}
+
+
+def test_there_is_something_to_check():
+    assert {name for name, _ in LESSON_COMMANDS} == set(LESSONS)
+    assert sum(command.startswith("scons") for command in COMMANDS) >= 4
+    assert sum(command.startswith("ncu") for command in COMMANDS) >= 2
+
+
+@pytest.mark.parametrize("name, arguments", LESSON_COMMANDS, ids=lambda value: value)
+def test_lesson_takes_the_options(name, arguments, tmp_path):
+    """What is in brackets is optional, and need not go together: its options have to exist."""
+    optional = " ".join(re.findall(r"\[(.*?)\]", arguments))
+    required = shlex.split(re.sub(r"\[.*?\]", "", arguments, flags=re.DOTALL))
+    known = OPTION.findall(execute([program(name), "--help"]).stdout.replace(",", " "))
+    assert set(OPTION.findall(optional)) <= set(known)
+    result = execute([program(name), *required, "--list"], cwd=tmp_path)
+    assert result.rc == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", sorted({c for c in COMMANDS + re.findall("`(.*?)`", README) if c.startswith("scons ")})
+)
+def test_scons_takes_the_words(command):
+    for word in command.split()[1:]:
+        if word.startswith("-"):
+            assert word == "-h"
+        elif "=" in word:
+            assert f'ARGUMENTS.get("{word.split("=")[0]}"' in SCONS
+        elif word.startswith("build/"):
+            assert (ROOT / f"{word.split('/', 2)[2]}.cu").exists()
+        else:
+            assert f'Alias("{word}"' in SCONS
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_every_lesson_has_a_section(lesson):
+    row = re.search(rf"^\| \[{lesson}\]\(#(.*?)\) \| \S.* \|$", README, re.MULTILINE)
+    assert row and row[1] in ANCHORS
+    sections = {slug(text.split("\n")[0]): text for text in README.split("\n## ")}
+    section = sections[row[1]]
+    assert f"\n    ./{lesson}" in section
+    assert "*To think about:*" in section
+
+
+def test_sections_stand_in_the_order_of_the_table():
+    order = re.findall(r"^\| \[(\w+)\]\(#(.*?)\)", README, re.MULTILINE)
+    assert [lesson for lesson, _ in order] == sorted(
+        LESSONS, key=lambda name: (name.startswith("bonus"), int(re.sub(r"\D.*", "", name) or 0))
+    )
+    headings = [slug(heading) for heading in re.findall(r"^## (.*)", README, re.MULTILINE)]
+    positions = [headings.index(anchor) for _, anchor in order]
+    assert positions == sorted(positions)
+
+
+def test_links_lead_somewhere():
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+            if target.startswith("#"):
+                assert target[1:] in ANCHORS, target
+            elif not target.startswith("https://"):
+                assert (ROOT / target).exists(), target
+
+
+def test_files_that_are_named_exist():
+    text = README + (ROOT / "CONTRIBUTING.md").read_text()
+    names = set(re.findall(r"`(\w[/\w.-]*\.(?:cu|cuh|h|py|md|sh|json|ipynb))`", text))
+    names |= set(re.findall(r"`((?:common|results|tests|notebooks|slides|peers)/[\w./-]*)`", text))
+    assert len(names) >= 10
+    for name in names - {"11_name.cu"}:
+        assert (ROOT / name).exists(), name
+
+
+EXPLAINED = re.findall(
+    r"^\| `(.*?)`.* \|$", README.split("## When something goes wrong")[1], re.MULTILINE
+)
+
+
+def explained(message, text):
+    """Whether the table of errors has this message, and the program prints it; ... stands for more."""
+    assert message in EXPLAINED
+    return re.search(re.escape(message).replace(r"\.\.\.", ".*"), text)
+
+
+@pytest.mark.parametrize(
+    "message, name, arguments, rc",
+    [
+        ("No usable GPU: running on the CPU backend with N = ...", "1_matmul_basic", ["8"], 0),
+        ("error: --device cuda: this is the CPU build", "1_matmul_basic", ["--device", "cuda"], 3),
+        ("error: N = ... needs ... of device memory ..., ... are free", "1_matmul_basic",
+         ["200000", "--device", "cpu"], 3),
+        ("needs a GPU of compute capability 9.0", "3_matmul_tensorcore", ["8"], 0),
+        ("FAILED (tolerance ...)", "tests/broken_kernels", ["8", "--samples", "1"], 1),
+        ("error: ... (see --help)", "1_matmul_basic", ["--size", "8"], 2),
+    ],
+)
+def test_message_is_explained(message, name, arguments, rc):
+    result = execute([program(name), *arguments])
+    assert result.rc == rc
+    assert explained(message, result.stdout + result.stderr)
+
+
+def test_messages_of_the_build_are_explained():
+    message = "... is CUDA 12.2; the lessons need 12.4: CPU build only"
+    assert explained(message, SCONS.replace("{release[1]}.{release[2]}", "12.2"))
+    message = "install.sh knows Debian and Ubuntu only"
+    assert explained(message, (ROOT / "install.sh").read_text())
+
+
+def test_glossary_explains_what_is_used():
+    text, glossary = README.split("## Glossary")
+    terms = [
+        term for line in re.findall(r"^- (.*?): ", glossary, re.MULTILINE)
+        for bold in re.findall(r"\*\*(.*?)\*\*", line) for term in bold.split(", ")
+    ]
+    assert len(terms) > 30
+    for term in terms:
+        assert term.lower() in text.lower(), term
+
+
+@pytest.fixture
+def update_readme(tmp_path, monkeypatch):
+    """results/update_readme.py, for records of one run with easy numbers."""
+    monkeypatch.syspath_prepend(ROOT / "results")
+    import update_readme
+
+    kernel = {"name": "a = b", "ms": {"median": 4.0}, "tflops": 50.0, "gbps": 200.0,
+              "percent_of_limit": 25.0}
+    problem = {"name": "two words", "dims": {"M": 8, "K": 2}, "flops": 600.0, "min_bytes": 3.0,
+               "limit_ms": 1.5, "kernels": [kernel]}
+    run = {"lesson": "5_x", "device": {"sms": 7}, "problems": [problem]}
+    (tmp_path / "results" / "gpu").mkdir(parents=True)
+    (tmp_path / "results" / "gpu" / "5_x.json").write_text(json.dumps(run))
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    return update_readme
+
+
+@pytest.mark.parametrize(
+    "what, text",
+    [
+        ("| 2 * (M + 3 * K) * device.sms", "196.0"),
+        ("| flops / min_bytes | .0f", "200"),
+        ("| limit_ms", "1.500"),
+        (": a = b | ms", "4.000"),
+        (": a = b ; 2 * ms ; .0f", "8"),
+        (": a = b | 1e2 * tflops / percent_of_limit", "200.0"),
+    ],
+)
+def test_formula_marker(update_readme, what, text):
+    marker = f"<!-- formula gpu/5_x two words{' ' if what[0] == '|' else ''}{what} -->"
+    page = f"so {marker}0<!-- end --> it is"
+    assert update_readme.MARKER.sub(update_readme.render, page) == f"so {marker}{text}<!-- end --> it is"
+
+
+@pytest.mark.parametrize("formula", ["N", "open('x')", "__import__('os')", "tflops"])
+def test_formula_names_only_what_is_recorded(update_readme, formula):
+    with pytest.raises(NameError):
+        update_readme.formula(f"gpu/5_x two words | {formula}")
+
+
+def test_points_marker(update_readme):
+    marker = "<!-- points\ngpu/5_x two words: a = b\ngpu/5_x two words: a = b -->"
+    page = update_readme.MARKER.sub(update_readme.render, f"{marker}<!-- end -->")
+    assert page.count("| 5 | two words | a = b | 250.0 | 50.00 | 200.0 |\n") == 2
+    assert page.endswith("|\n<!-- end -->")
+
+
+def test_markers_leave_the_page_as_it_is():
+    """To Markdown a line that starts with a comment is HTML, and interrupts a paragraph; and a | in a
+    table ends a cell, in a comment, too."""
+    for number, line in enumerate(README.splitlines(), 1):
+        assert not re.match(r" *(- )?<!-- (ratio|cross|value|formula) ", line), number
+        assert not (line.startswith("|") and re.search(r"<!--[^>]*\|", line)), number
+
+
+def test_workflow_runs_the_command_of_the_readme():
+    (command,) = re.findall(r"^    (\./install\.sh && scons test)\s", README, re.MULTILINE)
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert re.search(rf"^      - run: {re.escape(command)}$", workflow, re.MULTILINE)
+    assert re.search(r"^ +- uses: actions/checkout@v\d+\.\d+\.\d+$", workflow, re.MULTILINE)
+    assert re.search(r"^ +runs-on: ubuntu-\d\d\.\d\d$", workflow, re.MULTILINE)
+    assert re.search(r"^on:\n  push:\n  pull_request:\n", workflow, re.MULTILINE)
