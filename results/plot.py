@@ -260,7 +260,7 @@ def draw_roofline(folder):
 
 
 def panels_of(folder, lesson):
-    """The device's name, the name of the size, and the panels: {problem's name: [(size, problem)]}."""
+    """The device's name, the name of the size, and the panels: {problem: [(size, problem)]}."""
     sweep = folder / f"{lesson}.sweep.json"
     runs = [load(sweep)] if sweep.exists() else records_of(folder, lesson)
     panels, size = {}, None
@@ -307,8 +307,9 @@ def draw_sizes(folder, lesson):
     return svg_of(figure)
 
 
-def same_problem(run, name, dims):
-    return [p for p in run["problems"] if p["name"] == name and p["dims"] == dims]
+def same_problem(run, problem):
+    """The problem in another run: a list of one, or empty."""
+    return [p for p in run["problems"] if all(p[key] == problem[key] for key in ("name", "dims"))]
 
 
 def rows_of(folder, lesson, run, problem):
@@ -319,12 +320,13 @@ def rows_of(folder, lesson, run, problem):
     other = UNFUSED_IN.get(lesson)
     rows = []
     if other:
-        for twin in same_problem(load(folder / f"{other}{run}.json"), problem["name"], problem["dims"]):
+        twins = load(folder / f"{other}{run}.json")
+        for twin in same_problem(twins, problem):
             rows += [(k["name"], k["ms"]["median"], GREY) for k in twin["kernels"]]
     rows += [(k["name"], k["ms"]["median"], GREY) for k in problem["kernels"] if is_unfused(k)]
     for each in filter(None, (other, lesson)):
         for path in sorted(folder.glob(f"{each}*.peers.json")):
-            for twin in same_problem(load(path), problem["name"], problem["dims"]):
+            for twin in same_problem(load(path), problem):
                 rows += [(k["name"], k["ms"]["median"], SKY) for k in twin["kernels"]
                          if k["role"] == "peer"]
     fused = [k for k in problem["kernels"] if k["role"] == "ours" and not is_unfused(k)]
@@ -393,7 +395,8 @@ def draw_heatmaps(path):
     def speed(problem):
         return problem["kernels"][-1]["speedup"]
 
-    for title, value, row in (("times faster", speed, rows[0]), ("times less memory", memory, rows[1])):
+    titles = ("times faster", "times less memory")
+    for title, value, row in zip(titles, (speed, memory), rows):
         for name, axes in zip(names, row):
             problems = [problem for problem in run["problems"] if problem["name"] == name]
             batches, features, values = grid_of(problems, value)
@@ -402,7 +405,8 @@ def draw_heatmaps(path):
             for y, line in enumerate(values):
                 for x, number in enumerate(line):
                     color = "white" if number > shade else "black"
-                    axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=19, color=color)
+                    axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=19,
+                              color=color)
             axes.set_xticks(range(len(features)), features)
             axes.set_yticks(range(len(batches)), batches)
             axes.set_xlabel("features")
@@ -440,7 +444,8 @@ def main():
             path.write_text(text)
         return 0
     there = {path: path.read_text() for path in RESULTS.glob("*/*.svg")}
-    wrong = sorted(path.name for path in plots.keys() | there.keys() if plots.get(path) != there.get(path))
+    paths = plots.keys() | there.keys()
+    wrong = sorted(path.name for path in paths if plots.get(path) != there.get(path))
     if wrong:
         print("not what the records give:", *wrong, file=sys.stderr)
     return bool(wrong)

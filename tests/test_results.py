@@ -36,11 +36,11 @@ def test_readme_check_can_fail(tmp_path):
 
 @pytest.fixture
 def plot(tmp_path):
-    """plot(*arguments): plot.py in a copy of results/; skips with a matplotlib that draws others."""
+    """plot(*arguments): plot.py in a copy of results/; skips where matplotlib is another one."""
     matplotlib = pytest.importorskip("matplotlib")
     drawn_by = re.search(r"Matplotlib v([\d.]+)", (ROOT / "results/h200/ladder.svg").read_text())[1]
     if matplotlib.__version__ != drawn_by:
-        pytest.skip(f"the plots were drawn by matplotlib {drawn_by}, this is {matplotlib.__version__}")
+        pytest.skip(f"matplotlib {drawn_by} drew the plots, this is {matplotlib.__version__}")
     shutil.copytree(ROOT / "results", tmp_path / "results")
 
     def run(*arguments):
