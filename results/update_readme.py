@@ -25,6 +25,9 @@ MARKER = re.compile(
 )
 FIELDS = {  # of (run, problem), or of (run, problem, kernel)
     "TB/s of the device": lambda run, problem: run["device"]["peak_bytes_per_second"] * 1e-12,
+    "operations per byte of the device": lambda run, problem: (
+        problem["flops"] / problem["limit_ms"] * 1e3 / run["device"]["peak_bytes_per_second"]
+    ),
     "operations per byte": lambda run, problem: problem["flops"] / problem["min_bytes"],
     "GFLOP": lambda run, problem: problem["flops"] * 1e-9,
     "least GB": lambda run, problem: problem["min_bytes"] * 1e-9,

@@ -31,7 +31,8 @@ FONTS = (
     ("Inter", 700, "inter/files/inter-latin-700-normal.woff2"),
     ("JetBrains Mono", 400, "jetbrains-mono/files/jetbrains-mono-latin-400-normal.woff2"),
 )
-WIDTH, LARGEST, SMALLEST = 1152, 25, 18  # of code, in pixels: its lines, its letters
+# In pixels: the room for code on a page, and its letters.
+WIDTH, HEIGHT, LARGEST, SMALLEST = 1152, 590, 25, 18
 
 
 class Mistake(Exception):
@@ -55,13 +56,22 @@ def snippet(path, start, end=None):
     return textwrap.dedent("\n".join(rest[:length]))
 
 
-def sized(fence):
-    """A code block whose longest line just fits the page."""
-    columns = max(len(line) for line in fence.splitlines())
-    size = min(LARGEST, int(2 * WIDTH / (0.6 * columns)) / 2)
+FENCE = re.compile(r"^```\w+\n(.*?)\n```$", re.M | re.S)
+
+
+def size_code(page):
+    """The page with its code blocks as large as its longest line and all their lines allow."""
+    blocks = FENCE.findall(page)
+    if not blocks:
+        return page
+    lines = [line for block in blocks for line in block.splitlines()]
+    columns = max(map(len, lines))
+    room = HEIGHT - 42 * len(blocks)  # around each
+    size = min(LARGEST, WIDTH / (0.6 * columns), room / (1.36 * len(lines)))
     if size < SMALLEST:
-        raise Mistake(f"a line of code has {columns} columns, too many to be read: {fence[:60]}")
-    return f'<div class="code" style="font-size: {size:g}px">\n\n{fence}\n\n</div>'
+        raise Mistake(f"{len(lines)} lines of up to {columns} columns of code: too many to be read")
+    style = f'class="code" style="font-size: {int(2 * size) / 2:g}px"'
+    return FENCE.sub(lambda fence: f"<div {style}>\n\n{fence[0]}\n\n</div>", page)
 
 
 def picture(alt, path):
@@ -94,7 +104,7 @@ def expand_slide(page, folder):
                   lambda code: f"```cpp\n{snippet(*code[1].split(' | '))}\n```", page)
     page = plain(page)
     page = re.sub(r"<!-- to be recorded: .+? -->", '<div class="later">to be recorded</div>', page)
-    page = re.sub(r"^```.*?^```$", lambda fence: sized(fence[0]), page, flags=re.M | re.S)
+    page = size_code(page)
     return re.sub(r"!\[(.*?)\]\((\S+?\.svg)\)",
                   lambda link: picture(link[1], (folder / link[2]).resolve()), page)
 
@@ -161,8 +171,8 @@ def main():
         return "a PDF needs Chromium or Chrome (see install.sh); without one: --no-pdf"
     try:
         build(arguments.source.resolve(), arguments.out.resolve(), not arguments.no_pdf)
-    except Mistake as mistake:
-        return f"error: {mistake}"
+    except (Mistake, subprocess.CalledProcessError) as error:
+        return f"error: {error}"
     return 0
 
 

@@ -22,14 +22,14 @@ const mistakes = await page.evaluate(async () => {
     }
   }
   sections.forEach((section, index) => {
-    const page = section.getBoundingClientRect(), edge = 24;
+    const page = section.getBoundingClientRect(), edge = 24, bottom = 34;  // the page's number
     const note = (what, rect) => found.push(
         `slide ${index + 1}: ${what} at ${Math.round(rect.left - page.left)}, ` +
         `${Math.round(rect.top - page.top)} to ${Math.round(rect.right - page.left)}, ` +
         `${Math.round(rect.bottom - page.top)}`);
     const check = (what, rect) => {
       if (rect.left < page.left + edge || rect.right > page.right - edge ||
-          rect.top < page.top + edge || rect.bottom > page.bottom - edge) {
+          rect.top < page.top + edge || rect.bottom > page.bottom - bottom) {
         note(`${what} is outside,`, rect);
       }
     };
