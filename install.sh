@@ -1,7 +1,8 @@
 #!/bin/sh
 # Installs what building and testing need and this machine lacks: packages of Debian or Ubuntu, and
-# nothing else. CUDA is not among them: without nvcc the lessons are built for the CPU. What the slides
-# need may be there from elsewhere: Node.js's own packages and Debian's npm exclude each other.
+# nothing else. CUDA is not among them: without nvcc the lessons are built for the CPU. What the
+# slides need may be there from elsewhere: Node.js's own packages and Debian's npm exclude each
+# other.
 set -eu
 
 packages="g++ git libboost-context-dev libcli11-dev nlohmann-json3-dev

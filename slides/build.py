@@ -40,7 +40,7 @@ class Mistake(Exception):
 
 
 def snippet(path, start, end=None):
-    """Lines of a file, from the only one that contains `start`, without their common indentation."""
+    """Lines of a file, from the only one that contains `start`; not their common indentation."""
     lines = (ROOT / path).read_text().splitlines()
     first = [number for number, line in enumerate(lines) if start in line]
     if len(first) != 1:
@@ -78,6 +78,7 @@ def picture(alt, path):
     """A drawing as a part of the page; a plot, whose text is outlines, as an image."""
     text = path.read_text()
     if path.parent == HERE:
+        text = text.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1)
         return re.sub(r"\n\s*", "\n", text).strip()
     data = base64.b64encode(text.encode()).decode()
     return f'<img class="plot" alt="{alt}" src="data:image/svg+xml;base64,{data}">'
@@ -146,7 +147,7 @@ def install():
 
 
 def build(source, out, pdf=True):
-    """Writes slides.md, slides.html, pages.html (all slides on one page) and slides.pdf to `out`."""
+    """Writes slides.md, slides.html, pages.html (all slides in one) and slides.pdf to `out`."""
     install()
     out.mkdir(parents=True, exist_ok=True)
     (out / "slides.md").write_text(expand(source.read_text()))

@@ -26,6 +26,22 @@ def test_readme_agrees_with_the_records():
     assert subprocess.run(command).returncode == 0
 
 
+@pytest.mark.parametrize("path", ["README.md", "slides/talk.md"])
+def test_a_wrong_number_is_found(tmp_path, path):
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    command = [sys.executable, tmp_path / "results" / "update_readme.py"]
+    (tmp_path / "slides").mkdir()
+    marker = "<!-- value h200/6_gating_fused layer: tensor cores | ms -->"
+    (tmp_path / path).write_text(f"{marker}1.03<!-- end --> ms")
+    assert subprocess.run([*command, "--check"]).returncode == 1
+    assert subprocess.run(command).returncode == 0
+    assert subprocess.run([*command, "--check"]).returncode == 0
+    record = json.loads((ROOT / "results/h200/6_gating_fused.json").read_text())
+    row = next(k for k in record["problems"][0]["kernels"] if k["name"] == "tensor cores")
+    number = re.fullmatch(re.escape(marker) + "(.+)<!-- end --> ms", (tmp_path / path).read_text())[1]
+    assert float(number) == pytest.approx(row["ms"]["median"], rel=0.005)
+
+
 def test_readme_check_can_fail(tmp_path):
     (tmp_path / "results").mkdir()
     script = tmp_path / "results" / "update_readme.py"

@@ -25,7 +25,7 @@ def expand(page):
 
 @pytest.fixture
 def build(tmp_path):
-    """build(text, *arguments): the slides of that Markdown, in a folder; None if it has mistakes."""
+    """build(text, *arguments): the folder with the slides of that Markdown."""
     for program in ("node", "npm"):
         if not shutil.which(program):
             pytest.skip(f"there is no {program}")
