@@ -38,7 +38,8 @@ def test_a_wrong_number_is_found(tmp_path, path):
     assert subprocess.run([*command, "--check"]).returncode == 0
     record = json.loads((ROOT / "results/h200/6_gating_fused.json").read_text())
     row = next(k for k in record["problems"][0]["kernels"] if k["name"] == "tensor cores")
-    number = re.fullmatch(re.escape(marker) + "(.+)<!-- end --> ms", (tmp_path / path).read_text())[1]
+    text = (tmp_path / path).read_text()
+    number = re.fullmatch(re.escape(marker) + "(.+)<!-- end --> ms", text)[1]
     assert float(number) == pytest.approx(row["ms"]["median"], rel=0.005)
 
 
