@@ -1,11 +1,19 @@
-"""Draws the recorded runs: results/<gpu>/<lesson>.svg, TFLOP/s of each kernel over the size.
+"""Draws the recorded runs: the SVG files of results/<gpu>/.
 
-    results/plot.py [LESSON ...]
+    results/plot.py [--check]
 
-A lesson is drawn if it was recorded at several N (see SIZES in record.py), or in a sweep, one run at
-many sizes (VARIANTS), which has a panel for each kind of problem.
-A sweep over batch and features is drawn as heatmaps: results/<gpu>/<lesson>.sweep-....svg.
+    ladder.svg                 lessons 1 to 4: TFLOP/s over N, and the limits
+    roofline.svg               every lesson's kernels under the roofs of the device
+    <lesson>.svg               TFLOP/s of each kernel over the size, where there are several
+    <lesson>.fused.svg         the fused kernel beside the unfused forms, the library, and peers
+    <lesson>.sweep-....svg     heatmaps of a sweep over batch and features
+
+Peers are the rows of role "peer" in results/<gpu>/<lesson>*.peers.json, in problems of the lesson's
+own names and dims. The same records give the same bytes. With --check nothing is written, and the
+exit code says whether the SVG files are those that the records give.
 """
+import argparse
+import io
 import json
 import pathlib
 import sys
@@ -14,25 +22,79 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 RESULTS = pathlib.Path(__file__).resolve().parent
-DASHED = {"library", "peer"}
+# The palette of Okabe and Ito, which colour-blind readers can tell apart; without its yellow.
+BLUE, VERMILLION, GREEN, ORANGE, SKY, PINK = (
+    "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7",
+)
+GREY = "#6b6b6b"
+STYLE = {
+    "svg.hashsalt": "results",  # the same names inside of the file each time
+    "font.size": 17,
+    "axes.titlesize": 19,
+    "axes.labelsize": 18,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 3,
+    "lines.markersize": 8,
+    "axes.prop_cycle": matplotlib.cycler(
+        color=[BLUE, VERMILLION, GREEN, ORANGE, PINK, SKY, "#4d4d4d", "#8c6bb1"]
+    ),
+}
+# The curves of the ladder, from the bottom up; of lesson 4, problems and kernels have one name.
+LADDER = {
+    "1_matmul_basic": (ORANGE, ["uncoalesced", "coalesced"]),
+    "2_matmul_sharedmem": (GREEN, ["tile", "registers", "async"]),
+    "3_matmul_tensorcore": (BLUE, ["wmma shared", "mma.sync", "persistent"]),
+    "4_matmul_cublas": ("black", ["cuBLAS fp32", "cuBLAS fp16"]),
+}
+# What stands beside each other: for a figure of its lesson, (title, record, problem) of each panel.
+FUSED = {
+    "6_gating_fused": [
+        ("4194304 rows", "", "layer"),
+        ("4096 x 4096 x 4096", "", "square"),
+    ],
+    "7_diffusion_fused": [
+        ("131072 vertices", "", "forward"),
+        ("131072 vertices", "", "backward"),
+        ("1024 vertices", ".1024", "forward"),
+    ],
+    "8_spatial_gradients": [
+        ("131072 vertices", "", "forward"),
+        ("131072 vertices", "", "backward"),
+    ],
+    "9_matmul_softmax": [
+        ("rows x inputs x classes", "", "TF32 64x128x10"),
+        ("rows x inputs x classes", "", "TF32 1024x1024x100"),
+        ("rows x inputs x classes", "", "TF32 8192x4096x8192"),
+    ],
+    "10_clifford_gp": [
+        ("3-D", "", "forward"),
+        ("3-D", "", "forward + backward"),
+    ],
+}
+UNFUSED_IN = {"6_gating_fused": "5_gating_unfused"}  # if it is another lesson
 
 
-def panels_of(folder, lesson):
-    """The device's name, the name of the size, and the panels: {problem's name: [(size, problem)]}."""
-    sweep = folder / f"{lesson}.sweep.json"
-    paths = [sweep] if sweep.exists() else sorted(folder.glob(f"{lesson}*.json"))
-    runs = [json.loads(path.read_text()) for path in paths]
-    panels, size = {}, None
-    for run in runs:
-        for problem in run["problems"] if sweep.exists() else run["problems"][:1]:
-            size, extent = next(iter(problem["dims"].items()))
-            panels.setdefault(problem["name"], []).append((extent, problem))
-    for points in panels.values():
-        points.sort(key=lambda point: point[0])
-    return (runs[0]["device"]["name"] if runs else None), size, panels
+def load(path):
+    return json.loads(path.read_text())
+
+
+def records_of(folder, lesson):
+    """The runs of a lesson at its default N and at other N: not its variants, not its peers."""
+    names = [path for path in folder.glob(f"{lesson}*.json")
+             if path.stem == lesson or path.stem.removeprefix(f"{lesson}.").isdigit()]
+    return [load(path) for path in sorted(names)]
+
+
+def svg_of(figure):
+    """The figure as SVG text. No date in it, and a fixed salt: same figure, same bytes."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return text.getvalue()
 
 
 def tick(size):
@@ -43,50 +105,271 @@ def tick(size):
     return str(size)
 
 
-def draw_panel(axes, problems, size, colors):
-    curves = {}
-    for extent, problem in problems:
-        for kernel in problem["kernels"]:
-            role, points = curves.setdefault(kernel["name"], (kernel["role"], []))
-            points.append((extent, kernel["tflops"]))
-    for name, (role, points) in curves.items():
-        style = "--" if role in DASHED else "-"
-        color = colors.setdefault(name, f"C{len(colors)}")
-        axes.plot(*zip(*points), style, color=color, marker="o", linewidth=2.5, label=name)
+def size_axis(axes, sizes, name):
+    """Powers of two, with a tick for each size, or for each other one if they are many."""
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes[:: 2 if len(sizes) > 8 else 1])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: tick(int(size))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(name)
+
+
+def rate_axis(axes, subs=(1,)):
     axes.set_yscale("log")
-    sizes = [extent for extent, _ in problems]
-    many = len(sizes) > 8  # more than have room
-    sizes = sizes[:: 2 if many else 1]
-    axes.set_xticks(sizes, [tick(extent) if many else str(extent) for extent in sizes])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel(size, fontsize=14)
-    axes.tick_params(labelsize=13)
-    axes.grid(True, which="both", alpha=0.3)
+    axes.grid(True, which="major", alpha=0.35)
+    axes.set_axisbelow(True)
 
 
-def draw(folder, lesson, device, size, panels):
-    figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(10 if len(panels) == 1 else 2 + 6 * len(panels), 5), sharey=True,
-        squeeze=False,
-    )
-    colors = {}  # of the kernels, the same in every panel
-    for axes, (name, problems) in zip(all_axes[0], panels.items()):
-        draw_panel(axes, problems, size, colors)
-        title = f"{lesson}, {device}"
-        axes.set_title(title if len(panels) == 1 else f"{title}: {name}", fontsize=15)
-    all_axes[0][0].set_ylabel("TFLOP/s", fontsize=14)
-    # The first panel has every kernel.
-    all_axes[0][-1].legend(
-        *all_axes[0][0].get_legend_handles_labels(), fontsize=12, loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
+def label_ends(axes, labels, apart=21, size=16):
+    """Writes [(x, y, text, color)] right of their points, as near to them in height as `apart`
+    points between two of them allow."""
+    figure = axes.figure
+    figure.canvas.draw()
+    scale = figure.dpi / 72
+    placed = []
+    for x, y, text, color in sorted(labels, key=lambda label: label[1]):
+        at = axes.transData.transform((x, y))
+        placed.append([at[0] / scale, at[1] / scale, text, color, at[1] / scale])
+    # Groups of labels that touch are spread around their mean.
+    groups = [[label] for label in placed]
+    merged = True
+    while merged:
+        merged = False
+        for i in range(len(groups) - 1):
+            if groups[i + 1][0][4] - groups[i][-1][4] < apart:
+                group = groups[i] + groups[i + 1]
+                middle = sum(label[1] for label in group) / len(group)
+                for place, label in enumerate(group):
+                    label[4] = middle + apart * (place - (len(group) - 1) / 2)
+                groups[i : i + 2] = [group]
+                merged = True
+                break
+    for x, y, text, color, height in placed:
+        point = axes.transData.inverted().transform((x * scale, y * scale))
+        axes.annotate(text, point, xytext=(11, height - y), textcoords="offset points",
+                      color=color, fontsize=size, va="center", annotation_clip=False)
+
+
+def roofs_of(runs):
+    """Peak TFLOP/s by type, from the problems that arithmetic limits; and the memory's TB/s."""
+    peaks = {}
+    for run in runs:
+        for problem in run["problems"]:
+            if problem["limit"] == "compute":
+                rate = problem["flops"] / problem["limit_ms"] * 1e-9
+                peaks[problem["dtype"].split()[0]] = rate
+    return peaks, runs[0]["device"]["peak_bytes_per_second"] * 1e-12
+
+
+def draw_ladder(folder):
+    runs = {lesson: records_of(folder, lesson) for lesson in LADDER}
+    if not all(runs.values()):
+        return None
+    figure, axes = plt.subplots(figsize=(12, 7.5))
+    rate_axis(axes)
+    labels, sizes = [], set()
+    for lesson, (color, names) in LADDER.items():
+        for name in names:
+            points = sorted(
+                (problem["dims"]["N"], kernel["tflops"])
+                for run in runs[lesson]
+                for problem in run["problems"]
+                for kernel in problem["kernels"]
+                if kernel["name"] == name
+            )
+            sizes.update(n for n, _ in points)
+            style = "--" if lesson.startswith("4") else "-"
+            axes.plot(*zip(*points), style, marker="o", color=color)
+            labels.append((*points[-1], name, color))
+    size_axis(axes, sorted(sizes), "N")
+    axes.set_ylabel("TFLOP/s")
+    peaks, _ = roofs_of([run for each in runs.values() for run in each])
+    axes.set_ylim(0.3, 2.2 * max(peaks.values()))
+    axes.set_xlim(0.9 * min(sizes), 1.15 * max(sizes))
+    for dtype, name in (("fp32", "fp32 limit"), ("fp16", "fp16 limit")):
+        axes.axhline(peaks[dtype], color=GREY, linewidth=1.5)
+        labels.append((max(sizes), peaks[dtype], f"{name}: {peaks[dtype]:.0f}", GREY))
+    axes.set_title(f"C = A B, {runs['1_matmul_basic'][0]['device']['name']}", loc="left")
+    figure.subplots_adjust(left=0.09, right=0.83, bottom=0.11, top=0.93)
+    label_ends(axes, labels)
+    return svg_of(figure)
+
+
+def draw_roofline(folder):
+    """A kernel is a dot at (operations per least possible byte, TFLOP/s); the fastest of a problem
+    is a large one, with the lesson's number."""
+    runs = [load(path) for path in sorted(folder.glob("*.json"))
+            if path.stem == load(path)["lesson"]]  # default sizes
+    if not runs:
+        return None
+    peaks, memory = roofs_of(runs)
+    figure, axes = plt.subplots(figsize=(12, 7.5))
+    dots, best = [], {}
+    for run in runs:
+        number = run["lesson"].split("_")[0].replace("bonus", "B")
+        for problem in run["problems"]:
+            for kernel in problem["kernels"]:
+                # A step has work of its own.
+                place = (kernel["tflops"] / kernel["gbps"] * 1e3, kernel["tflops"])
+                dots.append((*place, kernel["role"]))
+                ours = kernel["role"] == "ours"
+                key = (number, round(place[0], 1), problem["dtype"])
+                if ours and kernel["tflops"] > best.get(key, (0, 0))[1]:
+                    best[key] = place
+    left, right = 0.1, 10000
+    axes.set_xscale("log")
+    rate_axis(axes)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(left, right)
+    axes.set_ylim(0.08, 2.5 * max(peaks.values()))
+    top = max(peaks.values())
+    axes.plot([left, top / memory, right], [left * memory, top, top], color="black")
+    names = {rate: [] for rate in peaks.values()}
+    for dtype in sorted(peaks, reverse=True):
+        names[peaks[dtype]].append(dtype)
+    for rate, dtypes in names.items():
+        axes.plot([rate / memory, right], [rate, rate], color="black", linewidth=1.5)
+        tensor = "" if dtypes == ["fp32"] else " on tensor cores"
+        axes.text(rate / memory * 0.85, rate * 1.02, f"{', '.join(dtypes)}{tensor}: {rate:.0f}",
+                  fontsize=15, ha="right", va="center")
+    axes.text(left * 1.3, left * 1.7 * memory, f"memory: {memory:.2g} TB/s", fontsize=15,
+              rotation=38, rotation_mode="anchor")
+    for role, color, name in (
+        ("ours", SKY, "our kernels"),
+        ("baseline", GREY, "unfused, or simple"),
+        ("library", "black", "libraries"),
+    ):
+        points = [(x, y) for x, y, each in dots if each == role]
+        axes.scatter(*zip(*points), s=45, color=color, label=name, zorder=3)
+    fastest = [(x, y, number) for (number, *_), (x, y) in sorted(best.items())]
+    axes.scatter(*zip(*[(x, y) for x, y, _ in fastest]), s=320, color=VERMILLION, zorder=4,
+                 edgecolor="white", label="our fastest, and its lesson (B: bonus)")
+    for x, y, number in fastest:
+        axes.text(x, y, number, fontsize=13 if len(number) == 1 else 11, fontweight="bold", color="white", zorder=5,
+                  ha="center", va="center_baseline")
+    axes.set_xlabel("operations per least possible byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"Every kernel under its roof, {runs[0]['device']['name']}", loc="left")
+    axes.legend(fontsize=15, loc="lower left", bbox_to_anchor=(0.12, 0))
     figure.tight_layout()
-    # A fixed salt and no date: the same records give the same file.
-    figure.savefig(folder / f"{lesson}.svg", metadata={"Date": None})
-    plt.close(figure)
+    return svg_of(figure)
+
+
+def panels_of(folder, lesson):
+    """The device's name, the name of the size, and the panels: {problem: [(size, problem)]}."""
+    sweep = folder / f"{lesson}.sweep.json"
+    runs = [load(sweep)] if sweep.exists() else records_of(folder, lesson)
+    panels, size = {}, None
+    for run in runs:
+        for problem in run["problems"] if sweep.exists() else run["problems"][:1]:
+            size, extent = next(iter(problem["dims"].items()))
+            panels.setdefault(problem["name"], []).append((extent, problem))
+    for points in panels.values():
+        points.sort(key=lambda point: point[0])
+    return (runs[0]["device"]["name"] if runs else None), size, panels
+
+
+def draw_sizes(folder, lesson):
+    device, size, panels = panels_of(folder, lesson)
+    if not any(len(problems) > 1 for problems in panels.values()):
+        return None
+    width = 12 if len(panels) == 1 else 8 * len(panels)
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(width, 7), sharey=True, squeeze=False,
+        gridspec_kw={"wspace": 0.38},
+    )
+    colors, ends = {}, []  # the same color in every panel
+    for axes, (name, problems) in zip(all_axes[0], panels.items()):
+        curves = {}
+        for extent, problem in problems:
+            for kernel in problem["kernels"]:
+                role, points = curves.setdefault(kernel["name"], (kernel["role"], []))
+                points.append((extent, kernel["tflops"]))
+        rate_axis(axes, (1, 2, 5))
+        size_axis(axes, [extent for extent, _ in problems], size)
+        for kernel, (role, points) in curves.items():
+            color = "black" if role == "library" else colors.setdefault(kernel, f"C{len(colors)}")
+            style = "--" if role == "library" else "-"
+            axes.plot(*zip(*points), style, marker="o", color=color)
+            ends.append((axes, (*points[-1], kernel, color)))
+        axes.set_title(f"{lesson}, {device}" if len(panels) == 1 else name, loc="left")
+    all_axes[0][0].set_ylabel("TFLOP/s")
+    if len(panels) > 1:
+        figure.suptitle(f"{lesson}, {device}", fontsize=19)
+    figure.subplots_adjust(left=1 / width, right=1 - 2 / width, bottom=0.13,
+                           top=0.93 if len(panels) == 1 else 0.86)
+    for axes in all_axes[0]:
+        label_ends(axes, [label for each, label in ends if each is axes])
+    return svg_of(figure)
+
+
+def same_problem(run, problem):
+    """The problem in another run: a list of one, or empty."""
+    return [p for p in run["problems"] if all(p[key] == problem[key] for key in ("name", "dims"))]
+
+
+def rows_of(folder, lesson, run, problem):
+    """What stands beside the fastest fused kernel: [(name, milliseconds, color)], slowest first."""
+    def is_unfused(kernel):
+        return kernel["role"] == "library" or kernel["name"].startswith("unfused")
+
+    other = UNFUSED_IN.get(lesson)
+    rows = []
+    if other:
+        twins = load(folder / f"{other}{run}.json")
+        for twin in same_problem(twins, problem):
+            rows += [(k["name"], k["ms"]["median"], GREY) for k in twin["kernels"]]
+    rows += [(k["name"], k["ms"]["median"], GREY) for k in problem["kernels"] if is_unfused(k)]
+    for each in filter(None, (other, lesson)):
+        for path in sorted(folder.glob(f"{each}*.peers.json")):
+            for twin in same_problem(load(path), problem):
+                rows += [(k["name"], k["ms"]["median"], SKY) for k in twin["kernels"]
+                         if k["role"] == "peer"]
+    fused = [k for k in problem["kernels"] if k["role"] == "ours" and not is_unfused(k)]
+    best = min(fused, key=lambda kernel: kernel["ms"]["median"])
+    rows.append((best["name"], best["ms"]["median"], VERMILLION))
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def draw_fused(folder, lesson):
+    panels = []
+    for title, run, name in FUSED[lesson]:
+        path = folder / f"{lesson}{run}.json"
+        for problem in load(path)["problems"] if path.exists() else []:
+            if problem["name"] == name:
+                panels.append((f"{name}, {title}", problem, rows_of(folder, lesson, run, problem)))
+                device = load(path)["device"]["name"]
+    if not panels:
+        return None
+    heights = [len(rows) + 0.9 for _, _, rows in panels]
+    figure, all_axes = plt.subplots(
+        len(panels), 1, figsize=(12, 1.3 + 0.55 * sum(heights)), squeeze=False, sharex=True,
+        gridspec_kw={"height_ratios": heights},
+    )
+    for axes, (title, problem, rows) in zip(all_axes[:, 0], panels):
+        for y, (name, ms, color) in enumerate(reversed(rows)):
+            percent = 100 * problem["limit_ms"] / ms
+            axes.barh(y, percent, color=color, height=0.72)
+            time = f"{ms * 1e3:.3g} us" if ms < 0.1 else f"{ms:.3g} ms"
+            inside = percent > 80  # the text would meet the line at 100
+            axes.text(percent + (-1 if inside else 1), y, time, va="center", fontsize=16,
+                      ha="right" if inside else "left", color="white" if inside else "black",
+                      fontweight="bold" if color == VERMILLION else "normal")
+        axes.set_yticks(range(len(rows)), [name for name, *_ in reversed(rows)])
+        axes.tick_params(axis="y", length=0)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.axvline(100, color="black", linewidth=2)
+        axes.set_title(title, loc="left", fontsize=18)
+    limits = [100 * problem["limit_ms"] / ms for _, problem, rows in panels for _, ms, _ in rows]
+    axes.set_xlim(0, max(105, 1.1 * max(limits)))  # a warm cache is faster than memory
+    axes.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
+    axes.set_xlabel(f"% of what {device} allows this problem")
+    figure.tight_layout()
+    return svg_of(figure)
 
 
 def grid_of(problems, value):
@@ -98,14 +381,14 @@ def grid_of(problems, value):
     return batches, features, [[at[batch, feature] for feature in features] for batch in batches]
 
 
-def draw_sweep(path):
-    """Heatmaps of a sweep over batch and features: how many times faster than the first kernel, and
-    in how many times less memory, the last one is."""
-    run = json.loads(path.read_text())
+def draw_heatmaps(path):
+    """Of a sweep over batch and features: how many times faster than the first kernel, and in how
+    many times less memory, the last one is."""
+    run = load(path)
     if not {"batch", "features"} <= run["problems"][0]["dims"].keys():
-        return
+        return None
     names = list(dict.fromkeys(problem["name"] for problem in run["problems"]))
-    figure, rows = plt.subplots(2, len(names), figsize=(5.5 * len(names), 8.5), squeeze=False)
+    figure, rows = plt.subplots(2, len(names), figsize=(6.5 * len(names), 9.5), squeeze=False)
 
     def memory(problem):
         return problem["kernels"][0]["memory_bytes"] / problem["kernels"][-1]["memory_bytes"]
@@ -113,41 +396,61 @@ def draw_sweep(path):
     def speed(problem):
         return problem["kernels"][-1]["speedup"]
 
-    for title, value, row in (("times faster", speed, rows[0]), ("times less memory", memory, rows[1])):
+    titles = ("times faster", "times less memory")
+    for title, value, row in zip(titles, (speed, memory), rows):
         for name, axes in zip(names, row):
             problems = [problem for problem in run["problems"] if problem["name"] == name]
             batches, features, values = grid_of(problems, value)
-            axes.imshow(values, cmap="YlGn", vmin=0, origin="lower", aspect="auto")
+            axes.imshow(values, cmap="cividis_r", vmin=0, origin="lower", aspect="auto")
             shade = max(map(max, values)) / 2
             for y, line in enumerate(values):
                 for x, number in enumerate(line):
                     color = "white" if number > shade else "black"
-                    axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=14, color=color)
+                    axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=19,
+                              color=color)
             axes.set_xticks(range(len(features)), features)
             axes.set_yticks(range(len(batches)), batches)
-            axes.set_xlabel("features", fontsize=13)
-            axes.set_ylabel("batch", fontsize=13)
-            axes.tick_params(labelsize=12)
+            axes.set_xlabel("features")
+            axes.set_ylabel("batch")
             kernels = problems[0]["kernels"]
-            axes.set_title(f"{name}: {title}\n{kernels[-1]['name']} than {kernels[0]['name']}", fontsize=13)
-    figure.suptitle(f"{path.stem}, {run['device']['name']}", fontsize=15)
+            axes.set_title(f"{name}: {title}\n{kernels[-1]['name']} than {kernels[0]['name']}",
+                           fontsize=17)
+    figure.suptitle(f"{path.stem}, {run['device']['name']}", fontsize=18)
     figure.tight_layout()
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    plt.close(figure)
+    return svg_of(figure)
+
+
+def draw_all(folder):
+    """{path: SVG text} of everything that the records of one GPU are enough for."""
+    plots = {"ladder": draw_ladder(folder), "roofline": draw_roofline(folder)}
+    for lesson in ("3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"):
+        plots[lesson] = draw_sizes(folder, lesson)
+    for lesson in FUSED:
+        plots[f"{lesson}.fused"] = draw_fused(folder, lesson)
+    for path in sorted(folder.glob("*.sweep-*.json")):
+        plots[path.stem] = draw_heatmaps(path)
+    return {folder / f"{name}.svg": text for name, text in plots.items() if text}
 
 
 def main():
-    matplotlib.rcParams["svg.hashsalt"] = "results"
-    lessons = sys.argv[1:] or ["3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args().check
+    matplotlib.rcParams.update(STYLE)
+    plots = {}
     for folder in sorted(path for path in RESULTS.iterdir() if path.is_dir()):
-        for lesson in lessons:
-            device, size, panels = panels_of(folder, lesson)
-            if any(len(problems) > 1 for problems in panels.values()):
-                draw(folder, lesson, device, size, panels)
-        for path in sorted(folder.glob("*.sweep-*.json")):
-            if not sys.argv[1:] or path.name.split(".")[0] in lessons:
-                draw_sweep(path)
+        plots.update(draw_all(folder))
+    if not check:
+        for path, text in plots.items():
+            path.write_text(text)
+        return 0
+    there = {path: path.read_text() for path in RESULTS.glob("*/*.svg")}
+    paths = plots.keys() | there.keys()
+    wrong = sorted(path.name for path in paths if plots.get(path) != there.get(path))
+    if wrong:
+        print("not what the records give:", *wrong, file=sys.stderr)
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

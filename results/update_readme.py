@@ -1,8 +1,11 @@
-"""Puts the recorded numbers into README.md, between its markers.
+"""Puts the recorded numbers into README.md and slides/talk.md, between their markers.
 
     results/update_readme.py [--check]
 
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
+    <!-- output RECORD PROBLEM -->...<!-- end -->         the same in the look of the lesson's output
+    <!-- value RECORD PROBLEM: KERNEL | FIELD -->...<!-- end -->   a number of a kernel (see FIELDS)
+    <!-- value RECORD PROBLEM | FIELD -->...<!-- end -->   a number of a problem
     <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
     <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
@@ -12,7 +15,7 @@
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
 percent_of_limit: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With --check
-nothing is written, and the exit code says whether README.md agrees with the records.
+nothing is written, and the exit code says whether both agree with the records.
 """
 import json
 import pathlib
@@ -22,10 +25,28 @@ from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|ratio|cross|formula|points)\s(?P<what>.+?) -->)"
+    r"(?P<open><!-- (?P<kind>table|output|value|ratio|cross|formula|points)\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
     re.DOTALL,
 )
+FIELDS = {  # of (run, problem), or of (run, problem, kernel)
+    "TB/s of the device": lambda run, problem: run["device"]["peak_bytes_per_second"] * 1e-12,
+    "operations per byte of the device": lambda run, problem: (
+        problem["flops"] / problem["limit_ms"] * 1e3 / run["device"]["peak_bytes_per_second"]
+    ),
+    "operations per byte": lambda run, problem: problem["flops"] / problem["min_bytes"],
+    "GFLOP": lambda run, problem: problem["flops"] * 1e-9,
+    "least GB": lambda run, problem: problem["min_bytes"] * 1e-9,
+    "limit ms": lambda run, problem: problem["limit_ms"],
+    "limit us": lambda run, problem: problem["limit_ms"] * 1e3,
+    "limit TFLOP/s": lambda run, problem: problem["flops"] / problem["limit_ms"] * 1e-9,
+    "ms": lambda run, problem, kernel: kernel["ms"]["median"],
+    "us": lambda run, problem, kernel: kernel["ms"]["median"] * 1e3,
+    "TFLOP/s": lambda run, problem, kernel: kernel["tflops"],
+    "TB/s": lambda run, problem, kernel: kernel["gbps"] * 1e-3,
+    "% of limit": lambda run, problem, kernel: kernel["percent_of_limit"],
+    "MB": lambda run, problem, kernel: kernel["memory_bytes"] * 1e-6,
+}
 
 
 def number(value):
@@ -40,8 +61,54 @@ def problem_of(what):
     return run, next(problem for problem in run["problems"] if problem["name"] == name)
 
 
-def milliseconds(problem, kernel):
-    return next(row["ms"]["median"] for row in problem["kernels"] if row["name"] == kernel)
+def kernel_of(problem, name):
+    return next(row for row in problem["kernels"] if row["name"] == name)
+
+
+def value(what):
+    """The number that a value's marker asks for, in three digits: 0.398, 71.3, 1070."""
+    place, field = what.split(" | ")
+    place, _, kernel = place.partition(": ")
+    run, problem = problem_of(place)
+    rows = [kernel_of(problem, kernel)] if kernel else []
+    return f"{float(f'{FIELDS[field](run, problem, *rows):.3g}'):g}"
+
+
+def with_prefix(value):
+    """1234567 -> "1.23 M", as the lessons do."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if value < 999.5:
+            break
+        value /= 1000
+    return f"{value:.3g} {prefix}"
+
+
+def output(run, problem):
+    """What the lesson printed for a problem, in a code block."""
+    dims = "".join(f" {name} = {extent}," for name, extent in problem["dims"].items())
+    limit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
+    lines = [
+        f"{problem['name']}:{dims} {problem['dtype']}; {with_prefix(problem['flops'])}FLOP, "
+        f"at least {with_prefix(problem['min_bytes'])}B",
+        f"limit: {limit}, {problem['limit_ms']:.4g} ms",
+    ]
+    if problem["kernels"][0]["ms"]["mode"] == "graph":
+        lines.append("timed: 20 calls in a CUDA graph, per call")
+    with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
+    width = max(24, *(len(kernel["name"]) for kernel in problem["kernels"]))
+    lines.append(
+        f"{'kernel':{width}} {'ms':>10} {'TFLOP/s':>8} {'GB/s':>7} {'%limit':>7} {'speed':>8} "
+        f"{'error':>8}" + with_memory * "       GB"
+    )
+    for kernel in problem["kernels"]:
+        ms = kernel["ms"]["median"]
+        line = f"{kernel['name']:{width}} {ms:10.{5 if ms < 0.1 else 4}f} {kernel['tflops']:8.4g} "
+        line += f"{kernel['gbps']:7.4g} {kernel['percent_of_limit']:7.1f} {kernel['speedup']:7.4g}x "
+        line += f"{kernel['error']:8.1e}"
+        if with_memory:
+            line += f" {(kernel['memory_bytes'] or 0) * 1e-9:8.3f}"
+        lines.append(line + (" ok" if kernel["ok"] else " FAILED"))
+    return "\n```text\n" + "\n".join(lines) + "\n```\n"
 
 
 def table(run, problem):
@@ -118,6 +185,10 @@ def render(match):
     kind, what = match["kind"], match["what"]
     if kind == "table":
         text = table(*problem_of(what))
+    elif kind == "output":
+        text = output(*problem_of(what))
+    elif kind == "value":
+        text = value(what)
     elif kind == "formula":
         text = formula(what)
     elif kind == "points":
@@ -128,19 +199,25 @@ def render(match):
             fast, slow = ((problem, kernel) for kernel in kernels.split(" | "))
         else:
             slow, fast = (side.split(": ") for side in what.split(" | "))
-        ms = [milliseconds(problem_of(problem)[1], kernel) for problem, kernel in (slow, fast)]
+        ms = [
+            kernel_of(problem_of(problem)[1], kernel)["ms"]["median"]
+            for problem, kernel in (slow, fast)
+        ]
         text = f"{ms[0] / ms[1]:.2f}"
     return match["open"] + text + match["close"]
 
 
 def main():
-    readme = ROOT / "README.md"
-    old = readme.read_text()
-    new = MARKER.sub(render, old)
-    if "--check" in sys.argv[1:]:
-        return old != new
-    readme.write_text(new)
-    return 0
+    changed = False
+    for path in (ROOT / "README.md", ROOT / "slides" / "talk.md"):
+        if not path.exists():
+            continue
+        old = path.read_text()
+        new = MARKER.sub(render, old)
+        changed |= old != new
+        if "--check" not in sys.argv[1:]:
+            path.write_text(new)
+    return changed and "--check" in sys.argv[1:]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What is recorded under results/, and what the README says of it."""
 import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -24,9 +26,81 @@ def test_readme_agrees_with_the_records():
     assert subprocess.run(command).returncode == 0
 
 
+@pytest.mark.parametrize("path", ["README.md", "slides/talk.md"])
+def test_a_wrong_number_is_found(tmp_path, path):
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    command = [sys.executable, tmp_path / "results" / "update_readme.py"]
+    (tmp_path / "slides").mkdir()
+    marker = "<!-- value h200/6_gating_fused layer: tensor cores | ms -->"
+    (tmp_path / path).write_text(f"{marker}1.03<!-- end --> ms")
+    assert subprocess.run([*command, "--check"]).returncode == 1
+    assert subprocess.run(command).returncode == 0
+    assert subprocess.run([*command, "--check"]).returncode == 0
+    record = json.loads((ROOT / "results/h200/6_gating_fused.json").read_text())
+    row = next(k for k in record["problems"][0]["kernels"] if k["name"] == "tensor cores")
+    text = (tmp_path / path).read_text()
+    number = re.fullmatch(re.escape(marker) + "(.+)<!-- end --> ms", text)[1]
+    assert float(number) == pytest.approx(row["ms"]["median"], rel=0.005)
+
+
 def test_readme_check_can_fail(tmp_path):
     (tmp_path / "results").mkdir()
     script = tmp_path / "results" / "update_readme.py"
     script.write_text((ROOT / "results" / "update_readme.py").read_text())
     (tmp_path / "README.md").write_text("<!-- table h200/x square -->1.0 ms<!-- end -->")
     assert subprocess.run([sys.executable, script, "--check"], capture_output=True).returncode != 0
+
+
+@pytest.fixture
+def plot(tmp_path):
+    """plot(*arguments): plot.py in a copy of results/; skips where matplotlib is another one."""
+    matplotlib = pytest.importorskip("matplotlib")
+    drawn_by = re.search(r"Matplotlib v([\d.]+)", (ROOT / "results/h200/ladder.svg").read_text())[1]
+    if matplotlib.__version__ != drawn_by:
+        pytest.skip(f"matplotlib {drawn_by} drew the plots, this is {matplotlib.__version__}")
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+
+    def run(*arguments):
+        command = [sys.executable, tmp_path / "results" / "plot.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    return run
+
+
+def test_plots_are_what_the_records_give(plot):
+    result = plot("--check")
+    assert result.returncode == 0, result.stderr
+
+
+def test_plots_change_with_a_record(plot, tmp_path):
+    path = tmp_path / "results" / "h200" / "1_matmul_basic.json"
+    record = json.loads(path.read_text())
+    record["problems"][0]["kernels"][0]["tflops"] *= 2
+    path.write_text(json.dumps(record))
+    (tmp_path / "results" / "h200" / "no_such_lesson.svg").write_text("<svg/>")
+    result = plot("--check")
+    assert result.returncode == 1
+    wrong = result.stderr.split(": ")[1].split()
+    assert wrong == ["ladder.svg", "no_such_lesson.svg", "roofline.svg"]
+
+
+def test_plots_show_peers_and_sweeps_when_there_are_some(plot, tmp_path):
+    folder = tmp_path / "results" / "h200"
+    ours = json.loads((folder / "6_gating_fused.json").read_text())
+    layer = ours["problems"][0]
+    layer["kernels"] = [{**layer["kernels"][0], "name": "a peer", "role": "peer"}]
+    (folder / "6_gating_fused.peers.json").write_text(json.dumps(ours))
+    kernels = [{"name": name, "speedup": speed, "memory_bytes": 1e9 / speed}
+               for name, speed in (("unfused", 1), ("fused", 5))]
+    sweep = {**ours, "problems": [
+        {"name": "forward", "dims": {"batch": batch, "features": features}, "kernels": kernels}
+        for batch in (1024, 2048) for features in (128, 256)
+    ]}
+    (folder / "10_clifford_gp.sweep-3,0,0.json").write_text(json.dumps(sweep))
+    before = (folder / "6_gating_fused.fused.svg").read_text()
+    assert plot().returncode == 0
+    after = (folder / "6_gating_fused.fused.svg").read_text()
+    assert after != before
+    # The text is drawn as outlines, and the text itself stands beside them as a comment.
+    assert "<!-- a peer -->" in after and "<!-- a peer -->" not in before
+    assert "<!-- 5.0 -->" in (folder / "10_clifford_gp.sweep-3,0,0.svg").read_text()

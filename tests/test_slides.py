@@ -1,0 +1,165 @@
+"""The talk: it builds, its pages hold what is on them, and what it includes is there."""
+
+import importlib.util
+import json
+import re
+import shutil
+import sys
+import zlib
+
+from conftest import ROOT, execute
+import pytest
+
+spec = importlib.util.spec_from_file_location("slides", ROOT / "slides" / "build.py")
+slides = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(slides)
+
+TALK = (ROOT / "slides" / "talk.md").read_text()
+HEAD = "---\nmarp: true\ntheme: talk\n---\n"
+NOTES = "\n::: notes\nSay it.\n:::\n"
+
+
+def expand(page):
+    return slides.expand(HEAD + page + NOTES)
+
+
+@pytest.fixture
+def build(tmp_path):
+    """build(text, *arguments): the folder with the slides of that Markdown."""
+    for program in ("node", "npm"):
+        if not shutil.which(program):
+            pytest.skip(f"there is no {program}")
+    if int(execute(["node", "--version"]).stdout[1:].split(".")[0]) < 18:
+        pytest.skip("there is no Node.js 18")
+    if not slides.browser():
+        pytest.skip("there is no Chromium or Chrome")
+
+    def run(text, *arguments):
+        source = tmp_path / "talk.md"
+        source.write_text(text)
+        command = [sys.executable, ROOT / "slides" / "build.py", "--source", source]
+        result = execute([*command, "--out", tmp_path / "out", *arguments], timeout=300)
+        assert result.rc == 0, result.stderr
+        return tmp_path / "out"
+
+    return run
+
+
+def mistakes(folder):
+    """What is outside of its page, a line each."""
+    script = ROOT / "slides" / "check.mjs"
+    result = execute(["node", script, folder / "pages.html"], env=slides.environment())
+    assert result.rc == bool(result.stdout) and not result.stderr, result.stderr
+    return result.stdout.splitlines()
+
+
+def pages_of(path):
+    """How many pages a PDF has: its objects are in compressed streams."""
+    objects = b""
+    for stream in re.findall(rb"stream\r?\n(.*?)endstream", path.read_bytes(), flags=re.S):
+        try:
+            objects += zlib.decompress(stream)
+        except zlib.error:  # a picture
+            pass
+    return len(re.findall(rb"/Type\s*/Page\b", objects))
+
+
+def test_talk_builds_and_fits_its_pages(build):
+    folder = build(TALK)
+    assert mistakes(folder) == []
+    count = len(re.findall(r"^---$", TALK, flags=re.M)) - 1
+    html = (folder / "slides.html").read_text()
+    assert html.count('class="bespoke-marp-note"') == count  # every slide's
+    # Self-contained: nothing is fetched when it is shown.
+    assert not re.search(r"""(src|href)=["'](?!data:|#)|url\((?!["']?(data:|#))""", html)
+    assert pages_of(folder / "slides.pdf") == count
+
+
+OVERFULL = {
+    "long": "\n\n".join(["A line."] * 14),
+    "wide": "<div style='white-space: nowrap'>" + "wide " * 60 + "</div>",
+    "code": "<pre style='width: 400px'><code>" + "code " * 30 + "</code></pre>",
+    "table": "|" + " cell |" * 40 + "\n|" + "--|" * 40 + "\n|" + " cell |" * 40,
+    "small": "<span style='font-size: 11px'>Who can read this?</span>",
+    "image": "<img alt='' src='no-such-file.png'>",
+}
+
+
+def test_overfull_slides_are_caught(build):
+    pages = ["# Fine", *(f"# Not\n\n{page}\n" for page in OVERFULL.values())]
+    folder = build(HEAD + "\n---\n".join(page + NOTES for page in pages), "--no-pdf")
+    found = mistakes(folder)
+    wrong = {int(re.match(r"slide (\d+): ", line)[1]) for line in found}
+    assert wrong == set(range(2, 2 + len(OVERFULL))), found
+
+
+def test_slides_take_45_minutes():
+    pages = TALK.count("::: notes\n")
+    minutes = [float(text) for text in re.findall(r"^::: notes\n([\d.]+) min", TALK, flags=re.M)]
+    assert len(minutes) == pages
+    assert 40 <= sum(minutes) <= 45
+
+
+def test_every_live_demo_has_a_recorded_slide():
+    classes = re.findall(r"^<!-- _class: (.+) -->$", TALK, flags=re.M)
+    demos = [each for each in classes if each != "title"]
+    assert demos and demos == ["live", "recorded"] * (len(demos) // 2)
+
+
+def test_snippet_is_what_the_source_says():
+    page = expand("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | const int col = -->")
+    lines = (ROOT / "1_matmul_basic.cu").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if "void matmul_coalesced(" in line)
+    assert "\n".join(["```cpp", *lines[start : start + 3], "```"]) in page
+
+
+def test_snippet_ends_with_its_function():
+    page = expand("<!-- code 1_matmul_basic.cu | void matmul_coalesced( -->")
+    code = re.search(r"```cpp\n(.*?)\n```", page, flags=re.S)[1]
+    assert code.splitlines()[-1] == "}"
+    assert "int main" not in code
+
+
+@pytest.mark.parametrize("page, mistake", [
+    ("<!-- code 1_matmul_basic.cu | no such line -->", "0 lines contain 'no such line'"),
+    ("<!-- code 1_matmul_basic.cu | float sum = 0 -->", "2 lines contain 'float sum = 0'"),
+    ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | int main -->",
+     "0 lines contain 'int main'"),
+    ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | const int -->",
+     "2 lines contain 'const int'"),
+    ("<!-- code no_such_file.cu | main -->", "No such file"),
+    ("![a plot](no_such_plot.svg)", "No such file"),
+    ("```cpp\n" + 200 * "x" + "\n```", "200 columns of code: too many"),
+    ("```cpp\n" + 30 * "x\n" + "```", "30 lines"),
+    ("::: notes\nTwice.\n:::\n", "2 blocks of notes"),
+])
+def test_mistakes_stop_the_build(page, mistake):
+    with pytest.raises(slides.Mistake, match=f"slide 1: .*{re.escape(mistake)}"):
+        expand(page)
+
+
+def test_build_tells_of_a_mistake(tmp_path):
+    source = tmp_path / "talk.md"
+    source.write_text(HEAD + "<!-- code 1_matmul_basic.cu | no such line -->" + NOTES)
+    command = [sys.executable, ROOT / "slides" / "build.py", "--source", source, "--no-pdf"]
+    if not shutil.which("npm"):
+        pytest.skip("there is no npm")
+    result = execute([*command, "--out", tmp_path / "out"], timeout=300)
+    assert result.rc == 1
+    assert "error: slide 1: 1_matmul_basic.cu: 0 lines contain 'no such line'" in result.stderr
+
+
+def test_what_is_to_be_recorded_shows():
+    assert "to be recorded</div>" in expand("<!-- to be recorded: output h200/x y -->")
+
+
+def test_markers_of_numbers_do_not_become_notes():
+    page = expand("<!-- value h200/x y | ms -->1.5<!-- end --> ms")
+    assert page.count("<!--") == 1 and "1.5 ms" in page
+
+
+def test_versions_are_pinned():
+    package = json.loads((ROOT / "slides" / "package.json").read_text())
+    lock = json.loads((ROOT / "slides" / "package-lock.json").read_text())
+    for name, version in package["dependencies"].items():
+        assert lock["packages"][f"node_modules/{name}"]["version"] == version
