@@ -5,6 +5,7 @@
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
     <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
+    <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours and the peers side by side, a row per problem
 
 RECORD is a path below results/ without .json. With --check nothing is written, and the exit code says
 whether README.md agrees with the records.
@@ -16,7 +17,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|ratio|cross) (?P<what>.+?) -->).*?(?P<close><!-- end -->)", re.DOTALL
+    r"(?P<open><!-- (?P<kind>table|ratio|cross|peers) (?P<what>.+?) -->).*?(?P<close><!-- end -->)", re.DOTALL
 )
 
 
@@ -30,6 +31,65 @@ def problem_of(what):
     record, name = what.split(" ", 1)
     run = json.loads((ROOT / "results" / f"{record}.json").read_text())
     return run, next(problem for problem in run["problems"] if problem["name"] == name)
+
+
+def duration(ms):
+    """A time with its unit: 6.069 us, 397.6 us, 1.347 ms."""
+    return f"{number(1e3 * ms)} us" if ms < 1 else f"{number(ms)} ms"
+
+
+PEERS = ("PyTorch", "torch.compile", "Triton")  # what a peer's name starts with, by its column
+
+
+def side_by_side(problem):
+    """Times in ms, None where there is none that was verified: `ours` (our fastest row, `ours_name`),
+    `limit`, and one for each of PEERS; `ratio`, how many times as long as ours the fastest of these
+    takes; `failed`, those of PEERS with a row that failed and none that did not."""
+    def fastest(rows):
+        rows = [row for row in rows if row["ok"]]
+        best = min(rows, key=lambda row: row["ms"]["median"], default=None)
+        return (best["name"], best["ms"]["median"]) if best else (None, None)
+
+    kernels = problem["kernels"]
+    line = {"limit": problem["limit_ms"], "failed": []}
+    line["ours_name"], line["ours"] = fastest(row for row in kernels if row["role"] == "ours")
+    for peer in PEERS:
+        rows = [row for row in kernels if row["role"] == "peer" and row["name"].startswith(peer)]
+        line[peer] = fastest(rows)[1]
+        not_run = [row for row in problem.get("not_run", []) if row["name"].startswith(peer)]
+        if line[peer] is None and rows + not_run:
+            line["failed"].append(peer)
+    times = [line[peer] for peer in PEERS if line[peer]]
+    line["ratio"] = min(times) / line["ours"] if times and line["ours"] else None
+    return line
+
+
+def peers_table(records):
+    runs = [json.loads((ROOT / "results" / f"{record}.json").read_text()) for record in records]
+    versions = runs[0]["versions"]
+    commits = list(dict.fromkeys(run["commit"][:9] for run in runs))
+    lines = [
+        f"{runs[0]['device']['name']}, PyTorch {versions['torch']}, Triton {versions['triton']}; "
+        f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}.",
+        "",
+        f"| lesson | problem | ours | {' | '.join(PEERS)} | limit | best peer / ours |",
+        "|---|---|" + "--:|" * (len(PEERS) + 3),
+    ]
+    for run in runs:
+        for problem in run["problems"]:
+            line = side_by_side(problem)
+            extents = problem["dims"].items()
+            # Lesson 9 has them in the name.
+            dims = [f"{name} = {extent}" for name, extent in extents if str(extent) not in problem["name"]]
+            cells = [run["lesson"].split("_")[0], ", ".join([problem["name"], *dims])]
+            for column in ("ours", *PEERS, "limit"):
+                if line[column]:
+                    cells.append(duration(line[column]))
+                else:
+                    cells.append("failed" if column in line["failed"] else "")
+            cells.append(f"{line['ratio']:.2f}x" if line["ratio"] else "")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
 
 
 def milliseconds(problem, kernel):
@@ -79,6 +139,8 @@ def render(match):
     kind, what = match["kind"], match["what"]
     if kind == "table":
         text = table(*problem_of(what))
+    elif kind == "peers":
+        text = peers_table(what.split())
     else:
         if kind == "ratio":
             problem, kernels = what.split(": ")
