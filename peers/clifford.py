@@ -56,6 +56,7 @@ def eager(blades):
     """The layer of an algebra with so many blades: a function of x, y (blades, batch, features) and
     w (features, triples)."""
     algebra = algebra_of(blades)
+    grades = [algebra.of_grade(grade) for grade in sorted(set(algebra.grades))]
 
     def layer(x, y, w):
         xs, ys = (x * gate(x[0])).unbind(0), (y * gate(y[0])).unbind(0)
@@ -69,8 +70,7 @@ def eager(blades):
             else:
                 z[k] = sign * weighted[i, triple] * ys[j]
         out = dict(z)
-        for grade in sorted(set(algebra.grades)):
-            of_grade = algebra.of_grade(grade)
+        for of_grade in grades:
             squares = sum(z[k] * z[k] for k in of_grade)
             scale = torch.rsqrt(squares.mean(dim=-1, keepdim=True) + EPSILON)
             out.update({k: z[k] * scale for k in of_grade})
@@ -97,7 +97,8 @@ def reference(x, y, w):
     """In fp64, with tables made another way: for each pair of blades a sign, a result, a triple."""
     p, q, r = SIGNATURES[x.shape[0]]
     squares = [1] * p + [-1] * q + [0] * r
-    blades = [tuple(v for v in range(p + q + r) if bits >> v & 1) for bits in range(1 << (p + q + r))]
+    vectors = range(p + q + r)
+    blades = [tuple(v for v in vectors if bits >> v & 1) for bits in range(1 << len(vectors))]
     blades.sort(key=len)  # stable: within a grade the order stays that of the bits
     products = {(a, b): product_of_blades(a, b, squares) for a in blades for b in blades}
     triples = sorted({(len(a), len(c), len(b)) for (a, b), (sign, c) in products.items() if sign})
@@ -117,8 +118,8 @@ def reference(x, y, w):
 
 
 def reference_with_backward(x, y, w, d_out=None):
-    """out, and with d_out also dx, dy, dw, by autograd in fp64, a part of the batch at a time. A row
-    does not depend on others."""
+    """out, and with d_out also dx, dy, dw, by autograd in fp64, a part of the batch at a time. A
+    row does not depend on others."""
     parts = []
     d_w = torch.zeros_like(w, dtype=torch.float64)
     for start in range(0, x.shape[1], REFERENCE_ROWS):
@@ -153,8 +154,7 @@ def case(problem, draw):
             layer = kernels()
             return lambda *inputs: layer.forward(*inputs)[:1]
 
-        return Case(expected, forward_peers(
-            eager(blades), [x, y, w], {"Triton": triton_forward}))
+        return Case(expected, forward_peers(eager(blades), [x, y, w], {"Triton": triton_forward}))
 
     d_out = draw(*shape)
 

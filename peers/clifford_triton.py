@@ -1,5 +1,5 @@
-"""Lesson 10's layer in Triton. It has no templates to compute the terms of a product when a kernel is
-compiled, so Python writes the kernels of an algebra: `source(algebra)` is their text."""
+"""Lesson 10's layer in Triton. It has no templates to compute the terms of a product when a kernel
+is compiled, so Python writes the kernels of an algebra: `source(algebra)` is their text."""
 import functools
 import importlib.util
 from pathlib import Path
@@ -159,8 +159,9 @@ def source(algebra):
                          for i, text in enumerate(sums_of(0, "d_z{2}", "right{1}"))]),
         d_right=lines(8, [f"d_right{j} = {text}"
                           for j, text in enumerate(sums_of(1, "d_z{2}", "left{0}"))]),
-        d_gates=lines(8, [f"d_gate_{name} = " + " + ".join(f"d_{side}{i} * {name}{i}" for i in blades)
-                          for side, name in (("left", "x"), ("right", "y"))]),
+        d_gates=lines(8, [
+            f"d_gate_{name} = " + " + ".join(f"d_{side}{i} * {name}{i}" for i in blades)
+            for side, name in (("left", "x"), ("right", "y"))]),
         store_d_xy=lines(8, [
             f"tl.store(d_{name} + {i} * plane + at, d_{side}{i} * gate_{name}"
             + (f" + d_gate_{name} * gated_slope_{name}" if i == 0 else "") + ", mask=mask)"
@@ -177,7 +178,7 @@ class Layer:
 
     def __init__(self, algebra):
         self.algebra = algebra
-        with tempfile.TemporaryDirectory() as folder:  # Triton reads a kernel's source from its file
+        with tempfile.TemporaryDirectory() as folder:  # Triton wants a kernel's source in a file
             path = Path(folder) / f"clifford_{len(algebra.blades)}_blades.py"
             path.write_text(source(algebra))
             spec = importlib.util.spec_from_file_location(path.stem, path)

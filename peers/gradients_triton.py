@@ -1,7 +1,7 @@
-"""Lesson 8's features in Triton, associated as in the lesson: ar = Gr M1 - Gi M2, ai = Gi M1 + Gr M2
-with M1 = x Lr^T and M2 = x Li^T. So all that is as long as the mesh meets in one kernel a pass, whose
-programs keep their columns of x, M1 and M2 and walk over the rows of Gr and Gi. The small products
-around it are PyTorch's.
+"""Lesson 8's features in Triton, associated as in the lesson: ar = Gr M1 - Gi M2 and
+ai = Gi M1 + Gr M2 with M1 = x Lr^T and M2 = x Li^T. So all that is as long as the mesh meets in one
+kernel a pass, whose programs keep their columns of x, M1 and M2 and walk over the rows of Gr and
+Gi. The small products around it are PyTorch's.
 """
 import torch
 import triton

@@ -1,13 +1,14 @@
 """Verifies and times peers as common/lesson.cpp does kernels.
 
-Each peer's call is captured in a CUDA graph: one call to be timed with a cold L2 cache, 20 where the
-lesson times 20 in a graph. So neither Python nor the time of its launches counts against a peer.
+Each peer's call is captured in a CUDA graph: one call to be timed with a cold L2 cache, 20 where
+the lesson times 20 in a graph. So neither Python nor its launches count against a peer.
 """
 import contextlib
 from dataclasses import dataclass, field
 import gc
 import math
 import random
+import traceback
 from typing import List, Optional
 
 import torch
@@ -41,8 +42,8 @@ def errors_of(output, expected):
 
 
 def verify(outputs, expected, tolerance, measured):
-    """Notes the largest error of `outputs` in `measured`, and whether all are within the tolerance. The
-    first one that is not ends it: what was wrong once stays so."""
+    """Notes the largest error of `outputs` in `measured`, and whether all are within the tolerance.
+    The first one that is not ends it: what was wrong once stays so."""
     if not measured.ok:
         return
     if len(outputs) != len(expected):
@@ -126,9 +127,9 @@ def measure(case, tolerance, tf32, mode, l2_bytes, budget_ms, most, seed):
         try:
             return step()
         except Exception as error:
-            text = str(error).strip().splitlines() or [""]
+            traceback.print_exc()
             results[name].ok = False
-            results[name].reason = f"{type(error).__name__}: {text[0]}"[:300]
+            results[name].reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             captured.pop(name, None)
             return None
 

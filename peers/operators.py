@@ -1,8 +1,9 @@
 """What a peer is, and what all operators share.
 
-A module of this folder holds one lesson's operator: its formula as a PyTorch user writes it, and the
-same once more in fp64. Its function `case(problem, draw)` takes a problem of the lesson's record and
-makes a Case of it; `draw` makes random inputs. The module's twin, *_triton.py, holds the kernels.
+A module of this folder holds one lesson's operator: its formula as a PyTorch user writes it, and
+the same once more in fp64. Its function `case(problem, draw)` takes a problem of the lesson's
+record and makes a Case of it; `draw` makes random inputs. The module's twin, *_triton.py, holds the
+kernels.
 """
 from dataclasses import dataclass
 import functools
@@ -18,8 +19,8 @@ TYPES = {
 @dataclass
 class Case:
     """`expected`: the outputs in fp64. `peers`: by name, a function that prepares what is not timed
-    (a forward pass before a backward one) and returns the call that is: no arguments, and a tuple of
-    outputs in the order of `expected`."""
+    (a forward pass before a backward one) and returns the call that is: without arguments, and with
+    a tuple of outputs in the order of `expected`."""
 
     expected: List[torch.Tensor]
     peers: Dict[str, Callable]
@@ -50,8 +51,8 @@ def in_fp64(*tensors):
 
 
 def forward_peers(eager, inputs, kernels):
-    """The peers of a forward pass. `eager(*inputs)` returns a tuple of outputs. `kernels`: by name, a
-    function that imports Triton and returns another function of that kind."""
+    """The peers of a forward pass. `eager(*inputs)` returns a tuple of outputs. `kernels`: by name,
+    a function that imports Triton and returns another function of that kind."""
 
     def peer(load):
         def prepare():

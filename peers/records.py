@@ -1,4 +1,4 @@
-"""Puts rounds of a lesson and of its peers together into one record, as tests/schema.json has it."""
+"""Puts rounds of a lesson and of its peers together into one record, valid by tests/schema.json."""
 import copy
 import math
 import statistics
@@ -91,8 +91,8 @@ def merged_problem(problems, peers):
 
 
 def merged_run(runs, peers, versions):
-    """runs: the records of the lesson's rounds; peers: for each of its problems, in their order, what
-    merged_problem wants; versions: of PyTorch and Triton."""
+    """runs: the records of the lesson's rounds; peers: for each of its problems, in their order,
+    what merged_problem wants; versions: of PyTorch and Triton."""
     merged = copy.deepcopy(runs[-1])
     merged["versions"] = versions
     merged["problems"] = [merged_problem(list(problems), of_peers)

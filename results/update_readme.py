@@ -5,7 +5,7 @@
     <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
     <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
-    <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours and the peers side by side, a row per problem
+    <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem
 
 RECORD is a path below results/ without .json. With --check nothing is written, and the exit code says
 whether README.md agrees with the records.
@@ -42,9 +42,10 @@ PEERS = ("PyTorch", "torch.compile", "Triton")  # what a peer's name starts with
 
 
 def side_by_side(problem):
-    """Times in ms, None where there is none that was verified: `ours` (our fastest row, `ours_name`),
-    `limit`, and one for each of PEERS; `ratio`, how many times as long as ours the fastest of these
-    takes; `failed`, those of PEERS with a row that failed and none that did not."""
+    """Times in ms, None where there is none that was verified: `ours` (our fastest row,
+    `ours_name`), `limit`, and one for each of PEERS; `ratio`, how many times as long as ours the
+    fastest of these takes; `failed`, those of PEERS with a row that failed and none that did not."""
+
     def fastest(rows):
         rows = [row for row in rows if row["ok"]]
         best = min(rows, key=lambda row: row["ms"]["median"], default=None)
@@ -78,9 +79,9 @@ def peers_table(records):
     for run in runs:
         for problem in run["problems"]:
             line = side_by_side(problem)
-            extents = problem["dims"].items()
-            # Lesson 9 has them in the name.
-            dims = [f"{name} = {extent}" for name, extent in extents if str(extent) not in problem["name"]]
+            # Lesson 9 has them in the problem's name.
+            dims = [f"{name} = {extent}" for name, extent in problem["dims"].items()
+                    if str(extent) not in problem["name"]]
             cells = [run["lesson"].split("_")[0], ", ".join([problem["name"], *dims])]
             for column in ("ours", *PEERS, "limit"):
                 if line[column]:

@@ -1,5 +1,5 @@
-"""The peers of peers/: their records and the table made of them, and, where PyTorch is installed, their
-formulas against the fp64 references. torch.compile and Triton need a GPU."""
+"""The peers of peers/: their records and the table made of them, and, where PyTorch is installed,
+their formulas against the fp64 references. torch.compile and Triton need a GPU."""
 import importlib
 import json
 import math
@@ -120,8 +120,8 @@ def test_table_in_the_readme(tmp_path, monkeypatch):
     text = "<!-- peers h200/6.peers h200/6.peers -->old<!-- end -->"
     lines = update_readme.MARKER.sub(update_readme.render, text).splitlines()
     assert lines[1] == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0; commit 012345678."
-    cells = "6 | layer, M = 4096, K = 128 | 400.0 us | 1.200 ms | 200.0 us | failed | 100.0 us | 0.50x"
-    assert lines[5:7] == [f"| {cells} |"] * 2
+    times = "400.0 us | 1.200 ms | 200.0 us | failed | 100.0 us"
+    assert lines[5:7] == [f"| 6 | layer, M = 4096, K = 128 | {times} | 0.50x |"] * 2
 
 
 def test_without_torch_or_a_gpu(tmp_path):
@@ -136,7 +136,7 @@ def test_unknown_lesson():
     assert result.rc == 2 and "no peers of 1_matmul_basic" in result.stderr
 
 
-# ---- With PyTorch, on the CPU, in fp32 ------------------------------------------------------------
+# ---- With PyTorch, on the CPU, in fp32 -----------------------------------------------------------
 
 PROBLEMS = [
     ("gating", "layer", {"M": 50, "K": 40, "H": 30}),
