@@ -180,6 +180,8 @@ def draw_ladder(folder):
                 for kernel in problem["kernels"]
                 if kernel["name"] == name
             )
+            if not points:  # a GPU that cannot run it
+                continue
             sizes.update(n for n, _ in points)
             style = "--" if lesson.startswith("4") else "-"
             axes.plot(*zip(*points), style, marker="o", color=color)

@@ -11,6 +11,7 @@
     <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
     <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
     <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
+    <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
@@ -25,7 +26,7 @@ from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|output|value|ratio|cross|formula|points)\s(?P<what>.+?) -->)"
+    r"(?P<open><!-- (?P<kind>table|output|value|ratio|cross|formula|points|peers)\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
     re.DOTALL,
 )
@@ -111,6 +112,66 @@ def output(run, problem):
     return "\n```text\n" + "\n".join(lines) + "\n```\n"
 
 
+def duration(ms):
+    """A time with its unit: 6.069 us, 397.6 us, 1.347 ms."""
+    return f"{number(1e3 * ms)} us" if ms < 1 else f"{number(ms)} ms"
+
+
+PEERS = ("PyTorch", "torch.compile", "Triton")  # what a peer's name starts with, by its column
+
+
+def side_by_side(problem):
+    """Times in ms, None where there is none that was verified: `ours` (our fastest row,
+    `ours_name`), `limit`, and one for each of PEERS; `ratio`, how many times as long as ours the
+    fastest of these takes; `failed`, those of PEERS with a row that failed and none that did not."""
+
+    def fastest(rows):
+        rows = [row for row in rows if row["ok"]]
+        best = min(rows, key=lambda row: row["ms"]["median"], default=None)
+        return (best["name"], best["ms"]["median"]) if best else (None, None)
+
+    kernels = problem["kernels"]
+    line = {"limit": problem["limit_ms"], "failed": []}
+    line["ours_name"], line["ours"] = fastest(row for row in kernels if row["role"] == "ours")
+    for peer in PEERS:
+        rows = [row for row in kernels if row["role"] == "peer" and row["name"].startswith(peer)]
+        line[peer] = fastest(rows)[1]
+        not_run = [row for row in problem.get("not_run", []) if row["name"].startswith(peer)]
+        if line[peer] is None and rows + not_run:
+            line["failed"].append(peer)
+    times = [line[peer] for peer in PEERS if line[peer]]
+    line["ratio"] = min(times) / line["ours"] if times and line["ours"] else None
+    return line
+
+
+def peers_table(records):
+    runs = [json.loads((ROOT / "results" / f"{record}.json").read_text()) for record in records]
+    versions = runs[0]["versions"]
+    commits = list(dict.fromkeys(run["commit"][:9] for run in runs))
+    lines = [
+        f"{runs[0]['device']['name']}, PyTorch {versions['torch']}, Triton {versions['triton']}; "
+        f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}.",
+        "",
+        f"| lesson | problem | ours | {' | '.join(PEERS)} | limit | best peer / ours |",
+        "|---|---|" + "--:|" * (len(PEERS) + 3),
+    ]
+    for run in runs:
+        for problem in run["problems"]:
+            line = side_by_side(problem)
+            # Lesson 9 has them in the problem's name.
+            dims = [f"{name} = {extent}" for name, extent in problem["dims"].items()
+                    if str(extent) not in problem["name"]]
+            cells = [run["lesson"].split("_")[0], ", ".join([problem["name"], *dims])]
+            for column in ("ours", *PEERS, "limit"):
+                if line[column]:
+                    cells.append(duration(line[column]))
+                else:
+                    cells.append("failed" if column in line["failed"] else "")
+            cells.append(f"{line['ratio']:.2f}x" if line["ratio"] else "")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def table(run, problem):
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     unit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
@@ -193,6 +254,8 @@ def render(match):
         text = formula(what)
     elif kind == "points":
         text = points(what)
+    elif kind == "peers":
+        text = peers_table(what.split())
     else:
         if kind == "ratio":
             problem, kernels = what.split(": ")

@@ -19,6 +19,7 @@ def test_record_is_valid_and_verified(path):
     assert record["device"]["backend"] == "cuda"
     assert not record["commit"].endswith("-dirty")
     assert all(kernel["ok"] for problem in record["problems"] for kernel in problem["kernels"])
+    assert not any("not_run" in problem for problem in record["problems"])
 
 
 def test_readme_agrees_with_the_records():

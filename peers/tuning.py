@@ -1,0 +1,17 @@
+"""How the Triton kernels of this folder are tuned."""
+import functools
+
+import triton
+from triton.testing import do_bench
+
+
+def config(warps, stages, **sizes):
+    """One choice of tile sizes (the kernel's constants), warps and pipeline stages."""
+    return triton.Config(sizes, num_warps=warps, num_stages=stages)
+
+
+def tuned(configs, key, reset_to_zero=None):
+    """Decorates a kernel: the fastest of `configs` runs, found anew for each value of the arguments
+    named in `key`. Some 20 ms for each are enough to tell."""
+    bench = functools.partial(do_bench, warmup=5, rep=20)
+    return triton.autotune(configs, key=key, reset_to_zero=reset_to_zero, do_bench=bench)
