@@ -23,13 +23,22 @@
 // that tensor cores can multiply them. Both accumulate in fp32. The kernels:
 //
 //     fused rows      a block a row: simple; every block reads all of W
+//     ..., D split    few columns: the row's inputs are spread over the block's threads as well
 //     fused tiles     a block has all columns of many rows; D is spread over its warps and, if
 //                     there are too few rows to fill the GPU, over several blocks
 //     fused online    C of thousands: a row is spread over several blocks, which write exponentials
 //                     relative to their own maximum; the last of them to end corrects them
 //
-// In fp32 the last two also come as "3xTF32": each operand as the sum of two TF32 numbers, and
-// three products of tensor cores instead of one. Its error is held to the bound of fp32.
+// and on Hopper, with its copy engine and wgmma:
+//
+//     fused cluster   the blocks that share D are a cluster: their parts of the sums go straight
+//                     into each other's shared memory
+//     fused exchange  the blocks that share a row run at the same time, keep their logits in
+//                     registers, and tell each other only maximum and sum
+//
+// In fp32 all of these but the first two also come as "3xTF32": each operand as the sum of two TF32
+// numbers, and three products of tensor cores instead of one. Its error is held to the bound of
+// fp32.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -1102,13 +1111,13 @@ __device__ float exp_of(float value) {
 // each; a block is a producer and two consumer warpgroups, of 64 columns each. In a round, the
 // clusters have all columns of strips_at_once strips of kRows rows.
 //
-// A warp has 16 columns, of a box of 32 in shared memory: thread l multiplies the two that lie at
-// 8-byte piece own_piece(l); which 16 they are is chosen so that reads of four rows of W meet no
-// bank twice. Its sums are sum[4 j + e] and sum[4 j + 2 + e] for those two, of row 8 j + 2 (l % 4) + e.
+// A warp has 16 columns, of a box of 32 in shared memory, a thread two neighbours of them; which 16
+// is chosen so that reads of four rows of W meet no bank twice. Who has which sums: as in fused
+// cluster.
 template <Math kMath, int kRows>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    exchange(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap W, int B,
-             int D, int C, Exchange others, Results results) {
+    exchange_columns(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap W,
+                     int B, int D, int C, Exchange others, Results results) {
 #if HOPPER_CODE
   using Shared = ExchangeShared<kMath, kRows>;
   constexpr int kStages = Shared::kStages, kSums = kRows / 2;
@@ -1627,11 +1636,11 @@ Product make_exchange(Problem& problem, const SoftmaxShape& shape, const Buffer<
     const CUtensorMap W_map = tensor_map<float>(W, shape.inputs, shape.classes, kExchangeDepth);
     const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches,
                              static_cast<int>(at_once)};
-    exchange<kMath, kRows><<<at_once * tiles, kExchangeThreads, kBytes>>>(
+    exchange_columns<kMath, kRows><<<at_once * tiles, kExchangeThreads, kBytes>>>(
         x_map, W_map, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
         static_cast<int>(shape.classes), others, results);
   };
-  return product_of("exchange", exchange<kMath, kRows>, kExchangeThreads, kBytes, launch);
+  return product_of("exchange", exchange_columns<kMath, kRows>, kExchangeThreads, kBytes, launch);
 }
 
 // Of strips of kRows rows or less, the most rows that leave few multiprocessors without work.
@@ -1645,7 +1654,7 @@ std::optional<Product> choose_exchange(const Lesson& lesson, Problem& problem,
       return choose_exchange<kMath, kRows / 2>(lesson, problem, shape, x, W);
     }
   }
-  const auto kernel = exchange<kMath, kRows>;
+  const auto kernel = exchange_columns<kMath, kRows>;
   constexpr int kBytes = sizeof(ExchangeShared<kMath, kRows>);
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   const int clusters = resident_clusters(kernel, 2, kExchangeThreads, kBytes);
@@ -1790,7 +1799,7 @@ struct Layer {
 
   // The same for Hopper's product, or where it cannot run only its names.
   template <Math kMath>
-  void add_hopper(const Lesson& lesson, const std::string& suffix) const {
+  void add_hopper([[maybe_unused]] const Lesson& lesson, const std::string& suffix) const {
 #ifndef CUDA_CPU
     if (lesson.device().is_hopper()) {
       const auto product = make_hopper_product<kMath>(lesson, problem, shape, x, W);
@@ -1842,6 +1851,16 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
                 softmax(logits, probs, shape);
               })
       .needs(needs_cc);
+  // It reads W once per row: of the largest shapes 20 calls would take a minute.
+  if (!tf32 && shape.flops() < kMostFlopsOfFusedRows) {
+    problem
+        .kernel("fused rows", Role::baseline,
+                [=] {
+                  fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
+                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
+                })
+        .resources(fused_rows, kSoftmaxThreads);
+  }
   if (shape.classes <= 16) {
     problem
         .kernel("fused rows, D split", Role::ours,
@@ -1855,16 +1874,6 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
     layer.add_ours(make_product<Math::tf32>(lesson, problem, shape, x, W), "", needs_cc);
     layer.add_hopper<Math::tf32>(lesson, "");
     return;
-  }
-  // It reads W once per row: of the largest shapes 20 calls would take a minute.
-  if (shape.flops() < kMostFlopsOfFusedRows) {
-    problem
-        .kernel("fused rows", Role::baseline,
-                [=] {
-                  fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
-                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
-                })
-        .resources(fused_rows, kSoftmaxThreads);
   }
   layer.add_ours(make_product<Math::fp32>(lesson, problem, shape, x, W), "", needs_cc);
   layer.add_ours(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
@@ -1922,6 +1931,14 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
   fused(make_product<Math::fp32>(lesson, problem, shape, x, W), "", 0);
   fused(make_product<Math::tf32>(lesson, problem, shape, x, W), ", TF32", 80);
   fused(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
+#ifndef CUDA_CPU
+  if (lesson.device().is_hopper()) {
+    const auto rounded = make_hopper_product<Math::tf32>(lesson, problem, shape, x, W);
+    if (rounded) fused(*rounded, ", TF32", 90);
+    const auto split = make_hopper_product<Math::split>(lesson, problem, shape, x, W);
+    if (split) fused(*split, ", 3xTF32", 90);
+  }
+#endif
 }
 
 // ---- The exercises' tables ----------------------------------------------------------------------

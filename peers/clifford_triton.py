@@ -134,7 +134,8 @@ def source(algebra):
            for k, c in zip(blades, algebra.grades)]
     d_weights = [f"d_w{t} += " + " ".join(
         f"{'-' if sign < 0 else '+'} d_z{k} * left{i} * right{j}"
-        for i, j, k, triple, sign in algebra.terms if triple == t) for t in triples]
+        for i, j, k, triple, sign in algebra.terms if triple == t).removeprefix("+ ")
+        for t in triples]
     return TEMPLATE.format(
         load_w=lines(4, [f"w{t} = tl.load(w + {t} * features + f, mask=mask, other=0.0)"
                          for t in triples]),

@@ -115,7 +115,9 @@ BARRIERS = [
     (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
     # Three tiles along D; then blocks that share rows, by columns.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40")),
-    (SOFTMAX, "unfused", "multiply_tiles(", 1, ("3", "--inputs", "150", "--classes", "10")),
+    (SOFTMAX, "fused rows, D split", "fused_narrow_rows(", 1,
+     ("3", "--inputs", "40", "--classes", "10")),
+    (SOFTMAX, "unfused tiles", "multiply_tiles(", 1, ("3", "--inputs", "150", "--classes", "10")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1, ("3", "--inputs", "9", "--classes", "10")),
     (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
      ("3", "--inputs", "5", "--classes", "600")),
