@@ -1041,10 +1041,13 @@ constexpr int kBlockClasses = 128, kExchangeDepth = 32;
 template <Math kMath, int kRows>
 struct ExchangeShared {
   static constexpr bool kSplit = kMath == Math::split;
-  using Tile = float[kRows * kExchangeDepth];
-  static constexpr int kStageBytes = (kSplit ? 2 : 1) * sizeof(Tile);
+  struct Stage {
+    float x[kRows * kExchangeDepth];
+    float W[kBlockClasses / 32][kExchangeDepth * 32];
+  };
+  static constexpr int kStageBytes = sizeof(Stage) + (kSplit ? kRows * kExchangeDepth * 4 : 0);
   static constexpr int kStages = std::min(8, (200 << 10) / kStageBytes);
-  Tile x[kStages];
+  Stage stages[kStages];
   float x_low[kSplit ? kStages : 1][kSplit ? kRows * kExchangeDepth : 1];
   alignas(16) float parts[8][kRows];  // of the 8 warps
   alignas(16) float rows[kRows];
@@ -1106,20 +1109,22 @@ __device__ float exp_of(float value) {
 
 // Clusters of two blocks have kRows rows of x, which they fetch together, and 128 columns of W
 // each; a block is a producer and two consumer warpgroups, of 64 columns each. In a round, the
-// clusters have all columns of strips_at_once strips of kRows rows. Who has which sums: as in fused
+// clusters have all columns of strips_at_once strips of kRows rows.
+//
+// A warp has 16 columns, of a box of 32 in shared memory, a thread two neighbours of them; which 16
+// is chosen so that reads of four rows of W meet no bank twice. Who has which sums: as in fused
 // cluster.
 template <Math kMath, int kRows>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    exchange_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
-                     Exchange others, Results results) {
+    exchange_columns(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap W,
+                     int B, int D, int C, Exchange others, Results results) {
 #if HOPPER_CODE
   using Shared = ExchangeShared<kMath, kRows>;
   constexpr int kStages = Shared::kStages, kSums = kRows / 2;
   constexpr bool kSplit = Shared::kSplit;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = cluster_rank(), whole_steps = D / kExchangeDepth;
-  const int steps = (D + kExchangeDepth - 1) / kExchangeDepth;
+  const int rank = cluster_rank(), steps = (D + kExchangeDepth - 1) / kExchangeDepth;
   const int strips = (B + kRows - 1) / kRows;
   const int tiles = (C + 2 * kBlockClasses - 1) / (2 * kBlockClasses) * 2;  // of a strip
   const int tile = blockIdx.x % tiles, col0 = tile * kBlockClasses;
@@ -1141,19 +1146,22 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
       if (threadIdx.x == 0) {
         for (int step = 0; step < steps; ++step, ring.advance()) {
-          float* tile = shared.x[ring.stage];
+          auto& stage = shared.stages[ring.stage];
           Barrier* arrived = &shared.full[ring.stage];
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(arrived, sizeof shared.x[0]);
-          const int row = rank * kRows / 2;
-          tensor_load_multicast(tile + row * kExchangeDepth, &x, strip * kRows + row,
-                                step * kExchangeDepth, arrived, 3);
+          barrier_arrive_expect(arrived, sizeof stage);
+          const int row = rank * kRows / 2, k = step * kExchangeDepth;
+          tensor_load_multicast(stage.x + row * kExchangeDepth, &x, strip * kRows + row, k, arrived,
+                                3);
+          for (int box = 0; box < kBlockClasses / 32; ++box) {
+            tensor_load(stage.W[box], &W, k, col0 + 32 * box, arrived);
+          }
         }
       } else if (kSplit && threadIdx.x >= 32) {
         // The other warps split x, wherever in the tile an element is.
         for (int step = 0; step < steps; ++step, ring.advance()) {
           barrier_wait(&shared.full[ring.stage], ring.parity);
-          split_all(shared.x[ring.stage], shared.x_low[ring.stage], kRows * kExchangeDepth,
+          split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], kRows * kExchangeDepth,
                     threadIdx.x - 32, 96);
           shared_fence();
           barrier_arrive(&shared.split_done[ring.stage]);
@@ -1167,46 +1175,52 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     const auto release = [&](int stage) {  // threads 0 and 1 tell the producers of blocks 0 and 1
       if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
     };
-    const int col = col0 + 64 * consumer + 16 * warp + 2 * g;
+    // Of its warp's box: 16-byte piece, and which half of it.
+    const int piece = 2 * (warp % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
+    const int box = 2 * consumer + warp / 2;
+    const int near = t * 32 + (piece ^ t) * 4 + half * 2;
+    const int far = (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
+    const auto load = [&](float(&w)[4][4], int stage) {
+      const float* from = shared.stages[stage].W[box];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
+        const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
+        w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
+      }
+    };
     float sum[kSums];
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
-      // While a step is multiplied, the fragments of the two after it are under way. (At the end
-      // those of the last one again: a branch here would have wgmma wait.)
+      // While one step is multiplied, the fragments of the next one are loaded: two sets of
+      // registers, and therefore two steps a turn.
       float w[2][4][4];
       int previous = 0;
-      const auto load = [&](float(&set)[4][4], int step) {
-        load_fragments<true>(set, W, min(step, whole_steps - 1) * kExchangeDepth, col, D, C);
+      const auto load_next = [&](float(&set)[4][4]) {
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        load(set, ring.stage);
       };
       const auto multiply = [&](const float(&set)[4][4], int step) {
-        barrier_wait(kSplit ? &shared.split_done[ring.stage] : &shared.full[ring.stage],
-                     ring.parity);
-        add_products<kMath>(sum, set, shared.x[ring.stage], shared.x_low[kSplit ? ring.stage : 0],
-                            step > 0);
+        if constexpr (kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
+        add_products<kMath>(sum, set, shared.stages[ring.stage].x,
+                            shared.x_low[kSplit ? ring.stage : 0], step > 0);
         wgmma_wait<1>();
         if (step > 0) release(previous);
         previous = ring.stage;
         ring.advance();
       };
-      if (whole_steps > 0) {
-        load(w[0], 0);
-        load(w[1], 1);
-        for (int step = 0; step < whole_steps; step += 2) {
-          multiply(w[0], step);
-          load(w[0], step + 2);
-          if (step + 1 == whole_steps) break;
-          multiply(w[1], step + 1);
-          load(w[1], step + 3);
-        }
-      }
-      if (whole_steps < steps) {
-        load_fragments<false>(w[0], W, whole_steps * kExchangeDepth, col, D, C);
-        wgmma_wait<0>();
-        multiply(w[0], whole_steps);
+      load_next(w[0]);
+      for (int step = 0; step < steps; step += 2) {
+        multiply(w[0], step);
+        if (step + 1 == steps) break;
+        load_next(w[1]);
+        multiply(w[1], step + 1);
+        if (step + 2 < steps) load_next(w[0]);
       }
       wgmma_wait<0>();
       release(previous);
 
       const int row0 = strip * kRows;
+      const int col = col0 + 32 * box + 4 * piece + 2 * half;
       const int own = threadIdx.x - 128, warp8 = own / 32;  // of the 256 consumers
       const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);
       if (results.epilogue == Epilogue::softmax) {
@@ -1619,10 +1633,11 @@ Product make_exchange(Problem& problem, const SoftmaxShape& shape, const Buffer<
   const auto launches = problem.workspace<unsigned>(2);
   const auto launch = [=](Results results) {
     const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows / 2);
+    const CUtensorMap W_map = tensor_map<float>(W, shape.inputs, shape.classes, kExchangeDepth);
     const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches,
                              static_cast<int>(at_once)};
     exchange_columns<kMath, kRows><<<at_once * tiles, kExchangeThreads, kBytes>>>(
-        x_map, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
+        x_map, W_map, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
         static_cast<int>(shape.classes), others, results);
   };
   return product_of("exchange", exchange_columns<kMath, kRows>, kExchangeThreads, kBytes, launch);
