@@ -102,7 +102,7 @@ def test_files_that_are_named_exist():
     names = set(re.findall(r"`(\w[/\w.-]*\.(?:cu|cuh|h|py|md|sh|json|ipynb))`", text))
     names |= set(re.findall(r"`((?:common|results|tests|notebooks|slides|peers)/[\w./-]*)`", text))
     assert len(names) >= 10
-    for name in names - {"11_name.cu"}:
+    for name in names - {"11_name.cu", "slides/build/slides.html"}:
         assert (ROOT / name).exists(), name
 
 

@@ -18,7 +18,9 @@ def test_record_is_valid_and_verified(path):
     check_record(record)
     assert record["device"]["backend"] == "cuda"
     assert not record["commit"].endswith("-dirty")
-    assert all(kernel["ok"] for problem in record["problems"] for kernel in problem["kernels"])
+    # A peer may fail: the table says so.
+    assert all(kernel["ok"] for problem in record["problems"] for kernel in problem["kernels"]
+               if kernel["role"] != "peer")
     assert not any("not_run" in problem for problem in record["problems"])
 
 
