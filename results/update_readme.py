@@ -12,6 +12,7 @@
     <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
     <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
     <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem
+    <!-- operations RECORD -->...<!-- end -->             what count_clifford.py counted
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
@@ -26,7 +27,7 @@ from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|output|value|ratio|cross|formula|points|peers)\s(?P<what>.+?) -->)"
+    r"(?P<open><!-- (?P<kind>table|output|value|ratio|cross|formula|points|peers|operations)\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
     re.DOTALL,
 )
@@ -172,6 +173,36 @@ def peers_table(records):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def operations_table(record):
+    """What results/count_clifford.py counted: for each algebra a row for the product, one for the
+    gradients; each count as a sum, with its parts."""
+    counted = json.loads((ROOT / "results" / f"{record}.json").read_text())
+
+    def sympy(count):
+        parts = f"{count['multiplications']} x, {count['additions']} +"
+        return f"{count['instructions']} ({parts})"
+
+    def sass(count):
+        parts = ", ".join(f"{number} {name}" for name, number in count.items() if number)
+        return f"{sum(count.values())} ({parts})"
+
+    lines = [
+        f"nvcc {counted['nvcc']} for {counted['architecture']}, SymPy {counted['sympy']}; "
+        f"commit {counted['commit'][:9]}.",
+        "",
+        "| algebra | terms | | the lesson counts | its SASS | SymPy, as written | after CSE | its SASS |",
+        "|---|--:|---|" + "--:|" * 5,
+    ]
+    for algebra in counted["algebras"]:
+        for what in ("product", "gradients"):
+            of = algebra[what]
+            cells = [f"Cl({algebra['algebra']})", str(algebra["terms"]), what, str(of["multiply_adds"]),
+                     sass(of["sass"]), sympy(of["sympy"]["written"]), sympy(of["sympy"]["eliminated"]),
+                     sass(of["sympy_sass"])]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def table(run, problem):
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     unit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
@@ -256,6 +287,8 @@ def render(match):
         text = points(what)
     elif kind == "peers":
         text = peers_table(what.split())
+    elif kind == "operations":
+        text = operations_table(what)
     else:
         if kind == "ratio":
             problem, kernels = what.split(": ")
