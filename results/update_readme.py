@@ -190,7 +190,7 @@ def operations_table(record):
         f"nvcc {counted['nvcc']} for {counted['architecture']}, SymPy {counted['sympy']}; "
         f"commit {counted['commit'][:9]}.",
         "",
-        "| algebra | terms | | the lesson counts | its SASS | SymPy, as written | after CSE | its SASS |",
+        "| algebra | terms | | lesson: its count | its SASS | SymPy: as written | after CSE | its SASS |",
         "|---|--:|---|" + "--:|" * 5,
     ]
     for algebra in counted["algebras"]:
