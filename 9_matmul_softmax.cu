@@ -4,11 +4,13 @@
 //     logits l = x W, m(b) = the maximum of row b
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major
 //
-// The last layer of a classifier. Unfused, one kernel writes the B C logits and another one reads
-// them; fused, they never leave the chip. But softmax needs whole rows: every element of a row
-// depends on the maximum and on the sum of all of it. Whoever wants to fuse has to bring a row's
-// logits together, wherever on the GPU they were computed, and that is what tells the kernels below
-// apart.
+// The last layer of a classifier. What is computed is 2 B D C operations; what has to move is x, W
+// and probs, 4 (B D + D C + B C) bytes. Small layers are limited by neither but by launches, and by
+// waiting for one another's data; for large ones arithmetic is the limit. Unfused, one kernel
+// writes the B C logits and another one reads them; fused, they never leave the chip. But softmax
+// needs whole rows: every element of a row depends on the maximum and on the sum of all of it.
+// Whoever wants to fuse has to bring a row's logits together, wherever on the GPU they were
+// computed, and that is what tells the kernels below apart.
 //
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three ways:
@@ -24,21 +26,24 @@
 //
 //     fused rows      a block a row: simple; every block reads all of W
 //     ..., D split    few columns: the row's inputs are spread over the block's threads as well
-//     fused tiles     a block has all columns of many rows; D is spread over its warps and, if
-//                     there are too few rows to fill the GPU, over several blocks
-//     fused online    C of thousands: a row is spread over several blocks, which write exponentials
-//                     relative to their own maximum; the last of them to end corrects them
+//     fused tiles     a block has all columns of 8 to 32 rows (all_columns() below); D is spread
+//                     over its warps and, if there are too few rows to fill the GPU, over several
+//                     blocks
+//     fused online    C of thousands: a row is spread over several blocks (column_tiles()), which
+//                     write exponentials relative to their own maximum; the last of them to end
+//                     corrects them
 //
 // and on Hopper, with its copy engine and wgmma:
 //
-//     fused cluster   the blocks that share D are a cluster: their parts of the sums go straight
-//                     into each other's shared memory
-//     fused exchange  the blocks that share a row run at the same time, keep their logits in
-//                     registers, and tell each other only maximum and sum
+//     fused cluster   the blocks that share D are a cluster (cluster_columns()): their parts of the
+//                     sums go straight into each other's shared memory
+//     fused exchange  the blocks that share a row run at the same time (exchange_columns()), keep
+//                     their logits in registers, and tell each other only maximum and sum
 //
-// In fp32 all of these but the first two also come as "3xTF32": each operand as the sum of two TF32
-// numbers, and three products of tensor cores instead of one. Its error is held to the bound of
-// fp32.
+// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
+// the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
+// each operand as the sum of two TF32 numbers, and three products instead of one. Its error is held
+// to the bound of fp32. Hopper's two are there as 3xTF32 only.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -216,10 +221,11 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 
 // ---- fused rows, D split ------------------------------------------------------------------------
 
-// 10 columns occupy 10 of the threads above, each with a long sum. Here D is spread over the block:
-// thread t has column t % kCols and every 256 / kCols-th input, so that all of the row's loads are
-// under way at once; lanes with the same column add up by shuffles, warps through shared memory.
-// The first warp then has all of the row's logits, one a lane.
+// 10 columns occupy 10 of the 256 threads above, each with a long sum. Here D is spread over the
+// block, too: thread t has column t % kCols and every 256 / kCols-th input, so that all of the
+// row's loads are under way at once; lanes with the same column add up by shuffles, warps through
+// shared memory. The first warp then has all of the row's logits, one a lane. W is still read once
+// per row.
 template <int kCols>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_narrow_rows(const float* x, const float* W, float* probs, int D, int C) {
@@ -257,7 +263,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 
 // ---- The product --------------------------------------------------------------------------------
 
-// How the logits are computed; all accumulate in fp32.
+// Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3. How they are
+// computed; all accumulate in fp32.
 enum class Math {
   fp32,   // multiply-adds on the CUDA cores
   tf32,   // tensor cores, operands rounded to TF32
@@ -603,13 +610,13 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
 }
 
 // A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B. It
-// also has a part of D, of gridDim.y parts: the warps' sums meet in shared memory, those of blocks
-// in `partial`, where the last block to arrive adds them up, always in the same order. Then a warp
-// takes a row at a time.
+// also has one of gridDim.y parts of D: the sums of its warps meet in shared memory, those of the
+// blocks of the same rows in `partial`, where the last of them to arrive adds them up, always in
+// the same order. Then a warp takes a row at a time.
 //
-// What D is split for: 1024 rows are 32 blocks of 32, for 132 multiprocessors, and each of them
-// would read all of W by itself, 400 KB at some 64 bytes a clock. Four times as many blocks read a
-// quarter each.
+// What D is split for: 1024 rows are 32 blocks of 32, for a GPU of 132 multiprocessors, and each of
+// them would read all of W by itself (1024 x 100: 400 KB, at some 64 bytes a clock). Four times as
+// many blocks read a quarter each.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     all_columns(Factors<typename Tile::T> factors, Results results) {
@@ -734,13 +741,14 @@ __device__ void correct_row(int row, int C, const Results& results) {
   }
 }
 
-// Here a row does not fit into a block: 1000 columns for 32 rows are as many sums as a
-// multiprocessor has registers, and blocks of few rows would read W too often. So blocks have tiles
-// of BM x BN, as for any product, and the blocks of BM rows share the softmax: each writes
-// exponentials relative to the maximum of a warp's kCols columns, which the lanes that share a row
-// find with a few shuffles, and leaves that maximum and the sum. The last block of these rows to
-// arrive knows them all, and corrects the rows while they still are in the L2 cache. Not one pass,
-// then, but memory sees one, and the logits never exist.
+// Here a row does not fit into a block: 1000 columns of 64 rows are as many sums as a
+// multiprocessor has registers, and blocks of fewer rows would read W too often. So blocks have
+// tiles of BM x BN, as for any product, and the blocks of BM rows share the softmax: each warp
+// writes exponentials relative to the maximum of its own kCols columns, which the lanes that share
+// a row find with a few shuffles, and leaves that maximum and the sum. The last block of these rows
+// to arrive knows them all, and corrects the rows while they still are in the L2 cache. So the
+// result is written twice, but to memory once, and the logits not at all. What it costs: all of BM
+// rows are corrected by one block, the last, when the others are done.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
     column_tiles(Factors<typename Tile::T> factors, Results results) {
@@ -805,32 +813,35 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
 
-// Up to this many classes a cluster, beyond them fused exchange.
+// Up to this many classes (columns) fused cluster, beyond them fused exchange.
 constexpr int kClusterClasses = 128;
 
 #ifndef CUDA_CPU
 
-// Sums of a row that one block sends to another: a multiple of 4, as the copy engine needs, and 4
-// more than one of 8, so that 4 rows start on different banks.
+// The floats that one block sends to another for a row, C and some padding: a multiple of 4, as the
+// copy engine needs, and 4 more than one of 8, so that 4 rows start on different banks.
 __host__ __device__ constexpr int cluster_stride(int C) { return (C + 7) / 8 * 8 + 4; }
 
+// A block's shared memory. kSplits: the blocks of a cluster, over which D is split. kDepth: how
+// many of the D inputs are taken at a time. kSplit: whether operands are in two parts (3xTF32).
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 struct ClusterShared {
   static constexpr bool kSplit = kMath == Math::split;
-  static constexpr int kOwnRows = kRows / kSplits;
+  static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
-  float x[kDepth / 32][kRows * 32];
+  float x[kDepth / 32][kRows * 32];  // boxes of kRows x 32, as the copy engine leaves them
   float x_low[kSplit ? kDepth / 32 : 1][kSplit ? kRows * 32 : 1];
-  // Per block of the cluster: kOwnRows rows, ClusterStride(C) apart.
+  // To and from each block of the cluster: kOwnRows rows, cluster_stride(C) apart.
   alignas(16) float outbox[kSplits][kOwnRows * cluster_stride(kClasses)];
   alignas(16) float inbox[kSplits][kOwnRows * cluster_stride(kClasses)];
-  Barrier full, come;
+  Barrier full, come;  // x is there; all of the inbox is
 };
 
 #if HOPPER_CODE
-// A thread's fragments of W^T for the depths from d0 on, of the classes col and col + 1. All loads
-// are under way before the first value is needed. Where d >= D they are zeros, for classes that do
-// not exist another one's. kWhole: C is even, and no d >= D.
+// A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: w[k] is
+// for d0 + 8 k to d0 + 8 k + 7. All loads are under way before the first value is needed. Where d
+// >= D they are zeros; for classes that do not exist they are another one's, and nobody looks at
+// what becomes of them. kWhole: C is even, and no d >= D.
 template <bool kWhole, int kSteps>
 __device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int d0, int col, int D,
                                       int C) {
@@ -860,8 +871,8 @@ __device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int
   }
 }
 
-// count elements of `high`, a multiple of 4, become sums of two TF32 numbers, high + low. Thread
-// `first` of `threads`.
+// Each of the `count` elements of `high` (a multiple of 4) becomes the sum of two TF32 numbers,
+// high + low. All `threads` threads call this; `first` is the caller's number among them.
 __device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
 #pragma unroll 2
   for (int i = 4 * first; i < count; i += 4 * threads) {
@@ -875,8 +886,9 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
   }
 }
 
-// Adds 64 classes' products with kSums / 2 rows of x over a depth of 32. w[k]: a thread's fragment
-// of W^T at depth 8 k. Starts them; they are under way when this returns unless kMath is split.
+// Adds the products of a warpgroup's 64 classes with 2 kSums rows of x, for 32 of the D inputs.
+// w[k]: a thread's fragment of W^T for inputs 8 k to 8 k + 7. If kMath is split they are done when
+// this returns, else under way: wgmma_wait() then.
 template <Math kMath, int kSums>
 __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4], const float* x,
                                     const float* x_low, bool add) {
@@ -920,20 +932,23 @@ __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4],
 }
 #endif
 
-// As fused tiles, D is split over blocks that share rows. But these are a cluster, and can write to
-// each other's shared memory: the parts of the sums do not go through memory to whoever comes last.
-// Each
-// of the kSplits blocks finishes its share of the kRows rows, and gets the other blocks' parts of
-// them pushed into its inbox.
+// As in fused tiles, D is split over blocks that share kRows rows. But here these are a cluster,
+// and can write to each other's shared memory: the parts of the sums need not go through the L2
+// cache to whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the
+// others push their parts of that share into its inbox.
 //
-// The product is wgmma's. In TF32 it takes a factor from shared memory only if its k are
-// contiguous; those of x are, those of W are not. So the product is turned round, logits^T = W^T
-// x^T: x^T is the factor from shared memory, where the copy engine brings it, and W^T comes from
-// registers. No other thread of the block needs the same part of W: it goes from memory straight
-// to the registers, all of it at once. (x is not rounded but truncated to TF32, by wgmma.)
+// The product is wgmma's. In TF32 it takes a factor from shared memory only if its elements are
+// contiguous along k (here D); those of x are, those of W are not. So the product is turned round,
+// logits^T = W^T x^T: x^T is the factor from shared memory, where the copy engine brings it, and
+// W^T is the one from registers. No other thread of the block needs the same elements of W: they go
+// from memory straight to the registers, all of a chunk of kDepth inputs at once. (In TF32 wgmma
+// truncates x; W is rounded. So the error is larger than that of fused tiles.)
 //
-// A warpgroup has 64 classes, a warp 16, thread l the two from 2 (l / 4) on: its sums are sum[4 j +
-// e] and sum[4 j + 2 + e] for those, of row 8 j + 2 (l % 4) + e.
+// A warpgroup has 64 classes, a warp 16. For wgmma those are rows of W^T, and thread l has rows l /
+// 4 and l / 4 + 8 of its warp's 16. Which class is which row is ours to say: these two are
+// neighbours, 2 (l / 4) and the next one, so that W is read 8 bytes at a time. The thread's sums of
+// the first are sum[4 j + e], of the second sum[4 j + 2 + e], each for row 8 j + 2 (l % 4) + e of
+// x.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
@@ -981,7 +996,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     }
     wgmma_wait<0>();
   };
-  __syncthreads();  // the barrier is there
+  __syncthreads();  // the barriers are initialized
   for (int chunk = first; chunk < last; ++chunk) {
     if (C % 2 == 0 && (chunk + 1) * kDepth <= D) {
       add_chunk(chunk, std::true_type());
@@ -1001,10 +1016,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
       if (col < stride) *reinterpret_cast<float2*>(to) = {sum[4 * j + e], sum[4 * j + 2 + e]};
     }
   }
-  shared_fence();
+  shared_fence();  // the copy engine will read this
   __syncthreads();
-  cluster_wait();
-  if (threadIdx.x < kSplits) {
+  cluster_wait();               // the others' `come` is initialized
+  if (threadIdx.x < kSplits) {  // thread i sends to block i
     bulk_push(shared.inbox[rank], shared.outbox[threadIdx.x], part_bytes, &shared.come,
               threadIdx.x);
   }
@@ -1030,12 +1045,15 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
 // ---- Hopper: fused exchange ---------------------------------------------------------------------
 
-// For C of thousands. The sums of a row's softmax are few; what fused online pays for is that no
-// block knows them in time, so that each writes what another one has to correct. Here the blocks of
-// some rows run at the same time, keep their logits in registers, leave each row's maximum and sum
-// in memory, wait until all of the others have, and then write probabilities, once.
+// For C of thousands. Of its row a block needs to know only a maximum and a sum; what fused online
+// pays for is that no block knows them in time, so that each writes what another one has to
+// correct. Here the blocks of some rows run at the same time, keep their logits in registers, leave
+// each row's maximum and sum in memory, wait until all of the others have, and then write
+// probabilities, once.
 //
-// The product is turned round, as in fused cluster, and otherwise lesson 3's last one.
+// The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
+// that copies, two that multiply, several stages, and clusters of two. For all of the D inputs W
+// has no room in registers: it comes through the stages, too, and from there to the registers.
 constexpr int kBlockClasses = 128, kExchangeDepth = 32;
 
 template <Math kMath, int kRows>
@@ -1049,15 +1067,15 @@ struct ExchangeShared {
   static constexpr int kStages = std::min(8, (200 << 10) / kStageBytes);
   Stage stages[kStages];
   float x_low[kSplit ? kStages : 1][kSplit ? kRows * kExchangeDepth : 1];
-  alignas(16) float parts[8][kRows];  // of the 8 warps
-  alignas(16) float rows[kRows];
+  alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
+  alignas(16) float rows[kRows];      // what exponentials are relative to; then their factor
   Barrier full[kStages], empty[kStages], split_done[kStages];
 };
 
 // What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
 // it ready for the next one. One launch at a time: two streams need one of these each.
 struct Exchange {
-  // (strips of kRows rows, classes / 128, kRows): see Left.
+  // (strips of kRows rows, tiles of 128 classes, kRows): see Left.
   unsigned long long* left;
   unsigned* launches;  // how many have ended, and how many blocks of this one
   int strips_at_once;
@@ -1065,8 +1083,8 @@ struct Exchange {
 
 #if HOPPER_CODE
 // A row's maximum in a tile, and the sum relative to it, as 8 bytes that are written and read at
-// once. The sum's last bit says whether an odd or an even launch has written them, so that readers
-// only have to look until it does: no flag, and no fence.
+// once. The sum's last bit (which its accuracy can do without) says whether an odd or an even
+// launch has written them, so that readers look until it is this launch's: no flag, and no fence.
 using Left = unsigned long long;
 __device__ inline Left leave(MaxSum part, unsigned turn) {
   return static_cast<Left>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
@@ -1078,8 +1096,10 @@ __device__ inline MaxSum part_of(Left left) {
           __uint_as_float(static_cast<unsigned>(left >> 32) & ~1u)};
 }
 
-// Of kCount values each, combined over the 8 lanes that differ in l / 4: thread l is left with
-// values (l / 4 with its bits reversed) kCount / 8 onwards.
+// The 8 lanes with the same l % 4 have kCount values each, and combine them: value i of all of them
+// becomes one. Each time a lane keeps one half of its values and gives the other one to a partner,
+// so that after three times it has kCount / 8: those from (l / 4 with its 3 bits reversed) * kCount
+// / 8 on.
 template <int kHalf, int kCount, typename Op>
 __device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
   const bool upper = threadIdx.x & lanes;
@@ -1107,13 +1127,14 @@ __device__ float exp_of(float value) {
 }
 #endif
 
-// Clusters of two blocks have kRows rows of x, which they fetch together, and 128 columns of W
-// each; a block is a producer and two consumer warpgroups, of 64 columns each. In a round, the
-// clusters have all columns of strips_at_once strips of kRows rows.
+// The two blocks of a cluster have the same kRows rows of x, of which each fetches one half for
+// both, and 128 columns of W each. A block is a producer warpgroup and two consumers, of 64 columns
+// each. The clusters side by side have all columns of a strip of kRows rows; in a round they take
+// strips_at_once strips, which is as many as have all of their blocks running.
 //
-// A warp has 16 columns, of a box of 32 in shared memory, a thread two neighbours of them; which 16
-// is chosen so that reads of four rows of W meet no bank twice. Who has which sums: as in fused
-// cluster.
+// A warp has 16 columns, half of a box of 32 in shared memory, and a thread two neighbours of them;
+// which half is chosen so that reads of four rows of W meet no bank twice. Which sums a thread has:
+// as in fused cluster.
 template <Math kMath, int kRows>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     exchange_columns(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap W,
@@ -1158,7 +1179,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           }
         }
       } else if (kSplit && threadIdx.x >= 32) {
-        // The other warps split x, wherever in the tile an element is.
+        // The producer's other warps split x, all of a stage: in whatever order it lies there.
         for (int step = 0; step < steps; ++step, ring.advance()) {
           barrier_wait(&shared.full[ring.stage], ring.parity);
           split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], kRows * kExchangeDepth,
@@ -1224,7 +1245,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       const int own = threadIdx.x - 128, warp8 = own / 32;  // of the 256 consumers
       const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);
       if (results.epilogue == Epilogue::softmax) {
-        // Of the warp's 16 columns, then of the block's: the maximum of each row.
+        // For each row the maximum of the thread's two columns, of the warp's 16, of the block's.
         constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
         float of_row[kPairs];
         const auto leave_parts = [&] {
@@ -1271,7 +1292,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
           left_at(tile).store(leave(row, turn), cuda::memory_order_relaxed);
 
-          // Those of the other blocks of these rows.
+          // Those of all blocks of these rows, 16 loads at a time.
           MaxSum all = {minus_infinity(), 0};
           constexpr int kAtOnce = 16;
           for (int first = 0; first < tiles; first += kAtOnce) {
@@ -1671,17 +1692,18 @@ std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& proble
   if (shape.inputs % 4 != 0) return {};  // the copy engine needs aligned rows
   if (C > kClusterClasses) {
     if (C % 4 != 0) return {};
-    // With split operands a warp has two sums.
+    // With split operands a thread has the sums of a step, too: half as many rows.
     constexpr int kRows = kMath == Math::split ? 128 : 256;
     return choose_exchange<kMath, kRows>(lesson, problem, shape, x, W);
   }
-  // Few rows: more blocks for each. 40 rows: of 1024 rows 26 clusters of 4, which is about as many
-  // as fit on the GPU at a time.
+  // cluster<kMath, kSplits, kRows, kClasses, kDepth>. Few rows: D is split over more blocks. 40
+  // rows: of 1024 rows 26 clusters of 4, which is about as many as fit on the GPU at a time.
   if (B <= 512) {
     return C <= 64 ? make_cluster<kMath, 8, 16, 64, 64>(shape, x, W)
                    : make_cluster<kMath, 8, 16, 128, 64>(shape, x, W);
   }
-  // With split operands less of W, of which there are twice as many registers, and more rows.
+  // Split operands take twice the registers for W: fewer inputs at a time, and more rows and
+  // blocks.
   if constexpr (kMath == Math::split) {
     return C <= 64 ? make_cluster<kMath, 8, 80, 64, 128>(shape, x, W)
                    : make_cluster<kMath, 8, 80, 128, 128>(shape, x, W);
@@ -1745,7 +1767,7 @@ Product make_product(const Lesson& lesson, Problem& problem, const SoftmaxShape&
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// What an input of softmax(x W) and its result are made of.
+// A table of softmax(x W) with its buffers, and the rows that such tables have in common.
 template <typename T>
 struct Layer {
   std::string name;

@@ -331,8 +331,8 @@ def rows_of(folder, lesson, run, problem):
     for each in filter(None, (other, lesson)):
         for path in sorted(folder.glob(f"{each}*.peers.json")):
             for twin in same_problem(load(path), problem):
-                rows += [(k["name"], k["ms"]["median"], SKY) for k in twin["kernels"]
-                         if k["role"] == "peer"]
+                rows += [(k["name"] + ("" if k["ok"] else " (wrong)"), k["ms"]["median"], SKY)
+                         for k in twin["kernels"] if k["role"] == "peer"]
     fused = [k for k in problem["kernels"] if k["role"] == "ours" and not is_unfused(k)]
     best = min(fused, key=lambda kernel: kernel["ms"]["median"])
     rows.append((best["name"], best["ms"]["median"], VERMILLION))
