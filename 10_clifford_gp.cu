@@ -135,6 +135,13 @@ struct Cl {
            : of == Of::x    ? sign(t, fixed, third(fixed, other))
                             : sign(t, third(fixed, other), fixed);
   }
+  // Whether triple t has a term there at all: with vectors that square to 0 it may have none.
+  __host__ __device__ static constexpr bool has_terms(Of of, int t, int fixed) {
+    for (int other = 0; other < kBlades; ++other) {
+      if (sign(of, t, fixed, other) != 0) return true;
+    }
+    return false;
+  }
 
   // (e_i e_j) e_k = e_i (e_j e_k) for all j and k?
   static constexpr bool associates(int i) {
@@ -291,8 +298,11 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
   unroll<0, A::kTriples>([&](auto t) {
     constexpr int c = A::triple(t).result;
     const Pack<W> w = weight(t);
-    unroll<A::first(c), A::first(c + 1)>(
-        [&](auto k) { add_product(z.blade[k], w, sum_terms<A, Of::result, t, k>(x, y)); });
+    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+      if constexpr (A::has_terms(Of::result, t, k)) {
+        add_product(z.blade[k], w, sum_terms<A, Of::result, t, k>(x, y));
+      }
+    });
   });
   return z;
 }
@@ -317,9 +327,11 @@ __device__ __forceinline__ void gradients_of_x_and_w(const Multivectors<A, W>& x
         const Pack<W> w = weight(t);
         Pack<W> dw = take_w(t);
         unroll<first, end>([&](auto i) {
-          const Pack<W> sum = sum_terms<A, Of::x, t, i>(dz, y);
-          add_product(dx[i - first], w, sum);
-          add_product(dw, x.blade[i], sum);
+          if constexpr (A::has_terms(Of::x, t, i)) {
+            const Pack<W> sum = sum_terms<A, Of::x, t, i>(dz, y);
+            add_product(dx[i - first], w, sum);
+            add_product(dw, x.blade[i], sum);
+          }
         });
         give_w(t, dw);
       }
@@ -339,8 +351,11 @@ __device__ __forceinline__ void gradient_of_y(const Multivectors<A, W>& x,
     unroll<0, A::kTriples>([&](auto t) {
       if constexpr (A::triple(t).y == grade) {
         const Pack<W> w = weight(t);
-        unroll<first, end>(
-            [&](auto j) { add_product(dy[j - first], w, sum_terms<A, Of::y, t, j>(dz, x)); });
+        unroll<first, end>([&](auto j) {
+          if constexpr (A::has_terms(Of::y, t, j)) {
+            add_product(dy[j - first], w, sum_terms<A, Of::y, t, j>(dz, x));
+          }
+        });
       }
     });
     unroll<first, end>([&](auto j) { give_y(j, dy[j - first]); });

@@ -1689,6 +1689,8 @@ std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& proble
                                            const SoftmaxShape& shape, const Buffer<float>& x,
                                            const Buffer<float>& W) {
   const int64_t B = shape.rows, C = shape.classes;
+  constexpr int64_t kMost = INT32_MAX - 512;  // where a tile ends is an int, too
+  if (B > kMost || shape.inputs > kMost) return {};
   if (shape.inputs % 4 != 0) return {};  // the copy engine needs aligned rows
   if (C > kClusterClasses) {
     if (C % 4 != 0) return {};

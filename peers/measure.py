@@ -81,6 +81,7 @@ class Captured:
         self.call, self.graph = call, torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
             for _ in range(calls):
+                self.outputs = None  # one set of outputs, as the lessons have, not two in turn
                 self.outputs = call()
 
     def verify(self, expected, tolerance, measured):

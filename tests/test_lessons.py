@@ -173,11 +173,11 @@ def test_softmax(run, backend, shape):
     size = "x".join(map(str, shape))
     dims = dict(zip("BDC", shape))
     assert dims_of(result) == {f"TF32 {size}": dims, f"fp32 {size}": dims}
-    # One is rounded, the other is not, and each is the only one of its kind in its table.
+    # One is rounded, the other is not; but for one kernel, which stands in both and never rounds.
     if shape[1] > 3 and shape[2] > 1:
         for problem, kernel in result.kernels:
             if kernel["role"] == "ours" and problem["name"].startswith("TF32"):
-                assert kernel["error"] > 1e-6
+                assert (kernel["error"] > 1e-6) == (kernel["name"] != "fused rows, D split")
 
 
 @pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300)], ids=str)
