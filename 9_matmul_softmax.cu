@@ -1885,7 +1885,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
                 })
         .resources(fused_rows, kSoftmaxThreads);
   }
-  // It rounds nothing, in TF32's table either: for a few columns tensor cores have to beat it first.
+  // It rounds nothing, in TF32's table either: for a few columns, that is what tensor cores have to
+  // beat.
   if (shape.classes <= 16) {
     problem
         .kernel("fused rows, D split", Role::ours,
