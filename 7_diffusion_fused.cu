@@ -1548,16 +1548,10 @@ int main(int argc, char** argv) {
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
                  .n_cpu = 512,
-                 .options = {{"--eigen", "E, eigenvectors: a multiple of 16", 128},
-                             {"--width", "W, features of a vertex: a multiple of 16", 256}},
+                 .options = {{"--eigen", "E, eigenvectors: a multiple of 16", 128, 16},
+                             {"--width", "W, features of a vertex: a multiple of 16", 256, 16}},
                  .flags = {{"--sweep", "instead of N: V = 256, 512, ... 4194304 (CPU: 1024)"}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
-  for (const char* option : {"--eigen", "--width"}) {
-    if (lesson.option(option) % 16 != 0) {
-      fail(kBadUsage, "%s is a multiple of 16, not %lld", option,
-           static_cast<long long>(lesson.option(option)));
-    }
-  }
   const int64_t shared_bytes = lesson.device().shared_bytes;
   const bool wide = WideVertexTiles::shared_bytes(E) <= shared_bytes;
   if (NarrowVertexTiles::shared_bytes(E) > shared_bytes) {

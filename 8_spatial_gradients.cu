@@ -1982,16 +1982,10 @@ int main(int argc, char** argv) {
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
                  .n_cpu = 128,
-                 .options = {{"--eigen", "E, coefficients of a feature: a multiple of 16", 128},
-                             {"--width", "W, features of a vertex: a multiple of 16", 256}},
+                 .options = {{"--eigen", "E, coefficients of a feature: a multiple of 16", 128, 16},
+                             {"--width", "W, features of a vertex: a multiple of 16", 256, 16}},
                  .flags = {{"--sweep", "instead of N: V = 1024, 2048, ... 1048576 (CPU: 2048)"}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
-  for (const char* option : {"--eigen", "--width"}) {
-    if (lesson.option(option) % 16 != 0) {
-      fail(kBadUsage, "%s is a multiple of 16, not %lld", option,
-           static_cast<long long>(lesson.option(option)));
-    }
-  }
   std::vector<int64_t> sizes = {lesson.n()};
   if (lesson.flag("--sweep")) {
     if (lesson.given("N")) fail(kBadUsage, "--sweep chooses V itself: leave N out");

@@ -346,6 +346,10 @@ void Lesson::State::parse(int argc, char** argv) {
     options[option.name] = app.count(option.name) == 0
                                ? option.value
                                : whole_number(texts[option.name], option.name, option.meaning);
+    if (options[option.name] % option.multiple_of != 0) {
+      fail(kBadUsage, "%s is a multiple of %d, not %lld", option.name, option.multiple_of,
+           static_cast<long long>(options[option.name]));
+    }
   }
   if (!kernel_pattern.empty()) {
     try {

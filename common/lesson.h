@@ -281,6 +281,7 @@ struct Option {
   const char* name;  ///< "--hidden"
   const char* meaning;
   int value;  ///< default
+  int multiple_of = 1;
 };
 
 struct Choice {
