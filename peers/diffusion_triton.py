@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tuning import config, tuned
+from tuning import config, persistent_grid, tuned
 
 
 @tuned([
@@ -117,21 +117,13 @@ def project(values, mass, basis):
     return sums
 
 
-def expand_grid(V, W):
-    def grid(sizes):
-        columns = triton.cdiv(W, sizes["BW"])
-        programs = max(1, sizes["PROGRAMS"] // columns)
-        return (min(programs, triton.cdiv(V, sizes["BV"])), columns)
-
-    return grid
-
-
 def forward(x, basis, mass, evalues, times):
     (V, W), E = x.shape, basis.shape[1]
     sums = project(x, mass, basis)
     spectral, out = x.new_empty((E, W)), torch.empty_like(x)
-    expand_kernel[expand_grid(V, W)](sums, basis, evalues, times, spectral, out, V, E, W,
-                                     BE=triton.next_power_of_2(E))
+    grid = persistent_grid(V, W, "BW")
+    expand_kernel[grid](sums, basis, evalues, times, spectral, out, V, E, W,
+                        BE=triton.next_power_of_2(E))
     return spectral, out
 
 
@@ -139,7 +131,7 @@ def backward(d_spectral, d_out, spectral, basis, mass, evalues, times):
     (V, W), E = d_out.shape, basis.shape[1]
     sums = project(d_out, None, basis)
     d_times, d_x = torch.empty_like(times), torch.empty_like(d_out)
-    expand_backward_kernel[expand_grid(V, W)](sums, d_spectral, spectral, basis, mass, evalues,
-                                              times, d_times, d_x, V, E, W,
-                                              BE=triton.next_power_of_2(E))
+    grid = persistent_grid(V, W, "BW")
+    expand_backward_kernel[grid](sums, d_spectral, spectral, basis, mass, evalues, times, d_times,
+                                 d_x, V, E, W, BE=triton.next_power_of_2(E))
     return d_times, d_x

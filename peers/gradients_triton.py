@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tuning import config, tuned
+from tuning import config, persistent_grid, tuned
 
 
 @triton.jit
@@ -102,28 +102,21 @@ def backward_kernel(Gr, Gi, x, M1, M2, d_out, sums, V, E, W, BE: tl.constexpr, B
     tl.atomic_add(sums + 2 * E * W + at, direct, mask=inside, sem="relaxed")
 
 
-def grid_of(V, W):
-    def grid(sizes):
-        columns = triton.cdiv(W, sizes["BN"])
-        programs = max(1, sizes["PROGRAMS"] // columns)
-        return (min(programs, triton.cdiv(V, sizes["BV"])), columns)
-
-    return grid
-
-
 def forward(Gr, Gi, x, Lr, Li):
     (V, E), W = Gr.shape, x.shape[1]
     out = x.new_empty((V, W))
-    forward_kernel[grid_of(V, W)](Gr, Gi, x, x @ Lr.T, x @ Li.T, out, V, E, W,
-                                  BE=triton.next_power_of_2(E))
+    grid = persistent_grid(V, W, "BN")
+    forward_kernel[grid](Gr, Gi, x, x @ Lr.T, x @ Li.T, out, V, E, W,
+                         BE=triton.next_power_of_2(E))
     return (out,)
 
 
 def backward(d_out, Gr, Gi, x, Lr, Li):
     (V, E), W = Gr.shape, x.shape[1]
     sums = torch.zeros((3, E, W), device=x.device)
-    backward_kernel[grid_of(V, W)](Gr, Gi, x, x @ Lr.T, x @ Li.T, d_out, sums, V, E, W,
-                                   BE=triton.next_power_of_2(E))
+    grid = persistent_grid(V, W, "BN")
+    backward_kernel[grid](Gr, Gi, x, x @ Lr.T, x @ Li.T, d_out, sums, V, E, W,
+                          BE=triton.next_power_of_2(E))
     d_M1, d_M2, direct = sums.to(x.dtype)
     d_x = torch.addmm(torch.addmm(direct, d_M1, Lr), d_M2, Li)
     return d_x, d_M1.T @ x, d_M2.T @ x
