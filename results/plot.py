@@ -2,7 +2,7 @@
 
     results/plot.py [--check]
 
-    ladder.svg                 lessons 1 to 4: TFLOP/s over N, and the limits
+    ladder.svg                 lessons 1 to 3 and the library: TFLOP/s over N, and the limits
     roofline.svg               every lesson's kernels under the roofs of the device
     <lesson>.svg               TFLOP/s of each kernel over the size, where there are several
     <lesson>.fused.svg         the fused kernel beside the unfused forms, the library, and peers
@@ -43,7 +43,7 @@ STYLE = {
         color=[BLUE, VERMILLION, GREEN, ORANGE, PINK, SKY, "#4d4d4d", "#8c6bb1"]
     ),
 }
-# The curves of the ladder, from the bottom up; of lesson 4, problems and kernels have one name.
+# The curves of the ladder, from the bottom up.
 LADDER = {
     "1_matmul_basic": (ORANGE, ["uncoalesced", "coalesced"]),
     "2_matmul_sharedmem": (GREEN, ["tile", "registers", "async", "cuBLAS fp32"]),

@@ -17,7 +17,7 @@ SIZES = {
     "1_matmul_basic": [1024, 2048],
     "2_matmul_sharedmem": [1024, 2048, 8192],
     "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
-    "4_matmul_cublas": [1024, 2048, 8192, 16384],
+    "4_matmul_cublas": [8192],
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
 }
