@@ -1116,11 +1116,8 @@ __device__ inline void combine_quads(float (&v)[kCount], Op op) {
   combine_halves<kCount / 8>(v, op, 16);
 }
 
-#endif
-
 // Beside operands of 10 bits, exp() may be the hardware's 2^x: its error is 2 units in the last
 // place, and that of the product another one for each unit of |value|.
-#if HOPPER_CODE
 template <Math kMath>
 __device__ float exp_of(float value) {
   return kMath == Math::tf32 ? exp2_approximate(value * 1.44269504f) : expf(value);
@@ -1201,8 +1198,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     const int box = 2 * consumer + warp / 2;
     const int near = t * 32 + (piece ^ t) * 4 + half * 2;
     const int far = (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
-    const auto load = [&](float(&w)[4][4], int stage) {
-      const float* from = shared.stages[stage].W[box];
+    const auto load_next = [&](float(&w)[4][4]) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      const float* from = shared.stages[ring.stage].W[box];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
@@ -1216,10 +1214,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       // registers, and therefore two steps a turn.
       float w[2][4][4];
       int previous = 0;
-      const auto load_next = [&](float(&set)[4][4]) {
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        load(set, ring.stage);
-      };
       const auto multiply = [&](const float(&set)[4][4], int step) {
         if constexpr (kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
         add_products<kMath>(sum, set, shared.stages[ring.stage].x,

@@ -250,7 +250,7 @@ def formula(what):
     names = {"device": SimpleNamespace(**run["device"]), **problem["dims"]}
     names |= {name: problem[name] for name in ("flops", "min_bytes", "limit_ms")}
     if kernel:
-        row = next(row for row in problem["kernels"] if row["name"] == kernel[0])
+        row = kernel_of(problem, kernel[0])
         names |= {name: row[name] for name in ("tflops", "gbps", "percent_of_limit")}
         names["ms"] = row["ms"]["median"]
     result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
@@ -264,7 +264,7 @@ def points(what):
     for target in what.split("\n"):
         place, kernel = target.split(": ")
         run, problem = problem_of(place)
-        row = next(row for row in problem["kernels"] if row["name"] == kernel)
+        row = kernel_of(problem, kernel)
         # A step has work of its own, hence not the problem's flops / min_bytes.
         numbers = (1e3 * row["tflops"] / row["gbps"], row["tflops"],
                    1e2 * row["tflops"] / row["percent_of_limit"])
