@@ -15,7 +15,7 @@
 // squares. Backward returns dx, dy and dw from d_out.
 //
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
-// 3-D multivectors. What is computed: 108 multiply-adds for their product and two gates. The
+// 3-D multivectors. What is computed: 92 multiply-adds for their product and two gates. The
 // machine could do several times that while the bytes arrive: memory is the limit, if every byte
 // moves once. Run operator by operator it does not: that is the first kernel of the table.
 //
@@ -27,7 +27,7 @@
 //     rows streamed   the copy engine brings several rows ahead, and the weights are in registers;
 //                     needs compute capability 9.0
 //
-// What makes a kernel of 108 multiply-adds fast is that nobody looks anything up: which blade times
+// What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Other
 // implementations write these lines by hand or generate them with a symbolic package. Here the
 // compiler does, from the signature: Cl<3, 0, 0> below is all that a user writes, and Cl<1, 3, 0>
@@ -41,6 +41,7 @@
 
 #include "common/async_copy.cuh"
 #include "common/clifford.h"
+#include "common/early_launch.cuh"
 #ifndef CUDA_CPU
 #include "common/hopper.cuh"
 #endif
@@ -82,6 +83,8 @@ struct Cl {
     signed char sign[kBlades][kBlades] = {};          // of blade x times blade y
     Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
     int triples = 0;
+    int terms[kGrades * kGrades * kGrades] = {};  // of a triple: its products that are not 0
+    unsigned with_terms[3][kGrades * kGrades * kGrades] = {};  // which blades of x, result, y
   };
   static constexpr Tables make_tables() {
     Tables t;
@@ -96,18 +99,28 @@ struct Cl {
       }
     }
     t.first[kGrades] = blades;
-    bool occurs[kGrades][kGrades][kGrades] = {};
     for (int i = 0; i < kBlades; ++i) {
       for (int j = 0; j < kBlades; ++j) {
-        const int k = t.result[i][j] = t.blade[t.vectors[i] ^ t.vectors[j]];
+        t.result[i][j] = t.blade[t.vectors[i] ^ t.vectors[j]];
         t.sign[i][j] = static_cast<signed char>(sign_of_product(t.vectors[i], t.vectors[j]));
-        if (t.sign[i][j] != 0) occurs[t.grade[i]][t.grade[k]][t.grade[j]] = true;
       }
     }
     for (int a = 0; a < kGrades; ++a) {
       for (int c = 0; c < kGrades; ++c) {
         for (int b = 0; b < kGrades; ++b) {
-          if (occurs[a][c][b]) t.triple[t.triples++] = {a, c, b};
+          const int n = t.triples;
+          for (int i = t.first[a]; i < t.first[a + 1]; ++i) {
+            for (int j = t.first[b]; j < t.first[b + 1]; ++j) {
+              const int k = t.result[i][j];
+              if (t.grade[k] != c || t.sign[i][j] == 0) continue;
+              t.triple[n] = {a, c, b};
+              ++t.terms[n];
+              t.with_terms[0][n] |= 1u << i;
+              t.with_terms[1][n] |= 1u << k;
+              t.with_terms[2][n] |= 1u << j;
+            }
+          }
+          t.triples += t.terms[n] > 0;
         }
       }
     }
@@ -135,12 +148,39 @@ struct Cl {
            : of == Of::x    ? sign(t, fixed, third(fixed, other))
                             : sign(t, third(fixed, other), fixed);
   }
-  // Whether triple t has a term there at all: with vectors that square to 0 it may have none.
-  __host__ __device__ static constexpr bool has_terms(Of of, int t, int fixed) {
-    for (int other = 0; other < kBlades; ++other) {
-      if (sign(of, t, fixed, other) != 0) return true;
-    }
-    return false;
+  // The blades of z, dx or dy that have terms of triple t, as a set; with vectors that square to 0
+  // some have none.
+  __host__ __device__ static constexpr unsigned with_terms(Of of, int t) {
+    return kTables.with_terms[static_cast<int>(of)][t];
+  }
+  __host__ __device__ static constexpr bool has_terms(Of of, int t, int blade) {
+    return (with_terms(of, t) >> blade & 1) != 0;
+  }
+  // What the terms of z, dx and dy are products of, in the order of the sums below.
+  __host__ __device__ static constexpr Of first_factor(Of of) {
+    return of == Of::result ? Of::x : Of::result;
+  }
+  __host__ __device__ static constexpr Of second_factor(Of of) {
+    return of == Of::y ? Of::x : Of::y;
+  }
+  __host__ __device__ static constexpr int grade(Of of, int t) {
+    return of == Of::x ? triple(t).x : of == Of::y ? triple(t).y : triple(t).result;
+  }
+  __host__ __device__ static constexpr int blades_of(int grade) {
+    return first(grade + 1) - first(grade);
+  }
+  // Whether there are several and they have one term each, all with the same blade of one factor,
+  // of a grade that has no other (as scalars have): the weight then multiplies this blade, instead
+  // of every term.
+  __host__ __device__ static constexpr bool has_common_factor(Of of, int t) {
+    const bool several = (with_terms(of, t) & (with_terms(of, t) - 1)) != 0;
+    return several && (blades_of(grade(first_factor(of), t)) == 1 ||
+                       blades_of(grade(second_factor(of), t)) == 1);
+  }
+  // dw of triple t is x times the sums of its terms in dx, or y times those in dy, or dz times
+  // those in z: which of these sums are there anyway, without the weight?
+  __host__ __device__ static constexpr Of weight_gradient_from(int t) {
+    return !has_common_factor(Of::x, t) ? Of::x : !has_common_factor(Of::y, t) ? Of::y : Of::result;
   }
 
   // (e_i e_j) e_k = e_i (e_j e_k) for all j and k?
@@ -162,34 +202,29 @@ struct Cl {
     return all_associate(std::make_integer_sequence<int, kBlades>());
   }
 
-  // Multiply-adds as the functions below do them: one for each product of blades that is not 0,
-  // one for each triple and blade that its weight multiplies.
-  struct Counts {
-    int products = 0, by_x = 0, by_result = 0, by_y = 0;
-  };
-  static constexpr Counts count() {
-    Counts counts;
-    bool x[kTriples][kBlades] = {}, result[kTriples][kBlades] = {}, y[kTriples][kBlades] = {};
-    for (int t = 0; t < kTriples; ++t) {
-      for (int i = first(triple(t).x); i < first(triple(t).x + 1); ++i) {
-        for (int j = first(triple(t).y); j < first(triple(t).y + 1); ++j) {
-          if (sign(t, i, j) == 0) continue;
-          ++counts.products;
-          x[t][i] = result[t][third(i, j)] = y[t][j] = true;
-        }
-      }
-      for (int blade = 0; blade < kBlades; ++blade) {
-        counts.by_x += x[t][blade];
-        counts.by_result += result[t][blade];
-        counts.by_y += y[t][blade];
-      }
-    }
-    return counts;
+  // Multiply-adds as the functions below do them: one for each product of blades that is not 0, and
+  // one for each blade that a weight multiplies.
+  static constexpr int multiply_adds(Of of, int t) {
+    return kTables.terms[t] + (has_common_factor(of, t) ? 1 : std::popcount(with_terms(of, t)));
   }
-  static constexpr int product_multiply_adds() { return count().products + count().by_result; }
-  // dx and dw share their sums.
+  static constexpr int product_multiply_adds() {
+    int sum = 0;
+    for (int t = 0; t < kTriples; ++t) sum += multiply_adds(Of::result, t);
+    return sum;
+  }
   static constexpr int gradient_multiply_adds() {
-    return 2 * count().products + 2 * count().by_x + count().by_y;
+    int sum = 0;
+    for (int t = 0; t < kTriples; ++t) {
+      const Of from = weight_gradient_from(t);
+      sum += multiply_adds(Of::x, t) + multiply_adds(Of::y, t) +
+             std::popcount(with_terms(from, t)) + (from == Of::result ? kTables.terms[t] : 0);
+    }
+    return sum;
+  }
+  static constexpr int terms() {
+    int sum = 0;
+    for (int t = 0; t < kTriples; ++t) sum += kTables.terms[t];
+    return sum;
   }
 };
 
@@ -255,6 +290,12 @@ __device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, cons
   for (int e = 0; e < W; ++e) sum.v[e] += a.v[e] * b.v[e];
 }
 
+template <int W>
+__device__ __forceinline__ void add(Pack<W>& sum, const Pack<W>& a) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) sum.v[e] += a.v[e];
+}
+
 // sign a b; nothing, for a sign of 0.
 template <int sign>
 __device__ __forceinline__ float signed_product(const float& a, const float& b) {
@@ -269,7 +310,7 @@ template <typename A, Of of, int t, int fixed, int W, int... n>
 __device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
                                              const Multivectors<A, W>& second,
                                              std::integer_sequence<int, n...>) {
-  constexpr int start = A::first(of == Of::result ? A::triple(t).x : A::triple(t).result);
+  constexpr int start = A::first(A::grade(A::first_factor(of), t));
   Pack<W> sum;
 #pragma unroll
   for (int e = 0; e < W; ++e) {
@@ -282,9 +323,42 @@ __device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
 template <typename A, Of of, int t, int fixed, int W>
 __device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
                                              const Multivectors<A, W>& second) {
-  constexpr int grade = of == Of::result ? A::triple(t).x : A::triple(t).result;
-  return sum_terms<A, of, t, fixed>(
-      first, second, std::make_integer_sequence<int, A::first(grade + 1) - A::first(grade)>());
+  constexpr int blades = A::blades_of(A::grade(A::first_factor(of), t));
+  return sum_terms<A, of, t, fixed>(first, second, std::make_integer_sequence<int, blades>());
+}
+
+// sums += triple t's weight w times these parts, for the blades of its grade of z, dx or dy.
+// use_part(blade, Pack) gets each part without its weight, unless w goes into a common factor.
+template <typename A, Of of, int t, int W, typename UsePart>
+__device__ __forceinline__ void add_triple(Pack<W>* sums, const Pack<W>& w,
+                                           const Multivectors<A, W>& first,
+                                           const Multivectors<A, W>& second, UsePart use_part) {
+  constexpr int start = A::first(A::grade(of, t)), end = A::first(A::grade(of, t) + 1);
+  if constexpr (A::has_common_factor(of, t)) {
+    constexpr int of_first = A::grade(A::first_factor(of), t);
+    constexpr int of_second = A::grade(A::second_factor(of), t);
+    constexpr bool is_first = A::blades_of(of_first) == 1;
+    constexpr int common = A::first(is_first ? of_first : of_second);
+    Pack<W> weighted = empty_sum<W>();
+    add_product(weighted, w, (is_first ? first : second).blade[common]);
+    unroll<start, end>([&](auto blade) {
+      constexpr int other = A::third(blade, common);
+      constexpr int sign = A::sign(of, t, blade, is_first ? common : other);
+      const Pack<W>& factor = (is_first ? second : first).blade[other];
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        sums[blade - start].v[e] += signed_product<sign>(weighted.v[e], factor.v[e]);
+      }
+    });
+  } else {
+    unroll<start, end>([&](auto blade) {
+      if constexpr (A::has_terms(of, t, blade)) {
+        const Pack<W> part = sum_terms<A, of, t, blade>(first, second);
+        add_product(sums[blade - start], w, part);
+        use_part(blade, part);
+      }
+    });
+  }
 }
 
 // The geometric product z of x and y; weight(t) is the Pack of the triple t's weights. Once this is
@@ -296,69 +370,48 @@ __device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivector
   Multivectors<A, W> z;
   unroll<0, A::kBlades>([&](auto k) { z.blade[k] = empty_sum<W>(); });
   unroll<0, A::kTriples>([&](auto t) {
-    constexpr int c = A::triple(t).result;
-    const Pack<W> w = weight(t);
-    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-      if constexpr (A::has_terms(Of::result, t, k)) {
-        add_product(z.blade[k], w, sum_terms<A, Of::result, t, k>(x, y));
-      }
-    });
+    Pack<W>* grade = z.blade + A::first(A::triple(t).result);
+    add_triple<A, Of::result, t>(grade, weight(t), x, y, [](auto, const Pack<W>&) {});
   });
   return z;
 }
 
 // Its gradients, from dz: with z_k = sum of w sign x_i y_j,
 //     dx_i = sum of w sign y_j dz_k, dy_j = sum of w sign x_i dz_k, dw = sum of sign x_i y_j dz_k
-// The sums over k for dx_i, before their weight, serve dw as well. Grade by grade, so that few
-// results are in registers at a time: give_x(i, Pack) takes a finished dx_i; the sum for triple t
-// starts at take_w(t) and goes to give_w(t, Pack).
-template <typename A, int W, typename Weight, typename GiveX, typename TakeW, typename GiveW>
-__device__ __forceinline__ void gradients_of_x_and_w(const Multivectors<A, W>& x,
-                                                     const Multivectors<A, W>& y,
-                                                     const Multivectors<A, W>& dz,
-                                                     const Weight& weight, GiveX give_x,
-                                                     TakeW take_w, GiveW give_w) {
+// This is dx (`of` is Of::x) or dy (Of::y), with each dw for which it makes the sums; a call for
+// either makes them all. Grade by grade, so that few results are in registers at a time:
+// give(blade, Pack) takes a finished dx_i or dy_j; the sum for triple t starts at take_w(t) and
+// goes to give_w(t, Pack).
+template <Of of, typename A, int W, typename Weight, typename Give, typename TakeW, typename GiveW>
+__device__ __forceinline__ void gradients(const Multivectors<A, W>& x, const Multivectors<A, W>& y,
+                                          const Multivectors<A, W>& dz, const Weight& weight,
+                                          Give give, TakeW take_w, GiveW give_w) {
+  const Multivectors<A, W>&self = of == Of::x ? x : y, &other = of == Of::x ? y : x;
   unroll<0, A::kGrades>([&](auto grade) {
     constexpr int first = A::first(grade), end = A::first(grade + 1);
-    Pack<W> dx[end - first];
-    unroll<first, end>([&](auto i) { dx[i - first] = empty_sum<W>(); });
+    Pack<W> sums[end - first];
+    unroll<first, end>([&](auto i) { sums[i - first] = empty_sum<W>(); });
     unroll<0, A::kTriples>([&](auto t) {
-      if constexpr (A::triple(t).x == grade) {
-        const Pack<W> w = weight(t);
-        Pack<W> dw = take_w(t);
-        unroll<first, end>([&](auto i) {
-          if constexpr (A::has_terms(Of::x, t, i)) {
-            const Pack<W> sum = sum_terms<A, Of::x, t, i>(dz, y);
-            add_product(dx[i - first], w, sum);
-            add_product(dw, x.blade[i], sum);
-          }
+      if constexpr (A::grade(of, t) == grade) {
+        constexpr Of from = A::weight_gradient_from(t);
+        constexpr bool gives_w = from == of || (from == Of::result && of == Of::x);
+        Pack<W> dw;
+        if constexpr (gives_w) dw = take_w(t);
+        add_triple<A, of, t>(sums, weight(t), dz, other, [&](auto blade, const Pack<W>& part) {
+          if constexpr (from == of) add_product(dw, self.blade[blade], part);
         });
-        give_w(t, dw);
+        if constexpr (from == Of::result && gives_w) {
+          constexpr int c = A::triple(t).result;
+          unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+            if constexpr (A::has_terms(Of::result, t, k)) {
+              add_product(dw, dz.blade[k], sum_terms<A, Of::result, t, k>(x, y));
+            }
+          });
+        }
+        if constexpr (gives_w) give_w(t, dw);
       }
     });
-    unroll<first, end>([&](auto i) { give_x(i, dx[i - first]); });
-  });
-}
-
-template <typename A, int W, typename Weight, typename GiveY>
-__device__ __forceinline__ void gradient_of_y(const Multivectors<A, W>& x,
-                                              const Multivectors<A, W>& dz, const Weight& weight,
-                                              GiveY give_y) {
-  unroll<0, A::kGrades>([&](auto grade) {
-    constexpr int first = A::first(grade), end = A::first(grade + 1);
-    Pack<W> dy[end - first];
-    unroll<first, end>([&](auto j) { dy[j - first] = empty_sum<W>(); });
-    unroll<0, A::kTriples>([&](auto t) {
-      if constexpr (A::triple(t).y == grade) {
-        const Pack<W> w = weight(t);
-        unroll<first, end>([&](auto j) {
-          if constexpr (A::has_terms(Of::y, t, j)) {
-            add_product(dy[j - first], w, sum_terms<A, Of::y, t, j>(dz, x));
-          }
-        });
-      }
-    });
-    unroll<first, end>([&](auto j) { give_y(j, dy[j - first]); });
+    unroll<first, end>([&](auto i) { give(i, sums[i - first]); });
   });
 }
 
@@ -829,23 +882,23 @@ __global__ void __launch_bounds__(kRowThreads)
         }
         Pack<1> dg;
         const Multivectors<A, 1> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-        gradients_of_x_and_w(
-            left, right, dP, weights,
-            [&](auto i, Pack<1> value) {
-              if (i == 0) value.v[0] += through_gate(dg, left.blade[0], gates.y).v[0];
-              dx[i * plane + row + f] = value.v[0];
-            },
-            [&](auto t) {
-              const float sum = dw[static_cast<size_t>(t) * layer.features + f];
-              return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
-            },
-            [&](auto t, Pack<1> sum) {
-              dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0];
-            });
-        gradient_of_y(left, dP, weights, [&](auto j, Pack<1> value) {
-          if (j == 0) value.v[0] += through_gate(dg, right.blade[0], gates.x).v[0];
+        const auto take_w = [&](auto t) {
+          const float sum = dw[static_cast<size_t>(t) * layer.features + f];
+          return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
+        };
+        const auto give_w = [&](auto t, const Pack<1>& sum) {
+          dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0];
+        };
+        const auto give_x = [&](auto i, Pack<1> value) {
+          if (i == 0) add(value, through_gate(dg, left.blade[0], gates.y));
+          dx[i * plane + row + f] = value.v[0];
+        };
+        const auto give_y = [&](auto j, Pack<1> value) {
+          if (j == 0) add(value, through_gate(dg, right.blade[0], gates.x));
           dy[j * plane + row + f] = value.v[0];
-        });
+        };
+        gradients<Of::x>(left, right, dP, weights, give_x, take_w, give_w);
+        gradients<Of::y>(left, right, dP, weights, give_y, take_w, give_w);
       }
       if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
     }
@@ -1021,8 +1074,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 // Backward with the same three. One reduction serves both sums of a row. A thread's features are
 // the same for all of its rows, so that dw can stay in registers until the end. They are scarce
-// now: x, y and d_out are taken from shared memory once for the sums and once more for the
-// gradients, and the next row is ordered then.
+// now: x and d_out are taken into registers for good, and the next row's are ordered before the
+// sums have been added up, so that memory has work all the time. There is no room for y as well: it
+// is taken once for the sums and once more for the gradients, and its next row is ordered then.
 template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
@@ -1036,18 +1090,23 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int step = gridDim.x * shape.rows();
   const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + feature; };
   const auto inside = [&](int n) { return n < layer.batch && feature < layer.features; };
-  const auto fetch = [&](int n) {
+  const auto fetch_x_and_d_out = [&](int n) {
     if constexpr (kFetchAhead) {
       memory.template fetch<0>(x + at(n), plane, inside(n));
-      memory.template fetch<A::kBlades>(y + at(n), plane, inside(n));
       memory.template fetch<2 * A::kBlades>(d_out + at(n), plane, inside(n));
+    }
+  };
+  const auto fetch_y = [&](int n) {
+    if constexpr (kFetchAhead) {
+      memory.template fetch<A::kBlades>(y + at(n), plane, inside(n));
     }
     copy_async_commit();
   };
 
   int n = blockIdx.x * shape.rows() + row;
   memory.fetch_weights(w, shape, layer.features);
-  fetch(n);
+  fetch_x_and_d_out(n);
+  fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
   Pack<W> dw[A::kTriples] = {};
@@ -1055,60 +1114,52 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int first = blockIdx.x * shape.rows(); first < layer.batch;
        first += step, n += step, turn ^= 1) {
     Multivectors<A, W> left, right, d;
-    const auto take_factors = [&] {
-      if constexpr (kFetchAhead) {
-        left = memory.template take<0>();
-        right = memory.template take<A::kBlades>();
-      }
-    };
-    const auto take_d_out = [&] {
-      if constexpr (kFetchAhead) d = memory.template take<2 * A::kBlades>();
-    };
     if constexpr (kFetchAhead) {
       copy_async_wait<0>();
       __syncwarp();
+      left = memory.template take<0>();
+      right = memory.template take<A::kBlades>();
     } else {
       left = load_packs<A, W>(x + at(n), plane, inside(n));
       right = load_packs<A, W>(y + at(n), plane, inside(n));
       d = load_packs<A, W>(d_out + at(n), plane, inside(n));
     }
-    take_factors();
     const Multivectors<A, W> P = weighted_product(left, right, memory);
     const Gates<W> gates(left.blade[0], right.blade[0]);
-    take_d_out();
+    if constexpr (kFetchAhead) {
+      d = memory.template take<2 * A::kBlades>();
+      __syncwarp();
+      if (first + step < layer.batch) fetch_x_and_d_out(n + step);
+    }
     GradientSums<A> sums = {};
     if (layer.normed) {
       if (inside(n)) add_gradient_sums(P, gates.product(), d, sums);
       add_up_row(sums, partials[turn], shape.per_row / 32);
-      take_d_out();
     }
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    if (layer.normed) take_factors();
     if constexpr (kFetchAhead) {
+      right = memory.template take<A::kBlades>();
       __syncwarp();
-      if (first + step < layer.batch) fetch(n + step);
+      if (first + step < layer.batch) fetch_y(n + step);
     }
     const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y);
     const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x);
-    const auto add = [](Pack<W>& to, const Pack<W>& value) {
-#pragma unroll
-      for (int e = 0; e < W; ++e) to.v[e] += value.v[e];
+    const auto take_w = [&](auto t) { return dw[t]; };
+    const auto give_w = [&](auto t, const Pack<W>& sum) { dw[t] = sum; };
+    const auto give_x = [&, to = dx + at(n)](auto i, Pack<W> value) mutable {
+      if (i == 0) add(value, dx_through_gate);
+      if (inside(n)) *reinterpret_cast<Pack<W>*>(to) = value;
+      to += plane;
     };
-    gradients_of_x_and_w(
-        left, right, dP, memory,
-        [&, to = dx + at(n)](auto i, Pack<W> value) mutable {
-          if (i == 0) add(value, dx_through_gate);
-          if (inside(n)) *reinterpret_cast<Pack<W>*>(to) = value;
-          to += plane;
-        },
-        [&](auto t) { return dw[t]; }, [&](auto t, const Pack<W>& sum) { dw[t] = sum; });
-    __syncwarp();  // for the compiler: do not keep all weights in registers from above
-    gradient_of_y(left, dP, memory, [&, to = dy + at(n)](auto j, Pack<W> value) mutable {
+    const auto give_y = [&, to = dy + at(n)](auto j, Pack<W> value) mutable {
       if (j == 0) add(value, dy_through_gate);
       if (inside(n)) *reinterpret_cast<Pack<W>*>(to) = value;
       to += plane;
-    });
+    };
+    gradients<Of::x>(left, right, dP, memory, give_x, take_w, give_w);
+    __syncwarp();  // for the compiler: do not keep all weights in registers from above
+    gradients<Of::y>(left, right, dP, memory, give_y, take_w, give_w);
   }
   if (feature < layer.features) {
     const size_t partial = static_cast<size_t>(blockIdx.x) * shape.rows() + row;
@@ -1205,6 +1256,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
+  start_next_kernel();
+  wait_for_previous_kernel();
   if (threadIdx.x < 32) {
     for (int s = 0; s < kStages; ++s) {
       const int group = blockIdx.x + s * gridDim.x;
@@ -1284,6 +1337,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
+  start_next_kernel();
+  wait_for_previous_kernel();
   if (threadIdx.x < 32) {
     for (int s = 0; s < kStages; ++s) {
       const int group = blockIdx.x + s * gridDim.x;
@@ -1316,24 +1371,21 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
     const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y);
     const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x);
-    const auto add = [](Pack<W>& to, const Pack<W>& value) {
-#pragma unroll
-      for (int e = 0; e < W; ++e) to.v[e] += value.v[e];
-    };
     const size_t element = (static_cast<size_t>(group) * rows + row) * layer.features + feature;
-    gradients_of_x_and_w(
-        left, right, dP, weights,
-        [&, to = dx + element](auto i, Pack<W> value) mutable {
-          if (i == 0) add(value, dx_through_gate);
-          if (inside) *reinterpret_cast<Pack<W>*>(to) = value;
-          to += plane;
-        },
-        [&](auto t) { return dw[t]; }, [&](auto t, const Pack<W>& sum) { dw[t] = sum; });
-    gradient_of_y(left, dP, weights, [&, to = dy + element](auto j, Pack<W> value) mutable {
+    const auto take_w = [&](auto t) { return dw[t]; };
+    const auto give_w = [&](auto t, const Pack<W>& sum) { dw[t] = sum; };
+    const auto give_x = [&, to = dx + element](auto i, Pack<W> value) mutable {
+      if (i == 0) add(value, dx_through_gate);
+      if (inside) *reinterpret_cast<Pack<W>*>(to) = value;
+      to += plane;
+    };
+    const auto give_y = [&, to = dy + element](auto j, Pack<W> value) mutable {
       if (j == 0) add(value, dy_through_gate);
       if (inside) *reinterpret_cast<Pack<W>*>(to) = value;
       to += plane;
-    });
+    };
+    gradients<Of::x>(left, right, dP, weights, give_x, take_w, give_w);
+    gradients<Of::y>(left, right, dP, weights, give_y, take_w, give_w);
   }
   if (feature < layer.features) {
     const size_t partial = static_cast<size_t>(blockIdx.x) * rows + row;
@@ -1623,8 +1675,8 @@ Launch forward_streamed_of(const Tensors<A>& of, const Device& device) {
   const RowsOnChip shape = streamed_rows(of.layer);
   const int blocks = std::min((of.layer.batch - 1) / shape.rows() + 1, device.sms);
   const auto run = [=] {
-    forward_streamed<A, kStreamedWidth>
-        <<<blocks, kMaxThreads, kBytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
+    launch_early(forward_streamed<A, kStreamedWidth>, blocks, kMaxThreads, kBytes,  //
+                 of.x, of.y, of.w, of.out, of.layer, shape);
   };
   return {run, 0, [=](Kernel& row) { row.resources(kernel, kMaxThreads, kBytes).hopper_only(); }};
 }
@@ -1655,11 +1707,15 @@ Launch backward_streamed_of(const Tensors<A>& of, const Gradients<A>& d, const D
 // Per multivector: the product; scale, erf, add and halve for each gate, and their product; scaling
 // by it, square and add, and scaling by 1 / rms.
 template <typename A>
-constexpr double kForwardFlops = 2 * A::product_multiply_adds() + 9 + 4 * A::kBlades;
+double forward_flops() {
+  return 2 * A::product_multiply_adds() + 9 + 4 * A::kBlades;
+}
 // The product and its gates again, both sums of the norm, dz, dg and dP, the gradients, two slopes.
 template <typename A>
-constexpr double kBackwardFlops = 2 * A::product_multiply_adds() + 9 + 11 * A::kBlades +
-                                  2 * A::gradient_multiply_adds() + 14;
+double backward_flops() {
+  return 2 * A::product_multiply_adds() + 9 + 11 * A::kBlades + 2 * A::gradient_multiply_adds() +
+         14;
+}
 
 // Problems of so few multivectors take microseconds, at which the launch is part of the time.
 constexpr size_t kSmall = 1 << 18;
@@ -1685,7 +1741,7 @@ bool add_forward(Lesson& lesson, const CliffordReference& reference, const Cliff
                  bool turned) {
   const Layer layer{shape.batch, shape.features, shape.normed};
   Problem& problem =
-      declare<A>(lesson, turned ? "turned" : "forward", layer, kForwardFlops<A>, 3, 1);
+      declare<A>(lesson, turned ? "turned" : "forward", layer, forward_flops<A>(), 3, 1);
   const Tensors<A> of(problem, layer);
   problem.reference_from(reference.scratch_bytes(), [=, &reference] {
     reference.forward(of.x, of.y, of.w, of.expected);
@@ -1739,7 +1795,7 @@ bool add_backward(Lesson& lesson, const CliffordReference& reference, const Clif
                   std::function<void(double)> report) {
   const Layer layer{shape.batch, shape.features, shape.normed};
   Problem& problem = declare<A>(lesson, "forward + backward", layer,
-                                kForwardFlops<A> + kBackwardFlops<A>, 3 + 5, 1 + 2);
+                                forward_flops<A>() + backward_flops<A>(), 3 + 5, 1 + 2);
   const Tensors<A> of(problem, layer);
   const Gradients<A> d(of);
   problem.reference_from(reference.scratch_bytes(), [=, &reference] {
@@ -1852,7 +1908,7 @@ int run_lesson(Lesson& lesson) {
   lesson.note(
       text("Cl(%d,%d,%d): %d grade triples; the product takes %d multiply-adds (%d written "
            "out term by term), its gradients %d.",
-           p, q, r, A::kTriples, A::product_multiply_adds(), 2 * A::count().products,
+           p, q, r, A::kTriples, A::product_multiply_adds(), 2 * A::terms(),
            A::gradient_multiply_adds()));
   return lesson.run();
 }

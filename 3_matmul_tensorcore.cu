@@ -577,7 +577,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 
   // A tile of a cluster has 2 BM rows and BN columns.
   const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
@@ -607,6 +608,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           }
         }
       }
+      wait_until_empty(shared.empty, ring);
     }
   } else {
     registers_grow_to<240>();
@@ -659,7 +661,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
-  cluster_sync();  // a block's shared memory and barriers are used by its neighbour until here
 #endif
 }
 

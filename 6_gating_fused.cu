@@ -508,7 +508,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 
   // Tile `tile` of the cluster: 256 rows, 128 columns; in groups of kGroup rows of tiles, see
   // lesson 3.
@@ -543,6 +544,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           }
         }
       }
+      wait_until_empty(shared.empty, ring);
     }
   } else {
     registers_grow_to<240>();
@@ -591,7 +593,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
-  cluster_sync();  // a block's shared memory and barriers are used by its neighbour until here
 #endif
 }
 

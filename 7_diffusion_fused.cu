@@ -43,6 +43,7 @@
 #include <vector>
 
 #include "common/async_copy.cuh"
+#include "common/early_launch.cuh"
 #include "common/gradient_check.h"
 #include "common/lesson.h"
 #include "common/mma.cuh"
@@ -232,10 +233,14 @@ __device__ void multiply_slice(typename Tiles::Sum& sum, bf16* stages, const Spe
       const int64_t v0 = static_cast<int64_t>(first_step + step) * BV;
       copy_swizzled<BV, BE, Tiles::kThreads>(basis_tile, in.basis, v0, e0, V, E);
       copy_swizzled<BV, BW, Tiles::kThreads>(values_tile, in.values, v0, w0, V, W);
-      if (kPass == Pass::forward && threadIdx.x < BV / 8) {  // V may end within 16 bytes
-        const int64_t v = v0 + 8 * threadIdx.x, left = max(V - v, int64_t{0});
-        copy_async_part<16>(mass_tile + 8 * threadIdx.x, in.mass + v,
-                            static_cast<int>(min(2 * left, int64_t{16})));
+      if (kPass == Pass::forward && threadIdx.x < BV / 8) {
+        const int64_t v = v0 + 8 * threadIdx.x;
+        bf16* to = mass_tile + 8 * threadIdx.x;
+        if (v + 8 <= V) {
+          copy_async<16>(to, in.mass + v, true);
+        } else {  // V ends here
+          for (int e = 0; e < 8; ++e) to[e] = v + e < V ? in.mass[v + e] : __float2bfloat16_rn(0);
+        }
       }
     }
     copy_async_commit();
@@ -665,6 +670,8 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   using Shared = OneLaunchShared<kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int rank = cluster_rank(), group = blockIdx.x / kBlocks, groups = gridDim.x / kBlocks;
   const int col0 = rank * kColumns;
   const int64_t all_tiles = (static_cast<int64_t>(vectors.V) + 63) / 64;
@@ -1475,8 +1482,8 @@ void add_one_launch(Forward& table) {
                                       .V = static_cast<int>(V),
                                       .E = static_cast<int>(E),
                                       .W = static_cast<int>(W)};
-    diffusion_one_launch<Pass::forward, kColumns, kStages>
-        <<<blocks, kOneLaunchThreads, kBytes>>>(x, basis, mass, out, spectral, vectors);
+    launch_early(diffusion_one_launch<Pass::forward, kColumns, kStages>, blocks, kOneLaunchThreads,
+                 kBytes, x, basis, mass, out, spectral, vectors);
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()
@@ -1505,8 +1512,8 @@ void add_one_launch(Backward& table) {
                                       .E = static_cast<int>(E),
                                       .W = static_cast<int>(W)};
     // The map of spectral is not used: dX's stands for it.
-    diffusion_one_launch<Pass::backward, kColumns, kStages>
-        <<<blocks, kOneLaunchThreads, kBytes>>>(d_out, basis, mass, d_x, d_x, vectors);
+    launch_early(diffusion_one_launch<Pass::backward, kColumns, kStages>, blocks, kOneLaunchThreads,
+                 kBytes, d_out, basis, mass, d_x, d_x, vectors);
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()

@@ -63,6 +63,7 @@
 #include <vector>
 
 #include "common/async_copy.cuh"
+#include "common/early_launch.cuh"
 #include "common/gradient_check.h"
 #include "common/lesson.h"
 #include "common/mma.cuh"
@@ -608,6 +609,7 @@ __device__ void for_small_pairs(const Sums<16, 16>& sum, int row0, int col0, int
 
 // M (2, E, W) = M1 = x Lr^T, M2 = x Li^T; with a third layer of blocks M (3, E, W), the last -M2.
 __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, int E, int W) {
+  start_next_kernel();  // Hopper's kernels have other things to load first
   __shared__ __align__(128) bf16 stages[kSmallShared];
   const int row0 = blockIdx.y * kSmall, col0 = blockIdx.x * kSmall;
   const Matrix left = {in.x, E, W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, W, W};
@@ -1021,7 +1023,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 
   Ring<kStages> ring;
   if (threadIdx.x < 128) {
@@ -1036,6 +1039,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
                                 64 * tile, 64 * box, &shared.full[s], 3);
         }
         if (tile == first) {
+          wait_for_previous_kernel();  // M1 and M2 are its
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
           for (int c = 0; c < 2; ++c) {
             const int col = col0 + 64 * c;
@@ -1046,6 +1050,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           }
         }
       }
+      wait_until_empty(shared.empty, ring);
     }
   } else {
     registers_grow_to<232>();
@@ -1082,7 +1087,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
-  cluster_sync();  // a block's shared memory and barriers are used by its neighbour until here
 #endif
 }
 
@@ -1128,7 +1132,8 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_sync();
+  cluster_arrive();
+  cluster_wait();
 
   Ring<kStages> ring;
   Ring<2> buffer;
@@ -1144,6 +1149,7 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
                               64 * tile, rank % 2 * 64, &shared.full[s], 15);
         tensor_load(shared.d_out[s], &maps.vertices, 64 * tile, col0, &shared.full[s]);
         if (tile == first) {
+          wait_for_previous_kernel();  // M1 and M2 are its
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
           tensor_load(shared.right[0], &maps.minus_M2, 0, col0, &shared.loaded);
           tensor_load(shared.right[1], &maps.M1, 0, col0, &shared.loaded);
@@ -1151,6 +1157,7 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
           tensor_load(shared.right[3], &maps.x, 0, col0, &shared.loaded);
         }
       }
+      wait_until_empty(shared.empty, ring);
     }
   } else if (threadIdx.x < 256) {
     registers_grow_to<232>();
@@ -1236,7 +1243,6 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
       }
     }
   }
-  cluster_sync();
 #endif
 }
 
@@ -1917,7 +1923,7 @@ void add_hopper_kernels(Forward& table) {
                        &table] {
     const HopperMaps maps = hopper_maps(table, M, table.out);
     associate<<<small, kThreads>>>(table.operands(), M, E, W);
-    hopper_features<<<blocks, kHopperThreads, kBytes>>>(maps, V);
+    launch_early(hopper_features, blocks, kHopperThreads, kBytes, maps, V);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
@@ -1946,7 +1952,8 @@ void add_hopper_kernels(Backward& table) {
                        &table] {
     const HopperMaps maps = hopper_maps(table, M, table.d_out);
     associate<<<small, kThreads>>>(table.operands(), M, E, W);
-    hopper_accumulate_backward<<<4 * clusters, kHopperThreads, kBytes>>>(maps, partials, V, E, W);
+    launch_early(hopper_accumulate_backward, 4 * clusters, kHopperThreads, kBytes, maps, partials,
+                 V, E, W);
     add_slices<<<sum_blocks, 128>>>(partials, static_cast<int>(clusters), dM, D, count);
     finish_backward<<<last, kThreads>>>(table.operands(), dM, D, table.d_x, table.d_Lr, table.d_Li,
                                         E, W);

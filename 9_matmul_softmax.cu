@@ -43,7 +43,8 @@
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
 // the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
 // each operand as the sum of two TF32 numbers, and three products instead of one. Its error is held
-// to the bound of fp32. Hopper's two are there as 3xTF32 only.
+// to the bound of fp32. Hopper's two are there as 3xTF32 only. All of these kernels and the softmax
+// are launched early (common/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -56,6 +57,7 @@
 #include <type_traits>
 
 #include "common/async_copy.cuh"
+#include "common/early_launch.cuh"
 #include "common/mma.cuh"
 #include "common/softmax.h"
 #ifndef CUDA_CPU
@@ -136,6 +138,8 @@ constexpr int kSoftmaxThreads = 256;
 template <int kGroup, int kValues, int kWidth>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     softmax_rows(const float* logits, float* probs, int B, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
   if (row >= B) return;
   const float* from = logits + static_cast<size_t>(row) * C;
@@ -197,6 +201,8 @@ __device__ void softmax_of_long_row(const float* from, float* to, int C) {
 
 __global__ void __launch_bounds__(kSoftmaxThreads)
     softmax_long_rows(const float* logits, float* probs, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
   softmax_of_long_row(logits + start, probs + start, C);
 }
@@ -209,6 +215,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // operations for every 4 bytes that come from the L2 cache.
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_rows(const float* x, const float* W, float* probs, int D, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
   float* row = probs + static_cast<size_t>(blockIdx.x) * C;
   for (int col = threadIdx.x; col < C; col += kSoftmaxThreads) {
@@ -229,6 +237,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 template <int kCols>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_narrow_rows(const float* x, const float* W, float* probs, int D, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   constexpr int kWarps = kSoftmaxThreads / 32, kParts = kSoftmaxThreads / kCols, kAtOnce = 8;
   __shared__ float sums[kWarps][kCols];
   const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
@@ -620,6 +630,8 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     all_columns(Factors<typename Tile::T> factors, Results results) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   constexpr int kValues = (Tile::BN + 31) / 32, kStride = Tile::kStrideLogits;
   extern __shared__ __align__(128) char shared[];
   auto* stages = reinterpret_cast<typename Tile::T*>(shared);
@@ -752,6 +764,8 @@ __device__ void correct_row(int row, int C, const Results& results) {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
     column_tiles(Factors<typename Tile::T> factors, Results results) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   static_assert(Tile::kWarpsK == 1 && Tile::kCols % 4 == 0);
   extern __shared__ __align__(128) char shared[];
   const int B = factors.B, C = factors.C, block_columns = (C + Tile::BN - 1) / Tile::BN;
@@ -887,9 +901,9 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
 }
 
 // Adds the products of a warpgroup's 64 classes with 2 kSums rows of x, for 32 of the D inputs.
-// w[k]: a thread's fragment of W^T for inputs 8 k to 8 k + 7. If kMath is split they are done when
-// this returns, else under way: wgmma_wait() then.
-template <Math kMath, int kSums>
+// w[k]: a thread's fragment of W^T for inputs 8 k to 8 k + 7, in TF32 already if kRounded. If kMath
+// is split they are done when this returns, else under way: wgmma_wait() then.
+template <Math kMath, bool kRounded, int kSums>
 __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4], const float* x,
                                     const float* x_low, bool add) {
   if constexpr (kMath == Math::split) {
@@ -920,7 +934,8 @@ __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4],
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) rounded[k][e] = to_tf32(w[k][e]);
+      for (int e = 0; e < 4; ++e)
+        rounded[k][e] = kRounded ? __float_as_uint(w[k][e]) : to_tf32(w[k][e]);
     }
     wgmma_fence();
 #pragma unroll
@@ -941,8 +956,9 @@ __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4],
 // contiguous along k (here D); those of x are, those of W are not. So the product is turned round,
 // logits^T = W^T x^T: x^T is the factor from shared memory, where the copy engine brings it, and
 // W^T is the one from registers. No other thread of the block needs the same elements of W: they go
-// from memory straight to the registers, all of a chunk of kDepth inputs at once. (In TF32 wgmma
-// truncates x; W is rounded. So the error is larger than that of fused tiles.)
+// from memory straight to the registers, all of a chunk of kDepth inputs at once. (Of what it finds
+// in shared memory wgmma ignores the bits that TF32 does not have, which would truncate x. So the
+// copy engine rounds it on the way.)
 //
 // A warpgroup has 64 classes, a warp 16. For wgmma those are rows of W^T, and thread l has rows l /
 // 4 and l / 4 + 8 of its warp's 16. Which class is which row is ours to say: these two are
@@ -972,10 +988,12 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     barrier_init(&shared.full, 1);
     barrier_init(&shared.come, 1);
     barrier_init_fence();
-    if (first < last) fetch(first);
     barrier_arrive_expect(&shared.come, kSplits * part_bytes);
   }
   cluster_arrive();
+  start_next_kernel();
+  wait_for_previous_kernel();
+  if (threadIdx.x == 0 && first < last) fetch(first);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
   const int col = 16 * warp + lane / 4 * 2;
@@ -991,8 +1009,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     }
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      add_products<kMath>(sum, reinterpret_cast<const float(&)[4][4]>(w[4 * box]), shared.x[box],
-                          shared.x_low[kMath == Math::split ? box : 0], chunk > first || box > 0);
+      add_products<kMath, false>(sum, reinterpret_cast<const float(&)[4][4]>(w[4 * box]),
+                                 shared.x[box], shared.x_low[kMath == Math::split ? box : 0],
+                                 chunk > first || box > 0);
     }
     wgmma_wait<0>();
   };
@@ -1156,6 +1175,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   }
   cluster_arrive();
   cluster_wait();
+  start_next_kernel();
+  wait_for_previous_kernel();
 
   const unsigned turn = ~others.launches[0] & 1;
   Ring<kStages> ring;
@@ -1186,6 +1207,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         }
       }
     }
+    if (threadIdx.x == 0) wait_until_empty(shared.empty, ring);
   } else {
     registers_grow_to<232>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
@@ -1216,8 +1238,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       int previous = 0;
       const auto multiply = [&](const float(&set)[4][4], int step) {
         if constexpr (kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
-        add_products<kMath>(sum, set, shared.stages[ring.stage].x,
-                            shared.x_low[kSplit ? ring.stage : 0], step > 0);
+        add_products<kMath, kMath == Math::tf32>(sum, set, shared.stages[ring.stage].x,
+                                                 shared.x_low[kSplit ? ring.stage : 0], step > 0);
         wgmma_wait<1>();
         if (step > 0) release(previous);
         previous = ring.stage;
@@ -1339,7 +1361,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       }
     }
   }
-  cluster_sync();  // a block's barriers and stages are used by its neighbour until here
+  __syncthreads();  // all have read `launches`
   if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) {
     if (atomicAdd(others.launches + 1, 1) == gridDim.x - 1) {
       others.launches[1] = 0;
@@ -1528,23 +1550,23 @@ void softmax(const float* logits, float* probs, const SoftmaxShape& shape) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   const unsigned warps = blocks(B, kSoftmaxThreads / 32);
   if (C > 8192) {
-    softmax_long_rows<<<B, kSoftmaxThreads>>>(logits, probs, C);
+    launch_early(softmax_long_rows, B, kSoftmaxThreads, 0, logits, probs, C);
   } else if (C % 4 != 0) {
     if (C <= 32) {
-      softmax_rows<32, 1, 1><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+      launch_early(softmax_rows<32, 1, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
     } else if (C <= 128) {
-      softmax_rows<32, 4, 1><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+      launch_early(softmax_rows<32, 4, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
     } else if (C <= 1024) {
-      softmax_rows<32, 32, 1><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+      launch_early(softmax_rows<32, 32, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
     } else {
-      softmax_rows<256, 32, 1><<<B, kSoftmaxThreads>>>(logits, probs, B, C);
+      launch_early(softmax_rows<256, 32, 1>, B, kSoftmaxThreads, 0, logits, probs, B, C);
     }
   } else if (C <= 128) {
-    softmax_rows<32, 4, 4><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+    launch_early(softmax_rows<32, 4, 4>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
   } else if (C <= 1024) {
-    softmax_rows<32, 32, 4><<<warps, kSoftmaxThreads>>>(logits, probs, B, C);
+    launch_early(softmax_rows<32, 32, 4>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
   } else {
-    softmax_rows<256, 32, 4><<<B, kSoftmaxThreads>>>(logits, probs, B, C);
+    launch_early(softmax_rows<256, 32, 4>, B, kSoftmaxThreads, 0, logits, probs, B, C);
   }
 }
 
@@ -1596,8 +1618,8 @@ Product make_all_columns(const Lesson& lesson, Problem& problem, const SoftmaxSh
   const auto launch = [=](Results results) {
     results.partial = partial;
     results.arrived = arrived;
-    all_columns<Tile><<<dim3(row_tiles, splits), Tile::kThreads, kBytes>>>(
-        factors_of<typename Tile::T>(x, W, shape), results);
+    launch_early(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
+                 factors_of<typename Tile::T>(x, W, shape), results);
   };
   return product_of("tiles", all_columns<Tile>, Tile::kThreads, kBytes, launch);
 }
@@ -1612,8 +1634,8 @@ Product make_column_tiles(Problem& problem, const SoftmaxShape& shape,
   const auto launch = [=](Results results) {
     results.tile_stats = reinterpret_cast<float2*>(stats.data());
     results.arrived = arrived;
-    column_tiles<Tile><<<strips * columns, Tile::kThreads, kBytes>>>(
-        factors_of<typename Tile::T>(x, W, shape), results);
+    launch_early(column_tiles<Tile>, strips * columns, Tile::kThreads, kBytes,  //
+                 factors_of<typename Tile::T>(x, W, shape), results);
   };
   return product_of("online", column_tiles<Tile>, Tile::kThreads, kBytes, launch);
 }
@@ -1623,11 +1645,12 @@ template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Product make_cluster(const SoftmaxShape& shape, const Buffer<float>& x, const Buffer<float>& W) {
   constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
   const auto launch = [=](Results results) {
-    const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows);
-    cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>
-        <<<kSplits * blocks(shape.rows, kRows), 2 * kClasses, kBytes>>>(
-            x_map, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
-            static_cast<int>(shape.classes), results);
+    const CUtensorMap x_map =
+        tensor_map<float>(x, shape.rows, shape.inputs, kRows, kMath == Math::tf32);
+    launch_early(cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
+                 kSplits * blocks(shape.rows, kRows), 2 * kClasses, kBytes,  //
+                 x_map, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
+                 static_cast<int>(shape.classes), results);
   };
   return product_of("cluster", cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
                     2 * kClasses, kBytes, launch);
@@ -1647,13 +1670,15 @@ Product make_exchange(Problem& problem, const SoftmaxShape& shape, const Buffer<
   const auto left = problem.workspace<float>(2 * static_cast<size_t>(strips) * tiles * kRows);
   const auto launches = problem.workspace<unsigned>(2);
   const auto launch = [=](Results results) {
-    const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows / 2);
-    const CUtensorMap W_map = tensor_map<float>(W, shape.inputs, shape.classes, kExchangeDepth);
+    const CUtensorMap x_map =
+        tensor_map<float>(x, shape.rows, shape.inputs, kRows / 2, kMath == Math::tf32);
+    const CUtensorMap W_map =
+        tensor_map<float>(W, shape.inputs, shape.classes, kExchangeDepth, kMath == Math::tf32);
     const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches,
                              static_cast<int>(at_once)};
-    exchange_columns<kMath, kRows><<<at_once * tiles, kExchangeThreads, kBytes>>>(
-        x_map, W_map, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
-        static_cast<int>(shape.classes), others, results);
+    launch_early(exchange_columns<kMath, kRows>, at_once * tiles, kExchangeThreads, kBytes,  //
+                 x_map, W_map, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
+                 static_cast<int>(shape.classes), others, results);
   };
   return product_of("exchange", exchange_columns<kMath, kRows>, kExchangeThreads, kBytes, launch);
 }
@@ -1874,8 +1899,9 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
     problem
         .kernel("fused rows", Role::baseline,
                 [=] {
-                  fused_rows<<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
-                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
+                  launch_early(fused_rows, static_cast<unsigned>(shape.rows), kSoftmaxThreads, 0, x,
+                               W, probs, static_cast<int>(shape.inputs),
+                               static_cast<int>(shape.classes));
                 })
         .resources(fused_rows, kSoftmaxThreads);
   }
@@ -1885,8 +1911,9 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
     problem
         .kernel("fused rows, D split", Role::ours,
                 [=] {
-                  fused_narrow_rows<16><<<static_cast<unsigned>(shape.rows), kSoftmaxThreads>>>(
-                      x, W, probs, static_cast<int>(shape.inputs), static_cast<int>(shape.classes));
+                  launch_early(fused_narrow_rows<16>, static_cast<unsigned>(shape.rows),
+                               kSoftmaxThreads, 0, x, W, probs, static_cast<int>(shape.inputs),
+                               static_cast<int>(shape.classes));
                 })
         .resources(fused_narrow_rows<16>, kSoftmaxThreads);
   }
@@ -1947,7 +1974,7 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
     library_product(blas, x, W, logits, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
     softmax(logits, probs, shape);
   });
-  add("fused rows", 0, [=] { fused_rows<<<B, kSoftmaxThreads>>>(x, W, probs, D, C); });
+  add("fused rows", 0, [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); });
   fused(make_product<Math::fp32>(lesson, problem, shape, x, W), "", 0);
   fused(make_product<Math::tf32>(lesson, problem, shape, x, W), ", TF32", 80);
   fused(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);

@@ -13,11 +13,12 @@
 
 #include "common/mma.cuh"
 
-/// Copies the first `bytes` of kBytes (4, 8 or 16; both addresses aligned to that), and writes
-/// zeros for the rest. With 0 `from` is not read and may point anywhere. PTX ISA, "Data Movement
-/// and Conversion Instructions: cp.async" (its src-size operand).
+/// Copies kBytes (4, 8 or 16; both addresses aligned to that). If not `inside` it writes as many
+/// zeros, and `from` is not read and may point anywhere. PTX ISA, "Data Movement and Conversion
+/// Instructions: cp.async" (its src-size operand).
 template <int kBytes>
-__device__ inline void copy_async_part(void* to_shared, const void* from_global, int bytes) {
+__device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
+  const int bytes = inside ? kBytes : 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
   if constexpr (kBytes == 16) {  // .cg: through the L2 cache only
@@ -29,15 +30,9 @@ __device__ inline void copy_async_part(void* to_shared, const void* from_global,
   }
 #else
   // With nothing to copy the library's function would still want a source that may be read.
-  __pipeline_memcpy_async(to_shared, bytes > 0 ? from_global : to_shared, kBytes,
+  __pipeline_memcpy_async(to_shared, inside ? from_global : to_shared, kBytes,
                           static_cast<size_t>(kBytes - bytes));
 #endif
-}
-
-/// Copies kBytes, or writes as many zeros if not `inside`.
-template <int kBytes>
-__device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
-  copy_async_part<kBytes>(to_shared, from_global, inside ? kBytes : 0);
 }
 
 __device__ inline void copy_async_commit() { __pipeline_commit(); }

@@ -36,7 +36,7 @@
 template <typename T>
 CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* extents,
                               const cuuint64_t* strides, const cuuint32_t* box,
-                              CUtensorMapSwizzle swizzle) {
+                              CUtensorMapSwizzle swizzle, bool to_tf32 = false) {
   static_assert(sizeof(T) == 2 || std::is_same_v<T, float>);
   // Through the runtime, so that the program starts where there is no driver to link to.
   static const auto encode = [] {
@@ -48,7 +48,8 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   const cuuint32_t steps[2] = {1, 1};
-  const CUtensorMapDataType type = type_of<T> == Type::fp32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+  const CUtensorMapDataType type = to_tf32                    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                   : type_of<T> == Type::fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                    : type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
@@ -69,13 +70,15 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 /// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
 /// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
 /// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so
-/// must its rows. CUDA Driver API, "Tensor Map Object Management".
+/// must its rows. With `to_tf32`, floats are rounded to TF32 on their way into shared memory. CUDA
+/// Driver API, "Tensor Map Object Management".
 template <typename T>
-CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows) {
+CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
+                       bool to_tf32 = false) {
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(cols) * sizeof(T)};
   const cuuint32_t box[2] = {128 / sizeof(T), box_rows};
-  return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, to_tf32);
 }
 
 /// The same for a vector of `count` elements, moved 64 at a time, without a swizzle.
@@ -186,6 +189,16 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
       "}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+}
+
+/// The last thing that the producer of a block in a cluster does: waits until each stage has been
+/// released as often as it was filled. By then all that the other blocks send to this one, bytes
+/// and arrivals, has come, and the block may end.
+template <int kStages>
+__device__ inline void wait_until_empty(Barrier (&empty)[kStages], Ring<kStages> ring) {
+  for (int s = 0; s < kStages; ++s, ring.advance()) {
+    barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+  }
 }
 
 // ---- Device: tensor copies ----------------------------------------------------------------------

@@ -50,6 +50,7 @@ class Algebra:
             return result
 
         self.blades = len(masks)
+        self.blades_of_grade = lambda grade: sum(mask.bit_count() == grade for mask in masks)
         products = [(i, j, masks.index(a ^ b), sign(a, b))
                     for i, a in enumerate(masks) for j, b in enumerate(masks) if sign(a, b)]
         grades = [tuple(masks[blade].bit_count() for blade in (i, k, j)) for i, j, k, _ in products]
@@ -59,10 +60,24 @@ class Algebra:
 
     def multiply_adds(self):
         """What the lesson's functions do: a multiply-add per term and one per weight and blade that it
-        multiplies, for the product, and for the gradients, where dx and dw share their sums."""
-        by_x, by_y, by_result = (len({(term[3], term[n]) for term in self.terms}) for n in range(3))
-        return {"product": len(self.terms) + by_result,
-                "gradients": 2 * len(self.terms) + 2 * by_x + by_y}
+        multiplies, or one per weight that goes into a common factor of several such blades. dw takes
+        the sums of dx, without their weights, or else those of dy; if neither has them, its own."""
+        X, Y, RESULT = range(3)  # places in a term
+        counts = Counter()
+        for t in range(len(self.triples)):
+            terms = [term[:3] for term in self.terms if term[3] == t]
+            blades = [len({term[place] for term in terms}) for place in (X, Y, RESULT)]
+            only = [self.blades_of_grade(self.triples[t][n]) == 1 for n in (0, 2, 1)]
+            common = [blades[place] > 1 and any(only[other] for other in (X, Y, RESULT) if other != place)
+                      for place in (X, Y, RESULT)]
+            sums = [len(terms) + (1 if common[place] else blades[place]) for place in (X, Y, RESULT)]
+            counts["product"] += sums[RESULT]
+            counts["gradients"] += sums[X] + sums[Y]
+            if not common[X] or not common[Y]:
+                counts["gradients"] += blades[Y if common[X] else X]
+            else:
+                counts["gradients"] += len(terms) + blades[RESULT]
+        return dict(counts)
 
 
 # ---- SymPy --------------------------------------------------------------------------------------
@@ -179,10 +194,12 @@ __device__ void gradients(float* x_in, float* y_in, float* w_in, float* dz_in, f
   float w[A::kTriples];
   load(w, w_in);
   const auto weight = [&](auto t) {{ return Pack<1>{{{{w[t]}}}}; }};
-  gradients_of_x_and_w(
-      x, y, dz, weight, [&](auto i, Pack<1> dx) {{ at(dx_out, i) = dx.v[0]; }},
-      [](auto) {{ return empty_sum<1>(); }}, [&](auto t, Pack<1> dw) {{ at(dw_out, t) = dw.v[0]; }});
-  gradient_of_y(x, dz, weight, [&](auto j, Pack<1> dy) {{ at(dy_out, j) = dy.v[0]; }});
+  const auto take_w = [](auto) {{ return empty_sum<1>(); }};
+  const auto give_w = [&](auto t, Pack<1> dw) {{ at(dw_out, t) = dw.v[0]; }};
+  gradients<Of::x>(x, y, dz, weight, [&](auto i, Pack<1> dx) {{ at(dx_out, i) = dx.v[0]; }},
+                   take_w, give_w);
+  gradients<Of::y>(x, y, dz, weight, [&](auto j, Pack<1> dy) {{ at(dy_out, j) = dy.v[0]; }},
+                   take_w, give_w);
 }}
 """
 ARRAYS = {"product": (("x", "y", "w"), ("z",)), "gradients": (("x", "y", "w", "dz"), ("dx", "dy", "dw"))}

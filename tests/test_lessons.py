@@ -57,8 +57,8 @@ SPATIALS = [
 # Signature, grade triples, multiply-adds of the product: one for each pair of blades whose product
 # is not 0, and one for each triple and blade that it contributes to.
 ALGEBRAS = [
-    ("2,0,0", 10, 30), ("3,0,0", 20, 108), ("3,0,1", 34, 300), ("1,3,0", 35, 384),
-    ("4,1,0", 56, 1376),
+    ("2,0,0", 10, 26), ("3,0,0", 20, 92), ("3,0,1", 34, 270), ("1,3,0", 35, 340),
+    ("4,1,0", 56, 1272),
 ]
 # Batch and features: packs of 4 and single floats; one row and several in a block; more rows than
 # blocks; rows that fill no warp, one and several.

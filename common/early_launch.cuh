@@ -1,0 +1,49 @@
+// Programmatic dependent launch, of compute capability 9.0 and newer: the time between two kernels
+// of a stream, a microsecond or so, shrinks where the second one's blocks take their places while
+// the first one's end. CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "common/check.h"
+
+/// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
+/// soon as the blocks of that one have all called start_next_kernel() or ended, and there is room.
+/// It calls wait_for_previous_kernel() before it reads or writes what that one may use. Code for
+/// older devices does not wait, and is launched as usual.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
+                  const Arguments&... arguments) {
+#ifdef CUDA_CPU
+  kernel<<<blocks, threads, shared_bytes>>>(arguments...);
+#else
+  cudaFuncAttributes code;
+  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &early;
+  config.numAttrs = code.binaryVersion >= 90 ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+#endif
+}
+
+/// Until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel
+/// Synchronization and Communication Instructions: griddepcontrol".
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// From here on the next kernel's blocks may take the places of blocks that have ended, once all
+/// blocks of this kernel have come here: none of them still has to start.
+__device__ inline void start_next_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
