@@ -988,8 +988,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     barrier_init(&shared.full, 1);
     barrier_init(&shared.come, 1);
     barrier_init_fence();
-    barrier_arrive_expect(&shared.come, kSplits * part_bytes);
   }
+  __syncthreads();
+  if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * part_bytes);
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
@@ -1015,7 +1016,6 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     }
     wgmma_wait<0>();
   };
-  __syncthreads();  // the barriers are initialized
   for (int chunk = first; chunk < last; ++chunk) {
     if (C % 2 == 0 && (chunk + 1) * kDepth <= D) {
       add_chunk(chunk, std::true_type());
@@ -1037,10 +1037,12 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   }
   shared_fence();  // the copy engine will read this
   __syncthreads();
-  cluster_wait();               // the others' `come` is initialized
-  if (threadIdx.x < kSplits) {  // thread i sends to block i
-    bulk_push(shared.inbox[rank], shared.outbox[threadIdx.x], part_bytes, &shared.come,
-              threadIdx.x);
+  cluster_wait();  // the others' `come` is initialized
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kSplits; ++i) {
+      if (i == rank) continue;
+      bulk_push(shared.inbox[rank], shared.outbox[i], part_bytes, &shared.come, i);
+    }
   }
   barrier_wait(&shared.come, 0);
   cluster_arrive();
@@ -1051,9 +1053,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     float v[kClasses / 32] = {};
 #pragma unroll
     for (int part = 0; part < kSplits; ++part) {
+      const float* from = (part == rank ? shared.outbox : shared.inbox)[part] + i * stride;
 #pragma unroll
       for (int j = 0; j < kClasses / 32; ++j) {
-        if (lane + 32 * j < C) v[j] += shared.inbox[part][i * stride + lane + 32 * j];
+        if (lane + 32 * j < C) v[j] += from[lane + 32 * j];
       }
     }
     finish_row(v, row, C, results);

@@ -250,8 +250,7 @@ struct Lesson::State {
   bool selected(const Kernel& kernel) const { return can_run(kernel) && matches(kernel); }
   void require_memory();
   void prepare(Problem& problem);
-  using Launches = std::map<const Kernel*, std::function<void()>>;
-  void verify(Problem& problem, const Launches& launches = {});
+  void verify(Problem& problem, const std::function<void(const Kernel&)>& launch);
   void sample(Problem& problem);  ///< and verifies what it timed
   void print(const Problem& problem) const;
   Json record() const;
@@ -466,9 +465,9 @@ void Lesson::State::prepare(Problem& problem) {
   CUDA_CHECK(cudaDeviceSynchronize());
 }
 
-/// Every kernel once, from poisoned outputs, launched by itself or as `launches` has it. Called
-/// before sampling, and after it with the launches that were timed: what is right must stay right.
-void Lesson::State::verify(Problem& problem, const Launches& launches) {
+/// Every kernel, launched by `launch`, from poisoned outputs. Called before sampling, and after it
+/// with the launches that were timed: what is right must stay right.
+void Lesson::State::verify(Problem& problem, const std::function<void(const Kernel&)>& launch) {
   const auto poison = [](Storage& storage) {  // bytes of 0xff are a NaN in every type here
     CUDA_CHECK(cudaMemsetAsync(storage.data, 0xff, storage.count * storage.element_bytes));
   };
@@ -481,8 +480,7 @@ void Lesson::State::verify(Problem& problem, const Launches& launches) {
       kernel.before();
       for (const Check& check : checks) poison(*check.output);
     }
-    const auto timed = launches.find(&kernel);
-    timed == launches.end() ? kernel.launch() : timed->second();
+    launch(kernel);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
     kernel.ok = kernel.ok || !kernel.ran;
@@ -510,7 +508,7 @@ void Lesson::State::sample(Problem& problem) {
   }
   const Timing timing = this->timing(problem);
   const int calls = timing == Timing::graph ? kGraphCalls : 1;
-  Launches launches;
+  std::map<const Kernel*, std::function<void()>> launches;
   for (const Kernel* kernel : timed) launches[kernel] = kernel->launch;
 #ifndef CUDA_CPU
   std::deque<Graph> graphs;
@@ -562,7 +560,7 @@ void Lesson::State::sample(Problem& problem) {
     }
   }
   for (Kernel* kernel : timed) std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
-  verify(problem, launches);
+  verify(problem, [&](const Kernel& kernel) { launches[&kernel](); });
 }
 
 double Lesson::State::limit_ms(const Work& work, Rate rate) const {
@@ -726,7 +724,7 @@ int Lesson::run() {
       continue;
     }
     state.prepare(problem);
-    state.verify(problem);
+    state.verify(problem, [](const Kernel& kernel) { kernel.launch(); });
     state.sample(problem);
     for (auto* list :
          {&problem.inputs_, &problem.outputs_, &problem.references_, &problem.workspaces_}) {

@@ -131,13 +131,18 @@ __device__ inline void mma_m16n8k16<__nv_bfloat16>(float (&sum)[4], const unsign
 #endif
 }
 
-/// `value` rounded to TF32, the nearest number with 10 bits of mantissa (a tie away from zero), as
-/// an operand of mma_m16n8k8_tf32. Infinities and NaN stay what they are. Needs compute capability
-/// 8.0.
+/// `value` rounded to TF32, the nearest number with 10 bits of mantissa, as an operand of
+/// mma_m16n8k8_tf32. Infinities and NaN stay what they are. Needs compute capability 8.0, where a
+/// tie goes away from zero; from 9.0 on it goes to the even one, which is one instruction and not
+/// three.
 __device__ inline unsigned to_tf32(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   unsigned rounded;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+#endif
   return rounded;
 #else
   __trap();
