@@ -542,20 +542,17 @@ void Lesson::State::sample(Problem& problem) {
     const double budget_ms = gpu ? 4000 : 500;
     rounds = static_cast<int>(std::clamp(budget_ms / round_ms, gpu ? 5.0 : 1.0, gpu ? 50.0 : 5.0));
   }
-  // In another order each round: what ran before a kernel decides on the clock that it finds. A
-  // launch that is queued behind other work shows the device's time and not the host's: hence the
-  // one before it when the cache stays warm.
+  // What ran before a kernel decides on the clock that it finds, so each follows a call of its own;
+  // and in another order each round, for what ran before that. A call that is queued behind other
+  // work also shows the device's time and not the host's.
   std::mt19937_64 order(seed);
   for (int round = 0; round < rounds; ++round) {
     progress.show(problem.name_ + ": sample " + std::to_string(round + 1) + " of " +
                   std::to_string(rounds));
     std::shuffle(timed.begin(), timed.end(), order);
     for (Kernel* kernel : timed) {
-      if (flush) {
-        CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
-      } else if (device.backend == "cuda") {
-        launches[kernel]();
-      }
+      if (device.backend == "cuda") launches[kernel]();
+      if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
       kernel->samples_ms.push_back(time_one(kernel));
     }
   }
