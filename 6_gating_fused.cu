@@ -508,8 +508,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_arrive();
-  cluster_wait();
+  cluster_meet();
 
   // Tile `tile` of the cluster: 256 rows, 128 columns; in groups of kGroup rows of tiles, see
   // lesson 3.

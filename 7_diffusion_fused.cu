@@ -727,8 +727,7 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   }
   const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
   const int warp = thread / 32, lane = thread % 32;
-  cluster_arrive();
-  cluster_wait();
+  cluster_meet();
 
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();
@@ -1451,7 +1450,8 @@ constexpr int kOneLaunchThreads = 384;
 
 // As many clusters as fit on the device at once, or as there are tiles: none may wait for one that
 // cannot start. (Counted for a GPU that this launch has to itself: other kernels end sometime, but
-// two of these at the same time might wait for each other for good.)
+// two of these at the same time, in two streams, might wait for each other for good. In one stream
+// they cannot, although launched early: the next one's blocks start when all of this one's run.)
 template <Pass kPass, int kColumns, int kStages>
 unsigned one_launch_blocks(const Shape& shape) {
   constexpr int kBlocks = kWidth / kColumns, kBytes = sizeof(OneLaunchShared<kColumns, kStages>);

@@ -1023,8 +1023,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_arrive();
-  cluster_wait();
+  cluster_meet();
 
   Ring<kStages> ring;
   if (threadIdx.x < 128) {
@@ -1132,8 +1131,7 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_arrive();
-  cluster_wait();
+  cluster_meet();
 
   Ring<kStages> ring;
   Ring<2> buffer;
@@ -1922,6 +1920,7 @@ void add_hopper_kernels(Forward& table) {
   const auto launch = [=, V = static_cast<int>(V), E = static_cast<int>(E), W = static_cast<int>(W),
                        &table] {
     const HopperMaps maps = hopper_maps(table, M, table.out);
+    // associate starts as usual: what came before it is over when Gr, Gi and x are read.
     associate<<<small, kThreads>>>(table.operands(), M, E, W);
     launch_early(hopper_features, blocks, kHopperThreads, kBytes, maps, V);
   };
@@ -1951,7 +1950,7 @@ void add_hopper_kernels(Backward& table) {
   const auto launch = [=, V = static_cast<int>(V), E = static_cast<int>(E), W = static_cast<int>(W),
                        &table] {
     const HopperMaps maps = hopper_maps(table, M, table.d_out);
-    associate<<<small, kThreads>>>(table.operands(), M, E, W);
+    associate<<<small, kThreads>>>(table.operands(), M, E, W);  // as usual: see above
     launch_early(hopper_accumulate_backward, 4 * clusters, kHopperThreads, kBytes, maps, partials,
                  V, E, W);
     add_slices<<<sum_blocks, 128>>>(partials, static_cast<int>(clusters), dM, D, count);

@@ -845,7 +845,8 @@ struct ClusterShared {
   static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
   float x[kDepth / 32][kRows * 32];  // boxes of kRows x 32, as the copy engine leaves them
   float x_low[kSplit ? kDepth / 32 : 1][kSplit ? kRows * 32 : 1];
-  // To and from each block of the cluster: kOwnRows rows, cluster_stride(C) apart.
+  // To and from each other block of the cluster: kOwnRows rows, cluster_stride(C) apart. A block's
+  // own part stays in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * cluster_stride(kClasses)];
   alignas(16) float inbox[kSplits][kOwnRows * cluster_stride(kClasses)];
   Barrier full, come;  // x is there; all of the inbox is
@@ -1176,8 +1177,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  cluster_arrive();
-  cluster_wait();
+  cluster_meet();
   start_next_kernel();
   wait_for_previous_kernel();
 

@@ -9,8 +9,10 @@
 
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
 /// soon as the blocks of that one have all called start_next_kernel() or ended, and there is room.
-/// It calls wait_for_previous_kernel() before it reads or writes what that one may use. Code for
-/// older devices does not wait, and is launched as usual.
+/// It calls wait_for_previous_kernel(), in one thread at least, before it reads or writes what any
+/// earlier kernel of the stream may use; but if the one before it was launched as usual, what those
+/// before that have left may be read at once. Code for older devices does not wait, and is launched
+/// as usual.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
@@ -27,12 +29,12 @@ void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.attrs = &early;
-  config.numAttrs = code.binaryVersion >= 90 ? 1 : 0;
+  config.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 #endif
 }
 
-/// Until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel
+/// Waits until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel
 /// Synchronization and Communication Instructions: griddepcontrol".
 __device__ inline void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

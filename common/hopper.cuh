@@ -345,6 +345,11 @@ __device__ inline void cluster_arrive() {
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+/// Both at once: how the blocks of a cluster meet when each has initialized its barriers.
+__device__ inline void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
+}
 
 // ---- Device: wgmma ------------------------------------------------------------------------------
 //

@@ -55,7 +55,8 @@ SPATIALS = [
 
 
 # Signature, grade triples, multiply-adds of the product: one for each pair of blades whose product
-# is not 0, and one for each triple and blade that it contributes to.
+# is not 0, and one for each triple and blade that it contributes to, or one for the triple if its
+# weight goes into a common factor.
 ALGEBRAS = [
     ("2,0,0", 10, 26), ("3,0,0", 20, 92), ("3,0,1", 34, 270), ("1,3,0", 35, 340),
     ("4,1,0", 56, 1272),
