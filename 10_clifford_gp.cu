@@ -32,9 +32,6 @@
 // implementations write these lines by hand or generate them with a symbolic package. Here the
 // compiler does, from the signature: Cl<3, 0, 0> below is all that a user writes, and Cl<1, 3, 0>
 // (spacetime), Cl<3, 0, 1> (projective) and Cl<4, 1, 0> (conformal) cost nothing more.
-//
-// All but the unfused kernels are launched early (common/early_launch.cuh): a small batch takes
-// microseconds, and the time between two kernels is part of them.
 
 #include <bit>
 #include <cstdio>
@@ -711,8 +708,6 @@ constexpr int kSumRows = 16;
 
 __global__ void __launch_bounds__(32 * kSumRows)
     sum_partials(const float* partials, float* dw, int count, int triples, int features) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   __shared__ float sums[kSumRows][32];
   const size_t columns = static_cast<size_t>(triples) * features;
   const size_t column = static_cast<size_t>(blockIdx.x) * 32 + threadIdx.x;
@@ -736,8 +731,6 @@ __global__ void __launch_bounds__(32 * kSumRows)
 template <typename A>
 __global__ void __launch_bounds__(kStripFeatures)
     fused_product(const float* x, const float* y, const float* w, float* z, Layer layer) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   const StripThread thread(layer);
   const size_t plane = layer.plane();
   if (thread.row >= thread.end) return;
@@ -753,8 +746,6 @@ __global__ void __launch_bounds__(kStripFeatures)
 // The norm of all grades; a block a row, which it reads twice, the second time from a cache.
 template <typename A>
 __global__ void normalize(const float* z, float* out, Layer layer) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   __shared__ Sums<A::kGrades> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
   Sums<A::kGrades> squares = {};
@@ -781,8 +772,6 @@ constexpr int kRowThreads = 256;
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
   const size_t plane = layer.plane();
   int turn = 0;
@@ -872,8 +861,6 @@ template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
                         float* dx, float* dy, float* dw_partials, Layer layer) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   __shared__ GradientSums<A> partials[2][kMaxWarps];
   const size_t plane = layer.plane();
   float* dw = dw_partials + static_cast<size_t>(blockIdx.x) * A::kTriples * layer.features;
@@ -1021,8 +1008,6 @@ template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
                     RowsOnChip shape) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   using Memory = OnChipMemory<A, W, kFetchAhead ? 2 * A::kBlades : 0>;
   extern __shared__ __align__(16) float shared[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
@@ -1096,8 +1081,6 @@ template <typename A, int W, bool kFetchAhead>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-  start_next_kernel();
-  wait_for_previous_kernel();
   using Memory = OnChipMemory<A, W, kFetchAhead ? 3 * A::kBlades : 0>;
   extern __shared__ __align__(16) float shared[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
@@ -1194,6 +1177,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // with one instruction; and several stages are on their way instead of one. What the other kernels
 // spent on that, registers and instructions, is free for the weights: a thread has the same
 // features in all of its rows, and keeps their weights in registers, too.
+//
+// A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
+// blocks take the places of this one's, one for one. The kernels above have room for several blocks
+// on a multiprocessor, and lose by it: the next ones crowd where a place gets free first.
 //
 // Backward that works for up to 4 blades. In 3-D a feature has 20 weights, 20 sums for dw and three
 // multivectors of 8: with them in registers there is room for half of the threads, which are too
@@ -1354,8 +1341,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  start_next_kernel();
-  wait_for_previous_kernel();
   if (threadIdx.x < 32) {
     for (int s = 0; s < kStages; ++s) {
       const int group = blockIdx.x + s * gridDim.x;
@@ -1589,7 +1574,7 @@ Launch forward_once(const Tensors<A>& of, const Device& device) {
   const int resident = resident_blocks(forward_one_launch<A>, kRowThreads, 0, device);
   const int blocks = std::min(of.layer.batch, resident);
   const auto run = [=] {
-    launch_early(forward_one_launch<A>, blocks, kRowThreads, 0, of.x, of.y, of.w, of.out, of.layer);
+    forward_one_launch<A><<<blocks, kRowThreads>>>(of.x, of.y, of.w, of.out, of.layer);
   };
   return {run, 0, [](Kernel& row) { row.resources(forward_one_launch<A>, kRowThreads); }};
 }
@@ -1600,10 +1585,10 @@ Launch backward_once(const Tensors<A>& of, const Gradients<A>& d, const Device& 
   const int blocks = std::min(of.layer.batch, resident);
   const auto partials = of.problem.template output<float>(blocks * of.w.size());
   const auto run = [=] {
-    launch_early(backward_one_launch<A>, blocks, kRowThreads, 0, of.x, of.y, of.w, d.d_out, d.dx,
-                 d.dy, partials, of.layer);
-    launch_early(sum_partials, d.sum_blocks(), dim3(32, kSumRows), 0, partials, d.dw, blocks,
-                 A::kTriples, of.layer.features);
+    backward_one_launch<A>
+        <<<blocks, kRowThreads>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, blocks, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(),
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
@@ -1622,8 +1607,8 @@ Launch forward_on_chip_by(const Tensors<A>& of, const Device& device) {
   const int groups = (of.layer.batch - 1) / shape.rows() + 1;
   const int blocks = std::min(groups, resident_blocks(kernel, shape.threads, bytes, device));
   const auto run = [=] {
-    launch_early(forward_on_chip<A, W, kAhead>, blocks, shape.threads, bytes, of.x, of.y, of.w,
-                 of.out, of.layer, shape);
+    forward_on_chip<A, W, kAhead>
+        <<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
   };
   return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
 }
@@ -1643,10 +1628,10 @@ Launch backward_on_chip_by(const Tensors<A>& of, const Gradients<A>& d, const De
   const int count = blocks * shape.rows();
   const auto partials = of.problem.template output<float>(count * of.w.size());
   const auto run = [=] {
-    launch_early(backward_on_chip<A, W, kAhead>, blocks, shape.threads, bytes, of.x, of.y, of.w,
-                 d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    launch_early(sum_partials, d.sum_blocks(), dim3(32, kSumRows), 0, partials, d.dw, count,
-                 A::kTriples, of.layer.features);
+    backward_on_chip<A, W, kAhead><<<blocks, shape.threads, bytes>>>(
+        of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, count, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
 }
@@ -1709,10 +1694,10 @@ Launch backward_streamed_of(const Tensors<A>& of, const Gradients<A>& d, const D
   const int count = blocks * shape.rows();
   const auto partials = of.problem.template output<float>(count * of.w.size());
   const auto run = [=] {
-    launch_early(backward_streamed<A, kStreamedWidth>, blocks, kMaxThreads, kBytes, of.x, of.y,
-                 of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    launch_early(sum_partials, d.sum_blocks(), dim3(32, kSumRows), 0, partials, d.dw, count,
-                 A::kTriples, of.layer.features);
+    backward_streamed<A, kStreamedWidth><<<blocks, kMaxThreads, kBytes>>>(
+        of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    sum_partials<<<d.sum_blocks(), dim3(32, kSumRows)>>>(partials, d.dw, count, A::kTriples,
+                                                         of.layer.features);
   };
   return {run, partials.bytes(),
           [=](Kernel& row) { row.resources(kernel, kMaxThreads, kBytes).hopper_only(); }};
@@ -1776,9 +1761,8 @@ bool add_forward(Lesson& lesson, const CliffordReference& reference, const Cliff
   problem
       .kernel("fused product", Role::ours,
               [=] {
-                launch_early(fused_product<A>, of.strip_blocks(), kStripFeatures, 0, of.x, of.y,
-                             of.w, z, layer);
-                if (layer.normed) launch_early(normalize<A>, layer.batch, 256, 0, z, of.out, layer);
+                fused_product<A><<<of.strip_blocks(), kStripFeatures>>>(of.x, of.y, of.w, z, layer);
+                if (layer.normed) normalize<A><<<layer.batch, 256>>>(z, of.out, layer);
               })
       .resources(fused_product<A>, kStripFeatures)
       .occupies(of.bytes() + (layer.normed ? z.bytes() : 0));

@@ -1,6 +1,8 @@
 // Programmatic dependent launch, of compute capability 9.0 and newer: the time between two kernels
 // of a stream, a microsecond or so, shrinks where the second one's blocks take their places while
-// the first one's end. CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization".
+// the first one's end. (Not a gain for every kernel: blocks that would have been spread evenly take
+// what places there are.) CUDA Programming Guide, "Programmatic Dependent Launch and
+// Synchronization".
 #pragma once
 
 #include <cuda_runtime.h>
