@@ -287,6 +287,12 @@ MUTANTS = [
         )
         for of, row in [("result", "row on chip"), ("x", "both on chip"), ("y", "both on chip")]
     ),
+    # The same where the weight goes into a common factor.
+    _mutant(
+        "sign_flipped_of_a_weighted_factor", "", CLIFFORD, "void add_triple(",
+        "signed_product<sign>(", "signed_product<blade == 6 ? -sign : sign>(",
+        r"\nrow on chip .* FAILED", "5", "--features", "40",
+    ),
 ]
 
 SANITIZED = [mutant for mutant in MUTANTS if mutant.sanitizer]
