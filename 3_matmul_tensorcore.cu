@@ -40,6 +40,8 @@
 
 #include "common/async_copy.cuh"
 #ifndef CUDA_CPU
+#include <cuda/atomic>
+
 #include "common/hopper.cuh"
 #endif
 #include "common/matmul.h"
@@ -551,33 +553,52 @@ __global__ void __launch_bounds__(384, 1)
 //     and multicasts that half into both: B is read from the L2 cache once, not twice. A stage is
 //     then empty only when the consumers of both blocks say so, to both producers.
 //   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
-//     leave from there, in full lines, while the consumers go on.
-template <int kStages>
+//     leave from there, in full lines, while the consumers go on. With kBuffers = 2 both halves of
+//     a tile have a place there, and the second does not wait for the first to leave.
+//
+// Now the tensor cores hardly ever wait. What they draw takes the card to its power limit, and its
+// clock falls until the power fits. From here on a byte counts less for the time at which it comes
+// than for how far it has come, and the farthest way is that from memory:
+//   - Every other tile is walked from the end of k to its beginning, and every other group of tiles
+//     from the right to the left. So a tile begins with that part of A or B with which the one
+//     before it ended: it is still in the L2 cache.
+//   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
+//     all are at about the same k. Nothing holds them there. With `progress` the clusters count
+//     their steps together, and who is 2 kPace steps ahead of their mean waits. That only saves
+//     reads: nobody waits for long, for the others may not have got a multiprocessor yet.
+//   - Only the first box of all is waited for. While the blocks of a cluster meet, the consumers
+//     have it brought into the L2 cache.
+template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
   Stage<BM, BN> stages[kStages];
-  half out[2][kStoreCols / 64][64 * 64];  // per consumer
+  half out[kBuffers][2][kStoreCols / 64][64 * 64];  // of two consumers
   Barrier full[kStages], empty[kStages];
 };
 
-template <int kStages, int kGroup>
+#if HOPPER_CODE
+// dividend / divisor, of 0 to 2^20 each. Approximately, and still exactly: the half keeps quotients
+// further from the next whole number than __fdividef errs. That is 6 instructions instead of 30,
+// which count at the start, where each is fetched from memory.
+__device__ int quotient(int dividend, int divisor) {
+  return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
+}
+#endif
+
+// `a` and `b` are the matrices that A and B describe; `progress` is one number for all blocks, 0
+// before the launch and after it, or null.
+template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-                      const __grid_constant__ CUtensorMap C, int n) {
+                      const __grid_constant__ CUtensorMap C, const half* a, const half* b, int n,
+                      unsigned* progress) {
 #if HOPPER_CODE
-  using Shared = PersistentShared<kStages>;
-  constexpr int BM = Shared::BM, BN = Shared::BN;
+  constexpr int kPace = 16, kPatience = 256;  // steps; times to look at the others' progress
+  using Shared = PersistentShared<kStages, kBuffers>;
+  constexpr int BM = Shared::BM, BN = Shared::BN, kStoreCols = Shared::kStoreCols;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = cluster_rank(), steps = (n + kStepK - 1) / kStepK;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
-    }
-    barrier_init_fence();
-  }
-  cluster_meet();
 
   // A tile of a cluster has 2 BM rows and BN columns.
   const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
@@ -586,28 +607,71 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     int row, col;
   };
   const auto place = [&](int tile) {
-    const int first = tile / (kGroup * tile_cols) * kGroup, within = tile % (kGroup * tile_cols);
-    const int rows = min(kGroup, tile_rows - first);
-    return Place{(2 * (first + within % rows) + rank) * BM, within / rows * BN};
+    const int group = quotient(tile, kGroup * tile_cols);
+    const int within = tile - group * kGroup * tile_cols;
+    const int rows = min(kGroup, tile_rows - group * kGroup), column = quotient(within, rows);
+    return Place{(2 * (group * kGroup + within - column * rows) + rank) * BM,
+                 (group % 2 == 0 ? column : tile_cols - 1 - column) * BN};
   };
+  const Place first = place(blockIdx.x / 2);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
+    }
+    barrier_init_fence();
+  } else if (threadIdx.x >= 128) {  // 128 bytes each: 128 rows of A, 32 rows of B
+    const int thread = threadIdx.x % 128, row = first.row + thread;
+    const int k = rank * 32 + thread / 4, col = first.col + thread % 4 * 64;
+    if (threadIdx.x < 256) {
+      if (row < n) prefetch_l2(a + static_cast<size_t>(row) * n);
+    } else {
+      if (k < n && col < n) prefetch_l2(b + static_cast<size_t>(k) * n + col);
+    }
+  }
+  cluster_meet();
+
+  const int warp = warp_of_block();
   Ring<kStages> ring;
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     registers_shrink_to<24>();
-    if (threadIdx.x == 0) {
-      for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-        const Place at = place(tile);
+    if (warp == 0 && elect_one()) {
+      using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+      unsigned paces = 0;  // kPace steps each
+      bool backward = false;
+      Place at = first;
+      for (int tile = blockIdx.x / 2; tile < tiles;
+           tile += clusters, at = place(tile), backward = !backward) {
         for (int step = 0; step < steps; ++step, ring.advance()) {
+          if (progress != nullptr && rank == 0 && step % kPace == kPace - 1) {
+            Counter(*progress).fetch_add(1, cuda::memory_order_relaxed);
+            for (int look = 0; look < kPatience; ++look) {
+              if (Counter(*progress).load(cuda::memory_order_relaxed) >= paces * clusters) break;
+            }
+            ++paces;
+          }
+          const int k = (backward ? steps - 1 - step : step) * kStepK;
           Stage<BM, BN>& stage = shared.stages[ring.stage];
           Barrier* arrived = &shared.full[ring.stage];
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
           barrier_arrive_expect(arrived, sizeof stage);
-          tensor_load(stage.a, &A, at.row, step * kStepK, arrived);
-          for (int box = rank * BN / 128; box < (rank + 1) * BN / 128; ++box) {
-            tensor_load_multicast(stage.b[box], &B, step * kStepK, at.col + 64 * box, arrived, 3);
+          tensor_load(stage.a, &A, at.row, k, arrived);
+#pragma unroll
+          for (int i = 0; i < BN / 128; ++i) {
+            const int box = rank * BN / 128 + i;
+            tensor_load_multicast(stage.b[box], &B, k, at.col + 64 * box, arrived, 3);
           }
         }
       }
       wait_until_empty(shared.empty, ring);
+      if (progress != nullptr && rank == 0) {  // nobody waits for this one; the last one clears
+        const unsigned all = (tiles + clusters - 1) / clusters * (steps / kPace) + 1;
+        const unsigned before =
+            Counter(*progress).fetch_add(all - paces, cuda::memory_order_relaxed);
+        if (before + all - paces == all * clusters) {
+          Counter(*progress).store(0, cuda::memory_order_relaxed);
+        }
+      }
     }
   } else {
     registers_grow_to<240>();
@@ -616,7 +680,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
     };
     for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-      const Place at = place(tile);
       float sum[BN / 2];
       int previous = 0;
       for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -626,33 +689,34 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         if (step > 0) release(previous);
         previous = ring.stage;
       }
+      const Place at = place(tile);  // while the last products are on their way
       wgmma_wait<0>();
       release(previous);
 
       // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
       const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
-      for (int part = 0; part < BN / Shared::kStoreCols; ++part) {
-        if (thread == 0) tensor_store_wait_read<0>();
+      for (int part = 0; part < BN / kStoreCols; ++part) {
+        auto& out = shared.out[part % kBuffers][consumer];
+        if (thread == 0) tensor_store_wait_read<kBuffers - 1>();
         named_barrier(1 + consumer, 128);
 #pragma unroll
-        for (int c = 0; c < Shared::kStoreCols; c += 16) {
-          const float* s = sum + (part * Shared::kStoreCols + c) / 2;
+        for (int c = 0; c < kStoreCols; c += 16) {
+          const float* s = sum + (part * kStoreCols + c) / 2;
           uint32_t registers[4];
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
             const half2 pair = __floats2half2_rn(s[2 * m], s[2 * m + 1]);
             registers[m] = reinterpret_cast<const uint32_t&>(pair);
           }
-          store_matrices(&shared.out[consumer][c / 64][swizzled(row, c % 64 / 8 + piece)],
-                         registers);
+          store_matrices(&out[c / 64][swizzled(row, c % 64 / 8 + piece)], registers);
         }
         shared_fence();
         named_barrier(1 + consumer, 128);
         if (thread == 0) {
-          for (int box = 0; box < Shared::kStoreCols / 64; ++box) {
-            tensor_store(&C, at.row + consumer * 64, at.col + part * Shared::kStoreCols + 64 * box,
-                         shared.out[consumer][box]);
+          for (int box = 0; box < kStoreCols / 64; ++box) {
+            tensor_store(&C, at.row + consumer * 64, at.col + part * kStoreCols + 64 * box,
+                         out[box]);
           }
           tensor_store_commit();
         }
@@ -710,6 +774,33 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
       .resources(kernel, Tiles::kThreads, Tiles::kSharedBytes);
 }
 
+#ifndef CUDA_CPU
+template <int kStages, int kBuffers>
+void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int64_t n,
+                    const Device& device) {
+  constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
+  const auto kernel = matmul_persistent<kStages, kBuffers, kGroup>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int64_t tiles = (n + 255) / 256 * ((n + 255) / 256);
+  const unsigned clusters = persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
+  // What a patch of 256 kGroup rows and as many columns reads.
+  const int64_t patch_bytes = 2 * 256 * kGroup * n * static_cast<int64_t>(sizeof(half));
+  const bool in_step = patch_bytes > device.l2_bytes;
+  const auto progress = square.workspace<unsigned>(1);
+  square
+      .kernel("persistent", Role::ours,
+              [=] {
+                const CUtensorMap a = tensor_map<half>(A, n, n, 128);
+                const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
+                const CUtensorMap c = tensor_map<half>(C, n, n, 64);
+                matmul_persistent<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
+                    a, b, c, A, B, static_cast<int>(n), in_step ? progress.data() : nullptr);
+              })
+      .resources(kernel, 384, kBytes)
+      .hopper_only();
+}
+#endif
+
 // Adds the kernels that need TMA and wgmma, and rows of a multiple of 16 bytes. Where they cannot
 // run, only their names.
 void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
@@ -752,22 +843,10 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
       .resources(matmul_specialized<4>, 384, kSpecializedBytes)
       .hopper_only();
 
-  constexpr int kPersistentBytes = sizeof(PersistentShared<4>), kGroup = 8;
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_persistent<4, kGroup>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kPersistentBytes));
-  const int64_t capacity =
-      resident_clusters(matmul_persistent<4, kGroup>, 2, 384, kPersistentBytes);
-  const unsigned clusters = persistent(static_cast<int64_t>(tiles(256)) * tiles(256), capacity);
-  square
-      .kernel("persistent", Role::ours,
-              [=] {
-                const CUtensorMap a = tensor_map<half>(A, n, n, 128);
-                const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
-                const CUtensorMap c = tensor_map<half>(C, n, n, 64);
-                matmul_persistent<4, kGroup><<<2 * clusters, 384, kPersistentBytes>>>(a, b, c, n);
-              })
-      .resources(matmul_persistent<4, kGroup>, 384, kPersistentBytes)
-      .hopper_only();
+  // Where a cluster has one tile at most, shared memory is better spent on stages.
+  static_cast<int64_t>(tiles(256)) * tiles(256) <= device.sms / 2
+      ? add_persistent<4, 1>(square, A, B, C, n, device)
+      : add_persistent<3, 2>(square, A, B, C, n, device);
 #endif
 }
 

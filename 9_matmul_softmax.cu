@@ -995,9 +995,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
-  if (threadIdx.x == 0 && first < last) fetch(first);
+  const int warp = warp_of_block(), lane = threadIdx.x % 32, t = lane % 4;
+  if (warp == 0 && first < last && elect_one()) fetch(first);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
   const int col = 16 * warp + lane / 4 * 2;
   float sum[kRows / 2] = {};
   const auto add_chunk = [&](int chunk, auto whole) {
@@ -1024,7 +1024,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
       add_chunk(chunk, std::false_type());
     }
     __syncthreads();
-    if (chunk + 1 < last && threadIdx.x == 0) fetch(chunk + 1);
+    if (warp == 0 && chunk + 1 < last && elect_one()) fetch(chunk + 1);
   }
 
 #pragma unroll
@@ -1039,7 +1039,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   shared_fence();  // the copy engine will read this
   __syncthreads();
   cluster_wait();  // the others' `come` is initialized
-  if (threadIdx.x == 0) {
+  if (warp == 0 && elect_one()) {
     for (int i = 0; i < kSplits; ++i) {
       if (i == rank) continue;
       bulk_push(shared.inbox[rank], shared.outbox[i], part_bytes, &shared.come, i);

@@ -217,6 +217,11 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
+/// Has the cache line of `from` brought into the L2 cache. "prefetch".
+__device__ inline void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
+}
+
 /// A policy for tensor_load: the L2 cache gives this data up before other data.
 __device__ inline uint64_t evict_first() {
   uint64_t policy;
@@ -320,6 +325,24 @@ __device__ inline void registers_shrink_to() {
 template <int kRegisters>
 __device__ inline void registers_grow_to() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+/// The number of this thread's warp, which the compiler then knows to be the same for all of it.
+__device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
+
+/// True for one thread of the warp, which then starts copies: so the compiler knows that it is only
+/// one, where it makes a loop over the warp's threads of each copy that `threadIdx.x == 0` starts.
+/// "elect.sync".
+__device__ inline bool elect_one() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, chosen;\n"
+      "}"
+      : "=r"(chosen));
+  return chosen != 0;
 }
 
 __device__ inline int cluster_rank() {
