@@ -534,24 +534,36 @@ void Lesson::State::sample(Problem& problem) {
   Scratch<char> flushed(flush_bytes);
 
   // Warm-up, which also tells how many samples fit into a few seconds.
+  std::map<const Kernel*, double> call_ms;
   double round_ms = 0;
-  for (Kernel* kernel : timed) round_ms += static_cast<double>(calls) * time_one(kernel);
+  for (const Kernel* kernel : timed) {
+    call_ms[kernel] = static_cast<double>(calls) * time_one(kernel);
+    round_ms += call_ms[kernel];
+  }
+  const bool gpu = device.backend == "cuda";
   int rounds = samples;
   if (rounds == 0) {
-    const bool gpu = device.backend == "cuda";
     const double budget_ms = gpu ? 4000 : 500;
     rounds = static_cast<int>(std::clamp(budget_ms / round_ms, gpu ? 5.0 : 1.0, gpu ? 50.0 : 5.0));
   }
-  // What ran before a kernel decides on the clock that it finds, so each follows a call of its own;
-  // and in another order each round, for what ran before that. A call that is queued behind other
-  // work also shows the device's time and not the host's.
+  // What ran before a kernel decides on the clock that it finds. So each sample follows a call of
+  // the same kernel, and in another order each round, for what ran before that. The card takes
+  // about kSettleMs to forget what it did. Rounds of less are all alike to it; in longer ones each
+  // kernel is called for that long before its sample. A call that is queued behind other work also
+  // shows the device's time and not the host's.
+  constexpr double kSettleMs = 200;
+  const double alone_ms = round_ms > kSettleMs ? kSettleMs : 0;
   std::mt19937_64 order(seed);
   for (int round = 0; round < rounds; ++round) {
     progress.show(problem.name_ + ": sample " + std::to_string(round + 1) + " of " +
                   std::to_string(rounds));
     std::shuffle(timed.begin(), timed.end(), order);
     for (Kernel* kernel : timed) {
-      if (device.backend == "cuda") launches[kernel]();
+      double ms = 0;
+      while (gpu && ms <= alone_ms) {
+        launches[kernel]();
+        ms += call_ms[kernel];
+      }
       if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
       kernel->samples_ms.push_back(time_one(kernel));
     }

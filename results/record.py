@@ -16,14 +16,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SIZES = {
     "1_matmul_basic": [1024, 2048],
     "2_matmul_sharedmem": [1024, 2048, 8192],
-    "3_matmul_tensorcore": [1024, 2048, 8192],
+    "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
     "4_matmul_cublas": [8192],
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
 }
 VARIANTS = {
-    # A sample here is long enough for the card to throttle by what ran before it: 8 are too few.
-    "3_matmul_tensorcore": {"16384": ["16384", "--samples", "25"]},
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {"sweep": ["--sweep"]},
     "10_clifford_gp": {
