@@ -679,6 +679,10 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     const auto release = [&](int stage) {  // threads 0 and 1 tell the producers of blocks 0 and 1
       if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
     };
+    const auto wait_for_stores = [&] {  // they have read what they store
+      if (warp % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
+      named_barrier(1 + consumer, 128);
+    };
     for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
       float sum[BN / 2];
       int previous = 0;
@@ -689,7 +693,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         if (step > 0) release(previous);
         previous = ring.stage;
       }
-      const Place at = place(tile);  // while the last products are on their way
+      // While the last products are on their way.
+      const Place at = place(tile);
+      wait_for_stores();
       wgmma_wait<0>();
       release(previous);
 
@@ -698,8 +704,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #pragma unroll
       for (int part = 0; part < BN / kStoreCols; ++part) {
         auto& out = shared.out[part % kBuffers][consumer];
-        if (thread == 0) tensor_store_wait_read<kBuffers - 1>();
-        named_barrier(1 + consumer, 128);
+        if (part >= kBuffers) wait_for_stores();
 #pragma unroll
         for (int c = 0; c < kStoreCols; c += 16) {
           const float* s = sum + (part * kStoreCols + c) / 2;
@@ -713,7 +718,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         }
         shared_fence();
         named_barrier(1 + consumer, 128);
-        if (thread == 0) {
+        if (warp % 4 == 0 && elect_one()) {
+#pragma unroll
           for (int box = 0; box < kStoreCols / 64; ++box) {
             tensor_store(&C, at.row + consumer * 64, at.col + part * kStoreCols + 64 * box,
                          out[box]);
@@ -722,7 +728,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         }
       }
     }
-    if (thread == 0) tensor_store_wait_read<0>();
+    wait_for_stores();
   }
 #endif
 }
