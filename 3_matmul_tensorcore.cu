@@ -563,9 +563,7 @@ __global__ void __launch_bounds__(384, 1)
 //     from the right to the left. So a tile begins with that part of A or B with which the one
 //     before it ended: it is still in the L2 cache.
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
-//     all are at about the same k. Nothing holds them there. With `progress` the clusters count
-//     their steps together, and who is 2 kPace steps ahead of their mean waits. That only saves
-//     reads: nobody waits for long, for the others may not have got a multiprocessor yet.
+//     all are at about the same k. Nothing holds them there, so with `progress` they keep in step.
 //   - Only the first box of all is waited for. While the blocks of a cluster meet, the consumers
 //     have it brought into the L2 cache.
 template <int kStages, int kBuffers>
@@ -583,6 +581,35 @@ struct PersistentShared {
 __device__ int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
+
+// Clusters keep in step: they count their paces, of kSteps steps each, in one number for all. Who is
+// more than one pace ahead of the mean waits, but not for long: it only saves reads, and the others
+// may not have got a multiprocessor yet.
+struct Pace {
+  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
+  unsigned* total;
+  unsigned clusters, mine = 0;
+
+  __device__ void next() {
+    Counter counter(*total);
+    counter.fetch_add(1, cuda::memory_order_relaxed);
+    for (int look = 0; look < kPatience; ++look) {
+      if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
+    }
+    ++mine;
+  }
+
+  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
+  // one leaves a 0 for the next launch.
+  __device__ void end(unsigned most) {
+    Counter counter(*total);
+    const unsigned rest = most - mine;
+    if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
+      counter.store(0, cuda::memory_order_relaxed);
+    }
+  }
+};
 #endif
 
 // `a` and `b` are the matrices that A and B describe; `progress` is one number for all blocks, 0
@@ -593,7 +620,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
                       const __grid_constant__ CUtensorMap C, const half* a, const half* b, int n,
                       unsigned* progress) {
 #if HOPPER_CODE
-  constexpr int kPace = 16, kPatience = 256;  // steps; times to look at the others' progress
   using Shared = PersistentShared<kStages, kBuffers>;
   constexpr int BM = Shared::BM, BN = Shared::BN, kStoreCols = Shared::kStoreCols;
   extern __shared__ __align__(1024) char bytes[];
@@ -636,20 +662,14 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   if (warp < 4) {
     registers_shrink_to<24>();
     if (warp == 0 && elect_one()) {
-      using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-      unsigned paces = 0;  // kPace steps each
+      const bool in_step = progress != nullptr && rank == 0;
+      Pace pace{progress, static_cast<unsigned>(clusters)};
       bool backward = false;
       Place at = first;
       for (int tile = blockIdx.x / 2; tile < tiles;
            tile += clusters, at = place(tile), backward = !backward) {
         for (int step = 0; step < steps; ++step, ring.advance()) {
-          if (progress != nullptr && rank == 0 && step % kPace == kPace - 1) {
-            Counter(*progress).fetch_add(1, cuda::memory_order_relaxed);
-            for (int look = 0; look < kPatience; ++look) {
-              if (Counter(*progress).load(cuda::memory_order_relaxed) >= paces * clusters) break;
-            }
-            ++paces;
-          }
+          if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
           const int k = (backward ? steps - 1 - step : step) * kStepK;
           Stage<BM, BN>& stage = shared.stages[ring.stage];
           Barrier* arrived = &shared.full[ring.stage];
@@ -664,14 +684,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         }
       }
       wait_until_empty(shared.empty, ring);
-      if (progress != nullptr && rank == 0) {  // nobody waits for this one; the last one clears
-        const unsigned all = (tiles + clusters - 1) / clusters * (steps / kPace) + 1;
-        const unsigned before =
-            Counter(*progress).fetch_add(all - paces, cuda::memory_order_relaxed);
-        if (before + all - paces == all * clusters) {
-          Counter(*progress).store(0, cuda::memory_order_relaxed);
-        }
-      }
+      if (in_step) pace.end((tiles + clusters - 1) / clusters * (steps / Pace::kSteps));
     }
   } else {
     registers_grow_to<240>();
