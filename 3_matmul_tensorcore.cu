@@ -582,9 +582,9 @@ __device__ int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
 
-// Clusters keep in step: they count their paces, of kSteps steps each, in one number for all. Who is
-// more than one pace ahead of the mean waits, but not for long: it only saves reads, and the others
-// may not have got a multiprocessor yet.
+// Clusters keep in step: they count their paces, of kSteps steps each, in one number for all. Who
+// is more than one pace ahead of the mean waits, but not for long: it only saves reads, and the
+// others may not have got a multiprocessor yet.
 struct Pace {
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
