@@ -563,9 +563,10 @@ __global__ void __launch_bounds__(384, 1)
 //     from the right to the left. So a tile begins with that part of A or B with which the one
 //     before it ended: it is still in the L2 cache.
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
-//     all are at about the same k. Nothing holds them there, so with `progress` they keep in step.
-//   - Only the first box of all is waited for. While the blocks of a cluster meet, the consumers
-//     have it brought into the L2 cache.
+//     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
+//     a patch reads, they have to keep in step (Pace).
+//   - For its first stage a block waits, whatever comes later. While the blocks of the cluster
+//     meet, the consumers have that stage's lines brought into the L2 cache.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -575,9 +576,9 @@ struct PersistentShared {
 };
 
 #if HOPPER_CODE
-// dividend / divisor, of 0 to 2^20 each. Approximately, and still exactly: the half keeps quotients
-// further from the next whole number than __fdividef errs. That is 6 instructions instead of 30,
-// which count at the start, where each is fetched from memory.
+// dividend / divisor, 0 to 2^20 by 1 to 2^20. Approximately, and still exactly: the half keeps
+// quotients further from the next whole number than __fdividef errs. That is 6 instructions instead
+// of 30, which count at the start, where each is fetched from memory.
 __device__ int quotient(int dividend, int divisor) {
   return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
 }
@@ -646,7 +647,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
     }
     barrier_init_fence();
-  } else if (threadIdx.x >= 128) {  // 128 bytes each: 128 rows of A, 32 rows of B
+  } else if (threadIdx.x >= 128) {  // a line each: of 128 rows of A, and of 32 rows of B
     const int thread = threadIdx.x % 128, row = first.row + thread;
     const int k = rank * 32 + thread / 4, col = first.col + thread % 4 * 64;
     if (threadIdx.x < 256) {

@@ -330,9 +330,9 @@ __device__ inline void registers_grow_to() {
 /// The number of this thread's warp, which the compiler then knows to be the same for all of it.
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
-/// True for one thread of the warp, which then starts copies: so the compiler knows that it is only
-/// one, where it makes a loop over the warp's threads of each copy that `threadIdx.x == 0` starts.
-/// "elect.sync".
+/// True for one thread of the warp, the same each time; all 32 have to call it. It is for the one
+/// that starts copies: the compiler then knows that there is only one, and makes no loop over the
+/// warp's threads of each copy, as it does after `threadIdx.x == 0`. "elect.sync".
 __device__ inline bool elect_one() {
   uint32_t chosen;
   asm volatile(

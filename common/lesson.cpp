@@ -533,7 +533,7 @@ void Lesson::State::sample(Problem& problem) {
   const size_t flush_bytes = flush ? 2 * static_cast<size_t>(device.l2_bytes) : 1;
   Scratch<char> flushed(flush_bytes);
 
-  // Warm-up, which also tells how many samples fit into a few seconds.
+  // Warm-up, which also tells how long a call takes, and so how many rounds a few seconds have.
   std::map<const Kernel*, double> call_ms;
   double round_ms = 0;
   for (const Kernel* kernel : timed) {
@@ -548,9 +548,9 @@ void Lesson::State::sample(Problem& problem) {
   }
   // What ran before a kernel decides on the clock that it finds. So each sample follows a call of
   // the same kernel, and in another order each round, for what ran before that. The card takes
-  // about kSettleMs to forget what it did. Rounds of less are all alike to it; in longer ones each
-  // kernel is called for that long before its sample. A call that is queued behind other work also
-  // shows the device's time and not the host's.
+  // about kSettleMs to forget what it did: after a shorter round it is the same mixture for all, in
+  // a longer one each kernel is called for that long before its sample. A call that is queued
+  // behind other work also shows the device's time and not the host's.
   constexpr double kSettleMs = 200;
   const double alone_ms = round_ms > kSettleMs ? kSettleMs : 0;
   std::mt19937_64 order(seed);
@@ -559,10 +559,12 @@ void Lesson::State::sample(Problem& problem) {
                   std::to_string(rounds));
     std::shuffle(timed.begin(), timed.end(), order);
     for (Kernel* kernel : timed) {
-      double ms = 0;
-      while (gpu && ms <= alone_ms) {
-        launches[kernel]();
-        ms += call_ms[kernel];
+      if (gpu) {
+        double ms = 0;
+        do {
+          launches[kernel]();
+          ms += std::max(call_ms[kernel], 1e-3);
+        } while (ms < alone_ms);
       }
       if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
       kernel->samples_ms.push_back(time_one(kernel));
