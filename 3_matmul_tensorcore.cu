@@ -796,15 +796,14 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
 
 #ifndef CUDA_CPU
 template <int kStages, int kBuffers>
-void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int64_t n,
-                    const Device& device) {
+void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
+                    int64_t tiles, const Device& device) {
   constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
   const auto kernel = matmul_persistent<kStages, kBuffers, kGroup>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  const int64_t tiles = (n + 255) / 256 * ((n + 255) / 256);
   const unsigned clusters = persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
   // What a patch of 256 kGroup rows and as many columns reads.
-  const int64_t patch_bytes = 2 * 256 * kGroup * n * static_cast<int64_t>(sizeof(half));
+  const int64_t patch_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
   const bool in_step = patch_bytes > device.l2_bytes;
   const auto progress = square.workspace<unsigned>(1);
   square
@@ -814,7 +813,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
                 const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
                 const CUtensorMap c = tensor_map<half>(C, n, n, 64);
                 matmul_persistent<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
-                    a, b, c, A, B, static_cast<int>(n), in_step ? progress.data() : nullptr);
+                    a, b, c, A, B, n, in_step ? progress.data() : nullptr);
               })
       .resources(kernel, 384, kBytes)
       .hopper_only();
@@ -834,8 +833,6 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
 #ifdef CUDA_CPU
   static_cast<void>(A), static_cast<void>(B), static_cast<void>(C), static_cast<void>(n);
 #else
-  const auto tiles = [n](int tile) { return static_cast<unsigned>((n + tile - 1) / tile); };
-
   constexpr int kWgmmaBytes = 3 * sizeof(Stage<128, 128>);
   CUDA_CHECK(cudaFuncSetAttribute(matmul_wgmma<3>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   kWgmmaBytes));
@@ -844,7 +841,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
               [=] {
                 const CUtensorMap a = tensor_map<half>(A, n, n, 128);
                 const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
-                matmul_wgmma<3><<<dim3(tiles(128), tiles(128)), 128, kWgmmaBytes>>>(a, b, C, n);
+                matmul_wgmma<3><<<tiles_of<128, 128>(n), 128, kWgmmaBytes>>>(a, b, C, n);
               })
       .resources(matmul_wgmma<3>, 128, kWgmmaBytes)
       .hopper_only();
@@ -858,15 +855,16 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                 const CUtensorMap a = tensor_map<half>(A, n, n, 128);
                 const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
                 matmul_specialized<4>
-                    <<<dim3(tiles(256), tiles(128)), 384, kSpecializedBytes>>>(a, b, C, n);
+                    <<<tiles_of<128, 256>(n), 384, kSpecializedBytes>>>(a, b, C, n);
               })
       .resources(matmul_specialized<4>, 384, kSpecializedBytes)
       .hopper_only();
 
   // Where a cluster has one tile at most, shared memory is better spent on stages.
-  static_cast<int64_t>(tiles(256)) * tiles(256) <= device.sms / 2
-      ? add_persistent<4, 1>(square, A, B, C, n, device)
-      : add_persistent<3, 2>(square, A, B, C, n, device);
+  const dim3 grid = tiles_of<256, 256>(n);
+  const int64_t tiles = static_cast<int64_t>(grid.x) * grid.y;
+  tiles <= device.sms / 2 ? add_persistent<4, 1>(square, A, B, C, n, tiles, device)
+                          : add_persistent<3, 2>(square, A, B, C, n, tiles, device);
 #endif
 }
 
