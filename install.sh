@@ -1,29 +1,41 @@
 #!/bin/sh
-# Installs what building and testing need and this machine lacks: packages of Debian or Ubuntu, and
-# nothing else. CUDA is not among them: without nvcc the lessons are built for the CPU. What the
-# slides need may be there from elsewhere: Node.js's own packages and Debian's npm exclude each
-# other.
+# Installs what this machine lacks: packages of Debian or Ubuntu, and nothing else.
+#
+#     ./install.sh        what it takes to build and run the lessons
+#     ./install.sh all    and what tests, plots and slides take
+#
+# CUDA is not among them: without nvcc the lessons are built for the CPU. What the slides need may be
+# there from elsewhere: Node.js's own packages and Debian's npm exclude each other.
 set -eu
 
-packages="g++ git libboost-context-dev libcli11-dev nlohmann-json3-dev
-          python3-jsonschema python3-matplotlib python3-pytest scons"
-if ! command -v node >/dev/null || ! command -v npm >/dev/null; then
-  packages="$packages nodejs npm"
-fi
-chrome=
-for name in chromium google-chrome google-chrome-stable chromium-browser; do
-  if command -v $name >/dev/null; then chrome=$name; fi
-done
-# Ubuntu has Chromium as a snap only, and to install one is left to its user.
-# shellcheck disable=SC1091 # whichever file this system has
-if [ -z "$chrome" ] && ! (. /etc/os-release && [ "$ID" = ubuntu ]) 2>/dev/null; then
-  packages="$packages chromium"
-fi
+packages="g++ git libboost-context-dev libcli11-dev nlohmann-json3-dev scons"
+case "$*" in
+  "") ;;
+  all)
+    packages="$packages python3-jsonschema python3-matplotlib python3-pytest"
+    if ! command -v node >/dev/null || ! command -v npm >/dev/null; then
+      packages="$packages nodejs npm"
+    fi
+    chrome=
+    for name in chromium google-chrome google-chrome-stable chromium-browser; do
+      if command -v $name >/dev/null; then chrome=$name; fi
+    done
+    # Ubuntu has Chromium as a snap only, and to install one is left to its user.
+    # shellcheck disable=SC1091 # whichever file this system has
+    if [ -z "$chrome" ] && ! (. /etc/os-release && [ "$ID" = ubuntu ]) 2>/dev/null; then
+      packages="$packages chromium"
+    fi
+    ;;
+  *)
+    echo "usage: ./install.sh [all]" >&2
+    exit 2
+    ;;
+esac
 
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
-  echo "install.sh knows Debian and Ubuntu only. Install these yourself: SCons 4 and, for its" >&2
-  echo "Python, pytest, jsonschema and matplotlib; a C++20 compiler; Boost.Context; CLI11 2;" >&2
-  echo "nlohmann-json 3; git; and for the slides Node.js 18, npm, and Chromium or Chrome." >&2
+  echo "install.sh knows Debian and Ubuntu only. Install these yourself: SCons 4, a C++20 compiler," >&2
+  echo "Boost.Context, CLI11 2, nlohmann-json 3, git; for tests and plots pytest, jsonschema and" >&2
+  echo "matplotlib for the Python of SCons; for the slides Node.js 18, npm, and Chromium or Chrome." >&2
   exit 1
 fi
 

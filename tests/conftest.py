@@ -29,6 +29,10 @@ HAS_GPU = _has_gpu()
 BACKENDS = ["cpu", "cuda"] if HAS_GPU else ["cpu"]
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "extensive: left to `scons test-all`, for the time it takes")
+
+
 @dataclass
 class Result:
     """How a program ended, and the record it wrote; None if it wrote none."""

@@ -6,19 +6,18 @@ import shutil
 from conftest import ROOT, execute
 import pytest
 
-PACKAGES = {
-    "g++", "git", "libboost-context-dev", "libcli11-dev", "nlohmann-json3-dev",
-    "python3-jsonschema", "python3-matplotlib", "python3-pytest", "scons",
+LESSONS = {
+    "g++", "git", "libboost-context-dev", "libcli11-dev", "nlohmann-json3-dev", "scons",
 }
 SLIDES = {"nodejs", "npm", "chromium"}
 if "ID=ubuntu" in Path("/etc/os-release").read_text().split():  # where that is a snap
     SLIDES.remove("chromium")
-PACKAGES |= SLIDES
+ALL = LESSONS | SLIDES | {"python3-jsonschema", "python3-matplotlib", "python3-pytest"}
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """machine(installed, user, sudo, commands): install.sh's output there, and what it had run."""
+    """machine(arguments, installed, user, sudo, commands): install.sh's output there, and what it ran."""
     log = tmp_path / "log"
     log.touch()
     programs = tmp_path / "bin"
@@ -30,7 +29,7 @@ def machine(tmp_path):
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
 
-    def install(installed=(), user=0, sudo=False, debian=True, commands=()):
+    def install(*arguments, installed=(), user=0, sudo=False, debian=True, commands=()):
         for name in commands:
             stand_in(name, "exit 1")
         if debian:
@@ -42,20 +41,21 @@ def machine(tmp_path):
         stand_in("id", f"echo {user}")
         if sudo:
             stand_in("sudo", f'echo "sudo $*" >> "{log}"')
-        result = execute([ROOT / "install.sh"], env={"PATH": str(programs)})
+        result = execute([ROOT / "install.sh", *arguments], env={"PATH": str(programs)})
         return result, log.read_text().splitlines()
 
     return install
 
 
-def test_nothing_missing(machine):
-    result, commands = machine(installed=PACKAGES, user=1000)
+@pytest.mark.parametrize("arguments, packages", [((), LESSONS), (("all",), ALL)])
+def test_nothing_missing(machine, arguments, packages):
+    result, commands = machine(*arguments, installed=packages, user=1000)
     assert result.rc == 0 and commands == []
     assert result.stdout == "Nothing to install.\n"
 
 
 def test_some_missing(machine):
-    result, commands = machine(installed=PACKAGES - {"scons", "g++"})
+    result, commands = machine(installed=LESSONS - {"scons", "g++"})
     assert result.rc == 0
     assert result.stdout == "Installing from the distribution: g++ scons\n"
     assert commands == [
@@ -63,10 +63,18 @@ def test_some_missing(machine):
     ]
 
 
-def test_all_missing(machine):
-    result, commands = machine()
+@pytest.mark.parametrize("arguments, packages", [((), LESSONS), (("all",), ALL)])
+def test_all_missing(machine, arguments, packages):
+    result, commands = machine(*arguments)
     assert result.rc == 0
-    assert set(commands[1].split()[5:]) == PACKAGES
+    assert set(commands[1].split()[5:]) == packages
+
+
+@pytest.mark.parametrize("arguments", [("tests",), ("all", "all"), ("--help",)])
+def test_unknown_argument(machine, arguments):
+    result, commands = machine(*arguments)
+    assert result.rc == 2 and commands == []
+    assert result.stderr == "usage: ./install.sh [all]\n"
 
 
 @pytest.mark.parametrize("there, left_out", [
@@ -76,20 +84,20 @@ def test_all_missing(machine):
     (["node", "npm", "chromium"], SLIDES),
 ])
 def test_what_came_from_elsewhere_is_left_alone(machine, there, left_out):
-    result, commands = machine(commands=there)
+    result, commands = machine("all", commands=there)
     assert result.rc == 0
-    assert set(commands[1].split()[5:]) == PACKAGES - left_out
+    assert set(commands[1].split()[5:]) == ALL - left_out
 
 
 def test_with_sudo(machine):
-    result, commands = machine(installed=PACKAGES - {"scons"}, user=1000, sudo=True)
+    result, commands = machine(installed=LESSONS - {"scons"}, user=1000, sudo=True)
     assert result.rc == 0
     assert commands[0] == "sudo apt-get -q update"
     assert commands[1].startswith("sudo env DEBIAN_FRONTEND=noninteractive apt-get")
 
 
 def test_without_sudo(machine):
-    result, commands = machine(installed=PACKAGES - {"scons"}, user=1000)
+    result, commands = machine(installed=LESSONS - {"scons"}, user=1000)
     assert result.rc == 1 and commands == []
     assert result.stderr.endswith("As root: apt-get install scons\n")
 

@@ -142,7 +142,11 @@ def test_layer(run, backend, lesson, channels, hidden):
     assert dims_of(result)["square"] == {"M": 1, "K": 1, "H": 1}
 
 
-@pytest.mark.parametrize("n, arguments", SQUARES, ids=[f"{n}" for n, _ in SQUARES])
+@pytest.mark.parametrize(
+    "n, arguments",
+    [pytest.param(n, arguments, id=f"{n}", marks=[pytest.mark.extensive] if n > 64 else [])
+     for n, arguments in SQUARES],
+)
 @pytest.mark.parametrize("lesson", GATINGS)
 def test_square(run, backend, lesson, n, arguments):
     result = run(lesson, n, *arguments, "--samples", 1)
@@ -366,6 +370,7 @@ def test_clifford_norm_is_not_invariant_under_boosts(run, algebra):
     assert len(result.kernels) >= 3 and not any(kernel["ok"] for _, kernel in result.kernels)
 
 
+@pytest.mark.extensive
 def test_clifford_sweep(run, backend):
     result = run(CLIFFORD, "--sweep", "--algebra", "2,0,0", "--samples", 1)
     assert result.rc == 0, result.stdout + result.stderr

@@ -1,6 +1,6 @@
 """Lessons are clean under every sanitizer, and mutants of them (mutants.py) are not.
 
-`scons sanitize=...` builds what this needs; what is not built is skipped.
+`scons test-all` or `scons sanitize=...` builds what this needs; what is not built is skipped.
 """
 
 from functools import lru_cache
@@ -107,6 +107,7 @@ def run_sanitized(sanitizer, name, arguments, environment=None):
     return execute(command, env={**OPTIONS, **(environment or {})})
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 @pytest.mark.parametrize("lesson, arguments", CASES, ids=words)
 def test_lesson_is_clean(lesson, arguments, sanitizer):
@@ -115,6 +116,7 @@ def test_lesson_is_clean(lesson, arguments, sanitizer):
     assert not REPORT.search(result.stderr), result.stderr
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("mutant", SANITIZED, ids=lambda mutant: mutant.name)
 def test_mutant_is_reported(mutant):
     environment = {"MISTAKE": str(mutant.number)}

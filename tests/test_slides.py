@@ -64,6 +64,7 @@ def pages_of(path):
     return len(re.findall(rb"/Type\s*/Page\b", objects))
 
 
+@pytest.mark.extensive
 def test_talk_builds_and_fits_its_pages(build):
     folder = build(TALK)
     assert mistakes(folder) == []
@@ -85,6 +86,7 @@ OVERFULL = {
 }
 
 
+@pytest.mark.extensive
 def test_overfull_slides_are_caught(build):
     pages = ["# Fine", *(f"# Not\n\n{page}\n" for page in OVERFULL.values())]
     folder = build(HEAD + "\n---\n".join(page + NOTES for page in pages), "--no-pdf")

@@ -57,6 +57,7 @@ def copy_of_sources(folder):
     return folder
 
 
+@pytest.mark.extensive
 def test_clang_builds_lessons(tmp_path):
     if not shutil.which("clang++"):
         pytest.skip("there is no clang++")
@@ -72,6 +73,7 @@ def test_clang_builds_lessons(tmp_path):
         check_record(json.loads(record.read_text()))
 
 
+@pytest.mark.extensive
 def test_mistakes_that_no_longer_fit_fail_the_build(tmp_path):
     tree = copy_of_sources(tmp_path / "tree")
     lesson = tree / "1_matmul_basic.cu"

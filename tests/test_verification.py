@@ -51,6 +51,7 @@ def test_error_without_a_value_is_null(run, bug):
     assert kernel["error"] is None and not kernel["ok"]
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("mutant", WRONG, ids=lambda mutant: mutant.name)
 def test_wrong_lesson_is_rejected(mutant):
     command = [program(f"mutants/{mutant.name}"), *mutant.arguments, "--device", "cpu"]

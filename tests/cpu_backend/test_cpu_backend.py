@@ -4,6 +4,7 @@ The programs come from the build: CPU_BUILD_DIR names its folder (build/cpu by d
 of the sanitizer builds are next to it. Tests whose program has not been built are skipped.
 """
 
+from functools import partial
 import os
 import re
 import subprocess
@@ -55,7 +56,11 @@ def test_all_cases_are_listed():
 # ---- Sanitizers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["race_missing_barrier", "race_between_blocks"])
+# One race and one access out of bounds are found by `scons test`, too.
+extensive = partial(pytest.param, marks=pytest.mark.extensive)
+
+
+@pytest.mark.parametrize("name", ["race_missing_barrier", extensive("race_between_blocks")])
 def test_races_are_reported(name):
     result = sanitized("thread", name)
     assert result.returncode != 0
@@ -63,13 +68,16 @@ def test_races_are_reported(name):
     assert f"{name}.cu:" in result.stderr
 
 
+@pytest.mark.extensive
 def test_correct_kernels_have_no_race():
     result = sanitized("thread", "race_free")
     assert result.returncode == 0, result.stderr
     assert "ThreadSanitizer" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ["oob_static_shared", "oob_dynamic_shared", "oob_global"])
+@pytest.mark.parametrize(
+    "name", ["oob_dynamic_shared", extensive("oob_static_shared"), extensive("oob_global")]
+)
 def test_out_of_bounds_accesses_are_reported(name):
     result = sanitized("address", name)
     assert result.returncode != 0
