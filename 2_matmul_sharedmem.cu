@@ -35,8 +35,10 @@ constexpr int kTile = 32;
 // A block of 32 x 32 threads owns a 32 x 32 tile of C, thread (x, y) its element (row y, column x).
 // Each step moves one 32 x 32 tile of A and of B, one element of each per thread, coalesced. After
 // the first barrier every element is read from shared memory 32 times; the second barrier keeps a
-// fast warp from overwriting what a slow one still reads. Memory traffic is 1/32 of lesson 1's; the
-// limit is now shared memory, with two reads per multiply-add.
+// fast warp from overwriting what a slow one still reads. There is one load from memory
+// where lesson 1 has 32. Counted in sectors that is a factor of 20: per step of k a warp of lesson
+// 1's last kernel asks for 5 (one number of A, for all of its threads, and 32 of B), here for 8 in
+// 32 steps. The limit is now shared memory, with two reads per multiply-add.
 __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
   __shared__ float a_tile[kTile][kTile];
   __shared__ float b_tile[kTile][kTile];
@@ -384,7 +386,7 @@ int main(int argc, char** argv) {
   }
 
   square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
-  square.compare("async", "vectors", "Loading while computing: another factor of %.");
+  square.compare("async", "vectors", "Loading while computing: % times faster.");
   square.compare("async", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }

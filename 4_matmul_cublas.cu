@@ -61,6 +61,6 @@ int main(int argc, char** argv) {
                     dot_tolerance(n, tensor_sum, kRoundoffFp16));
   add_problem<__nv_bfloat16>(lesson, blas, "bf16", Rate::fp16, 80, CUDA_R_16BF, CUBLAS_COMPUTE_32F,
                              dot_tolerance(n, tensor_sum, kRoundoffBf16));
-  lesson.note("Fewer bits: more TFLOP/s, and a larger error. Accumulation is in fp32 everywhere.");
+  lesson.note("Significant bits of A and B: fp32 24, tf32 and fp16 11, bf16 8. The sums are fp32.");
   return lesson.run();
 }

@@ -315,9 +315,9 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
     });
   }
   layer.problem.compare("cuBLASLt + one kernel", "six kernels",
-                        "Layer: what libraries can fuse is worth a factor of %.");
+                        "Layer: with what libraries can fuse, % times faster.");
   square.problem.compare("cuBLASLt + one kernel", "six kernels",
-                         "Square: arithmetic is the limit, and the same fusion is worth %.");
+                         "Square: with the same fusion, % times faster.");
   return lesson.run();
 }
 

@@ -770,8 +770,8 @@ int main(int argc, char** argv) {
   layer.problem.compare("resident weights", "one thread per element",
                         "Layer: tiles, tensor cores and resident weights: % times faster.");
   layer.problem.compare("Hopper resident", "resident weights",
-                        "Layer: the same idea with TMA and wgmma: another factor of %.");
+                        "Layer: the same idea with TMA and wgmma: % times faster.");
   square.problem.compare("Hopper cluster", "async tiles",
-                         "Square: TMA and wgmma feed the tensor cores % times faster.");
+                         "Square: TMA and wgmma feed the tensor cores: % times faster.");
   return lesson.run();
 }

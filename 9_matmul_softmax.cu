@@ -49,7 +49,8 @@
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
 //
-// --exercises adds what a reader may try: the backward pass, cross-entropy, fp16 operands, and a
+// --all adds the fp32 tables, and more shapes where none is given. --hard-rows puts infinities and
+// huge numbers among the logits. --exercises adds what a reader may try: the backward pass, cross-entropy, fp16 operands, and a
 // row of thousands of classes.
 
 #include <array>
@@ -1835,12 +1836,9 @@ struct Layer {
             .kernel(fused, Role::ours,
                     [=] { product.launch({.epilogue = Epilogue::softmax, .out = out}); })
             .needs(needs_cc));
-    problem.compare(
-        fused, unfused,
-        name + ", " + product.name + suffix + ": (2) / (3): fusion is worth a factor of %.");
-    problem.compare(
-        unfused, "library",
-        name + ", " + product.name + suffix + ": (1) / (2): our product, %x the library's speed.");
+    const std::string what = name + ", " + product.name + suffix + ": ";
+    problem.compare(fused, unfused, what + "fused (3) against unfused (2), % times faster.");
+    problem.compare(unfused, "library", what + "unfused (2) against library (1), % times faster.");
   }
 
   // The same for Hopper's product, or where it cannot run only its names.
@@ -2116,36 +2114,40 @@ int main(int argc, char** argv) {
       argc, argv,
       {.name = "9_matmul_softmax",
        .title = "softmax(x W): the library, ours unfused, ours fused",
-       .n_meaning = "B, rows of x; without N and options: five shapes",
+       .n_meaning = "B, rows of x; without a shape: two of those of --all",
        .n_gpu = 4096,
        .n_cpu = 64,
        .options = {{"--inputs", "D, columns of x", 1024}, {"--classes", "C, columns of W", 1000}},
-       .flags = {{"--hard-rows", "make logits huge, equal and -inf in some rows"},
+       .flags = {{"--all", "the fp32 tables, too; without a shape: five shapes (CPU: four)"},
+                 {"--hard-rows", "make logits huge, equal and -inf in some rows"},
                  {"--exercises", "also the backward pass, cross-entropy, fp16"}}});
-  std::vector<SoftmaxShape> shapes;
+  const bool all = lesson.flag("--all");
+  std::vector<SoftmaxShape> shapes = {
+      {64, 128, 10}, {256, 512, 50}, {1024, 1024, 100}, {4096, 1024, 1000}, {8192, 4096, 8192}};
+  if (lesson.on_cpu()) shapes = {{8, 16, 10}, {33, 65, 50}, {17, 129, 130}, {5, 40, 300}};
+  SoftmaxShape exercise = shapes[2];
   if (lesson.given("N") || lesson.given("--inputs") || lesson.given("--classes")) {
-    shapes = {{lesson.n(), lesson.option("--inputs"), lesson.option("--classes")}};
-  } else if (lesson.on_cpu()) {
-    shapes = {{8, 16, 10}, {33, 65, 50}, {17, 129, 130}, {5, 40, 300}};
-  } else {
-    shapes = {
-        {64, 128, 10}, {256, 512, 50}, {1024, 1024, 100}, {4096, 1024, 1000}, {8192, 4096, 8192}};
+    exercise = {lesson.n(), lesson.option("--inputs"), lesson.option("--classes")};
+    shapes = {exercise};
+  } else if (!all) {  // one where fusion counts, one where the product does
+    shapes = {shapes[1], shapes.back()};
   }
   if (lesson.flag("--hard-rows") && shapes.front().inputs < kSpecialInputs) {
     fail(kBadUsage, "--hard-rows needs at least %d inputs", kSpecialInputs);
   }
 
   Cublas blas;
+  const bool has_tf32 = lesson.on_cpu() || lesson.device().major >= 8;
   for (const SoftmaxShape& shape : shapes) {
-    add_table(lesson, blas, shape, true);
-    add_table(lesson, blas, shape, false);
+    if (all || has_tf32) add_table(lesson, blas, shape, true);
+    if (all || !has_tf32) add_table(lesson, blas, shape, false);
     add_bytes_note(lesson, shape);
   }
   if (lesson.flag("--hard-rows")) {
     for (const SoftmaxShape& shape : shapes) add_only_minus_infinity(lesson, blas, shape);
   }
   if (lesson.flag("--exercises")) {
-    const SoftmaxShape shape = shapes[std::min<size_t>(shapes.size() - 1, 2)];
+    const SoftmaxShape& shape = exercise;
     if (shape.classes > 1) {  // of one class the probability is 1, and every gradient 0
       add_backward(lesson, blas, shape);
       add_cross_entropy(lesson, blas, shape);

@@ -1,6 +1,7 @@
 #include "common/lesson.h"
 
 #include <limits.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -74,6 +75,23 @@ Kernel& Problem::kernel(std::string name, Role role, std::function<void()> launc
 
 void Problem::compare(std::string fast, std::string slow, std::string format) {
   comparisons_.push_back({std::move(fast), std::move(slow), std::move(format)});
+}
+
+std::string comparison_text(const std::string& format, double factor) {
+  const size_t percent = format.find('%');
+  if (percent == std::string::npos) return format;
+  const auto rounded = [](double value) {
+    char text[32];
+    snprintf(text, sizeof text, "%.2f", value);
+    return std::string(text);
+  };
+  const std::string before = format.substr(0, percent), after = format.substr(percent + 1);
+  const std::string_view faster = " times faster";
+  if (!after.starts_with(faster)) return before + rounded(factor) + after;
+  const std::string rest = after.substr(faster.size());
+  if (rounded(factor) == "1.00" || rounded(1 / factor) == "1.00") return before + "as fast" + rest;
+  if (factor > 1) return before + rounded(factor) + " times faster" + rest;
+  return before + rounded(1 / factor) + " times slower" + rest;
 }
 
 namespace {
@@ -160,6 +178,62 @@ std::string with_prefix(double value) {
   return text;
 }
 
+/// {"a", "b", "c"} -> "a, b or c"; with `comma` instead of the comma.
+std::string listed(const std::vector<std::string>& words, const char* comma, const char* last) {
+  std::string text;
+  for (size_t i = 0; i < words.size(); ++i) {
+    text += (i == 0 ? "" : i + 1 < words.size() ? comma : last) + words[i];
+  }
+  return text;
+}
+
+/// Columns of the terminal that stdout is; 0 if it is none, such as a file or a pipe, which take
+/// lines of any length.
+int terminal_columns() {
+  winsize size{};
+  return isatty(STDOUT_FILENO) && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+/// A column of a table.
+struct Column {
+  std::string title;
+  int width;
+  std::function<std::string(const Kernel&)> text;
+};
+
+/// Leaves out columns, and then ends of names, until the table is no wider than the terminal. What
+/// goes first is what the other columns tell, too: GB/s, then memory, TFLOP/s.
+void fit_terminal(std::vector<Column>& columns, size_t& name_width) {
+  const size_t screen = static_cast<size_t>(terminal_columns());
+  const auto width = [&] {
+    size_t sum = name_width + std::strlen(" ok");
+    for (const Column& column : columns) sum += 1 + static_cast<size_t>(column.width);
+    return sum;
+  };
+  if (screen == 0) return;
+  for (const char* title : {"GB/s", "B", "kB", "MB", "GB", "TFLOP/s", "%limit", "error"}) {
+    if (width() <= screen) return;
+    std::erase_if(columns, [&](const Column& column) { return column.title == title; });
+  }
+  constexpr size_t kLeastName = 8;
+  if (width() > screen)
+    name_width -= std::min(name_width - std::min(name_width, kLeastName), width() - screen);
+}
+
+/// Prints a line of prose, in several where it is longer than the screen is wide.
+void print_prose(std::string text) {
+  constexpr int kColumns = 100;
+  const int columns = terminal_columns();
+  const size_t width = columns > 20 ? std::min(columns, kColumns) : kColumns;
+  while (text.size() > width) {
+    const size_t space = text.rfind(' ', width);
+    if (space == std::string::npos || text.find_first_not_of(' ') > space) break;
+    printf("%s\n", text.substr(0, space).c_str());
+    text = "  " + text.substr(space + 1);
+  }
+  printf("%s\n", text.c_str());
+}
+
 std::string now_utc() {
   const std::time_t now = std::time(nullptr);
   char text[32];
@@ -225,6 +299,14 @@ std::string why_no_gpu() {
 
 }  // namespace
 
+// What a run may last, unless --seconds says otherwise: with what cannot be left out, ten seconds.
+constexpr int kSecondsGpu = 8, kSecondsCpu = 2;
+#ifdef CUDA_CPU
+constexpr int kSeconds = kSecondsCpu;
+#else
+constexpr int kSeconds = kSecondsGpu;
+#endif
+
 struct Lesson::State {
   LessonInfo info;
   Device device;
@@ -236,7 +318,9 @@ struct Lesson::State {
   std::string json_path;
   std::optional<std::regex> kernel_filter;
   std::string kernel_pattern;
-  int samples = 0;  // 0: as many as fit
+  int samples = 0;     // 0: as many as fit into `seconds`
+  double seconds = 0;  // that the run may last; 0: kSeconds
+  Clock::time_point started = Clock::now();
   uint64_t seed = 1;
   std::optional<Timing> timing_asked;
   bool list = false;
@@ -251,8 +335,12 @@ struct Lesson::State {
   void require_memory();
   void prepare(Problem& problem);
   void verify(Problem& problem, const std::function<void(const Kernel&)>& launch);
-  void sample(Problem& problem);  ///< and verifies what it timed
+  /// Until then, if it takes no longer than that; and verifies what it timed.
+  void sample(Problem& problem, Clock::time_point end);
   void print(const Problem& problem) const;
+  std::vector<Column> columns(const Problem& problem) const;
+  void print_comparisons() const;
+  std::string other_tables() const;
   Json record() const;
   double limit_ms(const Work& work, Rate rate) const;
   /// There is no cache to overwrite and no graph on the CPU.
@@ -273,11 +361,15 @@ void Lesson::State::parse(int argc, char** argv) {
       ->type_name("REGEX");
   app.add_option("--device", device_choice,
                  "auto, cuda or cpu (auto: cuda, or cpu at a small size)")
-      ->check(CLI::IsMember({"auto", "cuda", "cpu"}))
       ->type_name("DEVICE");
   app.add_option("--samples", samples, "timed launches of each kernel (default: as many as fit)")
       ->check(CLI::Range(1, 1000000))
       ->type_name("K");
+  app.add_option("--seconds", seconds,
+                 "of the whole run: each kernel has 3 to 50 samples, as many as fit (CPU: 1 to 5)")
+      ->check(CLI::Range(0.1, 1e6))
+      ->type_name("S")
+      ->default_str(std::to_string(kSecondsGpu) + " (CPU: " + std::to_string(kSecondsCpu) + ")");
   app.add_option("--seed", seed, "seed of the random inputs")->capture_default_str();
   bool cold = false, hot = false, graph = false;
   auto* cold_flag = app.add_flag("--cold", cold,
@@ -296,8 +388,8 @@ void Lesson::State::parse(int argc, char** argv) {
   }
   for (const Choice& choice : info.choices) {
     std::string& value = choices[choice.name] = choice.values.front();
-    app.add_option(choice.name, value, choice.meaning)
-        ->check(CLI::IsMember(choice.values))
+    app.add_option(choice.name, value,
+                   choice.meaning + (": " + listed(choice.values, " | ", " | ")))
         ->type_name("NAME")
         ->capture_default_str();
   }
@@ -335,6 +427,16 @@ void Lesson::State::parse(int argc, char** argv) {
     fail(kBadUsage, "%s (see --help)", error.what());
   }
 
+  const auto one_of = [](const char* name, const std::string& value,
+                         const std::vector<std::string>& values) {
+    if (std::find(values.begin(), values.end(), value) != values.end()) return;
+    fail(kBadUsage, "%s is %s, not '%s' (see --help)", name, listed(values, " or ", " or ").c_str(),
+         value.c_str());
+  };
+  one_of("--device", device_choice, {"auto", "cuda", "cpu"});
+  for (const Choice& choice : info.choices) {
+    one_of(choice.name, choices[choice.name], choice.values);
+  }
   for (const CLI::Option* option : app.get_options()) {
     if (option->count() > 0) given.insert(option->get_name());
   }
@@ -359,6 +461,7 @@ void Lesson::State::parse(int argc, char** argv) {
            error.what());
     }
   }
+  if (seconds == 0) seconds = kSeconds;
   // 64 KiB is more than a record takes, so that a full disk shows now.
   if (app.count("--json") > 0 && json_path.empty()) fail(kBadUsage, "--json needs a file's name");
   if (!json_path.empty()) write_atomically(json_path, std::string(65536, ' '), true);
@@ -501,7 +604,7 @@ void Lesson::State::verify(Problem& problem, const std::function<void(const Kern
   }
 }
 
-void Lesson::State::sample(Problem& problem) {
+void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   std::vector<Kernel*> timed;
   for (Kernel& kernel : problem.kernels_) {
     if (kernel.ran) timed.push_back(&kernel);
@@ -533,33 +636,32 @@ void Lesson::State::sample(Problem& problem) {
   const size_t flush_bytes = flush ? 2 * static_cast<size_t>(device.l2_bytes) : 1;
   Scratch<char> flushed(flush_bytes);
 
-  // Warm-up, which also tells how long a call takes, and so how many rounds a few seconds have.
+  // Warm-up, which also tells how long a call takes.
+  const bool gpu = device.backend == "cuda";
   std::map<const Kernel*, double> call_ms;
   double round_ms = 0;
   for (const Kernel* kernel : timed) {
+    if (!gpu) break;
     call_ms[kernel] = static_cast<double>(calls) * time_one(kernel);
     round_ms += call_ms[kernel];
   }
-  const bool gpu = device.backend == "cuda";
-  int rounds = samples;
-  if (rounds == 0) {
-    const double budget_ms = gpu ? 4000 : 500;
-    rounds = static_cast<int>(std::clamp(budget_ms / round_ms, gpu ? 5.0 : 1.0, gpu ? 50.0 : 5.0));
-  }
+  // To verify again takes about a round.
+  end -= std::chrono::milliseconds(std::lround(round_ms));
+  const int least = samples ? samples : gpu ? 3 : 1, most = samples ? samples : gpu ? 50 : 5;
   // What ran before a kernel decides on the clock that it finds. So each sample follows a call of
   // the same kernel, and in another order each round, for what ran before that. The card takes
   // about kSettleMs to forget what it did: after a shorter round it is the same mixture for all, in
   // a longer one each kernel is called for that long before its sample. A call that is queued
-  // behind other work also shows the device's time and not the host's.
-  constexpr double kSettleMs = 200;
+  // behind other work also shows the device's time and not the host's. Only a call that lasts so
+  // long that its beginning does not count goes without all this.
+  constexpr double kSettleMs = 200, kLongMs = 4 * kSettleMs;
   const double alone_ms = round_ms > kSettleMs ? kSettleMs : 0;
   std::mt19937_64 order(seed);
-  for (int round = 0; round < rounds; ++round) {
-    progress.show(problem.name_ + ": sample " + std::to_string(round + 1) + " of " +
-                  std::to_string(rounds));
+  for (int round = 0; round < most && (round < least || Clock::now() < end); ++round) {
+    progress.show(problem.name_ + ": sample " + std::to_string(round + 1));
     std::shuffle(timed.begin(), timed.end(), order);
     for (Kernel* kernel : timed) {
-      if (gpu) {
+      if (gpu && call_ms[kernel] < kLongMs) {
         double ms = 0;
         do {
           launches[kernel]();
@@ -597,36 +699,114 @@ void Lesson::State::print(const Problem& problem) const {
   if (timing(problem) == Timing::graph) {
     printf("timed: %d calls in a CUDA graph, per call\n", kGraphCalls);
   }
-  size_t width = 24;
-  bool memory_column = false;
-  for (const Kernel& kernel : problem.kernels_) {
-    width = std::max(width, kernel.name.size());
-    memory_column |= kernel.memory_bytes > 0;
+  size_t name_width = 6;
+  for (const Problem& each : problems) {  // the same in all tables
+    for (const Kernel& kernel : each.kernels_) {
+      name_width = std::max(name_width, kernel.name.size());
+    }
   }
-  const int w = static_cast<int>(width);
-  printf("%-*s %10s %8s %7s %7s %8s %8s%s\n", w, "kernel", "ms", "TFLOP/s", "GB/s", "%limit",
-         "speed", "error", memory_column ? "       GB" : "");
-  const Kernel* baseline = nullptr;
+  std::vector<Column> columns = this->columns(problem);
+  fit_terminal(columns, name_width);
+  const int w = static_cast<int>(name_width);
+  const auto print_name = [&](const char* name) { printf("%-*.*s", w, w, name); };
+  print_name("kernel");
+  for (const Column& column : columns) printf(" %*s", column.width, column.title.c_str());
+  printf("\n");
   for (const Kernel& kernel : problem.kernels_) {
+    if (!kernel.ran && !matches(kernel)) continue;
+    print_name(kernel.name.c_str());
     if (!kernel.ran) {
-      if (matches(kernel)) {
-        printf("%-*s needs a GPU of compute capability %d.%d\n", w, kernel.name.c_str(),
-               kernel.needs_cc / 10, kernel.needs_cc % 10);
-      }
+      printf(" needs a GPU of compute capability %d.%d\n", kernel.needs_cc / 10,
+             kernel.needs_cc % 10);
       continue;
     }
-    if (!baseline) baseline = &kernel;
-    const double ms = kernel.median_ms();
-    const double kernel_limit = limit_ms(kernel.work, problem.rate_);
-    char percent[16] = "-";
-    if (kernel_limit > 0) snprintf(percent, sizeof percent, "%.1f", 100 * kernel_limit / ms);
-    const double error = std::fabs(kernel.error.frobenius);  // a NaN may print its sign
-    printf("%-*s %10.*f %8.4g %7.4g %7s %7.4gx %8.1e", w, kernel.name.c_str(), ms < 0.1 ? 5 : 4, ms,
-           kernel.work.flops / ms * 1e-9, kernel.work.bytes / ms * 1e-6, percent,
-           baseline->median_ms() / ms, error);
-    if (memory_column) printf(" %8.3f", kernel.memory_bytes * 1e-9);
+    for (const Column& column : columns) printf(" %*s", column.width, column.text(kernel).c_str());
     printf(kernel.ok ? " ok\n" : " FAILED (tolerance %.1e)\n", kernel.tolerance);
   }
+}
+
+std::vector<Column> Lesson::State::columns(const Problem& problem) const {
+  const auto text = [](const char* format, auto... values) {
+    char text[32];
+    snprintf(text, sizeof text, format, values...);
+    return std::string(text);
+  };
+  const auto limit = [this, rate = problem.rate_](const Kernel& kernel) {
+    return limit_ms(kernel.work, rate);
+  };
+  double baseline_ms = 0, least_memory = 0;
+  for (const Kernel& kernel : problem.kernels_) {
+    if (kernel.ran && baseline_ms == 0) baseline_ms = kernel.median_ms();
+    if (kernel.memory_bytes > 0 && (least_memory == 0 || kernel.memory_bytes < least_memory)) {
+      least_memory = kernel.memory_bytes;
+    }
+  }
+  std::vector<Column> columns = {
+      {"ms", 9,
+       [=](const Kernel& kernel) {
+         const double ms = kernel.median_ms();
+         return text("%.*f", ms < 0.1 ? 5 : ms < 1000 ? 4 : 1, ms);
+       }},
+      {"TFLOP/s", 8,
+       [=](const Kernel& kernel) {
+         return text("%.4g", kernel.work.flops / kernel.median_ms() * 1e-9);
+       }},
+      {"GB/s", 7,
+       [=](const Kernel& kernel) {
+         return text("%.4g", kernel.work.bytes / kernel.median_ms() * 1e-6);
+       }},
+      {"%limit", 7,
+       [=](const Kernel& kernel) {
+         const double ms = limit(kernel);
+         return ms > 0 ? text("%.1f", 100 * ms / kernel.median_ms()) : "-";
+       }},
+      {"speed", 8,
+       [=](const Kernel& kernel) { return text("%.4gx", baseline_ms / kernel.median_ms()); }},
+      {"error", 8, [=](const Kernel& kernel) {
+         return text("%.1e", std::fabs(kernel.error.frobenius));  // a NaN may print its sign
+       }}};
+  if (least_memory > 0) {  // in the unit in which the least of them has a digit
+    double unit = 1;
+    std::string prefix;
+    for (const char* larger : {"k", "M", "G"}) {
+      if (least_memory < 1000 * unit) break;
+      unit *= 1000;
+      prefix = larger;
+    }
+    columns.push_back({prefix + "B", 8, [=](const Kernel& kernel) {
+                         return kernel.memory_bytes > 0 ? text("%.4g", kernel.memory_bytes / unit)
+                                                        : "-";
+                       }});
+  }
+  return columns;
+}
+
+void Lesson::State::print_comparisons() const {
+  for (const Problem& problem : problems) {
+    for (const Problem::Comparison& comparison : problem.comparisons_) {
+      const Kernel *fast = nullptr, *slow = nullptr;
+      for (const Kernel& kernel : problem.kernels_) {
+        if (kernel.ran && kernel.name == comparison.fast) fast = &kernel;
+        if (kernel.ran && kernel.name == comparison.slow) slow = &kernel;
+      }
+      if (!fast || !slow) continue;
+      print_prose(comparison_text(comparison.format, slow->median_ms() / fast->median_ms()));
+    }
+  }
+}
+
+/// What else this lesson can show: its options that were not given.
+std::string Lesson::State::other_tables() const {
+  std::vector<std::string> names = {"another N"};
+  const auto add = [&](const auto& options) {
+    for (const auto& option : options) {
+      if (!given.contains(option.name)) names.push_back(option.name);
+    }
+  };
+  add(info.options);
+  add(info.choices);
+  add(info.flags);
+  return "Other tables: " + listed(names, ", ", " or ") + " (see --help).";
 }
 
 Json Lesson::State::record() const {
@@ -718,25 +898,34 @@ int Lesson::run() {
   state.require_memory();
 
   const Device& device = state.device;
-  printf("%s: %s\n", state.info.name, state.info.title);
-  printf("%s, %d %s", device.name.c_str(), device.sms, on_cpu() ? "cores" : "SMs");
+  print_prose(state.info.name + std::string(": ") + state.info.title);
+  std::string machine =
+      device.name + ", " + std::to_string(device.sms) + (on_cpu() ? " cores" : " SMs");
   if (!on_cpu()) {
-    printf(", compute capability %d.%d, %sB/s, fp32 %sFLOP/s", device.major, device.minor,
-           with_prefix(device.bytes_per_second).c_str(),
-           with_prefix(device.peak(Rate::fp32)).c_str());
-    printf(", fp16 tensor %sFLOP/s", with_prefix(device.peak(Rate::fp16)).c_str());
+    machine += ", compute capability " + std::to_string(device.major) + "." +
+               std::to_string(device.minor) + ", " + with_prefix(device.bytes_per_second) +
+               "B/s, fp32 " + with_prefix(device.peak(Rate::fp32)) + "FLOP/s, fp16 tensor " +
+               with_prefix(device.peak(Rate::fp16)) + "FLOP/s";
   }
-  printf("\n");
+  print_prose(machine);
 
+  const auto runs = [&](const Problem& problem) {
+    return std::any_of(problem.kernels_.begin(), problem.kernels_.end(),
+                       [&](const Kernel& kernel) { return state.selected(kernel); });
+  };
+  const Clock::time_point deadline =
+      state.started + std::chrono::milliseconds(std::lround(1e3 * state.seconds));
+  auto left = std::count_if(state.problems.begin(), state.problems.end(), runs);
   int failed = 0;
   for (Problem& problem : state.problems) {
-    if (std::none_of(problem.kernels_.begin(), problem.kernels_.end(),
-                     [&](const Kernel& kernel) { return state.selected(kernel); })) {
-      continue;
-    }
+    if (!runs(problem)) continue;
+    // What one problem leaves of its share is for those after it.
+    const Clock::time_point start = Clock::now();
+    const Clock::time_point end = start + (deadline - start) / left--;
     state.prepare(problem);
+    const Clock::time_point prepared = Clock::now();
     state.verify(problem, [](const Kernel& kernel) { kernel.launch(); });
-    state.sample(problem);
+    state.sample(problem, end - (Clock::now() - prepared));
     for (auto* list :
          {&problem.inputs_, &problem.outputs_, &problem.references_, &problem.workspaces_}) {
       for (auto& storage : *list) storage->release();
@@ -749,29 +938,17 @@ int Lesson::run() {
 
   printf("\n");
   if (on_cpu()) {
-    printf("On the CPU backend the times say nothing about a GPU; that every row is right does.\n");
+    print_prose("On the CPU backend only the results count: its times say nothing about a GPU.");
+  } else {
+    state.print_comparisons();
   }
-  for (const Problem& problem : state.problems) {
-    for (const Problem::Comparison& comparison : problem.comparisons_) {
-      const Kernel *fast = nullptr, *slow = nullptr;
-      for (const Kernel& kernel : problem.kernels_) {
-        if (kernel.ran && kernel.name == comparison.fast) fast = &kernel;
-        if (kernel.ran && kernel.name == comparison.slow) slow = &kernel;
-      }
-      const size_t percent = comparison.format.find('%');
-      if (on_cpu() || !fast || !slow || percent == std::string::npos) continue;
-      char factor[32];
-      snprintf(factor, sizeof factor, "%.2f", slow->median_ms() / fast->median_ms());
-      printf("%s%s%s\n", comparison.format.substr(0, percent).c_str(), factor,
-             comparison.format.substr(percent + 1).c_str());
-    }
-  }
-  for (const std::string& note : state.notes) printf("%s\n", note.c_str());
+  for (const std::string& note : state.notes) print_prose(note);
   if (failed) {
     printf("%d of %d kernels FAILED verification.\n", failed, selected);
   } else {
     printf("All %d kernels verified against fp64.\n", selected);
   }
+  print_prose(state.other_tables());
   fflush(stdout);
   if (!state.json_path.empty()) {
     write_atomically(state.json_path, state.record().dump(2) + "\n", false);

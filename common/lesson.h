@@ -8,7 +8,7 @@
 //   2. fills the inputs with random numbers and computes the reference,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
 //   4. samples the kernels in turn, each round in another order, each with a cold L2 cache (or, for
-//      kernels of microseconds, as the nodes of a CUDA graph),
+//      kernels of microseconds, as the nodes of a CUDA graph), for as long as the run may last,
 //   5. verifies again, and prints the table;
 // then it writes the JSON record and returns the exit code.
 #pragma once
@@ -195,6 +195,10 @@ struct Kernel {
   double median_ms() const { return percentile(50); }
 };
 
+/// `format` with `factor` for its one %: "% times as fast" -> "0.96 times as fast". And where it says
+/// "% times faster", it says "1.04 times slower" or "as fast" where that is so.
+std::string comparison_text(const std::string& format, double factor);
+
 /// One table: inputs, outputs and a reference that its kernels share.
 class Problem {
  public:
@@ -241,8 +245,8 @@ class Problem {
   /// call.
   Kernel& kernel(std::string name, Role role, std::function<void()> launch);
 
-  /// After the table, on a GPU, if both kernels were timed: `format` with the factor by which
-  /// `fast` is faster than `slow` for its one %.
+  /// After the tables, on a GPU, if both kernels were timed: comparison_text() of `format` and of
+  /// how many times as fast as `slow` `fast` is.
   void compare(std::string fast, std::string slow, std::string format);
 
  private:

@@ -32,7 +32,7 @@ LESSONS = {
     "6_gating_fused": ("gating", {"": []}),
     "7_diffusion_fused": ("diffusion", {"": [], "4096": ["4096"], "1024": ["1024"]}),
     "8_spatial_gradients": ("gradients", {"": [], "16384": ["16384"]}),
-    "9_matmul_softmax": ("softmax", {"": []}),
+    "9_matmul_softmax": ("softmax", {"": ["--all"]}),
     "10_clifford_gp": ("clifford", {
         "": [],
         "2,0,0": ["--algebra", "2,0,0"],

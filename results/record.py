@@ -2,8 +2,9 @@
 
     results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
 
-A lesson is recorded at its default N, at those of SIZES (RUN is the N), and with the arguments of
-VARIANTS (RUN is their name). A lesson that fails is not recorded, and the exit code says so.
+A lesson is recorded at its default N (with the arguments of DEFAULTS), at those of SIZES (RUN is
+the N), and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that most
+kernels have 50 samples. A lesson that fails is not recorded, and the exit code says so.
 """
 import argparse
 import json
@@ -21,6 +22,8 @@ SIZES = {
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
 }
+DEFAULTS = {"9_matmul_softmax": ["--all"]}  # the record has all tables, not one screen of them
+SECONDS = 60
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {"sweep": ["--sweep"]},
@@ -36,7 +39,7 @@ VARIANTS = {
 def runs_of(lesson):
     """(RUN, arguments) of each recording; RUN is empty for the default N."""
     sizes = [(str(n), [str(n)]) for n in SIZES.get(lesson, [])]
-    return [("", []), *sizes, *VARIANTS.get(lesson, {}).items()]
+    return [("", DEFAULTS.get(lesson, [])), *sizes, *VARIANTS.get(lesson, {}).items()]
 
 
 def gpu_folder(name):
@@ -49,7 +52,7 @@ def record(program, run, arguments, out):
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "run.json"
         print("$", program.name, *arguments, flush=True)
-        command = [program, *arguments, "--device", "cuda", "--json", written]
+        command = [program, *arguments, "--device", "cuda", "--seconds", str(SECONDS), "--json", written]
         if subprocess.run(command).returncode != 0:
             return False
         text = written.read_text()

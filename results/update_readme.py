@@ -20,6 +20,7 @@ percent_of_limit: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write 
 nothing is written, and the exit code says whether both agree with the records.
 """
 import json
+import math
 import pathlib
 import re
 import sys
@@ -97,18 +98,23 @@ def output(run, problem):
     if problem["kernels"][0]["ms"]["mode"] == "graph":
         lines.append("timed: 20 calls in a CUDA graph, per call")
     with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
-    width = max(24, *(len(kernel["name"]) for kernel in problem["kernels"]))
+    width = max(6, *(len(row["name"]) for each in run["problems"] for row in each["kernels"]))
+    memory = [kernel["memory_bytes"] for kernel in problem["kernels"] if kernel["memory_bytes"]]
+    power = min(3, int(math.log10(min(memory))) // 3) if with_memory else 0
+    unit = ("B", "kB", "MB", "GB")[power]
     lines.append(
-        f"{'kernel':{width}} {'ms':>10} {'TFLOP/s':>8} {'GB/s':>7} {'%limit':>7} {'speed':>8} "
-        f"{'error':>8}" + with_memory * "       GB"
+        f"{'kernel':{width}} {'ms':>9} {'TFLOP/s':>8} {'GB/s':>7} {'%limit':>7} {'speed':>8} "
+        f"{'error':>8}" + with_memory * f" {unit:>8}"
     )
     for kernel in problem["kernels"]:
         ms = kernel["ms"]["median"]
-        line = f"{kernel['name']:{width}} {ms:10.{5 if ms < 0.1 else 4}f} {kernel['tflops']:8.4g} "
+        digits = 5 if ms < 0.1 else 4 if ms < 1000 else 1
+        line = f"{kernel['name']:{width}} {ms:9.{digits}f} {kernel['tflops']:8.4g} "
         line += f"{kernel['gbps']:7.4g} {kernel['percent_of_limit']:7.1f} {kernel['speedup']:7.4g}x "
         line += f"{kernel['error']:8.1e}"
         if with_memory:
-            line += f" {(kernel['memory_bytes'] or 0) * 1e-9:8.3f}"
+            used = kernel["memory_bytes"]
+            line += f" {f'{used / 1000**power:.4g}' if used else '-':>8}"
         lines.append(line + (" ok" if kernel["ok"] else " FAILED"))
     return "\n```text\n" + "\n".join(lines) + "\n```\n"
 

@@ -172,7 +172,7 @@ def softmax_arguments(shape, *more):
 
 @pytest.mark.parametrize("shape", SOFTMAX_SHAPES, ids=str)
 def test_softmax(run, backend, shape):
-    arguments = softmax_arguments(shape)
+    arguments = softmax_arguments(shape, "--all")
     result = run(SOFTMAX, *arguments, "--samples", 1)
     assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
     size = "x".join(map(str, shape))
@@ -187,7 +187,7 @@ def test_softmax(run, backend, shape):
 
 @pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300)], ids=str)
 def test_softmax_of_hard_rows(run, backend, shape):
-    arguments = softmax_arguments(shape, "--hard-rows")
+    arguments = softmax_arguments(shape, "--hard-rows", "--all")
     result = run(SOFTMAX, *arguments, "--samples", 1)
     assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
     assert "only -inf " + "x".join(map(str, shape)) in dims_of(result)
@@ -195,7 +195,7 @@ def test_softmax_of_hard_rows(run, backend, shape):
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (17, 65, 3), (7, 31, 30)], ids=str)
 def test_softmax_exercises(run, backend, shape):
-    arguments = softmax_arguments(shape, "--exercises")
+    arguments = softmax_arguments(shape, "--exercises", "--all")
     result = run(SOFTMAX, *arguments, "--samples", 1)
     assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
     # Each gradient's reference was compared with a finite difference, of which it is not all zero.
@@ -213,7 +213,7 @@ def test_softmax_exercises_of_one_class(run, backend):
 
 
 def test_softmax_without_arguments(run, backend):
-    listing = listed(SOFTMAX, backend)
+    listing = listed(SOFTMAX, backend, "--all")
     shapes = {name.split(" ", 1)[1] for name, _ in listing}
     assert len(shapes) >= 4
     assert {name for name, _ in listing} == {f"{math} {s}" for math in ("TF32", "fp32") for s in shapes}

@@ -39,10 +39,10 @@ CLIFFORD_SIZES = [
 ]
 # Columns of one block, with rows that are hard; D in two blocks; columns in three; the exercises.
 SOFTMAX_SIZES = [
-    ("3", "--inputs", "33", "--classes", "19", "--hard-rows"),
-    ("2", "--inputs", "260", "--classes", "10"),
-    ("3", "--inputs", "5", "--classes", "300", "--kernel", "^(library|fused online)$"),
-    ("2", "--inputs", "8", "--classes", "3", "--exercises", "--kernel", "fly|^fused$|^library"),
+    ("3", "--inputs", "33", "--classes", "19", "--all", "--hard-rows"),
+    ("2", "--inputs", "260", "--classes", "10", "--all"),
+    ("3", "--inputs", "5", "--classes", "300", "--all", "--kernel", "^(library|fused online)$"),
+    ("2", "--inputs", "8", "--classes", "3", "--all", "--exercises", "--kernel", "fly|^fused$|^library"),
 ]
 # With two groups of columns; with narrow tiles; with slices of V of more than one tile.
 SPATIAL_SIZES = [
