@@ -680,7 +680,7 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   Counter arrivals(vectors.meeting->arrivals[rank]);
   const unsigned start = arrivals.load(cuda::memory_order_relaxed) & 0xffff0000;
   const auto all_have_arrived = [&] {
-    return arrivals.load(cuda::memory_order_acquire) - start >= groups;
+    return arrivals.load(cuda::memory_order_acquire) - start >= static_cast<unsigned>(groups);
   };
   // The shares of a block's columns add up in the layout of the registers that hold them: quad
   // (w kColumns / 8 + j) 32 + l is sum[4 j] to sum[4 j + 3] of lane l of the consumers' warp w.
@@ -847,7 +847,7 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
     if (threadIdx.x == 128) {
       if constexpr (kPass == Pass::backward) barrier_wait(&shared.spare, 0);
       const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - start;
-      if (before == groups - 1) {  // the last one: on to the next launch's number
+      if (before + 1 == static_cast<unsigned>(groups)) {  // the last one: on to the next launch's number
         arrivals.fetch_add(0x10000 - groups, cuda::memory_order_relaxed);
       } else {
         while (!all_have_arrived()) {
