@@ -36,8 +36,9 @@
 //
 // Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously) and run on the CPU backend.
 
-#include <cuda/atomic>
 #include <mma.h>
+
+#include <cuda/atomic>
 
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"

@@ -40,7 +40,6 @@
 // the last one needs 9.0.
 
 #include <cuda/atomic>
-
 #include <deque>
 #include <vector>
 
@@ -847,7 +846,8 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
     if (threadIdx.x == 128) {
       if constexpr (kPass == Pass::backward) barrier_wait(&shared.spare, 0);
       const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - start;
-      if (before + 1 == static_cast<unsigned>(groups)) {  // the last one: on to the next launch's number
+      if (before + 1 ==
+          static_cast<unsigned>(groups)) {  // the last one: on to the next launch's number
         arrivals.fetch_add(0x10000 - groups, cuda::memory_order_relaxed);
       } else {
         while (!all_have_arrived()) {

@@ -52,9 +52,8 @@
 // --exercises adds what a reader may try: the backward pass, cross-entropy, fp16 operands, and a
 // row of thousands of classes.
 
-#include <cuda/atomic>
-
 #include <array>
+#include <cuda/atomic>
 #include <optional>
 #include <type_traits>
 

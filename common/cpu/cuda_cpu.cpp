@@ -79,16 +79,17 @@ Block::Block()
       barrier(),
       tsan_start(0),
       tsan_end() {
-  for (void*& engine : tsan_engine) {
-    engine = nullptr;
+  tsan_last = nullptr;
+  for (void*& engine : tsan_engine) engine = nullptr;
 #if defined(CUDA_CPU_TSAN)
-    engine = __tsan_create_fiber(0);
+  tsan_last = __tsan_create_fiber(0);
+  for (void*& engine : tsan_engine) engine = __tsan_create_fiber(0);
 #endif
-  }
 }
 
 Block::~Block() {
 #if defined(CUDA_CPU_TSAN)
+  __tsan_destroy_fiber(tsan_last);
   for (void* engine : tsan_engine) __tsan_destroy_fiber(engine);
 #endif
 }
@@ -107,7 +108,7 @@ void Runner::run(Launch& launch) {
 
   while (!launch.failed && start_cluster()) {
     state.idle.store(false);
-    go_to(next_fiber());
+    go_to(next_unwatched());
     if (!resident_.empty() && !launch.failed) report_deadlock();
     if (launch.failed) abandon_threads();
   }
@@ -132,9 +133,9 @@ CUDA_CPU_NO_TSAN Block& Runner::take_slot() {
 /// Takes the next blocks of the launch; false if there are none.
 CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
   // Under ThreadSanitizer neighbouring blocks run on different OS threads, for sure.
-  const std::uint64_t number =
-      kTsan ? std::exchange(own_cluster_, own_cluster_ + launch_->workers)
-            : launch_->next_cluster.fetch_add(1, std::memory_order_relaxed);
+  const std::uint64_t number = kTsan
+                                   ? std::exchange(own_cluster_, own_cluster_ + launch_->workers)
+                                   : launch_->next_cluster.fetch_add(1, std::memory_order_relaxed);
   const unsigned size = launch_->cluster_size;
   if (number * size >= launch_->blocks) return false;
   launch_->resident.fetch_add(size, std::memory_order_relaxed);
@@ -213,14 +214,14 @@ CUDA_CPU_NO_TSAN void Runner::fiber_main() {
     const bool call_next = !kTsan && !self.ready_.head && self.any_unstarted();
     if (call_next) continue;
     if (!kTsan) self.idle_fibers_.push_back(self.running_);
-    self.go_to(self.next_fiber());
+    self.go_to(self.next_unwatched());
   }
 }
 
 CUDA_CPU_NO_TSAN void Runner::run_thread() {
   Block& block = *unstarted_[first_unstarted_];
   Thread& self = block.threads[block.started];
-  self = {};
+  self = Thread();
   self.block = &block;
   self.number = block.started++;
   self.index = block.next_index;
@@ -249,11 +250,11 @@ CUDA_CPU_NO_TSAN void Runner::run_thread() {
 
   copies.land(copies.queue.size());
   tsan_release(block_end);
-  tsan_release(kernel_end(launch_->number));
   thread_exited();
 }
 
 CUDA_CPU_NO_TSAN void Runner::thread_exited() {
+  const Unwatched bookkeeping;
   Thread& self = *current_;
   Block& block = *self.block;
   self.exited = true;
@@ -273,18 +274,27 @@ CUDA_CPU_NO_TSAN void Runner::thread_exited() {
     WarpGroup& group = warp.groups[i];
     if (group.arrived && group.arrived == (group.mask & warp.live)) complete(block, warp, group);
   }
-  if (block.hopper) {
+  if (block.hopper && !may_end(self, nullptr)) {
     Message message = begin_message(block);
-    if (!may_end(self, message)) fail(message);
+    may_end(self, &message);
+    fail(message);
   }
   if (launch_->cluster_size > 1) thread_left_cluster(*this, self);
   if (block.exited == threads_in_block_) block_ended(block);
 }
 
 CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
-  if (block.hopper) {
+  if (block.hopper && !may_end(block, nullptr)) {
     Message message = begin_message(block);
-    if (!may_end(block, message)) fail(message);
+    may_end(block, &message);
+    fail(message);
+  }
+  {
+    void* const caller = tsan_current();
+    tsan_become(block.tsan_last);
+    tsan_acquire(&block.tsan_end[launch_->number % 4]);
+    tsan_release(kernel_end(launch_->number));
+    tsan_become(caller);
   }
   launch_->blocks_done.fetch_add(1, std::memory_order_relaxed);
   Cluster& cluster = *block.cluster;
@@ -342,6 +352,11 @@ CUDA_CPU_NO_TSAN Fiber& Runner::next_fiber() {
   }
 }
 
+CUDA_CPU_NO_TSAN Fiber& Runner::next_unwatched() {
+  const Unwatched bookkeeping;
+  return next_fiber();
+}
+
 /// Whether the device has room for one more cluster of the launch.
 CUDA_CPU_NO_TSAN bool Runner::may_start_another() {
   const unsigned share =
@@ -371,7 +386,11 @@ CUDA_CPU_NO_TSAN bool Runner::spin_once() {
   if (progress != seen_progress_ || !all_idle) idle_rounds_ = 0;
   seen_progress_ = progress;
   if (++idle_rounds_ > kRounds) return false;
-  if (idle_rounds_ > 16 || !all_idle) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (kTsan) {
+    std::this_thread::yield();  // its sleep takes long
+  } else if (idle_rounds_ > 16 || !all_idle) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   ready_.take_all(spinning_);
   return true;
 }
@@ -392,7 +411,7 @@ CUDA_CPU_NO_TSAN void Runner::wait(const char* operation, const Site& site, cons
   self.object = object;
   self.detail = detail;
   self.fiber = running_;
-  go_to(next_fiber());
+  go_to(next_unwatched());
   self.operation = nullptr;
   current_ = &self;
   threadIdx = self.index;
@@ -406,8 +425,7 @@ CUDA_CPU_NO_TSAN void Runner::spin(const char* operation, const Site& site) {
 
 // ---- Barriers ----------------------------------------------------------------------------------
 
-CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
-                                                const Site& site) {
+CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation, const Site& site) {
   Thread& self = *current_;
   Block& block = *self.block;
   BlockBarrier& barrier = block.barrier;
@@ -449,7 +467,7 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
 }
 
 CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* operand,
-                                             const char* operation, const Site& site) {
+                                        const char* operation, const Site& site) {
   Thread& self = *current_;
   Block& block = *self.block;
   Warp& warp = block.warps[self.number / 32];
@@ -469,7 +487,8 @@ CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* o
     group.site = site;
   } else if (group.combine != combine) {
     Message message = begin_message(block);
-    message.add_wait(thread_of(block, warp, __builtin_ctz(group.arrived)), group.operation, group.site);
+    message.add_wait(thread_of(block, warp, __builtin_ctz(group.arrived)), group.operation,
+                     group.site);
     message.add(", but with the same mask ");
     message.add_wait(self, operation, site);
     fail(message);
@@ -478,12 +497,12 @@ CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* o
   group.operands[lane] = operand;
   group.arrived |= 1u << lane;
   void* const passed = &group.tsan.passed[group.tsan.phase];
-  tsan_release(&group.tsan.arrived);
+  if (!combine) tsan_release(&group.tsan.arrived);
   if (group.arrived == (mask & warp.live)) {
     complete(block, warp, group);
   } else {
     wait(operation, site);
-    tsan_acquire(passed);
+    if (!combine) tsan_acquire(passed);
   }
 }
 
@@ -505,10 +524,15 @@ CUDA_CPU_NO_TSAN WarpGroup& Runner::group_for(Warp& warp, unsigned mask) {
 /// Runs the operation that all lanes of the group have arrived at, in the name of the current
 /// thread, and lets the other lanes go on.
 CUDA_CPU_NO_TSAN void Runner::complete(Block& block, Warp& warp, WarpGroup& group) {
-  tsan_acquire(&group.tsan.arrived);
-  if (group.combine) group.combine(group.operands, group.arrived);
-  tsan_release(&group.tsan.passed[group.tsan.phase]);
-  group.tsan.phase ^= 1;
+  if (group.combine) {
+    // Exchanges registers, and orders nothing in memory.
+    const Unwatched registers;
+    group.combine(group.operands, group.arrived);
+  } else {
+    tsan_acquire(&group.tsan.arrived);
+    tsan_release(&group.tsan.passed[group.tsan.phase]);
+    group.tsan.phase ^= 1;
+  }
   for (unsigned lanes = group.arrived; lanes; lanes &= lanes - 1) {
     Thread& thread = thread_of(block, warp, __builtin_ctz(lanes));
     if (&thread != current_) ready_.push(&thread);
@@ -555,6 +579,7 @@ CUDA_CPU_NO_TSAN SharedStorage& Runner::storage_of(Block& block, std::size_t dec
 }
 
 void Runner::end_shared_memory() {
+  const Unwatched bookkeeping;
   for (const auto& block : slots_) {
     for (SharedStorage& storage : block->shared) std::free(storage.data);
     block->shared.clear();
@@ -569,6 +594,7 @@ CUDA_CPU_NO_TSAN void* Runner::dynamic_shared_storage() {
 
 CUDA_CPU_NO_TSAN void* Runner::static_shared_storage(const void* key, std::size_t size,
                                                      std::size_t alignment) {
+  const Unwatched bookkeeping;
   std::size_t declaration = 1;
   while (declaration < declared_.size() && declared_[declaration].key != key) ++declaration;
   if (declaration == declared_.size()) {
@@ -680,17 +706,19 @@ CUDA_CPU_NO_TSAN void Runner::report_deadlock() {
   for (std::size_t i = 0; i < std::min(kMost, parties.size()); ++i) {
     const Thread& first = *parties[i].first;
     message.add("%s", i == 0 ? "" : i == 1 ? ", but " : ", and ");
-    if (blocks > 1) message.add("of block (%u,%u,%u) ", first.block->index.x, first.block->index.y,
-                                first.block->index.z);
+    if (blocks > 1)
+      message.add("of block (%u,%u,%u) ", first.block->index.x, first.block->index.y,
+                  first.block->index.z);
     message.add_wait(first, first.operation, first.site);
     describe_wait(first, message);
     if (parties[i].count > 1) message.add(", like %u more", parties[i].count - 1);
   }
   if (parties.size() > kMost) message.add(", and more");
   if (spinning_.head && launch_->blocks > launch_->capacity) {
-    message.add("; the device holds %u blocks at a time, and the launch has %llu: more with"
-                " CUDA_CPU_MULTIPROCESSORS", launch_->capacity,
-                static_cast<unsigned long long>(launch_->blocks));
+    message.add(
+        "; the device holds %u blocks at a time, and the launch has %llu: more with"
+        " CUDA_CPU_MULTIPROCESSORS",
+        launch_->capacity, static_cast<unsigned long long>(launch_->blocks));
   }
   report(message);
 }
@@ -786,7 +814,17 @@ void execute(const LaunchConfig& config, const BoundKernel& kernel) {
   const unsigned capacity = static_cast<unsigned>(multiprocessors());
   const int workers = static_cast<int>(std::min<std::uint64_t>(
       {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
-  Launch launch{config, kernel, description, blocks, cluster, capacity, workers, launches++};
+  // The threads read a copy, which no launch after this one writes: for ThreadSanitizer that may not
+  // be ordered after this one.
+  const auto release = [](void* copy) {
+    const Unwatched bookkeeping;
+    std::free(copy);
+  };
+  const std::unique_ptr<void, decltype(release)> arguments(
+      std::aligned_alloc(64, (kernel.size + 63) / 64 * 64), release);
+  std::memcpy(arguments.get(), kernel.arguments, kernel.size);
+  const BoundKernel copy = {kernel.function, kernel.run, arguments.get(), kernel.size};
+  Launch launch{config, copy, description, blocks, cluster, capacity, workers, launches++};
   Progress progress(launch);
   pool.run(
       workers,

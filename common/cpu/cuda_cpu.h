@@ -169,6 +169,7 @@ struct BoundKernel {
   const void* function;
   void (*run)(const void* arguments);
   const void* arguments;
+  std::size_t size;
 };
 
 /// What stands between <<< and >>>.
@@ -218,6 +219,8 @@ void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>
                 "a launch must pass as many arguments as the kernel has parameters");
   static_assert((!std::is_reference_v<Parameters> && ...),
                 "the parameters of a kernel cannot be references");
+  static_assert((std::is_trivially_copyable_v<Parameters> && ...),
+                "the parameters of a kernel are copied byte by byte");
   struct Bound {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> parameters;
@@ -233,7 +236,7 @@ void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>
                           const auto& bound = *static_cast<const Bound*>(arguments);
                           std::apply(bound.kernel, bound.parameters);
                         },
-                        &bound});
+                        &bound, sizeof bound});
 }
 
 /// A launch with attributes: the size of its clusters, and whether it may start early.
@@ -244,7 +247,7 @@ LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site)
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  kernel->*cuda_cpu::launch_with_attributes(*config, cuda_cpu::Site::here())(
-               std::forward<Arguments>(arguments)...);
+  kernel->*cuda_cpu::launch_with_attributes(
+               *config, cuda_cpu::Site::here())(std::forward<Arguments>(arguments)...);
   return cudaPeekAtLastError();
 }

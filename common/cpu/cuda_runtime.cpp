@@ -543,8 +543,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 namespace cuda_cpu {
 
 LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site) {
-  LaunchConfig launch = {config.gridDim, config.blockDim, config.dynamicSmemBytes, config.stream,
-                         site,           0,               false};
+  LaunchConfig launch = {
+      config.gridDim, config.blockDim, config.dynamicSmemBytes, config.stream, site, 0, false};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     if (attribute.id == cudaLaunchAttributeClusterDimension) {
@@ -565,6 +565,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
   cudaFuncGetAttributes(&attributes, function);
   const bool fits =
       config->dynamicSmemBytes <= static_cast<std::size_t>(attributes.maxDynamicSharedSizeBytes);
-  *clusters = fits ? cuda_cpu::multiprocessors() / static_cast<int>(std::max(1u, launch.cluster)) : 0;
+  *clusters =
+      fits ? cuda_cpu::multiprocessors() / static_cast<int>(std::max(1u, launch.cluster)) : 0;
   return result(cudaSuccess);
 }

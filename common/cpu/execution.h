@@ -168,6 +168,8 @@ struct Block {
   std::unique_ptr<HopperBlock, DeleteHopperBlock> hopper;
   char tsan_start;
   char tsan_end[4];
+  /// Who hands on, for ThreadSanitizer, that all threads of the block have ended.
+  void* tsan_last;
   /// Who the copy engine, reading and writing, and the tensor cores are for ThreadSanitizer.
   void* tsan_engine[3];
 
@@ -289,6 +291,7 @@ class Runner {
   bool any_unstarted();
   Fiber& fiber_for_next_thread();
   Fiber& next_fiber();
+  Fiber& next_unwatched();
   bool spin_once();
   void go_to(Fiber& fiber);
 
@@ -337,10 +340,10 @@ extern constinit thread_local Runner* runner;
 /// none, or after an error.
 bool land_one(Runner& runner);
 
-/// A thread's or a block's end, with whatever it has left undone: false, and the message, if it must
-/// not end yet.
-bool may_end(Thread& thread, Message& message);
-bool may_end(Block& block, Message& message);
+/// Whether a thread or a block may end, with whatever it has left undone. If not, adds why to the
+/// message, if there is one.
+bool may_end(Thread& thread, Message* message);
+bool may_end(Block& block, Message* message);
 /// The threads of a cluster that have exited count at its barrier.
 void thread_left_cluster(Runner& runner, Thread& thread);
 /// Forgets what a block, or all of them, had to do.

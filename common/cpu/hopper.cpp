@@ -8,8 +8,6 @@
 //     shared_fence() alone: a barrier is not enough. That there is a barrier as well shows in the
 //     name of the thread that starts the operation, which reads the same memory once.
 
-#include "hopper_device.h"
-
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -18,6 +16,7 @@
 #include <vector>
 
 #include "execution.h"
+#include "hopper_device.h"
 #include "small_float.h"
 
 #if defined(__x86_64__)
@@ -43,6 +42,27 @@ void tsan_reads([[maybe_unused]] const void* address, [[maybe_unused]] std::size
 void tsan_writes([[maybe_unused]] void* address, [[maybe_unused]] std::size_t size) {
 #if defined(CUDA_CPU_TSAN)
   __tsan_write_range(address, size);
+#endif
+}
+
+/// The same in the name of the current thread, whose bookkeeping is not watched.
+void thread_reads([[maybe_unused]] const void* address, [[maybe_unused]] std::size_t size) {
+#if defined(CUDA_CPU_TSAN)
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  tsan_reads(address, size);
+  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+#endif
+}
+
+void thread_writes([[maybe_unused]] void* address, [[maybe_unused]] std::size_t size) {
+#if defined(CUDA_CPU_TSAN)
+  AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+  AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  tsan_writes(address, size);
+  AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+  AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
 #endif
 }
 
@@ -289,11 +309,11 @@ Message complaint(const char* operation, const Site& site) {
   return message;
 }
 
-#define CUDA_CPU_COMPLAIN(operation, site, ...)       \
-  do {                                                \
-    Message message = complaint(operation, site);     \
-    message.add(__VA_ARGS__);                         \
-    runner->fail(message);                            \
+#define CUDA_CPU_COMPLAIN(operation, site, ...)   \
+  do {                                            \
+    Message message = complaint(operation, site); \
+    message.add(__VA_ARGS__);                     \
+    runner->fail(message);                        \
   } while (false)
 
 SharedPlace place_of(const void* pointer, const char* what, const char* operation,
@@ -328,7 +348,7 @@ MBarrier& find_barrier(Block& block, const SharedPlace& place, bool by_others,
   if (reinterpret_cast<std::uintptr_t>(word) % 8 != 0) {
     CUDA_CPU_COMPLAIN(operation, site, "the barrier is not aligned to 8 bytes");
   }
-  tsan_reads(word, sizeof *word);
+  thread_reads(word, sizeof *word);
   const std::uint64_t number = *word & 0xFFFF'FFFF;
   HopperBlock& own = hopper_of(block);
   if ((*word & ~std::uint64_t{0xFFFF'FFFF}) != kBarrierMagic || number >= own.barriers.size() ||
@@ -369,6 +389,7 @@ void count_unseen(MBarrier& barrier, const Thread& thread) {
 }  // namespace
 
 void mbarrier_init(std::uint64_t* address, int count, Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = "barrier_init()";
   Thread& self = runner->current();
   const SharedPlace place = place_of(address, "the barrier", operation, site);
@@ -381,8 +402,8 @@ void mbarrier_init(std::uint64_t* address, int count, Site site) {
   HopperBlock& own = hopper();
   for (const auto& other : own.barriers) {
     if (other->word == address) {
-      CUDA_CPU_COMPLAIN(operation, site, "there is a barrier already, from %s:%d",
-                        other->site.file, other->site.line);
+      CUDA_CPU_COMPLAIN(operation, site, "there is a barrier already, from %s:%d", other->site.file,
+                        other->site.line);
     }
   }
   auto barrier = std::make_unique<MBarrier>();
@@ -398,12 +419,13 @@ void mbarrier_init(std::uint64_t* address, int count, Site site) {
   for (int parity = 0; parity < 2; ++parity) {
     barrier->unseen[parity] = barrier->unseen_late[parity] = 0;
   }
-  tsan_writes(address, sizeof *address);
+  thread_writes(address, sizeof *address);
   *address = kBarrierMagic | own.barriers.size();
   own.barriers.push_back(std::move(barrier));
 }
 
 void mbarrier_init_fence() {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   for (const auto& barrier : hopper().barriers) {
     if (barrier->initialized_by == &self) barrier->visible = true;
@@ -413,16 +435,17 @@ void mbarrier_init_fence() {
 
 void mbarrier_arrive(std::uint64_t* address, int rank, int bytes, const char* operation,
                      Site site) {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   const SharedPlace place = place_of(address, "the barrier", operation, site);
-  Block& block =
-      rank == kOwnRank ? *self.block : block_of_rank(rank, operation, site);
+  Block& block = rank == kOwnRank ? *self.block : block_of_rank(rank, operation, site);
   const bool remote = &block != self.block;
   MBarrier& barrier = find_barrier(block, place, remote, operation, site);
   if (barrier.missing == 0) {
-    CUDA_CPU_COMPLAIN(operation, site,
-                      "one arrival too many: all %u of phase %u have come, and %ld bytes are missing",
-                      barrier.count, barrier.phase, barrier.bytes);
+    CUDA_CPU_COMPLAIN(
+        operation, site,
+        "one arrival too many: all %u of phase %u have come, and %ld bytes are missing",
+        barrier.count, barrier.phase, barrier.bytes);
   }
   if (bytes < 0 || barrier.bytes + bytes > kMaxBytes) {
     CUDA_CPU_COMPLAIN(operation, site, "a phase cannot expect %ld bytes", barrier.bytes + bytes);
@@ -434,6 +457,7 @@ void mbarrier_arrive(std::uint64_t* address, int rank, int bytes, const char* op
 }
 
 void mbarrier_wait(std::uint64_t* address, int parity, Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = "barrier_wait()";
   Thread& self = runner->current();
   const SharedPlace place = place_of(address, "the barrier", operation, site);
@@ -467,7 +491,7 @@ void start_transfer(Block& block, const SharedPlace& to, const SharedPlace& barr
                       "%zu bytes are more than what follows in shared memory", transfer.bytes);
   }
   if (remote) count_unseen(barrier, self);
-  tsan_writes(transfer.target, transfer.bytes);
+  thread_writes(transfer.target, transfer.bytes);
   fill_bytes(transfer.target, 0xFF, transfer.bytes);
   tsan_release(&barrier.tsan_started);
   barrier.transfers.push_back(transfer);
@@ -500,7 +524,8 @@ void land_box(const Transfer& transfer) {
     } else {
       const std::size_t window = transfer.window + r * row_bytes;
       for (std::size_t piece = 0; piece < row_bytes; piece += 16) {
-        std::memcpy(transfer.target + (swizzled(window + piece) - transfer.window), row + piece, 16);
+        std::memcpy(transfer.target + (swizzled(window + piece) - transfer.window), row + piece,
+                    16);
       }
     }
   }
@@ -551,7 +576,8 @@ bool land_transfers(MBarrier& barrier) {
   if (!barrier.transfers.empty()) {
     Message message = runner->begin_message(*barrier.block);
     message.add(
-        "phase %u of the barrier of %s:%d ends while a copy of %zu bytes, started at %s:%d, is under"
+        "phase %u of the barrier of %s:%d ends while a copy of %zu bytes, started at %s:%d, is "
+        "under"
         " way, which it does not expect",
         barrier.phase, barrier.site.file, barrier.site.line, barrier.transfers[0].bytes,
         barrier.transfers[0].site.file, barrier.transfers[0].site.line);
@@ -589,6 +615,7 @@ void check_box(const SharedPlace& place, const char* operation, const Site& site
 
 void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordinates,
                  std::uint64_t* barrier, std::uint16_t ranks, Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = ranks ? "tensor_load_multicast()" : "tensor_load()";
   Block& own = *runner->current().block;
   Transfer transfer = {};
@@ -608,6 +635,7 @@ void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordina
 }
 
 void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, int rank, Site site) {
+  const Unwatched bookkeeping;
   const bool push = rank != kOwnRank;
   const char* const operation = push ? "bulk_push()" : "bulk_load()";
   Block& own = *runner->current().block;
@@ -629,7 +657,7 @@ void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, in
                         bytes);
     }
     transfer.from = &own;
-    tsan_reads(from, transfer.bytes);
+    thread_reads(from, transfer.bytes);
   }
   start_transfer(push ? block_of_rank(rank, operation, site) : own, place, at, transfer, operation);
 }
@@ -691,6 +719,7 @@ bool land_stores(Block& block, BulkGroups& bulk, Thread& thread) {
 
 void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
                   Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = "tensor_store()";
   Store store = {};
   store.map = read_map(map, rank, operation, site);
@@ -701,7 +730,7 @@ void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, cons
     CUDA_CPU_COMPLAIN(operation, site, "%zu bytes are more than what follows in shared memory",
                       store.map.bytes());
   }
-  tsan_reads(from, store.map.bytes());
+  thread_reads(from, store.map.bytes());
   for (std::size_t r = 0; r < store.map.rows(); ++r) {
     const RowInside inside = row_inside(store.map, store.at, r);
     if (inside.first >= inside.end) continue;
@@ -712,12 +741,14 @@ void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, cons
 }
 
 void bulk_commit() {
+  const Unwatched bookkeeping;
   BulkGroups& bulk = bulk_of(runner->current());
   bulk.groups.push_back(std::move(bulk.open));
   bulk.open.clear();
 }
 
 void bulk_wait_read(int newest, Site site) {
+  const Unwatched bookkeeping;
   BulkGroups& bulk = bulk_of(runner->current());
   bulk.newest = static_cast<std::size_t>(newest);
   if (bulk.groups.size() > bulk.newest) {
@@ -727,11 +758,15 @@ void bulk_wait_read(int newest, Site site) {
   tsan_acquire(&bulk);
 }
 
-void async_proxy_fence() { tsan_release(&hopper().tsan_fenced); }
+void async_proxy_fence() {
+  const Unwatched bookkeeping;
+  tsan_release(&hopper().tsan_fenced);
+}
 
 // ---- Warpgroups and clusters -------------------------------------------------------------------
 
 void named_barrier(int id, int threads, Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = "named_barrier()";
   Thread& self = runner->current();
   const int all = static_cast<int>(runner->threads_in_block());
@@ -784,6 +819,7 @@ void hand_out_registers(HopperBlock& own) {
 }  // namespace
 
 void set_registers(int count, bool grow, Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = grow ? "registers_grow_to()" : "registers_shrink_to()";
   Thread& self = runner->current();
   HopperBlock& own = hopper();
@@ -800,8 +836,8 @@ void set_registers(int count, bool grow, Site site) {
     CUDA_CPU_COMPLAIN(operation, site, "others of the warpgroup have asked for %u registers",
                       group.target);
   }
-  const unsigned file = launch_registers(runner->launch(), runner->threads_in_block()) *
-                        runner->threads_in_block();
+  const unsigned file =
+      launch_registers(runner->launch(), runner->threads_in_block()) * runner->threads_in_block();
   if (target * 128 > file) {
     CUDA_CPU_COMPLAIN(operation, site, "the block has %u registers, not 128 times %d", file, count);
   }
@@ -846,6 +882,7 @@ void complete_cluster(Runner& runner, Cluster& cluster) {
 }  // namespace
 
 void cluster_arrive(bool release, Site site) {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   Cluster& cluster = *self.block->cluster;
   if (self.cluster_arrived) {
@@ -859,6 +896,7 @@ void cluster_arrive(bool release, Site site) {
 }
 
 void cluster_wait(Site site) {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   Cluster& cluster = *self.block->cluster;
   if (!self.cluster_arrived) {
@@ -930,7 +968,8 @@ struct Operand {
     for (std::size_t column = 0; column < columns; column += 64) {
       const std::size_t bytes = std::min<std::size_t>(64, columns - column) * 2;
       for (std::size_t k = 0; k < 16; k += 8) {
-        visit(start + column / 64 * leading + k / 8 * stride, 7 * 128 + (bytes < 128 ? 128 : bytes));
+        visit(start + column / 64 * leading + k / 8 * stride,
+              7 * 128 + (bytes < 128 ? 128 : bytes));
       }
     }
   }
@@ -1048,7 +1087,8 @@ void land_product(Block& block, const Product& product) {
       operand.visit_rows(64, read(operand));
       for (int row = 0; row < 64; ++row) {
         for (int piece = 0; piece < 2; ++piece) {
-          convert(product.type, operand.piece(operand.of_row(row, piece)), a + row * 16 + 8 * piece);
+          convert(product.type, operand.piece(operand.of_row(row, piece)),
+                  a + row * 16 + 8 * piece);
         }
       }
     }
@@ -1088,8 +1128,9 @@ std::size_t place_in_sum(int thread, int i, int columns) {
 }
 
 const char* name_of(Wgmma type) {
-  return type == Wgmma::tf32 ? "wgmma_tf32()" : type == Wgmma::fp16 ? "wgmma<half>()"
-                                                                    : "wgmma<__nv_bfloat16>()";
+  return type == Wgmma::tf32   ? "wgmma_tf32()"
+         : type == Wgmma::fp16 ? "wgmma<half>()"
+                               : "wgmma<__nv_bfloat16>()";
 }
 
 /// Checks that the operand is swizzled by 128 bytes and in shared memory, and that the thread that
@@ -1106,7 +1147,7 @@ void check_operand(Block& block, std::uint64_t descriptor, bool rows, std::size_
   const auto check = [&](std::size_t first, std::size_t bytes) {
     last = std::max(last, first + bytes);
     if (found && last <= operand.end) {
-      tsan_reads(operand.data + (first - operand.begin), bytes);
+      thread_reads(operand.data + (first - operand.begin), bytes);
     }
   };
   rows ? operand.visit_rows(count, check) : operand.visit_columns(count, check);
@@ -1158,6 +1199,7 @@ bool land_products(Block& block, Warpgroup& group) {
 
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
            bool transposed, std::uint64_t b, bool add, Site site) {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   Block& block = *self.block;
   HopperBlock& own = hopper();
@@ -1187,6 +1229,7 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
     if (!fragments) check_operand(block, a, !transposed, 64, operation, site);
     check_operand(block, b, type == Wgmma::tf32, static_cast<std::size_t>(2 * registers), operation,
                   site);
+    tsan_release(&group.tsan_done);  // who has waited may give the operands back for all threads
     group.products.push_back(std::move(product));
   }
   Product& product = *group.products[number - group.first];
@@ -1240,17 +1283,20 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
 }
 
 void wgmma_fence() {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   warpgroup_of(self).threads[self.number % 128].fenced = true;
 }
 
 void wgmma_commit() {
+  const Unwatched bookkeeping;
   Thread& self = runner->current();
   WgmmaThread& thread = warpgroup_of(self).threads[self.number % 128];
   thread.groups.push_back(thread.started);
 }
 
 void wgmma_wait(int newest, Site site) {
+  const Unwatched bookkeeping;
   const char* const operation = "wgmma_wait()";
   Thread& self = runner->current();
   Warpgroup& group = warpgroup_of(self);
@@ -1275,7 +1321,8 @@ void wgmma_wait(int newest, Site site) {
     Sum& sum = *thread.sums[i].sum;
     if (reinterpret_cast<const char*>(sum.registers[t]) <
         static_cast<const char*>(__builtin_frame_address(0))) {
-      CUDA_CPU_COMPLAIN(operation, site, "the registers of a sum are used for something else: the"
+      CUDA_CPU_COMPLAIN(operation, site,
+                        "the registers of a sum are used for something else: the"
                         " wait comes too late");
     }
     for (int j = 0; j < sum.count; ++j) {
@@ -1314,45 +1361,51 @@ bool land_one(Runner& runner) {
   return false;
 }
 
-bool may_end(Thread& thread, Message& message) {
+bool may_end(Thread& thread, Message* message) {
   HopperBlock& own = *thread.block->hopper;
   if (thread.cluster_arrived && thread.cluster_phase == thread.block->cluster->phase) {
-    message.add_thread(thread);
-    message.add(" ends after cluster_arrive() without cluster_wait()");
+    if (message) message->add_thread(thread);
+    if (message) message->add(" ends after cluster_arrive() without cluster_wait()");
     return false;
   }
   if (thread.number < own.bulk.size() && own.bulk[thread.number]) {
     const BulkGroups& bulk = *own.bulk[thread.number];
     if (!bulk.open.empty() || !bulk.groups.empty()) {
-      message.add_thread(thread);
-      message.add(" ends before the boxes that it stores have been read: tensor_store_%s is missing",
-                  bulk.open.empty() ? "wait_read()" : "commit()");
+      if (message) message->add_thread(thread);
+      if (message)
+        message->add(
+            " ends before the boxes that it stores have been read: tensor_store_%s is missing",
+            bulk.open.empty() ? "wait_read()" : "commit()");
       return false;
     }
   }
   if (!own.warpgroups[thread.number / 128].threads[thread.number % 128].sums.empty()) {
-    message.add_thread(thread);
-    message.add(" ends before its products: wgmma_wait() is missing");
+    if (message) message->add_thread(thread);
+    if (message) message->add(" ends before its products: wgmma_wait() is missing");
     return false;
   }
   return true;
 }
 
-bool may_end(Block& block, Message& message) {
+bool may_end(Block& block, Message* message) {
   for (const auto& barrier : block.hopper->barriers) {
     if (!barrier->transfers.empty()) {
-      message.add(
-          "the block ends while %zu bytes are on their way to it, which were sent at %s:%d: nobody"
-          " waits for them",
-          barrier->transfers[0].bytes, barrier->transfers[0].site.file,
-          barrier->transfers[0].site.line);
+      if (message)
+        message->add(
+            "the block ends while %zu bytes are on their way to it, which were sent at %s:%d: "
+            "nobody"
+            " waits for them",
+            barrier->transfers[0].bytes, barrier->transfers[0].site.file,
+            barrier->transfers[0].site.line);
       return false;
     }
     if (barrier->unseen[0] + barrier->unseen[1] > 0) {
-      message.add(
-          "the block ends, but none of its threads has waited for all that other blocks send to its"
-          " barrier of %s:%d: it might come later",
-          barrier->site.file, barrier->site.line);
+      if (message)
+        message->add(
+            "the block ends, but none of its threads has waited for all that other blocks send to "
+            "its"
+            " barrier of %s:%d: it might come later",
+            barrier->site.file, barrier->site.line);
       return false;
     }
   }
@@ -1361,10 +1414,12 @@ bool may_end(Block& block, Message& message) {
     for (const auto& barrier : other->hopper->barriers) {
       for (const Transfer& transfer : barrier->transfers) {
         if (transfer.from != &block) continue;
-        message.add(
-            "the block ends before the %zu bytes that it sends to block %u of its cluster, at %s:%d,"
-            " have been read",
-            transfer.bytes, other->rank, transfer.site.file, transfer.site.line);
+        if (message)
+          message->add(
+              "the block ends before the %zu bytes that it sends to block %u of its cluster, at "
+              "%s:%d,"
+              " have been read",
+              transfer.bytes, other->rank, transfer.site.file, transfer.site.line);
         return false;
       }
     }
@@ -1403,9 +1458,10 @@ void reset_hopper(Block& block) {
 void describe_wait(const Thread& thread, Message& message) {
   if (std::strcmp(thread.operation, "barrier_wait()") == 0) {
     const MBarrier& barrier = *static_cast<const MBarrier*>(thread.object);
-    message.add(" for phase %u of the barrier of %s:%d: %u of %u arrivals and %ld bytes are missing",
-                barrier.phase, barrier.site.file, barrier.site.line, barrier.missing, barrier.count,
-                barrier.bytes);
+    message.add(
+        " for phase %u of the barrier of %s:%d: %u of %u arrivals and %ld bytes are missing",
+        barrier.phase, barrier.site.file, barrier.site.line, barrier.missing, barrier.count,
+        barrier.bytes);
     if (!barrier.transfers.empty()) message.add(", %zu copies under way", barrier.transfers.size());
   } else if (std::strcmp(thread.operation, "named_barrier()") == 0) {
     const NamedBarrier& barrier = *static_cast<const NamedBarrier*>(thread.object);
@@ -1421,10 +1477,10 @@ void describe_wait(const Thread& thread, Message& message) {
                 committed);
   } else if (std::strcmp(thread.operation, "registers_grow_to()") == 0) {
     const Warpgroup& group = *static_cast<const Warpgroup*>(thread.object);
-    message.add(" for %u registers a thread (it has %u, the block %u to spare; %u of 128 threads"
-                " ask)",
-                group.target, group.registers, thread.block->hopper->spare_registers,
-                group.changing);
+    message.add(
+        " for %u registers a thread (it has %u, the block %u to spare; %u of 128 threads"
+        " ask)",
+        group.target, group.registers, thread.block->hopper->spare_registers, group.changing);
   } else if (std::strcmp(thread.operation, "cluster_wait()") == 0) {
     const Cluster& cluster = *static_cast<const Cluster*>(thread.object);
     message.add(" where %u of the cluster's threads are", cluster.arrived);

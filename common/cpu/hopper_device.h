@@ -140,7 +140,8 @@ void registers_grow_to(cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::set_registers(kRegisters, true, site);
 }
 inline bool elect_one(cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  cuda_cpu::warp_meet(~0u, nullptr, nullptr, "elect_one()", site);
+  cuda_cpu::warp_meet(
+      ~0u, [](void* const*, unsigned) {}, nullptr, "elect_one()", site);
   return cuda_cpu::lane_id() == 0;
 }
 inline int cluster_rank() { return cuda_cpu::cluster_rank(); }
