@@ -42,9 +42,7 @@
 #include "common/async_copy.cuh"
 #include "common/clifford.h"
 #include "common/early_launch.cuh"
-#ifndef CUDA_CPU
 #include "common/hopper.cuh"
-#endif
 
 // ---- The algebra, at compile time ---------------------------------------------------------------
 
@@ -1186,7 +1184,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // multivectors of 8: with them in registers there is room for half of the threads, which are too
 // few to hide each other's waiting. (It was tried, with rows shared by a cluster of two blocks, and
 // was slower than "row on chip".)
-#ifndef CUDA_CPU
 
 // Bytes of shared memory for stages, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
@@ -1398,8 +1395,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
 #endif
 }
-
-#endif  // CUDA_CPU
 
 // -------------------------------------------------------------------------------------------------
 
@@ -1655,7 +1650,6 @@ Launch backward_on_chip_of(const Tensors<A>& of, const Gradients<A>& d, const De
 }
 
 // Rows streamed: for rows of a multiple of 16 bytes that a block has threads for.
-#ifndef CUDA_CPU
 constexpr int kStreamedWidth = 2;
 
 inline bool can_stream(const Layer& layer) {
@@ -1702,7 +1696,6 @@ Launch backward_streamed_of(const Tensors<A>& of, const Gradients<A>& d, const D
   return {run, partials.bytes(),
           [=](Kernel& row) { row.resources(kernel, kMaxThreads, kBytes).hopper_only(); }};
 }
-#endif
 
 // ---- The tables ---------------------------------------------------------------------------------
 
@@ -1777,11 +1770,9 @@ bool add_forward(Lesson& lesson, const CliffordReference& reference, const Cliff
     if (!lesson.device().is_hopper()) {
       problem.kernel("rows streamed", Role::ours, {}).hopper_only();
     }
-#ifndef CUDA_CPU
     if (lesson.device().is_hopper() && can_stream(layer)) {
       add("rows streamed", forward_streamed_of(of, lesson.device()));
     }
-#endif
   }
 
   if (!lesson.flag("--sweep"))
@@ -1838,7 +1829,6 @@ bool add_backward(Lesson& lesson, const CliffordReference& reference, const Clif
   if constexpr (A::kBlades <= 8) {
     const char* name = A::kBlades <= 4 ? "both streamed" : "streamed, on chip";
     if (!lesson.device().is_hopper()) problem.kernel(name, Role::ours, {}).hopper_only();
-#ifndef CUDA_CPU
     if (lesson.device().is_hopper() && can_stream(layer)) {
       const Launch streamed = forward_streamed_of(of, lesson.device());
       if constexpr (A::kBlades <= 4) {
@@ -1847,7 +1837,6 @@ bool add_backward(Lesson& lesson, const CliffordReference& reference, const Clif
         add(name, streamed, backward);
       }
     }
-#endif
   }
 
   if (!lesson.flag("--sweep"))

@@ -38,12 +38,10 @@
 
 #include <mma.h>
 
-#include "common/async_copy.cuh"
-#ifndef CUDA_CPU
 #include <cuda/atomic>
 
+#include "common/async_copy.cuh"
 #include "common/hopper.cuh"
-#endif
 #include "common/matmul.h"
 #include "common/mma.cuh"
 
@@ -393,7 +391,6 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 // ---- Hopper -------------------------------------------------------------------------------------
 
 // In the words of common/hopper.cuh, which has the PTX.
-#ifndef CUDA_CPU
 
 constexpr int kStepK = 64;  // columns of A and rows of B per step: 128 bytes of a row of A
 
@@ -747,8 +744,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-#endif  // CUDA_CPU
-
 // -------------------------------------------------------------------------------------------------
 
 // Blocks of BM x BN that cover an n x n matrix.
@@ -794,7 +789,6 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
       .resources(kernel, Tiles::kThreads, Tiles::kSharedBytes);
 }
 
-#ifndef CUDA_CPU
 template <int kStages, int kBuffers>
 void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
                     int64_t tiles, const Device& device) {
@@ -818,7 +812,6 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
       .resources(kernel, 384, kBytes)
       .hopper_only();
 }
-#endif
 
 // Adds the kernels that need TMA and wgmma, and rows of a multiple of 16 bytes. Where they cannot
 // run, only their names.
@@ -830,9 +823,6 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
     }
     return;
   }
-#ifdef CUDA_CPU
-  static_cast<void>(A), static_cast<void>(B), static_cast<void>(C), static_cast<void>(n);
-#else
   constexpr int kWgmmaBytes = 3 * sizeof(Stage<128, 128>);
   CUDA_CHECK(cudaFuncSetAttribute(matmul_wgmma<3>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   kWgmmaBytes));
@@ -865,7 +855,6 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
   const int64_t tiles = static_cast<int64_t>(grid.x) * grid.y;
   tiles <= device.sms / 2 ? add_persistent<4, 1>(square, A, B, C, n, tiles, device)
                           : add_persistent<3, 2>(square, A, B, C, n, tiles, device);
-#endif
 }
 
 int main(int argc, char** argv) {

@@ -28,9 +28,7 @@
 
 #include "common/async_copy.cuh"
 #include "common/gating.h"
-#ifndef CUDA_CPU
 #include "common/hopper.cuh"
-#endif
 
 // 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
 // place of fp32 here, and the result is rounded to fp16.
@@ -338,7 +336,6 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
 // From here on in the words of common/hopper.cuh: tensor maps and the copy engine (TMA), barriers
 // in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels introduce
 // them one by one.
-#ifndef CUDA_CPU
 
 constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
 
@@ -595,8 +592,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-#endif  // CUDA_CPU
-
 // -------------------------------------------------------------------------------------------------
 
 // Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
@@ -665,7 +660,6 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
 // have to be a multiple of 16 bytes. Where it cannot run, only its name.
 template <int kBoxes, int kStages>
 void add_hopper_resident(GatingProblem& layer, const Device& device) {
-#ifndef CUDA_CPU
   if (device.is_hopper()) {
     const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
     constexpr int kThreads = 128 * (1 + kConsumers);
@@ -689,7 +683,6 @@ void add_hopper_resident(GatingProblem& layer, const Device& device) {
         .hopper_only();
     return;
   }
-#endif
   static_cast<void>(device);
   layer.problem.kernel("Hopper resident", Role::ours, {}).hopper_only();
 }
@@ -697,7 +690,6 @@ void add_hopper_resident(GatingProblem& layer, const Device& device) {
 // The same for any number of channels.
 template <int kStages, int kGroup>
 void add_hopper_cluster(GatingProblem& layer, const Device& device) {
-#ifndef CUDA_CPU
   if (device.is_hopper()) {
     const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
     constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
@@ -718,7 +710,6 @@ void add_hopper_cluster(GatingProblem& layer, const Device& device) {
         .hopper_only();
     return;
   }
-#endif
   static_cast<void>(device);
   layer.problem.kernel("Hopper cluster", Role::ours, {}).hopper_only();
 }

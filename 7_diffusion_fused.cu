@@ -39,20 +39,17 @@
 // The first three need compute capability 8.0 (bf16 on tensor cores) and run on the CPU backend;
 // the last one needs 9.0.
 
+#include <cuda/atomic>
 #include <deque>
 #include <vector>
 
 #include "common/async_copy.cuh"
 #include "common/early_launch.cuh"
 #include "common/gradient_check.h"
+#include "common/hopper.cuh"
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
-#ifndef CUDA_CPU
-#include <cuda/atomic>
-
-#include "common/hopper.cuh"
-#endif
 
 using bf16 = __nv_bfloat16;
 
@@ -602,8 +599,6 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 // dTimes is a product of the sum that a spare warp computes while the others go on.
 constexpr int kEigen = 128, kWidth = 256;  // at most; what is missing is zero
 
-#ifndef CUDA_CPU
-
 // A cluster of kWidth / kColumns blocks shares rows. Each has kColumns columns of x, and all of the
 // basis: they fetch it together, each its part, by multicast.
 template <int kColumns, int kStages>
@@ -684,7 +679,7 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   Counter arrivals(vectors.meeting->arrivals[rank]);
   const unsigned start = arrivals.load(cuda::memory_order_relaxed) & 0xffff0000;
   const auto all_have_arrived = [&] {
-    return arrivals.load(cuda::memory_order_acquire) - start >= groups;
+    return arrivals.load(cuda::memory_order_acquire) - start >= static_cast<unsigned>(groups);
   };
   // The shares of a block's columns add up in the layout of the registers that hold them: quad
   // (w kColumns / 8 + j) 32 + l is sum[4 j] to sum[4 j + 3] of lane l of the consumers' warp w.
@@ -851,7 +846,8 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
     if (threadIdx.x == 128) {
       if constexpr (kPass == Pass::backward) barrier_wait(&shared.spare, 0);
       const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - start;
-      if (before == groups - 1) {  // the last one: on to the next launch's number
+      if (before + 1 ==
+          static_cast<unsigned>(groups)) {  // the last one: on to the next launch's number
         arrivals.fetch_add(0x10000 - groups, cuda::memory_order_relaxed);
       } else {
         while (!all_have_arrived()) {
@@ -933,8 +929,6 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
   if (tiles > kStages) cluster_sync();
 #endif
 }
-
-#endif  // CUDA_CPU
 
 // ---- References ---------------------------------------------------------------------------------
 
@@ -1445,7 +1439,6 @@ void add_split(Backward& table) {
       .resources(kernel, Tiles::kThreads, Tiles::kSharedBytes);
 }
 
-#ifndef CUDA_CPU
 constexpr int kOneLaunchThreads = 384;
 
 // As many clusters as fit on the device at once, or as there are tiles: none may wait for one that
@@ -1521,20 +1514,17 @@ void add_one_launch(Backward& table) {
       .resources(diffusion_one_launch<Pass::backward, kColumns, kStages>, kOneLaunchThreads,
                  kBytes);
 }
-#endif
 
 // The one launch, or where it cannot run only its name. Few rows: narrow blocks, so that 64
 // rows keep four multiprocessors busy and not two, and a thread has half as much to add to the
 // totals. Many: wide ones, which read the basis less often.
 template <typename Table>
 void add_one_launch(Table& table) {
-#ifndef CUDA_CPU
   if (table.device.is_hopper() && table.shape.E <= kEigen && table.shape.W <= kWidth) {
     table.shape.V <= 32768 ? add_one_launch<64, 9>(table) : add_one_launch<128, 6>(table);
     return;
   }
   if (table.device.is_hopper()) return;
-#endif
   table.problem.kernel("one launch", Role::ours, {}).hopper_only();
 }
 

@@ -64,13 +64,12 @@
 
 #include "common/async_copy.cuh"
 #include "common/early_launch.cuh"
+#include "common/fast_tanh.cuh"
 #include "common/gradient_check.h"
+#include "common/hopper.cuh"
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
-#ifndef CUDA_CPU
-#include "common/hopper.cuh"
-#endif
 
 using bf16 = __nv_bfloat16;
 
@@ -92,19 +91,6 @@ struct Operands {
 
 constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
   return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
-// The hardware's tanh, one instruction: relative error at most 2^-11 (PTX ISA, "tanh"), an eighth
-// of what rounding to bf16 makes of it. It is +-1 where tanh is, however large u may be; a quotient
-// of exponentials would be infinity over infinity from u = 44 on.
-__device__ float fast_tanh(float u) {
-#ifndef CUDA_CPU
-  float result;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(result) : "f"(u));
-  return result;
-#else
-  return tanhf(u);
-#endif
 }
 
 // 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. The same
@@ -936,8 +922,6 @@ __global__ void __launch_bounds__(kThreads)
 // ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
 constexpr int kEigen = 128, kWidth = 256;  // at most; what is missing is zero
 
-#ifndef CUDA_CPU
-
 #if HOPPER_CODE
 // The fragments of 64 x 128 of a left factor, from two boxes of 64 columns, for a warpgroup.
 __device__ inline void load_fragments(uint32_t (&fragments)[8][4], const bf16 (*boxes)[64 * 64]) {
@@ -1243,8 +1227,6 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
   }
 #endif
 }
-
-#endif  // CUDA_CPU
 
 // ---- References ---------------------------------------------------------------------------------
 
@@ -1888,7 +1870,6 @@ bool add_associated(Backward& table) {
   return true;
 }
 
-#ifndef CUDA_CPU
 constexpr int kHopperThreads = 384;
 
 // M: M1, M2, -M2.
@@ -1964,19 +1945,16 @@ void add_hopper_kernels(Backward& table) {
       // u: M1, M2. Then ar, of M1; R; dM1; the result.
       .checks = table.checks(1, 4, (tiles + clusters - 1) / clusters * 64);
 }
-#endif
 
 // The same with TMA and wgmma. False if E or W is more than its blocks are made for; where it
 // cannot run, only its name is added.
 template <typename Table>
 bool add_hopper(Table& table) {
-#ifndef CUDA_CPU
   if (table.device.is_hopper()) {
     if (table.shape.E > kEigen || table.shape.W > kWidth) return false;
     add_hopper_kernels(table);
     return true;
   }
-#endif
   table.problem.kernel("Hopper", Role::ours, {}).hopper_only();
   return true;
 }

@@ -54,18 +54,15 @@
 // row of thousands of classes.
 
 #include <array>
+#include <cuda/atomic>
 #include <optional>
 #include <type_traits>
 
 #include "common/async_copy.cuh"
 #include "common/early_launch.cuh"
+#include "common/hopper.cuh"
 #include "common/mma.cuh"
 #include "common/softmax.h"
-#ifndef CUDA_CPU
-#include <cuda/atomic>
-
-#include "common/hopper.cuh"
-#endif
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -831,8 +828,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // Up to this many classes (columns) fused cluster, beyond them fused exchange.
 constexpr int kClusterClasses = 128;
 
-#ifndef CUDA_CPU
-
 // The floats that one block sends to another for a row, C and some padding: a multiple of 4, as the
 // copy engine needs, and 4 more than one of 8, so that 4 rows start on different banks.
 __host__ __device__ constexpr int cluster_stride(int C) { return (C + 7) / 8 * 8 + 4; }
@@ -1375,8 +1370,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-#endif  // CUDA_CPU
-
 // ---- Exercise: cross-entropy as a library has it ------------------------------------------------
 
 // loss = -log probs[label], dlogits = probs less 1 at the label. A warp has a row.
@@ -1644,7 +1637,6 @@ Product make_column_tiles(Problem& problem, const SoftmaxShape& shape,
   return product_of("online", column_tiles<Tile>, Tile::kThreads, kBytes, launch);
 }
 
-#ifndef CUDA_CPU
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Product make_cluster(const SoftmaxShape& shape, const Buffer<float>& x, const Buffer<float>& W) {
   constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
@@ -1737,7 +1729,6 @@ std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& proble
                    : make_cluster<kMath, 4, 40, 128, 256>(shape, x, W);
   }
 }
-#endif  // CUDA_CPU
 
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
 template <Math kMath, typename T>
@@ -1844,13 +1835,11 @@ struct Layer {
   // The same for Hopper's product, or where it cannot run only its names.
   template <Math kMath>
   void add_hopper([[maybe_unused]] const Lesson& lesson, const std::string& suffix) const {
-#ifndef CUDA_CPU
     if (lesson.device().is_hopper()) {
       const auto product = make_hopper_product<kMath>(lesson, problem, shape, x, W);
       if (product) add_ours(*product, suffix, 90);
       return;
     }
-#endif
     const std::string fused =
         (shape.classes <= kClusterClasses ? "fused cluster" : "fused exchange") + suffix;
     problem.kernel("un" + fused, Role::ours, {}).hopper_only();
@@ -1979,14 +1968,12 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
   fused(make_product<Math::fp32>(lesson, problem, shape, x, W), "", 0);
   fused(make_product<Math::tf32>(lesson, problem, shape, x, W), ", TF32", 80);
   fused(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
-#ifndef CUDA_CPU
   if (lesson.device().is_hopper()) {
     const auto rounded = make_hopper_product<Math::tf32>(lesson, problem, shape, x, W);
     if (rounded) fused(*rounded, ", TF32", 90);
     const auto split = make_hopper_product<Math::split>(lesson, problem, shape, x, W);
     if (split) fused(*split, ", 3xTF32", 90);
   }
-#endif
 }
 
 // ---- The exercises' tables ----------------------------------------------------------------------

@@ -18,9 +18,6 @@
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
-#ifdef CUDA_CPU
-  kernel<<<blocks, threads, shared_bytes>>>(arguments...);
-#else
   cudaFuncAttributes code;
   CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
   cudaLaunchAttribute early;
@@ -33,13 +30,14 @@ void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size
   config.attrs = &early;
   config.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
-#endif
 }
 
 /// Waits until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel
 /// Synchronization and Communication Instructions: griddepcontrol".
 __device__ inline void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef CUDA_CPU
+  cuda_cpu::wait_for_previous_kernel();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

@@ -1,7 +1,7 @@
 // Hopper's own instructions (sm_90a), under names that a kernel reads well with: tensor maps and
 // the copies that follow them (TMA), barriers in shared memory (mbarrier), products of a whole
 // warpgroup (wgmma), clusters of blocks. Lesson 3 introduces them; the PTX stays in here. Section
-// names are the PTX ISA's.
+// names are the PTX ISA's. The CPU backend says the same words in common/cpu/hopper_device.h.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +17,7 @@
 
 // True while compiling device code that may use these instructions. A kernel's body stands between
 // #if HOPPER_CODE and #endif, so that it is empty for other architectures.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(CUDA_CPU)
 #define HOPPER_CODE 1
 #else
 #define HOPPER_CODE 0
@@ -132,6 +132,10 @@ struct Ring {
 
 #if HOPPER_CODE
 
+#ifdef CUDA_CPU
+#include "hopper_device.h"
+#else
+
 // ---- Device: barriers ---------------------------------------------------------------------------
 //
 // "Parallel Synchronization and Communication Instructions: mbarrier". A phase of a Barrier ends
@@ -189,16 +193,6 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
       "}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
-}
-
-/// The last thing that the producer of a block in a cluster does: waits until each stage has been
-/// released as often as it was filled. By then all that the other blocks send to this one, bytes
-/// and arrivals, has come, and the block may end.
-template <int kStages>
-__device__ inline void wait_until_empty(Barrier (&empty)[kStages], Ring<kStages> ring) {
-  for (int s = 0; s < kStages; ++s, ring.advance()) {
-    barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-  }
 }
 
 // ---- Device: tensor copies ----------------------------------------------------------------------
@@ -327,9 +321,6 @@ __device__ inline void registers_grow_to() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// The number of this thread's warp, which the compiler then knows to be the same for all of it.
-__device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
-
 /// True for one thread of the warp, the same each time; all 32 have to call it. It is for the one
 /// that starts copies: the compiler then knows that there is only one, and makes no loop over the
 /// warp's threads of each copy, as it does after `threadIdx.x == 0`. "elect.sync".
@@ -368,34 +359,12 @@ __device__ inline void cluster_arrive() {
 __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-/// Both at once: how the blocks of a cluster meet when each has initialized its barriers.
-__device__ inline void cluster_meet() {
-  cluster_arrive();
-  cluster_wait();
-}
-
 // ---- Device: wgmma ------------------------------------------------------------------------------
 //
 // "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
 // 64 x 16 piece of A by a 16 x N piece of B, both in shared memory, into a 64 x N sum in registers.
 // sum[i] of thread t is the element
 //     row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i % 2
-
-/// Descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
-/// "Matrix Descriptor Format", K-major, 128-byte swizzle: the stride offset is that of groups of 8
-/// rows. The next 16 columns are 32 bytes on: add 2 to the descriptor.
-__device__ inline uint64_t descriptor_a(const void* tile) {
-  return (shared_address(tile) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
-         uint64_t{1} << 62;
-}
-
-/// Descriptor of a tile of row-major B: boxes of `rows` rows (k) by 64 columns, next to each other
-/// along the columns. MN-major, 128-byte swizzle: the leading offset is that of boxes, the stride
-/// offset that of groups of 8 rows. The next 16 rows are 2048 bytes on: add 128.
-__device__ inline uint64_t descriptor_b(const void* tile, int rows) {
-  return (shared_address(tile) & 0x3ffff) >> 4 | static_cast<uint64_t>(rows * 128 >> 4) << 16 |
-         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
-}
 
 /// Before the first product, and after registers of a sum were touched by other instructions.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -524,13 +493,6 @@ __device__ inline float exp2_approximate(float value) {
   return result;
 }
 
-/// The kCount registers of a sum from kFirst on: 2 kCount of its columns.
-template <int kFirst, int kCount, int kAll>
-__device__ inline float (&columns_of(float (&sum)[kAll]))[kCount] {
-  static_assert(kFirst + kCount <= kAll);
-  return reinterpret_cast<float(&)[kCount]>(sum[kFirst]);
-}
-
 /// Stores four 8 x 8 matrices of 2-byte elements to shared memory: thread t gives the address of
 /// row t % 8 of matrix t / 8 (16 bytes, aligned), and holds in registers[m] the elements 2 (t % 4)
 /// and 2 (t % 4) + 1 of row t / 4 of matrix m. "stmatrix".
@@ -539,6 +501,52 @@ __device__ inline void store_matrices(void* row, const uint32_t (&registers)[4])
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
       "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
       : "memory");
+}
+
+#endif  // CUDA_CPU
+
+// ---- Device: what is made of these ----------------------------------------------------------------
+
+/// The last thing that the producer of a block in a cluster does: waits until each stage has been
+/// released as often as it was filled. By then all that the other blocks send to this one, bytes
+/// and arrivals, has come, and the block may end.
+template <int kStages>
+__device__ inline void wait_until_empty(Barrier (&empty)[kStages], Ring<kStages> ring) {
+  for (int s = 0; s < kStages; ++s, ring.advance()) {
+    barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+  }
+}
+
+/// The number of this thread's warp, which the compiler then knows to be the same for all of it.
+__device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
+
+/// Both at once: how the blocks of a cluster meet when each has initialized its barriers.
+__device__ inline void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+/// Descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
+/// "Matrix Descriptor Format", K-major, 128-byte swizzle: the stride offset is that of groups of 8
+/// rows. The next 16 columns are 32 bytes on: add 2 to the descriptor.
+__device__ inline uint64_t descriptor_a(const void* tile) {
+  return (shared_address(tile) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+/// Descriptor of a tile of row-major B: boxes of `rows` rows (k) by 64 columns, next to each other
+/// along the columns. MN-major, 128-byte swizzle: the leading offset is that of boxes, the stride
+/// offset that of groups of 8 rows. The next 16 rows are 2048 bytes on: add 128.
+__device__ inline uint64_t descriptor_b(const void* tile, int rows) {
+  return (shared_address(tile) & 0x3ffff) >> 4 | static_cast<uint64_t>(rows * 128 >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+/// The kCount registers of a sum from kFirst on: 2 kCount of its columns.
+template <int kFirst, int kCount, int kAll>
+__device__ inline float (&columns_of(float (&sum)[kAll]))[kCount] {
+  static_assert(kFirst + kCount <= kAll);
+  return reinterpret_cast<float(&)[kCount]>(sum[kFirst]);
 }
 
 /// Where a box of tensor_map keeps piece `piece` (8 elements) of row `row`, in elements.

@@ -7,6 +7,8 @@ Only what is not C++ changes, and every line keeps its number:
     kernel<<<grid, block, bytes>>>(a)    kernel->*cuda_cpu::launch(grid, block, bytes)(a)
     __shared__ float tile[32][33];       float (&tile)[32][33] = cuda_cpu::static_shared(...);
     extern __shared__ float buffer[];    float *const buffer = cuda_cpu::dynamic_shared();
+    __global__ void f(int n) {           __global__ void f(int n) { if (cuda_cpu::describe_kernel(
+                                             its __cluster_dims__ and __launch_bounds__)) return;
     __noinline__                         __attribute__((noinline))
     #pragma unroll, #pragma nv_...       (left out)
 
@@ -62,6 +64,8 @@ class _Translation:
             self._launch(match.start())
         for match in _SHARED.finditer(self.code):
             self._shared(match)
+        for match in re.finditer(r"\b__global__\b", self.code):
+            self._kernel(match.end())
         for match in _PRAGMA.finditer(self.code):
             self._replace(match.start(), match.end(), "")
         for match in _NOINLINE.finditer(self.code):
@@ -96,6 +100,23 @@ class _Translation:
                 break
             position += 1
         self._fail(start, "<<< without >>>( in the same statement")
+
+    def _kernel(self, position):
+        """Lets the kernel's body say first what its attributes are."""
+        cluster = bounds = ""
+        while match := re.compile(r"(\w*)\s*([({;])").search(self.code, position):
+            if match[2] == ";":
+                return  # only a declaration
+            if match[2] == "{":
+                head = f"cuda_cpu::cluster_dims({cluster}), cuda_cpu::launch_bounds({bounds})"
+                self._replace(match.end(), match.end(), f" if (cuda_cpu::describe_kernel({head})) return;")
+                return
+            position = _closing(self.code, match.end() - 1) + 1
+            inside = " ".join(self.code[match.end() : position - 1].split())
+            if match[1] in ("__cluster_dims__", "HOPPER_CLUSTER"):
+                cluster = inside
+            elif match[1] == "__launch_bounds__":
+                bounds = inside
 
     def _shared(self, match):
         start, stop = match.span()

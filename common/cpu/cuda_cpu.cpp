@@ -10,8 +10,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "device_state.h"
+#include "execution.h"
 #include "fiber.h"
 #include "worker_pool.h"
 
@@ -22,397 +24,416 @@ constinit thread_local dim3 gridDim = {0, 0, 0};
 
 namespace cuda_cpu {
 
+constinit thread_local Runner* runner = nullptr;
+
 namespace {
 
-/// A launch in progress, shared by all workers.
-struct Launch {
-  const LaunchConfig& config;
-  const BoundKernel& kernel;
-  std::uint64_t blocks;
-  int workers;
-  std::atomic<std::uint64_t> next_block = 0;
-  std::atomic<std::uint64_t> blocks_done = 0;
-  std::atomic<bool> failed = false;
-};
-
-/// One CUDA thread of the block that a worker runs.
-struct Thread {
-  /// Where the thread is suspended, while it waits.
-  Fiber* fiber;
-  /// The next in the queue that the thread waits in.
-  Thread* next;
-  uint3 index;
-  unsigned number;
-};
-
-/// First in, first out.
-struct Queue {
-  Thread* head = nullptr;
-  Thread* tail = nullptr;
-
-  CUDA_CPU_NO_TSAN void push(Thread* thread) {
-    thread->next = nullptr;
-    (head ? tail->next : head) = thread;
-    tail = thread;
-  }
-
-  CUDA_CPU_NO_TSAN Thread* pop() {
-    Thread* first = head;
-    head = first->next;
-    return first;
-  }
-
-  CUDA_CPU_NO_TSAN void take_all(Queue& other) {
-    if (!other.head) return;
-    (head ? tail->next : head) = other.head;
-    tail = other.tail;
-    other.head = nullptr;
-  }
-};
-
-/// What ThreadSanitizer's ordering by a barrier hangs on. Those who wait are ordered after
-/// passed[phase], which nobody releases again before all of them have gone on: whoever is quick and
-/// arrives at the next barrier leaves no trace there.
-struct TsanBarrier {
-  char arrived;
-  char passed[2];
-  int phase;
-};
-
-/// The barrier of all threads of a block.
-struct BlockBarrier {
-  Queue waiting;
-  unsigned arrived;
-  int predicates;
-  int result;
-  const char* operation;
-  Site site;
-  TsanBarrier tsan;
-};
-
-/// Lanes of a warp that wait for each other, in operations with the same mask.
-struct WarpGroup {
-  unsigned mask;
-  unsigned arrived;
-  Combine* combine;
-  const char* operation;
-  Site site;
-  void* operands[32];
-  TsanBarrier tsan;
-};
-
-/// At most 32 groups have lanes that wait, because their lanes are disjoint. A group keeps its
-/// place for the next operation with its mask.
-struct Warp {
-  unsigned live;
-  int group_count;
-  WarpGroup groups[32];
-};
-
-/// Storage of one __shared__ declaration.
-struct SharedStorage {
-  const void* key;
-  void* data;
-  std::size_t size;
-};
+/// Not null while a kernel is asked for its attributes.
+constinit thread_local KernelDescription* asked = nullptr;
 
 CUDA_CPU_NO_TSAN bool same_site(const Site& a, const Site& b) {
   return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
 }
 
-/// A line of an error report, put together piece by piece.
-class Message {
- public:
-  const char* text() const { return text_; }
+/// memset(memory, 0xFF, size) that ThreadSanitizer does not see: it happens between the threads of
+/// one block and those of the next.
+CUDA_CPU_NO_TSAN void poison(void* memory, std::size_t size) {
+#if defined(CUDA_CPU_TSAN) && defined(__x86_64__)
+  asm volatile("rep stosb" : "+D"(memory), "+c"(size) : "a"(0xFF) : "memory");
+#else
+  if (size > 0) std::memset(memory, 0xFF, size);
+#endif
+}
 
-  __attribute__((format(printf, 2, 3))) void add(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    add_list(format, arguments);
-    va_end(arguments);
-  }
+}  // namespace
 
-  void add_list(const char* format, va_list arguments) {
-    const int added = std::vsnprintf(text_ + used_, sizeof text_ - used_, format, arguments);
-    used_ = std::min(sizeof text_ - 1, used_ + std::max(0, added));
-  }
+// ---- Messages ----------------------------------------------------------------------------------
 
-  void add_thread(const Thread& thread) {
-    add("thread (%u,%u,%u)", thread.index.x, thread.index.y, thread.index.z);
-  }
+void Message::add(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  add_list(format, arguments);
+  va_end(arguments);
+}
 
-  void add_wait(const Thread& thread, const char* operation, const Site& site) {
-    add_thread(thread);
-    add(" waits in %s at %s:%d (%s)", operation, site.file, site.line, site.function);
-  }
+void Message::add_list(const char* format, va_list arguments) {
+  const int added = std::vsnprintf(text_ + used_, sizeof text_ - used_, format, arguments);
+  used_ = std::min(sizeof text_ - 1, used_ + std::max(0, added));
+}
 
- private:
-  char text_[1024] = "";
-  std::size_t used_ = 0;
-};
+void Message::add_thread(const Thread& thread) {
+  add("thread (%u,%u,%u)", thread.index.x, thread.index.y, thread.index.z);
+}
 
-/// Runs blocks on one worker thread, one at a time.
-///
-/// The threads of a block start in order. A fiber runs one after the other to the end, as plain
-/// function calls; only when a thread has to wait does it keep its fiber, and another one goes on.
-/// Under ThreadSanitizer each thread has a fiber of its own, as its identity there is the fiber's.
-class BlockRunner {
- public:
-  explicit BlockRunner(int worker) : worker_(worker) {}
-
-  /// Runs this worker's share of the launch.
-  void run(Launch& launch);
-
-  int block_barrier(int predicate, const char* operation, const Site& site);
-  void warp_meet(unsigned mask, Combine* combine, void* operand, const char* operation,
-                 const Site& site);
-  void yield();
-  void* static_shared_storage(const void* key, std::size_t size, std::size_t alignment);
-  void* dynamic_shared_storage() const { return dynamic_shared_.data; }
-  unsigned lane_id() const { return current_->number % 32; }
-  unsigned live_lanes() const { return warps_[current_->number / 32].live; }
-  AsyncCopies& async_copies() { return async_copies_[current_->number]; }
-
-  /// Ends the launch because of an error in the current thread.
-  [[noreturn]] void fail_in_thread(const char* format, va_list arguments);
-
- private:
-  static void fiber_main();
-
-  void run_block(std::uint64_t block);
-  void abandon_threads();
-  void run_thread();
-  void thread_exited();
-  WarpGroup& group_for(Warp& warp, unsigned mask);
-  void complete(Warp& warp, WarpGroup& group);
-  Thread& thread_of(const Warp& warp, unsigned lane);
-
-  Fiber& fiber_for_next_thread();
-  Fiber& next_fiber();
-  void go_to(Fiber& fiber);
-  void wait();
-
-  void allocate(SharedStorage& storage, const void* key, std::size_t size, std::size_t alignment);
-  void begin_shared_memory();
-  void end_shared_memory();
-
-  [[noreturn]] void fail(const Message& message);
-  Message begin_message() const;
-  void report(const Message& message);
-  void report_deadlock();
-
-  const int worker_;
-  Launch* launch_ = nullptr;
-  unsigned threads_in_block_ = 0;
-
-  Fiber main_;
-  Fiber* running_ = &main_;
-  Fiber* fibers_[kMaxThreadsPerBlock];
-  unsigned fiber_count_ = 0;
-  Fiber* idle_fibers_[kMaxThreadsPerBlock];
-  unsigned idle_count_ = 0;
-
-  Thread threads_[kMaxThreadsPerBlock];
-  AsyncCopies async_copies_[kMaxThreadsPerBlock];
-  Thread* current_ = nullptr;
-  unsigned started_ = 0;
-  unsigned exited_ = 0;
-  const Thread* first_exited_ = nullptr;
-  uint3 next_index_ = {};
-  Queue ready_;
-  BlockBarrier barrier_ = {};
-  Warp warps_[kMaxThreadsPerBlock / 32] = {};
-
-  static constexpr int kMaxStaticShared = 64;
-  SharedStorage dynamic_shared_ = {};
-  SharedStorage static_shared_[kMaxStaticShared];
-  int static_shared_count_ = 0;
-
-  char tsan_block_start_ = 0;
-  char tsan_block_end_ = 0;
-};
-
-constinit thread_local BlockRunner* runner = nullptr;
+void Message::add_wait(const Thread& thread, const char* operation, const Site& site) {
+  add_thread(thread);
+  add(" waits in %s at %s:%d (%s)", operation, site.file, site.line, site.function);
+}
 
 // ---- Blocks and threads ------------------------------------------------------------------------
 
-void BlockRunner::run(Launch& launch) {
+Block::Block()
+    : threads(new Thread[kMaxThreadsPerBlock]),
+      async_copies(new AsyncCopies[kMaxThreadsPerBlock]),
+      warps(new Warp[kMaxThreadsPerBlock / 32]()),
+      barrier(),
+      tsan_start(0),
+      tsan_end() {
+  tsan_last = nullptr;
+  for (void*& engine : tsan_engine) engine = nullptr;
+#if defined(CUDA_CPU_TSAN)
+  tsan_last = __tsan_create_fiber(0);
+  for (void*& engine : tsan_engine) engine = __tsan_create_fiber(0);
+#endif
+}
+
+Block::~Block() {
+#if defined(CUDA_CPU_TSAN)
+  __tsan_destroy_fiber(tsan_last);
+  for (void* engine : tsan_engine) __tsan_destroy_fiber(engine);
+#endif
+}
+
+void Runner::run(Launch& launch) {
   launch_ = &launch;
   const dim3 block = launch.config.block;
   threads_in_block_ = block.x * block.y * block.z;
   blockDim = block;
   gridDim = launch.config.grid;
-  allocate(dynamic_shared_, nullptr, launch.config.shared_bytes, 1);
+  own_cluster_ = static_cast<std::uint64_t>(worker_);
+  declared_.clear();
+  static_bytes_ = 0;
+  declare(nullptr, launch.config.shared_bytes, 1024);
+  Launch::Worker& state = launch.states[static_cast<std::size_t>(worker_)];
 
-  std::uint64_t own = static_cast<std::uint64_t>(worker_);
-  while (!launch.failed) {
-    // Under ThreadSanitizer neighbouring blocks run on different OS threads, for sure.
-    const std::uint64_t block =
-        kTsan ? std::exchange(own, own + launch.workers) : launch.next_block++;
-    if (block >= launch.blocks) break;
-    run_block(block);
-    launch.blocks_done.fetch_add(1, std::memory_order_relaxed);
+  while (!launch.failed && start_cluster()) {
+    state.idle.store(false);
+    go_to(next_unwatched());
+    if (!resident_.empty() && !launch.failed) report_deadlock();
+    if (launch.failed) abandon_threads();
   }
+  state.idle.store(true);
   end_shared_memory();
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::run_block(std::uint64_t block) {
-  const dim3 grid = gridDim;
-  blockIdx.x = static_cast<unsigned>(block % grid.x);
-  blockIdx.y = static_cast<unsigned>(block / grid.x % grid.y);
-  blockIdx.z = static_cast<unsigned>(block / grid.x / grid.y);
-
-  started_ = exited_ = 0;
-  next_index_ = {0, 0, 0};
-  ready_ = {};
-  barrier_.waiting = {};
-  barrier_.arrived = 0;
-  barrier_.predicates = 0;
-  for (unsigned first = 0; first < threads_in_block_; first += 32) {
-    const unsigned lanes = std::min(32u, threads_in_block_ - first);
-    warps_[first / 32].live = ~0u >> (32 - lanes);
-    warps_[first / 32].group_count = 0;
+CUDA_CPU_NO_TSAN Block& Runner::take_slot() {
+  if (free_slots_.empty()) {
+    slots_.push_back(std::make_unique<Block>());
+    slots_.back()->slot = static_cast<unsigned>(slots_.size() - 1);
+    free_slots_.push_back(slots_.back().get());
   }
-  begin_shared_memory();
+  // The first free one, so that few are in use.
+  const auto first = std::min_element(free_slots_.begin(), free_slots_.end(),
+                                      [](Block* a, Block* b) { return a->slot < b->slot; });
+  Block& block = **first;
+  free_slots_.erase(first);
+  return block;
+}
 
-  tsan_release(&tsan_block_start_);
-  go_to(next_fiber());
-  if (exited_ < threads_in_block_ && !launch_->failed) report_deadlock();
-  if (launch_->failed) abandon_threads();
-  tsan_acquire(&tsan_block_end_);
+/// Takes the next blocks of the launch; false if there are none.
+CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
+  // Under ThreadSanitizer neighbouring blocks run on different OS threads, for sure.
+  const std::uint64_t number = kTsan
+                                   ? std::exchange(own_cluster_, own_cluster_ + launch_->workers)
+                                   : launch_->next_cluster.fetch_add(1, std::memory_order_relaxed);
+  const unsigned size = launch_->cluster_size;
+  if (number * size >= launch_->blocks) return false;
+  launch_->resident.fetch_add(size, std::memory_order_relaxed);
+  void* const caller = tsan_current();
+  tsan_become(main_.tsan_identity());
+
+  if (free_clusters_.empty()) {
+    clusters_.push_back(std::make_unique<Cluster>());
+    free_clusters_.push_back(clusters_.back().get());
+  }
+  Cluster& cluster = *free_clusters_.back();
+  free_clusters_.pop_back();
+  cluster.blocks.clear();
+  cluster.blocks_ended = cluster.arrived = 0;
+  cluster.phase = 0;
+  cluster.waiting = {};
+
+  const dim3 grid = gridDim;
+  for (unsigned rank = 0; rank < size; ++rank) {
+    const std::uint64_t at = number * size + rank;
+    Block& block = take_slot();
+    block.index = {static_cast<unsigned>(at % grid.x), static_cast<unsigned>(at / grid.x % grid.y),
+                   static_cast<unsigned>(at / grid.x / grid.y)};
+    block.rank = rank;
+    block.cluster = &cluster;
+    cluster.blocks.push_back(&block);
+    block.started = block.exited = 0;
+    block.next_index = {0, 0, 0};
+    block.barrier.waiting = {};
+    block.barrier.arrived = 0;
+    block.barrier.predicates = 0;
+    for (unsigned first = 0; first < threads_in_block_; first += 32) {
+      const unsigned lanes = std::min(32u, threads_in_block_ - first);
+      block.warps[first / 32].live = ~0u >> (32 - lanes);
+      block.warps[first / 32].group_count = 0;
+    }
+    reset_hopper(block);
+    for (SharedStorage& storage : block.shared) poison(storage.data, storage.size);
+    storage_of(block, 0);
+    resident_.push_back(&block);
+    unstarted_.push_back(&block);
+    tsan_release(&block.tsan_start);
+  }
+  tsan_become(caller);
+  return true;
 }
 
 /// Makes all fibers fit for the next launch, wherever their threads were.
-CUDA_CPU_NO_TSAN void BlockRunner::abandon_threads() {
-  idle_count_ = 0;
-  for (unsigned i = 0; i < fiber_count_; ++i) {
-    tsan_become(fibers_[i]->tsan_identity());
-    tsan_release(&tsan_block_end_);
+CUDA_CPU_NO_TSAN void Runner::abandon_threads() {
+  idle_fibers_.clear();
+  for (Fiber* fiber : fibers_) {
+    if (!fiber) continue;
+    tsan_become(fiber->tsan_identity());
+    tsan_release(kernel_end(launch_->number));
     tsan_become(main_.tsan_identity());
-    fibers_[i]->restart();
-    idle_fibers_[idle_count_++] = fibers_[i];
+    fiber->restart();
+    idle_fibers_.push_back(fiber);
   }
+  for (Block* block : resident_) {
+    reset_hopper(*block);
+    free_slots_.push_back(block);
+    if (block->rank == 0) free_clusters_.push_back(block->cluster);
+  }
+  resident_.clear();
+  unstarted_.clear();
+  first_unstarted_ = 0;
+  ready_ = spinning_ = {};
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::fiber_main() {
-  BlockRunner& self = *runner;
+CUDA_CPU_NO_TSAN bool Runner::any_unstarted() { return first_unstarted_ < unstarted_.size(); }
+
+CUDA_CPU_NO_TSAN void Runner::fiber_main() {
+  Runner& self = *runner;
   for (;;) {
     self.run_thread();
-    const bool call_next = !kTsan && !self.ready_.head && self.started_ < self.threads_in_block_;
+    const bool call_next = !kTsan && !self.ready_.head && self.any_unstarted();
     if (call_next) continue;
-    if (!kTsan) self.idle_fibers_[self.idle_count_++] = self.running_;
-    self.go_to(self.next_fiber());
+    if (!kTsan) self.idle_fibers_.push_back(self.running_);
+    self.go_to(self.next_unwatched());
   }
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::run_thread() {
-  Thread& self = threads_[started_];
-  self.number = started_++;
-  self.index = next_index_;
-  if (++next_index_.x == blockDim.x) {
-    next_index_.x = 0;
-    if (++next_index_.y == blockDim.y) {
-      next_index_.y = 0;
-      ++next_index_.z;
+CUDA_CPU_NO_TSAN void Runner::run_thread() {
+  Block& block = *unstarted_[first_unstarted_];
+  Thread& self = block.threads[block.started];
+  self = Thread();
+  self.block = &block;
+  self.number = block.started++;
+  self.index = block.next_index;
+  if (block.started == threads_in_block_ && ++first_unstarted_ == unstarted_.size()) {
+    unstarted_.clear();
+    first_unstarted_ = 0;
+  }
+  uint3& next = block.next_index;
+  if (++next.x == blockDim.x) {
+    next.x = 0;
+    if (++next.y == blockDim.y) {
+      next.y = 0;
+      ++next.z;
     }
   }
   current_ = &self;
   threadIdx = self.index;
-  tsan_acquire(&tsan_block_start_);
-  AsyncCopies& copies = async_copies_[self.number];
+  blockIdx = block.index;
+  char* const block_end = &block.tsan_end[launch_->number % 4];
+  tsan_acquire(&block.tsan_start);
+  tsan_acquire(block_end);
+  AsyncCopies& copies = block.async_copies[self.number];
   if (!copies.queue.empty() || !copies.batches.empty()) copies = {};
 
   launch_->kernel.run(launch_->kernel.arguments);
 
   copies.land(copies.queue.size());
-  tsan_release(&tsan_block_end_);
+  tsan_release(block_end);
   thread_exited();
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::thread_exited() {
+CUDA_CPU_NO_TSAN void Runner::thread_exited() {
+  const Unwatched bookkeeping;
   Thread& self = *current_;
-  if (exited_++ == 0) first_exited_ = &self;
-  if (barrier_.arrived > 0) {
-    Message message = begin_message();
-    message.add_wait(*barrier_.waiting.head, barrier_.operation, barrier_.site);
+  Block& block = *self.block;
+  self.exited = true;
+  progressed();
+  if (block.exited++ == 0) block.first_exited = &self;
+  if (block.barrier.arrived > 0) {
+    Message message = begin_message(block);
+    message.add_wait(*block.barrier.waiting.head, block.barrier.operation, block.barrier.site);
     message.add(", but ");
     message.add_thread(self);
     message.add(" has exited");
     fail(message);
   }
-  Warp& warp = warps_[self.number / 32];
+  Warp& warp = block.warps[self.number / 32];
   warp.live &= ~(1u << self.number % 32);
   for (int i = 0; i < warp.group_count; ++i) {
     WarpGroup& group = warp.groups[i];
-    if (group.arrived && group.arrived == (group.mask & warp.live)) complete(warp, group);
+    if (group.arrived && group.arrived == (group.mask & warp.live)) complete(block, warp, group);
   }
+  if (block.hopper && !may_end(self, nullptr)) {
+    Message message = begin_message(block);
+    may_end(self, &message);
+    fail(message);
+  }
+  if (launch_->cluster_size > 1) thread_left_cluster(*this, self);
+  if (block.exited == threads_in_block_) block_ended(block);
 }
 
-CUDA_CPU_NO_TSAN Fiber& BlockRunner::fiber_for_next_thread() {
-  if (kTsan ? started_ == fiber_count_ : idle_count_ == 0) {
+CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
+  if (block.hopper && !may_end(block, nullptr)) {
+    Message message = begin_message(block);
+    may_end(block, &message);
+    fail(message);
+  }
+  {
+    void* const caller = tsan_current();
+    tsan_become(block.tsan_last);
+    tsan_acquire(&block.tsan_end[launch_->number % 4]);
+    tsan_release(kernel_end(launch_->number));
+    tsan_become(caller);
+  }
+  launch_->blocks_done.fetch_add(1, std::memory_order_relaxed);
+  Cluster& cluster = *block.cluster;
+  if (++cluster.blocks_ended < cluster.blocks.size()) return;
+  for (Block* each : cluster.blocks) {
+    resident_.erase(std::find(resident_.begin(), resident_.end(), each));
+    free_slots_.push_back(each);
+  }
+  free_clusters_.push_back(&cluster);
+  launch_->resident.fetch_sub(launch_->cluster_size, std::memory_order_relaxed);
+}
+
+CUDA_CPU_NO_TSAN Fiber& Runner::fiber_for_next_thread() {
+  const Block& block = *unstarted_[first_unstarted_];
+  const std::size_t own = std::size_t{block.slot} * kMaxThreadsPerBlock + block.started;
+  const bool missing = kTsan ? own >= fibers_.size() || !fibers_[own] : idle_fibers_.empty();
+  if (missing) {
     // For ThreadSanitizer a fiber is ordered after its creator: that must not be a CUDA thread.
+    void* const caller = tsan_current();
     tsan_become(main_.tsan_identity());
-    Fiber* fiber = new Fiber(fiber_main, fiber_count_);
-    tsan_become(running_->tsan_identity());
-    fibers_[fiber_count_++] = fiber;
-    return *fiber;
+    Fiber* fiber = new Fiber(fiber_main, fibers_.size());
+    tsan_become(caller);
+    if (!kTsan) {
+      fibers_.push_back(fiber);
+      return *fiber;
+    }
+    if (own >= fibers_.size()) fibers_.resize(own + 1);
+    fibers_[own] = fiber;
   }
-  return kTsan ? *fibers_[started_] : *idle_fibers_[--idle_count_];
+  if (kTsan) return *fibers_[own];
+  Fiber& fiber = *idle_fibers_.back();
+  idle_fibers_.pop_back();
+  return fiber;
 }
 
-/// Whatever can go on: a thread that waits no more, a thread that has not started, or else the
-/// worker itself.
-CUDA_CPU_NO_TSAN Fiber& BlockRunner::next_fiber() {
-  if (ready_.head) {
-    Thread* thread = ready_.pop();
-    if (ready_.head) __builtin_prefetch(ready_.head->fiber->resume_point());
-    return *thread->fiber;
+/// Whatever can go on: a thread that waits no more, a thread that has not started, one for which
+/// the copy engine has done something, one that looks whether others have; or else the worker
+/// itself.
+CUDA_CPU_NO_TSAN Fiber& Runner::next_fiber() {
+  for (;;) {
+    if (launch_->failed.load(std::memory_order_relaxed)) return main_;
+    if (ready_.head) {
+      Thread* thread = ready_.pop();
+      if (ready_.head) __builtin_prefetch(ready_.head->fiber->resume_point());
+      return *thread->fiber;
+    }
+    if (any_unstarted()) return fiber_for_next_thread();
+    if (land_one(*this)) {
+      idle_rounds_ = 0;
+      continue;
+    }
+    if (!spinning_.head || launch_->failed) return main_;
+    if (may_start_another() && start_cluster()) continue;
+    if (!spin_once()) return main_;
   }
-  if (started_ < threads_in_block_) return fiber_for_next_thread();
-  return main_;
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::go_to(Fiber& fiber) {
+CUDA_CPU_NO_TSAN Fiber& Runner::next_unwatched() {
+  const Unwatched bookkeeping;
+  return next_fiber();
+}
+
+/// Whether the device has room for one more cluster of the launch.
+CUDA_CPU_NO_TSAN bool Runner::may_start_another() {
+  const unsigned share =
+      kTsan ? launch_->capacity / static_cast<unsigned>(launch_->workers) : launch_->capacity;
+  const std::size_t there =
+      kTsan ? resident_.size() : launch_->resident.load(std::memory_order_relaxed);
+  return there + launch_->cluster_size <= share;
+}
+
+/// Something has happened that others may be waiting for.
+CUDA_CPU_NO_TSAN void Runner::progressed() {
+  Launch::Worker& state = launch_->states[static_cast<std::size_t>(worker_)];
+  state.progress.store(++progress_, std::memory_order_relaxed);
+  if (state.idle.load(std::memory_order_relaxed)) state.idle.store(false);
+}
+
+/// Lets those look again who wait for what others do; false if nobody does anything any more.
+CUDA_CPU_NO_TSAN bool Runner::spin_once() {
+  constexpr unsigned kRounds = 1000;
+  launch_->states[static_cast<std::size_t>(worker_)].idle.store(true);
+  std::uint64_t progress = 0;
+  bool all_idle = true;
+  for (const Launch::Worker& worker : launch_->states) {
+    progress += worker.progress.load();
+    all_idle = all_idle && worker.idle.load();
+  }
+  if (progress != seen_progress_ || !all_idle) idle_rounds_ = 0;
+  seen_progress_ = progress;
+  if (++idle_rounds_ > kRounds) return false;
+  if (kTsan) {
+    std::this_thread::yield();  // its sleep takes long
+  } else if (idle_rounds_ > 16 || !all_idle) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  ready_.take_all(spinning_);
+  return true;
+}
+
+CUDA_CPU_NO_TSAN void Runner::go_to(Fiber& fiber) {
+  if (&fiber == running_) return;
   Fiber& from = *running_;
   running_ = &fiber;
   from.switch_to(fiber);
 }
 
-/// Suspends the current thread, which some queue or group must know, and resumes as that thread.
-CUDA_CPU_NO_TSAN void BlockRunner::wait() {
+CUDA_CPU_NO_TSAN void Runner::wait(const char* operation, const Site& site, const void* object,
+                                   unsigned detail) {
   Thread& self = *current_;
+  if (spinning_.tail != &self || !spinning_.head) progressed();
+  self.operation = operation;
+  self.site = site;
+  self.object = object;
+  self.detail = detail;
   self.fiber = running_;
-  go_to(next_fiber());
+  go_to(next_unwatched());
+  self.operation = nullptr;
   current_ = &self;
   threadIdx = self.index;
+  blockIdx = self.block->index;
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::yield() {
-  if (started_ == threads_in_block_ && !ready_.head) return;
-  Thread& self = *current_;
-  if (started_ == threads_in_block_) {
-    ready_.push(&self);
-    wait();
-    return;
-  }
-  self.fiber = running_;
-  ready_.push(&self);
-  go_to(fiber_for_next_thread());
-  current_ = &self;
-  threadIdx = self.index;
+CUDA_CPU_NO_TSAN void Runner::spin(const char* operation, const Site& site) {
+  spinning_.push(current_);
+  wait(operation, site);
 }
 
 // ---- Barriers ----------------------------------------------------------------------------------
 
-CUDA_CPU_NO_TSAN int BlockRunner::block_barrier(int predicate, const char* operation,
-                                                const Site& site) {
+CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation, const Site& site) {
   Thread& self = *current_;
-  BlockBarrier& barrier = barrier_;
-  if (exited_ > 0) {
-    Message message = begin_message();
+  Block& block = *self.block;
+  BlockBarrier& barrier = block.barrier;
+  if (block.exited > 0) {
+    Message message = begin_message(block);
     message.add_wait(self, operation, site);
     message.add(", but ");
-    message.add_thread(*first_exited_);
+    message.add_thread(*block.first_exited);
     message.add(" has exited");
     fail(message);
   }
@@ -420,7 +441,7 @@ CUDA_CPU_NO_TSAN int BlockRunner::block_barrier(int predicate, const char* opera
     barrier.operation = operation;
     barrier.site = site;
   } else if (!same_site(barrier.site, site)) {
-    Message message = begin_message();
+    Message message = begin_message(block);
     message.add_wait(*barrier.waiting.head, barrier.operation, barrier.site);
     message.add(", but ");
     message.add_wait(self, operation, site);
@@ -431,7 +452,7 @@ CUDA_CPU_NO_TSAN int BlockRunner::block_barrier(int predicate, const char* opera
   tsan_release(&barrier.tsan.arrived);
   if (++barrier.arrived < threads_in_block_) {
     barrier.waiting.push(&self);
-    wait();
+    wait(operation, site);
     tsan_acquire(passed);
     return barrier.result;
   }
@@ -445,13 +466,14 @@ CUDA_CPU_NO_TSAN int BlockRunner::block_barrier(int predicate, const char* opera
   return barrier.result;
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::warp_meet(unsigned mask, Combine* combine, void* operand,
-                                             const char* operation, const Site& site) {
+CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* operand,
+                                        const char* operation, const Site& site) {
   Thread& self = *current_;
-  Warp& warp = warps_[self.number / 32];
+  Block& block = *self.block;
+  Warp& warp = block.warps[self.number / 32];
   const unsigned lane = self.number % 32;
   if (!(mask >> lane & 1)) {
-    Message message = begin_message();
+    Message message = begin_message(block);
     message.add_thread(self);
     message.add(" is not in the mask 0x%08x of its own %s at %s:%d (%s)", mask, operation,
                 site.file, site.line, site.function);
@@ -464,8 +486,9 @@ CUDA_CPU_NO_TSAN void BlockRunner::warp_meet(unsigned mask, Combine* combine, vo
     group.operation = operation;
     group.site = site;
   } else if (group.combine != combine) {
-    Message message = begin_message();
-    message.add_wait(thread_of(warp, __builtin_ctz(group.arrived)), group.operation, group.site);
+    Message message = begin_message(block);
+    message.add_wait(thread_of(block, warp, __builtin_ctz(group.arrived)), group.operation,
+                     group.site);
     message.add(", but with the same mask ");
     message.add_wait(self, operation, site);
     fail(message);
@@ -474,16 +497,16 @@ CUDA_CPU_NO_TSAN void BlockRunner::warp_meet(unsigned mask, Combine* combine, vo
   group.operands[lane] = operand;
   group.arrived |= 1u << lane;
   void* const passed = &group.tsan.passed[group.tsan.phase];
-  tsan_release(&group.tsan.arrived);
+  if (!combine) tsan_release(&group.tsan.arrived);
   if (group.arrived == (mask & warp.live)) {
-    complete(warp, group);
+    complete(block, warp, group);
   } else {
-    wait();
-    tsan_acquire(passed);
+    wait(operation, site);
+    if (!combine) tsan_acquire(passed);
   }
 }
 
-CUDA_CPU_NO_TSAN WarpGroup& BlockRunner::group_for(Warp& warp, unsigned mask) {
+CUDA_CPU_NO_TSAN WarpGroup& Runner::group_for(Warp& warp, unsigned mask) {
   for (int i = 0; i < warp.group_count; ++i) {
     if (warp.groups[i].mask == mask) return warp.groups[i];
   }
@@ -500,131 +523,207 @@ CUDA_CPU_NO_TSAN WarpGroup& BlockRunner::group_for(Warp& warp, unsigned mask) {
 
 /// Runs the operation that all lanes of the group have arrived at, in the name of the current
 /// thread, and lets the other lanes go on.
-CUDA_CPU_NO_TSAN void BlockRunner::complete(Warp& warp, WarpGroup& group) {
-  tsan_acquire(&group.tsan.arrived);
-  if (group.combine) group.combine(group.operands, group.arrived);
-  tsan_release(&group.tsan.passed[group.tsan.phase]);
-  group.tsan.phase ^= 1;
+CUDA_CPU_NO_TSAN void Runner::complete(Block& block, Warp& warp, WarpGroup& group) {
+  if (group.combine) {
+    // Exchanges registers, and orders nothing in memory.
+    const Unwatched registers;
+    group.combine(group.operands, group.arrived);
+  } else {
+    tsan_acquire(&group.tsan.arrived);
+    tsan_release(&group.tsan.passed[group.tsan.phase]);
+    group.tsan.phase ^= 1;
+  }
   for (unsigned lanes = group.arrived; lanes; lanes &= lanes - 1) {
-    Thread& thread = thread_of(warp, __builtin_ctz(lanes));
+    Thread& thread = thread_of(block, warp, __builtin_ctz(lanes));
     if (&thread != current_) ready_.push(&thread);
   }
   group.arrived = 0;
 }
 
-CUDA_CPU_NO_TSAN Thread& BlockRunner::thread_of(const Warp& warp, unsigned lane) {
-  return threads_[(&warp - warps_) * 32 + lane];
+CUDA_CPU_NO_TSAN Thread& Runner::thread_of(Block& block, const Warp& warp, unsigned lane) {
+  return block.threads[static_cast<std::size_t>(&warp - block.warps.get()) * 32 + lane];
 }
 
 // ---- Shared memory -----------------------------------------------------------------------------
 
+/// A declaration's number. Each has an address in the window of shared memory, the same in all
+/// blocks: the dynamic one first.
+CUDA_CPU_NO_TSAN std::size_t Runner::declare(const void* key, std::size_t size,
+                                             std::size_t alignment) {
+  std::size_t window = 0;
+  if (!declared_.empty()) window = declared_.back().window + declared_.back().size;
+  declared_.push_back({key, size, alignment, (window + 1023) / 1024 * 1024});
+  return declared_.size() - 1;
+}
+
 /// Exactly `size` bytes, so that AddressSanitizer sees the first byte beyond. Acts in the name of
 /// the worker for ThreadSanitizer: no CUDA thread has written this memory.
-CUDA_CPU_NO_TSAN void BlockRunner::allocate(SharedStorage& storage, const void* key,
-                                            std::size_t size, std::size_t alignment) {
+CUDA_CPU_NO_TSAN SharedStorage& Runner::storage_of(Block& block, std::size_t declaration) {
+  if (block.shared.size() <= declaration) block.shared.resize(declaration + 1);
+  SharedStorage& storage = block.shared[declaration];
+  if (storage.data) return storage;
   void* const caller = tsan_current();
   void* const worker = main_.tsan_identity();
   if (caller != worker) tsan_become(worker);
-  storage = {key, nullptr, size};
-  if (posix_memalign(&storage.data, std::max<std::size_t>(128, alignment), size) != 0) {
+  const Declaration& of = declared_[declaration];
+  void* data = nullptr;
+  if (posix_memalign(&data, std::max<std::size_t>(128, of.alignment), of.size) != 0) {
     std::fputs("cuda_cpu: no memory for shared memory\n", stderr);
     std::abort();
   }
-  std::memset(storage.data, 0xFF, size);
-  tsan_release(storage.data);
+  poison(data, of.size);
+  storage = {static_cast<char*>(data), of.size};
+  tsan_release(data);
   if (caller != worker) tsan_become(caller);
+  return storage;
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::begin_shared_memory() {
-  std::memset(dynamic_shared_.data, 0xFF, dynamic_shared_.size);
-  for (int i = 0; i < static_shared_count_; ++i) {
-    std::memset(static_shared_[i].data, 0xFF, static_shared_[i].size);
+void Runner::end_shared_memory() {
+  const Unwatched bookkeeping;
+  for (const auto& block : slots_) {
+    for (SharedStorage& storage : block->shared) std::free(storage.data);
+    block->shared.clear();
   }
 }
 
-void BlockRunner::end_shared_memory() {
-  std::free(dynamic_shared_.data);
-  for (int i = 0; i < static_shared_count_; ++i) std::free(static_shared_[i].data);
-  static_shared_count_ = 0;
-}
-
-CUDA_CPU_NO_TSAN void* BlockRunner::static_shared_storage(const void* key, std::size_t size,
-                                                          std::size_t alignment) {
-  std::size_t total = size;
-  for (int i = 0; i < static_shared_count_; ++i) {
-    if (static_shared_[i].key == key) {
-      tsan_acquire(static_shared_[i].data);
-      return static_shared_[i].data;
-    }
-    total += static_shared_[i].size;
-  }
-  if (total > kDefaultSharedBytes) {
-    cuda_cpu::fail("%zu bytes of static shared memory exceed the limit of %zu", total,
-                   kDefaultSharedBytes);
-  }
-  if (static_shared_count_ == kMaxStaticShared) {
-    cuda_cpu::fail("more than %d __shared__ declarations in a kernel", kMaxStaticShared);
-  }
-  SharedStorage& storage = static_shared_[static_shared_count_++];
-  allocate(storage, key, size, alignment);
+CUDA_CPU_NO_TSAN void* Runner::dynamic_shared_storage() {
+  SharedStorage& storage = storage_of(*current_->block, 0);
   tsan_acquire(storage.data);
   return storage.data;
 }
 
+CUDA_CPU_NO_TSAN void* Runner::static_shared_storage(const void* key, std::size_t size,
+                                                     std::size_t alignment) {
+  const Unwatched bookkeeping;
+  std::size_t declaration = 1;
+  while (declaration < declared_.size() && declared_[declaration].key != key) ++declaration;
+  if (declaration == declared_.size()) {
+    static_bytes_ += size;
+    if (static_bytes_ > kDefaultSharedBytes) {
+      cuda_cpu::fail("%zu bytes of static shared memory exceed the limit of %zu", static_bytes_,
+                     kDefaultSharedBytes);
+    }
+    declare(key, size, alignment);
+  }
+  SharedStorage& storage = storage_of(*current_->block, declaration);
+  tsan_acquire(storage.data);
+  return storage.data;
+}
+
+CUDA_CPU_NO_TSAN bool Runner::find_shared(const Block& block, const void* pointer,
+                                          SharedPlace& place) const {
+  const char* const address = static_cast<const char*>(pointer);
+  for (std::size_t i = 0; i < block.shared.size(); ++i) {
+    const SharedStorage& storage = block.shared[i];
+    if (!storage.data || address < storage.data || address >= storage.data + storage.size) continue;
+    place = {i, static_cast<std::size_t>(address - storage.data)};
+    return true;
+  }
+  return false;
+}
+
+CUDA_CPU_NO_TSAN char* Runner::shared_at(Block& block, const SharedPlace& place) {
+  return storage_of(block, place.declaration).data + place.offset;
+}
+
+CUDA_CPU_NO_TSAN std::size_t Runner::window_address(const SharedPlace& place) const {
+  return declared_[place.declaration].window + place.offset;
+}
+
+CUDA_CPU_NO_TSAN bool Runner::find_window(std::size_t address, SharedPlace& place) const {
+  for (std::size_t i = 0; i < declared_.size(); ++i) {
+    const Declaration& of = declared_[i];
+    if (address < of.window || address >= of.window + of.size) continue;
+    place = {i, address - of.window};
+    return true;
+  }
+  return false;
+}
+
 // ---- Errors ------------------------------------------------------------------------------------
 
-Message BlockRunner::begin_message() const {
+Message Runner::begin_message(const Block& block) const {
   const Site& site = launch_->config.site;
   Message message;
   message.add("cuda_cpu: kernel launched at %s:%d, block (%u,%u,%u): ", site.file, site.line,
-              blockIdx.x, blockIdx.y, blockIdx.z);
+              block.index.x, block.index.y, block.index.z);
   return message;
 }
 
 /// Prints the message unless the launch has already failed elsewhere.
-void BlockRunner::report(const Message& message) {
+void Runner::report(const Message& message) {
   if (!launch_->failed.exchange(true)) std::fprintf(stderr, "%s\n", message.text());
 }
 
-CUDA_CPU_NO_TSAN void BlockRunner::fail(const Message& message) {
+CUDA_CPU_NO_TSAN void Runner::fail(const Message& message) {
   report(message);
   go_to(main_);
   __builtin_unreachable();
 }
 
-void BlockRunner::fail_in_thread(const char* format, va_list arguments) {
-  Message message = begin_message();
+void Runner::fail_launch(const Message& message) { report(message); }
+
+void Runner::fail_in_thread(const char* format, va_list arguments) {
+  Message message = begin_message(*current_->block);
   message.add_thread(*current_);
   message.add(": ");
   message.add_list(format, arguments);
   fail(message);
 }
 
-/// All threads that are left wait, but for different things.
-CUDA_CPU_NO_TSAN void BlockRunner::report_deadlock() {
-  Message message = begin_message();
-  message.add("deadlock: ");
-  int parties = 0;
-  const auto add_party = [&](const Thread& thread, const char* operation, const Site& site) {
-    if (++parties > 2) return;
-    if (parties == 2) message.add(", but ");
-    message.add_wait(thread, operation, site);
+/// All threads that are left wait. Names one of those that wait in the same place for the same
+/// thing, and says how many they are.
+CUDA_CPU_NO_TSAN void Runner::report_deadlock() {
+  struct Party {
+    const Thread* first;
+    unsigned count;
   };
-  if (barrier_.arrived > 0) {
-    add_party(*barrier_.waiting.head, barrier_.operation, barrier_.site);
-  }
-  for (unsigned first = 0; first < threads_in_block_; first += 32) {
-    const Warp& warp = warps_[first / 32];
-    for (int i = 0; i < warp.group_count; ++i) {
-      const WarpGroup& group = warp.groups[i];
-      if (!group.arrived) continue;
-      add_party(thread_of(warp, __builtin_ctz(group.arrived)), group.operation, group.site);
+  std::vector<Party> parties;
+  unsigned blocks = 0;
+  for (const Block* block : resident_) {
+    bool counted = false;
+    for (unsigned i = 0; i < block->started; ++i) {
+      const Thread& thread = block->threads[i];
+      if (thread.exited || !thread.operation) continue;
+      blocks += !counted;
+      counted = true;
+      const auto same = std::find_if(parties.begin(), parties.end(), [&](const Party& party) {
+        return party.first->block == block && party.first->operation == thread.operation &&
+               party.first->object == thread.object && party.first->detail == thread.detail &&
+               same_site(party.first->site, thread.site);
+      });
+      if (same == parties.end()) {
+        parties.push_back({&thread, 1});
+      } else {
+        ++same->count;
+      }
     }
+  }
+  if (parties.empty()) return;
+  constexpr std::size_t kMost = 12;
+  Message message = begin_message(*parties[0].first->block);
+  message.add("deadlock: ");
+  for (std::size_t i = 0; i < std::min(kMost, parties.size()); ++i) {
+    const Thread& first = *parties[i].first;
+    message.add("%s", i == 0 ? "" : i == 1 ? ", but " : ", and ");
+    if (blocks > 1)
+      message.add("of block (%u,%u,%u) ", first.block->index.x, first.block->index.y,
+                  first.block->index.z);
+    message.add_wait(first, first.operation, first.site);
+    describe_wait(first, message);
+    if (parties[i].count > 1) message.add(", like %u more", parties[i].count - 1);
+  }
+  if (parties.size() > kMost) message.add(", and more");
+  if (spinning_.head && launch_->blocks > launch_->capacity) {
+    message.add(
+        "; the device holds %u blocks at a time, and the launch has %llu: more with"
+        " CUDA_CPU_MULTIPROCESSORS",
+        launch_->capacity, static_cast<unsigned long long>(launch_->blocks));
   }
   report(message);
 }
 
-// ---- Launches ----------------------------------------------------------------------------------
+namespace {
 
 /// Shows how far a launch is, in one line on a terminal that the destructor erases.
 class Progress {
@@ -651,7 +750,8 @@ class Progress {
   bool shown_ = false;
 };
 
-cudaError_t check(const LaunchConfig& config, const void* function) {
+cudaError_t check(const LaunchConfig& config, const void* function,
+                  const KernelDescription& description, unsigned cluster) {
   const dim3 grid = config.grid;
   const dim3 block = config.block;
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
@@ -663,6 +763,13 @@ cudaError_t check(const LaunchConfig& config, const void* function) {
       block.z > 64 || threads > kMaxThreadsPerBlock) {
     return cudaErrorInvalidConfiguration;
   }
+  if (description.bounds.threads > 0 && threads > description.bounds.threads) {
+    return cudaErrorLaunchOutOfResources;
+  }
+  if (grid.x % cluster != 0 || description.cluster.y != 1 || description.cluster.z != 1 ||
+      cluster > static_cast<unsigned>(multiprocessors())) {
+    return cudaErrorInvalidClusterSize;
+  }
   DeviceState& state = device();
   std::lock_guard lock(state.mutex);
   const auto limit = state.dynamic_shared_limits.find(function);
@@ -673,23 +780,73 @@ cudaError_t check(const LaunchConfig& config, const void* function) {
 
 }  // namespace
 
+int multiprocessors() {
+  static const int count = [] {
+    const char* given = std::getenv("CUDA_CPU_MULTIPROCESSORS");
+    return given ? std::clamp(std::atoi(given), 1, 1024) : 8;
+  }();
+  return count;
+}
+
+bool describe_kernel(Cluster3 cluster, LaunchBounds bounds) {
+  if (!asked) return false;
+  *asked = {cluster, bounds};
+  return true;
+}
+
+KernelDescription describe(const BoundKernel& kernel) {
+  KernelDescription description = {cluster_dims(), launch_bounds()};
+  asked = &description;
+  kernel.run(kernel.arguments);
+  asked = nullptr;
+  return description;
+}
+
 void execute(const LaunchConfig& config, const BoundKernel& kernel) {
-  if (result(check(config, kernel.function)) != cudaSuccess) return;
+  static std::atomic<unsigned> launches = 0;
+  const KernelDescription description = describe(kernel);
+  const unsigned cluster = config.cluster ? config.cluster : description.cluster.x;
+  if (result(check(config, kernel.function, description, cluster)) != cudaSuccess) return;
+  if (!config.early) finish_kernels();
   WorkerPool& pool = WorkerPool::instance();
   const dim3 grid = config.grid;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
-  const int workers = static_cast<int>(std::min<std::uint64_t>(blocks, pool.size()));
-  Launch launch{config, kernel, blocks, workers};
+  const unsigned capacity = static_cast<unsigned>(multiprocessors());
+  const int workers = static_cast<int>(std::min<std::uint64_t>(
+      {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
+  // The threads read a copy, which no launch after this one writes: for ThreadSanitizer that may not
+  // be ordered after this one.
+  const auto release = [](void* copy) {
+    const Unwatched bookkeeping;
+    std::free(copy);
+  };
+  const std::unique_ptr<void, decltype(release)> arguments(
+      std::aligned_alloc(64, (kernel.size + 63) / 64 * 64), release);
+  std::memcpy(arguments.get(), kernel.arguments, kernel.size);
+  const BoundKernel copy = {kernel.function, kernel.run, arguments.get(), kernel.size};
+  Launch launch{config, copy, description, blocks, cluster, capacity, workers, launches++};
   Progress progress(launch);
   pool.run(
       workers,
       [&](int worker) {
-        if (!runner) runner = new BlockRunner(worker);
+        if (!runner) runner = new Runner(worker);
         runner->run(launch);
       },
       [&] { progress.update(); });
   if (launch.failed) device().broken = true;
 }
+
+namespace {
+char ends[4];
+}
+
+void* kernel_end(unsigned number) { return &ends[number % 4]; }
+
+void finish_kernels() {
+  for (char& end : ends) tsan_acquire(&end);
+}
+
+void wait_for_previous_kernel() { tsan_acquire(kernel_end(runner->launch().number - 1)); }
 
 void fail(const char* format, ...) {
   va_list arguments;
@@ -715,25 +872,41 @@ CUDA_CPU_NO_TSAN unsigned lane_id() { return runner->lane_id(); }
 
 CUDA_CPU_NO_TSAN unsigned live_lanes() { return runner->live_lanes(); }
 
-void yield() { runner->yield(); }
+CUDA_CPU_NO_TSAN void yield(Site site) { runner->spin("__nanosleep()", site); }
+
+CUDA_CPU_NO_TSAN void look(const void* address, unsigned long long value, Site site) {
+  if (!runner) return;
+  Thread& self = runner->current();
+  if (self.seen_at == address && self.seen == value) {
+    runner->spin("a loop of loads", site);
+  } else {
+    saw(address, value);
+  }
+}
+
+CUDA_CPU_NO_TSAN void saw(const void* address, unsigned long long value) {
+  if (!runner) return;
+  Thread& self = runner->current();
+  if (self.seen_at == address && self.seen == value) return;
+  self.seen_at = address;
+  self.seen = value;
+  runner->progressed();
+}
 
 CUDA_CPU_NO_TSAN AsyncCopies& async_copies() { return runner->async_copies(); }
-
-void AsyncCopies::land(std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    const AsyncCopy& copy = queue[i];
-    char* const target = static_cast<char*>(copy.target);
-    const std::size_t copied = copy.size - copy.zero_fill;
-    std::memcpy(target, copy.source, copied);
-    std::memset(target + copied, 0, copy.zero_fill);
-  }
-  queue.erase(queue.begin(), queue.begin() + static_cast<std::ptrdiff_t>(count));
-}
 
 void* static_shared_storage(const void* key, std::size_t size, std::size_t alignment) {
   return runner->static_shared_storage(key, size, alignment);
 }
 
 CUDA_CPU_NO_TSAN void* dynamic_shared_storage() { return runner->dynamic_shared_storage(); }
+
+CUDA_CPU_NO_TSAN std::size_t shared_window(const void* pointer) {
+  SharedPlace place;
+  if (!runner->find_shared(runner->current().block[0], pointer, place)) {
+    fail("%p is not in the block's shared memory", pointer);
+  }
+  return runner->window_address(place);
+}
 
 }  // namespace cuda_cpu

@@ -2,9 +2,10 @@
 //
 // A block runs on one OS thread of the worker pool, its CUDA threads run one after the other, each
 // until it ends or has to wait in a barrier (cuda_cpu.cpp). A thread that spins until another one
-// of its block has done something must therefore call __nanosleep(). Blocks start in ascending
-// order. A launch returns when all its blocks have ended, so streams are ordered without further
-// ado.
+// has done something must therefore look at a cuda::atomic_ref, or call __nanosleep(). Blocks start
+// in ascending order. The blocks of a cluster run at the same time; so do blocks that wait for one
+// another, as many as the device holds. A launch returns when all its blocks have ended, so streams
+// are ordered without further ado.
 //
 // A kernel error (a divergent barrier, a misused intrinsic) prints one line on stderr, abandons the
 // launch, and makes every later runtime call return cudaErrorLaunchFailure.
@@ -17,9 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_runtime_api.h"
 #include "vector_types.h"
-
-typedef struct CUstream_st* cudaStream_t;
 
 extern constinit thread_local uint3 threadIdx;
 extern constinit thread_local uint3 blockIdx;
@@ -32,6 +32,10 @@ namespace cuda_cpu {
 inline constexpr unsigned kMaxThreadsPerBlock = 1024;
 inline constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
 inline constexpr std::size_t kMaxSharedBytes = 227 * 1024;
+
+/// How many multiprocessors the device has, each of which holds one block at a time:
+/// CUDA_CPU_MULTIPROCESSORS in the environment, or else 8.
+int multiprocessors();
 
 /// A place in the source code.
 struct Site {
@@ -70,8 +74,14 @@ unsigned lane_id();
 /// The lanes of the calling thread's warp that have not exited, a bit each.
 unsigned live_lanes();
 
-/// Lets other threads of the block run.
-void yield();
+/// Lets other threads run, also of other blocks.
+void yield(Site site = Site::here());
+
+/// A thread has read `value` from `address` and may be waiting for another one. If it read the same
+/// there before, other threads go on first.
+void look(const void* address, unsigned long long value, Site site);
+/// What it has read then.
+void saw(const void* address, unsigned long long value);
 
 /// A copy that cuda_pipeline.h has queued: `size` bytes, the last `zero_fill` of them zeros.
 struct AsyncCopy {
@@ -98,6 +108,12 @@ AsyncCopies& async_copies();
 /// a block, all bits set when the block starts.
 void* static_shared_storage(const void* key, std::size_t size, std::size_t alignment);
 void* dynamic_shared_storage();
+
+/// Where `pointer` is in the block's window of shared memory.
+std::size_t shared_window(const void* pointer);
+
+/// griddepcontrol.wait: what the kernel before this one has written can be read.
+void wait_for_previous_kernel();
 
 /// Storage that converts to a reference to whatever type is declared. `Declaration` is a type that
 /// occurs at one declaration only.
@@ -128,6 +144,24 @@ struct DynamicShared {
 };
 inline DynamicShared dynamic_shared() { return {}; }
 
+/// What __cluster_dims__ and __launch_bounds__ say of a kernel.
+struct Cluster3 {
+  unsigned x, y, z;
+};
+struct LaunchBounds {
+  unsigned threads, blocks;
+};
+constexpr Cluster3 cluster_dims(unsigned x = 1, unsigned y = 1, unsigned z = 1) {
+  return {x, y, z};
+}
+constexpr LaunchBounds launch_bounds(unsigned threads = 0, unsigned blocks = 1, unsigned = 0) {
+  return {threads, blocks};
+}
+
+/// The first thing that a kernel does, cu2cpp.py sees to it. True: it was called only to say what
+/// its attributes are, and returns.
+bool describe_kernel(Cluster3 cluster, LaunchBounds bounds);
+
 // ---- For hosts ---------------------------------------------------------------------------------
 
 /// A kernel bound to its arguments: `run` executes it for the calling CUDA thread.
@@ -135,6 +169,7 @@ struct BoundKernel {
   const void* function;
   void (*run)(const void* arguments);
   const void* arguments;
+  std::size_t size;
 };
 
 /// What stands between <<< and >>>.
@@ -144,6 +179,10 @@ struct LaunchConfig {
   std::size_t shared_bytes;
   cudaStream_t stream;
   Site site;
+  /// Blocks of a cluster along x; 0: as the kernel says.
+  unsigned cluster = 0;
+  /// Programmatic dependent launch: not ordered after the kernel before it.
+  bool early = false;
 
   /// The arguments of a launch, before they are converted to the kernel's parameters.
   template <class... Arguments>
@@ -160,7 +199,7 @@ struct LaunchConfig {
 
 inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
                            cudaStream_t stream = nullptr, Site site = Site::here()) {
-  return {grid, block, shared_bytes, stream, site};
+  return {grid, block, shared_bytes, stream, site, 0, false};
 }
 
 /// Runs the kernel for all threads of the grid. An invalid configuration is reported as by CUDA,
@@ -180,6 +219,8 @@ void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>
                 "a launch must pass as many arguments as the kernel has parameters");
   static_assert((!std::is_reference_v<Parameters> && ...),
                 "the parameters of a kernel cannot be references");
+  static_assert((std::is_trivially_copyable_v<Parameters> && ...),
+                "the parameters of a kernel are copied byte by byte");
   struct Bound {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> parameters;
@@ -195,7 +236,18 @@ void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>
                           const auto& bound = *static_cast<const Bound*>(arguments);
                           std::apply(bound.kernel, bound.parameters);
                         },
-                        &bound});
+                        &bound, sizeof bound});
 }
 
+/// A launch with attributes: the size of its clusters, and whether it may start early.
+LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site);
+
 }  // namespace cuda_cpu
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  kernel->*cuda_cpu::launch_with_attributes(
+               *config, cuda_cpu::Site::here())(std::forward<Arguments>(arguments)...);
+  return cudaPeekAtLastError();
+}

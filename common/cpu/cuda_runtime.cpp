@@ -8,8 +8,8 @@
 #include <fstream>
 #include <limits>
 #include <string>
-#include <thread>
 
+#include "cuda.h"
 #include "cuda_cpu.h"
 #include "cuda_runtime_api.h"
 #include "device_state.h"
@@ -63,6 +63,7 @@ constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
     CUDA_CPU_ERROR(cudaErrorNotPermitted, "operation not permitted"),
     CUDA_CPU_ERROR(cudaErrorNotSupported, "operation not supported"),
+    CUDA_CPU_ERROR(cudaErrorInvalidClusterSize, "invalid cluster size"),
     CUDA_CPU_ERROR(cudaErrorUnknown, "unknown error"),
 };
 #undef CUDA_CPU_ERROR
@@ -106,6 +107,7 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
 }
 
 cudaError_t release(void* pointer, bool host) {
+  finish_kernels();
   if (!pointer) return result(cudaSuccess);
   {
     std::lock_guard lock(device().mutex);
@@ -152,6 +154,7 @@ bool valid_side(const void* pointer, std::size_t extent, bool must_be_device, bo
 cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
                  std::size_t source_pitch, std::size_t width, std::size_t height,
                  cudaMemcpyKind kind) {
+  finish_kernels();
   if (device().broken) return result(cudaErrorLaunchFailure);
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) {
     return result(cudaErrorInvalidMemcpyDirection);
@@ -177,7 +180,6 @@ cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
 }
 
 cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock:
     case cudaDevAttrMaxBlockDimX:
@@ -212,7 +214,10 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
       *value = warpSize;
       break;
     case cudaDevAttrMultiProcessorCount:
-      *value = cores;
+      *value = multiprocessors();
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
       break;
     case cudaDevAttrL2CacheSize:
       *value = static_cast<int>(std::max(0l, sysconf(_SC_LEVEL2_CACHE_SIZE)));
@@ -223,6 +228,7 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
     case cudaDevAttrManagedMemory:
     case cudaDevAttrConcurrentManagedAccess:
     case cudaDevAttrMaxBlocksPerMultiprocessor:
+    case cudaDevAttrClusterLaunch:
       *value = 1;
       break;
     default:
@@ -310,6 +316,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->sharedMemPerBlock = cuda_cpu::kDefaultSharedBytes;
   properties->sharedMemPerBlockOptin = cuda_cpu::kMaxSharedBytes;
   properties->sharedMemPerMultiprocessor = cuda_cpu::kMaxSharedBytes;
+  properties->major = get(cudaDevAttrComputeCapabilityMajor);
+  properties->minor = get(cudaDevAttrComputeCapabilityMinor);
+  properties->clusterLaunch = get(cudaDevAttrClusterLaunch);
   properties->warpSize = warpSize;
   properties->memPitch = get(cudaDevAttrMaxPitch);
   properties->maxThreadsPerBlock = get(cudaDevAttrMaxThreadsPerBlock);
@@ -341,7 +350,10 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return result(cudaSuccess);
 }
 
-cudaError_t cudaDeviceSynchronize() { return result(cudaSuccess); }
+cudaError_t cudaDeviceSynchronize() {
+  cuda_cpu::finish_kernels();
+  return result(cudaSuccess);
+}
 
 cudaError_t cudaDeviceReset() {
   device().broken = false;
@@ -414,6 +426,7 @@ cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void
 }
 
 cudaError_t cudaMemset(void* target, int value, std::size_t size) {
+  cuda_cpu::finish_kernels();
   if (device().broken) return result(cudaErrorLaunchFailure);
   if (size == 0) return result(cudaSuccess);
   if (!cuda_cpu::valid_side(target, size, false, false) || !target ||
@@ -445,7 +458,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return result(cudaSuccess);
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return result(cudaSuccess); }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
 
 cudaError_t cudaStreamQuery(cudaStream_t) { return result(cudaSuccess); }
 
@@ -476,6 +489,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  cuda_cpu::finish_kernels();
   return result(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }
 
@@ -503,6 +517,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   *attributes = {};
   attributes->maxThreadsPerBlock = cuda_cpu::kMaxThreadsPerBlock;
+  attributes->ptxVersion = attributes->binaryVersion = 90;
   std::lock_guard lock(device().mutex);
   const auto limit = device().dynamic_shared_limits.find(function);
   attributes->maxDynamicSharedSizeBytes =
@@ -513,5 +528,44 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* query) {
+  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
+  if (query) *query = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return result(known ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+namespace cuda_cpu {
+
+LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site) {
+  LaunchConfig launch = {
+      config.gridDim, config.blockDim, config.dynamicSmemBytes, config.stream, site, 0, false};
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      launch.cluster = attribute.val.clusterDim.x;
+    } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.early = attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  return launch;
+}
+
+}  // namespace cuda_cpu
+
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
+                                           const cudaLaunchConfig_t* config) {
+  const auto launch = cuda_cpu::launch_with_attributes(*config, cuda_cpu::Site::here());
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, function);
+  const bool fits =
+      config->dynamicSmemBytes <= static_cast<std::size_t>(attributes.maxDynamicSharedSizeBytes);
+  *clusters =
+      fits ? cuda_cpu::multiprocessors() / static_cast<int>(std::max(1u, launch.cluster)) : 0;
   return result(cudaSuccess);
 }

@@ -36,6 +36,7 @@ enum cudaError {
   cudaErrorLaunchFailure = 719,
   cudaErrorNotPermitted = 800,
   cudaErrorNotSupported = 801,
+  cudaErrorInvalidClusterSize = 912,
   cudaErrorUnknown = 999,
 };
 typedef cudaError cudaError_t;
@@ -82,6 +83,37 @@ enum cudaSharedCarveout {
   cudaSharedmemCarveoutMaxL1 = 0,
 };
 
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeIgnore = 0,
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
+};
+union cudaLaunchAttributeValue {
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim;
+  dim3 blockDim;
+  std::size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+  cudaDriverEntryPointVersionNotSufficent = 2,
+};
+enum cudaDriverEntryPointFlags { cudaEnableDefault = 0 };
+
 /// What a kernel needs. The CPU knows neither registers nor static shared memory beforehand: they
 /// are 0, which stands for unknown.
 struct cudaFuncAttributes {
@@ -97,8 +129,9 @@ struct cudaFuncAttributes {
   int preferredShmemCarveout;
 };
 
-/// The CPU as a device: `name` is the processor's, a multiprocessor is a core, the compute
-/// capability is 0.0, and what has no counterpart or is not known is 0.
+/// The CPU as a device: `name` is the processor's, the compute capability is 9.0, whose instructions
+/// common/hopper.cuh has, a multiprocessor is a place for one block (multiprocessors() in
+/// cuda_cpu.h), and what has no counterpart or is not known is 0.
 struct cudaDeviceProp {
   char name[256];
   std::size_t totalGlobalMem;
@@ -263,10 +296,24 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
-/// Always one block per core.
+/// Always one block per multiprocessor.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function,
                                                           int block_size,
                                                           std::size_t dynamic_shared_bytes);
+
+/// Finds cuTensorMapEncodeTiled.
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result = nullptr);
+/// How many clusters of config.attrs' size the device holds.
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
+                                           const cudaLaunchConfig_t* config);
+
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*kernel)(Parameters...),
+                                           const cudaLaunchConfig_t* config) {
+  return cudaOccupancyMaxActiveClusters(clusters, reinterpret_cast<const void*>(kernel), config);
+}
 
 template <class T>
 cudaError_t cudaMalloc(T** pointer, std::size_t size) {

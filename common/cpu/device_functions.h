@@ -252,6 +252,10 @@ T atomic_update(T* address, Update update) {
 
 }  // namespace cuda_cpu
 
+/// Four additions, each atomic by itself. CUDA C++ Programming Guide, "atomicAdd()".
+inline float4 atomicAdd(float4* address, float4 value);
+inline float2 atomicAdd(float2* address, float2 value);
+
 template <class T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
   if constexpr (std::is_integral_v<T>) {
@@ -259,6 +263,14 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
   } else {
     return cuda_cpu::atomic_update(address, [&](T old) -> T { return old + value; });
   }
+}
+
+inline float2 atomicAdd(float2* address, float2 value) {
+  return {atomicAdd(&address->x, value.x), atomicAdd(&address->y, value.y)};
+}
+inline float4 atomicAdd(float4* address, float4 value) {
+  return {atomicAdd(&address->x, value.x), atomicAdd(&address->y, value.y),
+          atomicAdd(&address->z, value.z), atomicAdd(&address->w, value.w)};
 }
 
 template <class T>
@@ -341,16 +353,15 @@ CUDA_CPU_STORE(__stwt)
 /// Nanoseconds here, not cycles.
 inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
-/// Lets other threads of the block, and other workers, go on.
-inline void __nanosleep(unsigned) {
-  cuda_cpu::yield();
-  std::this_thread::yield();
+/// Lets other threads go on.
+inline void __nanosleep(unsigned, cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::yield(site);
 }
 
 [[noreturn]] inline void __trap() { cuda_cpu::fail("__trap()"); }
 
 inline std::size_t __cvta_generic_to_shared(const void* pointer) {
-  return reinterpret_cast<std::size_t>(pointer);
+  return cuda_cpu::shared_window(pointer);
 }
 
 // ---- Integers and bits -------------------------------------------------------------------------

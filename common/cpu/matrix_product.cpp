@@ -7,6 +7,7 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "device_state.h"
 #include "worker_pool.h"
 
 // The inner loops are compiled twice, for any x86-64 and for those with 256-bit FMA units; this
@@ -220,6 +221,7 @@ double load_element(const void* data, cudaDataType type, long index) {
 }
 
 void multiply(const Product& product) {
+  finish_kernels();
   if (product.in_double) {
     multiply_in<double>(product);
   } else {

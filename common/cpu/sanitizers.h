@@ -11,6 +11,7 @@
 #define CUDA_CPU_ASAN 1
 #endif
 #if __has_feature(thread_sanitizer)
+#undef CUDA_CPU_TSAN
 #define CUDA_CPU_TSAN 1
 #endif
 #endif
@@ -18,6 +19,7 @@
 #define CUDA_CPU_ASAN 1
 #endif
 #if defined(__SANITIZE_THREAD__)
+#undef CUDA_CPU_TSAN
 #define CUDA_CPU_TSAN 1
 #endif
 
@@ -27,6 +29,12 @@
 #endif
 #if defined(CUDA_CPU_TSAN)
 #include <sanitizer/tsan_interface.h>
+extern "C" {
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
 #endif
 
 /// Marks a function of the backend whose own bookkeeping ThreadSanitizer must not watch: it runs in
@@ -83,5 +91,25 @@ CUDA_CPU_INTO_CALLER void tsan_become([[maybe_unused]] void* identity) {
   __tsan_switch_to_fiber(identity, __tsan_switch_to_fiber_no_sync);
 #endif
 }
+
+/// While one exists, ThreadSanitizer does not watch what the calling identity does: bookkeeping, in
+/// the name of a CUDA thread, in memory that is the worker's. (That of the C++ library, too.)
+class Unwatched {
+ public:
+  CUDA_CPU_INTO_CALLER Unwatched() {
+#if defined(CUDA_CPU_TSAN)
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+#endif
+  }
+  CUDA_CPU_INTO_CALLER ~Unwatched() {
+#if defined(CUDA_CPU_TSAN)
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+#endif
+  }
+  Unwatched(const Unwatched&) = delete;
+  Unwatched& operator=(const Unwatched&) = delete;
+};
 
 }  // namespace cuda_cpu

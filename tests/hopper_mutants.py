@@ -1,0 +1,274 @@
+"""Every wait, arrival, expected byte count, fence and barrier of the Hopper kernels, taken out or shifted.
+
+The mistakes are not listed here but derived from a lesson's source: each call of a word of
+common/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
+helper functions and lambdas. SConstruct compiles a lesson with all of them once for the plain CPU
+build and once for ThreadSanitizer; MISTAKE in the environment says which one the program makes.
+
+    hopper_mutants.py LESSON [NUMBER...]   runs a lesson's mistakes, all or some, and says what finds each
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "common" / "cpu"))
+from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
+
+LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients",
+           "9_matmul_softmax", "10_clifford_gp")
+
+# Words that are only ever taken out.
+ONLY_REMOVED = (
+    "barrier_init_fence", "barrier_arrive", "shared_fence", "tensor_store_commit", "wgmma_fence",
+    "wgmma_commit", "cluster_sync", "cluster_arrive", "cluster_wait", "cluster_meet",
+    "wait_until_empty", "wait_for_previous_kernel", "__syncthreads", "__syncwarp",
+)
+# Words with a number that may also be wrong: which argument, and what becomes of it.
+SHIFTED = {
+    "barrier_init": (1, (" + 1", " - 1")),
+    "barrier_wait": (1, (" ^ 1",)),
+    "barrier_arrive_expect": (1, (" + 16", " - 16")),
+    "named_barrier": (1, (" + 32", " - 32")),
+}
+# The same for a template argument.
+SHIFTED_TEMPLATE = ("wgmma_wait", "tensor_store_wait_read")
+NEVER_REMOVED = ("barrier_init",)  # the barrier would not exist
+# What makes no difference but in time: not mistakes.
+TIMING_ONLY = {
+    "start_next_kernel": "without it the next kernel's blocks start when this one's end",
+    "prefetch_l2": "brings into the cache what is read later anyway",
+    "evict_first": "a hint to the cache",
+    "next": "Pace::next() waits for a bounded time, to read less",
+    "end": "Pace::end(): nobody waits for long if it is missing",
+}
+WORDS = sorted((*ONLY_REMOVED, *SHIFTED, *SHIFTED_TEMPLATE), key=len, reverse=True)
+_CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
+_LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
+_SPIN = re.compile(r"\bwhile \(!")
+
+# What a mistake needs to show: several tiles for each block, more steps than stages, and clusters that
+# stay. Arguments, and how many multiprocessors the device has.
+RUNS = {
+    "3_matmul_tensorcore": [
+        (("392", "--kernel", "^wgmma$"), 8),
+        (("392", "--kernel", "^specialized$"), 8),
+        (("520", "--kernel", "^persistent$"), 2),
+    ],
+    "6_gating_fused": [
+        (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
+        (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
+    ],
+    "7_diffusion_fused": [(("2400", "--kernel", "^one launch$"), 8)],
+    "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
+    "9_matmul_softmax": [
+        (("70", "--inputs", "1100", "--classes", "20", "--kernel", "fused cluster"), 8),
+        (("300", "--inputs", "300", "--classes", "260", "--kernel", "fused exchange"), 4),
+    ],
+    "10_clifford_gp": [
+        (("20", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`number` counts from 1 in a lesson."""
+
+    number: int
+    line: int
+    function: str
+    call: str
+    change: str  # "without", or what is done to the number
+
+    def __str__(self):
+        return f"{self.number:3} line {self.line}, {self.function}: {self.call} {self.change}"
+
+
+def code_of(text):
+    """The source with blanks for comments and strings."""
+    return _NOT_CODE.sub(_blank, text)
+
+
+def _arguments(code, start, end):
+    """Start and end of each argument between two parentheses."""
+    found, depth, first = [], 0, start
+    for at in range(start, end):
+        depth += (code[at] in "([{") - (code[at] in ")]}")
+        if code[at] == "," and depth == 0:
+            found.append((first, at))
+            first = at + 1
+    return [*found, (first, end)]
+
+
+def _functions(code):
+    """(start of the body, its end, name) of every function, kernel and struct at the top level, whose
+    last brace clang-format puts at the start of a line."""
+    start = 0
+    for last in re.finditer(r"^\}", code, re.M):
+        for opening in re.finditer(r"(\w+)\s*\(", code[start : last.start()]):
+            close = _closing(code, start + opening.end() - 1)
+            body = re.compile(r"\s*\{").match(code, close + 1)
+            if body and not opening[1].startswith("__") and opening[1] not in ("if", "for", "while"):
+                yield body.end(), last.start(), opening[1]
+                break
+        start = last.end()
+
+
+def hopper_parts(code):
+    """The functions that say a word of hopper.cuh."""
+    portable = ("__syncthreads", "__syncwarp", "wait_for_previous_kernel")
+    words = "|".join(word for word in WORDS if word not in portable)
+    for body, end, name in _functions(code):
+        if re.search(rf"\b({words}|tensor_load|bulk_load|wgmma)\s*[<(]", code[body:end]):
+            yield body, end, name
+
+
+def derive(text):
+    """(Mistakes, edits) of a lesson's source; an edit is (start, end, replacement)."""
+    code = code_of(text)
+    mistakes, edits = [], []
+
+    def add(at, function, call, change):
+        line = text.count("\n", 0, at) + 1
+        mistakes.append(Mistake(len(mistakes) + 1, line, function, " ".join(call.split()), change))
+        return f"kMistake == {len(mistakes)}"
+
+    for body, end, function in hopper_parts(code):
+        for match in _CALL.finditer(code, body, end):
+            word, template = match[1], match[2] or ""
+            close = _closing(code, match.end() - 1)
+            call = text[match.start() : close + 1]
+            new = call
+            if word in SHIFTED:
+                which, changes = SHIFTED[word]
+                first, last = _arguments(code, match.end(), close)[which]
+                value = f"({text[first:last].strip()})"
+                for change in changes:
+                    made = add(match.start(), function, call, f"with{change}")
+                    value = f"({made} ? {value}{change} : {value})"
+                new = text[match.start() : first] + " " + value + text[last : close + 1]
+            elif word in SHIFTED_TEMPLATE:
+                made = add(match.start(), function, call, "with + 1")
+                more = f"{word}<({template[1:-1]}) + 1>()"
+                new = f"({made} ? static_cast<void>({more}) : static_cast<void>({call}))"
+            if word not in NEVER_REMOVED:
+                made = add(match.start(), function, call, "without")
+                new = f"({made} ? static_cast<void>(0) : static_cast<void>({new}))"
+            edits.append((match.start(), close + 1, new))
+        # Lambdas that wait or let go on, where they are called; loops that look until others have come.
+        lambdas = [
+            match[1] for match in _LAMBDA.finditer(code, body, end)
+            if _CALL.search(code, match.end(), _end_of_block(code, match.end()))
+        ]
+        for name in lambdas:
+            for match in re.finditer(rf"(?<![\w.>:])(?<!auto ){name}\(", code[body:end]):
+                start = body + match.start()
+                close = _closing(code, body + match.end() - 1)
+                call = text[start : close + 1]
+                made = add(start, function, call, "without")
+                edits.append(
+                    (start, close + 1, f"({made} ? static_cast<void>(0) : static_cast<void>({call}))")
+                )
+        for match in _SPIN.finditer(code, body, end):
+            close = _closing(code, match.end() - 2)
+            made = add(match.start(), function, text[match.start() : close + 1], "without")
+            edits.append((match.end() - 1, match.end() - 1, f"!({made}) && "))
+    return mistakes, edits
+
+
+def _end_of_block(code, start):
+    depth = 1
+    for at in range(start, len(code)):
+        depth += (code[at] == "{") - (code[at] == "}")
+        if depth == 0:
+            return at
+    return len(code)
+
+
+CHOICE = """#include <cstdlib>
+static const int kMistake = std::getenv("MISTAKE") ? std::atoi(std::getenv("MISTAKE")) : 0;
+"""
+
+
+def plant(text):
+    """The lesson's source with all of its mistakes."""
+    _, edits = derive(text)
+    pieces, end = [], 0
+    for start, stop, new in _outermost(edits):
+        pieces += [text[end:start], new]
+        end = stop
+    return CHOICE + "#line 1\n" + "".join(pieces) + text[end:]
+
+
+def _outermost(edits):
+    """In order; nothing that is planted is inside of something else that is."""
+    edits = sorted(edits)
+    for (_, stop, _), (start, _, _) in zip(edits, edits[1:]):
+        assert stop <= start, "a call inside of a call"
+    return edits
+
+
+# ---- Running them --------------------------------------------------------------------------------
+
+
+def _run(program, arguments, multiprocessors, number, prefix=()):
+    environment = {
+        **os.environ, "MISTAKE": str(number), "CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
+        "TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0",
+    }
+    command = [*prefix, str(program), *arguments, "--device", "cpu", "--samples", "1"]
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _verdict(result):
+    """How a run was found to be wrong; None if it was not."""
+    if result is None:
+        return "hangs"
+    if "ThreadSanitizer: data race" in result.stderr:
+        return "data race"
+    if match := re.search(r"^cuda_cpu: (.*)$", result.stderr, re.M):
+        return "deadlock" if "deadlock:" in match[1] else "error"
+    if result.returncode == 1 and "FAILED" in result.stdout:
+        return "verification"
+    return None if result.returncode == 0 else f"exit code {result.returncode}"
+
+
+def judge(lesson, number, build, prefix=()):
+    """(what finds the mistake or None, the report) by the plain build, or else ThreadSanitizer's."""
+    for sanitizer in ("", "-thread"):
+        program = build.parent / f"cpu{sanitizer}" / "mutants" / f"{lesson}_hopper"
+        for arguments, multiprocessors in RUNS[lesson]:
+            result = _run(program, arguments, multiprocessors, number, prefix if sanitizer else ())
+            if verdict := _verdict(result):
+                return verdict, result.stderr + result.stdout if result else ""
+    return None, ""
+
+
+def main():
+    lesson, *chosen = sys.argv[1:]
+    mistakes, _ = derive((ROOT / f"{lesson}.cu").read_text())
+    chosen = [int(number) for number in chosen] or [mistake.number for mistake in mistakes]
+    build = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
+    verdicts = {}
+    with ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
+        results = pool.map(
+            lambda number: judge(lesson, number, build, ("setarch", "-R")), chosen
+        )
+        for number, (verdict, report) in zip(chosen, results):
+            verdicts[verdict] = verdicts.get(verdict, 0) + 1
+            line = re.search(r"^(cuda_cpu: .*|.*FAILED.*|SUMMARY.*)$", report, re.M)
+            print(f"{mistakes[number - 1]}\n      {verdict}: {line[1][:300] if line else ''}", flush=True)
+    print(lesson, verdicts)
+
+
+if __name__ == "__main__":
+    main()
