@@ -62,5 +62,6 @@ int main(int argc, char** argv) {
   add_problem<__nv_bfloat16>(lesson, blas, "bf16", Rate::fp16, 80, CUDA_R_16BF, CUBLAS_COMPUTE_32F,
                              dot_tolerance(n, tensor_sum, kRoundoffBf16));
   lesson.note("Significant bits of A and B: fp32 24, tf32 and fp16 11, bf16 8. The sums are fp32.");
+  if (lesson.on_cpu()) lesson.note("The CPU backend's library does not round to tf32.");
   return lesson.run();
 }

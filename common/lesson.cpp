@@ -731,6 +731,11 @@ std::vector<Column> Lesson::State::columns(const Problem& problem) const {
     snprintf(text, sizeof text, format, values...);
     return std::string(text);
   };
+  const auto digits = [=](double value, size_t width) {  // four, or what there is room for
+    int count = 4;
+    while (count > 1 && text("%.*g", count, value).size() > width) --count;
+    return text("%.*g", count, value);
+  };
   const auto limit = [this, rate = problem.rate_](const Kernel& kernel) {
     return limit_ms(kernel.work, rate);
   };
@@ -749,11 +754,11 @@ std::vector<Column> Lesson::State::columns(const Problem& problem) const {
        }},
       {"TFLOP/s", 8,
        [=](const Kernel& kernel) {
-         return text("%.4g", kernel.work.flops / kernel.median_ms() * 1e-9);
+         return digits(kernel.work.flops / kernel.median_ms() * 1e-9, 8);
        }},
       {"GB/s", 7,
        [=](const Kernel& kernel) {
-         return text("%.4g", kernel.work.bytes / kernel.median_ms() * 1e-6);
+         return digits(kernel.work.bytes / kernel.median_ms() * 1e-6, 7);
        }},
       {"%limit", 7,
        [=](const Kernel& kernel) {
@@ -761,7 +766,7 @@ std::vector<Column> Lesson::State::columns(const Problem& problem) const {
          return ms > 0 ? text("%.1f", 100 * ms / kernel.median_ms()) : "-";
        }},
       {"speed", 8,
-       [=](const Kernel& kernel) { return text("%.4gx", baseline_ms / kernel.median_ms()); }},
+       [=](const Kernel& kernel) { return digits(baseline_ms / kernel.median_ms(), 7) + "x"; }},
       {"error", 8, [=](const Kernel& kernel) {
          return text("%.1e", std::fabs(kernel.error.frobenius));  // a NaN may print its sign
        }}};
