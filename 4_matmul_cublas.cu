@@ -18,6 +18,7 @@
 //
 // Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
 
+#include "common/library_product.h"
 #include "common/matmul.h"
 
 // C = A B in elements of T (cuBLAS's name for it: `type`), accumulated in fp32 as `compute` says.
@@ -39,6 +40,11 @@ void add_problem(Lesson& lesson, cublasHandle_t blas, const char* name, Rate rat
   matmul.problem
       .kernel(std::string("cuBLAS ") + name, Role::library,
               [=] { gemm<T>(blas, A, B, C, n, type, compute); })
+      .needs(needs_cc);
+  const auto fastest = std::make_shared<LibraryProduct>(
+      matmul.problem, LibraryProduct::Shape{n, n, n}, type, compute);
+  matmul.problem
+      .kernel("cuBLASLt, best candidate", Role::library, [=] { (*fastest)(A, B, C); })
       .needs(needs_cc);
 }
 

@@ -70,13 +70,15 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 /// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
 /// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
 /// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so
-/// must its rows. With `to_tf32`, floats are rounded to TF32 on their way into shared memory. CUDA
-/// Driver API, "Tensor Map Object Management".
+/// must its rows, which are `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are
+/// rounded to TF32 on their way into shared memory. CUDA Driver API, "Tensor Map Object
+/// Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
-                       bool to_tf32 = false) {
+                       bool to_tf32 = false, int64_t row_stride = 0) {
   const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(cols) * sizeof(T)};
+  if (row_stride == 0) row_stride = cols;
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride) * sizeof(T)};
   const cuuint32_t box[2] = {128 / sizeof(T), box_rows};
   return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, to_tf32);
 }
@@ -385,14 +387,21 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R32                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
   "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HOPPER_R56 \
+  HOPPER_R32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
 #define HOPPER_R64                                                                \
   HOPPER_R32                                                                      \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
   "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define HOPPER_R72 HOPPER_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define HOPPER_R96                                                                \
   HOPPER_R64                                                                      \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, " \
   "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define HOPPER_R112 \
+  HOPPER_R96        \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define HOPPER_R128                                                                          \
   HOPPER_R96                                                                                 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, " \
@@ -434,6 +443,19 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, 1, %67, 1", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 56) {
+    HOPPER_WGMMA("112", HOPPER_R56, "%56", "%57", "%58", "1, 1, %59, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40), HOPPER_SUM8(48))
+  } else if constexpr (kCount == 72) {
+    HOPPER_WGMMA("144", HOPPER_R72, "%72", "%73", "%74", "1, 1, %75, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64))
+  } else if constexpr (kCount == 96) {
+    HOPPER_WGMMA("192", HOPPER_R96, "%96", "%97", "%98", "1, 1, %99, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
+  } else if constexpr (kCount == 112) {
+    HOPPER_WGMMA("224", HOPPER_R112, "%112", "%113", "%114", "1, 1, %115, 1", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
+                 HOPPER_SUM8(104))
   } else {
     static_assert(kCount == 128);
     HOPPER_WGMMA("256", HOPPER_R128, "%128", "%129", "%130", "1, 1, %131, 1", HOPPER_SHARED_A,

@@ -23,6 +23,7 @@
 #include <set>
 
 #include "common/build_info.h"
+#include "common/event.h"
 #include "common/numerics.h"
 
 using Json = nlohmann::ordered_json;
@@ -95,25 +96,6 @@ std::string comparison_text(const std::string& format, double factor) {
 }
 
 namespace {
-
-class Event {
- public:
-  Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  ~Event() { cudaEventDestroy(event_); }
-  void record() { CUDA_CHECK(cudaEventRecord(event_)); }
-  /// Milliseconds from `start` to this event; waits for it.
-  float since(const Event& start) const {
-    CUDA_CHECK(cudaEventSynchronize(event_));
-    float ms = 0;
-    CUDA_CHECK(cudaEventElapsedTime(&ms, start.event_, event_));
-    return ms;
-  }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
 
 #ifndef CUDA_CPU
 /// `calls` calls of `launch` as a CUDA graph, one after the other.

@@ -1,0 +1,40 @@
+// The product that the kernels are compared with: the fastest that cuBLASLt has for its shape.
+#pragma once
+
+#include <cublasLt.h>
+
+#include "common/lesson.h"
+
+/// c (m, n) = a (m, k) b (k, n) by cuBLASLt, row-major and dense, plus a bias for each column if
+/// there is one. cuBLAS's heuristic guesses which of its kernels is the fastest; this asks the
+/// heuristic for all that it would consider, calls each a few times, and keeps the fastest. That
+/// happens in the first call, which must not be captured in a graph.
+class LibraryProduct {
+ public:
+  struct Shape {
+    int64_t m, n, k;
+  };
+
+  /// `type`: of a, b, c and the bias. The workspace is `problem`'s.
+  LibraryProduct(Problem& problem, const Shape& shape, cudaDataType_t type,
+                 cublasComputeType_t compute, bool with_bias = false);
+  LibraryProduct(const LibraryProduct&) = delete;
+  LibraryProduct& operator=(const LibraryProduct&) = delete;
+  ~LibraryProduct();
+
+  void operator()(const void* a, const void* b, void* c, const void* bias = nullptr);
+
+ private:
+  static constexpr size_t kWorkspaceBytes = 64 << 20;
+
+  void call(const cublasLtMatmulAlgo_t& algorithm, const void* a, const void* b, void* c);
+  void choose(const void* a, const void* b, void* c);
+
+  cublasLtHandle_t blas_ = nullptr;
+  cublasLtMatmulDesc_t matmul_ = nullptr;
+  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, c_ = nullptr;
+  Buffer<float> workspace_;
+  bool with_bias_;
+  bool chosen_ = false;
+  cublasLtMatmulAlgo_t fastest_ = {};
+};

@@ -1,0 +1,365 @@
+// C = epilogue(A B) for Hopper: the product at which lesson 3 arrives, with its tiles, its schedule
+// and its epilogue as parameters.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "common/tiles.cuh"
+
+/// Tiles of C, 128 rows by kColumns (a multiple of 16, as wgmma has it), one a block at a time. The
+/// blocks of a cluster own kStackedTiles tiles below each other, which share what they copy of B,
+/// by kSideTiles next to each other, which share what they copy of A. kOutBoxes boxes of 64 columns
+/// are room for results of each consumer on their way out.
+template <int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+struct Tiles {
+  static constexpr int BM = 128, BN = kColumns, kStack = kStackedTiles, kSide = kSideTiles;
+  static constexpr int kOut = kOutBoxes, kBlocks = kStack * kSide;
+  static constexpr int kPeers = kStack + kSide - 1;  // who share A or B with a block, and itself
+  static constexpr int kConsumers = BM / 64, kThreads = 128 * (1 + kConsumers);
+};
+
+/// One factor: described to the copy engine, and where it starts.
+template <typename T>
+struct Factor {
+  CUtensorMap map;
+  const T* data;
+  int64_t stride;  ///< elements from a row to the next
+};
+
+struct ProductShape {
+  int rows, cols, depth;
+};
+
+template <typename T, class Tile>
+struct ProductShared {
+  struct Stage {
+    LeftTile<T, Tile::BM> a;
+    RightTile<T, Tile::BN> b;
+  };
+  static constexpr int kMost = 227 << 10;  // shared memory that a block may have
+  static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(Box<T, 64>);
+  static constexpr int kStages = (kMost - 1024 - kOutBytes) / sizeof(Stage);
+  Stage stages[kStages];
+  Box<T, 64> out[Tile::kConsumers][Tile::kOut];
+  Barrier full[kStages], empty[kStages];
+};
+
+#if HOPPER_CODE
+// dividend / divisor, 0 to 2^20 by 1 to 2^20. Approximately, and still exactly: the half keeps
+// quotients further from the next whole number than __fdividef errs. That is 6 instructions instead
+// of 30, which count at the start, where each is fetched from memory.
+__device__ inline int quotient(int dividend, int divisor) {
+  return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
+}
+#endif
+
+/// The order in which clusters take their tiles: in groups of rows of tiles, column by column, so
+/// that the tiles of one time form about a square patch of C; every other group from the right.
+template <class Tile>
+struct Schedule {
+  static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
+  static constexpr int kGroup = 2048 / kRows;
+  int tile_rows, tile_cols, tiles;
+
+  struct Place {
+    int row, col;
+  };
+  __host__ __device__ explicit Schedule(const ProductShape& shape)
+      : tile_rows((shape.rows + kRows - 1) / kRows),
+        tile_cols((shape.cols + kCols - 1) / kCols),
+        tiles(tile_rows * tile_cols) {}
+#if HOPPER_CODE
+  /// Where the tile of block (stack, side) starts in the cluster's tile number `tile`.
+  __device__ Place place(int tile, int stack, int side) const {
+    const int group = quotient(tile, kGroup * tile_cols);
+    const int within = tile - group * kGroup * tile_cols;
+    const int rows = min(kGroup, tile_rows - group * kGroup), column = quotient(within, rows);
+    return {(group * kGroup + within - column * rows) * kRows + stack * Tile::BM,
+            (group % 2 == 0 ? column : tile_cols - 1 - column) * kCols + side * Tile::BN};
+  }
+#endif
+};
+
+#if HOPPER_CODE
+/// Clusters keep in step: they count their paces, of kSteps steps each, in one number for all. Who
+/// is more than one pace ahead of the mean waits, but not for long: it only saves reads, and the
+/// others may not have got a multiprocessor yet.
+struct Pace {
+  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
+  unsigned* total;
+  unsigned clusters, mine = 0;
+
+  __device__ void next() {
+    Counter counter(*total);
+    counter.fetch_add(1, cuda::memory_order_relaxed);
+    for (int look = 0; look < kPatience; ++look) {
+      if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
+    }
+    ++mine;
+  }
+
+  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
+  // one leaves a 0 for the next launch.
+  __device__ void end(unsigned most) {
+    Counter counter(*total);
+    const unsigned rest = most - mine;
+    if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
+      counter.store(0, cuda::memory_order_relaxed);
+    }
+  }
+};
+
+/// Where this block stands in its cluster, and what it does for the others.
+template <class Tile>
+struct Cluster {
+  static constexpr int kStack = Tile::kStack, kSide = Tile::kSide;
+  static constexpr int kRowsA = Tile::BM / kSide, kRowsB = kStepK / kStack;  // that a block fetches
+  const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
+  const int stack = rank % kStack, side = rank / kStack;
+  const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
+
+  template <typename T>
+  __device__ void load_left(LeftTile<T, Tile::BM>& tile, const CUtensorMap* map, int row, int k,
+                            Barrier* arrived) const {
+    if constexpr (kSide == 1) {
+      tensor_load(tile.elements, map, row, k, arrived);
+    } else {
+      static_assert(kSide == 2 || kSide == 4);
+      constexpr unsigned kTwo = 1 | 1 << kStack;
+      constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
+      const int part = side * kRowsA;
+      tensor_load_multicast(tile.row(part), map, row + part, k, arrived, kAll << stack);
+    }
+  }
+  template <typename T>
+  __device__ void load_right(RightTile<T, Tile::BN>& tile, const CUtensorMap* map, int k, int col,
+                             Barrier* arrived) const {
+#pragma unroll
+    for (int box = 0; box < RightTile<T, Tile::BN>::kBoxes; ++box) {
+      if constexpr (kStack == 1) {
+        tensor_load(tile.boxes[box].elements, map, k, col + kBoxCols * box, arrived);
+      } else {
+        const int part = stack * kRowsB;
+        tensor_load_multicast(tile.boxes[box].row(part), map, k + part, col + kBoxCols * box,
+                              arrived, ((1 << kStack) - 1) << kStack * side);
+      }
+    }
+  }
+
+  /// Has the lines of this block's first stage brought into the L2 cache; 256 threads call it.
+  template <typename T>
+  __device__ void prefetch(const Factor<T>& A, const Factor<T>& B, int row, int col,
+                           const ProductShape& shape) const {
+    constexpr int kBoxes = RightTile<T, Tile::BN>::kBoxes;
+    const int thread = threadIdx.x % 128;
+    if (threadIdx.x < 256) {
+      const int r = row + side * kRowsA + thread;
+      if (thread < kRowsA && r < shape.rows) prefetch_l2(A.data + r * A.stride);
+    } else {
+#pragma unroll
+      for (int i = thread; i < kRowsB * kBoxes; i += 128) {
+        const int k = stack * kRowsB + i / kBoxes, c = col + i % kBoxes * kBoxCols;
+        if (k < shape.depth && c < shape.cols) prefetch_l2(B.data + k * B.stride + c);
+      }
+    }
+  }
+
+  /// Tells the producers of all who send to this block that it has read the stage of `empty`.
+  __device__ void release(Barrier& empty) const {
+    const int thread = threadIdx.x % 128;
+    if constexpr (Tile::kBlocks == 1) {
+      if (thread == 0) barrier_arrive(&empty);
+    } else if (thread < kStack) {
+      barrier_arrive(&empty, thread + kStack * side);
+    } else if (thread < Tile::kPeers) {
+      const int other = thread - kStack;
+      barrier_arrive(&empty, stack + kStack * (other < side ? other : other + 1));
+    }
+  }
+};
+
+/// Boxes in which a consumer's results leave.
+template <typename T, int kBoxes>
+struct Outbox {
+  Box<T, 64> (&boxes)[kBoxes];
+  int consumer;
+
+  __device__ void meet() const { named_barrier(1 + consumer, 128); }
+  /// Waits until the boxes may be written.
+  __device__ void wait() const {
+    if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
+    meet();
+  }
+};
+#endif
+
+/// The epilogue of a plain product: rounds it to T.
+template <typename T>
+struct StoreRounded {
+  CUtensorMap map;  ///< of C, boxes of 64 rows; only if `aligned`
+  T* data;
+  int rows, cols;
+  bool aligned;  ///< C's rows to 16 bytes
+
+#if HOPPER_CODE
+  template <int kCols, int kBoxes>
+  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
+                             const Outbox<T, kBoxes>& out) const {
+    constexpr int kAll = RightTile<T, kCols>::kBoxes;
+#pragma unroll
+    for (int first = 0; first < kAll; first += kBoxes) {
+      if (first > 0) out.wait();
+#pragma unroll
+      for (int box = first; box < kAll && box < first + kBoxes; ++box) {
+        sum.store(out.boxes[box - first], kBoxCols * box, [&](int i) { return sum.elements[i]; });
+      }
+      shared_fence();
+      out.meet();
+      if (aligned) {
+        if (warp_of_block() % 4 == 0 && elect_one()) {
+#pragma unroll
+          for (int box = first; box < kAll && box < first + kBoxes; ++box) {
+            if (kBoxCols * (box + 1) <= kCols) {
+              tensor_store(&map, row, col + kBoxCols * box, out.boxes[box - first].elements);
+            }
+          }
+          tensor_store_commit();
+        }
+        if (kCols % kBoxCols != 0 && first + kBoxes >= kAll) {
+          copy<8>(out.boxes[kAll - 1 - first], row, col + kBoxCols * (kAll - 1),
+                  kCols % kBoxCols);
+        }
+      } else {
+#pragma unroll
+        for (int box = first; box < kAll && box < first + kBoxes; ++box) {
+          copy<1>(out.boxes[box - first], row, col + kBoxCols * box,
+                  min(kBoxCols, kCols - kBoxCols * box));
+        }
+      }
+    }
+  }
+
+ private:
+  /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time.
+  template <int kWidth>
+  __device__ void copy(const Box<T, 64>& box, int row, int col, int count) const {
+    constexpr int kPieces = kBoxCols / kWidth;
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < 64 * kPieces; i += 128) {
+      const int r = i / kPieces, c = i % kPieces * kWidth;
+      const T* from = &box.elements[swizzled(r, c / 8) + c % 8];
+      T* to = data + static_cast<int64_t>(row + r) * cols + col + c;
+      if (row + r < rows && c < count && col + c < cols) {
+        if constexpr (kWidth == 8) {
+          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+        } else {
+          *to = *from;
+        }
+      }
+    }
+  }
+#endif
+};
+
+#if HOPPER_CODE
+/// The producer's part: one thread, which only starts copies. Of what blocks of the cluster share
+/// each fetches its part and multicasts it to all of them.
+template <typename T, class Tile>
+__device__ void produce(ProductShared<T, Tile>& shared, const CUtensorMap& A, const CUtensorMap& B,
+                        const Schedule<Tile>& schedule, int depth, unsigned* progress) {
+  const Cluster<Tile> cluster;
+  const int steps = (depth + kStepK - 1) / kStepK;
+  const bool in_step = progress != nullptr && cluster.rank == 0;
+  Pace pace{progress, static_cast<unsigned>(cluster.count)};
+  Ring<ProductShared<T, Tile>::kStages> ring;
+  bool backward = false;
+  for (int tile = cluster.index; tile < schedule.tiles;
+       tile += cluster.count, backward = !backward) {
+    const auto at = schedule.place(tile, cluster.stack, cluster.side);
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
+      const int k = (backward ? steps - 1 - step : step) * kStepK;
+      auto& stage = shared.stages[ring.stage];
+      Barrier* arrived = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      barrier_arrive_expect(arrived, sizeof stage);
+      cluster.load_left(stage.a, &A, at.row, k, arrived);
+      cluster.load_right(stage.b, &B, k, at.col, arrived);
+    }
+  }
+  if constexpr (Tile::kBlocks > 1) wait_until_empty(shared.empty, ring);
+  if (in_step) {
+    const int rounds = (schedule.tiles + cluster.count - 1) / cluster.count;
+    pace.end(rounds * (steps / Pace::kSteps));
+  }
+}
+
+/// A consumer's part: a warpgroup, which multiplies its 64 rows of each tile.
+template <typename T, class Tile, class Epilogue>
+__device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& schedule, int depth,
+                        const Epilogue& epilogue) {
+  const Cluster<Tile> cluster;
+  const int consumer = threadIdx.x / 128 - 1, steps = (depth + kStepK - 1) / kStepK;
+  const Outbox<T, Tile::kOut> out{shared.out[consumer], consumer};
+  Ring<ProductShared<T, Tile>::kStages> ring;
+  for (int tile = cluster.index; tile < schedule.tiles; tile += cluster.count) {
+    Sum<Tile::BN> sum;
+    int previous = 0;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const auto& stage = shared.stages[ring.stage];
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      sum.start_product(stage.a, 64 * consumer, stage.b, step > 0);
+      wgmma_wait<1>();
+      if (step > 0) cluster.release(shared.empty[previous]);
+      previous = ring.stage;
+    }
+    // While the last products are on their way.
+    const auto at = schedule.place(tile, cluster.stack, cluster.side);
+    out.wait();
+    wgmma_wait<0>();
+    cluster.release(shared.empty[previous]);
+    epilogue(sum, at.row + 64 * consumer, at.col, out);
+  }
+  out.wait();
+}
+#endif
+
+/// `progress` is one number for all blocks, 0 before the launch and after it, or null.
+template <typename T, class Tile, class Epilogue>
+__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
+    product(const __grid_constant__ Factor<T> A, const __grid_constant__ Factor<T> B,
+            const __grid_constant__ Epilogue epilogue, const ProductShape shape,
+            unsigned* progress) {
+#if HOPPER_CODE
+  using Shared = ProductShared<T, Tile>;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const Schedule<Tile> schedule(shape);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Shared::kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], Tile::kConsumers * Tile::kPeers);
+    }
+    barrier_init_fence();
+  } else if (threadIdx.x >= 128) {
+    const Cluster<Tile> cluster;
+    const auto first = schedule.place(cluster.index, cluster.stack, cluster.side);
+    cluster.prefetch(A, B, first.row, first.col, shape);
+  }
+  if constexpr (Tile::kBlocks > 1) {
+    cluster_meet();
+  } else {
+    __syncthreads();
+  }
+  if (warp_of_block() < 4) {
+    registers_shrink_to<24>();
+    if (warp_of_block() == 0 && elect_one()) {
+      produce(shared, A.map, B.map, schedule, shape.depth, progress);
+    }
+  } else {
+    registers_grow_to<240>();
+    consume(shared, schedule, shape.depth, epilogue);
+  }
+#endif
+}

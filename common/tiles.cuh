@@ -1,0 +1,91 @@
+// The words of Hopper's kernels: tiles in shared memory as the copy engine leaves them and as wgmma
+// reads them, and sums in the registers of a warpgroup. Lesson 3 introduces each of them. The
+// instructions below them are in common/hopper.cuh.
+#pragma once
+
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+
+inline constexpr int kBoxCols = 64;  // of 2 bytes: the copy engine swizzles rows of 128 bytes
+inline constexpr int kStepK = 64;    // columns of A, rows of B, that a step of a product takes
+
+/// kRows rows by 64 columns of T in shared memory, swizzled: what one tensor copy moves.
+template <typename T, int kRows>
+struct alignas(1024) Box {
+  T elements[kRows * kBoxCols];
+
+  __device__ T* row(int row) { return elements + row * kBoxCols; }
+  __device__ const T* row(int row) const { return elements + row * kBoxCols; }
+};
+
+/// A tile of a product's left factor: kRows rows, 64 of k.
+template <typename T, int kRows>
+struct LeftTile : Box<T, kRows> {
+#if HOPPER_CODE
+  /// 64 rows from `row` on, 16 of k from 16 `slice` on, for wgmma: 32 bytes further each.
+  __device__ uint64_t operand(int row, int slice) const {
+    return descriptor_a(this->row(row)) + 2 * slice;
+  }
+#endif
+};
+
+/// A tile of a row-major right factor: 64 of k, kCols columns, in boxes of 64 by 64.
+template <typename T, int kCols>
+struct RightTile {
+  static constexpr int kBoxes = (kCols + kBoxCols - 1) / kBoxCols;
+  Box<T, kStepK> boxes[kBoxes];
+#if HOPPER_CODE
+  /// All columns, 16 of k from 16 `slice` on, for wgmma: 2048 bytes further each.
+  __device__ uint64_t operand(int slice) const {
+    return descriptor_b(boxes, kStepK) + 128 * slice;
+  }
+#endif
+};
+
+/// A warpgroup's sum of 64 rows by kCols columns, fp32, in its registers. Element i of a thread is
+/// the one in row(i), col(i).
+template <int kCols>
+struct Sum {
+  float elements[kCols / 2];
+
+  __device__ static int row(int i) {
+    const int thread = threadIdx.x % 128;
+    return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+  }
+  __device__ static int col(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+#if HOPPER_CODE
+  /// Starts to add (or, if not `add`, to assign) the product of 64 rows of `a` from `row` on by
+  /// `b`, as one group of wgmma.
+  template <typename T, int kRows>
+  __device__ void start_product(const LeftTile<T, kRows>& a, int row, const RightTile<T, kCols>& b,
+                                bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kStepK / 16; ++slice) {
+      wgmma<T>(elements, a.operand(row, slice), b.operand(slice), add || slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`. f(i) may
+  /// use whatever of the thread's elements it likes.
+  template <typename T, typename F>
+  __device__ void store(Box<T, 64>& box, int col, F f) const {
+    const int thread = threadIdx.x % 128;
+    // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
+    const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+#pragma unroll
+    for (int c = 0; c < kBoxCols; c += 16) {
+      if (col + c >= kCols) break;
+      uint32_t registers[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int i = (col + c) / 2 + 2 * m;
+        registers[m] = pack2<T>(f(i), f(i + 1));
+      }
+      store_matrices(&box.elements[swizzled(row, c / 8 + piece)], registers);
+    }
+  }
+#endif
+};
