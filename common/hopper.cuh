@@ -213,6 +213,12 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
+/// Has a tensor map, a parameter of the kernel, brought to where the copy engine looks for it.
+/// "prefetch".
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 /// Has the cache line of `from` brought into the L2 cache. "prefetch".
 __device__ inline void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");

@@ -53,23 +53,46 @@ __device__ inline int quotient(int dividend, int divisor) {
 }
 #endif
 
-/// The order in which clusters take their tiles: in groups of rows of tiles, column by column, so
-/// that the tiles of one time form about a square patch of C; every other group from the right.
+/// What a cluster does at a time: steps `begin` to `end` of its tile number `tile`.
+struct Piece {
+  int tile, begin, end;
+};
+
+/// Which tiles a cluster takes, and in which order. Clusters take whole tiles in turn, for `rounds`
+/// rounds; what is left, `shared` tiles, at least as many as there are clusters, is divided into
+/// ranges of equally many steps. A tile is then shared by two clusters at most: one ends with its
+/// first steps, and the next one began with the rest of it.
 template <class Tile>
 struct Schedule {
   static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
   static constexpr int kGroup = 2048 / kRows;
-  int tile_rows, tile_cols, tiles;
+  ProductShape shape;
+  int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
+  bool ahead;
 
+  Schedule(const ProductShape& of, int cluster_count, bool split)
+      : shape(of),
+        tile_rows((shape.rows + kRows - 1) / kRows),
+        tile_cols((shape.cols + kCols - 1) / kCols),
+        tiles(tile_rows * tile_cols),
+        steps((shape.depth + kStepK - 1) / kStepK),
+        clusters(cluster_count),
+        rounds((tiles + clusters - 1) / clusters),
+        shared(0),
+        ahead(false) {
+    if (split && tiles > clusters && tiles % clusters != 0) {
+      rounds = tiles / clusters - 1;
+      shared = tiles - rounds * clusters;
+    }
+  }
+
+#if HOPPER_CODE
   struct Place {
     int row, col;
   };
-  __host__ __device__ explicit Schedule(const ProductShape& shape)
-      : tile_rows((shape.rows + kRows - 1) / kRows),
-        tile_cols((shape.cols + kCols - 1) / kCols),
-        tiles(tile_rows * tile_cols) {}
-#if HOPPER_CODE
-  /// Where the tile of block (stack, side) starts in the cluster's tile number `tile`.
+  /// Where the tile of block (stack, side) starts in the cluster's tile number `tile`: tiles go in
+  /// groups of rows of tiles, column by column, so that those of one time form about a square patch
+  /// of C; every other group from the right.
   __device__ Place place(int tile, int stack, int side) const {
     const int group = quotient(tile, kGroup * tile_cols);
     const int within = tile - group * kGroup * tile_cols;
@@ -77,6 +100,31 @@ struct Schedule {
     return {(group * kGroup + within - column * rows) * kRows + stack * Tile::BM,
             (group % 2 == 0 ? column : tile_cols - 1 - column) * kCols + side * Tile::BN};
   }
+
+  /// The pieces of a cluster, one after the other.
+  struct Pieces {
+    const Schedule& schedule;
+    int cluster, round = 0, next = 0, last = 0;  // of the shared steps
+
+    __device__ Pieces(const Schedule& of, int number) : schedule(of), cluster(number) {
+      if (of.shared > 0) {
+        next = of.shared * of.steps * number / of.clusters;
+        last = of.shared * of.steps * (number + 1) / of.clusters;
+      }
+    }
+    __device__ bool get(Piece& piece) {
+      if (round < schedule.rounds) {
+        piece = {cluster + round++ * schedule.clusters, 0, schedule.steps};
+        return piece.tile < schedule.tiles;
+      }
+      if (next >= last) return false;
+      const int tile = next / schedule.steps, begin = next - tile * schedule.steps;
+      const int end = min(schedule.steps, begin + last - next);
+      next += end - begin;
+      piece = {schedule.rounds * schedule.clusters + tile, begin, end};
+      return true;
+    }
+  };
 #endif
 };
 
@@ -149,19 +197,40 @@ struct Cluster {
 
   /// Has the lines of this block's first stage brought into the L2 cache; 256 threads call it.
   template <typename T>
-  __device__ void prefetch(const Factor<T>& A, const Factor<T>& B, int row, int col,
-                           const ProductShape& shape) const {
+  __device__ void prefetch_first(const Factor<T>& A, const Factor<T>& B,
+                                 const Schedule<Tile>& schedule) const {
     constexpr int kBoxes = RightTile<T, Tile::BN>::kBoxes;
+    const auto at = schedule.place(index, stack, side);
     const int thread = threadIdx.x % 128;
     if (threadIdx.x < 256) {
-      const int r = row + side * kRowsA + thread;
-      if (thread < kRowsA && r < shape.rows) prefetch_l2(A.data + r * A.stride);
+      const int row = at.row + side * kRowsA + thread;
+      if (thread < kRowsA && row < schedule.shape.rows) prefetch_l2(A.data + row * A.stride);
     } else {
 #pragma unroll
       for (int i = thread; i < kRowsB * kBoxes; i += 128) {
-        const int k = stack * kRowsB + i / kBoxes, c = col + i % kBoxes * kBoxCols;
-        if (k < shape.depth && c < shape.cols) prefetch_l2(B.data + k * B.stride + c);
+        const int k = stack * kRowsB + i / kBoxes, col = at.col + i % kBoxes * kBoxCols;
+        if (k < schedule.shape.depth && col < schedule.shape.cols) {
+          prefetch_l2(B.data + k * B.stride + col);
+        }
       }
+    }
+  }
+
+  /// Where no cluster has more than one tile: all blocks together have all of A and B brought into
+  /// the L2 cache, in the order of k. Memory then works at its full rate, not at that of the few
+  /// stages that are under way.
+  template <typename T>
+  __device__ void prefetch_all(const Factor<T>& A, const Factor<T>& B,
+                               const Schedule<Tile>& schedule) const {
+    const int threads = gridDim.x * 256, first = blockIdx.x * 256 + threadIdx.x - 128;
+    const int rows = schedule.shape.rows, lines = (schedule.shape.cols + kBoxCols - 1) / kBoxCols;
+    for (int i = rows + first; i < schedule.steps * rows; i += threads) {
+      const int step = quotient(i, rows);
+      prefetch_l2(A.data + (i - step * rows) * A.stride + step * kStepK);
+    }
+    for (int i = kStepK * lines + first; i < schedule.shape.depth * lines; i += threads) {
+      const int row = quotient(i, lines);
+      prefetch_l2(B.data + row * B.stride + (i - row * lines) * kBoxCols);
     }
   }
 
@@ -262,24 +331,79 @@ struct StoreRounded {
 #endif
 };
 
+/// What clusters tell each other. One allocation of memory, zeros before the first launch and left
+/// as the next one needs it.
+struct Exchange {
+  unsigned* pace;    ///< null: clusters do not keep in step
+  unsigned* ready;   ///< of each consumer of the grid: its partial sum may be read
+  float* partial;    ///< of each consumer of the grid: 64 by BN
+};
+
 #if HOPPER_CODE
+/// Partial sums go from a consumer to the one at the same place in the cluster before it. Each
+/// thread takes over the elements of the same thread.
+template <class Tile>
+struct Handover {
+  using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  static constexpr int kBlockConsumers = Tile::kConsumers;
+  const Exchange& exchange;
+  int consumer;
+
+  __device__ int slot(int cluster, int rank) const {
+    return (cluster * Tile::kBlocks + rank) * Tile::kConsumers + consumer;
+  }
+  __device__ float4* elements(int slot) const {
+    return reinterpret_cast<float4*>(exchange.partial + static_cast<size_t>(slot) * 64 * Tile::BN) +
+           threadIdx.x % 128;
+  }
+  __device__ void give(const Sum<Tile::BN>& sum, int cluster, int rank) const {
+    const int mine = slot(cluster, rank);
+    float4* to = elements(mine);
+#pragma unroll
+    for (int i = 0; i < Tile::BN / 2; i += 4) {
+      __stcg(to + 128 * (i / 4), make_float4(sum.elements[i], sum.elements[i + 1],
+                                             sum.elements[i + 2], sum.elements[i + 3]));
+    }
+    named_barrier(1 + consumer, 128);
+    if (threadIdx.x % 128 == 0) Flag(exchange.ready[mine]).store(1, cuda::memory_order_release);
+  }
+  __device__ void add_to(Sum<Tile::BN>& sum, int cluster, int rank) const {
+    const int other = slot(cluster + 1, rank);
+    if (threadIdx.x % 128 == 0) {
+      Flag flag(exchange.ready[other]);
+      while (flag.load(cuda::memory_order_acquire) == 0) continue;
+      flag.store(0, cuda::memory_order_relaxed);
+    }
+    named_barrier(1 + consumer, 128);
+    const float4* from = elements(other);
+#pragma unroll
+    for (int i = 0; i < Tile::BN / 2; i += 4) {
+      const float4 four = __ldcg(from + 128 * (i / 4));
+      sum.elements[i] += four.x;
+      sum.elements[i + 1] += four.y;
+      sum.elements[i + 2] += four.z;
+      sum.elements[i + 3] += four.w;
+    }
+  }
+};
+
 /// The producer's part: one thread, which only starts copies. Of what blocks of the cluster share
 /// each fetches its part and multicasts it to all of them.
 template <typename T, class Tile>
 __device__ void produce(ProductShared<T, Tile>& shared, const CUtensorMap& A, const CUtensorMap& B,
-                        const Schedule<Tile>& schedule, int depth, unsigned* progress) {
+                        const Schedule<Tile>& schedule, unsigned* progress) {
   const Cluster<Tile> cluster;
-  const int steps = (depth + kStepK - 1) / kStepK;
   const bool in_step = progress != nullptr && cluster.rank == 0;
   Pace pace{progress, static_cast<unsigned>(cluster.count)};
   Ring<ProductShared<T, Tile>::kStages> ring;
+  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
   bool backward = false;
-  for (int tile = cluster.index; tile < schedule.tiles;
-       tile += cluster.count, backward = !backward) {
-    const auto at = schedule.place(tile, cluster.stack, cluster.side);
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
-      const int k = (backward ? steps - 1 - step : step) * kStepK;
+  int done = 0;
+  for (Piece piece; pieces.get(piece); backward = !backward) {
+    const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
+    for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
+      if (in_step && ++done % Pace::kSteps == 0) pace.next();
+      const int k = (backward ? piece.begin + piece.end - 1 - step : step) * kStepK;
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
@@ -290,36 +414,43 @@ __device__ void produce(ProductShared<T, Tile>& shared, const CUtensorMap& A, co
   }
   if constexpr (Tile::kBlocks > 1) wait_until_empty(shared.empty, ring);
   if (in_step) {
-    const int rounds = (schedule.tiles + cluster.count - 1) / cluster.count;
-    pace.end(rounds * (steps / Pace::kSteps));
+    const int rounds = (schedule.tiles + schedule.clusters - 1) / schedule.clusters;
+    pace.end(rounds * schedule.steps / Pace::kSteps);
   }
 }
 
 /// A consumer's part: a warpgroup, which multiplies its 64 rows of each tile.
 template <typename T, class Tile, class Epilogue>
-__device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& schedule, int depth,
-                        const Epilogue& epilogue) {
+__device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& schedule,
+                        const Epilogue& epilogue, const Exchange& exchange) {
   const Cluster<Tile> cluster;
-  const int consumer = threadIdx.x / 128 - 1, steps = (depth + kStepK - 1) / kStepK;
+  const int consumer = threadIdx.x / 128 - 1;
   const Outbox<T, Tile::kOut> out{shared.out[consumer], consumer};
+  const Handover<Tile> handover{exchange, consumer};
   Ring<ProductShared<T, Tile>::kStages> ring;
-  for (int tile = cluster.index; tile < schedule.tiles; tile += cluster.count) {
+  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
+  for (Piece piece; pieces.get(piece);) {
     Sum<Tile::BN> sum;
     int previous = 0;
-    for (int step = 0; step < steps; ++step, ring.advance()) {
+    for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
       const auto& stage = shared.stages[ring.stage];
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      sum.start_product(stage.a, 64 * consumer, stage.b, step > 0);
+      sum.start_product(stage.a, 64 * consumer, stage.b, step > piece.begin);
       wgmma_wait<1>();
-      if (step > 0) cluster.release(shared.empty[previous]);
+      if (step > piece.begin) cluster.release(shared.empty[previous]);
       previous = ring.stage;
     }
     // While the last products are on their way.
-    const auto at = schedule.place(tile, cluster.stack, cluster.side);
+    const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
     out.wait();
     wgmma_wait<0>();
     cluster.release(shared.empty[previous]);
-    epilogue(sum, at.row + 64 * consumer, at.col, out);
+    if (piece.begin > 0) {
+      handover.give(sum, cluster.index, cluster.rank);
+    } else {
+      if (piece.end < schedule.steps) handover.add_to(sum, cluster.index, cluster.rank);
+      epilogue(sum, at.row + 64 * consumer, at.col, out);
+    }
   }
   out.wait();
 }
@@ -329,23 +460,23 @@ __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& sc
 template <typename T, class Tile, class Epilogue>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     product(const __grid_constant__ Factor<T> A, const __grid_constant__ Factor<T> B,
-            const __grid_constant__ Epilogue epilogue, const ProductShape shape,
-            unsigned* progress) {
+            const __grid_constant__ Epilogue epilogue,
+            const __grid_constant__ Schedule<Tile> schedule,
+            const __grid_constant__ Exchange exchange) {
 #if HOPPER_CODE
   using Shared = ProductShared<T, Tile>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const Schedule<Tile> schedule(shape);
   if (threadIdx.x == 0) {
+    prefetch_map(&A.map);
+    prefetch_map(&B.map);
     for (int s = 0; s < Shared::kStages; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], Tile::kConsumers * Tile::kPeers);
     }
     barrier_init_fence();
   } else if (threadIdx.x >= 128) {
-    const Cluster<Tile> cluster;
-    const auto first = schedule.place(cluster.index, cluster.stack, cluster.side);
-    cluster.prefetch(A, B, first.row, first.col, shape);
+    Cluster<Tile>().prefetch_first(A, B, schedule);
   }
   if constexpr (Tile::kBlocks > 1) {
     cluster_meet();
@@ -355,11 +486,12 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   if (warp_of_block() < 4) {
     registers_shrink_to<24>();
     if (warp_of_block() == 0 && elect_one()) {
-      produce(shared, A.map, B.map, schedule, shape.depth, progress);
+      produce(shared, A.map, B.map, schedule, exchange.pace);
     }
   } else {
     registers_grow_to<240>();
-    consume(shared, schedule, shape.depth, epilogue);
+    if (schedule.ahead) Cluster<Tile>().prefetch_all(A, B, schedule);
+    consume(shared, schedule, epilogue, exchange);
   }
 #endif
 }
