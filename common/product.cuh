@@ -2,6 +2,7 @@
 // and its epilogue as parameters.
 #pragma once
 
+#include <algorithm>
 #include <cuda/atomic>
 
 #include "common/tiles.cuh"
@@ -68,7 +69,6 @@ struct Schedule {
   static constexpr int kGroup = 2048 / kRows;
   ProductShape shape;
   int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
-  bool ahead;
 
   Schedule(const ProductShape& of, int cluster_count, bool split)
       : shape(of),
@@ -78,8 +78,7 @@ struct Schedule {
         steps((shape.depth + kStepK - 1) / kStepK),
         clusters(cluster_count),
         rounds((tiles + clusters - 1) / clusters),
-        shared(0),
-        ahead(false) {
+        shared(0) {
     if (split && tiles > clusters && tiles % clusters != 0) {
       rounds = tiles / clusters - 1;
       shared = tiles - rounds * clusters;
@@ -216,24 +215,6 @@ struct Cluster {
     }
   }
 
-  /// Where no cluster has more than one tile: all blocks together have all of A and B brought into
-  /// the L2 cache, in the order of k. Memory then works at its full rate, not at that of the few
-  /// stages that are under way.
-  template <typename T>
-  __device__ void prefetch_all(const Factor<T>& A, const Factor<T>& B,
-                               const Schedule<Tile>& schedule) const {
-    const int threads = gridDim.x * 256, first = blockIdx.x * 256 + threadIdx.x - 128;
-    const int rows = schedule.shape.rows, lines = (schedule.shape.cols + kBoxCols - 1) / kBoxCols;
-    for (int i = rows + first; i < schedule.steps * rows; i += threads) {
-      const int step = quotient(i, rows);
-      prefetch_l2(A.data + (i - step * rows) * A.stride + step * kStepK);
-    }
-    for (int i = kStepK * lines + first; i < schedule.shape.depth * lines; i += threads) {
-      const int row = quotient(i, lines);
-      prefetch_l2(B.data + row * B.stride + (i - row * lines) * kBoxCols);
-    }
-  }
-
   /// Tells the producers of all who send to this block that it has read the stage of `empty`.
   __device__ void release(Barrier& empty) const {
     const int thread = threadIdx.x % 128;
@@ -296,8 +277,7 @@ struct StoreRounded {
           tensor_store_commit();
         }
         if (kCols % kBoxCols != 0 && first + kBoxes >= kAll) {
-          copy<8>(out.boxes[kAll - 1 - first], row, col + kBoxCols * (kAll - 1),
-                  kCols % kBoxCols);
+          copy<8>(out.boxes[kAll - 1 - first], row, col + kBoxCols * (kAll - 1), kCols % kBoxCols);
         }
       } else {
 #pragma unroll
@@ -334,9 +314,9 @@ struct StoreRounded {
 /// What clusters tell each other. One allocation of memory, zeros before the first launch and left
 /// as the next one needs it.
 struct Exchange {
-  unsigned* pace;    ///< null: clusters do not keep in step
-  unsigned* ready;   ///< of each consumer of the grid: its partial sum may be read
-  float* partial;    ///< of each consumer of the grid: 64 by BN
+  unsigned* pace;   ///< null: clusters do not keep in step
+  unsigned* ready;  ///< of each consumer of the grid: its partial sum may be read
+  float* partial;   ///< of each consumer of the grid: 64 by BN
 };
 
 #if HOPPER_CODE
@@ -345,7 +325,6 @@ struct Exchange {
 template <class Tile>
 struct Handover {
   using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-  static constexpr int kBlockConsumers = Tile::kConsumers;
   const Exchange& exchange;
   int consumer;
 
@@ -456,7 +435,7 @@ __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& sc
 }
 #endif
 
-/// `progress` is one number for all blocks, 0 before the launch and after it, or null.
+/// Launched with Tile::kBlocks blocks for each of the schedule's clusters.
 template <typename T, class Tile, class Epilogue>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     product(const __grid_constant__ Factor<T> A, const __grid_constant__ Factor<T> B,
@@ -468,8 +447,6 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   if (threadIdx.x == 0) {
-    prefetch_map(&A.map);
-    prefetch_map(&B.map);
     for (int s = 0; s < Shared::kStages; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], Tile::kConsumers * Tile::kPeers);
@@ -490,8 +467,52 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
     }
   } else {
     registers_grow_to<240>();
-    if (schedule.ahead) Cluster<Tile>().prefetch_all(A, B, schedule);
     consume(shared, schedule, epilogue, exchange);
   }
 #endif
+}
+
+/// Copies `rows` rows of `from`, `cols` wide and dense, into rows of `stride` elements, a multiple
+/// of 8; so for two matrices at once, blockIdx.y being which. A block copies a row, a thread 8
+/// elements at a time. What is beyond `cols` becomes 0.
+template <typename T>
+__global__ void align_rows(const T* from0, T* to0, const T* from1, T* to1, int cols, int stride) {
+  const T* from = (blockIdx.y == 0 ? from0 : from1) + static_cast<size_t>(blockIdx.x) * cols;
+  T* to = (blockIdx.y == 0 ? to0 : to1) + static_cast<size_t>(blockIdx.x) * stride;
+  for (int col = 8 * threadIdx.x; col < stride; col += 8 * blockDim.x) {
+    alignas(16) T eight[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) eight[i] = col + i < cols ? from[col + i] : T(0.0f);
+    *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(eight);
+  }
+}
+
+/// How a product is computed with some tiles, and how long that should take.
+struct ProductPlan {
+  int clusters;
+  bool split;
+  double microseconds;
+};
+
+/// What a step costs was measured on an H200: the tensor cores take 3 ns for each column of a tile,
+/// at least 250; the copy engine, where rows are not multiples of 128 bytes, 2.8 for each piece of
+/// 128 bytes that a block fetches, because such a piece lies on two lines. To begin and to end
+/// takes 5 us, to share tiles 14.
+template <typename T, class Tile, class Epilogue>
+ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
+  constexpr int kBytes = sizeof(ProductShared<T, Tile>);
+  const auto kernel = product<T, Tile, Epilogue>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  constexpr int kFetched =
+      Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
+  const bool whole_lines = stride_a * sizeof(T) % 128 == 0 && stride_b * sizeof(T) % 128 == 0;
+  const double step = std::max(std::max(250.0, 3.0 * Tile::BN), whole_lines ? 0 : 2.8 * kFetched);
+  const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
+  const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
+  ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
+                   5 + microseconds(whole.rounds, whole.steps)};
+  const double split = 19 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
+  if (shared.shared > 0 && split < 0.975 * plan.microseconds) plan = {capacity, true, split};
+  return plan;
 }

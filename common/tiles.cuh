@@ -36,9 +36,7 @@ struct RightTile {
   Box<T, kStepK> boxes[kBoxes];
 #if HOPPER_CODE
   /// All columns, 16 of k from 16 `slice` on, for wgmma: 2048 bytes further each.
-  __device__ uint64_t operand(int slice) const {
-    return descriptor_b(boxes, kStepK) + 128 * slice;
-  }
+  __device__ uint64_t operand(int slice) const { return descriptor_b(boxes, kStepK) + 128 * slice; }
 #endif
 };
 
