@@ -33,18 +33,18 @@
 //     wgmma           (Hopper) four warps multiply from shared memory, tiles copied by TMA
 //     specialized     (Hopper) some warps only copy, the others only multiply
 //     persistent      (Hopper) blocks stay for several tiles of C, clusters share what they copy
+//     any shape       (Hopper) the same with tiles that suit N, and rows that are aligned first
 //
 // Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously) and run on the CPU backend.
 
 #include <mma.h>
-
-#include <cuda/atomic>
 
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
 #include "common/library_product.h"
 #include "common/matmul.h"
 #include "common/mma.cuh"
+#include "common/product.cuh"
 
 // Writes 8 elements of row `row` of C, from column `col`, as far as they are inside. With kAligned
 // (n a multiple of 8) that is one 16-byte store.
@@ -393,8 +393,6 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 
 // In the words of common/hopper.cuh, which has the PTX.
 
-constexpr int kStepK = 64;  // columns of A and rows of B per step: 128 bytes of a row of A
-
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
 template <int BM, int BN>
@@ -573,44 +571,6 @@ struct PersistentShared {
   Barrier full[kStages], empty[kStages];
 };
 
-#if HOPPER_CODE
-// dividend / divisor, 0 to 2^20 by 1 to 2^20. Approximately, and still exactly: the half keeps
-// quotients further from the next whole number than __fdividef errs. That is 6 instructions instead
-// of 30, which count at the start, where each is fetched from memory.
-__device__ int quotient(int dividend, int divisor) {
-  return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
-}
-
-// Clusters keep in step: they count their paces, of kSteps steps each, in one number for all. Who
-// is more than one pace ahead of the mean waits, but not for long: it only saves reads, and the
-// others may not have got a multiprocessor yet.
-struct Pace {
-  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-  static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
-  unsigned* total;
-  unsigned clusters, mine = 0;
-
-  __device__ void next() {
-    Counter counter(*total);
-    counter.fetch_add(1, cuda::memory_order_relaxed);
-    for (int look = 0; look < kPatience; ++look) {
-      if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
-    }
-    ++mine;
-  }
-
-  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
-  // one leaves a 0 for the next launch.
-  __device__ void end(unsigned most) {
-    Counter counter(*total);
-    const unsigned rest = most - mine;
-    if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
-      counter.store(0, cuda::memory_order_relaxed);
-    }
-  }
-};
-#endif
-
 // `a` and `b` are the matrices that A and B describe; `progress` is one number for all blocks, 0
 // before the launch and after it, or null.
 template <int kStages, int kBuffers, int kGroup>
@@ -745,6 +705,74 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
+// The kernel above has one size of tile, and N that suit it. Beside them it wastes:
+//   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them.
+//   - At N = 3072 there are 288 tiles: two rounds, and a third for 24 of them. Tiles of 192 columns
+//     need three rounds as well, but each takes three quarters of the time.
+//   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
+//     cluster has the same number of steps. One that began in the middle of a tile hands its sum
+//     through memory to the one that ends there.
+//   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies A
+//     and B into rows that are: N^2 bytes against N^3 operations. C is written element by element.
+// The kernel is the same but for these numbers, which are template parameters of common/product.cuh
+// and its schedule. plan_product() there guesses how long each of the tiles below would take.
+struct SquareProduct {
+  Problem& square;
+  Buffer<half> A, B, C;
+  int n, stride;                      // of the aligned rows
+  Buffer<half> aligned_a, aligned_b;  // not used where N is a multiple of 8
+  Buffer<unsigned> flags;
+  Buffer<float> partial;
+  int64_t l2_bytes;
+
+  using Epilogue = StoreRounded<half>;
+  bool aligned() const { return n % 8 == 0; }
+  ProductShape shape() const { return {n, n, n}; }
+
+  template <class Tile>
+  void launch(const ProductPlan& plan) const {
+    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    const half *a = A, *b = B;
+    if (!aligned()) {
+      align_rows<half><<<dim3(n, 2), 256>>>(A, aligned_a, B, aligned_b, n, stride);
+      a = aligned_a, b = aligned_b;
+    }
+    const Factor<half> left{tensor_map<half>(a, n, n, Tile::BM / Tile::kSide, false, stride), a,
+                            stride};
+    const Factor<half> right{tensor_map<half>(b, n, n, kStepK / Tile::kStack, false, stride), b,
+                             stride};
+    Epilogue epilogue{{}, C, n, n, aligned()};
+    if (aligned()) epilogue.map = tensor_map<half>(C, n, n, 64);
+    // What a patch of 2048 rows and as many columns reads.
+    const bool in_step = int64_t{2 * 2048 * sizeof(half)} * n > l2_bytes;
+    product<half, Tile, Epilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        left, right, epilogue, Schedule<Tile>(shape(), plan.clusters, plan.split),
+        Exchange{in_step ? flags.data() : nullptr, flags + 1, partial});
+  }
+
+  // Adds the row, with the tiles that should be the fastest.
+  template <class... Tile>
+  void add() const {
+    const ProductPlan plans[] = {plan_product<half, Tile, Epilogue>(shape(), stride, stride)...};
+    int best = 0, i = 0;
+    for (const ProductPlan& plan : plans) {
+      if (plan.microseconds < plans[best].microseconds) best = i;
+      ++i;
+    }
+    i = 0;
+    (void)((i++ == best && (add_row<Tile>(plans[best]), true)) || ...);
+  }
+
+ private:
+  template <class Tile>
+  void add_row(const ProductPlan& plan) const {
+    square
+        .kernel("any shape", Role::ours, [self = *this, plan] { self.template launch<Tile>(plan); })
+        .resources(product<half, Tile, Epilogue>, Tile::kThreads, sizeof(ProductShared<half, Tile>))
+        .hopper_only();
+  }
+};
+
 // -------------------------------------------------------------------------------------------------
 
 // Blocks of BM x BN that cover an n x n matrix.
@@ -858,6 +886,31 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                           : add_persistent<3, 2>(square, A, B, C, n, tiles, device);
 }
 
+void add_any_shape(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
+                   const Device& device) {
+  if (!device.is_hopper()) {
+    square.kernel("any shape", Role::ours, {}).hopper_only();
+    return;
+  }
+  const bool aligned = n % 8 == 0;
+  const int stride = aligned ? n : (n + 63) / 64 * 64;  // whole lines of 128 bytes
+  const size_t copied = aligned ? 1 : static_cast<size_t>(n) * stride;
+  // Two consumers for each multiprocessor, at most.
+  const SquareProduct product{square,
+                              A,
+                              B,
+                              C,
+                              n,
+                              stride,
+                              square.workspace<half>(copied),
+                              square.workspace<half>(copied),
+                              square.workspace<unsigned>(1 + 2 * device.sms),
+                              square.workspace<float>(device.sms * 128 * 256),
+                              device.l2_bytes};
+  product.add<Tiles<256, 2, 1, 4>, Tiles<256, 2, 1, 2>, Tiles<224, 2, 1, 2>, Tiles<192, 2, 1, 3>,
+              Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>, Tiles<128, 2, 2, 2>, Tiles<64, 2, 1, 1>>();
+}
+
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
                 {.name = "3_matmul_tensorcore",
@@ -899,8 +952,10 @@ int main(int argc, char** argv) {
     add_hopper_kernels(square, A, B, C, n, lesson.device());
   } else {
     lesson.note(
-        "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be.");
+        "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
+        "last kernel copies them first.");
   }
+  add_any_shape(square, A, B, C, n, lesson.device());
 
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
   square.compare("mma.sync", "wmma shared",
@@ -909,6 +964,7 @@ int main(int argc, char** argv) {
                  "The copy engine, and products of a whole warpgroup: % times faster.");
   square.compare("persistent", "wgmma",
                  "Specialists, clusters, and blocks that stay: % times faster.");
-  square.compare("persistent", "cuBLAS fp16", "The last kernel runs at % of cuBLAS's rate.");
+  square.compare("any shape", "cuBLASLt, best candidate",
+                 "The last kernel runs at % of the best library's rate.");
   return lesson.run();
 }

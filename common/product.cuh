@@ -495,9 +495,9 @@ struct ProductPlan {
 };
 
 /// What a step costs was measured on an H200: the tensor cores take 3 ns for each column of a tile,
-/// at least 250; the copy engine, where rows are not multiples of 128 bytes, 2.8 for each piece of
-/// 128 bytes that a block fetches, because such a piece lies on two lines. To begin and to end
-/// takes 5 us, to share tiles 14.
+/// some per cent more if it is narrow, but at least 250; the copy engine, where rows are not
+/// multiples of 128 bytes, 2.8 for each piece of 128 bytes that a block fetches, because such a
+/// piece lies on two lines. To begin and to end takes 5 us, to share tiles 14.
 template <typename T, class Tile, class Epilogue>
 ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
@@ -507,12 +507,16 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
   constexpr int kFetched =
       Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
   const bool whole_lines = stride_a * sizeof(T) % 128 == 0 && stride_b * sizeof(T) % 128 == 0;
-  const double step = std::max(std::max(250.0, 3.0 * Tile::BN), whole_lines ? 0 : 2.8 * kFetched);
+  const double column = 3.0 * (1 + 0.02 * (256 - Tile::BN) / 64);
+  const double step = std::max({250.0, column * Tile::BN, whole_lines ? 0.0 : 2.8 * kFetched});
   const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
                    5 + microseconds(whole.rounds, whole.steps)};
   const double split = 19 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
   if (shared.shared > 0 && split < 0.975 * plan.microseconds) plan = {capacity, true, split};
+  // Where a cluster has several whole tiles, room for all of a tile's results beats another stage.
+  if (!plan.split && whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
+  if ((plan.split || whole.rounds == 1) && Tile::kOut > 3) plan.microseconds *= 1.005;
   return plan;
 }

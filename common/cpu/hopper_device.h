@@ -168,13 +168,13 @@ void wgmma_wait(cuda_cpu::Site site = cuda_cpu::Site::here()) {
 template <typename T, bool kTransposed = false, int kCount>
 void wgmma(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add,
            cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  static_assert(sizeof(T) == 2 && (kCount == 32 || kCount == 64 || kCount == 128));
+  static_assert(sizeof(T) == 2 && kCount % 8 == 0 && kCount <= 128);
   cuda_cpu::wgmma(cuda_cpu::kWgmmaType<T>, sum, kCount, a, nullptr, kTransposed, b, add, site);
 }
 template <typename T, int kCount>
 void wgmma(float (&sum)[kCount], const std::uint32_t (&a)[4], std::uint64_t b, bool add,
            cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  static_assert(sizeof(T) == 2 && (kCount == 32 || kCount == 64 || kCount == 128));
+  static_assert(sizeof(T) == 2 && kCount % 8 == 0 && kCount <= 128);
   cuda_cpu::wgmma(cuda_cpu::kWgmmaType<T>, sum, kCount, 0, a, false, b, add, site);
 }
 template <int kCount>
