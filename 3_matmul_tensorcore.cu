@@ -739,8 +739,7 @@ struct SquareProduct {
     }
     const Factor<half> left{tensor_map<half>(a, n, n, Tile::BM / Tile::kSide, false, stride), a,
                             stride};
-    const Factor<half> right{tensor_map<half>(b, n, n, kStepK / Tile::kStack, false, stride), b,
-                             stride};
+    const Factor<half> right{tensor_map<half>(b, n, n, Tile::kRowsB, false, stride), b, stride};
     Epilogue epilogue{{}, C, n, n, aligned()};
     if (aligned()) epilogue.map = tensor_map<half>(C, n, n, 64);
     // What a patch of 2048 rows and as many columns reads.

@@ -17,6 +17,12 @@ struct Tiles {
   static constexpr int kOut = kOutBoxes, kBlocks = kStack * kSide;
   static constexpr int kPeers = kStack + kSide - 1;  // who share A or B with a block, and itself
   static constexpr int kConsumers = BM / 64, kThreads = 128 * (1 + kConsumers);
+  // What a block fetches of a tile of B: whole boxes if they can be divided among those who share
+  // it, else as many rows of each.
+  static constexpr int kAllBoxes = (BN + kBoxCols - 1) / kBoxCols;
+  static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
+  static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
+  static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
 };
 
 /// One factor: described to the copy engine, and where it starts.
@@ -161,7 +167,7 @@ struct Pace {
 template <class Tile>
 struct Cluster {
   static constexpr int kStack = Tile::kStack, kSide = Tile::kSide;
-  static constexpr int kRowsA = Tile::BM / kSide, kRowsB = kStepK / kStack;  // that a block fetches
+  static constexpr int kRowsA = Tile::BM / kSide;  // that a block fetches
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
   const int stack = rank % kStack, side = rank / kStack;
   const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
@@ -183,11 +189,12 @@ struct Cluster {
   __device__ void load_right(RightTile<T, Tile::BN>& tile, const CUtensorMap* map, int k, int col,
                              Barrier* arrived) const {
 #pragma unroll
-    for (int box = 0; box < RightTile<T, Tile::BN>::kBoxes; ++box) {
+    for (int i = 0; i < Tile::kBoxesB; ++i) {
+      const int box = Tile::kBoxesB * (Tile::kShareBoxes ? stack : 0) + i;
+      const int part = Tile::kShareBoxes ? 0 : stack * Tile::kRowsB;
       if constexpr (kStack == 1) {
         tensor_load(tile.boxes[box].elements, map, k, col + kBoxCols * box, arrived);
       } else {
-        const int part = stack * kRowsB;
         tensor_load_multicast(tile.boxes[box].row(part), map, k + part, col + kBoxCols * box,
                               arrived, ((1 << kStack) - 1) << kStack * side);
       }
@@ -198,7 +205,6 @@ struct Cluster {
   template <typename T>
   __device__ void prefetch_first(const Factor<T>& A, const Factor<T>& B,
                                  const Schedule<Tile>& schedule) const {
-    constexpr int kBoxes = RightTile<T, Tile::BN>::kBoxes;
     const auto at = schedule.place(index, stack, side);
     const int thread = threadIdx.x % 128;
     if (threadIdx.x < 256) {
@@ -206,8 +212,10 @@ struct Cluster {
       if (thread < kRowsA && row < schedule.shape.rows) prefetch_l2(A.data + row * A.stride);
     } else {
 #pragma unroll
-      for (int i = thread; i < kRowsB * kBoxes; i += 128) {
-        const int k = stack * kRowsB + i / kBoxes, col = at.col + i % kBoxes * kBoxCols;
+      for (int i = thread; i < Tile::kRowsB * Tile::kBoxesB; i += 128) {
+        const int part = stack * (Tile::kShareBoxes ? Tile::kBoxesB : Tile::kRowsB);
+        const int k = i / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
+        const int col = at.col + (i % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0)) * kBoxCols;
         if (k < schedule.shape.depth && col < schedule.shape.cols) {
           prefetch_l2(B.data + k * B.stride + col);
         }
@@ -497,7 +505,7 @@ struct ProductPlan {
 /// What a step costs was measured on an H200: the tensor cores take 3 ns for each column of a tile,
 /// some per cent more if it is narrow, but at least 250; the copy engine, where rows are not
 /// multiples of 128 bytes, 2.8 for each piece of 128 bytes that a block fetches, because such a
-/// piece lies on two lines. To begin and to end takes 5 us, to share tiles 14.
+/// piece lies on two lines. To begin and to end takes 5 us, to share tiles 9 more.
 template <typename T, class Tile, class Epilogue>
 ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
@@ -513,8 +521,8 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
                    5 + microseconds(whole.rounds, whole.steps)};
-  const double split = 19 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
-  if (shared.shared > 0 && split < 0.975 * plan.microseconds) plan = {capacity, true, split};
+  const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
+  if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
   // Where a cluster has several whole tiles, room for all of a tile's results beats another stage.
   if (!plan.split && whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
   if ((plan.split || whole.rounds == 1) && Tile::kOut > 3) plan.microseconds *= 1.005;

@@ -4,7 +4,8 @@
 
 A lesson is recorded at its default N (with the arguments of DEFAULTS), at those of SIZES (RUN is
 the N), and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that most
-kernels have 50 samples. A lesson that fails is not recorded, and the exit code says so.
+kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels that
+matter at any shape. A lesson that fails is not recorded, and the exit code says so.
 """
 import argparse
 import json
@@ -34,6 +35,14 @@ VARIANTS = {
         "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
     },
 }
+# The arguments of each run, and which kernels.
+SHAPES = {
+    "3_matmul_tensorcore": (
+        [[str(n)] for n in (512, 1000, 1024, 1280, 1536, 2047, 2048, 3000, 3072, 4096, 4097, 4104,
+                            5000, 6144, 8192, 10007, 12288, 16384)],
+        "cuBLAS|any shape",
+    ),
+}
 
 
 def runs_of(lesson):
@@ -47,19 +56,41 @@ def gpu_folder(name):
     return name.removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
-def record(program, run, arguments, out):
-    """One run. Returns True if all of its kernels were verified."""
+def measure(program, arguments):
+    """The record of one run, or None if a kernel was not verified."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "run.json"
         print("$", program.name, *arguments, flush=True)
         command = [program, *arguments, "--device", "cuda", "--seconds", str(SECONDS), "--json", written]
         if subprocess.run(command).returncode != 0:
-            return False
-        text = written.read_text()
+            return None
+        return written.read_text()
+
+
+def write(program, run, text, out):
     target = out or ROOT / "results" / gpu_folder(json.loads(text)["device"]["name"])
     target.mkdir(parents=True, exist_ok=True)
     suffix = f".{run}" if run else ""
     (target / f"{program.name}{suffix}.json").write_text(text)
+
+
+def record(program, run, arguments, out):
+    """One run. Returns True if all of its kernels were verified."""
+    text = measure(program, arguments)
+    if text:
+        write(program, run, text, out)
+    return bool(text)
+
+
+def record_shapes(program, out):
+    """The runs of SHAPES as one: the first, with the problems of all."""
+    shapes, kernels = SHAPES[program.name]
+    texts = [measure(program, [*shape, "--kernel", kernels]) for shape in shapes]
+    if not all(texts):
+        return False
+    whole = json.loads(texts[0])
+    whole["problems"] = [problem for text in texts for problem in json.loads(text)["problems"]]
+    write(program, "shapes", json.dumps(whole, indent=2) + "\n", out)
     return True
 
 
@@ -77,6 +108,11 @@ def main():
         for lesson in lessons
         for run, options in runs_of(lesson)
         if not record(arguments.bin.resolve() / lesson, run, options, arguments.out)
+    ]
+    failed += [
+        f"{lesson} shapes"
+        for lesson in lessons
+        if lesson in SHAPES and not record_shapes(arguments.bin.resolve() / lesson, arguments.out)
     ]
     if failed:
         print("not recorded:", ", ".join(failed), file=sys.stderr)
