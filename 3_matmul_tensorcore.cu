@@ -907,7 +907,7 @@ void add_any_shape(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half>
                               square.workspace<float>(device.sms * 128 * 256),
                               device.l2_bytes};
   product.add<Tiles<256, 2, 1, 4>, Tiles<256, 2, 1, 2>, Tiles<224, 2, 1, 2>, Tiles<192, 2, 1, 3>,
-              Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>, Tiles<128, 2, 2, 2>, Tiles<64, 2, 1, 1>>();
+              Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>, Tiles<64, 2, 1, 1>>();
 }
 
 int main(int argc, char** argv) {

@@ -6,6 +6,7 @@
     roofline.svg               every lesson's kernels under the roofs of the device
     <lesson>.svg               TFLOP/s of each kernel over the size, where there are several
     <lesson>.fused.svg         the fused kernel beside the unfused forms, the library, and peers
+    <lesson>.shapes.svg        our last kernel's rate against the best library's, over the size
     <lesson>.sweep-....svg     heatmaps of a sweep over batch and features
 
 Peers are the rows of role "peer" in results/<gpu>/<lesson>*.peers.json, in problems of the lesson's
@@ -424,6 +425,37 @@ def draw_heatmaps(path):
     return svg_of(figure)
 
 
+def draw_shapes(path):
+    """How many times as fast as the best library of the run our fastest kernel is, over N."""
+    run = load(path)
+
+    def best(problem, roles):
+        return min(k["ms"]["median"] for k in problem["kernels"] if k["role"] in roles)
+
+    points = sorted((problem["dims"]["N"], best(problem, ["library"]) / best(problem, ["ours"]))
+                    for problem in run["problems"])
+    figure, axes = plt.subplots(figsize=(12, 6))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.axhline(1, color="black", linewidth=2)
+    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "others")):
+        chosen = [point for point in points if (point[0] % 8 == 0) == aligned]
+        if chosen:
+            axes.plot(*zip(*chosen), "-" if aligned else "", marker="o", color=color, label=name)
+    sizes = [n for n, _ in points]
+    axes.set_xticks([n for n in sizes if n & (n - 1) == 0])
+    for axis, text in ((axes.xaxis, lambda n, _: tick(int(n))), (axes.yaxis, lambda y, _: f"{y:g}")):
+        axis.set_major_formatter(FuncFormatter(text))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("N")
+    axes.set_ylabel("times as fast as the library")
+    axes.grid(True, which="major", alpha=0.35)
+    axes.legend()
+    axes.set_title(f"{path.stem}, {run['device']['name']}", loc="left")
+    figure.tight_layout()
+    return svg_of(figure)
+
+
 def draw_all(folder):
     """{path: SVG text} of everything that the records of one GPU are enough for."""
     plots = {"ladder": draw_ladder(folder), "roofline": draw_roofline(folder)}
@@ -431,6 +463,8 @@ def draw_all(folder):
         plots[lesson] = draw_sizes(folder, lesson)
     for lesson in FUSED:
         plots[f"{lesson}.fused"] = draw_fused(folder, lesson)
+    for path in sorted(folder.glob("*.shapes.json")):
+        plots[path.stem] = draw_shapes(path)
     for path in sorted(folder.glob("*.sweep-*.json")):
         plots[path.stem] = draw_heatmaps(path)
     return {folder / f"{name}.svg": text for name, text in plots.items() if text}
