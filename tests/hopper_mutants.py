@@ -59,6 +59,7 @@ RUNS = {
         (("392", "--kernel", "^wgmma$"), 8),
         (("392", "--kernel", "^specialized$"), 8),
         (("520", "--kernel", "^persistent$"), 2),
+        (("248", "--kernel", "^persistent$"), 4),
     ],
     "6_gating_fused": [
         (("1", "--channels", "72", "--kernel", "^Hopper"), 2),

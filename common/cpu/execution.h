@@ -278,7 +278,8 @@ class Runner {
   static void fiber_main();
 
   bool start_cluster();
-  bool may_start_another();
+  bool take_room();
+  bool wait_for_room();
   Block& take_slot();
   void abandon_threads();
   void run_thread();

@@ -829,8 +829,9 @@ void set_registers(int count, bool grow, Site site) {
     CUDA_CPU_COMPLAIN(operation, site, "%d registers: not a multiple of 8 from 24 to 256", count);
   }
   if (grow ? target < group.registers : target > group.registers) {
-    CUDA_CPU_COMPLAIN(operation, site, "a thread of the warpgroup has %u registers, not %s than %d",
-                      group.registers, grow ? "less" : "more", count);
+    CUDA_CPU_COMPLAIN(operation, site,
+                      "a thread of the warpgroup has %u registers: it cannot go to %d",
+                      group.registers, count);
   }
   if (group.changing > 0 && group.target != target) {
     CUDA_CPU_COMPLAIN(operation, site, "others of the warpgroup have asked for %u registers",
