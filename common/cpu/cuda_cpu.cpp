@@ -105,6 +105,12 @@ void Runner::run(Launch& launch) {
   static_bytes_ = 0;
   declare(nullptr, launch.config.shared_bytes, 1024);
   Launch::Worker& state = launch.states[static_cast<std::size_t>(worker_)];
+  if (kTsan && launch.config.early) {
+    // New identities: a thread of this launch is not ordered after one of the launch before.
+    for (Fiber* fiber : fibers_) {
+      if (fiber) fiber->restart();
+    }
+  }
 
   while (!launch.failed && wait_for_room() && start_cluster()) {
     state.idle.store(false);
@@ -477,6 +483,7 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
   barrier.result = barrier.predicates;
   barrier.predicates = 0;
   barrier.arrived = 0;
+  if (block.hopper) threads_met(block, 0, 0);
   ready_.take_all(barrier.waiting);
   return barrier.result;
 }
@@ -547,6 +554,8 @@ CUDA_CPU_NO_TSAN void Runner::complete(Block& block, Warp& warp, WarpGroup& grou
     tsan_acquire(&group.tsan.arrived);
     tsan_release(&group.tsan.passed[group.tsan.phase]);
     group.tsan.phase ^= 1;
+    const auto warp_number = static_cast<unsigned>(&warp - block.warps.get());
+    if (block.hopper) threads_met(block, 32 * warp_number, group.arrived);
   }
   for (unsigned lanes = group.arrived; lanes; lanes &= lanes - 1) {
     Thread& thread = thread_of(block, warp, __builtin_ctz(lanes));
