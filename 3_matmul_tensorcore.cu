@@ -34,7 +34,7 @@
 //     specialized     (Hopper) some warps only copy, the others only multiply
 //     persistent      (Hopper) blocks stay for several tiles of C, clusters share what they copy
 //
-// Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously) and run on the CPU backend.
+// Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously). The CPU backend runs all.
 
 #include <mma.h>
 
