@@ -35,7 +35,7 @@
 //     persistent      (Hopper) blocks stay for several tiles of C, clusters share what they copy
 //     any shape       (Hopper) the same with tiles that suit N, and rows that are aligned first
 //
-// Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously) and run on the CPU backend.
+// Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously). The CPU backend runs all.
 
 #include <mma.h>
 

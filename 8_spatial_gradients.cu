@@ -55,8 +55,8 @@
 //     associated    x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
 //     Hopper        the same with TMA and wgmma
 //
-// All but the last need compute capability 8.0 (bf16 on tensor cores) and run on the CPU backend;
-// the last one needs 9.0.
+// All but the last need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0. The
+// CPU backend runs all.
 
 #include <array>
 #include <deque>

@@ -50,8 +50,8 @@
 // subtract, and becomes NaN, in the reference, too.
 //
 // --all adds the fp32 tables, and more shapes where none is given. --hard-rows puts infinities and
-// huge numbers among the logits. --exercises adds what a reader may try: the backward pass, cross-entropy, fp16 operands, and a
-// row of thousands of classes.
+// huge numbers among the logits. --exercises adds what a reader may try: the backward pass,
+// cross-entropy, fp16 operands, and a row of thousands of classes.
 
 #include <array>
 #include <cuda/atomic>

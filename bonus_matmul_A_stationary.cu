@@ -12,8 +12,8 @@
 // The second kernel keeps A stationary and takes the traffic away: what stays is a tile of A, 128 x
 // 128, whose products with a column of B are summed up on chip before anything is sent. That leaves
 // N / 128 atomic additions per element of C instead of N. That is more than the one plain store of
-// lesson 2, but so few that the multiply-adds count again: the kernel finds its place among those of
-// lesson 2, behind the last of them.
+// lesson 2, but so few that the multiply-adds count again: the kernel finds its place among those
+// of lesson 2, behind the last of them.
 //
 // Atomic additions arrive in any order, so the last bits of C differ from run to run.
 

@@ -80,6 +80,8 @@ STATIONARY = "bonus_matmul_A_stationary"
 # What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
 LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}
 
+# What the mutants run with: the slices of a sum follow from how many there are.
+FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2"}
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
@@ -274,8 +276,8 @@ MUTANTS = [
     ),
     # tanh of large arguments, where exponentials are infinite.
     _mutant(
-        "tanh_of_exponentials", "", SPATIAL, "float fast_tanh(",
-        "return tanhf(u);", "return (expf(2 * u) - 1) / (expf(2 * u) + 1);",
+        "tanh_of_exponentials", "", SPATIAL, "unsigned features(",
+        "fast_tanh(", "[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }(",
         "associated .* -?nan .*FAILED", "33", *NARROW,
     ),
     # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.

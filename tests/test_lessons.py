@@ -199,7 +199,8 @@ def test_softmax_exercises(run, backend, shape):
     result = run(SOFTMAX, *arguments, "--samples", 1)
     assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
     # Each gradient's reference was compared with a finite difference, of which it is not all zero.
-    checks = re.findall(r"central difference: (\S+) apart, of (\S+); bound (\S+)", result.stdout)
+    printed = " ".join(result.stdout.split())  # long lines are wrapped
+    checks = re.findall(r"central difference: (\S+) apart, of (\S+); bound (\S+)", printed)
     assert len(checks) == 3
     for difference, slope, bound in checks:
         assert float(difference) <= float(bound) < abs(float(slope))

@@ -8,7 +8,8 @@ import re
 import shutil
 
 from conftest import CPU_BUILD, LESSONS, ROOT, execute, words
-from mutants import BARRIERS, MUTANTS, SANITIZED
+import hopper_mutants
+from mutants import BARRIERS, FEW_MULTIPROCESSORS, MUTANTS, SANITIZED
 import pytest
 
 SANITIZERS = ["address", "thread", "undefined"]
@@ -68,21 +69,6 @@ CASES.append(
 )
 
 
-def without_gpu_code(source):
-    """The source less what is between #ifndef CUDA_CPU and its #else or #endif."""
-    kept, depth = [], 0
-    for line in source.splitlines():
-        if depth == 0 and line.startswith("#ifndef CUDA_CPU"):
-            depth = 1
-        elif depth > 0 and line.startswith("#if"):
-            depth += 1
-        elif depth > 0 and (line.startswith("#endif") or depth == 1 and line.startswith("#else")):
-            depth -= 1
-        elif depth == 0:
-            kept.append(line)
-    return "\n".join(kept)
-
-
 @lru_cache
 def _prefix(sanitizer):
     """What makes programs start: with much address space randomization ThreadSanitizer does not."""
@@ -119,7 +105,7 @@ def test_lesson_is_clean(lesson, arguments, sanitizer):
 @pytest.mark.extensive
 @pytest.mark.parametrize("mutant", SANITIZED, ids=lambda mutant: mutant.name)
 def test_mutant_is_reported(mutant):
-    environment = {"MISTAKE": str(mutant.number)}
+    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS}
     result = run_sanitized(
         mutant.sanitizer, f"mutants/{mutant.program}", mutant.arguments, environment
     )
@@ -128,10 +114,53 @@ def test_mutant_is_reported(mutant):
     assert f"{mutant.program}.cu:" in result.stderr, "the report does not lead to the mistake"
 
 
+@pytest.mark.extensive
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("lesson, run", [
+    (lesson, run) for lesson in hopper_mutants.LESSONS for run in hopper_mutants.RUNS[lesson]
+])
+def test_hopper_kernels_are_clean(lesson, run, sanitizer):
+    arguments, multiprocessors = run
+    environment = {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)}
+    result = run_sanitized(sanitizer, lesson, arguments, environment)
+    assert result.rc == 0, result.stderr
+    assert not REPORT.search(result.stderr), result.stderr
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize(
+    "lesson, mistake",
+    [pytest.param(lesson, mistake, id=f"{lesson} {mistake}")
+     for lesson in hopper_mutants.LESSONS for mistake in hopper_mutants.mistakes(lesson)],
+)
+def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
+    prefix = _prefix("thread")
+    programs = [CPU_BUILD.parent / f"cpu{kind}" / "mutants" / f"{lesson}_hopper"
+                for kind in ("", "-thread")]
+    if prefix is None or not all(path.exists() for path in programs):
+        pytest.skip("no build with sanitize=thread that starts")
+    verdict, report = hopper_mutants.judge(lesson, mistake.number, CPU_BUILD, prefix)
+    if reason := hopper_mutants.harmless(lesson, mistake):
+        assert verdict is None, f"this is said to be harmless ({reason}):\n{report}"
+    else:
+        assert verdict in ("verification", "error", "deadlock", "data race"), report
+
+
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_every_barrier_has_a_mutant(lesson):
-    barriers = without_gpu_code((ROOT / f"{lesson}.cu").read_text()).count("__syncthreads();")
+    """Those of Hopper's kernels are derived from the source (hopper_mutants.py)."""
+    code = hopper_mutants.code_of((ROOT / f"{lesson}.cu").read_text())
+    barriers = code.count("__syncthreads();") - sum(
+        code.count("__syncthreads();", start, end)
+        for start, end, _ in hopper_mutants.hopper_parts(code)
+    )
     assert barriers == sum(count for name, _, _, count, _ in BARRIERS if name == lesson)
+
+
+def test_harmless_mistakes_are_there():
+    for lesson, reasons in hopper_mutants.HARMLESS.items():
+        found = [hopper_mutants.harmless(lesson, m) for m in hopper_mutants.mistakes(lesson)]
+        assert set(reasons.values()) <= set(found)
 
 
 def test_mutant_names_are_unique():

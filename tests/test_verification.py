@@ -4,7 +4,7 @@ so are lessons with a planted mistake (mutants.py)."""
 import re
 
 from conftest import ROOT, execute, program
-from mutants import WRONG
+from mutants import FEW_MULTIPROCESSORS, WRONG
 import pytest
 
 BROKEN = "tests/broken_kernels"
@@ -55,6 +55,6 @@ def test_error_without_a_value_is_null(run, bug):
 @pytest.mark.parametrize("mutant", WRONG, ids=lambda mutant: mutant.name)
 def test_wrong_lesson_is_rejected(mutant):
     command = [program(f"mutants/{mutant.name}"), *mutant.arguments, "--device", "cpu"]
-    result = execute([*command, "--samples", "1"])
+    result = execute([*command, "--samples", "1"], env=FEW_MULTIPROCESSORS)
     assert result.rc == VERIFICATION_FAILED, result.stdout + result.stderr
     assert re.search(mutant.report, result.stdout + result.stderr), result.stdout + result.stderr

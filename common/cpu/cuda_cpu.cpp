@@ -105,8 +105,14 @@ void Runner::run(Launch& launch) {
   static_bytes_ = 0;
   declare(nullptr, launch.config.shared_bytes, 1024);
   Launch::Worker& state = launch.states[static_cast<std::size_t>(worker_)];
+  if (kTsan && launch.config.early) {
+    // New identities: a thread of this launch is not ordered after one of the launch before.
+    for (Fiber* fiber : fibers_) {
+      if (fiber) fiber->restart();
+    }
+  }
 
-  while (!launch.failed && start_cluster()) {
+  while (!launch.failed && wait_for_room() && start_cluster()) {
     state.idle.store(false);
     go_to(next_unwatched());
     if (!resident_.empty() && !launch.failed) report_deadlock();
@@ -137,8 +143,10 @@ CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
                                    ? std::exchange(own_cluster_, own_cluster_ + launch_->workers)
                                    : launch_->next_cluster.fetch_add(1, std::memory_order_relaxed);
   const unsigned size = launch_->cluster_size;
-  if (number * size >= launch_->blocks) return false;
-  launch_->resident.fetch_add(size, std::memory_order_relaxed);
+  if (number * size >= launch_->blocks) {
+    launch_->resident.fetch_sub(size);
+    return false;
+  }
   void* const caller = tsan_current();
   tsan_become(main_.tsan_identity());
 
@@ -347,7 +355,7 @@ CUDA_CPU_NO_TSAN Fiber& Runner::next_fiber() {
       continue;
     }
     if (!spinning_.head || launch_->failed) return main_;
-    if (may_start_another() && start_cluster()) continue;
+    if (take_room() && start_cluster()) continue;
     if (!spin_once()) return main_;
   }
 }
@@ -357,13 +365,26 @@ CUDA_CPU_NO_TSAN Fiber& Runner::next_unwatched() {
   return next_fiber();
 }
 
-/// Whether the device has room for one more cluster of the launch.
-CUDA_CPU_NO_TSAN bool Runner::may_start_another() {
-  const unsigned share =
-      kTsan ? launch_->capacity / static_cast<unsigned>(launch_->workers) : launch_->capacity;
-  const std::size_t there =
-      kTsan ? resident_.size() : launch_->resident.load(std::memory_order_relaxed);
-  return there + launch_->cluster_size <= share;
+/// Takes the room of one more cluster on the device, if there is any. Under ThreadSanitizer each
+/// worker has a share of it, as it has of the blocks.
+CUDA_CPU_NO_TSAN bool Runner::take_room() {
+  const unsigned size = launch_->cluster_size;
+  if (kTsan && resident_.size() + size > launch_->capacity / launch_->states.size()) return false;
+  if (launch_->resident.fetch_add(size) + size <= launch_->capacity || kTsan) return true;
+  launch_->resident.fetch_sub(size);
+  return false;
+}
+
+/// The same as soon as blocks of other workers have ended; false if the launch ends before.
+CUDA_CPU_NO_TSAN bool Runner::wait_for_room() {
+  while (!take_room()) {
+    if (launch_->failed || launch_->next_cluster * launch_->cluster_size >= launch_->blocks) {
+      return false;
+    }
+    launch_->states[static_cast<std::size_t>(worker_)].idle.store(true);
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
 }
 
 /// Something has happened that others may be waiting for.
@@ -462,6 +483,7 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
   barrier.result = barrier.predicates;
   barrier.predicates = 0;
   barrier.arrived = 0;
+  if (block.hopper) threads_met(block, 0, 0);
   ready_.take_all(barrier.waiting);
   return barrier.result;
 }
@@ -532,6 +554,8 @@ CUDA_CPU_NO_TSAN void Runner::complete(Block& block, Warp& warp, WarpGroup& grou
     tsan_acquire(&group.tsan.arrived);
     tsan_release(&group.tsan.passed[group.tsan.phase]);
     group.tsan.phase ^= 1;
+    const auto warp_number = static_cast<unsigned>(&warp - block.warps.get());
+    if (block.hopper) threads_met(block, 32 * warp_number, group.arrived);
   }
   for (unsigned lanes = group.arrived; lanes; lanes &= lanes - 1) {
     Thread& thread = thread_of(block, warp, __builtin_ctz(lanes));

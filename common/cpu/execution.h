@@ -278,7 +278,8 @@ class Runner {
   static void fiber_main();
 
   bool start_cluster();
-  bool may_start_another();
+  bool take_room();
+  bool wait_for_room();
   Block& take_slot();
   void abandon_threads();
   void run_thread();
@@ -344,6 +345,8 @@ bool land_one(Runner& runner);
 /// message, if there is one.
 bool may_end(Thread& thread, Message* message);
 bool may_end(Block& block, Message* message);
+/// The lanes of a warp whose first thread is `first` have met; no lanes: all threads of the block.
+void threads_met(Block& block, unsigned first, unsigned lanes);
 /// The threads of a cluster that have exited count at its barrier.
 void thread_left_cluster(Runner& runner, Thread& thread);
 /// Forgets what a block, or all of them, had to do.

@@ -9,6 +9,7 @@
 //     name of the thread that starts the operation, which reads the same memory once.
 
 #include <algorithm>
+#include <bitset>
 #include <climits>
 #include <cstring>
 #include <deque>
@@ -164,6 +165,10 @@ struct MBarrier {
   const Thread* initialized_by;
   /// A barrier_init_fence() has followed.
   bool visible;
+  /// Threads of the block that have met who has initialized it since, directly or not; and whether
+  /// the blocks of the cluster have.
+  std::bitset<kMaxThreadsPerBlock> known;
+  bool known_to_cluster;
   unsigned count, missing;
   long bytes;
   unsigned phase;
@@ -365,6 +370,15 @@ MBarrier& find_barrier(Block& block, const SharedPlace& place, bool by_others,
                       " it yet: barrier_init_fence() is missing",
                       block.rank, barrier.site.file, barrier.site.line);
   }
+  const Thread& self = runner->current();
+  const bool known = &block == self.block ? barrier.known[self.number] : barrier.known_to_cluster;
+  if (!known) {
+    CUDA_CPU_COMPLAIN(operation, site,
+                      "the barrier has been initialized at %s:%d, but nothing says that this thread"
+                      " comes after that: a barrier among the threads%s is missing",
+                      barrier.site.file, barrier.site.line,
+                      &block == self.block ? "" : " of the cluster");
+  }
   return barrier;
 }
 
@@ -413,6 +427,8 @@ void mbarrier_init(std::uint64_t* address, int count, Site site) {
   barrier->site = site;
   barrier->initialized_by = &self;
   barrier->visible = false;
+  barrier->known.set(self.number);
+  barrier->known_to_cluster = false;
   barrier->count = barrier->missing = static_cast<unsigned>(count);
   barrier->bytes = 0;
   barrier->phase = 0;
@@ -798,6 +814,14 @@ void named_barrier(int id, int threads, Site site) {
   tsan_release(passed);
   barrier.tsan.phase ^= 1;
   barrier.arrived = 0;
+  std::bitset<kMaxThreadsPerBlock> together;
+  together.set(self.number);
+  for (const Thread* each = barrier.waiting.head; each; each = each->next) {
+    together.set(each->number);
+  }
+  for (const auto& other : hopper().barriers) {
+    if ((other->known & together).any()) other->known |= together;
+  }
   runner->make_all_ready(barrier.waiting);
 }
 
@@ -829,8 +853,9 @@ void set_registers(int count, bool grow, Site site) {
     CUDA_CPU_COMPLAIN(operation, site, "%d registers: not a multiple of 8 from 24 to 256", count);
   }
   if (grow ? target < group.registers : target > group.registers) {
-    CUDA_CPU_COMPLAIN(operation, site, "a thread of the warpgroup has %u registers, not %s than %d",
-                      group.registers, grow ? "less" : "more", count);
+    CUDA_CPU_COMPLAIN(operation, site,
+                      "a thread of the warpgroup has %u registers: it cannot go to %d",
+                      group.registers, count);
   }
   if (group.changing > 0 && group.target != target) {
     CUDA_CPU_COMPLAIN(operation, site, "others of the warpgroup have asked for %u registers",
@@ -870,6 +895,8 @@ void complete_cluster(Runner& runner, Cluster& cluster) {
   for (Block* block : cluster.blocks) {
     if (!block->hopper) continue;
     for (const auto& barrier : block->hopper->barriers) {
+      barrier->known.set();
+      barrier->known_to_cluster = true;
       for (int parity = 0; parity < 2; ++parity) {
         barrier->unseen[parity] = barrier->unseen_late[parity];
         barrier->unseen_late[parity] = 0;
@@ -1425,6 +1452,23 @@ bool may_end(Block& block, Message* message) {
     }
   }
   return true;
+}
+
+void threads_met(Block& block, unsigned first, unsigned lanes) {
+  for (const auto& barrier : block.hopper->barriers) {
+    if (!lanes) {
+      barrier->known.set();
+      continue;
+    }
+    if (barrier->known.all()) continue;
+    bool any = false;
+    for (unsigned lane = 0; lane < 32; ++lane) {
+      any = any || (lanes >> lane & 1 && barrier->known[first + lane]);
+    }
+    for (unsigned lane = 0; any && lane < 32; ++lane) {
+      if (lanes >> lane & 1) barrier->known.set(first + lane);
+    }
+  }
 }
 
 void reset_hopper(Block& block) {

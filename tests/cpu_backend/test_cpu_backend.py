@@ -7,6 +7,7 @@ of the sanitizer builds are next to it. Tests whose program has not been built a
 from functools import partial
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
 CASES = re.findall(r"^CASE\((\w+)\)", (HERE / "semantics.cu").read_text(), re.MULTILINE)
+HOPPER = (ROOT / "tests" / "hopper_semantics.cu").read_text()
+HOPPER_CASES = re.findall(r"^CASE\((\w+)\)", HOPPER, re.MULTILINE)
+# Those that a GPU can show.
+GPU_CASES = re.findall(r"^CASE\((\w+)\)", HOPPER.split("#ifdef CUDA_CPU")[0], re.MULTILINE)
 
 sys.path.insert(0, str(ROOT / "common" / "cpu"))
 from cu2cpp import TranslationError, translate  # noqa: E402
@@ -51,6 +56,30 @@ def test_semantics(case):
 def test_all_cases_are_listed():
     result = run(BUILD / "tests" / "cpu_backend" / "semantics", "--list")
     assert sorted(result.stdout.split()) == sorted(CASES)
+
+
+@pytest.mark.parametrize("case", HOPPER_CASES)
+def test_hopper_semantics(case):
+    result = run(BUILD / "tests" / "hopper_semantics", case)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_hopper_semantics_on_a_gpu(case):
+    program = ROOT / "build" / "cuda" / "tests" / "hopper_semantics"
+    capability = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    if not shutil.which("nvidia-smi") or "9.0" not in subprocess.run(
+        capability, capture_output=True, text=True
+    ).stdout:
+        pytest.skip("no GPU of compute capability 9.0")
+    result = run(program, case)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_hopper_cases_cite_the_specification():
+    for case in GPU_CASES:
+        above = HOPPER.split(f"CASE({case})")[0].rstrip().splitlines()[-1]
+        assert above.startswith("//") or case in ("wgmma_bf16", "clusters_that_fit"), case
 
 
 # ---- Sanitizers ----------------------------------------------------------------------------------

@@ -1,0 +1,887 @@
+// What the words of common/hopper.cuh mean, case by case, each with the section of the PTX ISA that
+// says so. Built for the CPU backend and with nvcc: both are held to the same expectations.
+//
+//     hopper_semantics --list     prints the names of the cases
+//     hopper_semantics CASE...    runs them (all without arguments); exits with 1 if one fails
+//
+// Cases of the last part are the CPU backend's alone: what it makes of mistakes, and how late it does
+// things.
+
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <cuda/atomic>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "common/early_launch.cuh"
+#include "common/hopper.cuh"
+#include "common/mma.cuh"
+
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+int failures = 0;
+
+std::map<std::string, void (*)()>& cases() {
+  static std::map<std::string, void (*)()> all;
+  return all;
+}
+
+struct Registration {
+  Registration(const char* name, void (*run)()) { cases()[name] = run; }
+};
+
+#define CASE(name)                                        \
+  void case_##name();                                     \
+  const Registration register_##name(#name, case_##name); \
+  void case_##name()
+
+#define EXPECT(condition)                                                                        \
+  do {                                                                                           \
+    if (!(condition)) {                                                                          \
+      if (++failures <= 10) std::printf("%s:%d: expected %s\n", __FILE__, __LINE__, #condition); \
+    }                                                                                            \
+  } while (false)
+
+/// Device memory, and a copy of it on the host.
+template <class T>
+struct Array {
+  std::vector<T> host;
+  T* device = nullptr;
+
+  explicit Array(size_t size, T value = {}) : host(size, value) {
+    CUDA_CHECK(cudaMalloc(&device, size * sizeof(T)));
+    put();
+  }
+  ~Array() { cudaFree(device); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void put() {
+    CUDA_CHECK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  void get() {
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(host.data(), device, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+  }
+  T& operator[](size_t i) { return host[i]; }
+};
+
+// Small numbers that fp16, bf16 and TF32 hold, and whose sums of products are exact.
+float number(int row, int col) { return static_cast<float>((7 * row + 3 * col) % 11 - 5); }
+
+template <class T>
+void fill(Array<T>& matrix, int cols) {
+  for (size_t i = 0; i < matrix.host.size(); ++i) {
+    const int at = static_cast<int>(i);
+    matrix[i] = static_cast<T>(number(at / cols, at % cols));
+  }
+  matrix.put();
+}
+
+// ---- Barriers -----------------------------------------------------------------------------------
+
+__global__ void phases(int* seen) {
+#if HOPPER_CODE
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 32);
+    barrier_wait(&barrier, 1);  // the phase before the first one is over
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) {
+    for (int phase = 0; phase < 5; ++phase) {
+      seen[phase] = 10 * phase;
+      __syncwarp();
+      barrier_arrive(&barrier);
+      named_barrier(1, 64);
+    }
+  } else {
+    for (int phase = 0; phase < 5; ++phase) {
+      barrier_wait(&barrier, phase % 2);
+      if (seen[phase] == 10 * phase) seen[phase + 5] = 1;
+      named_barrier(1, 64);
+    }
+  }
+#endif
+}
+
+// "mbarrier", "Phase of the mbarrier object"; "mbarrier.test_wait / mbarrier.try_wait": phaseParity.
+CASE(barrier_phases) {
+  Array<int> seen(10);
+  phases<<<1, 64>>>(seen.device);
+  seen.get();
+  for (int phase = 0; phase < 5; ++phase) EXPECT(seen[5 + phase] == 1);
+}
+
+__global__ void HOPPER_CLUSTER(2) remote_arrivals(int* order) {
+#if HOPPER_CODE
+  __shared__ Barrier barrier;
+  const int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 3);  // one of this block, two of the other
+    barrier_init_fence();
+  }
+  cluster_meet();
+  if (threadIdx.x < 2) barrier_arrive(&barrier, rank ^ 1);
+  if (threadIdx.x == 2) barrier_arrive(&barrier, rank);
+  barrier_wait(&barrier, 0);
+  if (threadIdx.x == 0) order[blockIdx.x] = 1 + rank;
+  cluster_sync();
+#endif
+}
+
+// "mbarrier.arrive" on .shared::cluster; "mapa"; "barrier.cluster"; "%cluster_ctarank".
+CASE(arrivals_at_other_blocks) {
+  Array<int> order(4);
+  remote_arrivals<<<4, 32>>>(order.device);
+  order.get();
+  for (int block = 0; block < 4; ++block) EXPECT(order[block] == 1 + block % 2);
+}
+
+// ---- Copies -------------------------------------------------------------------------------------
+
+template <typename T>
+__global__ void load_box(const __grid_constant__ CUtensorMap map, int row, int col, int rows,
+                         T* raw) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  T* box = reinterpret_cast<T*>(bytes);
+  __shared__ Barrier barrier;
+  const int count = rows * static_cast<int>(128 / sizeof(T));
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, rows * 128);
+    tensor_load(box, &map, row, col, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) raw[i] = box[i];
+#endif
+}
+
+template <typename T>
+void expect_box(int rows, int cols, int row, int col, int box_rows, bool to_tf32 = false) {
+  constexpr int kCols = 128 / sizeof(T), kPiece = 16 / sizeof(T);
+  Array<T> matrix(static_cast<size_t>(rows) * cols), raw(static_cast<size_t>(box_rows) * kCols);
+  fill(matrix, cols);
+  const CUtensorMap map = tensor_map<T>(matrix.device, rows, cols, box_rows, to_tf32);
+  load_box<T><<<1, 64, box_rows * 128>>>(map, row, col, box_rows, raw.device);
+  raw.get();
+  for (int r = 0; r < box_rows; ++r) {
+    for (int c = 0; c < kCols; ++c) {
+      const int y = row + r, x = col + c;
+      const bool inside = y >= 0 && y < rows && x >= 0 && x < cols;
+      const float expected = inside ? number(y, x) : 0;
+      const int at = r * kCols + (c / kPiece ^ r % 8) * kPiece + c % kPiece;
+      EXPECT(static_cast<float>(raw[at]) == expected);
+    }
+  }
+}
+
+// "cp.async.bulk.tensor"; "Tensors": "Swizzling modes" (128B), "Bounding Box", out-of-bounds: zeros.
+CASE(loads_swizzled_and_padded) {
+  expect_box<half>(40, 80, 0, 0, 32);
+  expect_box<half>(40, 80, 24, 64, 32);   // beyond both ends
+  expect_box<half>(40, 72, -8, -16, 64);  // before both
+  expect_box<bf16>(8, 8, 100, 0, 8);      // nothing of it
+  expect_box<float>(30, 36, 8, 32, 64);
+}
+
+__global__ void load_vector(const __grid_constant__ CUtensorMap map, int first, half* out) {
+#if HOPPER_CODE
+  __shared__ __align__(128) half box[64];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, sizeof box);
+    tensor_load(box, &map, first, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  out[threadIdx.x] = box[threadIdx.x];
+#endif
+}
+
+// "cp.async.bulk.tensor", .1d.
+CASE(loads_of_vectors) {
+  Array<half> vector(90), out(64);
+  fill(vector, 90);
+  load_vector<<<1, 64>>>(tensor_map<half>(vector.device, 90), 64, out.device);
+  out.get();
+  for (int i = 0; i < 64; ++i)
+    EXPECT(static_cast<float>(out[i]) == (i < 26 ? number(0, 64 + i) : 0));
+}
+
+// CUDA Driver API, CU_TENSOR_MAP_DATA_TYPE_TFLOAT32: 10 bits of mantissa, rounded to nearest.
+CASE(loads_rounded_to_tf32) {
+  Array<float> matrix(32), raw(32);
+  for (int i = 0; i < 32; ++i) matrix[i] = (1 + static_cast<float>(i) / 0x1p13f) * (i % 2 ? -1 : 1);
+  matrix.put();
+  load_box<float>
+      <<<1, 64, 128>>>(tensor_map<float>(matrix.device, 1, 32, 1, true), 0, 0, 1, raw.device);
+  raw.get();
+  for (int i = 0; i < 32; ++i) {
+    if (i % 8 == 4) continue;  // a tie
+    const float expected =
+        (1 + std::nearbyint(static_cast<float>(i) / 8) / 0x1p10f) * (i % 2 ? -1 : 1);
+    EXPECT(raw[i] == expected);
+  }
+}
+
+__global__ void HOPPER_CLUSTER(2)
+    multicast(const __grid_constant__ CUtensorMap map, half* out) {  // (4, 2, 512)
+#if HOPPER_CODE
+  __shared__ __align__(1024) half boxes[2][8 * 64];
+  __shared__ Barrier barrier;
+  const int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+  }
+  cluster_meet();
+  if (threadIdx.x == 0) {
+    barrier_arrive_expect(&barrier, sizeof boxes);
+    tensor_load_multicast(boxes[rank], &map, 8 * static_cast<int>(blockIdx.x), 0, &barrier, 3);
+  }
+  barrier_wait(&barrier, 0);
+  for (int i = threadIdx.x; i < 2 * 8 * 64; i += blockDim.x) {
+    out[blockIdx.x * 2 * 8 * 64 + i] = boxes[0][i];
+  }
+  cluster_sync();
+#endif
+}
+
+// "cp.async.bulk.tensor", .multicast::cluster: same offsets, each block's own mbarrier.
+CASE(multicast_to_both) {
+  Array<half> matrix(32 * 64), out(4 * 2 * 512);
+  fill(matrix, 64);
+  multicast<<<4, 64>>>(tensor_map<half>(matrix.device, 32, 64, 8), out.device);
+  out.get();
+  for (int block = 0; block < 4; ++block) {
+    for (int from = 0; from < 2; ++from) {
+      for (int r = 0; r < 8; ++r) {
+        for (int c = 0; c < 64; ++c) {
+          const int at = (2 * block + from) * 512 + r * 64 + (c / 8 ^ r) * 8 + c % 8;
+          EXPECT(static_cast<float>(out[at]) == number(8 * (block / 2 * 2 + from) + r, c));
+        }
+      }
+    }
+  }
+}
+
+__global__ void HOPPER_CLUSTER(2) bulk_copies(const float* from, float* out) {
+#if HOPPER_CODE
+  __shared__ alignas(16) float mine[64];
+  __shared__ alignas(16) float theirs[64];
+  __shared__ Barrier loaded;
+  __shared__ Barrier come;
+  const int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    barrier_init(&loaded, 1);
+    barrier_init(&come, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&loaded, sizeof mine);
+    barrier_arrive_expect(&come, sizeof theirs);
+    bulk_load(mine, from + 64 * blockIdx.x, sizeof mine, &loaded);
+  }
+  cluster_sync();
+  barrier_wait(&loaded, 0);
+  mine[threadIdx.x] += 100;
+  shared_fence();
+  __syncthreads();
+  if (threadIdx.x == 0) bulk_push(theirs, mine, sizeof mine, &come, rank ^ 1);
+  barrier_wait(&come, 0);
+  out[64 * blockIdx.x + threadIdx.x] = theirs[threadIdx.x];
+  cluster_sync();
+#endif
+}
+
+// "cp.async.bulk", from global memory and to .shared::cluster; "fence.proxy.async".
+CASE(bulk_loads_and_pushes) {
+  Array<float> from(256), out(256);
+  fill(from, 256);
+  bulk_copies<<<4, 64>>>(from.device, out.device);
+  out.get();
+  for (int i = 0; i < 256; ++i) EXPECT(out[i] == number(0, i ^ 64) + 100);
+}
+
+__global__ void store_box(const __grid_constant__ CUtensorMap map, int row, int col) {
+#if HOPPER_CODE
+  __shared__ __align__(1024) half box[2][8 * 64];
+  for (int turn = 0; turn < 4; ++turn) {
+    if (threadIdx.x == 0) tensor_store_wait_read<1>();
+    __syncthreads();
+    half* to = box[turn % 2];
+    const int r = threadIdx.x / 8, piece = threadIdx.x % 8;
+    for (int i = 0; i < 8; ++i) {
+      to[swizzled(r, piece) + i] = __float2half_rn(static_cast<float>(100 * turn + 8 * piece + i));
+    }
+    shared_fence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      tensor_store(&map, row + 8 * turn, col, to);
+      tensor_store_commit();
+    }
+  }
+  if (threadIdx.x == 0) tensor_store_wait_read<0>();
+#endif
+}
+
+// "cp.async.bulk.tensor", .bulk_group; "cp.async.bulk.wait_group.read"; what is outside is dropped.
+CASE(stores_in_groups) {
+  Array<half> matrix(30 * 72, __float2half_rn(-1));
+  store_box<<<1, 64>>>(tensor_map<half>(matrix.device, 30, 72, 8), 2, 40);
+  matrix.get();
+  for (int r = 0; r < 30; ++r) {
+    for (int c = 0; c < 72; ++c) {
+      const bool inside = r >= 2 && c >= 40;
+      const float expected = inside ? static_cast<float>(100 * ((r - 2) / 8) + c - 40) : -1;
+      EXPECT(static_cast<float>(matrix[r * 72 + c]) == expected);
+    }
+  }
+}
+
+// ---- Warps and warpgroups -----------------------------------------------------------------------
+
+__global__ void __launch_bounds__(256, 2) warpgroups(int* out, half* matrices) {
+#if HOPPER_CODE
+  __shared__ int counts[2];
+  __shared__ __align__(128) half box[4][8 * 8];
+  if (threadIdx.x < 2) counts[threadIdx.x] = 0;
+  __syncthreads();
+  const int group = threadIdx.x / 128;
+  if (group == 0) {
+    registers_shrink_to<24>();
+  } else {
+    registers_grow_to<152>();
+  }
+  for (int i = 0; i < 3; ++i) {
+    const bool first = elect_one();
+    if (first) atomicAdd(&counts[group], 1);
+    named_barrier(1 + group, 128);
+  }
+  if (threadIdx.x % 128 == 0) out[group] = counts[group];
+  const int warp = warp_of_block();
+  if (threadIdx.x % 32 == 0) out[2 + warp] = warp;
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    uint32_t registers[4];
+    for (int m = 0; m < 4; ++m) {
+      const float value = static_cast<float>(64 * m + 8 * (lane / 4) + 2 * (lane % 4));
+      registers[m] = pack2<half>(value, value + 1);
+    }
+    store_matrices(&box[lane / 8][lane % 8 * 8], registers);
+    __syncwarp();
+    for (int i = lane; i < 256; i += 32) matrices[i] = box[0][i];
+  }
+#endif
+}
+
+// "bar.sync" with a thread count; "elect.sync"; "setmaxnreg"; "stmatrix".
+CASE(warps_and_warpgroups) {
+  Array<int> out(10);
+  Array<half> matrices(256);
+  warpgroups<<<1, 256>>>(out.device, matrices.device);
+  out.get();
+  matrices.get();
+  EXPECT(out[0] == 12 && out[1] == 12);
+  for (int warp = 0; warp < 8; ++warp) EXPECT(out[2 + warp] == warp);
+  for (int i = 0; i < 256; ++i) EXPECT(static_cast<float>(matrices[i]) == i);
+}
+
+__global__ void powers(float* values) {
+#if HOPPER_CODE
+  values[threadIdx.x] = exp2_approximate(values[threadIdx.x]);
+#endif
+}
+
+// "ex2.approx.ftz".
+CASE(powers_of_two) {
+  Array<float> values(4);
+  const float from[4] = {3, -130, 0.5f, -INFINITY}, to[4] = {8, 0, 1.41421356f, 0};
+  std::copy(from, from + 4, values.host.begin());
+  values.put();
+  powers<<<1, 4>>>(values.device);
+  values.get();
+  for (int i = 0; i < 4; ++i) EXPECT(std::fabs(values[i] - to[i]) <= 1e-6f * to[i]);
+}
+
+// ---- wgmma --------------------------------------------------------------------------------------
+
+enum class From { shared, transposed, registers };
+
+// sum (64, 2 kCount) = A (64, 64) B (64, 2 kCount), plus B's first row: two groups of two steps each.
+template <typename T, From kFrom, int kCount>
+__global__ void __launch_bounds__(128)
+    multiply(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+             const float* start, float* out) {
+#if HOPPER_CODE
+  constexpr int N = 2 * kCount;
+  extern __shared__ __align__(1024) char bytes[];
+  T* a = reinterpret_cast<T*>(bytes);
+  T* b = a + 64 * 64;
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, 2 * 64 * (64 + N));
+    tensor_load(a, &A, 0, 0, &barrier);
+    for (int box = 0; box < N / 64; ++box)
+      tensor_load(b + box * 64 * 64, &B, 0, 64 * box, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = 16 * warp + lane / 4, col = 2 * (lane % 4);
+  float sum[kCount];
+  for (int i = 0; i < kCount; ++i) sum[i] = start[8 * (i / 4) + col + i % 2];
+  uint32_t fragments[4][4];
+  for (int k = 0; k < 4; ++k) {
+    ldmatrix_x4(fragments[k], a + swizzled(16 * warp + lane % 16, 2 * k + lane / 16));
+  }
+  wgmma_fence();
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t right = descriptor_b(b, 64) + 128 * k;
+    if constexpr (kFrom == From::registers) {
+      wgmma<T>(sum, fragments[k], right, true);
+    } else if constexpr (kFrom == From::transposed) {
+      wgmma<T, true>(sum, descriptor_b(a, 64) + 128 * k, right, true);
+    } else {
+      wgmma<T>(sum, descriptor_a(a) + 2 * k, right, true);
+    }
+    if (k % 2 == 1) wgmma_commit();
+  }
+  wgmma_wait<1>();
+  wgmma_wait<0>();
+  for (int i = 0; i < kCount; ++i) {
+    out[(row + 8 * (i / 2 % 2)) * N + 8 * (i / 4) + col + i % 2] = sum[i];
+  }
+#endif
+}
+
+template <typename T, From kFrom, int kCount>
+void expect_product() {
+  constexpr int N = 2 * kCount;
+  Array<T> A(64 * 64), B(64 * N);
+  Array<float> start(N), out(64 * N);
+  fill(A, 64);
+  fill(B, N);
+  for (int i = 0; i < N; ++i) start[i] = static_cast<float>(i % 7);
+  start.put();
+  constexpr int kBytes = 2 * 64 * (64 + N);
+  const auto kernel = multiply<T, kFrom, kCount>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  multiply<T, kFrom, kCount><<<1, 128, kBytes>>>(tensor_map<T>(A.device, 64, 64, 64),
+                                                 tensor_map<T>(B.device, 64, N, 64), start.device,
+                                                 out.device);
+  out.get();
+  for (int row = 0; row < 64; ++row) {
+    for (int col = 0; col < N; ++col) {
+      float expected = start[col];
+      for (int k = 0; k < 64; ++k) {
+        const bool turned = kFrom == From::transposed;
+        expected += number(turned ? k : row, turned ? row : k) * number(k, col);
+      }
+      EXPECT(out[row * N + col] == expected);
+    }
+  }
+}
+
+// "wgmma.mma_async": "Register Fragments and Shared Memory Matrix Layouts", "Matrix Descriptor Format",
+// "wgmma.commit_group", "wgmma.wait_group".
+CASE(wgmma_fp16) {
+  expect_product<half, From::shared, 32>();
+  expect_product<half, From::shared, 64>();
+  expect_product<half, From::shared, 128>();
+  expect_product<half, From::registers, 32>();
+  expect_product<half, From::registers, 128>();
+  expect_product<half, From::transposed, 64>();
+}
+CASE(wgmma_bf16) {
+  expect_product<bf16, From::shared, 64>();
+  expect_product<bf16, From::registers, 64>();
+  expect_product<bf16, From::registers, 32>();
+  expect_product<bf16, From::transposed, 64>();
+  expect_product<bf16, From::transposed, 32>();
+}
+
+// out (64, N) = A (64, 32) x^T, x (N, 32): twice, the second time instead of the first.
+template <int kCount>
+__global__ void __launch_bounds__(128)
+    multiply_tf32(const __grid_constant__ CUtensorMap x, const float* A, float* out) {
+#if HOPPER_CODE
+  constexpr int N = 2 * kCount;
+  extern __shared__ __align__(1024) char bytes[];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, N * 128);
+    tensor_load(bytes, &x, 0, 0, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = 16 * warp + lane / 4, t = lane % 4;
+  float sum[kCount];
+  uint32_t fragments[4][4];
+  for (int k = 0; k < 4; ++k) {
+    for (int i = 0; i < 4; ++i) {
+      const float value = A[(row + i % 2 * 8) * 32 + 8 * k + t + i / 2 * 4];
+      fragments[k][i] = __float_as_uint(value) | 0x1fff;  // bits that do not count
+    }
+  }
+  wgmma_fence();
+  for (int k = 0; k < 8; ++k) {
+    wgmma_tf32(sum, fragments[k % 4], descriptor_a(bytes) + 2 * (k % 4), k % 4 > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < kCount; ++i) {
+    out[(row + 8 * (i / 2 % 2)) * N + 8 * (i / 4) + 2 * t + i % 2] = sum[i];
+  }
+#endif
+}
+
+template <int kCount>
+void expect_tf32() {
+  constexpr int N = 2 * kCount;
+  Array<float> x(N * 32), A(64 * 32), out(64 * N);
+  fill(x, 32);
+  fill(A, 32);
+  constexpr int kBytes = N * 128;
+  multiply_tf32<kCount>
+      <<<1, 128, kBytes>>>(tensor_map<float>(x.device, N, 32, N, true), A.device, out.device);
+  out.get();
+  for (int row = 0; row < 64; ++row) {
+    for (int col = 0; col < N; ++col) {
+      float expected = 0;
+      for (int k = 0; k < 32; ++k) {
+        // The bits that do not count make no difference, but for a zero, which they make none.
+        expected += number(row, k) * number(col, k);
+      }
+      EXPECT(std::fabs(out[row * N + col] - expected) < 1e-30f);
+    }
+  }
+}
+
+// "wgmma.mma_async", .tf32: the same sections; the lower 13 bits are ignored.
+CASE(wgmma_tf32) {
+  expect_tf32<8>();
+  expect_tf32<20>();
+  expect_tf32<32>();
+  expect_tf32<40>();
+  expect_tf32<64>();
+  expect_tf32<128>();
+}
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+__global__ void write_later(int* value) {
+#if HOPPER_CODE
+  start_next_kernel();
+  *value += 1;
+#endif
+}
+__global__ void read_early(const int* value, int* result) {
+#if HOPPER_CODE
+  wait_for_previous_kernel();
+  *result = *value;
+#endif
+}
+
+// "griddepcontrol": after .wait the memory operations of the kernels before are visible.
+CASE(early_launches) {
+  Array<int> value(1), result(1);
+  for (int i = 1; i <= 3; ++i) {
+    write_later<<<1, 1>>>(value.device);
+    launch_early(read_early, 1, 1, 0, value.device, result.device);
+    result.get();
+    EXPECT(result[0] == i);
+  }
+}
+
+// Every block waits until all have come.
+__global__ void meet_all(unsigned* arrived) {
+#if HOPPER_CODE
+  cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(*arrived);
+  if (threadIdx.x == 0) {
+    count.fetch_add(1, cuda::memory_order_acq_rel);
+    while (count.load(cuda::memory_order_acquire) < gridDim.x) {
+    }
+  }
+  __syncthreads();
+#endif
+}
+
+// "atom", "ld.acquire"; CUDA Programming Guide, co-resident blocks.
+CASE(blocks_that_wait_for_one_another) {
+  int sms = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  for (int blocks : {1, 2, sms}) {
+    Array<unsigned> arrived(1);
+    meet_all<<<blocks, 64>>>(arrived.device);
+    arrived.get();
+    EXPECT(arrived[0] == static_cast<unsigned>(blocks));
+  }
+}
+
+CASE(clusters_that_fit) {
+  int sms = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  EXPECT(resident_clusters(remote_arrivals, 2, 32, 0) >= sms / 2);
+}
+
+#ifdef CUDA_CPU
+
+// ---- The CPU backend: what it makes of mistakes ---------------------------------------------------
+
+/// What `run` prints on stderr.
+std::string errors_of(const std::function<void()>& run) {
+  std::FILE* file = std::tmpfile();
+  std::fflush(stderr);
+  const int original = dup(STDERR_FILENO);
+  dup2(fileno(file), STDERR_FILENO);
+  run();
+  std::fflush(stderr);
+  dup2(original, STDERR_FILENO);
+  close(original);
+  std::rewind(file);
+  std::string text;
+  for (int c; (c = std::fgetc(file)) != EOF;) text += static_cast<char>(c);
+  std::fclose(file);
+  return text;
+}
+
+/// A kernel's mistake: one line that has all the parts.
+void expect_error(const std::function<void()>& run, const std::vector<std::string>& parts) {
+  const std::string errors = errors_of(run);
+  EXPECT(std::count(errors.begin(), errors.end(), '\n') == 1);
+  for (const std::string& part : parts) {
+    const bool there = errors.find(part) != std::string::npos;
+    if (!there) std::printf("missing \"%s\" in: %s", part.c_str(), errors.c_str());
+    EXPECT(there);
+  }
+  EXPECT(cudaGetLastError() == cudaErrorLaunchFailure);
+  EXPECT(cudaDeviceReset() == cudaSuccess);
+}
+
+enum class Mistake {
+  none,
+  no_fence,
+  few_bytes,
+  many_bytes,
+  no_arrival,
+  arrival_too_many,
+  misaligned,
+  not_waited,
+  barrier_overwritten,
+  not_a_map
+};
+
+__global__ void wrong_load(const __grid_constant__ CUtensorMap map, Mistake mistake) {
+  extern __shared__ __align__(1024) char bytes[];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    if (mistake != Mistake::no_fence) barrier_init_fence();
+    if (mistake == Mistake::barrier_overwritten) barrier = 5;
+    const int less = mistake == Mistake::few_bytes ? -16 : mistake == Mistake::many_bytes ? 16 : 0;
+    if (mistake != Mistake::no_arrival) barrier_arrive_expect(&barrier, 8 * 128 + less);
+    if (mistake == Mistake::arrival_too_many) barrier_arrive(&barrier);
+    CUtensorMap other = map;
+    if (mistake == Mistake::not_a_map) other.opaque[0] = 0;
+    tensor_load(bytes + (mistake == Mistake::misaligned ? 64 : 0), &other, 0, 0, &barrier);
+  }
+  __syncthreads();
+  if (mistake != Mistake::not_waited) barrier_wait(&barrier, 0);
+}
+
+CASE(errors_of_loads) {
+  Array<half> matrix(64 * 64);
+  const CUtensorMap map = tensor_map<half>(matrix.device, 64, 64, 8);
+  const auto expect = [&](Mistake mistake, const std::vector<std::string>& parts) {
+    expect_error([&] { wrong_load<<<1, 64, 2048>>>(map, mistake); }, parts);
+  };
+  EXPECT(errors_of([&] { wrong_load<<<1, 64, 2048>>>(map, Mistake::none); }).empty());
+  expect(Mistake::no_fence, {"thread (0,0,0): tensor_load()", "barrier_init_fence() is missing"});
+  expect(Mistake::few_bytes, {"a copy of 1024 bytes", "phase 0 expects 1008 bytes more"});
+  expect(Mistake::many_bytes, {"deadlock: thread (0,0,0) waits in barrier_wait()", "for phase 0",
+                               "0 of 1 arrivals and 16 bytes are missing", "like 63 more"});
+  expect(Mistake::no_arrival, {"deadlock", "1 of 1 arrivals and 0 bytes", "1 copies under way"});
+  expect(Mistake::arrival_too_many, {"barrier_arrive()", "one arrival too many", "of phase 0"});
+  expect(Mistake::misaligned, {"not aligned to 128 bytes"});
+  expect(Mistake::not_waited, {"the block ends while 1024 bytes are on their way"});
+  expect(Mistake::barrier_overwritten, {"there is no barrier at this place"});
+  expect(Mistake::not_a_map, {"that is no tensor map"});
+}
+
+enum class Wrong {
+  none,
+  no_fence,
+  half_a_warpgroup,
+  no_wait,
+  wait_too_few,
+  other_shape,
+  barrier_number,
+  barrier_threads,
+  registers,
+  more_registers
+};
+
+__global__ void __launch_bounds__(128) wrong_product(Wrong wrong, int* nan) {
+  extern __shared__ __align__(1024) char bytes[];
+  for (int i = threadIdx.x; i < 2 * 64 * 64; i += 128) reinterpret_cast<half*>(bytes)[i] = 1.0f;
+  shared_fence();
+  __syncthreads();
+  if (wrong == Wrong::barrier_number) named_barrier(16, 128);
+  if (wrong == Wrong::barrier_threads) named_barrier(1, threadIdx.x < 64 ? 64 : 128);
+  if (wrong == Wrong::registers) registers_grow_to<100>();
+  if (wrong == Wrong::more_registers) registers_shrink_to<256>();
+  if (wrong == Wrong::half_a_warpgroup && threadIdx.x >= 64) return;
+  float sums[64];
+  auto& sum = columns_of<0, 32>(sums);
+  const uint64_t a = descriptor_a(bytes), b = descriptor_b(bytes + 64 * 128, 64);
+  if (wrong != Wrong::no_fence) wgmma_fence();
+  wgmma<half>(sum, a, b, false);
+  if (wrong == Wrong::other_shape) wgmma<half>(sums, a, b, false);
+  wgmma_commit();
+  // As late as allowed: until the wait it is no number.
+  if (wrong == Wrong::none && !(sum[0] == sum[0])) atomicAdd(nan, 1);
+  if (wrong == Wrong::wait_too_few) wgmma_wait<1>();
+  if (wrong != Wrong::no_wait && wrong != Wrong::wait_too_few) wgmma_wait<0>();
+  if (wrong == Wrong::none && sum[0] != 16) atomicAdd(nan, 1000);
+}
+
+CASE(errors_of_products) {
+  Array<int> nan(1);
+  const auto run = [&](Wrong wrong) {
+    return [&nan, wrong] { wrong_product<<<1, 128, 3 * 64 * 128>>>(wrong, nan.device); };
+  };
+  EXPECT(errors_of(run(Wrong::none)).empty());
+  nan.get();
+  EXPECT(nan[0] == 128);
+  expect_error(run(Wrong::no_fence), {"wgmma<half>()", "wgmma_fence() is missing"});
+  expect_error(run(Wrong::half_a_warpgroup),
+               {"deadlock", "wgmma_wait()", "64 of the 128 threads of the warpgroup"});
+  expect_error(run(Wrong::no_wait), {"ends before its products: wgmma_wait() is missing"});
+  expect_error(run(Wrong::wait_too_few), {"ends before its products"});
+  expect_error(run(Wrong::other_shape), {"a product of another shape is under way"});
+  expect_error(run(Wrong::barrier_number), {"barrier 16 of 128 threads", "there are 16 barriers"});
+  expect_error(run(Wrong::barrier_threads), {"barrier 1 of ", "but others wait there for "});
+  expect_error(run(Wrong::registers),
+               {"registers_grow_to()", "100 registers: not a multiple of 8"});
+  expect_error(run(Wrong::more_registers),
+               {"registers_shrink_to()", "has 255 registers: it cannot go to 256"});
+}
+
+__global__ void __launch_bounds__(384) too_many_registers() {  // 168 for each thread
+  if (threadIdx.x < 128) {
+    registers_shrink_to<64>();
+  } else {
+    registers_grow_to<232>();  // for one warpgroup there are enough to spare, not for two
+  }
+}
+
+CASE(registers_that_are_not_there) {
+  expect_error([] { too_many_registers<<<1, 384>>>(); },
+               {"deadlock", "registers_grow_to()", "for 232 registers a thread (it has 168"});
+}
+
+__global__ void late_store(const __grid_constant__ CUtensorMap map, bool wait, bool commit) {
+  __shared__ __align__(1024) half box[8 * 64];
+  for (int i = 0; i < 512; ++i) box[i] = 1.0f;
+  shared_fence();
+  tensor_store(&map, 0, 0, box);
+  if (commit) tensor_store_commit();
+  if (wait) tensor_store_wait_read<0>();
+  for (int i = 0; i < 512; ++i) box[i] = 2.0f;
+}
+
+// "cp.async.bulk.wait_group.read": until then the source may not be written.
+CASE(stores_are_late) {
+  Array<half> matrix(8 * 64);
+  const CUtensorMap map = tensor_map<half>(matrix.device, 8, 64, 8);
+  late_store<<<1, 1>>>(map, true, true);
+  matrix.get();
+  EXPECT(float(matrix[0]) == 1 && float(matrix[511]) == 1);
+  expect_error([&] { late_store<<<1, 1>>>(map, false, true); },
+               {"tensor_store_wait_read() is missing"});
+  expect_error([&] { late_store<<<1, 1>>>(map, true, false); },
+               {"tensor_store_commit() is missing"});
+}
+
+enum class Alone { none, no_wait, no_meeting, arrives_twice, waits_alone, rank };
+
+__global__ void HOPPER_CLUSTER(2) leave_cluster(Alone alone) {
+  __shared__ Barrier barrier;
+  const int rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+  }
+  if (alone == Alone::arrives_twice) cluster_arrive();
+  if (alone == Alone::waits_alone) cluster_wait();
+  if (alone != Alone::no_meeting) cluster_meet();
+  if (threadIdx.x == 0) {
+    barrier_arrive(&barrier, alone == Alone::rank ? 2 : rank ^ 1);
+    if (alone != Alone::no_wait) barrier_wait(&barrier, 0);
+  }
+}
+
+CASE(errors_of_clusters) {
+  const auto run = [](Alone alone) { return [alone] { leave_cluster<<<2, 32>>>(alone); }; };
+  EXPECT(errors_of(run(Alone::none)).empty());
+  expect_error(run(Alone::no_wait), {"block", "has ended"});
+  expect_error(run(Alone::no_meeting), {"there is no barrier at this place in block 1"});
+  expect_error(run(Alone::arrives_twice), {"cluster_arrive()", "has arrived before"});
+  expect_error(run(Alone::waits_alone), {"cluster_wait()", "has not arrived"});
+  expect_error(run(Alone::rank), {"there is no block 2 in a cluster of 2"});
+  leave_cluster<<<3, 32>>>(Alone::none);
+  EXPECT(cudaGetLastError() == cudaErrorInvalidClusterSize);
+}
+
+CASE(more_blocks_than_the_device_holds) {
+  int sms = 0;
+  CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  Array<unsigned> arrived(1);
+  expect_error([&] { meet_all<<<sms + 1, 64>>>(arrived.device); },
+               {"deadlock", "a loop of loads", "blocks at a time", "CUDA_CPU_MULTIPROCESSORS"});
+}
+
+#endif  // CUDA_CPU
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::vector<std::string> chosen(argv + 1, argv + argc);
+  if (chosen == std::vector<std::string>{"--list"}) {
+    for (const auto& [name, run] : cases()) std::printf("%s\n", name.c_str());
+    return 0;
+  }
+  if (chosen.empty()) {
+    for (const auto& [name, run] : cases()) chosen.push_back(name);
+  }
+  for (const std::string& name : chosen) {
+    const auto found = cases().find(name);
+    if (found == cases().end()) {
+      std::fprintf(stderr, "no case %s\n", name.c_str());
+      return 2;
+    }
+    const int before = failures;
+    found->second();
+    CUDA_CHECK(cudaGetLastError());
+    std::printf("%-34s %s\n", name.c_str(), failures == before ? "ok" : "FAILED");
+    std::fflush(stdout);
+  }
+  return failures == 0 ? 0 : 1;
+}
