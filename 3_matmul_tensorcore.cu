@@ -712,8 +712,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
 //     cluster has the same number of steps. One that began in the middle of a tile hands its sum
 //     through memory to the one that ends there.
-//   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies A
-//     and B into rows that are: N^2 bytes against N^3 operations. C is written element by element.
+//   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
+//     A and B into rows that are: N^2 bytes against N^3 operations. C leaves element by element.
 // The kernel is the same but for these numbers, which are template parameters of common/product.cuh
 // and its schedule. plan_product() there guesses how long each of the tiles below would take.
 struct SquareProduct {
