@@ -444,8 +444,8 @@ def draw_shapes(path):
             axes.plot(*zip(*chosen), "-" if aligned else "", marker="o", color=color, label=name)
     sizes = [n for n, _ in points]
     axes.set_xticks([n for n in sizes if n & (n - 1) == 0])
-    for axis, text in ((axes.xaxis, lambda n, _: tick(int(n))), (axes.yaxis, lambda y, _: f"{y:g}")):
-        axis.set_major_formatter(FuncFormatter(text))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: tick(int(n))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("N")
     axes.set_ylabel("times as fast as the library")

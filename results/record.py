@@ -3,9 +3,9 @@
     results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
 
 A lesson is recorded at its default N (with the arguments of DEFAULTS), at those of SIZES (RUN is
-the N), and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that most
-kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels that
-matter at any shape. A lesson that fails is not recorded, and the exit code says so.
+the N), and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
+most kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels
+that matter at any shape. A lesson that fails is not recorded, and the exit code says so.
 """
 import argparse
 import json
@@ -61,7 +61,8 @@ def measure(program, arguments):
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "run.json"
         print("$", program.name, *arguments, flush=True)
-        command = [program, *arguments, "--device", "cuda", "--seconds", str(SECONDS), "--json", written]
+        command = [program, *arguments, "--device", "cuda", "--seconds", str(SECONDS)]
+        command += ["--json", written]
         if subprocess.run(command).returncode != 0:
             return None
         return written.read_text()
