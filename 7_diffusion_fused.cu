@@ -36,8 +36,8 @@
 // and W = 256 that is 1.2 times as much. On chip is room for the basis of about 10^5
 // vertices; the one launch, which needs room for x as well, keeps that of 17000.
 //
-// The first three need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0. The CPU
-// backend runs all.
+// The first three need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0. The
+// CPU backend runs all.
 
 #include <cuda/atomic>
 #include <deque>

@@ -529,7 +529,7 @@ __device__ inline void store_matrices(void* row, const uint32_t (&registers)[4])
 
 #endif  // CUDA_CPU
 
-// ---- Device: what is made of these ----------------------------------------------------------------
+// ---- Device: what is made of these --------------------------------------------------------------
 
 /// The last thing that the producer of a block in a cluster does: waits until each stage has been
 /// released as often as it was filled. By then all that the other blocks send to this one, bytes

@@ -4,8 +4,8 @@
 //     hopper_semantics --list     prints the names of the cases
 //     hopper_semantics CASE...    runs them (all without arguments); exits with 1 if one fails
 //
-// Cases of the last part are the CPU backend's alone: what it makes of mistakes, and how late it does
-// things.
+// Cases of the last part are the CPU backend's alone: what it makes of mistakes, and how late it
+// does things.
 
 #include <unistd.h>
 
@@ -112,7 +112,8 @@ __global__ void phases(int* seen) {
 #endif
 }
 
-// "mbarrier", "Phase of the mbarrier object"; "mbarrier.test_wait / mbarrier.try_wait": phaseParity.
+// "mbarrier", "Phase of the mbarrier object"; "mbarrier.test_wait / mbarrier.try_wait":
+// phaseParity.
 CASE(barrier_phases) {
   Array<int> seen(10);
   phases<<<1, 64>>>(seen.device);
@@ -186,7 +187,8 @@ void expect_box(int rows, int cols, int row, int col, int box_rows, bool to_tf32
   }
 }
 
-// "cp.async.bulk.tensor"; "Tensors": "Swizzling modes" (128B), "Bounding Box", out-of-bounds: zeros.
+// "cp.async.bulk.tensor"; "Tensors": "Swizzling modes" (128B), "Bounding Box", out-of-bounds:
+// zeros.
 CASE(loads_swizzled_and_padded) {
   expect_box<half>(40, 80, 0, 0, 32);
   expect_box<half>(40, 80, 24, 64, 32);   // beyond both ends
@@ -419,7 +421,8 @@ CASE(powers_of_two) {
 
 enum class From { shared, transposed, registers };
 
-// sum (64, 2 kCount) = A (64, 64) B (64, 2 kCount), plus B's first row: two groups of two steps each.
+// sum (64, 2 kCount) = A (64, 64) B (64, 2 kCount), plus B's first row: two groups of two steps
+// each.
 template <typename T, From kFrom, int kCount>
 __global__ void __launch_bounds__(128)
     multiply(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -496,8 +499,8 @@ void expect_product() {
   }
 }
 
-// "wgmma.mma_async": "Register Fragments and Shared Memory Matrix Layouts", "Matrix Descriptor Format",
-// "wgmma.commit_group", "wgmma.wait_group".
+// "wgmma.mma_async": "Register Fragments and Shared Memory Matrix Layouts", "Matrix Descriptor
+// Format", "wgmma.commit_group", "wgmma.wait_group".
 CASE(wgmma_fp16) {
   expect_product<half, From::shared, 32>();
   expect_product<half, From::shared, 64>();
@@ -643,7 +646,7 @@ CASE(clusters_that_fit) {
 
 #ifdef CUDA_CPU
 
-// ---- The CPU backend: what it makes of mistakes ---------------------------------------------------
+// ---- The CPU backend: what it makes of mistakes -------------------------------------------------
 
 /// What `run` prints on stderr.
 std::string errors_of(const std::function<void()>& run) {

@@ -838,8 +838,8 @@ void execute(const LaunchConfig& config, const BoundKernel& kernel) {
   const unsigned capacity = static_cast<unsigned>(multiprocessors());
   const int workers = static_cast<int>(std::min<std::uint64_t>(
       {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
-  // The threads read a copy, which no launch after this one writes: for ThreadSanitizer that may not
-  // be ordered after this one.
+  // The threads read a copy, which no launch after this one writes: for ThreadSanitizer that may
+  // not be ordered after this one.
   const auto release = [](void* copy) {
     const Unwatched bookkeeping;
     std::free(copy);

@@ -129,9 +129,9 @@ struct cudaFuncAttributes {
   int preferredShmemCarveout;
 };
 
-/// The CPU as a device: `name` is the processor's, the compute capability is 9.0, whose instructions
-/// common/hopper.cuh has, a multiprocessor is a place for one block (multiprocessors() in
-/// cuda_cpu.h), and what has no counterpart or is not known is 0.
+/// The CPU as a device: `name` is the processor's, the compute capability is 9.0, whose
+/// instructions common/hopper.cuh has, a multiprocessor is a place for one block (multiprocessors()
+/// in cuda_cpu.h), and what has no counterpart or is not known is 0.
 struct cudaDeviceProp {
   char name[256];
   std::size_t totalGlobalMem;

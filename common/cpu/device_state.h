@@ -34,8 +34,8 @@ DeviceState& device();
 /// device turns every result into cudaErrorLaunchFailure.
 cudaError_t result(cudaError_t error);
 
-/// For ThreadSanitizer: what the calling host thread does next comes after all kernels. A launch that
-/// starts early does without.
+/// For ThreadSanitizer: what the calling host thread does next comes after all kernels. A launch
+/// that starts early does without.
 void finish_kernels();
 
 }  // namespace cuda_cpu

@@ -1,5 +1,5 @@
-// Blocks and threads while they run: what the parts of the backend know of them, cuda_cpu.cpp, which
-// runs them, and hopper.cpp, which does what their copy engine and tensor cores would do.
+// Blocks and threads while they run: what the parts of the backend know of them, cuda_cpu.cpp,
+// which runs them, and hopper.cpp, which does what their copy engine and tensor cores would do.
 
 #pragma once
 
@@ -210,8 +210,8 @@ struct SharedPlace {
   std::size_t offset;
 };
 
-/// Runs blocks on one worker thread: those of a cluster at the same time, and more clusters when the
-/// threads of all that run wait for what other blocks do.
+/// Runs blocks on one worker thread: those of a cluster at the same time, and more clusters when
+/// the threads of all that run wait for what other blocks do.
 ///
 /// The threads of a block start in order. A fiber runs one after the other to the end, as plain
 /// function calls; only when a thread has to wait does it keep its fiber, and another one goes on.
@@ -335,7 +335,7 @@ class Runner {
 /// The runner of the calling worker thread.
 extern constinit thread_local Runner* runner;
 
-// ---- hopper.cpp ----------------------------------------------------------------------------------
+// ---- hopper.cpp ---------------------------------------------------------------------------------
 
 /// When no thread can go on: does one thing that a thread waits for, a copy, say. False if there is
 /// none, or after an error.

@@ -1,9 +1,9 @@
 // What Hopper's units would do: see hopper_device.h. This file is compiled without ThreadSanitizer,
-// and tells it itself who reads and writes what. The copy engine and the tensor cores have identities
-// of their own there:
+// and tells it itself who reads and writes what. The copy engine and the tensor cores have
+// identities of their own there:
 //
-//   - The copy engine's writes are ordered after whoever has started them, and before those who wait
-//     for their barrier.
+//   - The copy engine's writes are ordered after whoever has started them, and before those who
+//     wait for their barrier.
 //   - What it reads of shared memory, or the tensor cores do, is ordered after threads' writes by
 //     shared_fence() alone: a barrier is not enough. That there is a barrier as well shows in the
 //     name of the thread that starts the operation, which reads the same memory once.
@@ -105,8 +105,9 @@ static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
 constexpr std::size_t kMaxRowBytes = 2048;
 
-/// Where byte `offset` of a box that starts at `start` in the window of shared memory is. "Swizzling
-/// modes" of the PTX ISA's "Tensors": bits 4 to 6 of an address, exclusive or bits 7 to 9.
+/// Where byte `offset` of a box that starts at `start` in the window of shared memory is.
+/// "Swizzling modes" of the PTX ISA's "Tensors": bits 4 to 6 of an address, exclusive or bits 7 to
+/// 9.
 std::size_t swizzled(std::size_t address) { return address ^ (address >> 7 & 7) << 4; }
 
 float round_to_tf32(float value) {
@@ -345,8 +346,8 @@ Block& block_of_rank(int rank, const char* operation, const Site& site) {
 
 // ---- Barriers in shared memory -----------------------------------------------------------------
 
-/// The barrier at `place` of `block`. Others than its own block's threads, and the copy engine, need
-/// it to be visible.
+/// The barrier at `place` of `block`. Others than its own block's threads, and the copy engine,
+/// need it to be visible.
 MBarrier& find_barrier(Block& block, const SharedPlace& place, bool by_others,
                        const char* operation, const Site& site) {
   auto* const word = reinterpret_cast<std::uint64_t*>(runner->shared_at(block, place));
@@ -1362,7 +1363,7 @@ void wgmma_wait(int newest, Site site) {
   }
 }
 
-// ---- When nobody can go on; the ends of threads and blocks ----------------------------------------
+// ---- When nobody can go on; the ends of threads and blocks --------------------------------------
 
 bool land_one(Runner& runner) {
   for (Block* block : runner.resident()) {
