@@ -32,7 +32,7 @@ def test_lesson_counts_the_same(count_clifford, signature):
     triples, terms = len(algebra.triples), len(algebra.terms)
     counts = algebra.multiply_adds()
     command = [program(LESSON), 1, "--features", 1, "--algebra", signature, "--device", "cpu"]
-    output = execute([*command, "--samples", 1]).stdout
+    output = " ".join(execute([*command, "--samples", 1]).stdout.split())  # lines are wrapped
     assert (
         f"Cl({signature}): {triples} grade triples; the product takes {counts['product']} multiply-adds "
         f"({2 * terms} written out term by term), its gradients {counts['gradients']}."

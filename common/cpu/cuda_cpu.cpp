@@ -78,7 +78,8 @@ Block::Block()
       warps(new Warp[kMaxThreadsPerBlock / 32]()),
       barrier(),
       tsan_start(0),
-      tsan_end() {
+      tsan_end(),
+      tsan_ended() {
   tsan_last = nullptr;
   for (void*& engine : tsan_engine) engine = nullptr;
 #if defined(CUDA_CPU_TSAN)
@@ -248,16 +249,16 @@ CUDA_CPU_NO_TSAN void Runner::run_thread() {
   current_ = &self;
   threadIdx = self.index;
   blockIdx = block.index;
-  char* const block_end = &block.tsan_end[launch_->number % 4];
   tsan_acquire(&block.tsan_start);
-  tsan_acquire(block_end);
+  // The block that was here before, of the same launch: not the threads of this one.
+  tsan_acquire(&block.tsan_ended[launch_->number % 4]);
   AsyncCopies& copies = block.async_copies[self.number];
   if (!copies.queue.empty() || !copies.batches.empty()) copies = {};
 
   launch_->kernel.run(launch_->kernel.arguments);
 
   copies.land(copies.queue.size());
-  tsan_release(block_end);
+  tsan_release(&block.tsan_end[launch_->number % 4]);
   thread_exited();
 }
 
@@ -301,6 +302,7 @@ CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
     void* const caller = tsan_current();
     tsan_become(block.tsan_last);
     tsan_acquire(&block.tsan_end[launch_->number % 4]);
+    tsan_release(&block.tsan_ended[launch_->number % 4]);
     tsan_release(kernel_end(launch_->number));
     tsan_become(caller);
   }

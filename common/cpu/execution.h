@@ -167,7 +167,8 @@ struct Block {
   /// Of a kernel that uses Hopper's instructions.
   std::unique_ptr<HopperBlock, DeleteHopperBlock> hopper;
   char tsan_start;
-  char tsan_end[4];
+  char tsan_end[4];  ///< each thread's end, and of the whole block: by launch
+  char tsan_ended[4];
   /// Who hands on, for ThreadSanitizer, that all threads of the block have ended.
   void* tsan_last;
   /// Who the copy engine, reading and writing, and the tensor cores are for ThreadSanitizer.
