@@ -195,8 +195,8 @@ struct Kernel {
   double median_ms() const { return percentile(50); }
 };
 
-/// `format` with `factor` for its one %: "% times as fast" -> "0.96 times as fast". And for "% times
-/// faster" it says "1.04 times slower" or "as fast" where that is so.
+/// `format` with `factor` for its one %: "% times as fast" -> "0.96 times as fast". Of "% times
+/// faster" it makes "1.04 times slower" or "as fast" where that is so.
 std::string comparison_text(const std::string& format, double factor);
 
 /// One table: inputs, outputs and a reference that its kernels share.
