@@ -1667,7 +1667,7 @@ Launch forward_streamed_of(const Tensors<A>& of, const Device& device) {
   using Stream = Streamed<kStreamedWidth, 2 * A::kBlades>;
   constexpr int kBytes = Stream::kStages * sizeof(typename Stream::Stage);
   const auto kernel = forward_streamed<A, kStreamedWidth>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(kernel, kBytes);
   const RowsOnChip shape = streamed_rows(of.layer);
   const int blocks = std::min((of.layer.batch - 1) / shape.rows() + 1, device.sms);
   const auto run = [=] {
@@ -1682,7 +1682,7 @@ Launch backward_streamed_of(const Tensors<A>& of, const Gradients<A>& d, const D
   using Stream = Streamed<kStreamedWidth, 3 * A::kBlades>;
   constexpr int kBytes = Stream::kStages * sizeof(typename Stream::Stage);
   const auto kernel = backward_streamed<A, kStreamedWidth>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(kernel, kBytes);
   const RowsOnChip shape = streamed_rows(of.layer);
   const int blocks = std::min((of.layer.batch - 1) / shape.rows() + 1, device.sms);
   const int count = blocks * shape.rows();
@@ -1767,10 +1767,7 @@ bool add_forward(Lesson& lesson, const CliffordReference& reference, const Cliff
   const Launch on_chip = forward_on_chip_of(of, lesson.device());
   if (on_chip.run) add("row on chip", on_chip);
   if constexpr (A::kBlades <= 8) {
-    if (!lesson.device().is_hopper()) {
-      problem.kernel("rows streamed", Role::ours, {}).hopper_only();
-    }
-    if (lesson.device().is_hopper() && can_stream(layer)) {
+    if (can_stream(layer)) {
       add("rows streamed", forward_streamed_of(of, lesson.device()));
     }
   }
@@ -1828,8 +1825,7 @@ bool add_backward(Lesson& lesson, const CliffordReference& reference, const Clif
   if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
   if constexpr (A::kBlades <= 8) {
     const char* name = A::kBlades <= 4 ? "both streamed" : "streamed, on chip";
-    if (!lesson.device().is_hopper()) problem.kernel(name, Role::ours, {}).hopper_only();
-    if (lesson.device().is_hopper() && can_stream(layer)) {
+    if (can_stream(layer)) {
       const Launch streamed = forward_streamed_of(of, lesson.device());
       if constexpr (A::kBlades <= 4) {
         add(name, streamed, backward_streamed_of(of, d, lesson.device()));

@@ -822,7 +822,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
                     int64_t tiles, const Device& device) {
   constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
   const auto kernel = matmul_persistent<kStages, kBuffers, kGroup>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(kernel, kBytes);
   const unsigned clusters = persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
   // What a patch of 256 kGroup rows and as many columns reads.
   const int64_t patch_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
@@ -841,19 +841,11 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
       .hopper_only();
 }
 
-// Adds the kernels that need TMA and wgmma, and rows of a multiple of 16 bytes. Where they cannot
-// run, only their names.
+// Adds the kernels that need TMA and wgmma, and rows of a multiple of 16 bytes.
 void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
                         const Device& device) {
-  if (!device.is_hopper()) {
-    for (const char* name : {"wgmma", "specialized", "persistent"}) {
-      square.kernel(name, Role::ours, {}).hopper_only();
-    }
-    return;
-  }
   constexpr int kWgmmaBytes = 3 * sizeof(Stage<128, 128>);
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_wgmma<3>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  kWgmmaBytes));
+  allow_shared_bytes(matmul_wgmma<3>, kWgmmaBytes);
   square
       .kernel("wgmma", Role::ours,
               [=] {
@@ -865,8 +857,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
       .hopper_only();
 
   constexpr int kSpecializedBytes = 4 * sizeof(Stage<128, 256>);
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_specialized<4>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSpecializedBytes));
+  allow_shared_bytes(matmul_specialized<4>, kSpecializedBytes);
   square
       .kernel("specialized", Role::ours,
               [=] {
@@ -887,10 +878,6 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
 
 void add_any_shape(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
                    const Device& device) {
-  if (!device.is_hopper()) {
-    square.kernel("any shape", Role::ours, {}).hopper_only();
-    return;
-  }
   const bool aligned = n % 8 == 0;
   const int stride = aligned ? n : (n + 63) / 64 * 64;  // whole lines of 128 bytes
   const size_t copied = aligned ? 1 : static_cast<size_t>(n) * stride;

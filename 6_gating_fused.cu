@@ -657,61 +657,51 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
 }
 
 // Adds the kernel for H columns in steps of 64 and at most 64 kBoxes channels; rows of x and out
-// have to be a multiple of 16 bytes. Where it cannot run, only its name.
+// have to be a multiple of 16 bytes.
 template <int kBoxes, int kStages>
 void add_hopper_resident(GatingProblem& layer, const Device& device) {
-  if (device.is_hopper()) {
-    const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-    constexpr int kThreads = 128 * (1 + kConsumers);
-    constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
-    const auto kernel = gating_hopper_resident<kBoxes, kStages>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
-    const dim3 grid(
-        static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
-        static_cast<unsigned>(columns));
-    const auto launch = [=, &layer] {
-      const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
-      const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-      const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-      const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
-      gating_hopper_resident<kBoxes, kStages>
-          <<<grid, kThreads, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
-    };
-    layer.problem.kernel("Hopper resident", Role::ours, launch)
-        .resources(kernel, kThreads, kBytes)
-        .hopper_only();
-    return;
-  }
-  static_cast<void>(device);
-  layer.problem.kernel("Hopper resident", Role::ours, {}).hopper_only();
+  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
+  constexpr int kThreads = 128 * (1 + kConsumers);
+  constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
+  const auto kernel = gating_hopper_resident<kBoxes, kStages>;
+  allow_shared_bytes(kernel, kBytes);
+  const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
+  const dim3 grid(
+      static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
+      static_cast<unsigned>(columns));
+  const auto launch = [=, &layer] {
+    const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
+    const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
+    const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
+    const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+    gating_hopper_resident<kBoxes, kStages>
+        <<<grid, kThreads, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
+  };
+  layer.problem.kernel("Hopper resident", Role::ours, launch)
+      .resources(kernel, kThreads, kBytes)
+      .hopper_only();
 }
 
 // The same for any number of channels.
 template <int kStages, int kGroup>
-void add_hopper_cluster(GatingProblem& layer, const Device& device) {
-  if (device.is_hopper()) {
-    const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-    constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
-    const auto kernel = gating_hopper_cluster<kStages, kGroup>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-    const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
-    const unsigned blocks = 2 * persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
-    const auto launch = [=, &layer] {
-      const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
-      const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-      const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-      const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
-      gating_hopper_cluster<kStages, kGroup>
-          <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
-    };
-    layer.problem.kernel("Hopper cluster", Role::ours, launch)
-        .resources(kernel, 384, kBytes)
-        .hopper_only();
-    return;
-  }
-  static_cast<void>(device);
-  layer.problem.kernel("Hopper cluster", Role::ours, {}).hopper_only();
+void add_hopper_cluster(GatingProblem& layer) {
+  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
+  constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
+  const auto kernel = gating_hopper_cluster<kStages, kGroup>;
+  allow_shared_bytes(kernel, kBytes);
+  const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
+  const unsigned blocks = 2 * persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
+  const auto launch = [=, &layer] {
+    const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
+    const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
+    const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
+    const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+    gating_hopper_cluster<kStages, kGroup>
+        <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
+  };
+  layer.problem.kernel("Hopper cluster", Role::ours, launch)
+      .resources(kernel, 384, kBytes)
+      .hopper_only();
 }
 
 int main(int argc, char** argv) {
@@ -751,9 +741,9 @@ int main(int argc, char** argv) {
     if (boxes == 1) add_hopper_resident<1, 9>(layer, lesson.device());
     if (boxes == 2) add_hopper_resident<2, 6>(layer, lesson.device());
     if (boxes == 3 || boxes == 4) add_hopper_resident<4, 3>(layer, lesson.device());
-    if (boxes > 4) add_hopper_cluster<4, 8>(layer, lesson.device());
+    if (boxes > 4) add_hopper_cluster<4, 8>(layer);
   }
-  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square, lesson.device());
+  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square);
   if (!aligned(layer.shape) || !aligned(square.shape)) {
     lesson.note("Rows that are not a multiple of 16 bytes: no Hopper kernel, no 16-byte copies.");
   }

@@ -1449,7 +1449,7 @@ template <Pass kPass, int kColumns, int kStages>
 unsigned one_launch_blocks(const Shape& shape) {
   constexpr int kBlocks = kWidth / kColumns, kBytes = sizeof(OneLaunchShared<kColumns, kStages>);
   const auto kernel = diffusion_one_launch<kPass, kColumns, kStages>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(kernel, kBytes);
   const int clusters = resident_clusters(kernel, kBlocks, kOneLaunchThreads, kBytes);
   return kBlocks * persistent(blocks_for(shape.V, 64), clusters);
 }
@@ -1515,17 +1515,13 @@ void add_one_launch(Backward& table) {
                  kBytes);
 }
 
-// The one launch, or where it cannot run only its name. Few rows: narrow blocks, so that 64
+// The one launch, for the shapes that it is made for. Few rows: narrow blocks, so that 64
 // rows keep four multiprocessors busy and not two, and a thread has half as much to add to the
 // totals. Many: wide ones, which read the basis less often.
 template <typename Table>
 void add_one_launch(Table& table) {
-  if (table.device.is_hopper() && table.shape.E <= kEigen && table.shape.W <= kWidth) {
-    table.shape.V <= 32768 ? add_one_launch<64, 9>(table) : add_one_launch<128, 6>(table);
-    return;
-  }
-  if (table.device.is_hopper()) return;
-  table.problem.kernel("one launch", Role::ours, {}).hopper_only();
+  if (table.shape.E > kEigen || table.shape.W > kWidth) return;
+  table.shape.V <= 32768 ? add_one_launch<64, 9>(table) : add_one_launch<128, 6>(table);
 }
 
 // The rows of one V that compute capability 8.0 can run.
@@ -1585,7 +1581,7 @@ int main(int argc, char** argv) {
       if (last) lesson.note(text);
     };
   }
-  if (lesson.device().is_hopper() && (E > kEigen || W > kWidth)) {
+  if (E > kEigen || W > kWidth) {
     lesson.note("The one launch keeps at most 128 x 256 of the spectrum on chip: it is left out.");
   }
   if (!lesson.flag("--sweep")) {

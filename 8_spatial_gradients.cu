@@ -1892,8 +1892,7 @@ void add_hopper_kernels(Forward& table) {
   const auto [V, E, W] = table.shape;
   const auto M = table.problem.output<bf16>(3 * table.shape.coefficients());
   constexpr int kBytes = sizeof(HopperForward);
-  CUDA_CHECK(
-      cudaFuncSetAttribute(hopper_features, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(hopper_features, kBytes);
   const dim3 small(blocks_for(W, kSmall), blocks_for(E, kSmall), 3);
   const unsigned blocks =
       2 *
@@ -1916,8 +1915,7 @@ void add_hopper_kernels(Backward& table) {
   const auto [V, E, W] = table.shape;
   const size_t count = table.shape.coefficients();
   constexpr int kBytes = sizeof(HopperBackward);
-  CUDA_CHECK(cudaFuncSetAttribute(hopper_accumulate_backward,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(hopper_accumulate_backward, kBytes);
   const unsigned tiles = blocks_for(V, 64);
   const unsigned clusters =
       persistent(tiles, resident_clusters(hopper_accumulate_backward, 4, kHopperThreads, kBytes));
@@ -1946,16 +1944,11 @@ void add_hopper_kernels(Backward& table) {
       .checks = table.checks(1, 4, (tiles + clusters - 1) / clusters * 64);
 }
 
-// The same with TMA and wgmma. False if E or W is more than its blocks are made for; where it
-// cannot run, only its name is added.
+// The same with TMA and wgmma. False if E or W is more than its blocks are made for.
 template <typename Table>
 bool add_hopper(Table& table) {
-  if (table.device.is_hopper()) {
-    if (table.shape.E > kEigen || table.shape.W > kWidth) return false;
-    add_hopper_kernels(table);
-    return true;
-  }
-  table.problem.kernel("Hopper", Role::ours, {}).hopper_only();
+  if (table.shape.E > kEigen || table.shape.W > kWidth) return false;
+  add_hopper_kernels(table);
   return true;
 }
 

@@ -1577,8 +1577,7 @@ struct Product {
 template <typename Function>
 Product product_of(const char* name, Function* kernel, int threads, int shared_bytes,
                    std::function<void(Results)> launch) {
-  CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  allow_shared_bytes(kernel, shared_bytes);
   return {name, std::move(launch),
           [=](Kernel& row) { row.resources(kernel, threads, shared_bytes); }};
 }
@@ -1692,7 +1691,7 @@ std::optional<Product> choose_exchange(const Lesson& lesson, Problem& problem,
   }
   const auto kernel = exchange_columns<kMath, kRows>;
   constexpr int kBytes = sizeof(ExchangeShared<kMath, kRows>);
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(kernel, kBytes);
   const int clusters = resident_clusters(kernel, 2, kExchangeThreads, kBytes);
   if (2u * clusters < tiles) return {};
   return make_exchange<kMath, kRows>(problem, shape, x, W, clusters);
@@ -1832,18 +1831,11 @@ struct Layer {
     problem.compare(unfused, "library", what + "unfused (2) against library (1), % times faster.");
   }
 
-  // The same for Hopper's product, or where it cannot run only its names.
+  // The same for Hopper's product, if the shape has one.
   template <Math kMath>
-  void add_hopper([[maybe_unused]] const Lesson& lesson, const std::string& suffix) const {
-    if (lesson.device().is_hopper()) {
-      const auto product = make_hopper_product<kMath>(lesson, problem, shape, x, W);
-      if (product) add_ours(*product, suffix, 90);
-      return;
-    }
-    const std::string fused =
-        (shape.classes <= kClusterClasses ? "fused cluster" : "fused exchange") + suffix;
-    problem.kernel("un" + fused, Role::ours, {}).hopper_only();
-    problem.kernel(fused, Role::ours, {}).hopper_only();
+  void add_hopper(const Lesson& lesson, const std::string& suffix) const {
+    const auto product = make_hopper_product<kMath>(lesson, problem, shape, x, W);
+    if (product) add_ours(*product, suffix, 90);
   }
 };
 
@@ -1968,12 +1960,10 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
   fused(make_product<Math::fp32>(lesson, problem, shape, x, W), "", 0);
   fused(make_product<Math::tf32>(lesson, problem, shape, x, W), ", TF32", 80);
   fused(make_product<Math::split>(lesson, problem, shape, x, W), ", 3xTF32", 80);
-  if (lesson.device().is_hopper()) {
-    const auto rounded = make_hopper_product<Math::tf32>(lesson, problem, shape, x, W);
-    if (rounded) fused(*rounded, ", TF32", 90);
-    const auto split = make_hopper_product<Math::split>(lesson, problem, shape, x, W);
-    if (split) fused(*split, ", 3xTF32", 90);
-  }
+  const auto rounded = make_hopper_product<Math::tf32>(lesson, problem, shape, x, W);
+  if (rounded) fused(*rounded, ", TF32", 90);
+  const auto split = make_hopper_product<Math::split>(lesson, problem, shape, x, W);
+  if (split) fused(*split, ", 3xTF32", 90);
 }
 
 // ---- The exercises' tables ----------------------------------------------------------------------

@@ -62,6 +62,12 @@ Device Device::current() {
   return device;
 }
 
+int most_shared_bytes() {
+  int id = 0;
+  CUDA_CHECK(cudaGetDevice(&id));
+  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+}
+
 double Device::peak(Rate rate) const {
   for (const FmasPerClock& row : kFmasPerClock) {
     if (row.major == major && row.minor == minor) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "common/check.h"
+
 /// The arithmetic unit that bounds a problem: which of a device's peak rates applies to it.
 enum class Rate {
   fp32,  ///< fp32 fused multiply-adds on the CUDA cores
@@ -34,3 +36,14 @@ struct Device {
   /// FLOP/s, an FMA counting as two; 0 if unknown.
   double peak(Rate rate) const;
 };
+
+/// The most shared memory that a block may ask for on the current device.
+int most_shared_bytes();
+
+/// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less the kernel
+/// cannot run, and its row says what it needs: nothing happens here.
+template <typename Kernel>
+void allow_shared_bytes(Kernel* kernel, int bytes) {
+  if (bytes > most_shared_bytes()) return;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}

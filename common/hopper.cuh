@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -92,9 +93,12 @@ CUtensorMap tensor_map(const T* vector, int64_t count) {
   return encode_tensor_map(vector, 1, &extent, strides, &box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-/// How many clusters of `blocks` blocks of `kernel` the device holds at once.
+/// How many clusters of `blocks` blocks of `kernel` the device holds at once. (One without clusters:
+/// as many as it has multiprocessors for, so that the rest can be worked out as elsewhere.)
 template <typename Kernel>
 int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+  const Device device = Device::current();
+  if (!device.is_hopper()) return std::max(1, device.sms / static_cast<int>(blocks));
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = blocks;

@@ -155,13 +155,11 @@ struct Kernel {
   /// `cc` / 10 is the least compute capability that can run this; below it the row says so instead.
   Kernel& needs(int cc) {
     needs_cc = cc;
+    hopper = cc == 90;
     return *this;
   }
   /// sm_90a code: later architectures do not run it either.
-  Kernel& hopper_only() {
-    hopper = true;
-    return needs(90);
-  }
+  Kernel& hopper_only() { return needs(90); }
 
   /// What one block of `function` takes, for the record: registers, spills, and how many fit on a
   /// multiprocessor. Unknown (and nothing is asked) on the CPU backend.
@@ -169,6 +167,7 @@ struct Kernel {
   Kernel& resources([[maybe_unused]] Function* function, [[maybe_unused]] int block,
                     [[maybe_unused]] size_t shared_bytes = 0) {
 #ifndef CUDA_CPU
+    if (static_cast<int>(shared_bytes) > most_shared_bytes()) return *this;  // for other devices
     cudaFuncAttributes attributes;
     CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
     threads = block;
@@ -240,9 +239,8 @@ class Problem {
     checks_.push_back({output.storage(), reference.storage(), tolerance});
   }
 
-  /// Adds a row. The first one is what `speed` compares with. On the CPU backend an empty `launch`
-  /// stands for a kernel that only a GPU can run. The reference returned is valid until the next
-  /// call.
+  /// Adds a row. The first one is what `speed` compares with. The reference returned is valid until
+  /// the next call.
   Kernel& kernel(std::string name, Role role, std::function<void()> launch);
 
   /// After the tables, on a GPU, if both kernels were timed: comparison_text() of `format` and of

@@ -510,7 +510,7 @@ template <typename T, class Tile, class Epilogue>
 ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
   const auto kernel = product<T, Tile, Epilogue>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  allow_shared_bytes(kernel, kBytes);
   const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
   constexpr int kFetched =
       Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;

@@ -124,12 +124,13 @@ def explained(message, text):
         ("error: --device cuda: this is the CPU build", "1_matmul_basic", ["--device", "cuda"], 3),
         ("error: N = ... needs ... of device memory ..., ... are free", "1_matmul_basic",
          ["200000", "--device", "cpu"], 3),
+        ("needs a GPU of compute capability 9.0", "3_matmul_tensorcore", ["8"], 0),
         ("FAILED (tolerance ...)", "tests/broken_kernels", ["8", "--samples", "1"], 1),
         ("error: ... (see --help)", "1_matmul_basic", ["--size", "8"], 2),
     ],
 )
 def test_message_is_explained(message, name, arguments, rc):
-    result = execute([program(name), *arguments])
+    result = execute([program(name), *arguments], env={"CUDA_CPU_COMPUTE_CAPABILITY": "80"})
     assert result.rc == rc
     assert explained(message, result.stdout + result.stderr)
 

@@ -371,3 +371,17 @@ def test_lessons_side_by_side(tmp_path):
     for record in records.values():
         check_record(record)
     assert records["a.json"]["seed"] == 0 and records["b.json"]["seed"] == 1
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_rows_that_need_hopper_say_so_elsewhere(lesson):
+    """A device of compute capability 8.0: the same rows, and those that it cannot run say why."""
+    size = ["8", "--device", "cpu", "--samples", "1"]
+    if "softmax" in lesson:
+        size += ["--inputs", "8", "--classes", "300"]
+    rows = execute([program(lesson), *size, "--list"]).stdout.splitlines()
+    result = execute([program(lesson), *size], env={"CUDA_CPU_COMPUTE_CAPABILITY": "80"})
+    assert result.rc == 0, result.stdout + result.stderr
+    unable = result.stdout.count("needs a GPU of compute capability 9.0")
+    assert f"All {len(rows) - unable} kernels verified" in result.stdout
+    assert (unable > 0) == (lesson.split("_")[0] in ("3", "6", "7", "8", "9", "10"))

@@ -814,6 +814,14 @@ int multiprocessors() {
   return count;
 }
 
+int compute_capability() {
+  static const int capability = [] {
+    const char* given = std::getenv("CUDA_CPU_COMPUTE_CAPABILITY");
+    return given ? std::clamp(std::atoi(given), 75, 90) : 90;
+  }();
+  return capability;
+}
+
 bool describe_kernel(Cluster3 cluster, LaunchBounds bounds) {
   if (!asked) return false;
   *asked = {cluster, bounds};

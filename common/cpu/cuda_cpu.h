@@ -37,6 +37,10 @@ inline constexpr std::size_t kMaxSharedBytes = 227 * 1024;
 /// CUDA_CPU_MULTIPROCESSORS in the environment, or else 8.
 int multiprocessors();
 
+/// Ten times the device's compute capability: CUDA_CPU_COMPUTE_CAPABILITY in the environment, or
+/// else 90. Kernels that need more are left out, as on such a GPU.
+int compute_capability();
+
 /// A place in the source code.
 struct Site {
   const char* file;

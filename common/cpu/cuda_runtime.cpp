@@ -217,7 +217,10 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
       *value = multiprocessors();
       break;
     case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
+      *value = compute_capability() / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = compute_capability() % 10;
       break;
     case cudaDevAttrL2CacheSize:
       *value = static_cast<int>(std::max(0l, sysconf(_SC_LEVEL2_CACHE_SIZE)));
