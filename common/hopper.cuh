@@ -93,8 +93,8 @@ CUtensorMap tensor_map(const T* vector, int64_t count) {
   return encode_tensor_map(vector, 1, &extent, strides, &box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-/// How many clusters of `blocks` blocks of `kernel` the device holds at once. (One without clusters:
-/// as many as it has multiprocessors for, so that the rest can be worked out as elsewhere.)
+/// How many clusters of `blocks` blocks of `kernel` the device holds at once. For a device without
+/// clusters: how many it has multiprocessors for, so that the rest can be worked out as elsewhere.
 template <typename Kernel>
 int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
   const Device device = Device::current();
