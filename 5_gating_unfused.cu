@@ -327,7 +327,7 @@ int main(int argc, char** argv) {
                  .title = "sigmoid(x W1 + b1) * (x W2 + b2) in six kernels, and in two",
                  .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
                  .n_gpu = 4096,
-                 .n_cpu = 4,
+                 .n_cpu = 8,
                  .options = {{"--channels", "K, columns of x in the layer", 128},
                              {"--hidden", "H, columns of the layer's result", 64}}});
   const GatingShape shape{1024 * lesson.n(), lesson.option("--channels"),

@@ -710,7 +710,7 @@ int main(int argc, char** argv) {
                  .title = "sigmoid(x W1 + b1) * (x W2 + b2) in one kernel",
                  .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
                  .n_gpu = 4096,
-                 .n_cpu = 4,
+                 .n_cpu = 8,
                  .options = {{"--channels", "K, columns of x in the layer", 128},
                              {"--hidden", "H, columns of the layer's result", 64}}});
   const int64_t n = lesson.n();
