@@ -708,7 +708,7 @@ void Lesson::State::print(const Problem& problem) const {
 
 std::vector<Column> Lesson::State::columns(const Problem& problem) const {
   const auto text = [](const char* format, auto... values) {
-    char text[32];
+    char text[320];  // any double, even without an exponent
     snprintf(text, sizeof text, format, values...);
     return std::string(text);
   };
