@@ -80,8 +80,9 @@ STATIONARY = "bonus_matmul_A_stationary"
 # What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
 LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}
 
-# What the mutants run with: the slices of a sum follow from how many there are.
-FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2"}
+# What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
+# two hold no cluster of four.
+FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2", "CUDA_CPU_COMPUTE_CAPABILITY": "80"}
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
