@@ -81,7 +81,7 @@ RUNS = {
         (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
         (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
     ],
-    "7_diffusion_fused": [(("2400", "--kernel", "^one launch$"), 8)],
+    "7_diffusion_fused": [(("1400", "--kernel", "^one launch$"), 8)],
     "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
     "9_matmul_softmax": [
         (("70", "--inputs", "1100", "--classes", "20", "--kernel", "fused cluster"), 8),

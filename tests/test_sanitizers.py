@@ -119,11 +119,7 @@ def test_mutant_is_reported(mutant):
 @pytest.mark.parametrize("lesson, run", [
     (lesson, run) for lesson in hopper_mutants.LESSONS for run in hopper_mutants.RUNS[lesson]
 ])
-def test_hopper_kernels_are_clean(request, lesson, run, sanitizer):
-    # ThreadSanitizer reports races here that are not explained: between two launches, on shared
-    # memory. They may be the backend's or the lessons'. These cases run, and are expected to fail.
-    if sanitizer == "thread" and lesson.split("_")[0] in ("7", "8", "9"):
-        request.applymarker(pytest.mark.xfail(reason="a race that is reported and not explained"))
+def test_hopper_kernels_are_clean(lesson, run, sanitizer):
     arguments, multiprocessors = run
     environment = {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)}
     result = run_sanitized(sanitizer, lesson, arguments, environment)

@@ -78,8 +78,7 @@ Block::Block()
       warps(new Warp[kMaxThreadsPerBlock / 32]()),
       barrier(),
       tsan_start(0),
-      tsan_end(),
-      tsan_ended() {
+      tsan_end() {
   tsan_last = nullptr;
   for (void*& engine : tsan_engine) engine = nullptr;
 #if defined(CUDA_CPU_TSAN)
@@ -120,7 +119,7 @@ void Runner::run(Launch& launch) {
     if (launch.failed) abandon_threads();
   }
   state.idle.store(true);
-  end_shared_memory();
+  for (const auto& block : slots_) end_shared_memory(*block);
 }
 
 CUDA_CPU_NO_TSAN Block& Runner::take_slot() {
@@ -182,7 +181,12 @@ CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
       block.warps[first / 32].group_count = 0;
     }
     reset_hopper(block);
-    for (SharedStorage& storage : block.shared) poison(storage.data, storage.size);
+    if (kTsan) {
+      // For ThreadSanitizer a block's shared memory is new: nobody has read or written it.
+      end_shared_memory(block);
+    } else {
+      for (SharedStorage& storage : block.shared) poison(storage.data, storage.size);
+    }
     storage_of(block, 0);
     resident_.push_back(&block);
     unstarted_.push_back(&block);
@@ -250,14 +254,12 @@ CUDA_CPU_NO_TSAN void Runner::run_thread() {
   threadIdx = self.index;
   blockIdx = block.index;
   tsan_acquire(&block.tsan_start);
-  // The block that was here before, of the same launch: not the threads of this one.
-  tsan_acquire(&block.tsan_ended[launch_->number % 4]);
   AsyncCopies& copies = block.async_copies[self.number];
-  if (!copies.queue.empty() || !copies.batches.empty()) copies = {};
+  copies.clear();
 
   launch_->kernel.run(launch_->kernel.arguments);
 
-  copies.land(copies.queue.size());
+  copies.end();
   tsan_release(&block.tsan_end[launch_->number % 4]);
   thread_exited();
 }
@@ -302,7 +304,6 @@ CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
     void* const caller = tsan_current();
     tsan_become(block.tsan_last);
     tsan_acquire(&block.tsan_end[launch_->number % 4]);
-    tsan_release(&block.tsan_ended[launch_->number % 4]);
     tsan_release(kernel_end(launch_->number));
     tsan_become(caller);
   }
@@ -604,12 +605,10 @@ CUDA_CPU_NO_TSAN SharedStorage& Runner::storage_of(Block& block, std::size_t dec
   return storage;
 }
 
-void Runner::end_shared_memory() {
+void Runner::end_shared_memory(Block& block) {
   const Unwatched bookkeeping;
-  for (const auto& block : slots_) {
-    for (SharedStorage& storage : block->shared) std::free(storage.data);
-    block->shared.clear();
-  }
+  for (SharedStorage& storage : block.shared) std::free(storage.data);
+  block.shared.clear();
 }
 
 CUDA_CPU_NO_TSAN void* Runner::dynamic_shared_storage() {

@@ -97,14 +97,25 @@ struct AsyncCopy {
 
 /// The calling thread's asynchronous copies that have not landed yet, oldest first. What is left
 /// when the thread ends lands then.
-struct AsyncCopies {
-  std::vector<AsyncCopy> queue;
-  /// For each committed batch, oldest first, how many entries of `queue` it has.
-  std::vector<std::size_t> batches;
-  std::size_t uncommitted = 0;
+class AsyncCopies {
+ public:
+  void add(const AsyncCopy& copy);
+  /// Makes a batch of what was added since the last call.
+  void commit();
+  /// Performs the copies of all batches but the last `pending`.
+  void wait(std::size_t pending);
+  /// Performs all copies.
+  void end();
+  /// Forgets them.
+  void clear();
 
-  /// Performs the first `count` copies of the queue.
+ private:
   void land(std::size_t count);
+
+  std::vector<AsyncCopy> queue_;
+  /// For each committed batch, oldest first, how many entries of the queue it has.
+  std::vector<std::size_t> batches_;
+  std::size_t uncommitted_ = 0;
 };
 AsyncCopies& async_copies();
 

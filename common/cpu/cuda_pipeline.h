@@ -25,25 +25,11 @@ inline void __pipeline_memcpy_async(void* target, const void* source, std::size_
     cuda_cpu::fail("__pipeline_memcpy_async() of %zu bytes from %p to %p: not aligned", size,
                    source, target);
   }
-  cuda_cpu::AsyncCopies& copies = cuda_cpu::async_copies();
-  copies.queue.push_back({target, source, size, zfill});
-  ++copies.uncommitted;
+  cuda_cpu::async_copies().add({target, source, size, zfill});
 }
 
 /// Makes the copies since the previous call one batch.
-inline void __pipeline_commit() {
-  cuda_cpu::AsyncCopies& copies = cuda_cpu::async_copies();
-  copies.batches.push_back(copies.uncommitted);
-  copies.uncommitted = 0;
-}
+inline void __pipeline_commit() { cuda_cpu::async_copies().commit(); }
 
 /// Waits until all batches of the calling thread but the last `pending` have landed.
-inline void __pipeline_wait_prior(std::size_t pending) {
-  cuda_cpu::AsyncCopies& copies = cuda_cpu::async_copies();
-  if (pending >= copies.batches.size()) return;
-  const auto end = copies.batches.end() - static_cast<std::ptrdiff_t>(pending);
-  std::size_t landing = 0;
-  for (auto batch = copies.batches.begin(); batch != end; ++batch) landing += *batch;
-  copies.land(landing);
-  copies.batches.erase(copies.batches.begin(), end);
-}
+inline void __pipeline_wait_prior(std::size_t pending) { cuda_cpu::async_copies().wait(pending); }

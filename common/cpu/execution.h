@@ -167,8 +167,7 @@ struct Block {
   /// Of a kernel that uses Hopper's instructions.
   std::unique_ptr<HopperBlock, DeleteHopperBlock> hopper;
   char tsan_start;
-  char tsan_end[4];  ///< each thread's end, and of the whole block: by launch
-  char tsan_ended[4];
+  char tsan_end[4];  ///< each thread's end, by launch
   /// Who hands on, for ThreadSanitizer, that all threads of the block have ended.
   void* tsan_last;
   /// Who the copy engine, reading and writing, and the tensor cores are for ThreadSanitizer.
@@ -299,7 +298,7 @@ class Runner {
 
   std::size_t declare(const void* key, std::size_t size, std::size_t alignment);
   SharedStorage& storage_of(Block& block, std::size_t declaration);
-  void end_shared_memory();
+  void end_shared_memory(Block& block);
 
   void report(const Message& message);
   void report_deadlock();

@@ -236,6 +236,7 @@ struct WgmmaThread {
   std::vector<std::uint64_t> groups;  // where they end
   std::vector<InFlight> sums;
   bool fenced;
+  bool gave_fragments;  // since the last commit
 };
 
 struct Warpgroup {
@@ -1306,7 +1307,10 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
   }
   product.sum = mine->sum;
   mine->last = number + 1;
-  if (fragments) std::memcpy(product.fragments[t], fragments, sizeof product.fragments[t]);
+  if (fragments) {
+    std::memcpy(product.fragments[t], fragments, sizeof product.fragments[t]);
+    thread.gave_fragments = true;
+  }
   ++product.threads;
 }
 
@@ -1321,6 +1325,12 @@ void wgmma_commit() {
   Thread& self = runner->current();
   WgmmaThread& thread = warpgroup_of(self).threads[self.number % 128];
   thread.groups.push_back(thread.started);
+  if (thread.gave_fragments) {
+    // What the fragments were made of has been read, and the products need those of all threads:
+    // who has waited for them may give that memory back, too.
+    tsan_release(&warpgroup_of(self).tsan_done);
+    thread.gave_fragments = false;
+  }
 }
 
 void wgmma_wait(int newest, Site site) {
@@ -1488,7 +1498,7 @@ void reset_hopper(Block& block) {
       thread.started = 0;
       thread.groups.clear();
       thread.sums.clear();
-      thread.fenced = false;
+      thread.fenced = thread.gave_fragments = false;
     }
     group.waiting = group.growing = {};
     group.registers = registers;
