@@ -66,7 +66,7 @@ def size_code(page):
         return page
     lines = [line for block in blocks for line in block.splitlines()]
     columns = max(map(len, lines))
-    room = HEIGHT - 42 * len(blocks)  # around each
+    room = HEIGHT - 50 * len(blocks)  # around each
     size = min(LARGEST, WIDTH / (0.6 * columns), room / (1.36 * len(lines)))
     if size < SMALLEST:
         raise Mistake(f"{len(lines)} lines of up to {columns} columns of code: too many to be read")

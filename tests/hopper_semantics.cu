@@ -587,6 +587,53 @@ CASE(wgmma_tf32) {
   expect_tf32<128>();
 }
 
+// One warp of the four comes later than the others to the product. `seen` counts the warps that are
+// through with it before the late one has begun.
+template <bool kFragments>
+__global__ void __launch_bounds__(128) wait_for_late_warps(int late, int* seen) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  __shared__ int begun;
+  cuda::atomic_ref<int, cuda::thread_scope_block> flag(begun);
+  for (int i = threadIdx.x; i < 1024; i += 128) reinterpret_cast<float4*>(bytes)[i] = float4{};
+  if (threadIdx.x == 0) flag.store(0, cuda::memory_order_relaxed);
+  shared_fence();
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  uint32_t fragments[4] = {};
+  if (warp == late) {
+    for (int i = 0; i < 100; ++i) __nanosleep(1000);
+    if constexpr (kFragments) fragments[0] = *reinterpret_cast<uint32_t*>(bytes);
+    if (threadIdx.x % 32 == 0) flag.store(1, cuda::memory_order_relaxed);
+    __syncwarp();
+  }
+  float sum[32];
+  wgmma_fence();
+  if constexpr (kFragments) {
+    wgmma_tf32(sum, fragments, descriptor_a(bytes), false);
+  } else {
+    wgmma<bf16>(sum, descriptor_a(bytes), descriptor_b(bytes + 8192, 64), false);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  if (threadIdx.x % 32 == 0 && flag.load(cuda::memory_order_relaxed) == 0) atomicAdd(seen, 1);
+  if (sum[0] != 0) atomicAdd(seen, 1);
+#endif
+}
+
+// "Asynchronous Warpgroup Level Matrix Instructions": a warpgroup executes the product, and a group
+// of products is a warpgroup's. So a thread that has waited knows that all four warps have begun,
+// and have read what their fragments are made of: it can give that memory back for all of them.
+CASE(products_wait_for_all_warps) {
+  Array<int> seen(1);
+  for (int late = 0; late < 4; ++late) {
+    wait_for_late_warps<true><<<1, 128, 16384>>>(late, seen.device);
+    wait_for_late_warps<false><<<1, 128, 16384>>>(late, seen.device);
+  }
+  seen.get();
+  EXPECT(seen[0] == 0);
+}
+
 // ---- Launches -----------------------------------------------------------------------------------
 
 __global__ void write_later(int* value) {

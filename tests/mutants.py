@@ -27,6 +27,11 @@ class Mutant:
     number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
 
     @property
+    def build(self):
+        """The sanitizers' build that the program belongs to: one checks addresses and the rest."""
+        return "address" if self.sanitizer == "undefined" else self.sanitizer
+
+    @property
     def program(self):
         return f"{self.lesson}_without_a_barrier" if self.number else self.name
 
