@@ -2,10 +2,13 @@
 
 The mistakes are not listed here but derived from a lesson's source: each call of a word of
 common/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
-helper functions and lambdas. SConstruct compiles a lesson with all of them once for the plain CPU
-build and once for ThreadSanitizer; MISTAKE in the environment says which one the program makes.
+helper functions and lambdas. So it is with the product that lessons share, in common/, whose words
+hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
+and once for ThreadSanitizer; MISTAKE in the environment says which one the program makes.
 
-    hopper_mutants.py LESSON [NUMBER...]   runs a lesson's mistakes, all or some, and says what finds each
+    hopper_mutants.py PROGRAM [NUMBER...]   runs a program's mistakes, all or some, and says what finds each
+
+where PROGRAM is a lesson or hopper_product.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "common" / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
+PRODUCT = "hopper_product"
+# What is put in the place of the program's #include of it, and has the mistakes.
+HEADERS = {PRODUCT: ("common/product.cuh", "common/tiles.cuh")}
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients",
            "9_matmul_softmax", "10_clifford_gp")
+PROGRAMS = (*LESSONS, PRODUCT)
 
 # Words that are only ever taken out.
 ONLY_REMOVED = (
@@ -47,7 +54,7 @@ TIMING_ONLY = {
     "next": "Pace::next() waits for a bounded time, to read less",
     "end": "Pace::end(): nobody waits for long if it is missing",
 }
-# Mistakes that make no difference: lesson -> (function, call and change) -> why.
+# Mistakes that make no difference: program -> (function, call and change) -> why.
 HARMLESS = {
     "3_matmul_tensorcore": {
         ("matmul_wgmma", "__syncthreads() without", 1):
@@ -66,7 +73,9 @@ HARMLESS = {
 WORDS = sorted((*ONLY_REMOVED, *SHIFTED, *SHIFTED_TEMPLATE), key=len, reverse=True)
 _CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
 _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
-_SPIN = re.compile(r"\bwhile \(!")
+_SPIN = re.compile(r"\bwhile \((!|flag\.load)")
+# What has such words inside, where product.cuh says it.
+_METHOD = re.compile(r"\b(?:out|cluster)\.(?:wait|meet|release)\(")
 
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
 # that stay. Arguments, and how many multiprocessors the device has.
@@ -77,6 +86,8 @@ RUNS = {
         (("520", "--kernel", "^persistent$"), 2),
         (("248", "--kernel", "^persistent$"), 4),
     ],
+    # Three clusters, or six blocks: some tiles are shared, and everybody has more steps than stages.
+    PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
         (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
         (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
@@ -95,16 +106,17 @@ RUNS = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """`number` counts from 1 in a lesson."""
+    """`number` counts from 1 in a program."""
 
     number: int
+    file: str
     line: int
     function: str
     call: str
     change: str  # "without", or what is done to the number
 
     def __str__(self):
-        return f"{self.number:3} line {self.line}, {self.function}: {self.call} {self.change}"
+        return f"{self.number:3} {self.file}:{self.line}, {self.function}: {self.call} {self.change}"
 
 
 def code_of(text):
@@ -123,15 +135,18 @@ def _arguments(code, start, end):
     return [*found, (first, end)]
 
 
+_NOT_NAMES = ("if", "for", "while", "constexpr")
+
+
 def _functions(code):
     """(start of the body, its end, name) of every function, kernel and struct at the top level, whose
     last brace clang-format puts at the start of a line."""
     start = 0
     for last in re.finditer(r"^\}", code, re.M):
-        for opening in re.finditer(r"(\w+)\s*\(", code[start : last.start()]):
+        for opening in re.finditer(r"(operator\(\)|\w+)\s*\(", code[start : last.start()]):
             close = _closing(code, start + opening.end() - 1)
-            body = re.compile(r"\s*\{").match(code, close + 1)
-            if body and not opening[1].startswith("__") and opening[1] not in ("if", "for", "while"):
+            body = re.compile(r"\s*(const\s*)?\{").match(code, close + 1)
+            if body and not opening[1].startswith("__") and opening[1] not in _NOT_NAMES:
                 yield body.end(), last.start(), opening[1]
                 break
         start = last.end()
@@ -146,15 +161,17 @@ def hopper_parts(code):
             yield body, end, name
 
 
-def derive(text):
-    """(Mistakes, edits) of a lesson's source; an edit is (start, end, replacement)."""
+def derive(text, file, before=0):
+    """(Mistakes, edits) of the text of a file; an edit is (start, end, replacement). The first mistake
+    comes after number `before`."""
     code = code_of(text)
     found, edits = [], []
 
     def add(at, function, call, change):
         line = text.count("\n", 0, at) + 1
-        found.append(Mistake(len(found) + 1, line, function, " ".join(call.split()), change))
-        return f"kMistake == {len(found)}"
+        number = before + len(found) + 1
+        found.append(Mistake(number, file, line, function, " ".join(call.split()), change))
+        return f"kMistake == {number}"
 
     for body, end, function in hopper_parts(code):
         for match in _CALL.finditer(code, body, end):
@@ -194,20 +211,32 @@ def derive(text):
                     (start, close + 1, f"({made} ? static_cast<void>(0) : static_cast<void>({call}))")
                 )
         for match in _SPIN.finditer(code, body, end):
-            close = _closing(code, match.end() - 2)
+            close = _closing(code, match.start(1) - 1)
             made = add(match.start(), function, text[match.start() : close + 1], "without")
-            edits.append((match.end() - 1, match.end() - 1, f"!({made}) && "))
+            edits.append((match.start(1), match.start(1), f"!({made}) && "))
+        for match in _METHOD.finditer(code, body, end):
+            close = _closing(code, match.end() - 1)
+            call = text[match.start() : close + 1]
+            made = add(match.start(), function, call, "without")
+            edits.append((match.start(), close + 1, f"({made} ? static_cast<void>(0) : {call})"))
     return found, edits
 
 
-def mistakes(lesson):
-    return derive((ROOT / f"{lesson}.cu").read_text())[0]
+def source_of(program):
+    return f"tests/{program}.cu" if program in HEADERS else f"{program}.cu"
 
 
-def harmless(lesson, mistake):
+def mistakes(program):
+    found = []
+    for file in HEADERS.get(program, (source_of(program),)):
+        found += derive((ROOT / file).read_text(), file, len(found))[0]
+    return found
+
+
+def harmless(program, mistake):
     """Why the mistake makes no difference, or None."""
-    for (function, change, nth), reason in HARMLESS.get(lesson, {}).items():
-        same = [other for other in mistakes(lesson)
+    for (function, change, nth), reason in HARMLESS.get(program, {}).items():
+        same = [other for other in mistakes(program)
                 if other.function == function and f"{other.call} {other.change}" == change]
         if same[nth] == mistake:
             return reason
@@ -228,14 +257,35 @@ static const int kMistake = std::getenv("MISTAKE") ? std::atoi(std::getenv("MIST
 """
 
 
-def plant(text):
-    """The lesson's source with all of its mistakes."""
-    _, edits = derive(text)
+def plant(text, program):
+    """The program's source with all of its mistakes."""
+    if program not in HEADERS:
+        return CHOICE + "#line 1\n" + _planted(text, source_of(program), 0)
+    headers, number = {}, 0
+    for file in HEADERS[program]:
+        header = (ROOT / file).read_text()
+        headers[file] = _planted(header, file, number).replace("#pragma once", "")
+        number += len(derive(header, file)[0])
+
+    def with_headers(text, file):
+        for header in headers:
+            before, include, after = text.partition(f'#include "{header}"')
+            if include:
+                inside = with_headers(headers[header], header)
+                next_line = before.count("\n") + 2
+                text = f'{before}#line 1 "{header}"\n{inside}\n#line {next_line} "{file}"{after}'
+        return text
+
+    return CHOICE + "#line 1\n" + with_headers(text, source_of(program))
+
+
+def _planted(text, file, before):
+    _, edits = derive(text, file, before)
     pieces, end = [], 0
     for start, stop, new in _outermost(edits):
         pieces += [text[end:start], new]
         end = stop
-    return CHOICE + "#line 1\n" + "".join(pieces) + text[end:]
+    return "".join(pieces) + text[end:]
 
 
 def _outermost(edits):
@@ -247,6 +297,11 @@ def _outermost(edits):
 
 
 # ---- Running them --------------------------------------------------------------------------------
+
+
+def program_of(name, build):
+    """The program with the mistakes."""
+    return build / "mutants" / (name if name in HEADERS else f"{name}_hopper")
 
 
 def _run(program, arguments, multiprocessors, number, prefix=()):
@@ -274,32 +329,32 @@ def _verdict(result):
     return None if result.returncode == 0 else f"exit code {result.returncode}"
 
 
-def judge(lesson, number, build, prefix=()):
+def judge(program, number, build, prefix=()):
     """(what finds the mistake or None, the report) by the plain build, or else ThreadSanitizer's."""
     for sanitizer in ("", "-thread"):
-        program = build.parent / f"cpu{sanitizer}" / "mutants" / f"{lesson}_hopper"
-        for arguments, multiprocessors in RUNS[lesson]:
-            result = _run(program, arguments, multiprocessors, number, prefix if sanitizer else ())
+        path = program_of(program, build.parent / f"cpu{sanitizer}")
+        for arguments, multiprocessors in RUNS[program]:
+            result = _run(path, arguments, multiprocessors, number, prefix if sanitizer else ())
             if verdict := _verdict(result):
                 return verdict, result.stderr + result.stdout if result else ""
     return None, ""
 
 
 def main():
-    lesson, *chosen = sys.argv[1:]
-    all_of_them = mistakes(lesson)
+    program, *chosen = sys.argv[1:]
+    all_of_them = mistakes(program)
     chosen = [int(number) for number in chosen] or [mistake.number for mistake in all_of_them]
     build = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
     verdicts = {}
     with ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
         results = pool.map(
-            lambda number: judge(lesson, number, build, ("setarch", "-R")), chosen
+            lambda number: judge(program, number, build, ("setarch", "-R")), chosen
         )
         for number, (verdict, report) in zip(chosen, results):
             verdicts[verdict] = verdicts.get(verdict, 0) + 1
             line = re.search(r"^(cuda_cpu: .*|.*FAILED.*|SUMMARY.*)$", report, re.M)
             print(f"{all_of_them[number - 1]}\n      {verdict}: {line[1][:300] if line else ''}", flush=True)
-    print(lesson, verdicts)
+    print(program, verdicts)
 
 
 if __name__ == "__main__":

@@ -117,12 +117,13 @@ def test_mutant_is_reported(mutant):
 @pytest.mark.extensive
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 @pytest.mark.parametrize("lesson, run", [
-    (lesson, run) for lesson in hopper_mutants.LESSONS for run in hopper_mutants.RUNS[lesson]
+    (lesson, run) for lesson in hopper_mutants.PROGRAMS for run in hopper_mutants.RUNS[lesson]
 ])
 def test_hopper_kernels_are_clean(lesson, run, sanitizer):
     arguments, multiprocessors = run
     environment = {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)}
-    result = run_sanitized(sanitizer, lesson, arguments, environment)
+    name = f"tests/{lesson}" if lesson in hopper_mutants.HEADERS else lesson
+    result = run_sanitized(sanitizer, name, arguments, environment)
     assert result.rc == 0, result.stderr
     assert not REPORT.search(result.stderr), result.stderr
 
@@ -131,11 +132,11 @@ def test_hopper_kernels_are_clean(lesson, run, sanitizer):
 @pytest.mark.parametrize(
     "lesson, mistake",
     [pytest.param(lesson, mistake, id=f"{lesson} {mistake}")
-     for lesson in hopper_mutants.LESSONS for mistake in hopper_mutants.mistakes(lesson)],
+     for lesson in hopper_mutants.PROGRAMS for mistake in hopper_mutants.mistakes(lesson)],
 )
 def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
     prefix = _prefix("thread")
-    programs = [CPU_BUILD.parent / f"cpu{kind}" / "mutants" / f"{lesson}_hopper"
+    programs = [hopper_mutants.program_of(lesson, CPU_BUILD.parent / f"cpu{kind}")
                 for kind in ("", "-thread")]
     if prefix is None or not all(path.exists() for path in programs):
         pytest.skip("no build with sanitize=thread that starts")

@@ -64,16 +64,45 @@ def test_hopper_semantics(case):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("case", GPU_CASES)
-def test_hopper_semantics_on_a_gpu(case):
-    program = ROOT / "build" / "cuda" / "tests" / "hopper_semantics"
+def hopper_program(name):
+    """A program that was built with nvcc, if there is a GPU for it."""
     capability = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     if not shutil.which("nvidia-smi") or "9.0" not in subprocess.run(
         capability, capture_output=True, text=True
     ).stdout:
         pytest.skip("no GPU of compute capability 9.0")
-    result = run(program, case)
+    return ROOT / "build" / "cuda" / "tests" / name
+
+
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_hopper_semantics_on_a_gpu(case):
+    result = run(hopper_program("hopper_semantics"), case)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+# Rows, columns and depth of products: of a tile and less, of many, with rows of 16 bytes and without.
+PRODUCTS = ["1 1 1", "130 72 64", "257 515 136", "392 264 520"]
+
+
+@pytest.mark.parametrize("multiprocessors", ["2", "3", "8"])
+@pytest.mark.parametrize("sizes", PRODUCTS)
+def test_hopper_product(sizes, multiprocessors, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
+    result = run(BUILD / "tests" / "hopper_product", *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+def test_hopper_products_share_tiles(monkeypatch):
+    """Otherwise the test above would say nothing of that."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "6")
+    result = run(BUILD / "tests" / "hopper_product", "392", "264", "520")
+    assert result.stdout.count("some shared along k") == 2, result.stdout
+
+
+@pytest.mark.parametrize("sizes", [*PRODUCTS, "4096 4104 1000", "9000 77 4096"])
+def test_hopper_product_on_a_gpu(sizes):
+    result = run(hopper_program("hopper_product"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
 
 
 def test_hopper_cases_cite_the_specification():

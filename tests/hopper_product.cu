@@ -1,0 +1,122 @@
+// The product of common/product.cuh with each kind of tile, schedule and alignment, against sums in
+// double: sizes that no lesson has, on the CPU backend and on a GPU.
+//
+//     hopper_product ROWS COLS DEPTH    prints a line for each kind; exits with 1 if one is wrong
+//
+// hopper_mutants.py plants mistakes into it. Further arguments are ignored.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "common/device.h"
+#include "common/product.cuh"
+
+namespace {
+
+/// A rows x cols matrix of numbers that fp16 holds, in device memory, its rows `stride` apart. What
+/// is between them, and behind the last one, is NaN.
+struct Matrix {
+  int rows, cols, stride;
+  half* data = nullptr;
+
+  Matrix(int row_count, int col_count) : rows(row_count), cols(col_count) {
+    stride = (cols + 7) / 8 * 8;
+    CUDA_CHECK(cudaMalloc(&data, bytes()));
+    CUDA_CHECK(cudaMemset(data, 0xff, bytes()));
+  }
+  ~Matrix() { cudaFree(data); }
+  Matrix(const Matrix&) = delete;
+  Matrix& operator=(const Matrix&) = delete;
+
+  size_t bytes() const { return static_cast<size_t>(rows) * stride * sizeof(half); }
+  static float number(int row, int col) { return static_cast<float>((7 * row + 3 * col) % 11 - 5); }
+
+  void fill() const {
+    std::vector<half> host(static_cast<size_t>(rows) * stride, half(NAN));
+    for (int row = 0; row < rows; ++row) {
+      for (int col = 0; col < cols; ++col) {
+        host[static_cast<size_t>(row) * stride + col] = half(number(row, col));
+      }
+    }
+    CUDA_CHECK(cudaMemcpy(data, host.data(), bytes(), cudaMemcpyHostToDevice));
+  }
+  Factor<half> factor(int box_rows) const {
+    return {tensor_map<half>(data, rows, cols, box_rows, false, stride), data, stride};
+  }
+};
+
+/// Multiplies with one kind of tile; returns whether the result is right.
+template <class Tile>
+bool right(const ProductShape& shape, bool split, bool in_step) {
+  constexpr int kBytes = sizeof(ProductShared<half, Tile>);
+  using Epilogue = StoreRounded<half>;
+  const auto kernel = product<half, Tile, Epilogue>;
+  allow_shared_bytes(kernel, kBytes);
+  const Matrix A(shape.rows, shape.depth), B(shape.depth, shape.cols);
+  A.fill();
+  B.fill();
+  const size_t count = static_cast<size_t>(shape.rows) * shape.cols;
+  half* C = nullptr;
+  CUDA_CHECK(cudaMalloc(&C, count * sizeof(half)));
+  CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
+  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const Schedule<Tile> whole(shape, capacity, false);
+  const int clusters = split ? capacity : static_cast<int>(persistent(whole.tiles, capacity));
+  const Schedule<Tile> schedule(shape, clusters, split);
+
+  const size_t consumers = static_cast<size_t>(clusters) * Tile::kBlocks * Tile::kConsumers;
+  unsigned* flags = nullptr;
+  float* partial = nullptr;
+  CUDA_CHECK(cudaMalloc(&flags, (1 + consumers) * sizeof(unsigned)));
+  CUDA_CHECK(cudaMemset(flags, 0, (1 + consumers) * sizeof(unsigned)));
+  CUDA_CHECK(cudaMalloc(&partial, consumers * 64 * Tile::BN * sizeof(float)));
+  CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 64 * Tile::BN * sizeof(float)));
+  Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
+  if (epilogue.aligned) epilogue.map = tensor_map<half>(C, shape.rows, shape.cols, 64);
+  std::vector<half> host(count);
+  bool ok = true;
+  for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
+    CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
+    product<half, Tile, Epilogue><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        A.factor(Tile::BM / Tile::kSide), B.factor(Tile::kRowsB), epilogue, schedule,
+        Exchange{in_step ? flags : nullptr, flags + 1, partial});
+    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(half), cudaMemcpyDeviceToHost));
+    // Every row and column, but not every element: that would take longer than the product.
+    for (int row = 0; row < shape.rows; ++row) {
+      for (int col = row % 16; col < shape.cols; col += 16) {
+        double sum = 0;
+        for (int k = 0; k < shape.depth; ++k)
+          sum += Matrix::number(row, k) * Matrix::number(k, col);
+        const double found = static_cast<float>(host[static_cast<size_t>(row) * shape.cols + col]);
+        // Written so that a NaN is never right. Sums up to 2048 are exact in fp16.
+        ok = ok && std::fabs(found - sum) <= std::fabs(sum) / 1024;
+      }
+    }
+  }
+  std::printf("%d x %d tiles, %d stacked, %d aside, %s%s%s\n", Tile::BM, Tile::BN, Tile::kStack,
+              Tile::kSide, schedule.shared > 0 ? "some shared along k" : "whole",
+              in_step ? ", in step" : "", ok ? "" : ": FAILED");
+  cudaFree(partial);
+  cudaFree(flags);
+  cudaFree(C);
+  return ok;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 4) {
+    std::fprintf(stderr, "usage: hopper_product ROWS COLS DEPTH\n");
+    return 2;
+  }
+  const ProductShape shape{std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3])};
+  bool ok = right<Tiles<64, 1, 1, 1>>(shape, true, false);
+  ok = right<Tiles<80, 2, 1, 1>>(shape, true, false) && ok;   // a part of a box, in two copies
+  ok = right<Tiles<128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
+  ok = right<Tiles<64, 1, 2, 1>>(shape, false, false) && ok;
+  return ok ? 0 : 1;
+}
