@@ -925,8 +925,6 @@ __global__ void HOPPER_CLUSTER(kWidth / kColumns) __launch_bounds__(384, 1)
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
-  // A block's barriers are used by its neighbours until here, if anything was loaded twice.
-  if (tiles > kStages) cluster_sync();
 #endif
 }
 
