@@ -104,7 +104,7 @@ def step(parts, before, after):
         return
     for line in difflib.ndiff(old, new):
         if not line.startswith("?"):  # which letters changed: the lines show it
-            yield line.rstrip()
+            yield line
 
 
 def steps(lesson, before=None, after=None):
