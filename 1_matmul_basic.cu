@@ -3,9 +3,10 @@
 //     C = A B        A, B, C: N x N, fp32, row-major: element (row, col) is at [row * N + col]
 //
 // Two memories. The program starts on the host, the CPU, with its own memory; a kernel runs on the
-// device, the GPU, and sees only the device's memory. The matrices below are created there, as
-// random numbers, and never leave it: copying them over PCI Express would take longer than a
-// good kernel takes to multiply them.
+// device, the GPU, and sees only the device's memory. A program takes memory there (cudaMalloc),
+// and copies its data to it and back (cudaMemcpy). The matrices of the first table are created
+// there, as random numbers, and never leave it. The second table shows why: it times nothing but
+// the copies, of A and B to the device and of C back to the host, over PCI Express.
 //
 // Many threads. `kernel<<<grid, block>>>(arguments)` starts grid.x * grid.y blocks of block.x *
 // block.y threads, each of which runs the kernel's body once. A thread learns which one it is from
@@ -21,6 +22,9 @@
 // These two are not good: every multiply-add here fetches its two numbers from memory (or a cache),
 // and waiting for those is what they do. Which of the 32 threads of a warp reads what decides how
 // long.
+
+#include <algorithm>
+#include <vector>
 
 #include "common/matmul.h"
 
@@ -54,6 +58,76 @@ __global__ void matmul_coalesced(const float* A, const float* B, float* C, int n
   C[static_cast<size_t>(row) * n + col] = sum;
 }
 
+// ---- The way there and back ---------------------------------------------------------------------
+
+// What the second table copies. On the host are A and B, twice. Pageable memory is what `new` or
+// std::vector gives: the operating system may move it or put it aside, so the driver copies piece
+// by piece through a buffer of its own. Pinned memory stays where it is, and the GPU fetches it by
+// itself; but to take it is slow, and what is pinned nobody else can use.
+struct Copies {
+  explicit Copies(int64_t n) : count(static_cast<size_t>(n) * n) {}
+  Copies(const Copies&) = delete;
+  Copies& operator=(const Copies&) = delete;
+  ~Copies() {
+    cudaFree(C);
+    for (float* pointer : pinned) cudaFreeHost(pointer);
+  }
+
+  // `result` is what C will be, and B what B is; both are on the device.
+  void allocate(const float* result, const float* B) {
+    CUDA_CHECK(cudaMalloc(&C, bytes()));
+    CUDA_CHECK(cudaMemcpy(C, result, bytes(), cudaMemcpyDeviceToDevice));
+    for (std::vector<float>& matrix : pageable) matrix.resize(count);
+    CUDA_CHECK(cudaMemcpy(pageable[1].data(), B, bytes(), cudaMemcpyDeviceToHost));
+    for (float*& pointer : pinned) CUDA_CHECK(cudaMallocHost(&pointer, bytes()));
+    std::copy(pageable[1].begin(), pageable[1].end(), pinned[1]);
+  }
+
+  // C comes back to the host, where it is the next product's A: A and B go to the device. A program
+  // that does not do this 20 times in a CUDA graph says cudaMemcpy instead, which also waits until
+  // the copy is done.
+  void copy(float* host_A, const float* host_B, float* A, float* B) const {
+    const cudaStream_t stream = cudaStreamPerThread;
+    CUDA_CHECK(cudaMemcpyAsync(host_A, C, bytes(), cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaMemcpyAsync(A, host_A, bytes(), cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaMemcpyAsync(B, host_B, bytes(), cudaMemcpyHostToDevice, stream));
+  }
+
+  size_t bytes() const { return count * sizeof(float); }
+
+  size_t count;
+  float* C = nullptr;  // on the device
+  std::vector<float> pageable[2];
+  float* pinned[2] = {};
+};
+
+// A table that multiplies nothing: its limit is that of the device's memory, which the bus is far
+// below.
+void add_copies(Lesson& lesson, Copies& copies) {
+  const int64_t n = lesson.n(), count = n * n;
+  Problem& table =
+      lesson.problem("copies", {{"N", n}}, "fp32",
+                     {.flops = 0, .bytes = 3.0 * static_cast<double>(copies.bytes())}, Rate::fp32);
+  const auto result = table.input<float>(count), right = table.input<float>(count);
+  const auto A = table.output<float>(count), B = table.output<float>(count);
+  const auto expected_A = table.reference(count), expected_B = table.reference(count);
+  table.reference_from(static_cast<double>(copies.bytes()), [=, &copies] {
+    copies.allocate(result, right);
+    to_fp64(result, Type::fp32, count, expected_A);
+    to_fp64(right, Type::fp32, count, expected_B);
+  });
+  // Nothing is computed, so nothing is rounded.
+  table.check(A, expected_A, 0);
+  table.check(B, expected_B, 0);
+
+  table.kernel("pageable", Role::baseline, [=, &copies] {
+    copies.copy(copies.pageable[0].data(), copies.pageable[1].data(), A, B);
+  });
+  table.kernel("pinned", Role::ours,
+               [=, &copies] { copies.copy(copies.pinned[0], copies.pinned[1], A, B); });
+  table.compare("pinned", "pageable", "The same copies, of pinned memory: % times faster.");
+}
+
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
                 {.name = "1_matmul_basic",
@@ -84,5 +158,7 @@ int main(int argc, char** argv) {
   square.compare(
       "coalesced", "uncoalesced",
       "The same arithmetic, with neighbouring threads on neighbouring addresses: % times faster.");
+  Copies copies(n);
+  add_copies(lesson, copies);
   return lesson.run();
 }

@@ -216,6 +216,8 @@ def draw_roofline(folder):
         number = run["lesson"].split("_")[0].replace("bonus", "B")
         for problem in run["problems"]:
             for kernel in problem["kernels"]:
+                if not kernel["tflops"]:  # it only copies
+                    continue
                 # A step has work of its own.
                 place = (kernel["tflops"] / kernel["gbps"] * 1e3, kernel["tflops"])
                 dots.append((*place, kernel["role"]))

@@ -1,8 +1,12 @@
-"""Puts the recorded numbers into README.md and slides/talk.md, between their markers.
+"""Puts the recorded numbers into README.md, docs/*.md and slides/talk.md, between their markers.
 
     results/update_readme.py [--check]
 
-    <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel
+    <!-- table RECORD PROBLEM -->...<!-- end -->          a recorded table, a row per kernel, in 8 columns
+    <!-- full RECORD PROBLEM -->...<!-- end -->           the same with all columns
+    <!-- rows (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  one kernel of each problem
+    <!-- sizes TITLE | TITLE (a line each:) RECORD PROBLEM: KERNEL | KERNEL -->...<!-- end -->  times of
+                                                          the same kernels, a row per problem
     <!-- output RECORD PROBLEM -->...<!-- end -->         the same in the look of the lesson's output
     <!-- value RECORD PROBLEM: KERNEL | FIELD -->...<!-- end -->   a number of a kernel (see FIELDS)
     <!-- value RECORD PROBLEM | FIELD -->...<!-- end -->   a number of a problem
@@ -11,7 +15,8 @@
     <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
     <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
     <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
-    <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem
+    <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem;
+    <!-- peers (a line each:) RECORD: PROBLEM, PROBLEM -->...<!-- end -->  only of these
     <!-- operations RECORD -->...<!-- end -->             what count_clifford.py counted
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
@@ -27,8 +32,9 @@ import sys
 from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations"
 MARKER = re.compile(
-    r"(?P<open><!-- (?P<kind>table|output|value|ratio|cross|formula|points|peers|operations)\s(?P<what>.+?) -->)"
+    rf"(?P<open><!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
     re.DOTALL,
 )
@@ -151,7 +157,20 @@ def side_by_side(problem):
     return line
 
 
-def peers_table(records):
+def name_with_dims(problem):
+    """A problem's name with what its dims add to that: lesson 9 has them in the name."""
+    dims = [f"{name} = {extent}" for name, extent in problem["dims"].items()
+            if str(extent) not in problem["name"]]
+    return ", ".join([problem["name"], *dims])
+
+
+def peers_table(what):
+    chosen = {}  # record -> its problems that are wanted; none: all
+    if ": " in what:
+        for line in what.split("\n"):
+            record, problems = line.strip().split(": ")
+            chosen[record] = problems.split(", ")
+    records = list(chosen) or what.split()
     runs = [json.loads((ROOT / "results" / f"{record}.json").read_text()) for record in records]
     versions = runs[0]["versions"]
     commits = list(dict.fromkeys(run["commit"][:9] for run in runs))
@@ -162,13 +181,12 @@ def peers_table(records):
         f"| lesson | problem | ours | {' | '.join(PEERS)} | limit | best peer / ours |",
         "|---|---|" + "--:|" * (len(PEERS) + 3),
     ]
-    for run in runs:
+    for record, run in zip(records, runs):
         for problem in run["problems"]:
+            if chosen and problem["name"] not in chosen[record]:
+                continue
             line = side_by_side(problem)
-            # Lesson 9 has them in the problem's name.
-            dims = [f"{name} = {extent}" for name, extent in problem["dims"].items()
-                    if str(extent) not in problem["name"]]
-            cells = [run["lesson"].split("_")[0], ", ".join([problem["name"], *dims])]
+            cells = [run["lesson"].split("_")[0], name_with_dims(problem)]
             for column in ("ours", *PEERS, "limit"):
                 if line[column]:
                     cells.append(duration(line[column]))
@@ -209,41 +227,82 @@ def operations_table(record):
     return "\n" + "\n".join(lines) + "\n"
 
 
-def table(run, problem):
+def how(run, problem):
+    """How a problem was timed: "Cold L2 cache, median of 50; commit 012345678."."""
+    ms = problem["kernels"][0]["ms"]
+    timed = "20 calls in a CUDA graph, per call"
+    timed = timed if ms["mode"] == "graph" else f"{ms['mode'].capitalize()} L2 cache"
+    return f"{timed}, median of {ms['samples']}; commit {run['commit'][:9]}."
+
+
+def table(run, problem, full=False):
+    """A row per kernel. Unless `full`, in at most 8 columns: without the spills, and with registers
+    or GB/s only where there is room."""
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
-    unit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
+    limit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
     with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
     with_resources = any(kernel["resources"] for kernel in problem["kernels"])
     # Kernels of microseconds are timed in a CUDA graph.
-    mode = problem["kernels"][0]["ms"]["mode"]
-    unit_of_time, scale = ("us", 1e3) if mode == "graph" else ("ms", 1)
-    timed = "20 calls in a CUDA graph, per call" if mode == "graph" else f"{mode.capitalize()} L2 cache"
-    columns = [unit_of_time, "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
+    graph = problem["kernels"][0]["ms"]["mode"] == "graph"
+    unit, scale = ("us", 1e3) if graph else ("ms", 1)
+    columns = [unit, "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
     columns += ["memory, MB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
+    if not full and with_resources:
+        left_out = {"GB/s", "spilled, B"} | ({"registers"} if with_memory else set())
+        columns = [column for column in columns if column not in left_out]
     lines = [
-        f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {unit}, "
-        f"{number(scale * problem['limit_ms'])} {unit_of_time}. {timed}, "
-        f"median of {problem['kernels'][0]['ms']['samples']}; commit {run['commit'][:9]}.",
+        f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {limit}, "
+        f"{number(scale * problem['limit_ms'])} {unit}. {how(run, problem)}",
         "",
         f"| kernel | {' | '.join(columns)} |",
         "|---" + "|--:" * len(columns) + "|",
     ]
     for kernel in problem["kernels"]:
-        cells = [
-            kernel["name"],
-            number(scale * kernel["ms"]["median"]),
-            number(kernel["tflops"]),
-            number(kernel["gbps"]),
-            f"{kernel['percent_of_limit']:.1f}",
-            f"{kernel['speedup']:.2f}x",
-            f"{kernel['error']:.1e}",
-        ]
-        if with_memory:
-            cells.append(number(kernel["memory_bytes"] / 1e6) if kernel["memory_bytes"] else "")
-        if with_resources:
-            has = kernel["resources"]
-            warps = has and has["threads"] // 32 * has["blocks_per_sm"]
-            cells += [str(has["registers"]), str(has["local_bytes"]), str(warps)] if has else [""] * 3
+        has = kernel["resources"]
+        cells = {
+            unit: number(scale * kernel["ms"]["median"]),
+            "TFLOP/s": number(kernel["tflops"]),
+            "GB/s": number(kernel["gbps"]),
+            "% of limit": f"{kernel['percent_of_limit']:.1f}",
+            "speed": f"{kernel['speedup']:.2f}x",
+            "error": f"{kernel['error']:.1e}",
+            "memory, MB": number(kernel["memory_bytes"] / 1e6) if kernel["memory_bytes"] else "",
+            "registers": str(has["registers"]) if has else "",
+            "spilled, B": str(has["local_bytes"]) if has else "",
+            "warps/SM": str(has["threads"] // 32 * has["blocks_per_sm"]) if has else "",
+        }
+        lines.append("| " + " | ".join([kernel["name"], *(cells[each] for each in columns)]) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def rows(what):
+    """A table of the kernels that `what` lists, each of another problem."""
+    lines = ["| kernel | ms | TFLOP/s | GB/s | limit, ms | % of limit | error |", "|---" + "|--:" * 6 + "|"]
+    for target in what.split("\n"):
+        place, name = target.strip().split(": ")
+        run, problem = problem_of(place)
+        kernel = kernel_of(problem, name)
+        numbers = (kernel["ms"]["median"], kernel["tflops"], kernel["gbps"], problem["limit_ms"])
+        cells = [name, *map(number, numbers), f"{kernel['percent_of_limit']:.1f}", f"{kernel['error']:.1e}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
+    lines[:0] = [f"{run['device']['name']}, {dims}. {how(run, problem)}", ""]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def sizes(what):
+    """Times of the same few kernels, a row per problem, and how each compares with the next."""
+    titles, *targets = what.split("\n")
+    titles = titles.strip().split(" | ")
+    ratios = [f"{a} / {b}" for a, b in zip(titles, titles[1:])]
+    lines = [f"| problem | limit | {' | '.join(titles + ratios)} |",
+             "|---" + "|--:" * (1 + len(titles + ratios)) + "|"]
+    for target in targets:
+        place, names = target.strip().split(": ")
+        _, problem = problem_of(place)
+        ms = [kernel_of(problem, name)["ms"]["median"] for name in names.split(" | ")]
+        cells = [name_with_dims(problem), *map(duration, [problem["limit_ms"], *ms])]
+        cells += [f"{a / b:.2f}x" for a, b in zip(ms, ms[1:])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n" + "\n".join(lines) + "\n"
 
@@ -283,6 +342,12 @@ def render(match):
     kind, what = match["kind"], match["what"]
     if kind == "table":
         text = table(*problem_of(what))
+    elif kind == "full":
+        text = table(*problem_of(what), full=True)
+    elif kind == "rows":
+        text = rows(what)
+    elif kind == "sizes":
+        text = sizes(what)
     elif kind == "output":
         text = output(*problem_of(what))
     elif kind == "value":
@@ -292,7 +357,7 @@ def render(match):
     elif kind == "points":
         text = points(what)
     elif kind == "peers":
-        text = peers_table(what.split())
+        text = peers_table(what)
     elif kind == "operations":
         text = operations_table(what)
     else:
@@ -311,7 +376,8 @@ def render(match):
 
 def main():
     changed = False
-    for path in (ROOT / "README.md", ROOT / "slides" / "talk.md"):
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    for path in (ROOT / "README.md", *pages, ROOT / "slides" / "talk.md"):
         if not path.exists():
             continue
         old = path.read_text()

@@ -19,7 +19,7 @@ const mistakes = await page.evaluate(async () => {
   const fonts = [...document.fonts].map(font => font.status);  // unloaded: not used
   if (fonts.includes('error') || !fonts.includes('loaded')) found.push('a font was not loaded');
   sections.forEach((section, index) => {
-    const page = section.getBoundingClientRect(), edge = 24, bottom = 34;  // the page's number
+    const page = section.getBoundingClientRect(), edge = 24, bottom = 34;  // the foot: path and number
     const note = (what, rect) => found.push(
         `slide ${index + 1}: ${what} at ${Math.round(rect.left - page.left)}, ` +
         `${Math.round(rect.top - page.top)} to ${Math.round(rect.right - page.left)}, ` +
@@ -33,7 +33,7 @@ const mistakes = await page.evaluate(async () => {
     const texts = document.createTreeWalker(section, NodeFilter.SHOW_TEXT);
     while (texts.nextNode()) {
       const text = texts.currentNode.textContent.trim();
-      if (!text || texts.currentNode.parentElement.closest('style, script')) continue;
+      if (!text || texts.currentNode.parentElement.closest('style, script, footer')) continue;
       const range = document.createRange();
       range.selectNodeContents(texts.currentNode);
       const rect = range.getBoundingClientRect();

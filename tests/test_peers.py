@@ -122,6 +122,10 @@ def test_table_in_the_readme(tmp_path, monkeypatch):
     assert lines[1] == "NVIDIA H200, PyTorch 2.11.0, Triton 3.6.0; commit 012345678."
     times = "400.0 us | 1.200 ms | 200.0 us | failed | 100.0 us"
     assert lines[5:7] == [f"| 6 | layer, M = 4096, K = 128 | {times} | 0.50x |"] * 2
+    text = "<!-- peers h200/6.peers: layer, square -->old<!-- end -->"
+    assert update_readme.MARKER.sub(update_readme.render, text).splitlines()[5:-1] == lines[5:6]
+    text = "<!-- peers h200/6.peers: square -->old<!-- end -->"
+    assert len(update_readme.MARKER.sub(update_readme.render, text).splitlines()) == 6
 
 
 def test_without_torch_or_a_gpu(tmp_path):

@@ -1,16 +1,24 @@
-"""What README.md tells a reader to do can be done, and what it names is there."""
+"""What README.md and the pages beside it tell a reader to do can be done, and what they name is there."""
 
 import json
 import re
 import shlex
+import shutil
+import sys
 
 from conftest import LESSONS, ROOT, execute, program
 import pytest
 
+sys.path.append(str(ROOT / "common" / "cpu"))
+from cu2cpp import translate
+
 README = (ROOT / "README.md").read_text()
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
+         for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))}
+ALL = "\n".join(PAGES.values())
 SCONS = (ROOT / "SConstruct").read_text()
 # Commands are indented; so is the synopsis, whose options are all in brackets.
-BLOCKS = re.findall(r"^ {4,}(?=\./|scons\b|ncu\b|build/)(.+(?:\n {20,}\[.*)*)", README, re.MULTILINE)
+BLOCKS = re.findall(r"^ {4,}(?=\./|scons\b|ncu\b|build/)(.+(?:\n {20,}\[.*)*)", ALL, re.MULTILINE)
 COMMANDS = [
     command.strip()
     for block in BLOCKS
@@ -33,7 +41,11 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-ANCHORS = {slug(heading) for heading in re.findall(r"^#+ (.*)", README, re.MULTILINE)}
+def anchors(text):
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)", text, re.MULTILINE)}
+
+
+ANCHORS = anchors(README)
 
 
 def test_there_is_something_to_check():
@@ -54,7 +66,7 @@ def test_lesson_takes_the_options(name, arguments, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", sorted({c for c in COMMANDS + re.findall("`(.*?)`", README) if c.startswith("scons ")})
+    "command", sorted({c for c in COMMANDS + re.findall("`(.*?)`", ALL) if c.startswith("scons ")})
 )
 def test_scons_takes_the_words(command):
     for word in command.split()[1:]:
@@ -64,7 +76,7 @@ def test_scons_takes_the_words(command):
             assert f'ARGUMENTS.get("{word.split("=")[0]}"' in SCONS
         elif word.startswith("build/"):
             assert (ROOT / f"{word.split('/', 2)[2]}.cu").exists()
-        elif word not in LESSONS:
+        elif word not in (*LESSONS, "LESSON"):
             assert f'\ncommand("{word}"' in SCONS
 
 
@@ -75,7 +87,9 @@ def test_every_lesson_has_a_section(lesson):
     sections = {slug(text.split("\n")[0]): text for text in README.split("\n## ")}
     section = sections[row[1]]
     assert f"\n    ./{lesson}" in section
-    assert "*To think about:*" in section
+    assert "\n*To think about:*" in section
+    # The answers to its questions are folded away.
+    assert section.count("*To think about:*") == section.count("<details><summary>Answer")
 
 
 def test_sections_stand_in_the_order_of_the_table():
@@ -88,26 +102,69 @@ def test_sections_stand_in_the_order_of_the_table():
     assert positions == sorted(positions)
 
 
-def test_links_lead_somewhere():
-    for page in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
-            if target.startswith("#"):
-                assert target[1:] in ANCHORS, target
-            elif not target.startswith("https://"):
-                assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / path if path else ROOT / page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path.read_text()), target
+
+
+def test_readme_leads_to_every_page():
+    for page in PAGES:
+        assert page == "README.md" or re.search(rf"\]\({re.escape(page)}[#)]", README), page
+
+
+def test_readme_is_short():
+    """A reader has an evening. What is for the curious stands in docs/."""
+    assert len(README.splitlines()) <= 900
+    for line in README.splitlines():
+        assert not line.startswith("|") or line.count("|") <= 9, line  # 8 columns
+
+
+def test_lines_fit():
+    """But for those that cannot be broken: tables, markers, and what a table begins with."""
+    for page, text in PAGES.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            assert len(line) <= 120 or line.startswith(("|", "NVIDIA ")) or "<!-- " in line, (page, number)
+
+
+def test_core_path_is_marked():
+    """In the list of lessons, and in the sections that it names."""
+    core = re.findall(r"^\| \[(\w+)\]\(#(.*?)\) \| .* \| core", README, re.MULTILINE)
+    assert [lesson.split("_")[0] for lesson, _ in core] == ["1", "2", "3", "5", "6", "7"]
+    sections = {slug(text.split("\n")[0]): text for text in README.split("\n## ")}
+    for anchor in (*(anchor for _, anchor in core), "cuda-c-in-one-page", "the-roofline"):
+        assert re.search(r"^\*Core path(, up to .*?)?\.\* ", sections[anchor], re.MULTILINE), anchor
+
+
+def test_program_of_the_one_page_compiles(tmp_path):
+    """On the CPU backend, as the lessons are."""
+    (code,) = re.findall(r"^```cpp\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert max(len(line) for line in code.splitlines()) <= 120
+    if not shutil.which("g++"):
+        pytest.skip("there is no g++")
+    source = tmp_path / "scale.cc"
+    source.write_text(translate(code, "scale.cu"))
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Werror", "-Wno-unused-result"]
+    result = execute([*command, f"-I{ROOT / 'common' / 'cpu'}", f"-I{ROOT}", source])
+    assert result.rc == 0, result.stderr
 
 
 def test_files_that_are_named_exist():
-    text = README + (ROOT / "CONTRIBUTING.md").read_text()
-    names = set(re.findall(r"`(\w[/\w.-]*\.(?:cu|cuh|h|py|md|sh|json|ipynb))`", text))
-    names |= set(re.findall(r"`((?:common|results|tests|notebooks|slides|peers)/[\w./-]*)`", text))
+    names = set(re.findall(r"`(\w[/\w.-]*\.(?:cu|cuh|h|py|md|sh|json|ipynb))`", ALL))
+    names |= set(re.findall(r"`((?:common|docs|results|tests|notebooks|slides|peers)/[\w./-]*)`", ALL))
     assert len(names) >= 10
     for name in names - {"11_name.cu", "slides/build/slides.html"}:
         assert (ROOT / name).exists(), name
 
 
 EXPLAINED = re.findall(
-    r"^\| `(.*?)`.* \|$", README.split("## When something goes wrong")[1], re.MULTILINE
+    r"^\| `(.*?)`.* \|$", PAGES["docs/trouble.md"], re.MULTILINE
 )
 
 
@@ -143,14 +200,16 @@ def test_messages_of_the_build_are_explained():
 
 
 def test_glossary_explains_what_is_used():
-    text, glossary = README.split("## Glossary")
+    glossary = PAGES["docs/glossary.md"]
+    text = ALL.replace(glossary, "")
     terms = [
         term for line in re.findall(r"^- (.*?): ", glossary, re.MULTILINE)
         for bold in re.findall(r"\*\*(.*?)\*\*", line) for term in bold.split(", ")
     ]
     assert len(terms) > 30
+    text = " ".join(text.lower().split())
     for term in terms:
-        assert term.lower() in text.lower(), term
+        assert term.lower() in text, term
 
 
 @pytest.fixture
@@ -193,6 +252,55 @@ def test_formula_names_only_what_is_recorded(update_readme, formula):
         update_readme.formula(f"gpu/5_x two words | {formula}")
 
 
+TIMED = {"ms": {"median": 4.0, "mode": "cold", "samples": 9}, "speedup": 1.0, "error": 1e-6,
+         "memory_bytes": 2e6, "tflops": 50.0, "gbps": 200.0, "percent_of_limit": 25.0,
+         "resources": {"threads": 64, "registers": 99, "local_bytes": 16, "blocks_per_sm": 3}}
+
+
+@pytest.fixture
+def recorded(update_readme):
+    """The same with all that a table shows, and two kernels."""
+    path = update_readme.ROOT / "results" / "gpu" / "5_x.json"
+    run = json.loads(path.read_text())
+    run |= {"commit": "0123456789", "device": {"name": "G"}}
+    slow = {"name": "slow", **TIMED, "ms": {**TIMED["ms"], "median": 8.0}}
+    run["problems"][0] |= {"kernels": [slow, {"name": "a = b", **TIMED}], "limit": "memory", "dtype": "fp32"}
+    path.write_text(json.dumps(run))
+    return update_readme
+
+
+@pytest.mark.parametrize("memory, left_out", [(2e6, 3), (None, 2)])
+def test_table_has_8_columns(recorded, memory, left_out):
+    path = recorded.ROOT / "results" / "gpu" / "5_x.json"
+    run = json.loads(path.read_text())
+    for kernel in run["problems"][0]["kernels"]:
+        kernel["memory_bytes"] = memory
+    path.write_text(json.dumps(run))
+    short, full = (
+        [line.split(" | ") for line in recorded.MARKER.sub(
+            recorded.render, f"<!-- {kind} gpu/5_x two words --><!-- end -->").splitlines()[3:]]
+        for kind in ("table", "full")
+    )
+    assert len(short[0]) == 8 == len(full[0]) - left_out
+    assert short[0][0] == "| kernel" and short[0][-1] == "warps/SM |" == full[0][-1]
+    assert short[2][-1] == full[2][-1] == "6 |"
+    assert "spilled, B" in full[0] and "spilled, B" not in short[0]
+
+
+def test_rows_marker(recorded):
+    marker = "<!-- rows gpu/5_x two words: a = b\ngpu/5_x two words: slow -->"
+    page = recorded.MARKER.sub(recorded.render, f"{marker}<!-- end -->")
+    assert "G, M = 8, K = 2. Cold L2 cache, median of 9; commit 012345678.\n" in page
+    assert "| a = b | 4.000 | 50.00 | 200.0 | 1.500 | 25.0 | 1.0e-06 |\n| slow | 8.000 |" in page
+
+
+def test_sizes_marker(recorded):
+    marker = "<!-- sizes before | after\ngpu/5_x two words: slow | a = b -->"
+    page = recorded.MARKER.sub(recorded.render, f"{marker}<!-- end -->")
+    assert "| problem | limit | before | after | before / after |\n" in page
+    assert "| two words, M = 8, K = 2 | 1.500 ms | 8.000 ms | 4.000 ms | 2.00x |\n" in page
+
+
 def test_points_marker(update_readme):
     marker = "<!-- points\ngpu/5_x two words: a = b\ngpu/5_x two words: a = b -->"
     page = update_readme.MARKER.sub(update_readme.render, f"{marker}<!-- end -->")
@@ -200,10 +308,11 @@ def test_points_marker(update_readme):
     assert page.endswith("|\n<!-- end -->")
 
 
-def test_markers_leave_the_page_as_it_is():
+@pytest.mark.parametrize("page", PAGES)
+def test_markers_leave_the_page_as_it_is(page):
     """To Markdown a line that starts with a comment is HTML, and interrupts a paragraph; and a | in a
     table ends a cell, in a comment, too."""
-    for number, line in enumerate(README.splitlines(), 1):
+    for number, line in enumerate(PAGES[page].splitlines(), 1):
         assert not re.match(r" *(- )?<!-- (ratio|cross|value|formula) ", line), number
         assert not (line.startswith("|") and re.search(r"<!--[^>]*\|", line)), number
 

@@ -365,7 +365,7 @@ def test_lessons_side_by_side(tmp_path):
         for process in runs:
             stdout, stderr = process.communicate(timeout=60)
             assert process.returncode == 0 and stderr == ""
-            assert "All 2 kernels verified" in stdout
+            assert "All 4 kernels verified" in stdout
     records = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert sorted(records) == ["a.json", "b.json", "c.json"]
     for record in records.values():
