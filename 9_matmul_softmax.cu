@@ -39,6 +39,8 @@
 //                     sums go straight into each other's shared memory
 //     fused exchange  the blocks that share a row run at the same time (exchange_columns()), keep
 //                     their logits in registers, and tell each other only maximum and sum
+//     fused streamed  where rows of W are not aligned to 16 bytes, or too long for fused exchange:
+//                     W goes from memory straight to registers (streamed_columns())
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
 // the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
@@ -849,15 +851,22 @@ struct ClusterShared {
 };
 
 #if HOPPER_CODE
+// What is known of the fragments of W that a thread loads.
+enum class Known {
+  pairs,   // C is even, and no d >= D
+  inside,  // no d >= D
+  nothing
+};
+
 // A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: w[k] is
 // for d0 + 8 k to d0 + 8 k + 7. All loads are under way before the first value is needed. Where d
 // >= D they are zeros; for classes that do not exist they are another one's, and nobody looks at
-// what becomes of them. kWhole: C is even, and no d >= D.
-template <bool kWhole, int kSteps>
+// what becomes of them.
+template <Known kKnown, int kSteps>
 __device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int d0, int col, int D,
                                       int C) {
   const int t = threadIdx.x % 4;
-  if constexpr (kWhole) {
+  if constexpr (kKnown == Known::pairs) {
     const float* near = W + static_cast<size_t>(d0 + t) * C + min(col, C - 2);
     const float* far = near + 4 * static_cast<size_t>(C);
 #pragma unroll
@@ -874,9 +883,10 @@ __device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int d = d0 + 8 * k + t + 4 * e;
-        const size_t row = static_cast<size_t>(min(d, D - 1)) * C;
+        const bool inside = kKnown == Known::inside || d < D;
+        const size_t row = static_cast<size_t>(inside ? d : D - 1) * C;
         const float a = first[row], b = second[row];
-        w[k][2 * e] = d < D ? a : 0, w[k][2 * e + 1] = d < D ? b : 0;
+        w[k][2 * e] = inside ? a : 0, w[k][2 * e + 1] = inside ? b : 0;
       }
     }
   }
@@ -996,9 +1006,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
   const int col = 16 * warp + lane / 4 * 2;
   float sum[kRows / 2] = {};
-  const auto add_chunk = [&](int chunk, auto whole) {
+  const auto add_chunk = [&](int chunk, auto known) {
     float w[kDepth / 8][4];
-    load_fragments<whole>(w, W, chunk * kDepth, col, D, C);
+    load_fragments<known>(w, W, chunk * kDepth, col, D, C);
     barrier_wait(&shared.full, (chunk - first) % 2);
     if constexpr (kMath == Math::split) {
       split_all(shared.x[0], shared.x_low[0], kRows * kDepth, threadIdx.x, kThreads);
@@ -1015,9 +1025,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   };
   for (int chunk = first; chunk < last; ++chunk) {
     if (C % 2 == 0 && (chunk + 1) * kDepth <= D) {
-      add_chunk(chunk, std::true_type());
+      add_chunk(chunk, std::integral_constant<Known, Known::pairs>());
     } else {
-      add_chunk(chunk, std::false_type());
+      add_chunk(chunk, std::integral_constant<Known, Known::nothing>());
     }
     __syncthreads();
     if (warp == 0 && chunk + 1 < last && elect_one()) fetch(chunk + 1);
@@ -1060,6 +1070,181 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   }
   cluster_wait();  // nobody's outbox is needed any more
 #endif
+}
+
+// ---- Hopper: fused streamed ---------------------------------------------------------------------
+
+// Where C is not a multiple of 4, rows of W start anywhere, and no copy of 16 bytes finds them; to
+// copy W into aligned rows first would take longer than the rest. But fused cluster's fragments of
+// W come from memory as single floats, which need no alignment. So its product is turned round here,
+// too, for tiles of 64 kGroups classes and kRows rows: W is read once (the blocks that share it run
+// at about the same time), kAhead chunks before it is needed, and x comes through a ring of stages.
+//
+// The logits of a tile go to `out`, and its maximum and sum for each row to tile_stats. As in fused
+// online, but the next kernel finishes the rows, with all multiprocessors and not only the block
+// that happens to be the last: of 128 rows of 50257 logits that makes 0.02 ms out of several.
+constexpr int kStreamDepth = 32;
+
+template <int kRows, int kGroups>
+struct StreamShared {
+  static constexpr int kStages = 6;
+  union {
+    float x[kStages][kRows * kStreamDepth];  // boxes as the copy engine leaves them
+    MaxSum parts[4 * kGroups][kRows];        // in the end: of each warp's 16 classes
+  };
+  Barrier full[kStages], empty[kStages];
+};
+
+template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
+__global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
+    streamed_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
+                     Results results) {
+#if HOPPER_CODE
+  using Shared = StreamShared<kRows, kGroups>;
+  constexpr int kStages = Shared::kStages;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int row_tiles = (B + kRows - 1) / kRows, tiles = gridDim.x / row_tiles;
+  const int tile = blockIdx.x / row_tiles, row0 = (blockIdx.x - tile * row_tiles) * kRows;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32, t = lane % 4;
+  const int col = tile * 64 * kGroups + 16 * warp + lane / 4 * 2;  // and the next one
+  const int chunks = (D + kStreamDepth - 1) / kStreamDepth;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&shared.full[s], 1);
+      barrier_init(&shared.empty[s], kGroups);
+    }
+    barrier_init_fence();
+  }
+  start_next_kernel();
+  wait_for_previous_kernel();
+  __syncthreads();
+  const auto fetch = [&](int chunk) {
+    const int s = chunk % kStages;
+    barrier_arrive_expect(&shared.full[s], sizeof shared.x[s]);
+    tensor_load(shared.x[s], &x, row0, chunk * kStreamDepth, &shared.full[s]);
+  };
+  if (threadIdx.x == 0) {
+    for (int chunk = 0; chunk < min(chunks, kStages); ++chunk) fetch(chunk);
+  }
+  const auto load = [&](float(&w)[4][4], int chunk) {
+    const int d0 = chunk * kStreamDepth;
+    if (d0 + kStreamDepth > D) {
+      load_fragments<Known::nothing>(w, W, d0, col, D, C);
+    } else if (C % 2 != 0) {
+      load_fragments<Known::inside>(w, W, d0, col, D, C);
+    } else {
+      load_fragments<Known::pairs>(w, W, d0, col, D, C);
+    }
+  };
+
+  float w[kAhead + 1][4][4], sum[kRows / 2];  // w: of chunk c in w[c % (kAhead + 1)]
+  uint32_t rounded[4][4];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    if (i < chunks) load(w[i], i);
+  }
+  const auto add_chunk = [&](int chunk, float(&now)[4][4], float(&later)[4][4]) {
+    if (chunk + kAhead < chunks) load(later, chunk + kAhead);
+    if (chunk > 0) {
+      wgmma_wait<0>();  // of the last chunk: its stage can be given back
+      const int s = (chunk - 1) % kStages, next = chunk - 1 + kStages;
+      if (threadIdx.x % 128 == 0) barrier_arrive(&shared.empty[s]);
+      if (threadIdx.x == 0 && next < chunks) {
+        barrier_wait(&shared.empty[s], (chunk - 1) / kStages % 2);
+        fetch(next);
+      }
+    }
+    const int s = chunk % kStages;
+    barrier_wait(&shared.full[s], chunk / kStages % 2);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rounded[k][e] = to_tf32(now[k][e]);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma_tf32(sum, rounded[k], descriptor_a(shared.x[s]) + 2 * k, chunk > 0 || k > 0);
+    }
+    wgmma_commit();
+  };
+  for (int chunk = 0; chunk < chunks; chunk += kAhead + 1) {
+#pragma unroll
+    for (int i = 0; i <= kAhead; ++i) {
+      if (chunk + i < chunks) add_chunk(chunk + i, w[i], w[(i + kAhead) % (kAhead + 1)]);
+    }
+  }
+  wgmma_wait<0>();
+  __syncthreads();  // nobody needs the stages any more
+
+  const bool stats = results.epilogue != Epilogue::logits;
+#pragma unroll
+  for (int j = 0; j < kRows / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = 8 * j + 2 * t + e;
+      const float a = col < C ? sum[4 * j + e] : minus_infinity();
+      const float b = col + 1 < C ? sum[4 * j + 2 + e] : minus_infinity();
+      if (row0 + row < B) {
+        float* to = results.out + static_cast<size_t>(row0 + row) * C + col;
+        if (col < C) to[0] = a;
+        if (col + 1 < C) to[1] = b;
+      }
+      if (!stats) continue;
+      // The lanes with the same t have the same row.
+      MaxSum part = {fmaxf(a, b), 0};
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        part.largest = fmaxf(part.largest, __shfl_xor_sync(kAllLanes, part.largest, lanes));
+      }
+      part.sum = expf(a - base_of(part.largest)) + expf(b - base_of(part.largest));
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        part.sum += __shfl_xor_sync(kAllLanes, part.sum, lanes);
+      }
+      if (lane < 4) shared.parts[warp][row] = part;
+    }
+  }
+  if (!stats) return;
+  __syncthreads();
+  for (int row = threadIdx.x; row < min(kRows, B - row0); row += 128 * kGroups) {
+    MaxSum all = shared.parts[0][row];
+    for (int i = 1; i < 4 * kGroups; ++i) all = merge(all, shared.parts[i][row]);
+    results.tile_stats[static_cast<size_t>(row0 + row) * tiles + tile] = {all.largest, all.sum};
+  }
+#endif
+}
+
+// Turns the logits in `out` (B, C) into probabilities. A block has kFinishColumns columns of row
+// blockIdx.x, and all of the row's `tiles` maxima and sums.
+constexpr int kFinishColumns = 4096;
+
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    finish_columns(float* out, const float2* tile_stats, int C, int tiles) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const float2* stats = tile_stats + static_cast<size_t>(blockIdx.x) * tiles;
+  MaxSum part = {minus_infinity(), 0};
+  for (int i = threadIdx.x; i < tiles; i += kSoftmaxThreads) {
+    part = merge(part, {stats[i].x, stats[i].y});
+  }
+  const MaxSum all = block_merge<kSoftmaxThreads / 32>(warp_merge(part));
+  const float base = base_of(all.largest), factor = 1 / all.sum;
+  float* row = out + static_cast<size_t>(blockIdx.x) * C;
+  const int first = blockIdx.y * kFinishColumns + threadIdx.x;
+  const int last = min(C, (static_cast<int>(blockIdx.y) + 1) * kFinishColumns);
+#pragma unroll 8
+  for (int c = first; c < last; c += kSoftmaxThreads) row[c] = expf(row[c] - base) * factor;
+}
+
+// Copies rows of D floats into rows that start `stride` floats apart, a block a row: for the copy
+// engine, which finds only what is aligned to 16 bytes.
+__global__ void align_rows(const float* from, float* to, int D, int stride) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const size_t row = blockIdx.x;
+  for (int d = threadIdx.x; d < D; d += blockDim.x) to[row * stride + d] = from[row * D + d];
 }
 
 // ---- Hopper: fused exchange ---------------------------------------------------------------------
@@ -1636,12 +1821,15 @@ Product make_column_tiles(Problem& problem, const SoftmaxShape& shape,
   return product_of("online", column_tiles<Tile>, Tile::kThreads, kBytes, launch);
 }
 
+// From a row of x to the next in what the copy engine reads, in floats.
+int64_t aligned_stride(const SoftmaxShape& shape) { return (shape.inputs + 3) / 4 * 4; }
+
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Product make_cluster(const SoftmaxShape& shape, const Buffer<float>& x, const Buffer<float>& W) {
   constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
   const auto launch = [=](Results results) {
-    const CUtensorMap x_map =
-        tensor_map<float>(x, shape.rows, shape.inputs, kRows, kMath == Math::tf32);
+    const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows,
+                                                kMath == Math::tf32, aligned_stride(shape));
     launch_early(cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
                  kSplits * blocks(shape.rows, kRows), 2 * kClasses, kBytes,  //
                  x_map, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
@@ -1649,6 +1837,50 @@ Product make_cluster(const SoftmaxShape& shape, const Buffer<float>& x, const Bu
   };
   return product_of("cluster", cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
                     2 * kClasses, kBytes, launch);
+}
+
+template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
+Product make_streamed(Problem& problem, const SoftmaxShape& shape, const Buffer<float>& x,
+                      const Buffer<float>& W) {
+  constexpr int kBytes = sizeof(StreamShared<kRows, kGroups>), kThreads = 128 * kGroups;
+  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+            C = static_cast<int>(shape.classes), tiles = blocks(C, 64 * kGroups);
+  const auto stats = problem.workspace<float>(2 * shape.rows * tiles);
+  const auto launch = [=](Results results) {
+    const CUtensorMap x_map = tensor_map<float>(x, B, D, kRows, true, aligned_stride(shape));
+    results.tile_stats = reinterpret_cast<float2*>(stats.data());
+    launch_early(streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, tiles * blocks(B, kRows),
+                 kThreads, kBytes, x_map, W, B, D, C, results);
+    if (results.epilogue == Epilogue::softmax) {
+      launch_early(finish_columns, dim3(B, blocks(C, kFinishColumns)), kSoftmaxThreads, 0,
+                   results.out, results.tile_stats, C, tiles);
+    }
+  };
+  return product_of("streamed", streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, kThreads,
+                    kBytes, launch);
+}
+
+// Tiles of 128, 192 or 256 classes: whichever keep the multiprocessors busy to the end. Of the
+// narrow ones two blocks fit at a time. If there are few rows, there is room to look further ahead.
+Product choose_streamed(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
+                        const Buffer<float>& x, const Buffer<float>& W) {
+  const bool few_rows = shape.rows <= 64;
+  const int64_t sms = lesson.device().sms;
+  const auto cost = [&](int groups, int blocks_per_sm) {
+    const int64_t all = int64_t{1} * blocks(shape.classes, 64 * groups) * blocks(shape.rows, 128);
+    return static_cast<double>(blocks(all, sms * blocks_per_sm) * groups * blocks_per_sm);
+  };
+  const double two = few_rows ? cost(2, 1) * 1.2 : cost(2, 2), three = cost(3, 1) * 1.1;
+  if (three < std::min(two, cost(4, 1))) {
+    return few_rows ? make_streamed<64, 3, 2, 1>(problem, shape, x, W)
+                    : make_streamed<128, 3, 2, 1>(problem, shape, x, W);
+  }
+  if (two < cost(4, 1)) {
+    return few_rows ? make_streamed<64, 2, 3, 1>(problem, shape, x, W)
+                    : make_streamed<128, 2, 1, 2>(problem, shape, x, W);
+  }
+  return few_rows ? make_streamed<64, 4, 2, 1>(problem, shape, x, W)
+                  : make_streamed<128, 4, 1, 1>(problem, shape, x, W);
 }
 
 constexpr int kExchangeThreads = 384;
@@ -1665,8 +1897,8 @@ Product make_exchange(Problem& problem, const SoftmaxShape& shape, const Buffer<
   const auto left = problem.workspace<float>(2 * static_cast<size_t>(strips) * tiles * kRows);
   const auto launches = problem.workspace<unsigned>(2);
   const auto launch = [=](Results results) {
-    const CUtensorMap x_map =
-        tensor_map<float>(x, shape.rows, shape.inputs, kRows / 2, kMath == Math::tf32);
+    const CUtensorMap x_map = tensor_map<float>(x, shape.rows, shape.inputs, kRows / 2,
+                                                kMath == Math::tf32, aligned_stride(shape));
     const CUtensorMap W_map =
         tensor_map<float>(W, shape.inputs, shape.classes, kExchangeDepth, kMath == Math::tf32);
     const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches,
@@ -1697,20 +1929,21 @@ std::optional<Product> choose_exchange(const Lesson& lesson, Problem& problem,
   return make_exchange<kMath, kRows>(problem, shape, x, W, clusters);
 }
 
-// What Hopper has for a shape, if anything.
+// What Hopper has for a shape, if anything; rows of x are aligned.
 template <Math kMath>
-std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& problem,
-                                           const SoftmaxShape& shape, const Buffer<float>& x,
-                                           const Buffer<float>& W) {
+std::optional<Product> choose_hopper_product(const Lesson& lesson, Problem& problem,
+                                             const SoftmaxShape& shape, const Buffer<float>& x,
+                                             const Buffer<float>& W) {
   const int64_t B = shape.rows, C = shape.classes;
-  constexpr int64_t kMost = INT32_MAX - 512;  // where a tile ends is an int, too
-  if (B > kMost || shape.inputs > kMost) return {};
-  if (shape.inputs % 4 != 0) return {};  // the copy engine needs aligned rows
   if (C > kClusterClasses) {
-    if (C % 4 != 0) return {};
     // With split operands a thread has the sums of a step, too: half as many rows.
     constexpr int kRows = kMath == Math::split ? 128 : 256;
-    return choose_exchange<kMath, kRows>(lesson, problem, shape, x, W);
+    std::optional<Product> product;
+    if (C % 4 == 0) product = choose_exchange<kMath, kRows>(lesson, problem, shape, x, W);
+    if constexpr (kMath == Math::tf32) {
+      if (!product) product = choose_streamed(lesson, problem, shape, x, W);
+    }
+    return product;
   }
   // cluster<kMath, kSplits, kRows, kClasses, kDepth>. Few rows: D is split over more blocks. 40
   // rows: of 1024 rows 26 clusters of 4, which is about as many as fit on the GPU at a time.
@@ -1727,6 +1960,27 @@ std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& proble
     return C <= 64 ? make_cluster<kMath, 4, 40, 64, 256>(shape, x, W)
                    : make_cluster<kMath, 4, 40, 128, 256>(shape, x, W);
   }
+}
+
+// The same for rows of x that start anywhere: they are aligned first, if they have to be.
+template <Math kMath>
+std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& problem,
+                                           const SoftmaxShape& shape, const Buffer<float>& x,
+                                           const Buffer<float>& W) {
+  constexpr int64_t kMost = INT32_MAX - 512;  // where a tile ends is an int, too
+  if (shape.rows > kMost || shape.inputs > kMost) return {};
+  const int D = static_cast<int>(shape.inputs);
+  if (D % 4 == 0) return choose_hopper_product<kMath>(lesson, problem, shape, x, W);
+  const int stride = static_cast<int>(aligned_stride(shape));
+  const auto aligned = problem.workspace<float>(shape.rows * stride);
+  auto product = choose_hopper_product<kMath>(lesson, problem, shape, aligned, W);
+  if (product) {
+    product->launch = [=, launch = product->launch](Results results) {
+      launch_early(align_rows, static_cast<unsigned>(shape.rows), 256, 0, x, aligned, D, stride);
+      launch(results);
+    };
+  }
+  return product;
 }
 
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
