@@ -28,6 +28,7 @@ SECONDS = 60
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {"sweep": ["--sweep"]},
+    "9_matmul_softmax": {"50257": ["128", "--inputs", "2048", "--classes", "50257"]},
     "10_clifford_gp": {
         "2,0,0": ["--algebra", "2,0,0"],
         "small": ["1024", "--features", "128"],

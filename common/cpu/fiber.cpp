@@ -53,7 +53,15 @@ Fiber::~Fiber() {
 
 CUDA_CPU_NO_TSAN void Fiber::restart() {
 #if defined(CUDA_CPU_TSAN)
-  if (tsan_identity_) __tsan_destroy_fiber(tsan_identity_);
+  if (tsan_identity_) {
+    __tsan_destroy_fiber(tsan_identity_);
+    // For ThreadSanitizer this is new memory: what the old identity wrote there is forgotten.
+    if (mmap(stack_, kStackSize, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+      std::perror("cuda_cpu: no memory for the stack of a CUDA thread");
+      std::abort();
+    }
+  }
   tsan_identity_ = __tsan_create_fiber(0);
 #endif
 #if defined(CUDA_CPU_ASAN)
