@@ -1076,9 +1076,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
 // Where C is not a multiple of 4, rows of W start anywhere, and no copy of 16 bytes finds them; to
 // copy W into aligned rows first would take longer than the rest. But fused cluster's fragments of
-// W come from memory as single floats, which need no alignment. So its product is turned round here,
-// too, for tiles of 64 kGroups classes and kRows rows: W is read once (the blocks that share it run
-// at about the same time), kAhead chunks before it is needed, and x comes through a ring of stages.
+// W come from memory as single floats, which need no alignment. So its product is turned round
+// here, too, for tiles of 64 kGroups classes and kRows rows: W is read once (the blocks that share
+// it run at about the same time), kAhead chunks before it is needed, and x comes through a ring of
+// stages.
 //
 // The logits of a tile go to `out`, and its maximum and sum for each row to tile_stats. As in fused
 // online, but the next kernel finishes the rows, with all multiprocessors and not only the block

@@ -5,7 +5,7 @@
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 
-/// How a lesson ends; README.md documents the same numbers.
+/// How a lesson ends; docs/measuring.md documents the same numbers.
 enum ExitCode : int {
   kAllVerified = 0,
   kVerificationFailed = 1,
