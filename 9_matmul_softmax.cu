@@ -40,13 +40,15 @@
 //     fused exchange  the blocks that share a row run at the same time (exchange_columns()), keep
 //                     their logits in registers, and tell each other only maximum and sum
 //     fused streamed  where rows of W are not aligned to 16 bytes, or too long for fused exchange:
-//                     W goes from memory straight to registers (streamed_columns())
+//                     W goes from memory straight to registers (streamed_columns()). Only half
+//                     fused: logits are written, and a second kernel goes on from there
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
 // the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
 // each operand as the sum of two TF32 numbers, and three products instead of one. Its error is held
-// to the bound of fp32. Hopper's two are there as 3xTF32 only. All of these kernels and the softmax
-// are launched early (common/early_launch.cuh): here the time between two kernels counts.
+// to the bound of fp32. Of Hopper's, cluster and exchange are there, as 3xTF32. All of these
+// kernels and the softmax are launched early (common/early_launch.cuh): here the time between two
+// kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -1076,14 +1078,15 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
 // Where C is not a multiple of 4, rows of W start anywhere, and no copy of 16 bytes finds them; to
 // copy W into aligned rows first would take longer than the rest. But fused cluster's fragments of
-// W come from memory as single floats, which need no alignment. So its product is turned round
-// here, too, for tiles of 64 kGroups classes and kRows rows: W is read once (the blocks that share
-// it run at about the same time), kAhead chunks before it is needed, and x comes through a ring of
-// stages.
+// W come from memory as single floats, or pairs of them where C is even. So its product is turned
+// round here, too, for tiles of kRows rows and 64 classes for each of kGroups warpgroups. W is read
+// once (the blocks that share it run at about the same time), kAhead chunks before it is needed,
+// and x comes through a ring of stages. There is no producer: thread 0 also orders the next x, when
+// all warpgroups have given its stage back.
 //
 // The logits of a tile go to `out`, and its maximum and sum for each row to tile_stats. As in fused
 // online, but the next kernel finishes the rows, with all multiprocessors and not only the block
-// that happens to be the last: of 128 rows of 50257 logits that makes 0.02 ms out of several.
+// that happens to be the last, which takes 8 ms for 128 rows of 50257.
 constexpr int kStreamDepth = 32;
 
 template <int kRows, int kGroups>
@@ -1140,7 +1143,7 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   };
 
   float w[kAhead + 1][4][4], sum[kRows / 2];  // w: of chunk c in w[c % (kAhead + 1)]
-  uint32_t rounded[4][4];
+  uint32_t rounded[4][4];  // what wgmma reads while the warps go on; w is free for the next loads
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     if (i < chunks) load(w[i], i);
@@ -1850,7 +1853,7 @@ Product make_streamed(Problem& problem, const SoftmaxShape& shape, const Buffer<
   const auto launch = [=](Results results) {
     const CUtensorMap x_map = tensor_map<float>(x, B, D, kRows, true, aligned_stride(shape));
     results.tile_stats = reinterpret_cast<float2*>(stats.data());
-    // Where a row fits into registers, the kernel that takes it from there is as good.
+    // Where a row fits into registers, the usual softmax is as good: then this is the unfused form.
     const bool probabilities = results.epilogue == Epilogue::softmax, short_rows = C <= 4096;
     if (short_rows) results.epilogue = Epilogue::logits;
     launch_early(streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, tiles * blocks(B, kRows),
