@@ -208,6 +208,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 // of the next kStages - 1 are on their way: cp.async moves them to shared memory without a register
 // in between, and without waiting. One barrier a step is enough: it says both that the oldest pair
 // has arrived and that nobody reads the one before it any more, whose place the next copies take.
+// The copies of a step are closed as a group (commit), and wait<n> waits until all but the newest n
+// groups have arrived. Where no step is left an empty group is closed, so that the count is right.
 //
 // What is left to lose is instructions that are not multiply-adds, and cycles without an
 // instruction:

@@ -16,7 +16,7 @@
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
-//     Hopper cluster           lesson 3's last kernel, with two weights and this epilogue
+//     Hopper cluster           lesson 3's persistent, with two weights and this epilogue
 //
 // The first four need compute capability 7.5 (which copies synchronously); the last two need 9.0,
 // and rows of a multiple of 16 bytes. The CPU backend runs all.
