@@ -188,25 +188,30 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 }
 
 // A block turns a row of any length into its softmax: reads it twice.
+template <int kThreads>
 __device__ void softmax_of_long_row(const float* from, float* to, int C) {
   MaxSum part = {minus_infinity(), 0};
-  for (int col = threadIdx.x; col < C; col += kSoftmaxThreads) {
+  for (int col = threadIdx.x; col < C; col += kThreads) {
     const float logit = from[col], largest = fmaxf(part.largest, logit);
     part.sum = part.sum * rebase(part.largest, largest) + expf(logit - base_of(largest));
     part.largest = largest;
   }
-  const MaxSum all = block_merge<kSoftmaxThreads / 32>(warp_merge(part));
-  for (int col = threadIdx.x; col < C; col += kSoftmaxThreads) {
+  const MaxSum all = block_merge<kThreads / 32>(warp_merge(part));
+#pragma unroll 4
+  for (int col = threadIdx.x; col < C; col += kThreads) {
     to[col] = expf(from[col] - base_of(all.largest)) / all.sum;
   }
 }
 
-__global__ void __launch_bounds__(kSoftmaxThreads)
+// Many threads: where rows are that long there may be few, and each block has to be fast.
+constexpr int kLongRowThreads = 1024;
+
+__global__ void __launch_bounds__(kLongRowThreads)
     softmax_long_rows(const float* logits, float* probs, int C) {
   start_next_kernel();
   wait_for_previous_kernel();
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
-  softmax_of_long_row(logits + start, probs + start, C);
+  softmax_of_long_row<kLongRowThreads>(logits + start, probs + start, C);
 }
 
 // ---- fused rows ---------------------------------------------------------------------------------
@@ -226,7 +231,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
     for (int d = 0; d < D; ++d) logit += x_row[d] * W[static_cast<size_t>(d) * C + col];
     row[col] = logit;
   }
-  softmax_of_long_row(row, row, C);
+  softmax_of_long_row<kSoftmaxThreads>(row, row, C);
 }
 
 // ---- fused rows, D split ------------------------------------------------------------------------
@@ -1736,7 +1741,7 @@ void softmax(const float* logits, float* probs, const SoftmaxShape& shape) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   const unsigned warps = blocks(B, kSoftmaxThreads / 32);
   if (C > 8192) {
-    launch_early(softmax_long_rows, B, kSoftmaxThreads, 0, logits, probs, C);
+    launch_early(softmax_long_rows, B, kLongRowThreads, 0, logits, probs, C);
   } else if (C % 4 != 0) {
     if (C <= 32) {
       launch_early(softmax_rows<32, 1, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
