@@ -203,15 +203,13 @@ __device__ void softmax_of_long_row(const float* from, float* to, int C) {
   }
 }
 
-// Many threads: where rows are that long there may be few, and each block has to be fast.
-constexpr int kLongRowThreads = 1024;
-
-__global__ void __launch_bounds__(kLongRowThreads)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
     softmax_long_rows(const float* logits, float* probs, int C) {
   start_next_kernel();
   wait_for_previous_kernel();
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
-  softmax_of_long_row<kLongRowThreads>(logits + start, probs + start, C);
+  softmax_of_long_row<kThreads>(logits + start, probs + start, C);
 }
 
 // ---- fused rows ---------------------------------------------------------------------------------
@@ -1740,8 +1738,10 @@ void library_product(cublasHandle_t blas, const void* x, const void* W, float* l
 void softmax(const float* logits, float* probs, const SoftmaxShape& shape) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   const unsigned warps = blocks(B, kSoftmaxThreads / 32);
-  if (C > 8192) {
-    launch_early(softmax_long_rows, B, kLongRowThreads, 0, logits, probs, C);
+  if (C > 8192 && B <= 512) {  // few blocks: each has to be fast
+    launch_early(softmax_long_rows<1024>, B, 1024, 0, logits, probs, C);
+  } else if (C > 8192) {
+    launch_early(softmax_long_rows<kSoftmaxThreads>, B, kSoftmaxThreads, 0, logits, probs, C);
   } else if (C % 4 != 0) {
     if (C <= 32) {
       launch_early(softmax_rows<32, 1, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
