@@ -73,6 +73,10 @@ HARMLESS = {
          "barrier_wait(&shared.full[ring.stage], ring.parity) without", 1):
             "the first warpgroup has waited for it before it was ready",
     },
+    "9_matmul_softmax": {
+        ("cluster_columns", "wait_for_previous_kernel() without", 0):
+            "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
+    },
     "10_clifford_gp": {
         ("forward_streamed", "wait_for_previous_kernel() without", 0):
             "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
@@ -107,7 +111,8 @@ RUNS = {
     "7_diffusion_fused": [(("1400", "--kernel", "^one launch$"), 8)],
     "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
     "9_matmul_softmax": [
-        (("70", "--inputs", "1100", "--classes", "20", "--all", "--kernel", "fused cluster"), 8),
+        # Two warpgroups.
+        (("70", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "fused cluster"), 8),
         (("300", "--inputs", "300", "--classes", "260", "--all", "--kernel", "fused exchange"), 4),
         # More chunks than stages, and rows that no copy of 16 bytes finds.
         (("70", "--inputs", "233", "--classes", "515", "--kernel", "fused streamed"), 8),
