@@ -142,6 +142,9 @@ def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
         pytest.skip("no build with sanitize=thread that starts")
     verdict, report = hopper_mutants.judge(lesson, mistake.number, CPU_BUILD, prefix)
     if reason := hopper_mutants.harmless(lesson, mistake):
+        # Without a wait two launches write the same values: ThreadSanitizer may see that, or not.
+        if mistake.call.startswith("wait_for_previous_kernel") and verdict == "data race":
+            return
         assert verdict is None and not report, f"this is said to be harmless ({reason}):\n{report}"
     else:
         assert verdict in ("verification", "error", "deadlock", "data race"), report
