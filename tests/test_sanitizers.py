@@ -140,7 +140,7 @@ def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
                 for kind in ("", "-thread")]
     if prefix is None or not all(path.exists() for path in programs):
         pytest.skip("no build with sanitize=thread that starts")
-    verdict, report = hopper_mutants.judge(lesson, mistake.number, CPU_BUILD, prefix)
+    verdict, report = hopper_mutants.judge(lesson, mistake, CPU_BUILD, prefix)
     if reason := hopper_mutants.harmless(lesson, mistake):
         # Without a wait two launches write the same values: ThreadSanitizer may see that, or not.
         if mistake.call.startswith("wait_for_previous_kernel") and verdict == "data race":
