@@ -638,7 +638,7 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   constexpr double kSettleMs = 200, kLongMs = 4 * kSettleMs;
   const double alone_ms = round_ms > kSettleMs ? kSettleMs : 0;
   std::mt19937_64 order(seed);
-  // On the CPU, where a launch may take as long as all the rest, a single sample is what is verified.
+  // On the CPU a launch may take as long as all the rest: a single sample is what is verified.
   const bool together = !gpu && most == 1;
   for (int round = 0; !together && round < most && (round < least || Clock::now() < end); ++round) {
     progress.show(problem.name_ + ": sample " + std::to_string(round + 1));
