@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -25,6 +26,14 @@
 #include "common/build_info.h"
 #include "common/event.h"
 #include "common/numerics.h"
+#include "common/sm_clock.h"
+
+#ifdef CUDA_CPU
+#include "common/cpu/counting.h"
+#else
+#include <cuda_profiler_api.h>
+#include <nvtx3/nvToolsExt.h>
+#endif
 
 using Json = nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
@@ -158,6 +167,47 @@ std::string with_prefix(double value) {
   char text[32];
   snprintf(text, sizeof text, "%.3g %s", value, kPrefixes[prefix]);
   return text;
+}
+
+/// What printf makes of it.
+template <typename... Values>
+std::string text(const char* format, Values... values) {
+  char text[320];  // any double, even without an exponent
+  snprintf(text, sizeof text, format, values...);
+  return text;
+}
+
+/// Four digits, or what there is room for.
+std::string digits(double value, size_t width) {
+  int count = 4;
+  while (count > 1 && text("%.*g", count, value).size() > width) --count;
+  return text("%.*g", count, value);
+}
+
+/// The largest unit, with its prefix, in which the number has a digit before the point.
+std::pair<double, std::string> unit_for(double least) {
+  std::pair<double, std::string> unit = {1, ""};
+  for (const char* larger : {"k", "M", "G"}) {
+    if (least < 1000 * unit.first) break;
+    unit = {1000 * unit.first, larger};
+  }
+  return unit;
+}
+
+std::string error_text(const Kernel& kernel) {
+  return text("%.1e", std::fabs(kernel.error.frobenius));  // a NaN may print its sign
+}
+
+/// A line of a file below this folder, without what is before its first word; empty if it is not
+/// there.
+std::string source_line(const std::string& path, int number) {
+  std::ifstream file(path);
+  std::string line;
+  for (int i = 0; i < number; ++i) {
+    if (!std::getline(file, line)) return "";
+  }
+  const size_t first = line.find_first_not_of(' ');
+  return first == std::string::npos ? "" : line.substr(first);
 }
 
 /// {"a", "b", "c"} -> "a, b or c"; with `comma` instead of the comma.
@@ -306,6 +356,7 @@ struct Lesson::State {
   uint64_t seed = 1;
   std::optional<Timing> timing_asked;
   bool list = false;
+  bool counting = false;  // what is moved, instead of timing
   std::deque<Problem> problems;
   std::vector<std::string> notes;
   Progress progress;
@@ -317,10 +368,14 @@ struct Lesson::State {
   void require_memory();
   void prepare(Problem& problem);
   void verify(Problem& problem, const std::function<void(Kernel&)>& launch);
+  /// Verifies the launches that it counts.
+  void count(Problem& problem);
   /// Until then, if it takes no longer than that; and verifies what it timed.
   void sample(Problem& problem, Clock::time_point end);
   void print(const Problem& problem) const;
   std::vector<Column> columns(const Problem& problem) const;
+  std::vector<Column> count_columns(const Problem& problem) const;
+  void print_worst_places(const Problem& problem) const;
   void print_comparisons() const;
   std::string other_tables() const;
   Json record() const;
@@ -361,6 +416,13 @@ void Lesson::State::parse(int argc, char** argv) {
       ->excludes(cold_flag)
       ->excludes(hot_flag);
   hot_flag->excludes(cold_flag);
+  bool time = false;
+  app.add_flag("--count", counting,
+               "count what each kernel moves instead of timing it (the default on the CPU; on a\n"
+               "GPU a profiler has to watch: scons counters)")
+      ->excludes(app.add_flag("--time", time,
+                              "CPU: time the kernels instead (so do the options "
+                              "that say how)"));
   app.add_flag("--list", list, "list the kernels and stop");
   std::map<std::string, std::string> texts;
   for (const Option& option : info.options) {
@@ -443,6 +505,10 @@ void Lesson::State::parse(int argc, char** argv) {
            error.what());
     }
   }
+  for (const char* how : {"--samples", "--seconds", "--cold", "--hot", "--graph"}) {
+    time |= given.contains(how);
+  }
+  if (time && counting) fail(kBadUsage, "--count does not time anything (see --help)");
   if (seconds == 0) seconds = kSeconds;
   // 64 KiB is more than a record takes, so that a full disk shows now.
   if (app.count("--json") > 0 && json_path.empty()) fail(kBadUsage, "--json needs a file's name");
@@ -453,6 +519,7 @@ void Lesson::State::parse(int argc, char** argv) {
     fail(kDeviceCannot, "--device cuda: %s", no_gpu.c_str());
   }
 #ifdef CUDA_CPU
+  counting = !time && (counting || cuda_cpu::can_count());
   const int64_t asked = n;
   if (n == 0 || device_choice == "auto") n = std::min<int64_t>(n ? n : info.n_cpu, info.n_cpu);
   if (device_choice == "auto" && !list) {
@@ -585,6 +652,24 @@ void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>&
   }
 }
 
+void Lesson::State::count(Problem& problem) {
+  verify(problem, [&](Kernel& kernel) {
+#ifdef CUDA_CPU
+    cuda_cpu::start_counting();
+    kernel.launch();
+    const Counts counts = cuda_cpu::stop_counting();
+    if (cuda_cpu::counted_everything()) kernel.counts = counts;
+#else
+    nvtxRangePushA((problem.name_ + ": " + kernel.name).c_str());
+    CUDA_CHECK(cudaProfilerStart());
+    kernel.launch();
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaProfilerStop());
+    nvtxRangePop();
+#endif
+  });
+}
+
 void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   std::vector<Kernel*> timed;
   for (Kernel& kernel : problem.kernels_) {
@@ -604,6 +689,7 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   }
 #endif
   Event start, stop;
+  SmClock clock;
   const auto time_one = [&](const Kernel* kernel) {
     start.record();
     launches[kernel]();
@@ -652,7 +738,10 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
         } while (ms < alone_ms);
       }
       if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
+      clock.start();
       kernel->samples_ms.push_back(time_one(kernel));
+      clock.stop();
+      kernel->clocks_hz.push_back(clock.hz());
     }
   }
   verify(problem, [&](Kernel& kernel) {
@@ -662,7 +751,10 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
       launches[&kernel]();
     }
   });
-  for (Kernel* kernel : timed) std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
+  for (Kernel* kernel : timed) {
+    std::sort(kernel->samples_ms.begin(), kernel->samples_ms.end());
+    std::sort(kernel->clocks_hz.begin(), kernel->clocks_hz.end());
+  }
 }
 
 double Lesson::State::limit_ms(const Work& work, Rate rate) const {
@@ -685,7 +777,7 @@ void Lesson::State::print(const Problem& problem) const {
            memory ? "memory" : (std::string(name_of(problem.rate_)) + " arithmetic").c_str(),
            limit);
   }
-  if (timing(problem) == Timing::graph) {
+  if (timing(problem) == Timing::graph && !counting) {
     printf("timed: %d calls in a CUDA graph, per call\n", kGraphCalls);
   }
   size_t name_width = 6;
@@ -694,7 +786,7 @@ void Lesson::State::print(const Problem& problem) const {
       name_width = std::max(name_width, kernel.name.size());
     }
   }
-  std::vector<Column> columns = this->columns(problem);
+  std::vector<Column> columns = counting ? count_columns(problem) : this->columns(problem);
   fit_terminal(columns, name_width);
   const int w = static_cast<int>(name_width);
   const auto print_name = [&](const char* name) { printf("%-*.*s", w, w, name); };
@@ -712,19 +804,70 @@ void Lesson::State::print(const Problem& problem) const {
     for (const Column& column : columns) printf(" %*s", column.width, column.text(kernel).c_str());
     printf(kernel.ok ? " ok\n" : " FAILED (tolerance %.1e)\n", kernel.tolerance);
   }
+  print_worst_places(problem);
+}
+
+/// The lines of source that are to blame.
+void Lesson::State::print_worst_places(const Problem& problem) const {
+  for (const Kernel& kernel : problem.kernels_) {
+    if (!kernel.counts) continue;
+    bool first = true;
+    for (const Counts::Place& place : kernel.counts->worst) {
+      if (first) printf("%s:\n", kernel.name.c_str());
+      first = false;
+      const std::string code = source_line(place.file, place.line);
+      printf("  %s:%d: %.4g %s a %s, %s needed%s%s\n", place.file.c_str(), place.line,
+             place.per_request, place.shared ? "conflicts" : "sectors",
+             place.store ? "store" : "load",
+             place.shared ? "none" : text("%.4g", place.least).c_str(), code.empty() ? "" : ": ",
+             code.c_str());
+    }
+  }
+}
+
+std::vector<Column> Lesson::State::count_columns(const Problem& problem) const {
+  const auto column = [](std::string title, int width, auto value) {
+    return Column{std::move(title), width, [=](const Kernel& kernel) {
+                    if (!kernel.counts) return std::string("-");
+                    const double number = static_cast<double>(value(*kernel.counts));
+                    return std::isnan(number) ? "-" : digits(number, static_cast<size_t>(width));
+                  }};
+  };
+  const auto ratio = [](int64_t of, int64_t to) {
+    return to > 0 ? static_cast<double>(of) / static_cast<double>(to) : std::nan("");
+  };
+  int64_t least = 0;
+  for (const Kernel& kernel : problem.kernels_) {
+    if (kernel.counts && (least == 0 || kernel.counts->l2_bytes < least)) {
+      least = kernel.counts->l2_bytes;
+    }
+  }
+  const auto [unit, prefix] = unit_for(static_cast<double>(least));
+  return {
+      column("loads", 9, [](const Counts& c) { return c.global_load_requests; }),
+      column("sectors", 7,
+             [=](const Counts& c) { return ratio(c.global_load_sectors, c.global_load_requests); }),
+      column("stores", 8, [](const Counts& c) { return c.global_store_requests; }),
+      column(
+          "sectors", 7,
+          [=](const Counts& c) { return ratio(c.global_store_sectors, c.global_store_requests); }),
+      column(prefix + "B", 7,
+             [=](const Counts& c) { return static_cast<double>(c.l2_bytes) / unit; }),
+      {"x least", 7,
+       [=](const Kernel& kernel) {
+         return kernel.counts
+                    ? digits(static_cast<double>(kernel.counts->l2_bytes) / kernel.work.bytes, 7)
+                    : "-";
+       }},
+      column("shared", 9,
+             [](const Counts& c) { return c.shared_load_requests + c.shared_store_requests; }),
+      column("conflicts", 9,
+             [](const Counts& c) { return c.shared_load_conflicts + c.shared_store_conflicts; }),
+      {"error", 8, error_text},
+  };
 }
 
 std::vector<Column> Lesson::State::columns(const Problem& problem) const {
-  const auto text = [](const char* format, auto... values) {
-    char text[320];  // any double, even without an exponent
-    snprintf(text, sizeof text, format, values...);
-    return std::string(text);
-  };
-  const auto digits = [=](double value, size_t width) {  // four, or what there is room for
-    int count = 4;
-    while (count > 1 && text("%.*g", count, value).size() > width) --count;
-    return text("%.*g", count, value);
-  };
   const auto limit = [this, rate = problem.rate_](const Kernel& kernel) {
     return limit_ms(kernel.work, rate);
   };
@@ -756,17 +899,9 @@ std::vector<Column> Lesson::State::columns(const Problem& problem) const {
        }},
       {"speed", 8,
        [=](const Kernel& kernel) { return digits(baseline_ms / kernel.median_ms(), 7) + "x"; }},
-      {"error", 8, [=](const Kernel& kernel) {
-         return text("%.1e", std::fabs(kernel.error.frobenius));  // a NaN may print its sign
-       }}};
-  if (least_memory > 0) {  // in the unit in which the least of them has a digit
-    double unit = 1;
-    std::string prefix;
-    for (const char* larger : {"k", "M", "G"}) {
-      if (least_memory < 1000 * unit) break;
-      unit *= 1000;
-      prefix = larger;
-    }
+      {"error", 8, error_text}};
+  if (least_memory > 0) {
+    const auto [unit, prefix] = unit_for(least_memory);
     columns.push_back({prefix + "B", 8, [=](const Kernel& kernel) {
                          return kernel.memory_bytes > 0 ? text("%.4g", kernel.memory_bytes / unit)
                                                         : "-";
@@ -803,6 +938,36 @@ std::string Lesson::State::other_tables() const {
   return "Other tables: " + listed(names, ", ", " or ") + " (see --help).";
 }
 
+Json json_of(const Counts& counts) {
+  Json worst = Json::array();
+  for (const Counts::Place& place : counts.worst) {
+    worst.push_back(
+        {{"file", place.file},
+         {"line", place.line},
+         {"memory", place.shared ? "shared" : "global"},
+         {"access", place.store ? "store" : "load"},
+         {"requests", place.requests},
+         {place.shared ? "conflicts_per_request" : "sectors_per_request", place.per_request}});
+  }
+  return {{"global_load_requests", counts.global_load_requests},
+          {"global_load_sectors", counts.global_load_sectors},
+          {"global_store_requests", counts.global_store_requests},
+          {"global_store_sectors", counts.global_store_sectors},
+          {"shared_load_requests", counts.shared_load_requests},
+          {"shared_load_conflicts", counts.shared_load_conflicts},
+          {"shared_store_requests", counts.shared_store_requests},
+          {"shared_store_conflicts", counts.shared_store_conflicts},
+          {"atomic_requests", counts.atomic_requests},
+          {"atomic_sectors", counts.atomic_sectors},
+          {"async_copy_bytes", counts.async_copy_bytes},
+          {"copy_engine_bytes", counts.copy_engine_bytes},
+          {"multicast_saved_bytes", counts.multicast_saved_bytes},
+          {"tensor_flops", counts.tensor_flops},
+          {"barriers", counts.barriers},
+          {"l2_bytes", counts.l2_bytes},
+          {"worst", worst}};
+}
+
 Json Lesson::State::record() const {
   Json result = {
       {"lesson", info.name},
@@ -817,6 +982,7 @@ Json Lesson::State::record() const {
         {"memory_bytes", device.memory_bytes},
         {"l2_bytes", device.l2_bytes},
         {"peak_bytes_per_second", device.bytes_per_second},
+        {"clock_mhz", 1e-6 * device.clock_hz},
         {"driver", device.driver},
         {"runtime", device.runtime}}},
       {"problems", Json::array()}};
@@ -829,20 +995,27 @@ Json Lesson::State::record() const {
     for (const Kernel& kernel : problem.kernels_) {
       if (!kernel.ran) continue;
       if (!baseline) baseline = &kernel;
-      const double ms = kernel.median_ms();
+      const bool timed = !kernel.samples_ms.empty();
+      const double ms = timed ? kernel.median_ms() : 0;
+      const auto if_timed = [&](double value) { return timed ? Json(value) : Json(nullptr); };
       Json row = {
           {"name", kernel.name},
           {"role", name_of(kernel.role)},
-          {"ms",
-           {{"median", ms},
-            {"p10", kernel.percentile(10)},
-            {"p90", kernel.percentile(90)},
-            {"samples", kernel.samples_ms.size()},
-            {"mode", name_of(timing(problem))}}},
-          {"tflops", kernel.work.flops / ms * 1e-9},
-          {"gbps", kernel.work.bytes / ms * 1e-6},
-          {"percent_of_limit", or_null(100 * limit_ms(kernel.work, problem.rate_) / ms)},
-          {"speedup", baseline->median_ms() / ms},
+          {"ms", timed ? Json{{"median", ms},
+                              {"p10", kernel.percentile(10)},
+                              {"p90", kernel.percentile(90)},
+                              {"samples", kernel.samples_ms.size()},
+                              {"mode", name_of(timing(problem))}}
+                       : Json(nullptr)},
+          {"tflops", if_timed(kernel.work.flops / ms * 1e-9)},
+          {"gbps", if_timed(kernel.work.bytes / ms * 1e-6)},
+          {"percent_of_limit",
+           or_null(timed ? 100 * limit_ms(kernel.work, problem.rate_) / ms : 0)},
+          {"speedup", if_timed(timed ? baseline->median_ms() / ms : 0)},
+          {"clock_mhz", or_null(kernel.clocks_hz.empty()
+                                    ? 0
+                                    : 1e-6 * kernel.clocks_hz[kernel.clocks_hz.size() / 2])},
+          {"counts", kernel.counts ? json_of(*kernel.counts) : Json(nullptr)},
           {"memory_bytes", or_null(kernel.memory_bytes)},
           {"resources", kernel.threads == 0 ? Json(nullptr)
                                             : Json{{"threads", kernel.threads},
@@ -918,8 +1091,12 @@ int Lesson::run() {
     const Clock::time_point end = start + (deadline - start) / left--;
     state.prepare(problem);
     const Clock::time_point prepared = Clock::now();
-    state.verify(problem, [](const Kernel& kernel) { kernel.launch(); });
-    state.sample(problem, end - (Clock::now() - prepared));
+    if (state.counting) {
+      state.count(problem);
+    } else {
+      state.verify(problem, [](const Kernel& kernel) { kernel.launch(); });
+      state.sample(problem, end - (Clock::now() - prepared));
+    }
     for (auto* list :
          {&problem.inputs_, &problem.outputs_, &problem.references_, &problem.workspaces_}) {
       for (auto& storage : *list) storage->release();
@@ -931,8 +1108,15 @@ int Lesson::run() {
   }
 
   printf("\n");
-  if (on_cpu()) {
+  if (state.counting && on_cpu()) {
+    print_prose(
+        "Counted: what warps load and store, sectors of 32 bytes for each time, bytes asked of "
+        "the L2 cache as if there were no L1, and how many times the least possible that is; "
+        "the same of shared memory, and times that a bank had to answer once more.");
+  } else if (on_cpu()) {
     print_prose("On the CPU backend only the results count: its times say nothing about a GPU.");
+  } else if (state.counting) {
+    print_prose("What was launched is for a profiler to count: scons counters.");
   } else {
     state.print_comparisons();
   }

@@ -10,6 +10,8 @@
 //   4. samples the kernels in turn, each round in another order, each with a cold L2 cache (or, for
 //      kernels of microseconds, as the nodes of a CUDA graph), for as long as the run may last,
 //   5. verifies again, and prints the table;
+// or, in the place of 4 and 5, on the CPU unless it is asked for times, counts in the launch of 3
+// what the kernel moves;
 // then it writes the JSON record and returns the exit code.
 #pragma once
 
@@ -21,10 +23,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "common/check.h"
+#include "common/counts.h"
 #include "common/device.h"
 
 enum class Type { fp16, bf16, fp32, fp64 };
@@ -190,6 +194,8 @@ struct Kernel {
   Error error;
   double tolerance = 0;
   std::vector<float> samples_ms;  ///< sorted
+  std::vector<double> clocks_hz;  ///< of the multiprocessors, for each sample; sorted
+  std::optional<Counts> counts;   ///< instead of samples
   double percentile(double p) const;
   double median_ms() const { return percentile(50); }
 };

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "counting.h"
 #include "cuda_cpu.h"
 #include "sanitizers.h"
 
@@ -10,6 +11,7 @@ namespace cuda_cpu {
 
 void AsyncCopies::add(const AsyncCopy& copy) {
   const Unwatched bookkeeping;
+  count_async_copy(copy.source, copy.size - copy.zero_fill, __builtin_return_address(0));
   queue_.push_back(copy);
   ++uncommitted_;
 }

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <thread>
 
+#include "counting.h"
 #include "device_state.h"
 #include "execution.h"
 #include "fiber.h"
@@ -119,6 +120,7 @@ void Runner::run(Launch& launch) {
     if (launch.failed) abandon_threads();
   }
   state.idle.store(true);
+  current_ = nullptr;
   for (const auto& block : slots_) end_shared_memory(*block);
 }
 
@@ -295,6 +297,7 @@ CUDA_CPU_NO_TSAN void Runner::thread_exited() {
 }
 
 CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
+  requests_of_block_end(block);
   if (block.hopper && !may_end(block, nullptr)) {
     Message message = begin_message(block);
     may_end(block, &message);
@@ -472,6 +475,7 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
     fail(message);
   }
   barrier.predicates += predicate != 0;
+  count_barrier();
   void* const passed = &barrier.tsan.passed[barrier.tsan.phase];
   tsan_release(&barrier.tsan.arrived);
   if (++barrier.arrived < threads_in_block_) {
@@ -487,6 +491,7 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
   barrier.predicates = 0;
   barrier.arrived = 0;
   if (block.hopper) threads_met(block, 0, 0);
+  requests_of_block_end(block);
   ready_.take_all(barrier.waiting);
   return barrier.result;
 }
@@ -559,6 +564,9 @@ CUDA_CPU_NO_TSAN void Runner::complete(Block& block, Warp& warp, WarpGroup& grou
     group.tsan.phase ^= 1;
     const auto warp_number = static_cast<unsigned>(&warp - block.warps.get());
     if (block.hopper) threads_met(block, 32 * warp_number, group.arrived);
+  }
+  if (group.arrived == warp.live) {
+    requests_of_warp_end(block, 32 * static_cast<unsigned>(&warp - block.warps.get()));
   }
   for (unsigned lanes = group.arrived; lanes; lanes &= lanes - 1) {
     Thread& thread = thread_of(block, warp, __builtin_ctz(lanes));

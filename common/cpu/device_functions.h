@@ -20,6 +20,7 @@
 #include <thread>
 #include <type_traits>
 
+#include "counting.h"
 #include "cuda_cpu.h"
 #include "sanitizers.h"
 
@@ -243,6 +244,8 @@ T atomic_update(T* address, Update update, std::memory_order order = std::memory
   using Bits = std::conditional_t<sizeof(T) == 2, std::uint16_t,
                                   std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>;
   static_assert(sizeof(Bits) == sizeof(T));
+  count_atomic(address, sizeof(T));
+  const Uncounted as_loads_and_stores;
   std::atomic_ref<Bits> memory(*reinterpret_cast<Bits*>(address));
   Bits seen = memory.load(order);
   while (!memory.compare_exchange_weak(seen, std::bit_cast<Bits>(update(std::bit_cast<T>(seen))),
@@ -270,9 +273,13 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
 }
 
 inline float2 atomicAdd(float2* address, float2 value) {
+  cuda_cpu::count_atomic(address, sizeof value);
+  const cuda_cpu::Uncounted as_two;
   return {atomicAdd(&address->x, value.x), atomicAdd(&address->y, value.y)};
 }
 inline float4 atomicAdd(float4* address, float4 value) {
+  cuda_cpu::count_atomic(address, sizeof value);
+  const cuda_cpu::Uncounted as_four;
   return {atomicAdd(&address->x, value.x), atomicAdd(&address->y, value.y),
           atomicAdd(&address->z, value.z), atomicAdd(&address->w, value.w)};
 }

@@ -236,6 +236,9 @@ class Runner {
 
   Launch& launch() { return *launch_; }
   Thread& current() { return *current_; }
+  /// Whether a CUDA thread runs, and not the worker itself.
+  bool in_thread() const { return current_ != nullptr; }
+  bool on_own_stack(const void* address) const { return running_->has_on_stack(address); }
   unsigned threads_in_block() const { return threads_in_block_; }
   void progressed();
 

@@ -40,6 +40,11 @@ class Fiber {
   /// Who the fiber is for ThreadSanitizer.
   CUDA_CPU_NO_TSAN void* tsan_identity() const { return tsan_identity_; }
 
+  /// Whether this is memory of its stack.
+  bool has_on_stack(const void* address) const {
+    return static_cast<std::size_t>(static_cast<const char*>(address) - stack_) < kStackSize;
+  }
+
   /// Where the fiber is suspended: the memory that the next switch to it will read.
   CUDA_CPU_NO_TSAN const void* resume_point() const { return context_; }
 

@@ -9,6 +9,7 @@
 //     name of the thread that starts the operation, which reads the same memory once.
 
 #include <algorithm>
+#include <bit>
 #include <bitset>
 #include <climits>
 #include <cstring>
@@ -16,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "counting.h"
 #include "execution.h"
 #include "hopper_device.h"
 #include "small_float.h"
@@ -629,6 +631,18 @@ void check_box(const SharedPlace& place, const char* operation, const Site& site
   }
 }
 
+/// Returns the bytes of the box that are inside of the tensor.
+std::size_t count_box(const TensorMap& map, const int* at) {
+  std::size_t all = 0;
+  for (std::size_t r = 0; r < map.rows(); ++r) {
+    const RowInside inside = row_inside(map, at, r);
+    const std::size_t bytes = std::size_t{inside.end - inside.first} * map.element_bytes;
+    count_copy_engine(inside.address, bytes);
+    all += bytes;
+  }
+  return all;
+}
+
 }  // namespace
 
 void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordinates,
@@ -644,6 +658,8 @@ void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordina
   const SharedPlace place = place_of(to, "the target", operation, site);
   const SharedPlace at = place_of(barrier, "the barrier", operation, site);
   check_box(place, operation, site);
+  const std::size_t asked = count_box(transfer.map, coordinates);
+  if (ranks) count_multicast((static_cast<std::size_t>(std::popcount(ranks)) - 1) * asked);
   if (!ranks) return start_transfer(own, place, at, transfer, operation);
   for (int i = 0; i < 16; ++i) {
     if (ranks >> i & 1) {
@@ -676,6 +692,8 @@ void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, in
     }
     transfer.from = &own;
     thread_reads(from, transfer.bytes);
+  } else {
+    count_copy_engine(from, transfer.bytes);
   }
   start_transfer(push ? block_of_rank(rank, operation, site) : own, place, at, transfer, operation);
 }
@@ -749,6 +767,7 @@ void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, cons
                       store.map.bytes());
   }
   thread_reads(from, store.map.bytes());
+  count_box(store.map, coordinates);
   for (std::size_t r = 0; r < store.map.rows(); ++r) {
     const RowInside inside = row_inside(store.map, store.at, r);
     if (inside.first >= inside.end) continue;
@@ -804,6 +823,7 @@ void named_barrier(int id, int threads, Site site) {
     CUDA_CPU_COMPLAIN(operation, site, "barrier %d of %d threads, but others wait there for %u", id,
                       threads, barrier.threads);
   }
+  count_barrier();
   void* const passed = &barrier.tsan.passed[barrier.tsan.phase];
   tsan_release(&barrier.tsan.arrived);
   if (++barrier.arrived < barrier.threads) {
@@ -823,6 +843,11 @@ void named_barrier(int id, int threads, Site site) {
   }
   for (const auto& other : hopper().barriers) {
     if ((other->known & together).any()) other->known |= together;
+  }
+  for (unsigned first = 0; first < static_cast<unsigned>(all); first += 32) {
+    bool whole = true;
+    for (unsigned lane = 0; lane < 32; ++lane) whole = whole && together.test(first + lane);
+    if (whole) requests_of_warp_end(*self.block, first);
   }
   runner->make_all_ready(barrier.waiting);
 }
@@ -1092,6 +1117,7 @@ void unpack_fragments(const Product& product, float* a) {
 void land_product(Block& block, const Product& product) {
   alignas(64) static thread_local float a[64 * 16], b[16 * 256];
   const int n = 2 * product.sum->count, k = product.type == Wgmma::tf32 ? 8 : 16;
+  count_tensor_flops(2 * 64 * std::int64_t{n} * k);
   ActAs cores(block, kTensorCores);
   const auto read = [](const Operand& operand) {
     return [&operand](std::size_t first, std::size_t bytes) {

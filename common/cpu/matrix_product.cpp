@@ -5,6 +5,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "counting.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "device_state.h"
@@ -221,6 +222,7 @@ double load_element(const void* data, cudaDataType type, long index) {
 }
 
 void multiply(const Product& product) {
+  library_is_called();
   finish_kernels();
   if (product.in_double) {
     multiply_in<double>(product);
@@ -230,6 +232,7 @@ void multiply(const Product& product) {
 }
 
 void multiply_small(const float* a, const float* b, const float* c, float* d, int m, int n, int k) {
+  count_tensor_flops(2 * std::int64_t{m} * n * k);
 #if defined(CUDA_CPU_HAS_WIDE_VARIANT)
   if (wide_units()) return multiply_small_wide(a, b, c, d, m, n, k);
 #endif

@@ -18,7 +18,7 @@
 #if defined(__SANITIZE_ADDRESS__)
 #define CUDA_CPU_ASAN 1
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) && !defined(CUDA_CPU_COUNTS)  // which has functions of its own
 #undef CUDA_CPU_TSAN
 #define CUDA_CPU_TSAN 1
 #endif

@@ -147,6 +147,72 @@ def test_out_of_bounds_accesses_are_reported(name):
     assert f"{name}.cu:" in result.stderr
 
 
+# ---- Counting ------------------------------------------------------------------------------------
+
+# Of tests/cpu_backend/counting.cu. Requests and sectors of global loads and stores, requests and
+# conflicts of shared loads and stores, requests and sectors of atomics; bytes of cp.async, FLOPs of
+# tensor cores, warps at barriers, bytes asked of the L2 cache. Two blocks of two warps, if not one.
+COUNTED = {
+    "neighbours": (4, 16, 4, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32 * 32),
+    "strided": (4, 4 * 32, 4, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32 * 144),
+    "vectors": (4, 4 * 16, 4, 4 * 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32 * 128),
+    "shifted": (4, 4 * 5, 4, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32 * 36),
+    "same": (4, 4, 4, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32 * 20),
+    "parting": (4 * 5, 4 * 5 * 4, 4, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32 * 96),
+    # A warp: words so far apart, 4 bytes a lane; then 8, where halves of the warp come one after the
+    # other, and 16, where quarters do.
+    "words_1": (0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "words_2": (0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0),
+    "words_32": (0, 0, 0, 0, 1, 31, 0, 0, 0, 0, 0, 0, 0, 0),
+    "words_33": (0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "pairs_2": (0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "pairs_4": (0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0),
+    "pairs_34": (0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "fours_4": (0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "fours_32": (0, 0, 0, 0, 1, 4 * 7, 0, 0, 0, 0, 0, 0, 0, 0),
+    "fours_36": (0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    "atomics": (0, 0, 0, 0, 0, 0, 0, 0, 8, 4 * 4 + 4, 0, 0, 0, 32 * 20),
+    # One warp of each block copies; the other one's part is zeros.
+    "copies": (0, 0, 4, 4 * 16, 4, 0, 0, 0, 0, 0, 2 * 32 * 16, 0, 4, 32 * 96),
+    "fragments": (2, 32, 4, 32, 0, 0, 0, 0, 0, 0, 0, 2 * 16 ** 3, 0, 32 * 64),
+}
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """What counting.cu prints: (the numbers of each kernel, its worst places)."""
+    result = run(BUILD / "tests" / "cpu_backend" / "counting")
+    if result.returncode == 3:
+        pytest.skip("this compiler's programs do not count")
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    numbers = {line[0]: tuple(map(int, line[1:])) for line in lines if line[0] != "worst"}
+    return numbers, {line[2].rstrip(":"): line[3:] for line in lines if line[0] == "worst"}
+
+
+def test_every_counted_kernel_has_numbers(counted):
+    assert counted[0].keys() == COUNTED.keys()
+
+
+@pytest.mark.parametrize("kernel", COUNTED)
+def test_requests_are_counted(counted, kernel):
+    assert counted[0][kernel] == COUNTED[kernel]
+
+
+@pytest.mark.skipif(not shutil.which("addr2line"), reason="there is no addr2line")
+def test_lines_to_blame_are_named(counted):
+    source = (HERE / "counting.cu").read_text().splitlines()
+
+    def line_of(text):
+        return next(str(i) for i, line in enumerate(source, 1) if text in line)
+
+    load = f"tests/cpu_backend/counting.cu:{line_of('out[i] = in[8 * i];')}"
+    assert counted[1]["strided"] == [load, "32", "of", "4"]
+    assert counted[1]["words_32"][1:] == ["31", "of", "0"]
+    good = {"neighbours", "vectors", "shifted", "same", "words_33", "fours_36"}
+    assert not good & counted[1].keys()
+
+
 # ---- cu2cpp --------------------------------------------------------------------------------------
 
 

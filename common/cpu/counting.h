@@ -1,0 +1,63 @@
+// Counts what kernels ask of memory, as a profiler on a GPU would.
+//
+// Lessons are compiled with the calls that -fsanitize=thread makes for each load and store, but
+// linked with functions of our own (counting.cpp). The k-th time that the lanes of a warp come to
+// the same place in the program is one request; lanes that part and meet again count from there,
+// at the next barrier or operation of the whole warp.
+//
+// What is not in it: caches, and what nvcc merges or splits otherwise than the CPU's compiler.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/counts.h"
+
+namespace cuda_cpu {
+
+/// Whether this program was compiled for it.
+bool can_count();
+
+/// From now on, for all launches.
+void start_counting();
+/// Since start_counting(). Nothing of a row that called the library, whose kernels are not here:
+/// see nothing_to_count().
+Counts stop_counting();
+bool counted_everything();
+
+// ---- For the backend ----------------------------------------------------------------------------
+
+struct Block;
+
+/// A library's kernel runs, of which nothing is known.
+void library_is_called();
+
+/// All lanes of the warp of thread number `first`, or all threads of the block, have met.
+void requests_of_warp_end(const Block& block, unsigned first);
+void requests_of_block_end(const Block& block);
+
+/// A lane's part of a request: of a copy by cp.async, made at `place` in the program; of an atomic
+/// operation, made where this is called.
+void count_async_copy(const void* from, std::size_t bytes, const void* place);
+void count_atomic(const void* address, std::size_t bytes);
+/// The same of a load or store that the compiler does not see as such.
+void count_access(const void* address, std::size_t bytes, bool store);
+/// Consecutive bytes that the copy engine reads or writes in global memory.
+void count_copy_engine(const void* address, std::size_t bytes);
+void count_multicast(std::size_t saved_bytes);
+void count_tensor_flops(std::int64_t flops);
+/// A thread has come to a barrier.
+void count_barrier();
+
+/// While one exists, nothing is counted for the calling thread: loads and stores that stand for
+/// another instruction, which is counted as such.
+class Uncounted {
+ public:
+  Uncounted();
+  ~Uncounted();
+  Uncounted(const Uncounted&) = delete;
+  Uncounted& operator=(const Uncounted&) = delete;
+};
+
+}  // namespace cuda_cpu
