@@ -38,10 +38,11 @@ SmClock::SmClock()
           [](Reading* readings) { cudaFree(readings); }) {}
 
 void SmClock::read(int which) {
-  constexpr int kBlocks = 64;  // there are two readings of some multiprocessor at least
+  const unsigned blocks = 64;  // so that some multiprocessor is read both times
   Reading* const readings = readings_.get();
   if (which == 0) CUDA_CHECK(cudaMemsetAsync(readings, 0, sizeof(Reading)));
-  read_counters<<<kBlocks, 1> > >(readings->cycles[which], readings->ns[which]);
+  unsigned long long *cycles = readings->cycles[which], *ns = readings->ns[which];
+  read_counters<<<blocks, 1>>>(cycles, ns);
 }
 
 double SmClock::hz() const {
