@@ -1799,7 +1799,7 @@ Product make_all_columns(const Lesson& lesson, Problem& problem, const SoftmaxSh
                          const Buffer<typename Tile::T>& x, const Buffer<typename Tile::T>& W) {
   constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
   const unsigned row_tiles = blocks(shape.rows, Tile::BM);
-  const int64_t sms = lesson.on_cpu() ? 8 : lesson.device().sms;
+  const int64_t sms = lesson.device().sms;
   const int64_t most = std::min(shape.inputs / kLeastDepth, kMostSplits);
   const unsigned splits =
       static_cast<unsigned>(std::max<int64_t>(1, std::min(most, sms / row_tiles)));

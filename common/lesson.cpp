@@ -842,7 +842,7 @@ std::vector<Column> Lesson::State::count_columns(const Problem& problem) const {
       least = kernel.counts->l2_bytes;
     }
   }
-  const auto [unit, prefix] = unit_for(static_cast<double>(least));
+  const std::pair<double, std::string> unit = unit_for(static_cast<double>(least));
   return {
       column("loads", 9, [](const Counts& c) { return c.global_load_requests; }),
       column("sectors", 7,
@@ -851,8 +851,8 @@ std::vector<Column> Lesson::State::count_columns(const Problem& problem) const {
       column(
           "sectors", 7,
           [=](const Counts& c) { return ratio(c.global_store_sectors, c.global_store_requests); }),
-      column(prefix + "B", 7,
-             [=](const Counts& c) { return static_cast<double>(c.l2_bytes) / unit; }),
+      column(unit.second + "B", 7,
+             [=](const Counts& c) { return static_cast<double>(c.l2_bytes) / unit.first; }),
       {"x least", 7,
        [=](const Kernel& kernel) {
          return kernel.counts
@@ -901,10 +901,11 @@ std::vector<Column> Lesson::State::columns(const Problem& problem) const {
        [=](const Kernel& kernel) { return digits(baseline_ms / kernel.median_ms(), 7) + "x"; }},
       {"error", 8, error_text}};
   if (least_memory > 0) {
-    const auto [unit, prefix] = unit_for(least_memory);
-    columns.push_back({prefix + "B", 8, [=](const Kernel& kernel) {
-                         return kernel.memory_bytes > 0 ? text("%.4g", kernel.memory_bytes / unit)
-                                                        : "-";
+    const std::pair<double, std::string> unit = unit_for(least_memory);
+    columns.push_back({unit.second + "B", 8, [=](const Kernel& kernel) {
+                         return kernel.memory_bytes > 0
+                                    ? text("%.4g", kernel.memory_bytes / unit.first)
+                                    : "-";
                        }});
   }
   return columns;

@@ -41,16 +41,21 @@ MOVED = {
 }
 
 L1 = "l1tex__{}_pipe_lsu_mem_{}_op_{}.sum"
-# What a count is the sum of.
+SASS = "smsp__sass_inst_executed_op_{}.sum"
+# What a count is the sum of. Requests of cp.async are among the loads.
 SOURCES = {
     "global_load_requests": [L1.format("t_requests", "global", "ld")],
     "global_load_sectors": [L1.format("t_sectors", "global", "ld")],
     "global_store_requests": [L1.format("t_requests", "global", "st")],
     "global_store_sectors": [L1.format("t_sectors", "global", "st")],
-    "shared_load_requests": ["smsp__inst_executed_op_shared_ld.sum"],
+    # ldmatrix and stmatrix count apart.
+    "shared_load_requests": [SASS.format("shared_ld"), SASS.format("ldsm")],
     "shared_load_conflicts": [L1.format("data_bank_conflicts", "shared", "ld")],
-    "shared_store_requests": ["smsp__inst_executed_op_shared_st.sum"],
+    "shared_store_requests": [SASS.format("shared_st"), SASS.format("shared_stsm")],
     "shared_store_conflicts": [L1.format("data_bank_conflicts", "shared", "st")],
+    # With and without a result.
+    "atomic_requests": [L1.format("t_requests", "global", op) for op in ("atom", "red")],
+    "atomic_sectors": [L1.format("t_sectors", "global", op) for op in ("atom", "red")],
 }
 MOVED_SOURCES = {
     "dram_read_bytes": ["dram__bytes_read.sum"],
@@ -91,9 +96,9 @@ def rows_of(text):
 
 
 def of_row(row, name):
-    """Whether ncu saw this launch in the range of that name."""
-    return any(f":{name}:" in f":{cell}:" or cell == name or f'"{name}"' in cell
-               for column, cell in row.items() if column and "Range" in column and cell)
+    """Whether ncu saw this launch in the range of that name: "<default domain>:NAME:none:none:..."."""
+    ranges = next(cell for column, cell in row.items() if "Push/Pop_Range" in column)
+    return f">:{name}:" in ranges
 
 
 def number(row, metric):

@@ -82,6 +82,23 @@ void count_sectors(const Request& request, unsigned bytes, Place& place) {
   place.least += std::min<std::int64_t>(count, (asked + kSectorBytes - 1) / kSectorBytes);
 }
 
+/// Atomic operations on the same address come one after the other: as often as on the one that most
+/// lanes have, a sector is asked for.
+void count_atomic_sectors(const Request& request, Place& place) {
+  std::map<std::uintptr_t, std::map<std::int32_t, int>> lanes_of;  // sector, address
+  for (unsigned lanes = request.lanes; lanes; lanes &= lanes - 1) {
+    const std::int32_t offset = request.offsets[__builtin_ctz(lanes)];
+    const std::uintptr_t address =
+        request.base + static_cast<std::uintptr_t>(static_cast<std::intptr_t>(offset));
+    ++lanes_of[address / kSectorBytes][offset];
+  }
+  for (const auto& [sector, addresses] : lanes_of) {
+    int most = 0;
+    for (const auto& [offset, lanes] : addresses) most = std::max(most, lanes);
+    place.units += most;
+  }
+}
+
 /// How often a bank has to answer beyond the first time, when it is asked for several words. Lanes
 /// of 8 bytes are served in halves of the warp, lanes of 16 bytes in quarters.
 void count_conflicts(const Request& request, unsigned bytes, Place& place) {
@@ -160,6 +177,8 @@ class Counter {
   static void evaluate(const Request& request, Place& place) {
     if (place.shared) {
       count_conflicts(request, place.bytes, place);
+    } else if (place.kind == Kind::atomic) {
+      count_atomic_sectors(request, place);
     } else {
       count_sectors(request, place.bytes, place);
     }
@@ -274,7 +293,7 @@ inline void hook(const void* address, std::size_t bytes, Kind kind, const void* 
                    reinterpret_cast<std::uintptr_t>(code));
 }
 
-// ---- Places in the source ------------------------------------------------------------------------
+// ---- Places in the source ----------------------------------------------------------------------
 
 struct Line {
   std::string file;
@@ -395,7 +414,7 @@ Counts stop_counting() {
   std::lock_guard lock(Counter::mutex());
   Counts counts;
   std::vector<Place> places;
-  std::int64_t barrier_threads = 0, atomics_and_copies = 0;
+  std::int64_t barrier_threads = 0;
   for (Counter* each : Counter::all()) {
     places.insert(places.end(), each->places().begin(), each->places().end());
     counts.async_copy_bytes += each->sums.async_copy_bytes;
@@ -407,14 +426,11 @@ Counts stop_counting() {
   }
   counts.barriers = barrier_threads / 32;
   for (const Place& place : places) {
-    const bool load = place.kind == Kind::load;
+    const bool load = place.kind != Kind::store;  // a copy by cp.async loads
     if (place.kind == Kind::atomic) {
       if (place.shared) continue;
       counts.atomic_requests += place.requests;
       counts.atomic_sectors += place.units;
-      atomics_and_copies += place.units;
-    } else if (place.kind == Kind::async_copy) {
-      atomics_and_copies += place.units;
     } else if (place.shared) {
       (load ? counts.shared_load_requests : counts.shared_store_requests) += place.requests;
       (load ? counts.shared_load_conflicts : counts.shared_store_conflicts) += place.units;
@@ -424,7 +440,7 @@ Counts stop_counting() {
     }
   }
   counts.l2_bytes += kSectorBytes * (counts.global_load_sectors + counts.global_store_sectors +
-                                     atomics_and_copies);
+                                     counts.atomic_sectors);
   counts.worst = worst_of(places, counts);
   return counts;
 }
@@ -451,6 +467,11 @@ void count_atomic(const void* address, std::size_t bytes) {
   if (!watched()) return;
   counter().access(reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(bytes),
                    Kind::atomic, reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)));
+}
+
+bool is_shared(const void* address) {
+  SharedPlace place;
+  return runner->find_shared(*runner->current().block, address, place);
 }
 
 void count_access(const void* address, std::size_t bytes, bool store) {
@@ -485,7 +506,7 @@ Uncounted::~Uncounted() { --uncounted; }
 
 }  // namespace cuda_cpu
 
-// ---- What the compiler calls ----------------------------------------------------------------------
+// ---- What the compiler calls --------------------------------------------------------------------
 
 // Under ThreadSanitizer itself its own functions are linked.
 #if !defined(CUDA_CPU_TSAN)

@@ -41,6 +41,8 @@ void requests_of_block_end(const Block& block);
 /// operation, made where this is called.
 void count_async_copy(const void* from, std::size_t bytes, const void* place);
 void count_atomic(const void* address, std::size_t bytes);
+/// Whether this is memory of the calling thread's block.
+bool is_shared(const void* address);
 /// The same of a load or store that the compiler does not see as such.
 void count_access(const void* address, std::size_t bytes, bool store);
 /// Consecutive bytes that the copy engine reads or writes in global memory.

@@ -113,11 +113,19 @@ struct Share {
     return by_rows ? row * ldm + col : col * ldm + row;
   }
 
-  /// Reads or writes elements here, but counts as the GPU's instructions: a factor is loaded in 32
-  /// pieces of 16 bytes, one a lane, and of a sum a lane has pairs of columns, in the rows l / 4 and
-  /// l / 4 + 8 of each 8 columns.
+  /// Reads or writes elements here, but counts as the GPU's instructions. From shared memory a
+  /// factor is loaded in 32 pieces of 16 bytes, one a lane; from global memory in quarters, 8 x 8,
+  /// of which a lane has a pair. Of a sum, too, a lane has pairs: in the rows l / 4 and l / 4 + 8
+  /// of each 8 columns.
   static void count(const Stored<T>* memory, unsigned ldm, bool by_rows, bool sum, bool store) {
     const unsigned lane = cuda_cpu::lane_id();
+    if (!sum && sizeof(Stored<T>) == 2 && !cuda_cpu::is_shared(memory)) {
+      for (unsigned part = 0; part < 4; ++part) {
+        const unsigned row = lane / 4 + part % 2 * 8, col = lane % 4 * 2 + part / 2 * 8;
+        cuda_cpu::count_access(memory + row * ldm + col, 4, store);
+      }
+      return;
+    }
     if (!sum) {
       const unsigned lines = by_rows ? kRows : kCols;
       cuda_cpu::count_access(memory + lane % lines * ldm + lane / lines * (16 / sizeof(Stored<T>)),

@@ -8,8 +8,8 @@ struct dim3 {
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// A vector of several elements has a constructor, so that {x, y} is made before it is stored, in one
-// piece, as on the GPU: counting.h goes by that.
+// A vector of several elements has a constructor, so that {x, y} is made before it is stored, in
+// one piece, as on the GPU: counting.h goes by that.
 //
 // Defines the types NAME1 to NAME4 of element type T and their make_ functions. Vectors of two and
 // four elements are aligned to their size, at most 16 bytes, as loads of them are on the GPU.
