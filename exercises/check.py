@@ -93,18 +93,20 @@ def _wrong(stdout, columns):
 
 
 def _race(stderr, lines):
-    """Of ThreadSanitizer's report: its first two stacks are the two accesses."""
+    """Of ThreadSanitizer's report: its first two stacks are the two accesses, the later one first."""
     accesses = re.findall(
         r"^  (?:Previous )?(atomic )?(read|write) of size \d+ at \w+ by .*?:\n(.*?)\n\n", stderr,
         re.MULTILINE | re.DOTALL | re.IGNORECASE,
     )
     said = [
-        f"    {'an atomic ' if atomic else 'a '}{kind.lower()} {_own_line(stack, lines)}"
+        f"{'an atomic ' if atomic else 'a '}{kind.lower()} {_own_line(stack, lines)}"
         for atomic, kind, stack in accesses[:2]
     ]
+    order = zip(("here first", "then, by another thread,"), reversed(said))
     return "\n".join([
-        "A race: two threads use the same memory, and nothing says who comes first.", *said,
-        "What is missing between the two is something that makes one thread wait for the other.",
+        "A race: two threads use the same memory, and nothing says who comes first:",
+        *(f"    {when} {what}" for when, what in order),
+        "Nothing makes the second of them wait for the first.",
     ])
 
 
@@ -387,6 +389,7 @@ def start(exercise):
 
 
 def say_what_to_do(exercise):
+    is_solved = state_of(exercise, progress()) == "solved"
     lines = exercise.file.read_text().splitlines()
     _say(f"Exercise {exercise.number}, {exercise.name}: {exercise.title}")
     _say(f"    to read:  {exercise.page.relative_to(ROOT)}")
@@ -394,7 +397,7 @@ def say_what_to_do(exercise):
     todo = [str(number) for number, line in enumerate(lines, 1) if "// TODO" in line]
     if exercise.is_mistake:
         _say(f"    to mend:  {file}, the kernel of the row '{exercise.kernel}'")
-    elif todo:
+    elif todo and not is_solved:
         _say(f"    to fill:  {file}, line{'s' if len(todo) > 1 else ''} {' and '.join(todo)}")
     else:
         _say(f"    yours:    {file}")
