@@ -271,6 +271,7 @@ EXERCISES = [
   return {largest, a.sum + b.sum};
 """),),
         finds="^Wrong from element ", columns=600,
+        gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000"),
     ),
     Exercise(
         "cross_entropy", "9_matmul_softmax", "a loss and its gradient in the same launch",
@@ -286,7 +287,7 @@ EXERCISES = [
     // less 1 at the label. (`label` is -1 where there is none.)
     if (col < C) out[col] = v[i] * factor;
 """)),
-        finds="^Wrong from element 0 ",
+        finds="^Wrong from element 0 ", gpu_arguments=("--exercises",),
     ),
     Exercise(
         "blade_sign", CLIFFORD, "the sign of a product of blades",
