@@ -224,11 +224,6 @@ def execute(command, environment):
     return result.returncode, result.stdout, result.stderr
 
 
-def can_count():
-    """Whether the lessons count what their kernels move, on the CPU."""
-    return '"--count"' in (ROOT / "common" / "lesson.cpp").read_text()
-
-
 def with_lines(report, program):
     """The report with the places of frames that ThreadSanitizer could not find, as <null>."""
     frames = re.findall(r"<null> \((\S+\+(0x[0-9a-f]+))\)", report)[:20]
@@ -256,7 +251,7 @@ def environment_of(exercise):
 
 def run(exercise, program, lines=(), record=None):
     """Runs a CPU build with the exercise's small problem; `record` is where counts go."""
-    command = command_of(exercise, program, count=bool(record) and can_count())
+    command = command_of(exercise, program, count=bool(record))
     command += ["--json", str(record)] if record else []
     environment = environment_of(exercise)
     rc, stdout, stderr = execute(command, environment)
@@ -266,14 +261,22 @@ def run(exercise, program, lines=(), record=None):
     return look_at(rc, stdout, with_lines(stderr, program), lines, exercise.columns)
 
 
-def missed_goal(exercise, record):
+def missed_goal(exercise, record, lines=()):
     """What a right kernel still lacks, from the counts in the record of the run, if it has any."""
     if not exercise.goal or not record.exists():
         return None
     for problem in json.loads(record.read_text())["problems"]:
         for kernel in problem["kernels"]:
-            if missed := exercise.goal.missed(kernel.get("counts")):
-                return missed
+            counts = kernel.get("counts")  # null: not counted
+            if missed := exercise.goal.missed(counts):
+                memory, access = exercise.goal.count.split("_")[:2]
+                worst = [place for place in counts.get("worst", ())
+                         if place["file"].endswith(f"{exercise.name}.cu")
+                         and (place["memory"], place["access"]) == (memory, access)]
+                return "\n".join([
+                    f"Right, but {missed}.",
+                    *(f"    a {place['access']} in {_line(lines, place['line'])}" for place in worst),
+                ])
     return None
 
 
@@ -296,8 +299,8 @@ def check(exercise):
             _say("It crashed. Where? A build with the address sanitizer tells.")
             closer = built_and_run("address")
             return closer if closer.kind == "bounds" else found
-        if found.kind == "right" and (missed := missed_goal(exercise, record)):
-            return Finding("goal", f"Right, but {missed}.")
+        if found.kind == "right" and (missed := missed_goal(exercise, record, lines)):
+            return Finding("goal", missed)
     if exercise.sanitizer and (found.kind == "right" or found.kind == "wrong" and exercise.wrong_too):
         _say("Is there a race? A build with the thread sanitizer looks." if exercise.sanitizer == "thread"
              else "Does it stay inside of its memory? A build with the address sanitizer looks.")

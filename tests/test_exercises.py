@@ -154,10 +154,40 @@ def hopper_mistake(exercise):
 
 
 def test_goal():
-    goal = exercises.Goal("sectors", "loads", 4.1, "sectors a load")
+    goal = exercises.Goal("sectors", "loads", 4.1, "sectors a load", "4 are possible")
     assert goal.missed(None) is goal.missed({}) is goal.missed({"loads": 3}) is None
     assert goal.missed({"sectors": 41, "loads": 10}) is None
-    assert goal.missed({"sectors": 320, "loads": 10}) == "32 sectors a load, where 4.1 are possible"
+    assert goal.missed({"sectors": 320, "loads": 10}) == "sectors a load: 32, where 4 are possible"
+
+
+WITH_GOAL = [each for each in EXERCISES if each.goal]
+
+
+@pytest.mark.parametrize("exercise", WITH_GOAL, ids=lambda exercise: exercise.name)
+def test_solution_reaches_the_goal(exercise, tmp_path):
+    record = tmp_path / "record.json"
+    assert check.run(exercise, program(exercise.lesson), record=record).kind == "right"
+    ((counts,),) = [[kernel["counts"] for kernel in problem["kernels"]]
+                    for problem in json.loads(record.read_text())["problems"] if problem["kernels"]]
+    if counts is None:
+        pytest.skip("this compiler does not count")
+    assert counts[exercise.goal.per] > 0
+    assert check.missed_goal(exercise, record) is None
+
+
+def test_uncoalesced_kernel_misses_the_goal(tmp_path):
+    """With the kernel that lesson 1 begins with in the place of a reader's."""
+    (exercise,) = exercises.find("coalesce")
+    record = tmp_path / "record.json"
+    result = execute([program(exercise.lesson), *exercise.arguments, "--kernel", "^uncoalesced$",
+                      "--device", "cpu", "--count", "--json", record])
+    assert result.rc == 0
+    if '"counts": null' in record.read_text():
+        pytest.skip("this compiler does not count")
+    text = record.read_text().replace(f"{exercise.lesson}.cu", f"exercises/my/{exercise.name}.cu")
+    record.write_text(text)
+    said = check.missed_goal(exercise, record, lesson_of(exercise).splitlines())
+    assert re.match(r"Right, but sectors for each load of a warp: 16\.5, where 2\.5 .*\n    a load in line \d+: sum \+= A\[", said)
 
 
 # ---- What is said of a run -----------------------------------------------------------------------
