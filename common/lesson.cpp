@@ -355,7 +355,7 @@ struct Lesson::State {
   Clock::time_point started = Clock::now();
   uint64_t seed = 1;
   std::optional<Timing> timing_asked;
-  bool list = false;
+  bool list = false, explain = false;
   bool counting = false;  // what is moved, instead of timing
   std::deque<Problem> problems;
   std::vector<std::string> notes;
@@ -424,6 +424,7 @@ void Lesson::State::parse(int argc, char** argv) {
                               "CPU: time the kernels instead (so do the options "
                               "that say how)"));
   app.add_flag("--list", list, "list the kernels and stop");
+  app.add_flag("--explain", explain, "where a kernel FAILED, say which elements are wrong");
   std::map<std::string, std::string> texts;
   for (const Option& option : info.options) {
     app.add_option(option.name, texts[option.name], option.meaning)
@@ -647,7 +648,15 @@ void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>&
         kernel.tolerance = check.tolerance;
       }
       kernel.ok = kernel.ok && ok;
-      if (!ok) break;
+      if (ok) continue;
+      if (explain && kernel.wrong.empty()) {
+        kernel.wrong = wrong_elements(check);
+        if (checks.size() > 1) {
+          kernel.wrong += " (result " + std::to_string(&check - checks.data() + 1) + " of " +
+                          std::to_string(checks.size()) + ")";
+        }
+      }
+      break;
     }
   }
 }
@@ -803,6 +812,7 @@ void Lesson::State::print(const Problem& problem) const {
     }
     for (const Column& column : columns) printf(" %*s", column.width, column.text(kernel).c_str());
     printf(kernel.ok ? " ok\n" : " FAILED (tolerance %.1e)\n", kernel.tolerance);
+    if (!kernel.wrong.empty()) printf("  %s\n", kernel.wrong.c_str());
   }
   print_worst_places(problem);
 }

@@ -193,6 +193,7 @@ struct Kernel {
   bool ok = false;
   Error error;
   double tolerance = 0;
+  std::string wrong;              ///< with --explain: which elements are
   std::vector<float> samples_ms;  ///< sorted
   std::vector<double> clocks_hz;  ///< of the multiprocessors, for each sample; sorted
   std::optional<Counts> counts;   ///< instead of samples

@@ -1,5 +1,8 @@
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <cstdio>
+#include <vector>
 
 #include "common/numerics.h"
 
@@ -141,6 +144,42 @@ Error compare(const Check& check) {
   CUDA_CHECK(cudaMemcpy(&sums, device_sums, sizeof(Sums), cudaMemcpyDeviceToHost));
   return {sqrt(sums.difference / sums.reference),
           std::bit_cast<double>(sums.worst) / sqrt(sums.reference / static_cast<double>(count))};
+}
+
+std::string wrong_elements(const Check& check) {
+  const size_t count = check.output->count;
+  std::vector<double> out(count), expected(count);
+  {
+    Scratch<double> converted(count);
+    to_fp64(check.output->data, check.output->type, count, converted);
+    const size_t bytes = count * sizeof(double);
+    CUDA_CHECK(cudaMemcpy(out.data(), converted, bytes, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(expected.data(), check.reference->data, bytes, cudaMemcpyDeviceToHost));
+  }
+  double squares = 0;
+  for (const double value : expected) squares += value * value;
+  const double bound =
+      kWorstToFrobenius * check.tolerance * std::sqrt(squares / static_cast<double>(count));
+  size_t first = 0, worst = 0, wrong = 0;
+  double largest = -1;
+  for (size_t i = 0; i < count; ++i) {
+    const double error = std::fabs(out[i] - expected[i]);  // or NaN
+    if (!(error <= bound) && wrong++ == 0) first = i;
+    if (error > largest) largest = error, worst = i;
+  }
+  char text[160];
+  if (wrong > 0) {
+    snprintf(text, sizeof text,
+             "wrong from element %zu on: %.6g where %.6g is expected; "
+             "%zu of %zu elements are wrong",
+             first, out[first], expected[first], wrong, count);
+  } else {  // their sum of squares is too large
+    snprintf(text, sizeof text,
+             "a little wrong in many elements, most of all in element %zu: "
+             "%.6g where %.6g is expected",
+             worst, out[worst], expected[worst]);
+  }
+  return text;
 }
 
 void matmul_fp64(cublasHandle_t blas, const double* a, const double* b, double* c, int64_t m,

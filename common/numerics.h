@@ -4,6 +4,7 @@
 #include <cublas_v2.h>
 
 #include <algorithm>
+#include <string>
 
 #include "common/lesson.h"
 
@@ -42,6 +43,10 @@ void fill_random(const Storage& storage, uint64_t seed);
 
 /// Relative error of `check.output` against `check.reference`, accumulated in fp64.
 Error compare(const Check& check);
+
+/// In words: which element of `check.output` is the first wrong one, what it should be, and how
+/// many are wrong.
+std::string wrong_elements(const Check& check);
 
 /// out[i] = in[i] in fp64, for `count` elements.
 void to_fp64(const void* in, Type type, size_t count, double* out);

@@ -65,6 +65,7 @@ def notebook(tmp_path_factory):
     (root / "build" / "cpu").symlink_to(program(LESSONS[0]).parent)
     (root / "results").symlink_to(ROOT / "results")
     (root / "lessons").symlink_to(root)
+    (root / "exercise").symlink_to(ROOT / "exercise")
     for lesson in LESSONS:
         (root / lesson).symlink_to(program(lesson))
     names, printed = {}, io.StringIO()
@@ -115,6 +116,11 @@ def test_cells_run(notebook):
     assert printed.getvalue().count(" kernels verified against fp64.") >= len(LESSONS)
     assert "did not succeed" not in printed.getvalue()
     assert list(names["measured"].iterdir()) == []  # there are no times to record on a CPU
+
+
+def test_exercises_are_listed(notebook):
+    _, printed = notebook
+    assert "Next: ./exercise" in printed.getvalue() or "20 of 20 are solved" in printed.getvalue()
 
 
 def test_lesson_that_fails_is_told(notebook, capsys):

@@ -1,0 +1,447 @@
+"""Builds and runs a reader's exercise, and says in plain words what is wrong with it.
+
+look_at() makes a Finding of what a run has printed; main() is the program `./exercise`.
+"""
+
+import argparse
+from dataclasses import dataclass
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from exercises import EXERCISES, FOLDER, ROOT, find
+
+PROGRESS = FOLDER / "my" / "progress.json"
+SECONDS = 120  # for one run; the small problems take one or two
+# A report ends the program at once.
+OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0"}
+BUILDS = {"": "build/cpu", "address": "build/cpu-address", "thread": "build/cpu-thread"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong: right, compiler, wrong, race, waits, bounds, crash, endless, goal or error."""
+
+    kind: str
+    text: str = ""
+
+
+# ---- What a run has printed ------------------------------------------------------------------------
+
+# A place in the source of an exercise, as reports name it, and not in common/.
+_PLACE = r"(?:[\w./-]*/)?([\w-]+\.cu):(\d+)"
+_OWN = rf"(?<![\w/])(?!common/){_PLACE}"
+
+
+def _line(lines, number):
+    """`line 57: code`, of the reader's file; the code is left out where the file has no such line."""
+    code = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    return f"line {number}" + (f": {code}" if code else "")
+
+
+def _own_line(report, lines):
+    """The first frame of a stack that is in the exercise's source."""
+    match = re.search(rf"^ *#\d+ .*?{_OWN}", report, re.MULTILINE)
+    if match:
+        return f"in {_line(lines, int(match[2]))}"
+    if re.search(r"common/cpu/(hopper|async_copies)\.cpp", report):
+        return "by something that goes on by itself: a copy, or a product of a warpgroup"
+    return "in a line that the report does not name"
+
+
+def _with_lines(message, lines):
+    """A message of the backend with `line 57` for each place; and these lines' code, to print below."""
+    numbers = [int(number) for _, number in re.findall(_OWN, message)]
+    code = [f"        {number}: {lines[number - 1].strip()}" for number in dict.fromkeys(numbers)
+            if 0 < number <= len(lines)]
+    function = r"\((?:[^()]|\([^()]*\))*\)"
+    return re.sub(rf"\bat {_OWN} {function}|{_OWN}", lambda at: (
+        f"in line {at[2]}" if at[2] else f"line {at[4]}"), message), code
+
+
+def _elements(count):
+    return "1 element" if count == 1 else f"{count} elements"
+
+
+def _wrong(stdout, columns):
+    """Of what --explain prints below a row that FAILED."""
+    match = re.search(
+        r"^  wrong from element (\d+) on: (\S+) where (\S+) is expected; (\d+) of (\d+) elements are"
+        r" wrong(?: \((result \d+ of \d+)\))?", stdout, re.MULTILINE,
+    )
+    if not match:
+        little = re.search(r"^  (a little wrong .*)", stdout, re.MULTILINE)
+        return f"It is {little[1]}." if little else "Wrong: a row of the table has FAILED."
+    first, got, expected, count, all_of_them, result = match.groups()
+    place = f" (row {int(first) // columns}, column {int(first) % columns})" if columns else ""
+    where = f" of {result}" if result else ""
+    if "nan" in got:
+        said = f"it is NaN, where {expected} is expected; a result is NaN until something is written there"
+    else:
+        said = f"it is {got}, where {expected} is expected"
+    count = "All" if count == all_of_them else f"{count} of"
+    verb = "is" if count == "1 of" else "are"
+    return (f"Wrong from element {first}{place}{where} on: {said}."
+            f" {count} {all_of_them} elements {verb} wrong.")
+
+
+def _race(stderr, lines):
+    """Of ThreadSanitizer's report: its first two stacks are the two accesses, the later one first."""
+    accesses = re.findall(
+        r"^  (?:Previous )?(atomic )?(read|write) of size \d+ at \w+ by .*?:\n(.*?)\n\n", stderr,
+        re.MULTILINE | re.DOTALL | re.IGNORECASE,
+    )
+    said = [
+        f"{'an atomic ' if atomic else 'a '}{kind.lower()} {_own_line(stack, lines)}"
+        for atomic, kind, stack in accesses[:2]
+    ]
+    order = zip(("here first", "then, by another thread,"), reversed(said))
+    return "\n".join([
+        "A race: two threads use the same memory, and nothing says who comes first:",
+        *(f"    {when} {what}" for when, what in order),
+        "Nothing makes the second of them wait for the first.",
+    ])
+
+
+def _waits(message, lines):
+    """Of the backend's report that all threads wait."""
+    message = re.sub(r"^deadlock: ", "", message)
+    said = []
+    for part in re.split(r", (?:but|and) (?=of block |thread )", message):
+        part, _, more = part.partition(", like ")
+        more = f" (so do {more.replace(' more', '')} more threads)" if more else ""
+        part, code = _with_lines(part, lines)
+        said += [f"    {part}{more}", *code]
+    return "\n".join(["A deadlock: threads wait for something that nobody will do.", *said])
+
+
+def _bounds(stderr, lines):
+    """Of AddressSanitizer's report, or UndefinedBehaviorSanitizer's; None if there is none."""
+    undefined = re.search(rf"{_OWN}:\d+: runtime error: (.*)", stderr)
+    if undefined:
+        return f"Undefined: {undefined[3]}, in {_line(lines, int(undefined[2]))}"
+    if "ERROR: AddressSanitizer" not in stderr:
+        return None
+    access = re.search(r"^(READ|WRITE) of size (\d+)", stderr, re.MULTILINE)
+    where = re.search(
+        r"is located (\d+) bytes (?:to the )?(right|left|after|before|inside)(?: of)? (\d+)-byte region",
+        stderr,
+    )
+    own = _own_line(stderr, lines)
+    if not access or not where or where[2] == "inside":
+        return f"Out of bounds: a kernel reaches far outside of its memory, {own}"
+    size, distance, region = int(access[2]), int(where[1]), int(where[3])
+    behind = where[2] in ("right", "after")
+    count = distance // size + 1 if behind else max(1, distance // size)
+    side = "behind the end" if behind else "before the start"
+    verb = "reads" if access[1] == "READ" else "writes"
+    return (f"Out of bounds: it {verb} {_elements(count)} {side} of {region} bytes of memory"
+            f" ({size} bytes at a time), {own}")
+
+
+def look_at(rc, stdout, stderr, lines=(), columns=0):
+    """The Finding in what a run of an exercise has printed; rc is its exit code, None if it did not
+    end. `lines` are those of the source, `columns` the result's."""
+    if rc is None:
+        return Finding("endless", f"It did not end within {SECONDS} seconds. Is there a loop that never"
+                                  " ends, or one in which a thread waits for a value?")
+    if "ThreadSanitizer: data race" in stderr:
+        return Finding("race", _race(stderr, lines))
+    if bounds := _bounds(stderr, lines):
+        return Finding("bounds", bounds)
+    if match := re.search(r"^cuda_cpu: kernel launched at .*?, block \(.*?\): (.*)$", stderr, re.MULTILINE):
+        if "deadlock: " in match[1] or " waits in " in match[1]:
+            return Finding("waits", _waits(match[1], lines))
+        said, code = _with_lines(match[1], lines)
+        return Finding("error", "\n".join([f"This has no meaning on a GPU: {said}", *code]))
+    if rc == 1 and "FAILED" in stdout:
+        return Finding("wrong", _wrong(stdout, columns))
+    if rc == 0:
+        return Finding("right")
+    if rc < 0 or "Sanitizer" in stderr:
+        return Finding("crash", "It crashed: some thread reaches far outside of its memory.")
+    last = [line for line in stderr.splitlines() if line.strip()][-3:]
+    return Finding("error", "\n".join(["The program stopped:", *(f"    {line}" for line in last)]))
+
+
+def compiler_error(output, file, lines):
+    """The compiler's first error, with the line of the reader's file."""
+    match = re.search(rf"{re.escape(file)}:(\d+)(?::\d+)?[:,] ?(?:(?:fatal )?error: )?(.*)", output)
+    error = re.search(r"^(.*?):(\d+)(?::\d+)?: (?:fatal )?error: (.*)$", output, re.MULTILINE)
+    if error and error[1].endswith(file):
+        return f"It does not compile: {error[3]}\n    {_line(lines, int(error[2]))}"
+    if error:
+        text = f"It does not compile: {error[3]}\n    in {error[1]}, line {error[2]}"
+        return text + (f", used in {_line(lines, int(match[1]))}" if match else "")
+    if match:  # of the translation to C++
+        return f"It does not compile: {match[2]}\n    {_line(lines, int(match[1]))}"
+    return "It could not be built:\n" + "\n".join(output.splitlines()[-15:])
+
+
+# ---- Building and running --------------------------------------------------------------------------
+
+
+def _say(text):
+    print(text, flush=True)
+
+
+def build(target, sanitizer=""):
+    """Builds a program; None, or what scons printed if that failed."""
+    scons = shutil.which("scons")
+    if not scons:
+        raise SystemExit("There is no scons: run ./install.sh first.")
+    cuda = [] if target.startswith("build/cuda") else ["cuda=no"]
+    command = [scons, "-Q", *cuda, *([f"sanitize={sanitizer}"] if sanitizer else []), target]
+    start, printed, said = time.monotonic(), [], False
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        for line in process.stdout:
+            printed.append(line)
+            step = re.match(r"\[ *\d+/\d+\] CXX .*common/", line)
+            if step and not said:
+                said = True
+                _say("    (What all lessons share is not built yet"
+                     + (f" for the {sanitizer} sanitizer" if sanitizer else "")
+                     + ". That takes a minute or two, once.)")
+    _say(f"    built in {time.monotonic() - start:.0f} s")
+    return "".join(printed) if process.returncode else None
+
+
+def execute(command, environment):
+    """(exit code or None, stdout, stderr)."""
+    try:
+        result = subprocess.run(command, env={**os.environ, **OPTIONS, **environment},
+                                capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return None, "", ""
+    return result.returncode, result.stdout, result.stderr
+
+
+def with_lines(report, program):
+    """The report with the places of frames that ThreadSanitizer could not find, as <null>."""
+    frames = re.findall(r"<null> \((\S+\+(0x[0-9a-f]+))\)", report)[:20]
+    if not frames or not shutil.which("addr2line"):
+        return report
+    for name, address in dict.fromkeys(frames):
+        found = subprocess.run(["addr2line", "-i", "-e", str(program), address],
+                               capture_output=True, text=True).stdout
+        places = [line.partition(" (")[0].replace(f"{ROOT}/", "")
+                  for line in found.splitlines() if not line.startswith("??")]
+        report = report.replace(f"<null> ({name})", " ".join(places) + f" ({name})")
+    return report
+
+
+def command_of(exercise, program, count=False):
+    """Runs an exercise's small problem. To count is not to time."""
+    how = ["--count"] if count else ["--samples", "1"]
+    return [str(program), *exercise.arguments, *exercise.row, "--device", "cpu", "--explain", *how]
+
+
+def environment_of(exercise):
+    number = exercise.multiprocessors
+    return {"CUDA_CPU_MULTIPROCESSORS": str(number)} if number else {}
+
+
+def run(exercise, program, lines=(), record=None):
+    """Runs a CPU build with the exercise's small problem; `record` is where counts go."""
+    command = command_of(exercise, program, count=bool(record))
+    command += ["--json", str(record)] if record else []
+    environment = environment_of(exercise)
+    rc, stdout, stderr = execute(command, environment)
+    if "unexpected memory mapping" in stderr and shutil.which("setarch"):
+        # ThreadSanitizer does not start where addresses are randomized too much.
+        rc, stdout, stderr = execute(["setarch", "-R", *command], environment)
+    return look_at(rc, stdout, with_lines(stderr, program), lines, exercise.columns)
+
+
+def missed_goal(exercise, record, lines=()):
+    """What a right kernel still lacks, from the counts in the record of the run, if it has any."""
+    if not exercise.goal or not record.exists():
+        return None
+    for problem in json.loads(record.read_text())["problems"]:
+        for kernel in problem["kernels"]:
+            counts = kernel.get("counts")  # null: not counted
+            if missed := exercise.goal.missed(counts):
+                memory, access = exercise.goal.count.split("_")[:2]
+                worst = [place for place in counts.get("worst", ())
+                         if place["file"].endswith(f"{exercise.name}.cu")
+                         and (place["memory"], place["access"]) == (memory, access)]
+                return "\n".join([
+                    f"Right, but {missed}.",
+                    *(f"    a {place['access']} in {_line(lines, place['line'])}" for place in worst),
+                ])
+    return None
+
+
+def check(exercise):
+    """Builds the reader's file, and looks at it in every way that it needs."""
+    lines = exercise.file.read_text().splitlines()
+    name = f"exercises/my/{exercise.name}"
+
+    def built_and_run(sanitizer, record=None):
+        output = build(f"{BUILDS[sanitizer]}/{name}", sanitizer)
+        if output is not None:
+            return Finding("compiler", compiler_error(output, f"{name}.cu", lines))
+        return run(exercise, ROOT / BUILDS[sanitizer] / name, lines, record)
+
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "record.json"
+        _say("Is it right?")
+        found = built_and_run("", record if exercise.goal else None)
+        if found.kind == "crash":
+            _say("It crashed. Where? A build with the address sanitizer tells.")
+            closer = built_and_run("address")
+            return closer if closer.kind == "bounds" else found
+        if found.kind == "right" and (missed := missed_goal(exercise, record, lines)):
+            return Finding("goal", missed)
+    if exercise.sanitizer and (found.kind == "right" or found.kind == "wrong" and exercise.wrong_too):
+        _say("Is there a race? A build with the thread sanitizer looks." if exercise.sanitizer == "thread"
+             else "Does it stay inside of its memory? A build with the address sanitizer looks.")
+        closer = built_and_run(exercise.sanitizer)
+        if closer.kind == "race" and found.kind == "wrong":
+            return Finding("race", f"{found.text}\n{closer.text}")
+        if closer.kind != "right":
+            return closer
+    return found
+
+
+def run_on_gpu(exercise):
+    """The reader's kernel and the lesson's, at the lesson's default size."""
+    rows = {}
+    for name in (f"exercises/my/{exercise.name}", exercise.lesson):
+        _say(f"Building {name} for the GPU.")
+        output = build(f"build/cuda/{name}")
+        if output is not None:
+            _say(compiler_error(output, f"{name}.cu", []) if "error" in output else
+                 "There is no GPU here, or no nvcc: see `scons`.")
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "record.json"
+            command = [str(ROOT / "build" / "cuda" / name), *exercise.row, "--device", "cuda",
+                       "--json", str(record), "--explain", *exercise.gpu_arguments]
+            rc, stdout, stderr = execute(command, {})
+            if not record.exists():
+                _say("\n".join((stderr or stdout).splitlines()[-3:]))
+                return
+            if rc != 0:
+                _say(_wrong(stdout, 0))
+            for problem in json.loads(record.read_text())["problems"]:
+                for kernel in problem["kernels"]:
+                    rows.setdefault(f"{problem['name']}: {kernel['name']}", []).append(kernel)
+    for name, (yours, ours) in rows.items():
+        state = "" if yours["ok"] else " (wrong)"
+        _say(f"{name}: yours takes {yours['ms']['median']:.4g} ms{state},"
+             f" the lesson's {ours['ms']['median']:.4g} ms.")
+
+
+# ---- Progress, and the program ---------------------------------------------------------------------
+
+
+def _digest(exercise):
+    return hashlib.sha256(exercise.file.read_bytes()).hexdigest()
+
+
+def progress():
+    """{name: the digest of the file that was right}."""
+    try:
+        return json.loads(PROGRESS.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def note(exercise, is_right):
+    solved = progress()
+    solved.pop(exercise.name, None)
+    if is_right:
+        solved[exercise.name] = _digest(exercise)
+    PROGRESS.write_text(json.dumps(solved, indent=1) + "\n")
+
+
+def state_of(exercise, solved):
+    if not exercise.file.exists():
+        return "not started"
+    return "solved" if solved.get(exercise.name) == _digest(exercise) else "not right yet"
+
+
+def show_all():
+    solved, width = progress(), max(len(exercise.name) for exercise in EXERCISES)
+    for exercise in EXERCISES:
+        if exercise.number == 1:
+            _say("Fill in what is missing:\n")
+        if exercise.is_mistake and not EXERCISES[exercise.number - 2].is_mistake:
+            _say("\nFind the mistake:\n")
+        _say(f"  {exercise.number:2}  {exercise.name:{width}}  {state_of(exercise, solved):13}"
+             f"  lesson {exercise.lesson.split('_')[0]}: {exercise.title}")
+    count = sum(state_of(exercise, solved) == "solved" for exercise in EXERCISES)
+    upcoming = next((each for each in EXERCISES if state_of(each, solved) != "solved"), None)
+    _say(f"\n{count} of {len(EXERCISES)} are solved."
+         + (f" Next: ./exercise {upcoming.name}" if upcoming else ""))
+
+
+def start(exercise):
+    """Writes the reader's file, and says what to do."""
+    exercise.file.parent.mkdir(exist_ok=True)
+    exercise.file.write_text(exercise.source())
+
+
+def say_what_to_do(exercise):
+    is_solved = state_of(exercise, progress()) == "solved"
+    lines = exercise.file.read_text().splitlines()
+    _say(f"Exercise {exercise.number}, {exercise.name}: {exercise.title}")
+    _say(f"    to read:  {exercise.page.relative_to(ROOT)}")
+    file = exercise.file.relative_to(ROOT)
+    todo = [str(number) for number, line in enumerate(lines, 1) if "// TODO" in line]
+    if exercise.is_mistake:
+        _say(f"    to mend:  {file}, the kernel of the row '{exercise.kernel}'")
+    elif todo and not is_solved:
+        _say(f"    to fill:  {file}, line{'s' if len(todo) > 1 else ''} {' and '.join(todo)}")
+    else:
+        _say(f"    yours:    {file}")
+
+
+def main(text):
+    parser = argparse.ArgumentParser(
+        prog="./exercise", usage="./exercise [NAME] [--gpu] [--restart]", description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a name, its first letters, or a number")
+    parser.add_argument("--gpu", action="store_true", help="run it on a GPU, too")
+    parser.add_argument("--restart", action="store_true", help="begin again")
+    chosen = parser.parse_args()
+    if not chosen.name:
+        show_all()
+        return 0
+    found = find(chosen.name)
+    if len(found) != 1:
+        names = ", ".join(exercise.name for exercise in found or EXERCISES)
+        print(f"'{chosen.name}' is {'more than one' if found else 'no'} exercise: {names}", file=sys.stderr)
+        return 2
+    (exercise,) = found
+    if chosen.restart and exercise.file.exists():
+        exercise.file.replace(exercise.file.with_suffix(".cu.old"))
+    if not exercise.file.exists():
+        start(exercise)
+    say_what_to_do(exercise)
+    finding = check(exercise)
+    is_right = finding.kind == "right"
+    note(exercise, is_right)
+    if not is_right:
+        _say(f"\n{finding.text}")
+        if exercise.file.read_text() == exercise.source():
+            _say("\nThe file is as it was given to you. Change it, and run this again.")
+        return 1
+    _say("\nRight.")
+    if chosen.gpu:
+        run_on_gpu(exercise)
+    solved = progress()
+    later = EXERCISES[exercise.number :] + EXERCISES
+    upcoming = next((each for each in later if state_of(each, solved) != "solved"), None)
+    _say(f"Next: ./exercise {upcoming.name}" if upcoming else "That was the last one: all are solved.")
+    return 0

@@ -1,0 +1,394 @@
+"""The exercises: lessons with a piece cut out, or with a mistake in them.
+
+No source of an exercise is kept. Each is made from its lesson, by the table below: what is cut out is
+found by the function that it is in and by the text of its first and last line, as tests/mutants.py
+finds its places. So an exercise cannot drift from its lesson: a piece that is no longer there is an
+error. `./exercise` writes the files and checks them, exercises/check.py does the work.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+import re
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "exercises"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The lines from the one with `first` (its occurrence number `nth`, from 0) to the one with `last`
+    ("": only the first) in the definition that starts with `function`. `new` stands in their place."""
+
+    function: str
+    first: str
+    last: str
+    new: str
+    nth: int = 0
+
+    def where(self, text, name):
+        """Start and end of these lines in the lesson's source `text`."""
+        start = text.find(self.function)
+        if start < 0:
+            raise ValueError(f"exercise {name}: the lesson has no '{self.function}'")
+        # clang-format puts the brace that ends a definition at the start of a line.
+        brace = re.compile(r"^\}", re.MULTILINE).search(text, start)
+        end = brace.end() if brace else len(text)
+        at = start
+        for _ in range(self.nth + 1):
+            at = text.find(self.first, at + 1, end)
+            if at < 0:
+                raise ValueError(f"exercise {name}: '{self.function}' has no '{self.first}'")
+        close = text.find(self.last, at + len(self.first), end) if self.last else at
+        if close < 0:
+            raise ValueError(f"exercise {name}: no '{self.last}' after '{self.first}'")
+        stop = close + len(self.last or self.first)
+        return text.rindex("\n", 0, at) + 1, text.index("\n", stop) + 1
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a right kernel has to reach, in what the CPU backend counts: `count` for each of `per`, at
+    most `most`. The names are those of common/counts.h; where a record has no counts there is no goal."""
+
+    count: str
+    per: str
+    most: float
+    words: str  # "Right, but " + words + ": 16.5, where " + best
+    best: str
+
+    def missed(self, counts):
+        """What to say if the goal is missed; None if it is reached, or if nothing was counted."""
+        if not counts or not counts.get(self.per) or self.count not in counts:
+            return None
+        value = counts[self.count] / counts[self.per]
+        if value <= self.most:
+            return None
+        return f"{self.words}: {value:.3g}, where {self.best}"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    name: str
+    lesson: str
+    title: str
+    kernel: str  # its row in the lesson's table
+    arguments: tuple  # a small problem, for the CPU
+    cuts: tuple
+    finds: str  # a regular expression: what the check says of the file as it is given
+    columns: int = 0  # of the result, if it is a matrix with that many in the small problem
+    sanitizer: str = ""  # what looks at a file with right results: address, thread, or nobody
+    wrong_too: bool = False  # and at one with wrong results
+    gpu_arguments: tuple = ()  # besides the default size, where the row needs an option
+    multiprocessors: int = 0  # of the device that the CPU plays; 0: as it likes
+    goal: Goal = None
+    # Find the mistake: the mutant (tests/mutants.py), or the function and the change
+    # (tests/hopper_mutants.py), that the file has; "" if it is none of these.
+    mutant: tuple = None
+
+    @property
+    def is_mistake(self):
+        return self.mutant is not None
+
+    @property
+    def number(self):
+        return EXERCISES.index(self) + 1
+
+    @property
+    def page(self):
+        return FOLDER / f"{self.number:02}_{self.name}.md"
+
+    @property
+    def file(self):
+        """The reader's, which git ignores."""
+        return FOLDER / "my" / f"{self.name}.cu"
+
+    @property
+    def row(self):
+        """The lesson's arguments that select the kernel."""
+        return ("--kernel", f"^{self.kernel}$")
+
+    def places(self, text):
+        """(start, end, what stands there instead), in order."""
+        return sorted((*cut.where(text, self.name), cut.new) for cut in self.cuts)
+
+    def skeleton(self, text):
+        """The lesson's source without the pieces, and the pieces."""
+        pieces, cut_out, end = [], [], 0
+        for start, stop, new in self.places(text):
+            pieces += [text[end:start], new]
+            cut_out.append(text[start:stop])
+            end = stop
+        return "".join(pieces) + text[end:], cut_out
+
+    def source(self):
+        """What the reader starts with."""
+        return self.skeleton((ROOT / f"{self.lesson}.cu").read_text())[0]
+
+
+MATMUL = "2_matmul_sharedmem"
+TENSOR_CORES = "3_matmul_tensorcore"
+CLIFFORD = "10_clifford_gp"
+
+# What an exercise can do without: other algebras than 3,0,0 take minutes to compile. The lines stay in
+# the reader's file; the compiler does not see them.
+LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*$", re.MULTILINE)}
+
+
+def leave_out(text, lesson):
+    return LEAVE_OUT[lesson].sub("", text) if lesson in LEAVE_OUT else text
+
+
+EXERCISES = [
+    Exercise(
+        "coalesce", "1_matmul_basic", "which element does a thread compute?",
+        "coalesced", ("64",),
+        (Cut("void matmul_coalesced(", "const int row =", "const int col =", """\
+  // TODO: which element of C does this thread compute? Neighbours in threadIdx.x are neighbours in
+  // a warp: they should read neighbouring elements of B.
+  const int row = 0;
+  const int col = 0;
+"""),),
+        finds=r"^Wrong from element 1 \(row 0, column 1\) on: it is NaN", columns=64,
+        goal=Goal("global_load_sectors", "global_load_requests", 2.5, "sectors for each load of a warp",
+                  "2.5 are possible: 1 of A and 4 of B"),
+    ),
+    Exercise(
+        "barriers", MATMUL, "two barriers, and the race that each of them prevents",
+        "tile", ("33",),
+        (Cut("void matmul_tile(", "__syncthreads();", "", """\
+    // TODO: the threads of a block have to wait for each other, in two places of this loop.
+"""), Cut("void matmul_tile(", "__syncthreads();", "", "", nth=1)),
+        finds="^A race", columns=33, sanitizer="thread", wrong_too=True,
+    ),
+    Exercise(
+        "registers", MATMUL, "64 sums in the registers of a thread",
+        "registers", ("33",),
+        (Cut("matmul_registers(const float* A", "float a[TM], b[TN];", "+= a[i] * b[j];\n      }", """\
+      // TODO: add to sum[i][j] what this k contributes to the thread's TM x TN elements. Its rows
+      // of the tile are y, y + kThreadsY, ...; its columns are x, x + kThreadsX, ...
+"""),),
+        finds="^Wrong from element 0 .*it is 0,", columns=33,
+    ),
+    Exercise(
+        "padding", MATMUL, "a tile that is transposed on the way, without bank conflicts",
+        "vectors", ("36",),
+        (Cut("matmul_vectors(const float* A", "a_tile[BK][BM + 4];", "", """\
+  // TODO: how long are the rows, if no two lanes of a warp may write to the same bank?
+  __shared__ __align__(16) float a_tile[BK][BM];
+"""), Cut("matmul_vectors(const float* A", "a_tile[k][row] = a.x;", "a_tile[k + 3][row] = a.w;", """\
+      // TODO: `a` has four neighbours of a row of A. Where are they in a_tile[k][row]?
+""")),
+        finds="^Wrong from element 0 ", columns=36, sanitizer="address",
+        goal=Goal("shared_store_conflicts", "shared_store_requests", 0.1,
+                  "bank conflicts for each store of a warp", "none is necessary"),
+    ),
+    Exercise(
+        "double_buffer", MATMUL, "the next tiles arrive while these are multiplied",
+        "async", ("69",),
+        (Cut("matmul_async(const float* A", "for (int step = 0; step < kStages - 1; ++step) {",
+             "    copy_async_commit();\n  }", """\
+  // TODO: start the copies of the first kStages - 1 steps, copy_tiles(step), each step's closed as
+  // a group.
+"""), Cut("matmul_async(const float* A", "copy_async_wait<kStages - 2>();", "__syncthreads();", """\
+    // TODO: wait until the tiles of this step are there, for all threads.
+"""), Cut("matmul_async(const float* A", "if (step + kStages - 1 < steps) copy_tiles(",
+          "copy_async_commit();", """\
+    // TODO: start the copies that will be needed kStages - 1 steps from now.
+""")),
+        finds="^Wrong from element 0 ", columns=69, sanitizer="thread",
+    ),
+    Exercise(
+        "fragment", TENSOR_CORES, "which element of the result does a lane hold?",
+        "mma.sync", ("136",),
+        (Cut("matmul_mma(const half*", "const int row = i * 16 + lane / 4, col", "lane % 4 * 2;", """\
+      // TODO: sum[i][j][0] and sum[i][j][1] are neighbours in one row of this 16 x 8 fragment.
+      // Which row and which column does this lane hold?
+      const int row = i * 16, col = j * 8;
+"""),),
+        finds="^Wrong from element ", columns=136, sanitizer="thread",
+    ),
+    Exercise(
+        "swizzle", TENSOR_CORES, "a box whose pieces have changed places",
+        "persistent", ("392",),
+        (Cut("matmul_persistent(const __grid_constant__", "store_matrices(&out[c / 64][swizzled(",
+             "registers);", """\
+          // TODO: the copy engine expects a swizzled box: piece p of row r lies where piece
+          // p ^ (r % 8) would be. Here nothing is swizzled. (A row has 64 elements, a piece 8.)
+          store_matrices(&out[c / 64][row * 64 + (c % 64 / 8 + piece) * 8], registers);
+"""),),
+        finds="^Wrong from element ", columns=392, multiprocessors=4,
+    ),
+    Exercise(
+        "phase", TENSOR_CORES, "the phase of an mbarrier (Hopper)",
+        "wgmma", ("264",),
+        (Cut("matmul_wgmma(const __grid_constant__", "Ring<kStages> ring;", "", """\
+  struct {
+    int stage = 0, parity = 0;
+    __device__ void advance() {
+      // TODO: the next step is in the next of kStages stages; after the last one comes the first
+      // again, whose barrier is then in another phase.
+    }
+  } ring;
+"""),),
+        finds="^This has no meaning .*one arrival too many", columns=264, sanitizer="thread",
+    ),
+    Exercise(
+        "give_back", TENSOR_CORES, "a stage is given back (Hopper)",
+        "specialized", ("264",),
+        (Cut("matmul_specialized(const __grid_constant__", "if (step > 0 && threadIdx.x % 128 == 0) {",
+             "      }", """\
+      // TODO: give the stage of the step before back to the producer. Each of the two consumers
+      // arrives once.
+"""),),
+        finds=r"^A deadlock[\s\S]*barrier_wait\(\)[\s\S]*2 of 2 arrivals", columns=264,
+        sanitizer="thread",
+    ),
+    Exercise(
+        "gate", "6_gating_fused", "the gate as an epilogue",
+        "tensor cores", ("1", "--channels", "72", "--hidden", "8"),
+        (Cut("struct GateSums {", "for (int e = 0; e < gate[i][j].num_elements; ++e) {",
+             "        }", """\
+        // TODO: sigmoid(gate) * value, element by element, into gate[i][j]. A fragment has
+        // num_elements elements in each lane, x[0], x[1], ...
+"""),),
+        finds="^Wrong from element 0 ", columns=8,
+    ),
+    Exercise(
+        "split_k", "7_diffusion_fused", "the last block adds up",
+        "split-K", ("200", "--eigen", "64", "--width", "64"),
+        (Cut("to_spectrum_split(SpectrumOperands", "// The fence: whoever sees the count",
+             "if (!is_last) return;\n  __threadfence();", """\
+  // TODO: only the block that is the last of its tile to be done may go on: it needs the partial
+  // sums of all gridDim.y slices. done[blockIdx.x] is 0 at first, and has to be 0 again in the end.
+  if (blockIdx.y != 0) return;
+"""),),
+        finds="^Wrong from element 0 ", columns=64, sanitizer="thread", multiprocessors=4,
+    ),
+    Exercise(
+        "rebase", "9_matmul_softmax", "two parts of a softmax become one",
+        "fused online", ("3", "--inputs", "5", "--classes", "600", "--all"),
+        (Cut("MaxSum merge(MaxSum a", "return {largest,", "};", """\
+  // TODO: a.sum is relative to a.largest, and b.sum to b.largest. What is the sum of both, relative
+  // to `largest`?
+  return {largest, a.sum + b.sum};
+"""),),
+        finds="^Wrong from element ", columns=600,
+        gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000"),
+    ),
+    Exercise(
+        "cross_entropy", "9_matmul_softmax", "a loss and its gradient in the same launch",
+        "fused", ("5", "--inputs", "9", "--classes", "10", "--exercises"),
+        (Cut("void finish_row(float", "if (results.epilogue == Epilogue::cross_entropy) {",
+             "\n    }", """\
+    if (results.epilogue == Epilogue::cross_entropy) {
+      // TODO: write loss[row] = -log(probability of the label). Only the lane that has the label's
+      // column has its logit, in label_logit; in all others label_logit is 0.
+    }
+"""), Cut("void finish_row(float", "if (col < C) out[col] =", "", """\
+    // TODO: with cross_entropy it is the gradient of the loss that is wanted: the probabilities,
+    // less 1 at the label. (`label` is -1 where there is none.)
+    if (col < C) out[col] = v[i] * factor;
+""")),
+        finds="^Wrong from element 0 ", gpu_arguments=("--exercises",),
+    ),
+    Exercise(
+        "blade_sign", CLIFFORD, "the sign of a product of blades",
+        "fused product", ("3", "--features", "40"),
+        (Cut("struct Cl {", "int swaps = 0;", "return sign;", """\
+    // TODO: the sign of blade a times blade b. Each swap of two different vectors changes it; what
+    // is in both meets itself, and becomes its square: 1 for the first p vectors, -1 for the next
+    // q, 0 for the rest.
+    return 1;
+"""),),
+        finds="^It does not compile: .*static assertion failed",
+    ),
+    Exercise(
+        "gradient", CLIFFORD, "the gradient of the geometric product",
+        "unfused", ("3", "--features", "40"),
+        (Cut("void multiply_grades_gradient(", "const float sum = sum_terms<A, Of::x, t, i>",
+             "dw += left", """\
+      // TODO: of z_k = w sign x_i y_j: dx_i is w times a sum, and dw is x_i times the same sum.
+      // Which function writes that sum out, of which two factors?
+      const float sum = 0;
+"""), Cut("void multiply_grades_gradient(", "const float sum = sum_terms<A, Of::y, t, j>", "", """\
+      // TODO: the same for dy_j.
+      const float sum = 0;
+""")),
+        finds="^Wrong from element ", columns=40,
+    ),
+    # ---- Find the mistake
+    Exercise(
+        "right_by_luck", TENSOR_CORES, "the table says ok",
+        "wmma shared", ("33",),
+        (Cut("matmul_wmma_shared(const half*", "__syncthreads();", "", "", nth=1),),
+        finds="^A race", columns=33, sanitizer="thread",
+        mutant=("3_matmul_tensorcore_matmul_wmma_shared_without_barrier_2",),
+    ),
+    Exercise(
+        "last_tile", MATMUL, "right for N = 64, and for N = 33?",
+        "tile", ("33",),
+        (Cut("void matmul_tile(", "if (row < n && col < n) C", "", """\
+  if (col < n) C[static_cast<size_t>(row) * n + col] = sum;
+"""),),
+        finds="^Out of bounds", columns=33, sanitizer="address",
+        mutant=("2_matmul_sharedmem_writes_below_matrix",),
+    ),
+    Exercise(
+        "too_early", TENSOR_CORES, "right up to N = 256, and NaN from there on (Hopper)",
+        "specialized", ("264",),
+        (Cut("matmul_specialized(const __grid_constant__", "wgmma_wait<1>();", "", """\
+      wgmma_wait<2>();  // the step before is done: its stage may be refilled
+"""),),
+        finds="^Wrong from element ", columns=264, sanitizer="thread",
+        mutant=("matmul_specialized", "wgmma_wait<1>() with + 1"),
+    ),
+    Exercise(
+        "different_each_time", TENSOR_CORES, "another result in each run",
+        "wmma global", ("33",),
+        (Cut("matmul_wmma_global(const half*", "wmma::fill_fragment(sum, 0.0f);", "", ""),),
+        finds="^Wrong from element ", columns=33,
+        mutant=("",),
+    ),
+    Exercise(
+        "on_some_gpus", TENSOR_CORES, "right here, wrong elsewhere (Hopper)",
+        "persistent", ("392",),
+        (Cut("matmul_persistent(const __grid_constant__", "shared_fence();", "", ""),),
+        finds="^A race", columns=392, sanitizer="thread", multiprocessors=4,
+        mutant=("matmul_persistent", "shared_fence() without"),
+    ),
+]
+
+
+def find(word):
+    """The exercises that a number, a name or the start of one can mean."""
+    if word.isdigit():
+        return EXERCISES[int(word) - 1 : int(word)] if int(word) > 0 else []
+    same = [exercise for exercise in EXERCISES if exercise.name == word]
+    return same or [exercise for exercise in EXERCISES if exercise.name.startswith(word)]
+
+
+def test_programs():
+    """{program: exercises} for the tests: what is cut out of different kernels of a lesson goes into one
+    program, since each exercise runs its own kernel. Without those that must not compile, and those
+    that have a program among the mutants."""
+    programs = {}
+    for exercise in EXERCISES:
+        if "compile" in exercise.finds or (exercise.mutant and exercise.mutant[0]):
+            continue
+        layer = 0
+        while any(other.kernel == exercise.kernel
+                  for other in programs.get(f"exercises_{exercise.lesson}_{layer}", [])):
+            layer += 1
+        programs.setdefault(f"exercises_{exercise.lesson}_{layer}", []).append(exercise)
+    return programs
+
+
+def all_skeletons(text, exercises):
+    """The source of such a program."""
+    places = sorted(place for exercise in exercises for place in exercise.places(text))
+    pieces, end = [], 0
+    for start, stop, new in places:
+        assert end <= start, "two exercises cut out the same"
+        pieces += [text[end:start], new]
+        end = stop
+    return leave_out("".join(pieces) + text[end:], exercises[0].lesson)
