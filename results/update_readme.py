@@ -18,6 +18,7 @@
     <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem;
     <!-- peers (a line each:) RECORD: PROBLEM, PROBLEM -->...<!-- end -->  only of these
     <!-- operations RECORD -->...<!-- end -->             what count_clifford.py counted
+    <!-- counted RECORD -->...<!-- end -->                what the CPU backend or a profiler counted
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
@@ -32,7 +33,7 @@ import sys
 from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations"
+KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations|counted"
 MARKER = re.compile(
     rf"(?P<open><!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
@@ -227,6 +228,36 @@ def operations_table(record):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def counts_table(record):
+    """A table like the lesson's on the CPU, or of what the profiler saw in its place."""
+    run = json.loads((ROOT / "results" / f"{record}.json").read_text())
+    lines = []
+    for problem in run["problems"]:
+        rows = [kernel for kernel in problem["kernels"]
+                if kernel["counts"] and kernel["counts"]["global_load_requests"]]
+        if not rows:
+            continue
+        columns = ["loads", "sectors of one", "stores", "sectors of one", "L2, MB", "x least"]
+        columns += ["memory, MB"] * ("dram_read_bytes" in rows[0]["counts"])
+        dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
+        lines += [f"{run['device']['name']}, {dims}, {problem['dtype']}; commit {run['commit'][:9]}.", "",
+                  f"| kernel | {' | '.join(columns)} | shared | conflicts |",
+                  "|---" + "|--:" * (len(columns) + 2) + "|"]
+        for kernel in rows:
+            has = kernel["counts"]
+            cells = [kernel["name"]]
+            for access in ("load", "store"):
+                requests, sectors = (has[f"global_{access}_{what}"] for what in ("requests", "sectors"))
+                cells += [str(requests), f"{sectors / requests:.4g}" if requests else "-"]
+            cells += [number(has["l2_bytes"] / 1e6), f"{has['l2_bytes'] / problem['min_bytes']:.1f}"]
+            if "dram_read_bytes" in has:
+                cells.append(number((has["dram_read_bytes"] + has["dram_write_bytes"]) / 1e6))
+            cells += [str(has["shared_load_requests"] + has["shared_store_requests"]),
+                      str(has["shared_load_conflicts"] + has["shared_store_conflicts"])]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def how(run, problem):
     """How a problem was timed: "Cold L2 cache, median of 50; commit 012345678."."""
     ms = problem["kernels"][0]["ms"]
@@ -235,9 +266,23 @@ def how(run, problem):
     return f"{timed}, median of {ms['samples']}; commit {run['commit'][:9]}."
 
 
+def moved_bytes(run, problem, kernel):
+    """What went through the GPU's memory, by the profiler's record; None without one."""
+    gpu = run["device"]["name"].removeprefix("NVIDIA ").lower().replace(" ", "-")
+    path = ROOT / "results" / gpu / "counts" / f"{run['lesson']}.moved.json"
+    if not path.exists():
+        return None
+    for each in json.loads(path.read_text())["problems"]:
+        if each["name"] == problem["name"] and each["dims"] == problem["dims"]:
+            counts = kernel_of(each, kernel["name"])["counts"]
+            return counts and counts["dram_read_bytes"] + counts["dram_write_bytes"]
+    return None
+
+
 def table(run, problem, full=False):
-    """A row per kernel. Unless `full`, in at most 8 columns: without the spills, and with registers
-    or GB/s only where there is room."""
+    """A row per kernel. Unless `full`, in at most 8 columns: without GB/s and spills; with what was
+    moved where that is recorded; with the clock of the tensor cores, which depends on the power; and
+    with registers and warps elsewhere."""
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     limit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
     with_memory = any(kernel["memory_bytes"] for kernel in problem["kernels"])
@@ -247,8 +292,23 @@ def table(run, problem, full=False):
     unit, scale = ("us", 1e3) if graph else ("ms", 1)
     columns = [unit, "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
     columns += ["memory, MB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
-    if not full and with_resources:
-        left_out = {"GB/s", "spilled, B"} | ({"registers"} if with_memory else set())
+    moved = {kernel["name"]: moved_bytes(run, problem, kernel) for kernel in problem["kernels"]}
+    large = max((value for value in moved.values() if value), default=0) >= 1e8
+    moved_in = "GB moved" if large else "MB moved"
+    at_clock = "% at that clock"
+    if any(moved.values()):
+        columns += [moved_in, "x least"]
+    if problem["limit"] == "compute" and any(kernel.get("clock_mhz") for kernel in problem["kernels"]):
+        columns += ["MHz", at_clock]
+    if not full and (with_resources or len(columns) > 7):
+        left_out = {"GB/s", "spilled, B"}
+        if any(moved.values()):
+            left_out |= {"registers", "warps/SM", "MHz", at_clock}
+            left_out |= {"TFLOP/s"} if with_memory else set()
+        elif run["lesson"] == "3_matmul_tensorcore":
+            left_out |= {"registers", "warps/SM"}
+        else:
+            left_out |= {"MHz", at_clock} | ({"registers"} if with_memory else set())
         columns = [column for column in columns if column not in left_out]
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {limit}, "
@@ -270,7 +330,16 @@ def table(run, problem, full=False):
             "registers": str(has["registers"]) if has else "",
             "spilled, B": str(has["local_bytes"]) if has else "",
             "warps/SM": str(has["threads"] // 32 * has["blocks_per_sm"]) if has else "",
+            moved_in: "", "x least": "", "MHz": "", at_clock: "",
         }
+        if went := moved[kernel["name"]]:
+            cells[moved_in] = number(went / (1e9 if large else 1e6))
+            least = 1e6 * kernel["gbps"] * kernel["ms"]["median"]  # a step has its own
+            cells["x least"] = f"{went / least:.2f}"
+        if clock := kernel.get("clock_mhz"):
+            cells["MHz"] = f"{clock:.0f}"
+            of_limit = kernel["percent_of_limit"] * run["device"]["clock_mhz"] / clock
+            cells[at_clock] = f"{of_limit:.1f}"
         lines.append("| " + " | ".join([kernel["name"], *(cells[each] for each in columns)]) + " |")
     return "\n" + "\n".join(lines) + "\n"
 
@@ -358,6 +427,8 @@ def render(match):
         text = points(what)
     elif kind == "peers":
         text = peers_table(what)
+    elif kind == "counted":
+        text = counts_table(match["what"])
     elif kind == "operations":
         text = operations_table(what)
     else:
