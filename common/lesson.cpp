@@ -252,11 +252,16 @@ void fit_terminal(std::vector<Column>& columns, size_t& name_width) {
     name_width -= std::min(name_width - std::min(name_width, kLeastName), width() - screen);
 }
 
-/// Prints a line of prose, in several where it is longer than the screen is wide.
-void print_prose(std::string text) {
+/// How long a line may be.
+size_t screen_columns() {
   constexpr int kColumns = 100;
   const int columns = terminal_columns();
-  const size_t width = columns > 20 ? std::min(columns, kColumns) : kColumns;
+  return static_cast<size_t>(columns > 20 ? std::min(columns, kColumns) : kColumns);
+}
+
+/// Prints a line of prose, in several where it is longer than the screen is wide.
+void print_prose(std::string text) {
+  const size_t width = screen_columns();
   while (text.size() > width) {
     const size_t space = text.rfind(' ', width);
     if (space == std::string::npos || text.find_first_not_of(' ') > space) break;
@@ -372,10 +377,11 @@ struct Lesson::State {
   void count(Problem& problem);
   /// Until then, if it takes no longer than that; and verifies what it timed.
   void sample(Problem& problem, Clock::time_point end);
-  void print(const Problem& problem) const;
+  void print(const Problem& problem);
   std::vector<Column> columns(const Problem& problem) const;
   std::vector<Column> count_columns(const Problem& problem) const;
-  void print_worst_places(const Problem& problem) const;
+  void print_worst_places(const Problem& problem);
+  int places_left = 6;  // that fit on the screen
   void print_comparisons() const;
   std::string other_tables() const;
   Json record() const;
@@ -771,7 +777,7 @@ double Lesson::State::limit_ms(const Work& work, Rate rate) const {
   return 1e3 * std::max(work.bytes / device.bytes_per_second, work.flops / device.peak(rate));
 }
 
-void Lesson::State::print(const Problem& problem) const {
+void Lesson::State::print(const Problem& problem) {
   const double limit = limit_ms(problem.work_, problem.rate_);
   printf("\n%s:", problem.name_.c_str());
   for (const Dim& dim : problem.dims_) {
@@ -817,20 +823,24 @@ void Lesson::State::print(const Problem& problem) const {
   print_worst_places(problem);
 }
 
-/// The lines of source that are to blame.
-void Lesson::State::print_worst_places(const Problem& problem) const {
+/// The lines of source that are to blame: the worst of each kernel, or with --count all that are
+/// known.
+void Lesson::State::print_worst_places(const Problem& problem) {
+  const bool all = given.contains("--count");
   for (const Kernel& kernel : problem.kernels_) {
     if (!kernel.counts) continue;
-    bool first = true;
     for (const Counts::Place& place : kernel.counts->worst) {
-      if (first) printf("%s:\n", kernel.name.c_str());
-      first = false;
+      if (!all && (&place != &kernel.counts->worst.front() || places_left-- <= 0)) break;
+      std::string line =
+          text("%.60s: %.60s:%d, %.4g %s a %s", kernel.name.c_str(), place.file.c_str(), place.line,
+               place.per_request, place.shared ? "conflicts" : "sectors",
+               place.store ? "store" : "load");
+      if (!place.shared) line += text(", %.4g needed", place.least);
       const std::string code = source_line(place.file, place.line);
-      printf("  %s:%d: %.4g %s a %s, %s needed%s%s\n", place.file.c_str(), place.line,
-             place.per_request, place.shared ? "conflicts" : "sectors",
-             place.store ? "store" : "load",
-             place.shared ? "none" : text("%.4g", place.least).c_str(), code.empty() ? "" : ": ",
-             code.c_str());
+      if (!code.empty()) line += ": " + code;
+      const size_t width = static_cast<size_t>(screen_columns());
+      if (line.size() > width) line = line.substr(0, width - 3) + "...";
+      printf("%s\n", line.c_str());
     }
   }
 }
@@ -1121,9 +1131,8 @@ int Lesson::run() {
   printf("\n");
   if (state.counting && on_cpu()) {
     print_prose(
-        "Counted: what warps load and store, sectors of 32 bytes for each time, bytes asked of "
-        "the L2 cache as if there were no L1, and how many times the least possible that is; "
-        "the same of shared memory, and times that a bank had to answer once more.");
+        "Counted: loads and stores of warps, sectors of 32 bytes that one asks for, bytes asked of "
+        "the L2 cache, and how many times the least possible that is (see docs/profiling.md).");
   } else if (on_cpu()) {
     print_prose("On the CPU backend only the results count: its times say nothing about a GPU.");
   } else if (state.counting) {

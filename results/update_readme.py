@@ -56,6 +56,13 @@ FIELDS = {  # of (run, problem), or of (run, problem, kernel)
     "TB/s": lambda run, problem, kernel: kernel["gbps"] * 1e-3,
     "% of limit": lambda run, problem, kernel: kernel["percent_of_limit"],
     "MB": lambda run, problem, kernel: kernel["memory_bytes"] * 1e-6,
+    "sectors per load": lambda run, problem, kernel: (
+        kernel["counts"]["global_load_sectors"] / kernel["counts"]["global_load_requests"]
+    ),
+    "GB moved": lambda run, problem, kernel: 1e-9 * (
+        kernel["counts"]["dram_read_bytes"] + kernel["counts"]["dram_write_bytes"]
+    ),
+    "MHz": lambda run, problem, kernel: kernel["clock_mhz"],
 }
 
 
