@@ -1131,8 +1131,9 @@ int Lesson::run() {
   printf("\n");
   if (state.counting && on_cpu()) {
     print_prose(
-        "Counted: loads and stores of warps, sectors of 32 bytes that one asks for, bytes asked of "
-        "the L2 cache, and how many times the least possible that is (see docs/profiling.md).");
+        "Counted by the CPU backend: loads and stores of warps, sectors of 32 bytes that one asks "
+        "for, "
+        "bytes asked of the L2 cache, and how many times the least that is (docs/profiling.md).");
   } else if (on_cpu()) {
     print_prose("On the CPU backend only the results count: its times say nothing about a GPU.");
   } else if (state.counting) {

@@ -175,7 +175,8 @@ COUNTED = {
     "atomics": (0, 0, 0, 0, 0, 0, 0, 0, 8, 4 * 4 + 4 * 32, 0, 0, 0, 32 * 144),
     # One warp of each block copies; the other one's part is zeros.
     "copies": (2, 2 * 16, 4, 4 * 16, 4, 0, 0, 0, 0, 0, 2 * 32 * 16, 0, 4, 32 * 96),
-    "fragments": (2, 32, 4, 32, 0, 0, 0, 0, 0, 0, 0, 2 * 16 ** 3, 0, 32 * 64),
+    # Quarters of a fragment: 8 rows, 16 bytes of each.
+    "fragments": (2 * 4, 2 * 4 * 8, 4, 32, 0, 0, 0, 0, 0, 0, 0, 2 * 16 ** 3, 0, 32 * 96),
 }
 
 
