@@ -13,6 +13,7 @@ where PROGRAM is a lesson or hopper_product.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+import functools
 import os
 from pathlib import Path
 import re
@@ -246,11 +247,12 @@ def source_of(program):
     return f"tests/{program}.cu" if program in HEADERS else f"{program}.cu"
 
 
+@functools.cache
 def mistakes(program):
     found = []
     for file in HEADERS.get(program, (source_of(program),)):
         found += derive((ROOT / file).read_text(), file, len(found))[0]
-    return found
+    return tuple(found)
 
 
 def harmless(program, mistake):

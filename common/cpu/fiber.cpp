@@ -55,8 +55,8 @@ CUDA_CPU_NO_TSAN void Fiber::restart() {
 #if defined(CUDA_CPU_TSAN)
   if (tsan_identity_) {
     __tsan_destroy_fiber(tsan_identity_);
-    // For ThreadSanitizer this is new memory: what the old identity wrote there is forgotten. Beyond
-    // what a kernel may use without a sanitizer are only the sanitizer's own calls.
+    // For ThreadSanitizer this is new memory: what the old identity wrote there is forgotten.
+    // Beyond what a kernel may use without a sanitizer are only the sanitizer's own calls.
     constexpr std::size_t kUsed = 64 << 10;
     if (mmap(stack_ + kStackSize - kUsed, kUsed, PROT_READ | PROT_WRITE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
