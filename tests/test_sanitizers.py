@@ -90,7 +90,7 @@ def run_sanitized(sanitizer, name, arguments, environment=None):
     if prefix is None or not path.exists():
         pytest.skip(f"no build with sanitize={sanitizer} that starts")
     command = [*prefix, path, *arguments, "--device", "cpu", "--samples", "1"]
-    return execute(command, env={**OPTIONS, **(environment or {})})
+    return execute(command, timeout=300, env={**OPTIONS, **(environment or {})})
 
 
 @pytest.mark.extensive
@@ -129,10 +129,9 @@ def test_hopper_kernels_are_clean(lesson, run, sanitizer):
 
 
 def takes_long(lesson, mistake):
-    """That nothing is found takes a whole run under ThreadSanitizer; and the two lessons whose runs
-    take longest have one of three mistakes made in CI."""
-    long_runs = lesson in ("7_diffusion_fused", "8_spatial_gradients") and mistake.number % 3 != 1
-    return long_runs or bool(hopper_mutants.harmless(lesson, mistake))
+    """In CI one of three mistakes is made, and none that makes no difference, as to find nothing takes
+    a whole run under ThreadSanitizer: all take a quarter of an hour."""
+    return mistake.number % 3 != 1 or bool(hopper_mutants.harmless(lesson, mistake))
 
 
 @pytest.mark.extensive
