@@ -838,7 +838,7 @@ void Lesson::State::print_worst_places(const Problem& problem) {
       if (!place.shared) line += text(", %.4g needed", place.least);
       const std::string code = source_line(place.file, place.line);
       if (!code.empty()) line += ": " + code;
-      const size_t width = static_cast<size_t>(screen_columns());
+      const size_t width = screen_columns();
       if (line.size() > width) line = line.substr(0, width - 3) + "...";
       printf("%s\n", line.c_str());
     }

@@ -31,6 +31,10 @@ struct Request {
   std::uintptr_t base;
   std::int32_t offsets[32];  ///< of each lane's address from base
   unsigned lanes;
+
+  std::uintptr_t address(int lane) const {
+    return base + static_cast<std::uintptr_t>(static_cast<std::intptr_t>(offsets[lane]));
+  }
 };
 
 /// Device memory from cudaMalloc.
@@ -67,9 +71,7 @@ void count_sectors(const Request& request, unsigned bytes, Place& place) {
   std::uintptr_t sectors[64];
   int count = 0;
   for (unsigned lanes = request.lanes; lanes; lanes &= lanes - 1) {
-    const std::uintptr_t address =
-        request.base + static_cast<std::uintptr_t>(
-                           static_cast<std::intptr_t>(request.offsets[__builtin_ctz(lanes)]));
+    const std::uintptr_t address = request.address(__builtin_ctz(lanes));
     const std::uintptr_t last = (address + bytes - 1) / kSectorBytes;
     for (std::uintptr_t sector = address / kSectorBytes; sector <= last; ++sector) {
       bool known = false;
@@ -85,16 +87,14 @@ void count_sectors(const Request& request, unsigned bytes, Place& place) {
 /// Atomic operations on the same address come one after the other: as often as on the one that most
 /// lanes have, a sector is asked for.
 void count_atomic_sectors(const Request& request, Place& place) {
-  std::map<std::uintptr_t, std::map<std::int32_t, int>> lanes_of;  // sector, address
+  std::map<std::uintptr_t, std::map<std::uintptr_t, int>> lanes_of;  // sector, address
   for (unsigned lanes = request.lanes; lanes; lanes &= lanes - 1) {
-    const std::int32_t offset = request.offsets[__builtin_ctz(lanes)];
-    const std::uintptr_t address =
-        request.base + static_cast<std::uintptr_t>(static_cast<std::intptr_t>(offset));
-    ++lanes_of[address / kSectorBytes][offset];
+    const std::uintptr_t address = request.address(__builtin_ctz(lanes));
+    ++lanes_of[address / kSectorBytes][address];
   }
   for (const auto& [sector, addresses] : lanes_of) {
     int most = 0;
-    for (const auto& [offset, lanes] : addresses) most = std::max(most, lanes);
+    for (const auto& [address, lanes] : addresses) most = std::max(most, lanes);
     place.units += most;
   }
 }
@@ -110,10 +110,8 @@ void count_conflicts(const Request& request, unsigned bytes, Place& place) {
     if (!lanes) continue;
     unsigned in_bank[kBanks] = {}, most = 0;
     for (; lanes; lanes &= lanes - 1) {
-      const unsigned lane = first + static_cast<unsigned>(__builtin_ctz(lanes));
       const std::uintptr_t address =
-          request.base +
-          static_cast<std::uintptr_t>(static_cast<std::intptr_t>(request.offsets[lane]));
+          request.address(static_cast<int>(first) + __builtin_ctz(lanes));
       const std::uintptr_t last = (address + bytes - 1) / 4;
       for (std::uintptr_t word = address / 4; word <= last; ++word) {
         bool known = false;

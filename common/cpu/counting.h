@@ -22,7 +22,7 @@ bool can_count();
 /// From now on, for all launches.
 void start_counting();
 /// Since start_counting(). Nothing of a row that called the library, whose kernels are not here:
-/// see nothing_to_count().
+/// see counted_everything().
 Counts stop_counting();
 bool counted_everything();
 
