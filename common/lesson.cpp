@@ -846,10 +846,19 @@ void Lesson::State::print_worst_places(const Problem& problem) {
 }
 
 std::vector<Column> Lesson::State::count_columns(const Problem& problem) const {
+  const auto counted = [](std::string title, int width, auto value) {
+    return Column{std::move(title), width, [=](const Kernel& kernel) {
+                    if (!kernel.counts) return std::string("-");
+                    const int64_t number = value(*kernel.counts);
+                    if (number < 1'000'000) return std::to_string(number);
+                    const auto [unit, prefix] = unit_for(static_cast<double>(number));
+                    return digits(static_cast<double>(number) / unit, 5) + prefix;
+                  }};
+  };
   const auto column = [](std::string title, int width, auto value) {
     return Column{std::move(title), width, [=](const Kernel& kernel) {
                     if (!kernel.counts) return std::string("-");
-                    const double number = static_cast<double>(value(*kernel.counts));
+                    const double number = value(*kernel.counts);
                     return std::isnan(number) ? "-" : digits(number, static_cast<size_t>(width));
                   }};
   };
@@ -864,10 +873,10 @@ std::vector<Column> Lesson::State::count_columns(const Problem& problem) const {
   }
   const std::pair<double, std::string> unit = unit_for(static_cast<double>(least));
   return {
-      column("loads", 9, [](const Counts& c) { return c.global_load_requests; }),
+      counted("loads", 7, [](const Counts& c) { return c.global_load_requests; }),
       column("sectors", 7,
              [=](const Counts& c) { return ratio(c.global_load_sectors, c.global_load_requests); }),
-      column("stores", 8, [](const Counts& c) { return c.global_store_requests; }),
+      counted("stores", 7, [](const Counts& c) { return c.global_store_requests; }),
       column(
           "sectors", 7,
           [=](const Counts& c) { return ratio(c.global_store_sectors, c.global_store_requests); }),
@@ -879,10 +888,10 @@ std::vector<Column> Lesson::State::count_columns(const Problem& problem) const {
                     ? digits(static_cast<double>(kernel.counts->l2_bytes) / kernel.work.bytes, 7)
                     : "-";
        }},
-      column("shared", 9,
-             [](const Counts& c) { return c.shared_load_requests + c.shared_store_requests; }),
-      column("conflicts", 9,
-             [](const Counts& c) { return c.shared_load_conflicts + c.shared_store_conflicts; }),
+      counted("shared", 7,
+              [](const Counts& c) { return c.shared_load_requests + c.shared_store_requests; }),
+      counted("conflicts", 9,
+              [](const Counts& c) { return c.shared_load_conflicts + c.shared_store_conflicts; }),
       {"error", 8, error_text},
   };
 }

@@ -47,9 +47,9 @@ EXPLAINED = {
     ("6_gating_fused", "", "layer: Hopper resident"): {"shared_store_requests": STMATRIX},
     ("6_gating_fused", "", "square: Hopper cluster"): {"shared_store_requests": STMATRIX},
     ("7_diffusion_fused", "", "forward: one launch"): {
-        "global_load_requests": POLLING, "global_store_requests": SPLIT,
-        "global_store_sectors": SPLIT, "shared_load_requests": MERGED,
-        "shared_store_requests": STMATRIX},
+        "global_load_requests": POLLING, "global_load_sectors": POLLING,
+        "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
+        "shared_load_requests": MERGED, "shared_store_requests": STMATRIX},
     ("7_diffusion_fused", "", "backward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
