@@ -9,6 +9,10 @@
 
 #include "common/check.h"
 
+template <typename... Parameters, typename... Arguments>
+void launch_clusters_early(void (*kernel)(Parameters...), unsigned cluster, dim3 blocks,
+                           dim3 threads, size_t shared_bytes, const Arguments&... arguments);
+
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
 /// soon as the blocks of that one have all called start_next_kernel() or ended, and there is room.
 /// It calls wait_for_previous_kernel(), in one thread at least, before it reads or writes what any
@@ -18,17 +22,27 @@
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
+  launch_clusters_early(kernel, 0, blocks, threads, shared_bytes, arguments...);
+}
+
+/// The same, in clusters of `cluster` blocks for a kernel that does not say of how many; 0: as it
+/// says.
+template <typename... Parameters, typename... Arguments>
+void launch_clusters_early(void (*kernel)(Parameters...), unsigned cluster, dim3 blocks,
+                           dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
   cudaFuncAttributes code;
   CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {cluster, 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
-  config.attrs = &early;
-  config.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = code.ptxVersion < 90 ? 0 : cluster == 0 ? 1 : 2;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 

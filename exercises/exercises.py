@@ -254,13 +254,14 @@ EXERCISES = [
         finds="^Wrong from element 0 ", columns=8,
     ),
     Exercise(
-        "split_k", "7_diffusion_fused", "the last block adds up",
-        "split-K", ("200", "--eigen", "64", "--width", "64"),
-        (Cut("to_spectrum_split(SpectrumOperands", "// The fence: whoever sees the count",
-             "if (!is_last) return;\n  __threadfence();", """\
-  // TODO: only the block that is the last of its tile to be done may go on: it needs the partial
-  // sums of all gridDim.y slices. done[blockIdx.x] is 0 at first, and has to be 0 again in the end.
-  if (blockIdx.y != 0) return;
+        "split_k", "7_diffusion_fused", "the slices of a sum add up",
+        "split-K", ("260", "--eigen", "64", "--width", "64"),
+        (Cut("add_slices(Operands in", "float sum = 0;", "__syncthreads();", """\
+  // TODO: s, the total of element (e, w), is the sum of parts[0][row][lane] to
+  // parts[kSumParts - 1][row][lane] further down. The element's sums in the `slices` slices are at
+  // sums[at], sums[at + stride], and so on. Each of the kSumParts warps that work for the row adds
+  // up its share of them. Now the first slice is all there is.
+  parts[part][row][lane] = part == 0 && inside ? sums[at] : 0;
 """),),
         finds="^Wrong from element 0 ", columns=64, sanitizer="thread", multiprocessors=4,
     ),

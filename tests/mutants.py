@@ -25,11 +25,16 @@ class Mutant:
     arguments: tuple  # to run it with
     nth: int = 0
     number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
+    operator: str = ""  # the file of common/ that has the mistake, if it is not the lesson's own
 
     @property
     def build(self):
         """The sanitizers' build that the program belongs to: one checks addresses and the rest."""
         return "address" if self.sanitizer == "undefined" else self.sanitizer
+
+    @property
+    def source(self):
+        return self.operator or f"{self.lesson}.cu"
 
     @property
     def program(self):
@@ -39,12 +44,12 @@ class Mutant:
         """Where in the lesson's source `text` the mistake is planted."""
         start = text.find(self.function)
         if start < 0:
-            raise ValueError(f"mutant {self.name}: {self.lesson}.cu has no '{self.function}'")
+            raise ValueError(f"mutant {self.name}: {self.source} has no '{self.function}'")
         end = _end_of_function(text, start)
         found = [match.start() for match in re.finditer(re.escape(self.old), text[start:end])]
         if len(found) <= self.nth:
             raise ValueError(
-                f"mutant {self.name}: '{self.function}' of {self.lesson}.cu has"
+                f"mutant {self.name}: '{self.function}' of {self.source} has"
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
         return start + found[self.nth]
@@ -112,9 +117,9 @@ BARRIERS = [
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
     (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
     (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
-    (DIFFUSION, "half fused", "void multiply_slice(", 1, DIFFUSION_ARGUMENTS),
-    (DIFFUSION, "half fused", " from_spectrum(", 1, DIFFUSION_ARGUMENTS),
-    (DIFFUSION, "split-K", "to_spectrum_split(", 2, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "half fused", " project_slices(", 1, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "split-K", " add_slices(", 2, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "half fused", " expand_spectrum(", 1, DIFFUSION_ARGUMENTS),
     (SPATIAL, "two kernels", "take_gradients(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "two kernels", "rotate_gradients(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "one kernel", "gradient_features(", 1, SPATIAL_ARGUMENTS),
@@ -162,9 +167,10 @@ def _missing_barriers():
 
 
 
-def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0):
+def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0, operator=""):
     name = f"{lesson}_{name}"
-    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth)
+    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth,
+                  operator=operator)
 
 
 DATA_RACE = "ThreadSanitizer: data race"
@@ -242,22 +248,24 @@ MUTANTS = [
         "reference_of_d_times_with_the_wrong_sign", "", DIFFUSION, "void spectrum_gradient_fp64(",
         "sum += as_double(evalues[e])", "sum -= as_double(evalues[e])",
         "error: the reference's dTimes and finite differences", "33", *NARROW,
+        operator="common/diffusion.cu",
     ),
     _mutant(
         "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
-        "s, evalues, times, count,", "s, evalues, times, count / 2,",
+        "(s, evalues, times, count,", "(s, evalues, times, count / 2,",
         "error: the reference's dX and finite differences", "33", *NARROW,
+        operator="common/diffusion.cu",
     ),
     # A kernel's gradient, and the sum of a slice that another one's takes the place of.
     _mutant(
-        "d_times_with_the_wrong_sign", "", DIFFUSION, " from_spectrum(",
+        "d_times_with_the_wrong_sign", "", DIFFUSION, " expand_spectrum(",
         "__float2bfloat16_rn(-sum)", "__float2bfloat16_rn(sum)",
         "split-K .* 2.0e\\+00 .*FAILED", "33", *NARROW,
     ),
     _mutant(
-        "last_slice_replaces_the_others", "", DIFFUSION, "to_spectrum_split(",
-        "unsigned slice = 0;", "unsigned slice = gridDim.y - 1;",
-        "split-K .*FAILED", "192", *NARROW, "--kernel", "split-K",
+        "only_some_of_the_slices", "", DIFFUSION, " add_slices(",
+        "int slice = slices * part / kSumParts;", "int slice = end - 1;",
+        "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
     ),
     _mutant(
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",

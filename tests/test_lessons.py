@@ -44,7 +44,8 @@ SOFTMAX_SHAPES = [
 # V, E, W: less than a tile, more than one, neither; E too large for the wide tiles.
 DIFFUSIONS = [
     (1, 128, 256), (31, 16, 16), (33, 48, 144), (64, 64, 64), (130, 144, 80), (1000, 16, 48),
-    (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256),
+    (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256), (1, 8, 8),
+    (40, 136, 328), (260, 256, 520),
 ]
 # V, E, W: the same; E too large for the wide tiles, for backward's sums, for any tiles; W too large
 # for one kernel's rows.

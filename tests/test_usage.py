@@ -101,8 +101,8 @@ def test_bad_option(backend, arguments, message):
 @pytest.mark.parametrize(
     "arguments, rc, message",
     [
-        (["--eigen", "17"], BAD_USAGE, "--eigen is a multiple of 16, not 17"),
-        (["--width", "8"], BAD_USAGE, "--width is a multiple of 16, not 8"),
+        (["--eigen", "17"], BAD_USAGE, "--eigen is a multiple of 8, not 17"),
+        (["--width", "4"], BAD_USAGE, "--width is a multiple of 8, not 4"),
         (["--eigen", "0"], BAD_USAGE, "--eigen is a whole number from 1 to"),
         (["8", "--eigen", "65536"], DEVICE_CANNOT, "--eigen 65536: .* bytes of shared memory"),
         (["8", "--eigen", "2147483632"], DEVICE_CANNOT, "--eigen 2147483632: .* shared memory"),
