@@ -221,6 +221,149 @@ double rounded(int64_t chain, double u_sum, int roundings) {
   return dot_tolerance(chain, u_sum, sqrt(static_cast<double>(roundings)) * kRoundoffBf16);
 }
 
+// ---- unfused: the elementwise kernels -----------------------------------------------------------
+
+// A thread owns 8 neighbouring elements of its result and moves them as 16 bytes.
+struct alignas(16) Pack {
+  bf16 values[8];
+};
+constexpr unsigned kPerBlock = 8 * kThreads;
+
+// out (rows, W) = factor[:, None] * in
+__global__ void scale_rows(const bf16* factor, const bf16* in, bf16* out, size_t count, int W) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+  if (i >= count) return;
+  const float scale = __bfloat162float(factor[i / W]);
+  Pack pack = *reinterpret_cast<const Pack*>(in + i);
+  for (bf16& value : pack.values) value = __float2bfloat16_rn(scale * __bfloat162float(value));
+  *reinterpret_cast<Pack*>(out + i) = pack;
+}
+
+// out (E, W) = exp(-evalues[:, None] * times[None, :]). A framework needs a kernel each for the
+// outer product, the sign and the exponential; this baseline gets them in one.
+__global__ void damping_factors(const bf16* evalues, const bf16* times, bf16* out, size_t count,
+                                int W) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+  if (i >= count) return;
+  const float evalue = __bfloat162float(evalues[i / W]);
+  Pack pack = *reinterpret_cast<const Pack*>(times + i % W);
+  for (bf16& value : pack.values) {
+    value = __float2bfloat16_rn(damping(evalue, __bfloat162float(value)));
+  }
+  *reinterpret_cast<Pack*>(out + i) = pack;
+}
+
+// out = left * right, or left + right, element by element.
+enum class Combine { product, sum };
+template <Combine kCombine>
+__global__ void combine(const bf16* left, const bf16* right, bf16* out, size_t count) {
+  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
+  if (i >= count) return;
+  const Pack a = *reinterpret_cast<const Pack*>(left + i);
+  Pack b = *reinterpret_cast<const Pack*>(right + i);
+  for (int j = 0; j < 8; ++j) {
+    const float x = __bfloat162float(a.values[j]), y = __bfloat162float(b.values[j]);
+    b.values[j] = __float2bfloat16_rn(kCombine == Combine::product ? x * y : x + y);
+  }
+  *reinterpret_cast<Pack*>(out + i) = b;
+}
+
+// dTimes (W) = -(evalues[:, None] * s * spectral).sum(0), again several kernels in a framework. A
+// warp owns 8 columns: lane l adds up every fourth row from l / 8 on of column l % 8.
+__global__ void times_gradient(const bf16* evalues, const bf16* s, const bf16* spectral,
+                               bf16* d_times, int E, int W) {
+  const int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
+  const int lane = threadIdx.x % 32, w = 8 * warp + lane % 8;
+  if (8 * warp >= W) return;
+  float sum = 0;
+  for (int e = lane / 8; e < E; e += 4) {
+    const size_t at = static_cast<size_t>(e) * W + w;
+    sum += __bfloat162float(evalues[e]) * __bfloat162float(s[at]) * __bfloat162float(spectral[at]);
+  }
+  sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+  if (lane < 8) d_times[w] = __float2bfloat16_rn(-sum);
+}
+
+// ---- unfused: the library's products ------------------------------------------------------------
+
+// c (E, W) = basis^T values, row-major. cuBLAS is column-major, where these are the transposes:
+// c^T = values^T basis, in which values^T is what memory holds, and basis is its transpose.
+void project(cublasHandle_t blas, const bf16* basis, const bf16* values, bf16* c,
+             DiffusionShape shape) {
+  const float one = 1, zero = 0;
+  const int V = static_cast<int>(shape.V), E = static_cast<int>(shape.E);
+  const int W = static_cast<int>(shape.W);
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_T, W, E, V, &one, values, CUDA_R_16BF, W,
+                            basis, CUDA_R_16BF, E, &zero, c, CUDA_R_16BF, W, CUBLAS_COMPUTE_32F,
+                            CUBLAS_GEMM_DEFAULT));
+}
+
+// c (V, W) = basis spectrum, row-major.
+void expand(cublasHandle_t blas, const bf16* basis, const bf16* spectrum, bf16* c,
+            DiffusionShape shape) {
+  const float one = 1, zero = 0;
+  const int V = static_cast<int>(shape.V), E = static_cast<int>(shape.E);
+  const int W = static_cast<int>(shape.W);
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, W, V, E, &one, spectrum, CUDA_R_16BF, W,
+                            basis, CUDA_R_16BF, E, &zero, c, CUDA_R_16BF, W, CUBLAS_COMPUTE_32F,
+                            CUBLAS_GEMM_DEFAULT));
+}
+
+void add_unfused_forward(DiffusionProblem& table) {
+  const auto [V, E, W] = table.shape;
+  const int64_t values = table.shape.vertex_values(), small = table.shape.spectrum_values();
+  const auto weighted = table.problem.output<bf16>(values);
+  const auto projected = table.problem.output<bf16>(small);
+  const auto factors = table.problem.output<bf16>(small);
+  const auto launch = [=, W = static_cast<int>(W), &table] {
+    const DiffusionOperands in = table.operands();
+    scale_rows<<<blocks_for(values, kPerBlock), kThreads>>>(in.mass, in.values, weighted, values,
+                                                            W);
+    project(table.blas, in.basis, weighted, projected, table.shape);
+    damping_factors<<<blocks_for(small, kPerBlock), kThreads>>>(in.evalues, in.times, factors,
+                                                                small, W);
+    combine<Combine::product>
+        <<<blocks_for(small, kPerBlock), kThreads>>>(factors, projected, in.spectrum, small);
+    expand(table.blas, in.basis, in.spectrum, in.result, table.shape);
+  };
+  table.problem.kernel("unfused", Role::baseline, launch)
+      .needs(80)
+      .occupies(table.ends() + weighted.bytes() + projected.bytes() + factors.bytes())
+      // mass * x, the product, the factors, spectral; how cuBLAS splits the sum is not known.
+      .checks = table.checks(V, 2, 4, 1);
+}
+
+void add_unfused_backward(DiffusionProblem& table) {
+  const auto [V, E, W] = table.shape;
+  const int64_t values = table.shape.vertex_values(), small = table.shape.spectrum_values();
+  const auto projected = table.problem.output<bf16>(small);
+  const auto s = table.problem.output<bf16>(small);
+  const auto factors = table.problem.output<bf16>(small);
+  const auto expanded = table.problem.output<bf16>(values);
+  const auto launch = [=, E = static_cast<int>(E), W = static_cast<int>(W), &table] {
+    const DiffusionOperands in = table.operands();
+    project(table.blas, in.basis, in.values, projected, table.shape);
+    combine<Combine::sum>
+        <<<blocks_for(small, kPerBlock), kThreads>>>(in.d_spectral, projected, s, small);
+    times_gradient<<<blocks_for(4 * W, kThreads), kThreads>>>(in.evalues, s, in.spectral,
+                                                              in.d_times, E, W);
+    damping_factors<<<blocks_for(small, kPerBlock), kThreads>>>(in.evalues, in.times, factors,
+                                                                small, W);
+    combine<Combine::product>
+        <<<blocks_for(small, kPerBlock), kThreads>>>(factors, s, in.spectrum, small);
+    expand(table.blas, in.basis, in.spectrum, expanded, table.shape);
+    scale_rows<<<blocks_for(values, kPerBlock), kThreads>>>(in.mass, expanded, in.result, values,
+                                                            W);
+  };
+  table.problem.kernel("unfused", Role::baseline, launch)
+      .needs(80)
+      .occupies(table.ends() + projected.bytes() + s.bytes() + factors.bytes() +
+                table.spectrum.bytes() + expanded.bytes())
+      // The product, s; the factors, damped; then the product and dX.
+      .checks = table.checks(V, 2, 4, 2);
+}
+
 }  // namespace
 
 DiffusionProblem::DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pass,
@@ -291,4 +434,8 @@ std::vector<Check> DiffusionProblem::checks(int64_t chain, int sum_roundings,
   const double in_times = hypot(rounded(chain, tensor_core_sum(chain), sum_roundings),
                                 rounded(shape.E, kRoundoffFp32, 1));
   return {result_check, {d_times->storage(), expected_small.storage(), in_times}};
+}
+
+void add_unfused(DiffusionProblem& problem) {
+  problem.pass == Pass::forward ? add_unfused_forward(problem) : add_unfused_backward(problem);
 }

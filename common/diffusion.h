@@ -1,5 +1,5 @@
-// The spatial diffusion of lesson 7: its inputs and results, its reference in fp64, and how far a
-// kernel may be from that. The formulas of both passes are at the top of 7_diffusion_fused.cu.
+// The spatial diffusion of lesson 7: its inputs and results, its reference in fp64, how far a kernel
+// may be from that, and the unfused kernels of a framework. The formulas of both passes are at the top of 7_diffusion_fused.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -36,6 +36,10 @@ struct DiffusionOperands {
   int E, W;
 };
 
+/// e^(-evalue time). __expf is off by 2 or 3 units in the last place of fp32 here, where the
+/// exponent is between -2 and 0; what it multiplies is rounded to bf16.
+__device__ inline float damping(float evalue, float time) { return __expf(-evalue * time); }
+
 /// One table of lesson 7: a pass, with random inputs.
 struct DiffusionProblem {
   DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pass, DiffusionShape shape);
@@ -62,3 +66,7 @@ struct DiffusionProblem {
   /// Backward: how far the reference was from finite differences; called when it is known.
   std::function<void(double)> report_difference;
 };
+
+/// Adds the row *unfused*: the pass as a framework launches it, in kernels of the library and
+/// elementwise ones, whose results all go through memory.
+void add_unfused(DiffusionProblem& problem);
