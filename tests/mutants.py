@@ -8,6 +8,7 @@ takes long, so all of its missing barriers are in one program, whose environment
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 import re
 
 
@@ -50,8 +51,18 @@ class Mutant:
         return start + found[self.nth]
 
 
+INLINED = "common/row_parts.cuh"  # a mistake may be in this, too
+
+
+def whole(text):
+    """A lesson's source with that header in the place where it is included."""
+    header = (Path(__file__).resolve().parents[1] / INLINED).read_text()
+    return text.replace(f'#include "{INLINED}"', header.replace("#pragma once", ""))
+
+
 def plant(mutants, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
+    text = whole(text)
     for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
         at = mutant.where(text)
         new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
@@ -79,6 +90,7 @@ FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
 SOFTMAX = "9_matmul_softmax"
+TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 
@@ -131,8 +143,11 @@ BARRIERS = [
      ("3", "--inputs", "9", "--classes", "10", "--all")),
     (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
      ("3", "--inputs", "5", "--classes", "600", "--all")),
-    (SOFTMAX, "dlogits on the fly", "gradient(Backward", 2,
-     ("17", "--inputs", "9", "--classes", "10", "--all", "--exercises")),
+    # More than a step, and two tiles of columns that share rows.
+    (TRAINING, "fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
+    (TRAINING, "fused", "is_last_block(unsigned", 1, ("3", "--inputs", "9", "--classes", "100")),
+    (TRAINING, "dlogits on the fly", "gradient(Backward", 2,
+     ("17", "--inputs", "9", "--classes", "10")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
