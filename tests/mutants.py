@@ -146,8 +146,6 @@ BARRIERS = [
     # More than a step, and two tiles of columns that share rows.
     (TRAINING, "fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
     (TRAINING, "fused", "is_last_block(unsigned", 1, ("3", "--inputs", "9", "--classes", "100")),
-    (TRAINING, "dlogits on the fly", "gradient(Backward", 2,
-     ("17", "--inputs", "9", "--classes", "10")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
