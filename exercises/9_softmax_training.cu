@@ -1,4 +1,4 @@
-// 9, solved. softmax(x W) in training: its loss, its gradients, and fp16 inputs
+// 9, solved. softmax(x W) in training: its loss, its gradients, fp16 inputs, and several heads
 //
 //     logits = x W, probs = softmax(logits) row by row: lesson 9
 //     loss(b) = -log probs(b, label(b)), dlogits = probs less 1 at the label
@@ -9,6 +9,7 @@
 // table compares with cuBLAS, and a kernel for what cuBLAS does not do.
 //
 //     cross-entropy   the loss and its gradient, in the launch of the product
+//     heads           W has C columns for each of H heads: a softmax for each head of a row
 //     fp16            x and W in fp16: the same kernel, half the bytes, the other instruction
 //     backward        dx and dW of any loss, from that loss's gradient of probs
 //
@@ -145,28 +146,29 @@ __device__ void multiply(Sums& sums, Tiles<T>& tiles, int depth, const Left& lef
   }
 }
 
-// ---- Cross-entropy, and softmax of fp16 inputs --------------------------------------------------
+// ---- Cross-entropy, softmax of several heads and of fp16 inputs ---------------------------------
 
+// x (B, D) and W (D, H, C): C columns for each head. Most layers have one head.
 template <typename T>
 struct Layer {
   const T *x, *W;
-  int B, D, C;
+  int B, D, H, C;
 };
 
 struct Results {
-  float* out;                   // (B, C): logits at first, then probs or dlogits
+  float* out;                   // (B, H, C): logits at first, then probs or dlogits
   const int* labels = nullptr;  // (B): with labels it is cross-entropy, without them softmax
   float* loss = nullptr;        // (B)
-  float2* parts = nullptr;      // (B, C / 32): maximum of a part of a row, and sum relative to it
+  float2* parts = nullptr;      // (B, H, C / 32): maximum of a part of a row, and its sum
   unsigned* arrived = nullptr;  // see is_last_block()
 };
 
 // A warp turns a row of logits, whose maximum and sum of exp(logit - largest) it knows, into
 // probabilities; or, with labels, into the gradient of the loss. The logarithm is never taken of a
 // probability, which may be 0.
-__device__ void finish_row(float largest, float sum, int row, int C, const Results& results) {
+__device__ void finish_row(float largest, float sum, size_t row, int C, const Results& results) {
   const int lane = threadIdx.x % 32;
-  float* out = results.out + static_cast<size_t>(row) * C;
+  float* out = results.out + row * C;
   int label = -1;
   if (results.labels) {
     label = results.labels[row];
@@ -180,10 +182,11 @@ __device__ void finish_row(float largest, float sum, int row, int C, const Resul
 }
 
 // Beside a library's product: a warp makes of a row of logits what the kernel below makes of it.
-__global__ void finish_rows(Results results, int rows, int C) {
-  const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+__global__ void finish_rows(Results results, size_t rows, int C) {
+  const size_t row = size_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   if (row >= rows) return;
-  const float* logits = results.out + static_cast<size_t>(row) * C;
+  const float* logits = results.out + row * C;
   float largest = minus_infinity(), sum = 0;
 #pragma unroll 4
   for (int col = lane; col < C; col += 32) largest = fmaxf(largest, logits[col]);
@@ -193,19 +196,24 @@ __global__ void finish_rows(Results results, int rows, int C) {
   finish_row(largest, lanes_sum<32>(sum), row, C, results);
 }
 
-// A block has 64 rows and 64 columns, a warp 32 of each. Of each row the four lanes that have it
-// find the maximum of the warp's columns and the sum relative to it, and leave both in `parts`,
-// beside the logits. The last block of these rows to end puts the parts of a row together, and
-// finishes it: the logits are still in the L2 cache. This is lesson 9's "fused online" with less
-// care; what is new is how little a loss and its gradient add to it.
+// A block has 64 rows and 64 columns of a head, a warp 32 of each. Of each row the four lanes that
+// have it find the maximum of the warp's columns and the sum relative to it, and leave both in
+// `parts`, beside the logits. The last block of these rows to end puts the parts of a row together,
+// and finishes it: the logits are still in the L2 cache. This is lesson 9's "fused online" with
+// less care; what is new is how little a loss and its gradient, or heads, add to it.
+//
+// To a softmax each head of a row is a row of its own, and tiles end where a head ends. So blocks
+// of different heads have nothing to tell each other; a head of up to 64 columns is one block's.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results results) {
   start_next_kernel();
   wait_for_previous_kernel();
   __shared__ Tiles<T> tiles;
-  const int B = layer.B, D = layer.D, C = layer.C;
-  const int column_tiles = (C + kTile - 1) / kTile, strip = blockIdx.x / column_tiles;
-  const int row0 = strip * kTile, col0 = blockIdx.x % column_tiles * kTile;
+  const int B = layer.B, D = layer.D, H = layer.H, C = layer.C;
+  const int column_tiles = (C + kTile - 1) / kTile, col0 = blockIdx.x % column_tiles * kTile;
+  const int group = blockIdx.x / column_tiles;  // of blocks that have the same rows of a head
+  const int head = group % H, row0 = group / H * kTile;
+  const auto row_of_head = [&](int row) { return static_cast<size_t>(row) * H + head; };
   Sums sums;
   multiply<T, true, false>(
       sums, tiles, D,
@@ -215,7 +223,7 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
       },
       [&](int line, int k) {
         const bool inside = col0 + line < C && k < D;
-        return inside ? layer.W[static_cast<size_t>(k) * C + col0 + line] : T(0);
+        return inside ? layer.W[(static_cast<size_t>(k) * H + head) * C + col0 + line] : T(0);
       });
 
   const int first = col0 + warp_col(), parts = (C + kWarpTile - 1) / kWarpTile;
@@ -233,23 +241,23 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
       const int col = first + Sums::col(j);
       if (row >= B || col >= C) continue;
       sum += expf(sums.at(i, j) - largest);
-      results.out[static_cast<size_t>(row) * C + col] = sums.at(i, j);
+      results.out[row_of_head(row) * C + col] = sums.at(i, j);
     }
     sum = lanes_sum<4>(sum);
     if (threadIdx.x % 4 == 0 && row < B && first < C) {
-      results.parts[static_cast<size_t>(row) * parts + first / kWarpTile] = {largest, sum};
+      results.parts[row_of_head(row) * parts + first / kWarpTile] = {largest, sum};
     }
   }
-  if (!is_last_block(results.arrived + strip, column_tiles)) return;
+  if (!is_last_block(results.arrived + group, column_tiles)) return;
 
   const int lane = threadIdx.x % 32;
   for (int row = row0 + threadIdx.x / 32; row < min(B, row0 + kTile); row += kThreads / 32) {
-    const float2* part = results.parts + static_cast<size_t>(row) * parts;
+    const float2* part = results.parts + row_of_head(row) * parts;
     float largest = minus_infinity(), sum = 0;
     for (int p = lane; p < parts; p += 32) largest = fmaxf(largest, part[p].x);
     largest = lanes_max<32>(largest);
     for (int p = lane; p < parts; p += 32) sum += part[p].y * expf(part[p].x - largest);
-    finish_row(largest, lanes_sum<32>(sum), row, C, results);
+    finish_row(largest, lanes_sum<32>(sum), row_of_head(row), C, results);
   }
 }
 
@@ -372,17 +380,17 @@ void library_gradients(cublasHandle_t blas, const Backward& given) {
 // The kernel for softmax, without labels, or for cross-entropy, with them; and what it needs
 // besides the buffers of its table.
 template <typename T>
-std::function<void(Results)> make_fused(Problem& problem, const SoftmaxShape& shape,
+std::function<void(Results)> make_fused(Problem& problem, const SoftmaxShape& shape, int H,
                                         const Buffer<T>& x, const Buffer<T>& W) {
-  const unsigned strips = blocks(shape.rows, kTile), tiles = blocks(shape.classes, kTile);
-  const auto parts = problem.output<float>(2 * shape.rows * blocks(shape.classes, kWarpTile));
-  const auto arrived = problem.workspace<unsigned>(strips);
+  const unsigned groups = blocks(shape.rows, kTile) * H, tiles = blocks(shape.classes, kTile);
+  const auto parts = problem.output<float>(2 * shape.rows * H * blocks(shape.classes, kWarpTile));
+  const auto arrived = problem.workspace<unsigned>(groups);
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);
   return [=](Results results) {
     results.parts = reinterpret_cast<float2*>(parts.data());
     results.arrived = arrived;
-    launch_early(fused_tiles<T>, strips * tiles, kThreads, 0, Layer<T>{x, W, B, D, C}, results);
+    launch_early(fused_tiles<T>, groups * tiles, kThreads, 0, Layer<T>{x, W, B, D, H, C}, results);
   };
 }
 
@@ -445,11 +453,45 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
                 finish_rows<<<blocks(B, 8), 256>>>(results(), B, C);
               })
       .needs(80);
-  const auto fused = make_fused<float>(problem, shape, x, W);
+  const auto fused = make_fused<float>(problem, shape, 1, x, W);
   problem.kernel("fused", Role::ours, [=] { fused(results()); })
       .needs(80)
       .resources(fused_tiles<float>, kThreads);
   problem.compare("fused", "library", name + ": % times as fast as the library.");
+}
+
+// A softmax for each of H heads of C columns: probs (B, H, C).
+void add_heads(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, int H) {
+  const int64_t rows = shape.rows * H;
+  const SoftmaxShape all = {shape.rows, shape.inputs, shape.classes * H};  // of the product
+  if (all.classes > INT32_MAX) fail(kBadUsage, "--heads times --classes: below 2^31");
+  const std::string name = "heads " + text_of(all);
+  Problem& problem =
+      lesson.problem(name, {{"B", shape.rows}, {"D", shape.inputs}, {"H", H}, {"C", shape.classes}},
+                     "tf32", {.flops = all.flops(), .bytes = all.bytes(sizeof(float))}, Rate::tf32);
+  problem.in_graph();
+  const auto x = problem.input<float>(shape.rows * shape.inputs);
+  const auto W = problem.input<float>(shape.inputs * all.classes, weight_scale(shape));
+  const auto probs = problem.output<float>(rows * shape.classes);
+  const auto expected = problem.reference(probs.size());
+  problem.reference_from(softmax_scratch(all), [=] {
+    reference_matmul<float>(blas, x, W, expected, all.rows, all.classes, all.inputs);
+    softmax_fp64(expected, rows, shape.classes);
+  });
+  problem.check(probs, expected, tf32_tolerance(shape));
+  const int C = static_cast<int>(shape.classes);
+  problem
+      .kernel("library", Role::library,
+              [=] {
+                library_product(blas, x, W, probs, all, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32);
+                finish_rows<<<blocks(rows, 8), 256>>>(Results{.out = probs}, rows, C);
+              })
+      .needs(80);
+  const auto fused = make_fused<float>(problem, shape, H, x, W);
+  problem.kernel("fused heads", Role::ours, [=] { fused({.out = probs}); })
+      .needs(80)
+      .resources(fused_tiles<float>, kThreads);
+  problem.compare("fused heads", "library", name + ": % times as fast as the library.");
 }
 
 // x and W in fp16, the product in fp16 on tensor cores, logits and softmax in fp32.
@@ -471,7 +513,7 @@ void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape
     library_product(blas, x.data(), W.data(), probs, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
     finish_rows<<<blocks(B, 8), 256>>>(Results{.out = probs}, B, C);
   });
-  const auto fused = make_fused<half>(problem, shape, x, W);
+  const auto fused = make_fused<half>(problem, shape, 1, x, W);
   problem.kernel("fused", Role::ours, [=] { fused({.out = probs}); })
       .resources(fused_tiles<half>, kThreads);
   problem.compare("fused", "library", name + ": % times as fast as the library.");
@@ -550,20 +592,22 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
 }
 
 int main(int argc, char** argv) {
-  Lesson lesson(
-      argc, argv,
-      {.name = "9_softmax_training",
-       .title = "softmax(x W) in training: its loss, its gradients, fp16 inputs",
-       .n_meaning = "B, rows of x",
-       .n_gpu = 1024,
-       .n_cpu = 32,
-       .options = {{"--inputs", "D, columns of x", 1024}, {"--classes", "C, columns of W", 100}}});
+  Lesson lesson(argc, argv,
+                {.name = "9_softmax_training",
+                 .title = "softmax(x W) in training: its loss, its gradients, several heads, fp16",
+                 .n_meaning = "B, rows of x",
+                 .n_gpu = 1024,
+                 .n_cpu = 32,
+                 .options = {{"--inputs", "D, columns of x", 1024},
+                             {"--classes", "C, columns of W", 100},
+                             {"--heads", "H: W has C columns for each of them, in one table", 4}}});
   const SoftmaxShape shape = {lesson.n(), lesson.option("--inputs"), lesson.option("--classes")};
   Cublas blas;
   if (shape.classes > 1) {  // of one class the probability is 1, and every gradient 0
     add_cross_entropy(lesson, blas, shape);
     add_backward(lesson, blas, shape);
   }
+  add_heads(lesson, blas, shape, static_cast<int>(lesson.option("--heads")));
   add_mixed_precision(lesson, blas, shape);
   return lesson.run();
 }

@@ -296,6 +296,20 @@ EXERCISES = [
         finds="^Wrong from element 0 ",
     ),
     Exercise(
+        "heads", "9_softmax_training", "a softmax for each head of a row",
+        "fused heads", ("5", "--inputs", "9", "--heads", "3", "--classes", "10"),
+        (Cut("fused_tiles(Layer<T> layer", "const int head = group % H,", "size_t>(row) * H + head; };", """\
+  // TODO: which head do the blocks of this group have, and from which row on? And where among the
+  // B * H rows of the result is that head of a row?
+  const int head = 0, row0 = group * kTile;
+  const auto row_of_head = [&](int row) { return static_cast<size_t>(row); };
+"""), Cut("fused_tiles(Layer<T> layer", "return inside ? layer.W[", "", """\
+        // TODO: a row of W has the C columns of each head, one head after the other.
+        return inside ? layer.W[static_cast<size_t>(k) * C + col0 + line] : T(0);
+""")),
+        finds="^Wrong from element 0 ", columns=10,
+    ),
+    Exercise(
         "blade_sign", CLIFFORD, "the sign of a product of blades",
         "fused product", ("3", "--features", "40"),
         (Cut("struct Cl {", "int swaps = 0;", "return sign;", """\

@@ -209,6 +209,16 @@ def test_softmax_training(run, backend, shape):
         assert float(difference) <= float(bound) < abs(float(slope))
 
 
+# A head in one tile, and in two of which the last is not full; more rows than a tile has.
+@pytest.mark.parametrize("shape, heads", [((1, 1, 1), 1), ((5, 9, 10), 3), ((67, 33, 70), 2),
+                                          ((2, 70, 64), 5)], ids=str)
+def test_softmax_of_heads(run, backend, shape, heads):
+    arguments = softmax_arguments(shape, "--heads", heads)
+    result = run(TRAINING, *arguments, "--samples", 1)
+    assert_verified(result, listed(TRAINING, backend, *arguments), 1)
+    assert dict(zip("BDC", shape), H=heads) in dims_of(result).values()
+
+
 def test_softmax_training_of_one_class(run, backend):
     arguments = softmax_arguments((3, 4, 1))
     result = run(TRAINING, *arguments, "--samples", 1)
