@@ -1471,58 +1471,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-// ---- Inputs that are hard for a softmax ---------------------------------------------------------
-
-// With --hard-rows three rows of four become hard; the logits of those are exact in TF32, too:
-//   row % 4 == 0   +-2^100: exp() of their difference to anything is 0 or 1
-//   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
-//   row % 4 == 2   all equal
-// and in every row every third class has the logit -inf. To that end W has special rows, 0 for the
-// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it is
-// zero there. (It always picks row 2: 0 * -inf would be NaN.) One thread an element.
-constexpr int kSpecialInputs = 3;
-
-__global__ void make_x_hard(float* x, size_t count, int D) {
-  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  const size_t d = i % D, kind = i / D % 4;
-  if (d == kSpecialInputs - 1) {
-    x[i] = 1;
-  } else if (d < kSpecialInputs - 1) {
-    x[i] = d == kind ? 1 : 0;
-  } else if (kind < 3) {
-    x[i] = 0;
-  }
-}
-
-__global__ void make_W_hard(float* W, int C) {
-  const int c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= C) return;
-  W[c] = c % 2 == 0 ? 0x1p100f : -0x1p100f;
-  W[C + c] = static_cast<float>(2000 + c % 8);
-  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? minus_infinity() : 0;
-}
-
-// Every other row of logits becomes -inf: x has -inf there, and that row of W only 1. One thread
-// an element of x or W's first row.
-__global__ void make_only_minus_infinity(float* x, float* W, int B, int D, int C) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < B && i % 2 == 0) x[static_cast<size_t>(i) * D] = minus_infinity();
-  if (i < C) W[i] = 1;
-}
-
-// Verification takes NaN for an error. Where it is what should come out, it becomes -1 first; but
-// not the NaN of what nobody wrote, all of whose bits are set.
-__global__ void mark_nan(const float* in, float* out, size_t count) {
-  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) out[i] = isnan(in[i]) && __float_as_uint(in[i]) != 0xffffffffu ? -1 : in[i];
-}
-
-__global__ void mark_nan_fp64(double* values, size_t count) {
-  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count && isnan(values[i])) values[i] = -1;
-}
-
 // -------------------------------------------------------------------------------------------------
 
 unsigned blocks(int64_t count, int64_t per_block) {
@@ -1902,12 +1850,6 @@ std::string text_of(const SoftmaxShape& shape) {
          std::to_string(shape.classes);
 }
 
-void make_hard(const Buffer<float>& x, const Buffer<float>& W, const SoftmaxShape& shape) {
-  make_x_hard<<<blocks(x.size(), 256), 256>>>(x, x.size(), static_cast<int>(shape.inputs));
-  make_W_hard<<<blocks(shape.classes, 256), 256>>>(W, static_cast<int>(shape.classes));
-  CUDA_CHECK(cudaGetLastError());
-}
-
 constexpr double kMostFlopsOfFusedRows = 1e11;
 
 // The table of a shape in fp32 or, if `tf32`, in TF32.
@@ -1985,14 +1927,10 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
   const auto expected = problem.reference(probs.size());
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);
-  problem.adjust_inputs([=] {
-    make_only_minus_infinity<<<blocks(std::max(B, C), 256), 256>>>(x, W, B, D, C);
-    CUDA_CHECK(cudaGetLastError());
-  });
+  problem.adjust_inputs([=] { make_only_minus_infinity(x, W, shape); });
   problem.reference_from(softmax_scratch(shape), [=] {
     reference_softmax<float>(blas, x, W, expected, shape);
-    mark_nan_fp64<<<blocks(expected.size(), 256), 256>>>(expected, expected.size());
-    CUDA_CHECK(cudaGetLastError());
+    mark_nan(expected, expected.size());
   });
   problem.check(marked, expected,
                 softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32));
@@ -2001,7 +1939,7 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
         .kernel(name, Role::ours,
                 [=] {
                   launch();
-                  mark_nan<<<blocks(probs.size(), 256), 256>>>(probs, marked, probs.size());
+                  mark_nan(probs, marked, probs.size());
                 })
         .needs(needs_cc);
   };
