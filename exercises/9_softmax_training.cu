@@ -22,36 +22,37 @@
 
 // ---- The product --------------------------------------------------------------------------------
 
-// A block of four warps has 64 x 64 elements of a product, a warp 32 x 32 of them. Where the
+// A block of eight warps has 64 x 64 elements of a product, a warp 16 x 32 of them. Where the
 // elements of the factors come from is a function's business: left(row, k) and right(column, k).
-// That is how something can be computed on the way, and how either factor can be transposed.
-constexpr int kTile = 64, kWarpTile = 32, kThreads = 128;
+// That is how something can be computed on the way, and how either factor can be transposed. It
+// takes an address for each element: with half as many warps these would not fit in registers.
+constexpr int kTile = 64, kWarpRows = 16, kWarpCols = 32, kThreads = 256;
 
-// A step along k is 128 bytes of each line: 32 floats, or 64 halves. (A line is a row of the left
-// factor, or a column of the right one.) In shared memory lines start 16 bytes further along the
-// banks than a multiple of 128: eight of them, 16 bytes each, are on different banks.
+// A step along k is 32 elements of each line. (A line is a row of the left factor, or a column of
+// the right one.) In shared memory there are 16 bytes between two lines: so eight of them, 16 bytes
+// each, are on different banks, and these are what an ldmatrix reads at a time.
 template <typename T>
 struct Tiles {
-  static constexpr int kStep = 128 / static_cast<int>(sizeof(T));
+  static constexpr int kStep = 32;
   static constexpr int kStride = kStep + 16 / static_cast<int>(sizeof(T));
   static constexpr int kEach = kTile * kStep / kThreads;  // a thread's share of a step's tile
   alignas(16) T left[2][kTile * kStride];
   alignas(16) T right[2][kTile * kStride];
 };
 
-// A warp's 32 x 32 sums, as 2 x 4 fragments of 16 x 8. A thread has 4 x 8 of them: (row(i), col(j))
+// A warp's 16 x 32 sums, as four fragments of 16 x 8. A thread has 2 x 8 of them: (row(i), col(j))
 // for its lane; the four lanes of a row are neighbours.
 struct Sums {
-  float v[2][4][4] = {};
+  float v[4][4] = {};
 
-  __device__ float& at(int i, int j) { return v[i / 2][j / 2][i % 2 * 2 + j % 2]; }
+  __device__ float& at(int i, int j) { return v[j / 2][i * 2 + j % 2]; }
   static __device__ int row(int i) { return 8 * i + threadIdx.x % 32 / 4; }
   static __device__ int col(int j) { return 8 * (j / 2) + threadIdx.x % 4 * 2 + j % 2; }
 };
 
-// Where the warp's 32 x 32 elements start in those of the block.
-__device__ int warp_row() { return threadIdx.x / 64 * kWarpTile; }
-__device__ int warp_col() { return threadIdx.x / 32 % 2 * kWarpTile; }
+// Where the warp's 16 x 32 elements start in those of the block.
+__device__ int warp_row() { return threadIdx.x / 64 * kWarpRows; }
+__device__ int warp_col() { return threadIdx.x / 32 % 2 * kWarpCols; }
 
 // The elements of a step's tile that a thread brings: number i is element k of a line. A warp loads
 // neighbours in memory. If these are neighbours along k it takes 32 of a line. If they are lines it
@@ -101,23 +102,20 @@ __device__ void add_products(Sums& sums, const T* left, const T* right) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < Tiles<T>::kStep; k += 2 * kHalf) {
-    unsigned a[2][4], b[2][4];
+    unsigned a[4], b[2][4];
+    ldmatrix_x4(a, left + lane % 16 * kStride + k + lane / 16 * kHalf);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      ldmatrix_x4(a[i], left + (16 * i + lane % 16) * kStride + k + lane / 16 * kHalf);
       ldmatrix_x4(b[i],
                   right + (16 * i + lane / 16 * 8 + lane % 8) * kStride + k + lane / 8 % 2 * kHalf);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const unsigned b0 = b[j / 2][j % 2 * 2], b1 = b[j / 2][j % 2 * 2 + 1];
-        if constexpr (sizeof(T) == 4) {
-          mma_m16n8k8_tf32(sums.v[i][j], a[i], b0, b1);
-        } else {
-          mma_m16n8k16<T>(sums.v[i][j], a[i], b0, b1);
-        }
+    for (int j = 0; j < 4; ++j) {
+      const unsigned b0 = b[j / 2][j % 2 * 2], b1 = b[j / 2][j % 2 * 2 + 1];
+      if constexpr (sizeof(T) == 4) {
+        mma_m16n8k8_tf32(sums.v[j], a, b0, b1);
+      } else {
+        mma_m16n8k16<T>(sums.v[j], a, b0, b1);
       }
     }
   }
@@ -196,7 +194,7 @@ __global__ void finish_rows(Results results, size_t rows, int C) {
   finish_row(largest, lanes_sum<32>(sum), row, C, results);
 }
 
-// A block has 64 rows and 64 columns of a head, a warp 32 of each. Of each row the four lanes that
+// A block has 64 rows and 64 columns of a head, a warp 16 x 32. Of each row the four lanes that
 // have it find the maximum of the warp's columns and the sum relative to it, and leave both in
 // `parts`, beside the logits. The last block of these rows to end puts the parts of a row together,
 // and finishes it: the logits are still in the L2 cache. This is lesson 9's "fused online" with
@@ -226,9 +224,9 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
         return inside ? layer.W[(static_cast<size_t>(k) * H + head) * C + col0 + line] : T(0);
       });
 
-  const int first = col0 + warp_col(), parts = (C + kWarpTile - 1) / kWarpTile;
+  const int first = col0 + warp_col(), parts = (C + kWarpCols - 1) / kWarpCols;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 2; ++i) {
     const int row = row0 + warp_row() + Sums::row(i);
     float largest = minus_infinity(), sum = 0;
 #pragma unroll
@@ -245,7 +243,7 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
     }
     sum = lanes_sum<4>(sum);
     if (threadIdx.x % 4 == 0 && row < B && first < C) {
-      results.parts[row_of_head(row) * parts + first / kWarpTile] = {largest, sum};
+      results.parts[row_of_head(row) * parts + first / kWarpCols] = {largest, sum};
     }
   }
   if (!is_last_block(results.arrived + group, column_tiles)) return;
@@ -303,7 +301,7 @@ struct Backward {
 // The block's 64 x 64 elements at (row0, col0), to `out` of rows x cols.
 __device__ void store_sums(Sums& sums, float* out, int row0, int col0, int rows, int cols) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int row = row0 + warp_row() + Sums::row(i), col = col0 + warp_col() + Sums::col(j);
@@ -383,7 +381,7 @@ template <typename T>
 std::function<void(Results)> make_fused(Problem& problem, const SoftmaxShape& shape, int H,
                                         const Buffer<T>& x, const Buffer<T>& W) {
   const unsigned groups = blocks(shape.rows, kTile) * H, tiles = blocks(shape.classes, kTile);
-  const auto parts = problem.output<float>(2 * shape.rows * H * blocks(shape.classes, kWarpTile));
+  const auto parts = problem.output<float>(2 * shape.rows * H * blocks(shape.classes, kWarpCols));
   const auto arrived = problem.workspace<unsigned>(groups);
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);
