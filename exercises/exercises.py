@@ -14,6 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "exercises"
 
 
+def source_of(lesson):
+    """The file of a program, as seen from the root: solved exercises stand beside the others."""
+    solved = f"exercises/{lesson}.cu"
+    return solved if (ROOT / solved).exists() else f"{lesson}.cu"
+
+
 @dataclass(frozen=True)
 class Cut:
     """The lines from the one with `first` (its occurrence number `nth`, from 0) to the one with `last`
@@ -122,7 +128,7 @@ class Exercise:
 
     def source(self):
         """What the reader starts with."""
-        return self.skeleton((ROOT / f"{self.lesson}.cu").read_text())[0]
+        return self.skeleton((ROOT / source_of(self.lesson)).read_text())[0]
 
 
 MATMUL = "2_matmul_sharedmem"
@@ -277,20 +283,32 @@ EXERCISES = [
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000"),
     ),
     Exercise(
-        "cross_entropy", "9_matmul_softmax", "a loss and its gradient in the same launch",
-        "fused", ("5", "--inputs", "9", "--classes", "10", "--exercises"),
-        (Cut("void finish_row(float", "if (results.epilogue == Epilogue::cross_entropy) {",
-             "\n    }", """\
-    if (results.epilogue == Epilogue::cross_entropy) {
-      // TODO: write loss[row] = -log(probability of the label). Only the lane that has the label's
-      // column has its logit, in label_logit; in all others label_logit is 0.
-    }
-"""), Cut("void finish_row(float", "if (col < C) out[col] =", "", """\
-    // TODO: with cross_entropy it is the gradient of the loss that is wanted: the probabilities,
-    // less 1 at the label. (`label` is -1 where there is none.)
-    if (col < C) out[col] = v[i] * factor;
+        "cross_entropy", "9_softmax_training", "a loss and its gradient in the same launch",
+        "fused", ("5", "--inputs", "9", "--classes", "10"),
+        (Cut("void finish_row(float", "label = results.labels[row];", "__syncwarp();", """\
+    label = results.labels[row];
+    // TODO: one lane writes loss[row] = -log(probability of the label). The row's logits are still
+    // in `out`.
+"""), Cut("void finish_row(float", "out[col] = expf(", "", """\
+    // TODO: with a label it is the gradient of the loss that is wanted: the probability, less 1 at
+    // the label. (`label` is -1 where there is none.)
+    out[col] = expf(out[col] - largest) / sum;
 """)),
-        finds="^Wrong from element 0 ", gpu_arguments=("--exercises",),
+        finds="^Wrong from element 0 ",
+    ),
+    Exercise(
+        "heads", "9_softmax_training", "a softmax for each head of a row",
+        "fused heads", ("5", "--inputs", "9", "--heads", "3", "--classes", "10"),
+        (Cut("fused_tiles(Layer<T> layer", "const int head = group % H,", "size_t>(row) * H + head; };", """\
+  // TODO: which head do the blocks of this group have, and from which row on? And where among the
+  // B * H rows of the result is that head of a row?
+  const int head = 0, row0 = group * kTile;
+  const auto row_of_head = [&](int row) { return static_cast<size_t>(row); };
+"""), Cut("fused_tiles(Layer<T> layer", "return inside ? layer.W[", "", """\
+        // TODO: a row of W has the C columns of each head, one head after the other.
+        return inside ? layer.W[static_cast<size_t>(k) * C + col0 + line] : T(0);
+""")),
+        finds="^Wrong from element 0 ", columns=10,
     ),
     Exercise(
         "blade_sign", CLIFFORD, "the sign of a product of blades",

@@ -8,6 +8,7 @@ takes long, so all of its missing barriers are in one program, whose environment
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 import re
 
 
@@ -33,10 +34,6 @@ class Mutant:
         return "address" if self.sanitizer == "undefined" else self.sanitizer
 
     @property
-    def source(self):
-        return self.operator or f"{self.lesson}.cu"
-
-    @property
     def program(self):
         return f"{self.lesson}_without_a_barrier" if self.number else self.name
 
@@ -44,19 +41,29 @@ class Mutant:
         """Where in the lesson's source `text` the mistake is planted."""
         start = text.find(self.function)
         if start < 0:
-            raise ValueError(f"mutant {self.name}: {self.source} has no '{self.function}'")
+            raise ValueError(f"mutant {self.name}: {self.operator or self.lesson} has no '{self.function}'")
         end = _end_of_function(text, start)
         found = [match.start() for match in re.finditer(re.escape(self.old), text[start:end])]
         if len(found) <= self.nth:
             raise ValueError(
-                f"mutant {self.name}: '{self.function}' of {self.source} has"
+                f"mutant {self.name}: '{self.function}' of {self.operator or self.lesson} has"
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
         return start + found[self.nth]
 
 
+INLINED = "common/row_parts.cuh"  # a mistake may be in this, too
+
+
+def whole(text):
+    """A lesson's source with that header in the place where it is included."""
+    header = (Path(__file__).resolve().parents[1] / INLINED).read_text()
+    return text.replace(f'#include "{INLINED}"', header.replace("#pragma once", ""))
+
+
 def plant(mutants, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
+    text = whole(text)
     for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
         at = mutant.where(text)
         new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
@@ -84,6 +91,7 @@ FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
 SOFTMAX = "9_matmul_softmax"
+TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 
@@ -136,8 +144,9 @@ BARRIERS = [
      ("3", "--inputs", "9", "--classes", "10", "--all")),
     (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
      ("3", "--inputs", "5", "--classes", "600", "--all")),
-    (SOFTMAX, "dlogits on the fly", "gradient(Backward", 2,
-     ("17", "--inputs", "9", "--classes", "10", "--all", "--exercises")),
+    # More than a step, and two tiles of columns that share rows.
+    (TRAINING, "fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
+    (TRAINING, "fused", "is_last_block(unsigned", 1, ("3", "--inputs", "9", "--classes", "100")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),

@@ -36,7 +36,7 @@ each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exerci
 
 
 def lesson_of(exercise):
-    return (ROOT / f"{exercise.lesson}.cu").read_text()
+    return (ROOT / exercises.source_of(exercise.lesson)).read_text()
 
 
 # ---- The table, the pages, the sources -----------------------------------------------------------
@@ -73,7 +73,7 @@ def test_page(exercise):
     page = exercise.page.read_text()
     assert page.startswith(f"# {exercise.number}. ")
     assert f"\n    ./exercise {exercise.name}\n" in page
-    assert f"`{exercise.lesson}.cu`, the row *{exercise.kernel}*" in page
+    assert f"`{exercises.source_of(exercise.lesson)}`, the row *{exercise.kernel}*" in page
     assert page.count("<details><summary>Hint</summary>") == 1 == page.count("</details>")
     for target in re.findall(r"\]\(([^)\s]+)\)", page):
         path, _, anchor = target.partition("#")
