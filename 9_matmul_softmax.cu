@@ -118,9 +118,10 @@ constexpr int kSoftmaxThreads = 256;
 // in registers: each logit is read once and each probability written once, 16 bytes at a time if C
 // is a multiple of 4 (kWidth = 4). A thread has kWidth neighbours, and then again every kGroup *
 // kWidth columns.
+// Where the product's D is cut into slices, logits (slices, B, C) are to be added up.
 template <int kGroup, int kValues, int kWidth>
 __global__ void __launch_bounds__(kSoftmaxThreads)
-    softmax_rows(const float* logits, float* probs, int B, int C) {
+    softmax_rows(const float* logits, float* probs, int B, int C, int slices) {
   start_next_kernel();
   wait_for_previous_kernel();
   const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
@@ -138,6 +139,14 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
       v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
     } else {
       v[i] = col < C ? from[col] : minus_infinity();
+    }
+  }
+  for (int slice = 1; slice < slices; ++slice) {
+    from += static_cast<size_t>(B) * C;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int col = col0 + i / kWidth * kWidth * kGroup + i % kWidth;
+      if (col < C) v[i] += from[col];
     }
   }
   float largest = v[0];
@@ -168,29 +177,36 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   }
 }
 
-// A block turns a row of any length into its softmax: reads it twice.
+// A block turns a row of any length into its softmax: reads it twice. If its logits are the sums of
+// `slices` rows that lie `stride` floats apart, the first time these, which become one row in `to`.
 template <int kThreads>
-__device__ void softmax_of_long_row(const float* from, float* to, int C) {
+__device__ void softmax_of_long_row(const float* from, float* to, int C, int slices = 1,
+                                    size_t stride = 0) {
   MaxSum part = {minus_infinity(), 0};
   for (int col = threadIdx.x; col < C; col += kThreads) {
-    const float logit = from[col], largest = fmaxf(part.largest, logit);
+    float logit = from[col];
+    for (int slice = 1; slice < slices; ++slice) logit += from[slice * stride + col];
+    if (slices > 1) to[col] = logit;
+    const float largest = fmaxf(part.largest, logit);
     part.sum = part.sum * rebase(part.largest, largest) + expf(logit - base_of(largest));
     part.largest = largest;
   }
   const MaxSum all = block_merge<kThreads / 32>(warp_merge(part));
+  const float* logits = slices > 1 ? to : from;
 #pragma unroll 4
   for (int col = threadIdx.x; col < C; col += kThreads) {
-    to[col] = expf(from[col] - base_of(all.largest)) / all.sum;
+    to[col] = expf(logits[col] - base_of(all.largest)) / all.sum;
   }
 }
 
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    softmax_long_rows(const float* logits, float* probs, int C) {
+    softmax_long_rows(const float* logits, float* probs, int C, int slices) {
   start_next_kernel();
   wait_for_previous_kernel();
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
-  softmax_of_long_row<kThreads>(logits + start, probs + start, C);
+  softmax_of_long_row<kThreads>(logits + start, probs + start, C, slices,
+                                static_cast<size_t>(gridDim.x) * C);
 }
 
 // ---- fused rows ---------------------------------------------------------------------------------
@@ -998,7 +1014,9 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 // The logits of a tile go to `out`, and its maximum and sum for each row to tile_stats. As in fused
 // online, but the next kernel finishes the rows, with all multiprocessors and not only the block
-// that happens to be the last, which takes 8 ms for 128 rows of 50257.
+// that happens to be the last, which takes 8 ms for 128 rows of 50257. Where there are few tiles, D
+// is cut into gridDim.y slices: `out` is then (slices, B, C), and what adds the slices up is the
+// softmax.
 constexpr int kStreamDepth = 32;
 
 template <int kRows, int kGroups>
@@ -1024,7 +1042,9 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   const int tile = blockIdx.x / row_tiles, row0 = (blockIdx.x - tile * row_tiles) * kRows;
   const int warp = warp_of_block(), lane = threadIdx.x % 32, t = lane % 4;
   const int col = tile * 64 * kGroups + 16 * warp + lane / 4 * 2;  // and the next one
-  const int chunks = (D + kStreamDepth - 1) / kStreamDepth;
+  const int all_chunks = (D + kStreamDepth - 1) / kStreamDepth, slices = gridDim.y;
+  const int slice = blockIdx.y, first = all_chunks * slice / slices;
+  const int chunks = all_chunks * (slice + 1) / slices - first;
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(&shared.full[s], 1);
@@ -1038,13 +1058,13 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   const auto fetch = [&](int chunk) {
     const int s = chunk % kStages;
     barrier_arrive_expect(&shared.full[s], sizeof shared.x[s]);
-    tensor_load(shared.x[s], &x, row0, chunk * kStreamDepth, &shared.full[s]);
+    tensor_load(shared.x[s], &x, row0, (first + chunk) * kStreamDepth, &shared.full[s]);
   };
   if (threadIdx.x == 0) {
     for (int chunk = 0; chunk < min(chunks, kStages); ++chunk) fetch(chunk);
   }
   const auto load = [&](float(&w)[4][4], int chunk) {
-    const int d0 = chunk * kStreamDepth;
+    const int d0 = (first + chunk) * kStreamDepth;
     if (d0 + kStreamDepth > D) {
       load_fragments<Known::nothing>(w, W, d0, col, D, C);
     } else if (C % 2 != 0) {
@@ -1103,7 +1123,7 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
       const float a = col < C ? sum[4 * j + e] : minus_infinity();
       const float b = col + 1 < C ? sum[4 * j + 2 + e] : minus_infinity();
       if (row0 + row < B) {
-        float* to = results.out + static_cast<size_t>(row0 + row) * C + col;
+        float* to = results.out + (static_cast<size_t>(slice) * B + row0 + row) * C + col;
         if (col < C) to[0] = a;
         if (col + 1 < C) to[1] = b;
       }
@@ -1488,30 +1508,32 @@ void library_product(cublasHandle_t blas, const float* x, const float* W, float*
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// probs = softmax(logits): a warp a row, or a block where that is too long.
-void softmax(const float* logits, float* probs, const SoftmaxShape& shape) {
+// probs = softmax(logits), of logits (B, C) or the sum of logits (slices, B, C): a warp a row, or a
+// block where that is too long.
+void softmax(const float* logits, float* probs, const SoftmaxShape& shape, int slices = 1) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   const unsigned warps = blocks(B, kSoftmaxThreads / 32);
   if (C > 8192 && B <= 512) {  // few blocks: each has to be fast
-    launch_early(softmax_long_rows<1024>, B, 1024, 0, logits, probs, C);
+    launch_early(softmax_long_rows<1024>, B, 1024, 0, logits, probs, C, slices);
   } else if (C > 8192) {
-    launch_early(softmax_long_rows<kSoftmaxThreads>, B, kSoftmaxThreads, 0, logits, probs, C);
+    launch_early(softmax_long_rows<kSoftmaxThreads>, B, kSoftmaxThreads, 0, logits, probs, C,
+                 slices);
   } else if (C % 4 != 0) {
     if (C <= 32) {
-      launch_early(softmax_rows<32, 1, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
+      launch_early(softmax_rows<32, 1, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C, slices);
     } else if (C <= 128) {
-      launch_early(softmax_rows<32, 4, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
+      launch_early(softmax_rows<32, 4, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C, slices);
     } else if (C <= 1024) {
-      launch_early(softmax_rows<32, 32, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
+      launch_early(softmax_rows<32, 32, 1>, warps, kSoftmaxThreads, 0, logits, probs, B, C, slices);
     } else {
-      launch_early(softmax_rows<256, 32, 1>, B, kSoftmaxThreads, 0, logits, probs, B, C);
+      launch_early(softmax_rows<256, 32, 1>, B, kSoftmaxThreads, 0, logits, probs, B, C, slices);
     }
   } else if (C <= 128) {
-    launch_early(softmax_rows<32, 4, 4>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
+    launch_early(softmax_rows<32, 4, 4>, warps, kSoftmaxThreads, 0, logits, probs, B, C, slices);
   } else if (C <= 1024) {
-    launch_early(softmax_rows<32, 32, 4>, warps, kSoftmaxThreads, 0, logits, probs, B, C);
+    launch_early(softmax_rows<32, 32, 4>, warps, kSoftmaxThreads, 0, logits, probs, B, C, slices);
   } else {
-    launch_early(softmax_rows<256, 32, 4>, B, kSoftmaxThreads, 0, logits, probs, B, C);
+    launch_early(softmax_rows<256, 32, 4>, B, kSoftmaxThreads, 0, logits, probs, B, C, slices);
   }
 }
 
@@ -1602,22 +1624,31 @@ Product make_cluster(const SoftmaxShape& shape, const Buffer<float>& x, const Bu
 }
 
 template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
-Product make_streamed(Problem& problem, const SoftmaxShape& shape, const Buffer<float>& x,
-                      const Buffer<float>& W) {
+Product make_streamed(int multiprocessors, Problem& problem, const SoftmaxShape& shape,
+                      const Buffer<float>& x, const Buffer<float>& W) {
   constexpr int kBytes = sizeof(StreamShared<kRows, kGroups>), kThreads = 128 * kGroups;
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes), tiles = blocks(C, 64 * kGroups);
+  // Slices of D where tiles leave multiprocessors without work, of four chunks or more.
+  const int all_tiles = tiles * static_cast<int>(blocks(B, kRows));
+  const int slices = std::clamp(kBlocksPerSm * multiprocessors / all_tiles, 1,
+                                std::max(1, static_cast<int>(blocks(D, 4 * kStreamDepth))));
+  const auto sums = problem.output<float>(slices > 1 ? slices * shape.rows * C : 1);
   const auto stats = problem.workspace<float>(2 * shape.rows * tiles);
   const auto launch = [=](Results results) {
     const CUtensorMap x_map = tensor_map<float>(x, B, D, kRows, true, aligned_stride(shape));
     results.tile_stats = reinterpret_cast<float2*>(stats.data());
+    const bool probabilities = results.epilogue == Epilogue::softmax;
+    float* out = results.out;
+    const int parts = probabilities ? slices : 1;
+    if (parts > 1) results.out = sums;
     // Where a row fits into registers, the usual softmax is as good: then this is the unfused form.
-    const bool probabilities = results.epilogue == Epilogue::softmax, short_rows = C <= 4096;
-    if (short_rows) results.epilogue = Epilogue::logits;
-    launch_early(streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, tiles * blocks(B, kRows),
+    const bool separate = parts > 1 || C <= 4096;
+    if (separate) results.epilogue = Epilogue::logits;
+    launch_early(streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, dim3(all_tiles, parts),
                  kThreads, kBytes, x_map, W, B, D, C, results);
-    if (probabilities && short_rows) {
-      softmax(results.out, results.out, shape);
+    if (probabilities && separate) {
+      softmax(results.out, out, shape, parts);
     } else if (probabilities) {
       launch_early(finish_columns, dim3(B, blocks(C, kFinishColumns)), kSoftmaxThreads, 0,
                    results.out, results.tile_stats, C, tiles);
@@ -1632,22 +1663,22 @@ Product make_streamed(Problem& problem, const SoftmaxShape& shape, const Buffer<
 Product choose_streamed(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
                         const Buffer<float>& x, const Buffer<float>& W) {
   const bool few_rows = shape.rows <= 64;
-  const int64_t sms = lesson.device().sms;
+  const int sms = lesson.device().sms;
   const auto cost = [&](int groups, int blocks_per_sm) {
     const int64_t all = int64_t{1} * blocks(shape.classes, 64 * groups) * blocks(shape.rows, 128);
     return static_cast<double>(blocks(all, sms * blocks_per_sm) * groups * blocks_per_sm);
   };
   const double two = few_rows ? cost(2, 1) * 1.2 : cost(2, 2), three = cost(3, 1) * 1.1;
   if (three < std::min(two, cost(4, 1))) {
-    return few_rows ? make_streamed<64, 3, 2, 1>(problem, shape, x, W)
-                    : make_streamed<128, 3, 2, 1>(problem, shape, x, W);
+    return few_rows ? make_streamed<64, 3, 2, 1>(sms, problem, shape, x, W)
+                    : make_streamed<128, 3, 2, 1>(sms, problem, shape, x, W);
   }
   if (two < cost(4, 1)) {
-    return few_rows ? make_streamed<64, 2, 3, 1>(problem, shape, x, W)
-                    : make_streamed<128, 2, 1, 2>(problem, shape, x, W);
+    return few_rows ? make_streamed<64, 2, 3, 1>(sms, problem, shape, x, W)
+                    : make_streamed<128, 2, 1, 2>(sms, problem, shape, x, W);
   }
-  return few_rows ? make_streamed<64, 4, 2, 1>(problem, shape, x, W)
-                  : make_streamed<128, 4, 1, 1>(problem, shape, x, W);
+  return few_rows ? make_streamed<64, 4, 2, 1>(sms, problem, shape, x, W)
+                  : make_streamed<128, 4, 1, 1>(sms, problem, shape, x, W);
 }
 
 constexpr int kExchangeThreads = 384;
