@@ -260,8 +260,7 @@ def test_diffusion_sweep(run, backend):
 def spatial_kernels(eigen, width):
     """(problem, kernel) of the rows where a block may have 227 KB of shared memory."""
     hopper = eigen <= 128 and width <= 256
-    kernels = [("forward", "unfused"), ("forward", "two kernels")]
-    kernels += [("forward", "one kernel")] * (width <= 704)
+    kernels = [("forward", "unfused")] + [("forward", "one kernel")] * (width <= 704)
     kernels += [("forward", "associated")] * (eigen <= 960)
     kernels += [("forward", "Hopper")] * hopper + [("backward", "unfused")]
     return kernels + [("backward", "associated")] * (eigen <= 128) + [("backward", "Hopper")] * hopper
