@@ -68,7 +68,7 @@
 #include "common/tiles.cuh"
 
 using bf16 = __nv_bfloat16;
-// E and W are multiples of 16: every row starts at a multiple of 32 bytes.
+// E and W are multiples of 8: every row starts at a multiple of 16 bytes.
 using Shape = GradientsShape;
 using Operands = GradientsOperands;
 
@@ -1138,8 +1138,8 @@ int main(int argc, char** argv) {
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
                  .n_cpu = 128,
-                 .options = {{"--eigen", "E, coefficients of a feature: a multiple of 16", 128, 16},
-                             {"--width", "W, features of a vertex: a multiple of 16", 256, 16}},
+                 .options = {{"--eigen", "E, coefficients of a feature: a multiple of 8", 128, 8},
+                             {"--width", "W, features of a vertex: a multiple of 8", 256, 8}},
                  .flags = {{"--sweep", "instead of N: V = 1024, 2048, ... 1048576 (CPU: 2048)"}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const bool has_hopper = E <= kEigen && W <= kWidth;
