@@ -16,6 +16,13 @@ struct alignas(1024) Box {
 
   __device__ T* row(int row) { return elements + row * kBoxCols; }
   __device__ const T* row(int row) const { return elements + row * kBoxCols; }
+#if HOPPER_CODE
+  /// As a right factor, or a transposed left one, of 64 columns: 16 rows from 16 `slice` on, for
+  /// wgmma. Of 128 columns, where another box follows.
+  __device__ uint64_t operand_b(int slice) const {
+    return descriptor_b(elements, kRows) + 128 * slice;
+  }
+#endif
 };
 
 /// A tile of a product's left factor: kRows rows, 64 of k.
@@ -25,6 +32,15 @@ struct LeftTile : Box<T, kRows> {
   /// 64 rows from `row` on, 16 of k from 16 `slice` on, for wgmma: 32 bytes further each.
   __device__ uint64_t operand(int row, int slice) const {
     return descriptor_a(this->row(row)) + 2 * slice;
+  }
+  /// The fragments of 64 rows, 16 of k each, for a warpgroup whose left factor is in registers.
+  __device__ void load_fragments(uint32_t (&fragments)[4][4]) const {
+    static_assert(kRows == 64);
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ldmatrix_x4(fragments[k], &this->elements[swizzled(row, 2 * k + threadIdx.x % 32 / 16)]);
+    }
   }
 #endif
 };

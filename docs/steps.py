@@ -28,9 +28,7 @@ LADDERS = {
         "gating_hopper_resident", "gating_hopper_cluster",
     ],
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
-    "8_spatial_gradients": [
-        "rotate_gradients", "gradient_features", "associated_features", "hopper_features",
-    ],
+    "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],
     "9_matmul_softmax": [
         "fused_rows", "fused_narrow_rows", "all_columns", "column_tiles", "cluster_columns",
         "exchange_columns",

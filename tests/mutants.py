@@ -128,8 +128,6 @@ BARRIERS = [
     (DIFFUSION, "half fused", " project_slices(", 1, DIFFUSION_ARGUMENTS),
     (DIFFUSION, "split-K", " add_slices(", 2, DIFFUSION_ARGUMENTS),
     (DIFFUSION, "half fused", " expand_spectrum(", 1, DIFFUSION_ARGUMENTS),
-    (SPATIAL, "two kernels", "take_gradients(", 1, SPATIAL_ARGUMENTS),
-    (SPATIAL, "two kernels", "rotate_gradients(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "one kernel", "gradient_features(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
@@ -280,6 +278,7 @@ MUTANTS = [
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
         "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
         "error: the reference's dx and finite differences", "33", *NARROW,
+        operator="common/gradients.cu",
     ),
     # Complex products with a wrong sign, in ai and in dM2.
     _mutant(
@@ -288,8 +287,8 @@ MUTANTS = [
         "one kernel .*FAILED", "33", *NARROW,
     ),
     _mutant(
-        "d_M2_with_a_wrong_sign", "", SPATIAL, "accumulate_backward(",
-        "add_product(dM2, minus_gi, right);", "add_product(dM2, gi, right);",
+        "d_M2_with_a_wrong_sign", "", SPATIAL, "void add_gradients(",
+        "add_product(sums.dM2, minus_gi, right);", "add_product(sums.dM2, gi, right);",
         "associated .*FAILED", "33", *NARROW,
     ),
     _mutant(

@@ -118,8 +118,8 @@ def test_bad_diffusion(backend, arguments, rc, message):
 @pytest.mark.parametrize(
     "arguments, rc, message",
     [
-        (["--eigen", "17"], BAD_USAGE, "--eigen is a multiple of 16, not 17"),
-        (["--width", "8"], BAD_USAGE, "--width is a multiple of 16, not 8"),
+        (["--eigen", "17"], BAD_USAGE, "--eigen is a multiple of 8, not 17"),
+        (["--width", "4"], BAD_USAGE, "--width is a multiple of 8, not 4"),
         (["--width", "0"], BAD_USAGE, "--width is a whole number from 1 to"),
         (["8", "--width", "2147483632"], DEVICE_CANNOT, "N = 8 needs .* of device memory"),
         (["8", "--eigen", "2147483632"], DEVICE_CANNOT, "N = 8 needs .* of device memory"),
