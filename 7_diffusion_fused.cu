@@ -94,11 +94,11 @@ struct ProjectTile {
 // basis^T values, over part s of gridDim.y of the vertices. Block (tile, slice).
 //
 // One slice for all, which is *half fused*, keeps eight multiprocessors busy for a spectrum of 128
-// by 256, and a multiprocessor only receives what it has asked for: with 32 KB under way and most of
-// a microsecond from request to arrival, some 40 GB/s each, 0.3 TB/s for all eight, of the 4.8 TB/s
-// that the memory of an H200 could serve. *split-K* has as many slices as it takes to fill the GPU.
-// Blocks of one slice run at the same time and share what they read through the L2 cache: x is
-// asked for twice and the basis four times, but both come from memory once.
+// by 256, and a multiprocessor only receives what it has asked for: with 32 KB under way and most
+// of a microsecond from request to arrival, some 40 GB/s each, 0.3 TB/s for all eight, of the 4.8
+// TB/s that the memory of an H200 could serve. *split-K* has as many slices as it takes to fill
+// the GPU. Blocks of one slice run at the same time and share what they read through the L2 cache:
+// x is asked for twice and the basis four times, but both come from memory once.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
 // transposes it on the way to the registers: no transposed copy exists. There, mass multiplies it:
@@ -743,9 +743,9 @@ __global__ void __launch_bounds__(384, 1)
 
 // -------------------------------------------------------------------------------------------------
 
-// The tiles of the portable kernels. Of project_slices' the large ones read less, and the small ones
-// are more: for a mesh that is not large. Of expand_spectrum's the wide ones, 96 KB for E = 128, are
-// for devices that have so much shared memory for a block.
+// The tiles of the portable kernels. Of project_slices' the large ones read less, and the small
+// ones are more: for a mesh that is not large. Of expand_spectrum's the wide ones, 96 KB for E =
+// 128, are for devices that have so much shared memory for a block.
 using LargeTile = ProjectTile<128, 2, 4, 2>;
 using SmallTile = ProjectTile<64, 2, 2, 4>;
 using WideTile = ExpandTile<64, 128, 2, 2, 3>;

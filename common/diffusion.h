@@ -1,6 +1,6 @@
-// The spatial diffusion of lesson 7: its inputs and results, its reference in fp64, how far a kernel
-// may be from that, and the unfused kernels of a framework. The formulas of both passes are at the
-// top of 7_diffusion_fused.cu.
+// The spatial diffusion of lesson 7: its inputs and results, its reference in fp64, how far a
+// kernel may be from that, and the unfused kernels of a framework. The formulas of both passes are
+// at the top of 7_diffusion_fused.cu.
 #pragma once
 
 #include <cuda_bf16.h>
