@@ -49,13 +49,12 @@ EXPLAINED = {
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
-        "shared_load_requests": MERGED, "shared_store_requests": STMATRIX},
+        "shared_load_requests": MERGED},
     ("7_diffusion_fused", "", "backward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
-        "shared_store_requests": STMATRIX, "shared_store_conflicts": ARBITRATION},
-    ("8_spatial_gradients", "", "forward: Hopper"): {"shared_store_requests": STMATRIX},
-    ("8_spatial_gradients", "", "backward: Hopper"): {"shared_store_requests": STMATRIX},
+        "shared_store_conflicts": ARBITRATION},
+    ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
     **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {
         "global_load_sectors": ZEROS, "shared_store_requests": MERGED,
         "shared_store_conflicts": MERGED}
@@ -69,7 +68,8 @@ EXPLAINED = {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "shared_load_requests": MERGED, "shared_store_requests": MERGED},
     **{("9_matmul_softmax", "9,233,4101", f"TF32 9x233x4101: {kernel}"): {
-        "global_load_requests": PREDICATED, "shared_load_requests": MERGED}
+        "global_load_requests": PREDICATED, "shared_load_requests": MERGED,
+        "shared_load_conflicts": ARBITRATION}
        for kernel in ("unfused streamed", "fused streamed")},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
