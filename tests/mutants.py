@@ -8,7 +8,12 @@ takes long, so all of its missing barriers are in one program, whose environment
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 import re
+import sys
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common" / "cpu"))
+from cu2cpp import with_headers  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Mutant:
 
 def plant(mutants, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
+    text = with_headers(text, *HEADERS.get(mutants[0].lesson, ()))
     for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
         at = mutant.where(text)
         new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
@@ -82,6 +88,10 @@ SOFTMAX = "9_matmul_softmax"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 
+# Headers that mistakes are made in.
+HEADERS = {
+    CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
+}
 # What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
 LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}
 

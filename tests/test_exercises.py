@@ -36,7 +36,7 @@ each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exerci
 
 
 def lesson_of(exercise):
-    return (ROOT / f"{exercise.lesson}.cu").read_text()
+    return exercise.whole()
 
 
 # ---- The table, the pages, the sources -----------------------------------------------------------
