@@ -174,42 +174,94 @@ __global__ void __launch_bounds__(kRowThreads)
 // ---- Row on chip --------------------------------------------------------------------------------
 
 // How a block works in the kernels below: `threads` of them, `per_row` (a power of two, at least a
-// warp) for each row that it has at a time; thread i of a row owns features W i to W i + W - 1.
+// warp) for each row that it has at a time. Where a row is too long for one block, `blocks` of them
+// share it, `share` features each.
 struct RowsOnChip {
-  int threads, per_row;
+  int threads, per_row, blocks, share;
   __host__ __device__ int rows() const { return threads / per_row; }
   int groups(const Layer& layer) const { return (layer.batch - 1) / rows() + 1; }
 };
 
 // A block stays, and takes one group of rows after the other. Sized for F = 1024 features on an
 // H200, where a multiprocessor is given 33 bytes per nanosecond, so that it has to have about
-// 40 KB on the way at any time:
-constexpr int kMaxThreads = 512;  // 128 registers each: all that a multiprocessor has
-
-// W features per thread: as many as the registers hold, in accesses of up to 16 bytes. Forward
-// needs x, y and z at a time, 3 W blades(); backward about as much, and dw for all triples.
+// 40 KB on the way at any time. The registers are all that a multiprocessor has: 128 for each of
+// 512 threads, or twice as many for half of them, where a multivector has 32 blades.
 template <typename A>
-constexpr int kForwardWidth = A::kBlades <= 8    ? 4
-                              : A::kBlades == 16 ? 2
-                                                 : 1;
+constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
+
+// W features per thread: as many as the registers hold. Forward needs x, y and z at a time, 3 W
+// blades; backward about as much, and dw for all triples.
+template <typename A>
+constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 template <typename A>
 constexpr int kBackwardWidth = A::kBlades <= 4   ? 4
                                : A::kBlades == 8 ? 2
                                                  : 1;
-// Whether the next rows' inputs are fetched into shared memory while these are in work. With 16
-// blades they do not fit there beside the weights.
 template <typename A>
-constexpr bool kPrefetch = A::kBlades <= 8;
+constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
-// Shared memory: for each pack of features its weights; then, if inputs are prefetched, kPlanes
-// packs for each thread, which it fills, reads and refills alone. What a thread reads lies side by
-// side, at constant offsets from one address: addresses that depend on a stride would each take a
-// register. And from thread to thread it is an odd number of packs, so that neighbouring threads
-// meet in no bank.
-template <typename A, int W, int kPlanes>
+// A thread's place: its row, of those that its block has at a time, and its W features. With
+// kVector these are neighbours, moved as one access, for rows that all start at a multiple of its
+// size. In other rows they are as far apart as the row has threads: then neighbouring threads have
+// neighbouring features, and a warp moves 128 bytes in a row, wherever the row starts.
+template <int W, bool kVector>
+struct Place {
+  int row, start, features;  // the block has `features` of the row's features, from `start` on
+  int first, step, count;    // of the thread's own: its first of these, and how many are there
+
+  __device__ Place(const RowsOnChip& shape, const Layer& layer)
+      : row(threadIdx.x / shape.per_row),
+        start(kVector ? 0 : blockIdx.x % shape.blocks * shape.share),
+        features(kVector ? layer.features : min(shape.share, layer.features - start)),
+        first(threadIdx.x % shape.per_row * (kVector ? W : 1)),
+        step(kVector ? 1 : shape.per_row),
+        count(first >= features ? 0
+              : kVector         ? W
+                                : min(W, (features - first - 1) / step + 1)) {}
+
+  // Which of the row's threads has a feature of the block, as which of its own.
+  __device__ int thread_of(int feature) const { return kVector ? feature / W : feature % step; }
+  __device__ int number_of(int feature) const { return kVector ? feature % W : feature / step; }
+
+  // Its features of a blade, from or to where the first one is; only `inside` of them are there.
+  __device__ __forceinline__ void fetch(float* to, const float* from, int inside) const {
+    if constexpr (kVector) {
+      copy_async<sizeof(Pack<W>)>(to, from, inside > 0);
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * step, e < inside);
+    }
+  }
+  __device__ __forceinline__ Pack<W> load(const float* from, int inside) const {
+    Pack<W> result = {};
+    if constexpr (kVector) {
+      if (inside > 0) result = *reinterpret_cast<const Pack<W>*>(from);
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * step] : 0;
+    }
+    return result;
+  }
+  __device__ __forceinline__ void store(float* to, const Pack<W>& pack, int inside) const {
+    if constexpr (kVector) {
+      if (inside > 0) *reinterpret_cast<Pack<W>*>(to) = pack;
+    } else {
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        if (e < inside) to[e * step] = pack.v[e];
+      }
+    }
+  }
+};
+
+// Shared memory: for each of a row's threads its weights; then kPlanes packs for each thread, which
+// it fills, reads and refills alone. What a thread reads lies side by side, at constant offsets
+// from one address: addresses that depend on a stride would each take a register. And from thread
+// to thread it is an odd number of packs, so that neighbouring threads meet in no bank.
+template <typename A, int W, bool kVector, int kPlanes>
 struct OnChipMemory {
   static constexpr int kWeightStride = W * (A::kTriples | 1);
-  static constexpr int kInputStride = kPlanes > 0 ? W*(kPlanes | 1) : 0;
+  static constexpr int kInputStride = W * (kPlanes | 1);
   static size_t bytes(RowsOnChip shape) {
     return sizeof(float) * (static_cast<size_t>(shape.per_row) * kWeightStride +
                             static_cast<size_t>(shape.threads) * kInputStride);
@@ -223,12 +275,16 @@ struct OnChipMemory {
         weights(shared + threadIdx.x % shape.per_row * kWeightStride),
         inputs(shared + shape.per_row * kWeightStride + threadIdx.x * kInputStride) {}
 
-  // Starts the copies of all weights, a float at a time: they change places.
-  __device__ void fetch_weights(const float* w, RowsOnChip shape, int features) const {
-    for (int i = threadIdx.x; i < features * A::kTriples; i += shape.threads) {
+  // Starts the copies of all weights, a float at a time: they change places. Zeros beyond the row's
+  // end, so that zeros are all that threads without a feature have and compute.
+  __device__ void fetch_weights(const float* w, RowsOnChip shape,
+                                const Place<W, kVector>& place) const {
+    for (int i = threadIdx.x; i < shape.per_row * W * A::kTriples; i += shape.threads) {
       const int feature = i / A::kTriples, t = i % A::kTriples;
-      copy_async<sizeof(float)>(all_weights + feature / W * kWeightStride + t * W + feature % W,
-                                w + i, true);
+      float* to = all_weights + place.thread_of(feature) * kWeightStride + t * W;
+      copy_async<sizeof(float)>(to + place.number_of(feature),
+                                w + static_cast<size_t>(place.start) * A::kTriples + i,
+                                feature < place.features);
     }
   }
   template <typename Index>
@@ -237,10 +293,11 @@ struct OnChipMemory {
   }
   // Starts the copies of a thread's part of a multivector's planes, as number first, first + 1...
   template <int first>
-  __device__ __forceinline__ void fetch(const float* from, size_t plane, bool inside) const {
+  __device__ __forceinline__ void fetch(const float* from, size_t plane,
+                                        const Place<W, kVector>& place, int inside) const {
 #pragma unroll
     for (int k = 0; k < A::kBlades; ++k, from += plane) {
-      copy_async<sizeof(Pack<W>)>(inputs + (first + k) * W, from, inside);
+      place.fetch(inputs + (first + k) * W, from, inside);
     }
   }
   template <int first>
@@ -253,17 +310,22 @@ struct OnChipMemory {
   }
 };
 
-template <typename A, int W>
-__device__ __forceinline__ Multivectors<A, W> load_packs(const float* from, size_t plane,
-                                                         bool inside) {
-  Multivectors<A, W> result = {};
-  if (inside) {
+// A thread's z, divided by its row's rms if that is wanted, to memory.
+template <typename A, int W, bool kVector>
+__device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
+                                             const Sums<A::kGrades>& sums, const Layer& layer,
+                                             float* to, const Place<W, kVector>& place,
+                                             int inside) {
+  unroll<0, A::kGrades>([&](auto c) {
+    const float r = layer.normed ? inverse_rms(sums.value[c], layer) : 1;
+    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+      Pack<W> normed;
 #pragma unroll
-    for (int k = 0; k < A::kBlades; ++k, from += plane) {
-      result.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
-    }
-  }
-  return result;
+      for (int e = 0; e < W; ++e) normed.v[e] = z.blade[k].v[e] * r;
+      place.store(to, normed, inside);
+      to += layer.plane();
+    });
+  });
 }
 
 // Three things are better than above. z stays in registers while its row's squares are added up, so
@@ -271,89 +333,68 @@ __device__ __forceinline__ Multivectors<A, W> load_packs(const float* from, size
 // serve all rows that the block ever has. And as soon as a thread has taken its part of x and y
 // into registers it orders the next row's into the same place (cp.async): memory works while the
 // block multiplies, reduces and waits at the barrier.
-template <typename A, int W, bool kFetchAhead>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+template <typename A, int W, bool kVector>
+__global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
                     RowsOnChip shape) {
-  using Memory = OnChipMemory<A, W, kFetchAhead ? 2 * A::kBlades : 0>;
   extern __shared__ __align__(16) float shared[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
-  const Memory memory(shared, shape);
+  const OnChipMemory<A, W, kVector, 2 * A::kBlades> memory(shared, shape);
+  const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
-  const int feature = threadIdx.x % shape.per_row * W, row = threadIdx.x / shape.per_row;
   const int step = gridDim.x * shape.rows();
-  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + feature; };
-  const auto inside = [&](int n) { return n < layer.batch && feature < layer.features; };
+  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
+  const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
   const auto fetch = [&](int n) {
-    if constexpr (kFetchAhead) {
-      memory.template fetch<0>(x + at(n), plane, inside(n));
-      memory.template fetch<A::kBlades>(y + at(n), plane, inside(n));
-    }
+    memory.template fetch<0>(x + at(n), plane, place, inside(n));
+    memory.template fetch<A::kBlades>(y + at(n), plane, place, inside(n));
     copy_async_commit();
   };
 
-  int n = blockIdx.x * shape.rows() + row;
-  memory.fetch_weights(w, shape, layer.features);
+  int n = blockIdx.x * shape.rows() + place.row;
+  memory.fetch_weights(w, shape, place);
   fetch(n);
   copy_async_wait<0>();
   __syncthreads();
   int turn = 0;
   for (int first = blockIdx.x * shape.rows(); first < layer.batch;
        first += step, n += step, turn ^= 1) {
-    Multivectors<A, W> left, right;
-    if constexpr (kFetchAhead) {
-      copy_async_wait<0>();
-      __syncwarp();  // for the compiler: not before the copy has landed,
-      left = memory.template take<0>();
-      right = memory.template take<A::kBlades>();
-      __syncwarp();  // and not after the next one has started
-      if (first + step < layer.batch) fetch(n + step);
-    } else {
-      left = load_packs<A, W>(x + at(n), plane, inside(n));
-      right = load_packs<A, W>(y + at(n), plane, inside(n));
-    }
-    Multivectors<A, W> z = gated_product(left, right, memory);
+    copy_async_wait<0>();
+    __syncwarp();  // for the compiler: not before the copy has landed,
+    const auto left = memory.template take<0>();
+    const auto right = memory.template take<A::kBlades>();
+    __syncwarp();  // and not after the next one has started
+    if (first + step < layer.batch) fetch(n + step);
+    const Multivectors<A, W> z = gated_product(left, right, memory);
+    Sums<A::kGrades> sums = {};
     if (layer.normed) {
-      Sums<A::kGrades> sums = {};
-      if (inside(n)) add_squares(z, sums);  // outside, the weights are what was there
+      add_squares(z, sums);
       add_up_row(sums, partials[turn], shape.per_row / 32);
-      unroll<0, A::kGrades>([&](auto c) {
-        const float r = inverse_rms(sums.value[c], layer);
-        unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-#pragma unroll
-          for (int e = 0; e < W; ++e) z.blade[k].v[e] *= r;
-        });
-      });
     }
-    if (inside(n)) {
-      float* to = out + at(n);
-#pragma unroll
-      for (int k = 0; k < A::kBlades; ++k, to += plane)
-        *reinterpret_cast<Pack<W>*>(to) = z.blade[k];
-    }
+    store_normed(z, sums, layer, out + at(n), place, inside(n));
   }
 }
 
 // dx and dy of a thread's multivectors to memory, blade by blade; dw is added to what it has.
-template <typename A, int W, typename Weight>
+template <typename A, int W, bool kVector, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
                                                 const Multivectors<A, W>& right,
                                                 const Multivectors<A, W>& dP, const Pack<W>& dg,
                                                 const Gates<W>& gates, const Weight& weight,
                                                 Pack<W>* dw, float* dx, float* dy, size_t plane,
-                                                bool inside) {
+                                                const Place<W, kVector>& place, int inside) {
   const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y);
   const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x);
   const auto take_w = [&](auto t) { return dw[t]; };
   const auto give_w = [&](auto t, const Pack<W>& sum) { dw[t] = sum; };
   const auto give_x = [&, to = dx](auto i, Pack<W> value) mutable {
     if (i == 0) add(value, dx_through_gate);
-    if (inside) *reinterpret_cast<Pack<W>*>(to) = value;
+    place.store(to, value, inside);
     to += plane;
   };
   const auto give_y = [&, to = dy](auto j, Pack<W> value) mutable {
     if (j == 0) add(value, dy_through_gate);
-    if (inside) *reinterpret_cast<Pack<W>*>(to) = value;
+    place.store(to, value, inside);
     to += plane;
   };
   gradients<Of::x>(left, right, dP, weight, give_x, take_w, give_w);
@@ -361,87 +402,77 @@ __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
   gradients<Of::y>(left, right, dP, weight, give_y, take_w, give_w);
 }
 
+// The sums of a thread's dw to the partial sums of its row.
+template <typename A, int W, bool kVector>
+__device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float* partials,
+                                                       const Place<W, kVector>& place,
+                                                       const RowsOnChip& shape,
+                                                       const Layer& layer) {
+  const size_t partial = static_cast<size_t>(blockIdx.x / shape.blocks) * shape.rows() + place.row;
+  float* to = partials + partial * A::kTriples * layer.features + place.start + place.first;
+  unroll<0, A::kTriples>([&](auto t) { place.store(to + t * layer.features, dw[t], place.count); });
+}
+
 // Backward with the same three. One reduction serves both sums of a row. A thread's features are
 // the same for all of its rows, so that dw can stay in registers until the end. They are scarce
 // now: x and d_out are taken into registers for good, and the next row's are ordered before the
 // sums have been added up, so that memory has work all the time. There is no room for y as well: it
 // is taken once for the sums and once more for the gradients, and its next row is ordered then.
-template <typename A, int W, bool kFetchAhead>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+template <typename A, int W, bool kVector>
+__global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-  using Memory = OnChipMemory<A, W, kFetchAhead ? 3 * A::kBlades : 0>;
   extern __shared__ __align__(16) float shared[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  const Memory memory(shared, shape);
+  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(shared, shape);
+  const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
-  const int feature = threadIdx.x % shape.per_row * W, row = threadIdx.x / shape.per_row;
-  const int step = gridDim.x * shape.rows();
-  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + feature; };
-  const auto inside = [&](int n) { return n < layer.batch && feature < layer.features; };
+  const int step = gridDim.x / shape.blocks * shape.rows();
+  const auto at = [&](int n) {
+    return static_cast<size_t>(n) * layer.features + place.start + place.first;
+  };
+  const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
   const auto fetch_x_and_d_out = [&](int n) {
-    if constexpr (kFetchAhead) {
-      memory.template fetch<0>(x + at(n), plane, inside(n));
-      memory.template fetch<2 * A::kBlades>(d_out + at(n), plane, inside(n));
-    }
+    memory.template fetch<0>(x + at(n), plane, place, inside(n));
+    memory.template fetch<2 * A::kBlades>(d_out + at(n), plane, place, inside(n));
   };
   const auto fetch_y = [&](int n) {
-    if constexpr (kFetchAhead) {
-      memory.template fetch<A::kBlades>(y + at(n), plane, inside(n));
-    }
+    memory.template fetch<A::kBlades>(y + at(n), plane, place, inside(n));
     copy_async_commit();
   };
 
-  int n = blockIdx.x * shape.rows() + row;
-  memory.fetch_weights(w, shape, layer.features);
+  int first = blockIdx.x / shape.blocks * shape.rows(), n = first + place.row;
+  memory.fetch_weights(w, shape, place);
   fetch_x_and_d_out(n);
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
   Pack<W> dw[A::kTriples] = {};
   int turn = 0;
-  for (int first = blockIdx.x * shape.rows(); first < layer.batch;
-       first += step, n += step, turn ^= 1) {
-    Multivectors<A, W> left, right, d;
-    if constexpr (kFetchAhead) {
-      copy_async_wait<0>();
-      __syncwarp();
-      left = memory.template take<0>();
-      right = memory.template take<A::kBlades>();
-    } else {
-      left = load_packs<A, W>(x + at(n), plane, inside(n));
-      right = load_packs<A, W>(y + at(n), plane, inside(n));
-      d = load_packs<A, W>(d_out + at(n), plane, inside(n));
-    }
+  for (; first < layer.batch; first += step, n += step, turn ^= 1) {
+    copy_async_wait<0>();
+    __syncwarp();
+    const auto left = memory.template take<0>();
+    auto right = memory.template take<A::kBlades>();
     const Multivectors<A, W> P = weighted_product(left, right, memory);
     const Gates<W> gates(left.blade[0], right.blade[0]);
-    if constexpr (kFetchAhead) {
-      d = memory.template take<2 * A::kBlades>();
-      __syncwarp();
-      if (first + step < layer.batch) fetch_x_and_d_out(n + step);
-    }
+    const auto d = memory.template take<2 * A::kBlades>();
+    __syncwarp();
+    if (first + step < layer.batch) fetch_x_and_d_out(n + step);
     GradientSums<A> sums = {};
     if (layer.normed) {
-      if (inside(n)) add_gradient_sums(P, gates.product(), d, sums);
+      add_gradient_sums(P, gates.product(), d, sums);
       add_up_row(sums, partials[turn], shape.per_row / 32);
     }
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    if constexpr (kFetchAhead) {
-      right = memory.template take<A::kBlades>();
-      __syncwarp();
-      if (first + step < layer.batch) fetch_y(n + step);
-    }
-    store_gradients<A, W>(left, right, dP, dg, gates, memory, dw, dx + at(n), dy + at(n), plane,
-                          inside(n));
+    right = memory.template take<A::kBlades>();
+    __syncwarp();
+    if (first + step < layer.batch) fetch_y(n + step);
+    store_gradients(left, right, dP, dg, gates, memory, dw, dx + at(n), dy + at(n), plane, place,
+                    inside(n));
   }
-  if (feature < layer.features) {
-    const size_t partial = static_cast<size_t>(blockIdx.x) * shape.rows() + row;
-    unroll<0, A::kTriples>([&](auto t) {
-      *reinterpret_cast<Pack<W>*>(dw_partials + (partial * A::kTriples + t) * layer.features +
-                                  feature) = dw[t];
-    });
-  }
+  store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
 }
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
@@ -464,24 +495,93 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // Bytes of shared memory for stages, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
 
-// kPlanes planes of a block's rows, W features for each of its kMaxThreads threads.
-template <int W, int kPlanes>
-struct Streamed {
-  static constexpr int kElements = kMaxThreads * W;
+// The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
+// from multiples of 16 on. Rows start anywhere where kVector does not hold: then it brings what
+// covers them, and blade k of element 0 is at place shift(k) of its plane. (A tensor has a multiple
+// of 4 elements, since there are at least 4 blades. So nothing beyond its end is read.)
+template <typename A, int W, bool kVector, int kTensors>
+struct Stream {
+  static_assert(A::kBlades % 4 == 0);
+  static constexpr int kPlanes = kTensors * A::kBlades;
+  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
   using Stage = float[kPlanes][kElements];
   static constexpr int kStages = kStreamBytes / sizeof(Stage);
+  static constexpr int kBytes = kStages * sizeof(Stage);
   static_assert(kStages >= 2);
+
+#if HOPPER_CODE
+  Stage* stages;
+  Barrier* full;
+  Layer layer;
+  int rows, start, features, groups;  // rows at a time, and which of their features
+
+  __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
+                    const RowsOnChip& shape, const Place<W, kVector>& place)
+      : stages(reinterpret_cast<Stage*>(shared)),
+        full(full),
+        layer(layer),
+        rows(shape.rows()),
+        start(place.start),
+        features(place.features),
+        groups((layer.batch - 1) / shape.rows() + 1) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < kStages; ++s) barrier_init(&full[s], kPlanes);
+      barrier_init_fence();
+    }
+    __syncthreads();
+  }
+
+  __device__ size_t element(int group) const {
+    return static_cast<size_t>(group) * rows * layer.features + start;
+  }
+  __device__ int shift(size_t element) const { return kVector ? 0 : element % 4; }
+
+  // The first warp orders a group's rows, if they are there.
+  __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
+                                        int s) const {
+    if (threadIdx.x >= 32 || group >= groups) return;
+    const int count = min(rows, layer.batch - group * rows) * features;
+#pragma unroll
+    for (int first = 0; first < kPlanes; first += 32) {
+      const int p = first + threadIdx.x;
+      if (p >= kPlanes) break;
+      const size_t from = p % A::kBlades * layer.plane() + element(group);
+      const int bytes = (count + shift(from) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
+      const float* tensor = tensors[0];
+#pragma unroll
+      for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
+      barrier_arrive_expect(&full[s], bytes);
+      bulk_load(stages[s][p], tensor + from - shift(from), bytes, &full[s]);
+    }
+  }
+  // A thread's multivectors of a tensor.
+  template <int tensor>
+  __device__ __forceinline__ Multivectors<A, W> take(int group, int s,
+                                                     const Place<W, kVector>& place,
+                                                     int inside) const {
+    Multivectors<A, W> result;
+    const int at = place.row * features + place.first;
+    unroll<0, A::kBlades>([&](auto k) {
+      const int shifted = at + shift(k * layer.plane() + element(group));
+      result.blade[k] = place.load(&stages[s][tensor * A::kBlades + k][shifted], inside);
+    });
+    return result;
+  }
+#endif
 };
 
 #if HOPPER_CODE
-// W features' weights, in registers.
+// Weights of a thread's features, in registers. Threads beyond the row's end compute as well, with
+// zeros and somebody's weights.
 template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
-  __device__ __forceinline__ RegisterWeights(const float* w, int feature) {
+  template <bool kVector>
+  __device__ __forceinline__ RegisterWeights(const float* w, const Place<W, kVector>& place) {
 #pragma unroll
     for (int e = 0; e < W; ++e) {
-      const Weights<A> weights(w + static_cast<size_t>(feature + e) * A::kTriples);
+      const int feature = e < place.count ? place.start + place.first + e * place.step : 0;
+      const Weights<A> weights(w + static_cast<size_t>(feature) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
   }
@@ -490,166 +590,91 @@ struct RegisterWeights {
     return packs[Index::value];
   }
 };
-
-// A thread's multivectors in a stage.
-template <typename A, int W, int kElements>
-__device__ __forceinline__ Multivectors<A, W> take(const float (*planes)[kElements], int at) {
-  Multivectors<A, W> result;
-  unroll<0, A::kBlades>(
-      [&](auto k) { result.blade[k] = *reinterpret_cast<const Pack<W>*>(&planes[k][at]); });
-  return result;
-}
 #endif
 
-// Rows per block as in "row on chip": thread i of a row owns features W i to W i + W - 1.
-template <typename A, int W>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+// Rows per block as in "row on chip", and features per thread.
+template <typename A, int W, bool kVector>
+__global__ void __launch_bounds__(kThreads<A>, 1)
     forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
                      RowsOnChip shape) {
 #if HOPPER_CODE
-  using Stream = Streamed<W, 2 * A::kBlades>;
-  constexpr int kStages = Stream::kStages;
+  using Rows = Stream<A, W, kVector, 2>;
   extern __shared__ __align__(128) float streamed[];
-  auto* stages = reinterpret_cast<typename Stream::Stage*>(streamed);
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
-  __shared__ Barrier full[kStages];
-  const size_t plane = layer.plane();
-  const int rows = shape.rows(), groups = (layer.batch + rows - 1) / rows;
-  const int row = threadIdx.x / shape.per_row, feature = threadIdx.x % shape.per_row * W;
-  const int at = row * layer.features + feature;
-  const auto fetch = [&](int group, int s) {  // called by the first warp
-    const int n = group * rows, lane = threadIdx.x;
-    const int bytes = min(rows, layer.batch - n) * layer.features * static_cast<int>(sizeof(float));
-    if (lane == 0) barrier_arrive_expect(&full[s], 2 * A::kBlades * bytes);
-    __syncwarp();
-    if (lane < 2 * A::kBlades) {
-      const float* from = lane < A::kBlades ? x + lane * plane : y + (lane - A::kBlades) * plane;
-      bulk_load(stages[s][lane], from + static_cast<size_t>(n) * layer.features, bytes, &full[s]);
-    }
-  };
+  __shared__ Barrier full[Rows::kStages];
+  const Place<W, kVector> place(shape, layer);
+  const Rows stream(streamed, full, layer, shape, place);
+  const float* const tensors[] = {x, y};
+  const int step = gridDim.x / shape.blocks;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
-    barrier_init_fence();
-  }
-  __syncthreads();
   start_next_kernel();
   wait_for_previous_kernel();
-  if (threadIdx.x < 32) {
-    for (int s = 0; s < kStages; ++s) {
-      const int group = blockIdx.x + s * gridDim.x;
-      if (group < groups) fetch(group, s);
-    }
-  }
-  // Threads beyond the row's end compute as well, with zeros and somebody's weights.
-  const RegisterWeights<A, W> weights(w, feature < layer.features ? feature : 0);
-  Ring<kStages> ring;
+  int group = blockIdx.x / shape.blocks;
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
+  const RegisterWeights<A, W> weights(w, place);
+  Ring<Rows::kStages> ring;
   int turn = 0;
-  for (int group = blockIdx.x; group < groups; group += gridDim.x, ring.advance(), turn ^= 1) {
-    const bool inside = group * rows + row < layer.batch && feature < layer.features;
+  for (; group < stream.groups; group += step, ring.advance(), turn ^= 1) {
+    const int inside = group * stream.rows + place.row < layer.batch ? place.count : 0;
     Multivectors<A, W> z = {};
     Sums<A::kGrades> sums = {};
     barrier_wait(&full[ring.stage], ring.parity);
-    if (inside) {
-      const auto left = take<A, W>(stages[ring.stage], at);
-      const auto right = take<A, W>(stages[ring.stage] + A::kBlades, at);
+    if (inside > 0) {
+      const auto left = stream.template take<0>(group, ring.stage, place, inside);
+      const auto right = stream.template take<1>(group, ring.stage, place, inside);
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
     // After its barrier all threads have taken their part of the stage.
     add_up_row(sums, partials[turn], shape.per_row / 32);
-    const int next = group + kStages * gridDim.x;
-    if (threadIdx.x < 32 && next < groups) fetch(next, ring.stage);
-    if (inside) {
-      float* to = out + static_cast<size_t>(group) * rows * layer.features + at;
-      unroll<0, A::kGrades>([&](auto c) {
-        const float r = layer.normed ? inverse_rms(sums.value[c], layer) : 1;
-        unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-#pragma unroll
-          for (int e = 0; e < W; ++e) z.blade[k].v[e] *= r;
-          *reinterpret_cast<Pack<W>*>(to + k * plane) = z.blade[k];
-        });
-      });
-    }
+    stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
+    const size_t at = place.row * layer.features + place.first;
+    store_normed(z, sums, layer, out + stream.element(group) + at, place, inside);
   }
 #endif
 }
 
 // dx, dy, and for each row of a block partial sums of dw, as backward_on_chip.
-template <typename A, int W>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+template <typename A, int W, bool kVector>
+__global__ void __launch_bounds__(kThreads<A>, 1)
     backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                       float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
 #if HOPPER_CODE
-  using Stream = Streamed<W, 3 * A::kBlades>;
-  constexpr int kStages = Stream::kStages;
+  using Rows = Stream<A, W, kVector, 3>;
   extern __shared__ __align__(128) float streamed[];
-  auto* stages = reinterpret_cast<typename Stream::Stage*>(streamed);
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  __shared__ Barrier full[kStages];
-  const size_t plane = layer.plane();
-  const int rows = shape.rows(), groups = (layer.batch + rows - 1) / rows;
-  const int row = threadIdx.x / shape.per_row, feature = threadIdx.x % shape.per_row * W;
-  const int at = row * layer.features + feature;
-  const auto fetch = [&](int group, int s) {
-    const int n = group * rows, lane = threadIdx.x;
-    const int bytes = min(rows, layer.batch - n) * layer.features * static_cast<int>(sizeof(float));
-    if (lane == 0) barrier_arrive_expect(&full[s], 3 * A::kBlades * bytes);
-    __syncwarp();
-    if (lane < 3 * A::kBlades) {
-      const float* tensor = lane < A::kBlades ? x : lane < 2 * A::kBlades ? y : d_out;
-      const float* from =
-          tensor + lane % A::kBlades * plane + static_cast<size_t>(n) * layer.features;
-      bulk_load(stages[s][lane], from, bytes, &full[s]);
-    }
-  };
+  __shared__ Barrier full[Rows::kStages];
+  const Place<W, kVector> place(shape, layer);
+  const Rows stream(streamed, full, layer, shape, place);
+  const float* const tensors[] = {x, y, d_out};
+  const int step = gridDim.x / shape.blocks;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    for (int s = 0; s < kStages; ++s) {
-      const int group = blockIdx.x + s * gridDim.x;
-      if (group < groups) fetch(group, s);
-    }
-  }
-  const RegisterWeights<A, W> weights(w, feature < layer.features ? feature : 0);
-
+  int group = blockIdx.x / shape.blocks;
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
+  const RegisterWeights<A, W> weights(w, place);
   Pack<W> dw[A::kTriples] = {};
-  Ring<kStages> ring;
+  Ring<Rows::kStages> ring;
   int turn = 0;
-  for (int group = blockIdx.x; group < groups; group += gridDim.x, ring.advance(), turn ^= 1) {
-    const bool inside = group * rows + row < layer.batch && feature < layer.features;
-    Multivectors<A, W> left = {}, right = {}, d = {};
+  for (; group < stream.groups; group += step, ring.advance(), turn ^= 1) {
+    const int inside = group * stream.rows + place.row < layer.batch ? place.count : 0;
     barrier_wait(&full[ring.stage], ring.parity);
-    if (inside) {
-      left = take<A, W>(stages[ring.stage], at);
-      right = take<A, W>(stages[ring.stage] + A::kBlades, at);
-      d = take<A, W>(stages[ring.stage] + 2 * A::kBlades, at);
-    }
+    const auto left = stream.template take<0>(group, ring.stage, place, inside);
+    const auto right = stream.template take<1>(group, ring.stage, place, inside);
+    const auto d = stream.template take<2>(group, ring.stage, place, inside);
     const Multivectors<A, W> P = weighted_product(left, right, weights);
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
     add_up_row(sums, partials[turn], shape.per_row / 32);
-    const int next = group + kStages * gridDim.x;
-    if (threadIdx.x < 32 && next < groups) fetch(next, ring.stage);
+    stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    const size_t element = (static_cast<size_t>(group) * rows + row) * layer.features + feature;
-    store_gradients<A, W>(left, right, dP, dg, gates, weights, dw, dx + element, dy + element,
-                          plane, inside);
+    const size_t at = stream.element(group) + place.row * layer.features + place.first;
+    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
+                    inside);
   }
-  if (feature < layer.features) {
-    const size_t partial = static_cast<size_t>(blockIdx.x) * rows + row;
-    unroll<0, A::kTriples>([&](auto t) {
-      *reinterpret_cast<Pack<W>*>(dw_partials + (partial * A::kTriples + t) * layer.features +
-                                  feature) = dw[t];
-    });
-  }
+  store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
 #endif
 }
 
@@ -690,125 +715,132 @@ Launch backward_once(const Tensors& of, const Gradients& d, const Device& device
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
 }
 
-// Shape of an on-chip kernel's blocks; none if a row or the weights are too large. Small batches
-// get small blocks, so that every multiprocessor has one.
+// Blocks of kThreads for rows of W features a thread.
+template <typename A, int W>
+RowsOnChip rows_on_chip(const Layer& layer) {
+  RowsOnChip shape{kThreads<A>, 32, 1, layer.features};
+  while (shape.per_row < shape.threads && shape.per_row * W < shape.share) shape.per_row *= 2;
+  return shape;
+}
+
+// The same for a kernel with weights in shared memory; none if a row or its weights are too large.
+// Small batches get small blocks, so that every multiprocessor has one.
 template <typename A, int W, typename Memory>
 std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
   constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
-  const int packs = (layer.features + W - 1) / W;
-  if (packs > kMaxThreads) return std::nullopt;
-  RowsOnChip shape{kMaxThreads, 32};
-  while (shape.per_row < packs) shape.per_row *= 2;
+  RowsOnChip shape = rows_on_chip<A, W>(layer);
   const auto fits = [&] {
-    return Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
+    return shape.per_row * W >= shape.share &&
+           Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
   };
   const auto too_few = [&] { return shape.groups(layer) < device.sms; };
   while (shape.threads > std::max(shape.per_row, 128) && (!fits() || too_few())) shape.threads /= 2;
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
-template <typename A, int W>
+template <typename A, int W, bool kVector>
 Launch forward_on_chip_by(const Tensors& of, const Device& device) {
-  constexpr bool kAhead = kPrefetch<A>;
-  using Memory = OnChipMemory<A, W, kAhead ? 2 * A::kBlades : 0>;
+  using Memory = OnChipMemory<A, W, kVector, 2 * A::kBlades>;
   const std::optional<RowsOnChip> fitting = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!fitting) return {};
   const RowsOnChip shape = *fitting;
   const int bytes = static_cast<int>(Memory::bytes(shape));
-  const auto kernel = forward_on_chip<A, W, kAhead>;
+  const auto kernel = forward_on_chip<A, W, kVector>;
   allow_shared_bytes(kernel, bytes);
   const int resident = resident_blocks(kernel, shape.threads, bytes, device);
   const int blocks = std::min(shape.groups(of.layer), resident);
   const auto run = [=] {
-    forward_on_chip<A, W, kAhead>
+    forward_on_chip<A, W, kVector>
         <<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
   };
   return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
 }
 
-template <typename A, int W>
+template <typename A, int W, bool kVector>
 Launch backward_on_chip_by(const Tensors& of, const Gradients& d, const Device& device) {
-  constexpr bool kAhead = kPrefetch<A>;
-  using Memory = OnChipMemory<A, W, kAhead ? 3 * A::kBlades : 0>;
+  using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
   const std::optional<RowsOnChip> fitting = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!fitting) return {};
   const RowsOnChip shape = *fitting;
   const int bytes = static_cast<int>(Memory::bytes(shape));
-  const auto kernel = backward_on_chip<A, W, kAhead>;
+  const auto kernel = backward_on_chip<A, W, kVector>;
   allow_shared_bytes(kernel, bytes);
   const int resident = resident_blocks(kernel, shape.threads, bytes, device);
   const int blocks = std::min(shape.groups(of.layer), resident);
   const auto partials = of.problem.output<float>(blocks * shape.rows() * of.w.size());
   const auto run = [=] {
-    backward_on_chip<A, W, kAhead><<<blocks, shape.threads, bytes>>>(
+    backward_on_chip<A, W, kVector><<<blocks, shape.threads, bytes>>>(
         of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
 }
 
-// In the widest accesses that rows of this many features allow.
-template <typename A>
-Launch forward_on_chip_of(const Tensors& of, const Device& device) {
-  return of.layer.features % kForwardWidth<A> == 0
-             ? forward_on_chip_by<A, kForwardWidth<A>>(of, device)
-             : forward_on_chip_by<A, 1>(of, device);
-}
-template <typename A>
-Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& device) {
-  if constexpr (A::kBlades > 16) {  // dw would take half of the registers, x, y and d_out the rest
-    return {};
-  } else {
-    return of.layer.features % kBackwardWidth<A> == 0
-               ? backward_on_chip_by<A, kBackwardWidth<A>>(of, d, device)
-               : backward_on_chip_by<A, 1>(of, d, device);
-  }
-}
-
-// Rows streamed: for rows of a multiple of 16 bytes that a block has threads for.
-constexpr int kStreamedWidth = 2;
-
-inline bool can_stream(const Layer& layer) {
-  return layer.features % 4 == 0 && layer.features <= kMaxThreads * kStreamedWidth;
-}
-
-inline RowsOnChip streamed_rows(const Layer& layer) {
-  RowsOnChip shape{kMaxThreads, 32};
-  while (shape.per_row * kStreamedWidth < layer.features) shape.per_row *= 2;
-  return shape;
-}
-
-template <typename A>
-Launch forward_streamed_of(const Tensors& of, const Device& device) {
-  using Stream = Streamed<kStreamedWidth, 2 * A::kBlades>;
-  constexpr int kBytes = Stream::kStages * sizeof(typename Stream::Stage);
-  const auto kernel = forward_streamed<A, kStreamedWidth>;
+template <typename A, int W, bool kVector>
+Launch forward_streamed_by(const Tensors& of, const Device& device) {
+  constexpr int kBytes = Stream<A, W, kVector, 2>::kBytes;
+  const auto kernel = forward_streamed<A, W, kVector>;
   allow_shared_bytes(kernel, kBytes);
-  const RowsOnChip shape = streamed_rows(of.layer);
+  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
   const int blocks = std::min(shape.groups(of.layer), device.sms);
   const auto run = [=] {
-    launch_early(forward_streamed<A, kStreamedWidth>, blocks, kMaxThreads, kBytes,  //
+    launch_early(forward_streamed<A, W, kVector>, blocks, shape.threads, kBytes,  //
                  of.x, of.y, of.w, of.out, of.layer, shape);
   };
-  return {run, 0, [=](Kernel& row) { row.resources(kernel, kMaxThreads, kBytes).hopper_only(); }};
+  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes).hopper_only(); }};
 }
 
-template <typename A>
-Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
-  using Stream = Streamed<kStreamedWidth, 3 * A::kBlades>;
-  constexpr int kBytes = Stream::kStages * sizeof(typename Stream::Stage);
-  const auto kernel = backward_streamed<A, kStreamedWidth>;
+template <typename A, int W, bool kVector>
+Launch backward_streamed_by(const Tensors& of, const Gradients& d, const Device& device) {
+  constexpr int kBytes = Stream<A, W, kVector, 3>::kBytes;
+  const auto kernel = backward_streamed<A, W, kVector>;
   allow_shared_bytes(kernel, kBytes);
-  const RowsOnChip shape = streamed_rows(of.layer);
+  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
   const int blocks = std::min(shape.groups(of.layer), device.sms);
   const auto partials = of.problem.output<float>(blocks * shape.rows() * of.w.size());
   const auto run = [=] {
-    backward_streamed<A, kStreamedWidth><<<blocks, kMaxThreads, kBytes>>>(
+    backward_streamed<A, W, kVector><<<blocks, shape.threads, kBytes>>>(
         of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
   return {run, partials.bytes(),
-          [=](Kernel& row) { row.resources(kernel, kMaxThreads, kBytes).hopper_only(); }};
+          [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes).hopper_only(); }};
+}
+
+// In accesses of W floats where all rows start at a multiple of that.
+template <typename A>
+Launch forward_on_chip_of(const Tensors& of, const Device& device) {
+  constexpr int W = kForwardWidth<A>;
+  if constexpr (W > 1) {
+    if (of.layer.features % W == 0) return forward_on_chip_by<A, W, true>(of, device);
+  }
+  return forward_on_chip_by<A, W, false>(of, device);
+}
+template <typename A>
+Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& device) {
+  constexpr int W = kBackwardWidth<A>;
+  if constexpr (W > 1) {
+    if (of.layer.features % W == 0) return backward_on_chip_by<A, W, true>(of, d, device);
+  }
+  return backward_on_chip_by<A, W, false>(of, d, device);
+}
+
+// The copy engine wants multiples of 16 bytes.
+template <typename A>
+bool can_stream(const Layer& layer) {
+  return layer.features <= kThreads<A> * kStreamedWidth<A>;
+}
+template <typename A>
+Launch forward_streamed_of(const Tensors& of, const Device& device) {
+  constexpr int W = kStreamedWidth<A>;
+  return of.layer.features % 4 == 0 ? forward_streamed_by<A, W, true>(of, device)
+                                    : forward_streamed_by<A, W, false>(of, device);
+}
+template <typename A>
+Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
+  constexpr int W = kStreamedWidth<A>;
+  return of.layer.features % 4 == 0 ? backward_streamed_by<A, W, true>(of, d, device)
+                                    : backward_streamed_by<A, W, false>(of, d, device);
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -836,7 +868,7 @@ bool add_forward(const Tensors& of, const Device& device) {
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   if (on_chip.run) add("row on chip", on_chip);
   if constexpr (A::kBlades <= 8) {
-    if (can_stream(layer)) add("rows streamed", forward_streamed_of<A>(of, device));
+    if (can_stream<A>(layer)) add("rows streamed", forward_streamed_of<A>(of, device));
   }
   return static_cast<bool>(on_chip.run);
 }
@@ -866,12 +898,12 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   const Launch backward = backward_on_chip_of<A>(of, d, device);
   if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
   if constexpr (A::kBlades <= 4) {
-    if (can_stream(of.layer)) {
+    if (can_stream<A>(of.layer)) {
       add("both streamed", forward_streamed_of<A>(of, device),
           backward_streamed_of<A>(of, d, device));
     }
   } else if constexpr (A::kBlades == 8) {
-    if (can_stream(of.layer) && backward.run) {
+    if (can_stream<A>(of.layer) && backward.run) {
       add("streamed, on chip", forward_streamed_of<A>(of, device), backward);
     }
   }
