@@ -25,8 +25,12 @@
 //     one launch      a block owns a row (all features of a batch element) and reads it twice
 //     row on chip     the row stays in registers while its norm is reduced, the weights in shared
 //                     memory, and the next row is on its way
-//     rows streamed   the copy engine brings several rows ahead, and the weights are in registers;
-//                     needs compute capability 9.0
+//     rows streamed   the copy engine brings several rows ahead, the weights are in registers, and
+//                     a cluster of blocks shares a row that is too long for one; needs compute
+//                     capability 9.0
+//
+// The last two work for rows of any length that start anywhere (Place says how), up to what 8
+// multiprocessors hold: 8192 features of 8 blades, 4096 of 16, 2048 of 32.
 //
 // What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Other
@@ -34,9 +38,8 @@
 // compiler does, from the signature: Cl<3, 0, 0> is all that a user writes, and Cl<1, 3, 0>
 // (spacetime), Cl<3, 0, 1> (projective) and Cl<4, 1, 0> (conformal) cost nothing more. How it does
 // that is common/algebra.cuh: read weighted_product() there, and gradients(), before the kernels.
-// Gates and norms of what is in registers are common/clifford.cuh.
+// Gates and norms in registers: common/clifford.cuh.
 
-#include <cstdio>
 #include <optional>
 #include <utility>
 
@@ -173,19 +176,20 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// How a block works in the kernels below: `threads` of them, `per_row` (a power of two, at least a
-// warp) for each row that it has at a time. Where a row is too long for one block, `blocks` of them
-// share it, `share` features each.
+// How a block works in the kernels below: `threads`, `per_row` (a power of two, at least a warp)
+// for each row that it has at a time. A row that is too long for one has several `blocks`, with
+// `share` features each.
 struct RowsOnChip {
   int threads, per_row, blocks, share;
   __host__ __device__ int rows() const { return threads / per_row; }
-  int groups(const Layer& layer) const { return (layer.batch - 1) / rows() + 1; }
+  __host__ __device__ int groups(const Layer& layer) const {
+    return (layer.batch - 1) / rows() + 1;
+  }
 };
 
-// A block stays, and takes one group of rows after the other. Sized for F = 1024 features on an
-// H200, where a multiprocessor is given 33 bytes per nanosecond, so that it has to have about
-// 40 KB on the way at any time. The registers are all that a multiprocessor has: 128 for each of
-// 512 threads, or twice as many for half of them, where a multivector has 32 blades.
+// A block stays, and takes one group of rows after the other. Sized for an H200, where a
+// multiprocessor is given 33 bytes per nanosecond, so that it has to have about 40 KB on the way at
+// any time. Its registers are 128 for each of 512 threads; with 32 blades twice as many for half.
 template <typename A>
 constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
 
@@ -206,12 +210,14 @@ constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 // neighbouring features, and a warp moves 128 bytes in a row, wherever the row starts.
 template <int W, bool kVector>
 struct Place {
-  int row, start, features;  // the block has `features` of the row's features, from `start` on
-  int first, step, count;    // of the thread's own: its first of these, and how many are there
+  int row, blocks;         // which of its block's rows, and how many blocks that has
+  int start, features;     // the block has `features` of the row's features, from `start` on
+  int first, step, count;  // of the thread's own: its first of these, and how many are there
 
   __device__ Place(const RowsOnChip& shape, const Layer& layer)
       : row(threadIdx.x / shape.per_row),
-        start(kVector ? 0 : blockIdx.x % shape.blocks * shape.share),
+        blocks(kVector ? 1 : shape.blocks),
+        start(kVector ? 0 : blockIdx.x % blocks * shape.share),
         features(kVector ? layer.features : min(shape.share, layer.features - start)),
         first(threadIdx.x % shape.per_row * (kVector ? W : 1)),
         step(kVector ? 1 : shape.per_row),
@@ -375,6 +381,79 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   }
 }
 
+// ---- A row of several blocks --------------------------------------------------------------------
+
+// A row and what belongs to it may be too much for one multiprocessor: 1024 features of 16 blades
+// have 143 KB of weights, as many sums for dw, and 196 KB of x, y and d_out. Then a cluster of
+// blocks shares it (compute capability 9.0), and all that they tell each other is its sums. The
+// slots take turns. A block sends a round's sums when it has received those of the round before the
+// last one, or later; by then all others have read what is four rounds old.
+constexpr int kMaxBlocks = 8, kSlots = 4;
+
+template <int kCount>
+struct Exchange {
+  Sums<kCount> sent[kSlots], received[kSlots][kMaxBlocks];
+  Barrier come[kSlots];
+};
+
+template <int kCount>
+__device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int blocks) {
+#if HOPPER_CODE
+  if (blocks == 1) return;
+  if (threadIdx.x == 0) {
+    for (Barrier& come : exchange.come) barrier_init(&come, 1);
+    barrier_init_fence();
+  }
+  cluster_sync();
+#endif
+}
+
+// The block's sums of a row, which all of its threads know, to all blocks.
+template <int kCount>
+__device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
+                                          int blocks, int round) {
+#if HOPPER_CODE
+  if (blocks == 1 || threadIdx.x >= 32) return;
+  constexpr int kBytes = sizeof(sums);
+  const int slot = round % kSlots, to = threadIdx.x;
+  if (to == 0) {
+    exchange.sent[slot] = sums;
+    shared_fence();
+    barrier_arrive_expect(&exchange.come[slot], blocks * kBytes);
+  }
+  __syncwarp();
+  if (to < blocks) {
+    bulk_push(&exchange.received[slot][cluster_rank()], &exchange.sent[slot], kBytes,
+              &exchange.come[slot], to);
+  }
+#endif
+}
+
+// The row's sums, instead of the block's. Added up in the order of the blocks, so that all blocks
+// have the same.
+template <int kCount>
+__device__ __forceinline__ void receive_sums(Sums<kCount>& sums, Exchange<kCount>& exchange,
+                                             int blocks, int round) {
+#if HOPPER_CODE
+  if (blocks == 1) return;
+  const int slot = round % kSlots;
+  barrier_wait(&exchange.come[slot], round / kSlots % 2);
+  sums = exchange.received[slot][0];
+#pragma unroll 1  // for the registers
+  for (int block = 1; block < blocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums.value[i] += exchange.received[slot][block].value[i];
+  }
+#endif
+}
+
+// A block stays until nobody reads or writes its shared memory any more.
+__device__ __forceinline__ void close_exchange(int blocks) {
+#if HOPPER_CODE
+  if (blocks > 1) cluster_sync();
+#endif
+}
+
 // dx and dy of a thread's multivectors to memory, blade by blade; dw is added to what it has.
 template <typename A, int W, bool kVector, typename Weight>
 __device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
@@ -424,10 +503,11 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
   extern __shared__ __align__(16) float shared[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
+  __shared__ Exchange<2 * A::kGrades> exchange;
   const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(shared, shape);
   const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
-  const int step = gridDim.x / shape.blocks * shape.rows();
+  const int step = gridDim.x / place.blocks * shape.rows();
   const auto at = [&](int n) {
     return static_cast<size_t>(n) * layer.features + place.start + place.first;
   };
@@ -441,15 +521,16 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     copy_async_commit();
   };
 
-  int first = blockIdx.x / shape.blocks * shape.rows(), n = first + place.row;
+  int first = blockIdx.x / place.blocks * shape.rows(), n = first + place.row;
   memory.fetch_weights(w, shape, place);
   fetch_x_and_d_out(n);
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
+  open_exchange(exchange, place.blocks);
   Pack<W> dw[A::kTriples] = {};
-  int turn = 0;
-  for (; first < layer.batch; first += step, n += step, turn ^= 1) {
+  int round = 0;
+  for (; first < layer.batch; first += step, n += step, ++round) {
     copy_async_wait<0>();
     __syncwarp();
     const auto left = memory.template take<0>();
@@ -462,7 +543,9 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     GradientSums<A> sums = {};
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
-      add_up_row(sums, partials[turn], shape.per_row / 32);
+      add_up_row(sums, partials[round % 2], shape.per_row / 32);
+      send_sums(sums, exchange, place.blocks, round);
+      receive_sums(sums, exchange, place.blocks, round);
     }
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -473,6 +556,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     inside(n));
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
+  close_exchange(place.blocks);
 }
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
@@ -513,17 +597,17 @@ struct Stream {
   Stage* stages;
   Barrier* full;
   Layer layer;
-  int rows, start, features, groups;  // rows at a time, and which of their features
+  Place<W, kVector> place;
+  int rows, groups;  // rows at a time
 
   __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
-                    const RowsOnChip& shape, const Place<W, kVector>& place)
+                    const RowsOnChip& shape)
       : stages(reinterpret_cast<Stage*>(shared)),
         full(full),
         layer(layer),
+        place(shape, layer),
         rows(shape.rows()),
-        start(place.start),
-        features(place.features),
-        groups((layer.batch - 1) / shape.rows() + 1) {
+        groups(shape.groups(layer)) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) barrier_init(&full[s], kPlanes);
       barrier_init_fence();
@@ -532,7 +616,10 @@ struct Stream {
   }
 
   __device__ size_t element(int group) const {
-    return static_cast<size_t>(group) * rows * layer.features + start;
+    return static_cast<size_t>(group) * rows * layer.features + place.start;
+  }
+  __device__ int inside(int group) const {
+    return group * rows + place.row < layer.batch ? place.count : 0;
   }
   __device__ int shift(size_t element) const { return kVector ? 0 : element % 4; }
 
@@ -540,7 +627,7 @@ struct Stream {
   __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
                                         int s) const {
     if (threadIdx.x >= 32 || group >= groups) return;
-    const int count = min(rows, layer.batch - group * rows) * features;
+    const int count = min(rows, layer.batch - group * rows) * place.features;
 #pragma unroll
     for (int first = 0; first < kPlanes; first += 32) {
       const int p = first + threadIdx.x;
@@ -556,11 +643,9 @@ struct Stream {
   }
   // A thread's multivectors of a tensor.
   template <int tensor>
-  __device__ __forceinline__ Multivectors<A, W> take(int group, int s,
-                                                     const Place<W, kVector>& place,
-                                                     int inside) const {
+  __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int inside) const {
     Multivectors<A, W> result;
-    const int at = place.row * features + place.first;
+    const int at = place.row * place.features + place.first;
     unroll<0, A::kBlades>([&](auto k) {
       const int shifted = at + shift(k * layer.plane() + element(group));
       result.blade[k] = place.load(&stages[s][tensor * A::kBlades + k][shifted], inside);
@@ -592,7 +677,12 @@ struct RegisterWeights {
 };
 #endif
 
-// Rows per block as in "row on chip", and features per thread.
+// Rows per block as in "row on chip", and features per thread. With 16 blades and more, where most
+// rows have several blocks, a thread keeps z until the next row's is there: its sums are on their
+// way meanwhile.
+template <typename A>
+constexpr bool kStoresLater = A::kBlades > 8;
+
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -602,35 +692,53 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   extern __shared__ __align__(128) float streamed[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
-  const Place<W, kVector> place(shape, layer);
-  const Rows stream(streamed, full, layer, shape, place);
+  __shared__ Exchange<A::kGrades> exchange;
+  const Rows stream(streamed, full, layer, shape);
+  const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y};
-  const int step = gridDim.x / shape.blocks;
+  const int step = gridDim.x / place.blocks;
 
+  open_exchange(exchange, place.blocks);
   start_next_kernel();
   wait_for_previous_kernel();
-  int group = blockIdx.x / shape.blocks;
+  int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
   const RegisterWeights<A, W> weights(w, place);
   Ring<Rows::kStages> ring;
-  int turn = 0;
-  for (; group < stream.groups; group += step, ring.advance(), turn ^= 1) {
-    const int inside = group * stream.rows + place.row < layer.batch ? place.count : 0;
+  int round = 0;
+  const auto finish = [&](const Multivectors<A, W>& z, Sums<A::kGrades> sums, int group,
+                          int round) {
+    receive_sums(sums, exchange, place.blocks, round);
+    const size_t at = stream.element(group) + place.row * layer.features + place.first;
+    store_normed(z, sums, layer, out + at, place, stream.inside(group));
+  };
+  Multivectors<A, W> last_z = {};
+  Sums<A::kGrades> last_sums = {};
+  for (; group < stream.groups; group += step, ring.advance(), ++round) {
+    const int inside = stream.inside(group);
     Multivectors<A, W> z = {};
     Sums<A::kGrades> sums = {};
     barrier_wait(&full[ring.stage], ring.parity);
     if (inside > 0) {
-      const auto left = stream.template take<0>(group, ring.stage, place, inside);
-      const auto right = stream.template take<1>(group, ring.stage, place, inside);
+      const auto left = stream.template take<0>(group, ring.stage, inside);
+      const auto right = stream.template take<1>(group, ring.stage, inside);
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
     // After its barrier all threads have taken their part of the stage.
-    add_up_row(sums, partials[turn], shape.per_row / 32);
+    add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
-    const size_t at = place.row * layer.features + place.first;
-    store_normed(z, sums, layer, out + stream.element(group) + at, place, inside);
+    send_sums(sums, exchange, place.blocks, round);
+    if constexpr (kStoresLater<A>) {
+      if (round > 0) finish(last_z, last_sums, group - step, round - 1);
+      last_z = z;
+      last_sums = sums;
+    } else {
+      finish(z, sums, group, round);
+    }
   }
+  if (kStoresLater<A> && round > 0) finish(last_z, last_sums, group - step, round - 1);
+  close_exchange(place.blocks);
 #endif
 }
 
@@ -644,29 +752,33 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   extern __shared__ __align__(128) float streamed[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
-  const Place<W, kVector> place(shape, layer);
-  const Rows stream(streamed, full, layer, shape, place);
+  __shared__ Exchange<2 * A::kGrades> exchange;
+  const Rows stream(streamed, full, layer, shape);
+  const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y, d_out};
-  const int step = gridDim.x / shape.blocks;
+  const int step = gridDim.x / place.blocks;
 
-  int group = blockIdx.x / shape.blocks;
+  open_exchange(exchange, place.blocks);
+  int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
   const RegisterWeights<A, W> weights(w, place);
   Pack<W> dw[A::kTriples] = {};
   Ring<Rows::kStages> ring;
-  int turn = 0;
-  for (; group < stream.groups; group += step, ring.advance(), turn ^= 1) {
-    const int inside = group * stream.rows + place.row < layer.batch ? place.count : 0;
+  int round = 0;
+  for (; group < stream.groups; group += step, ring.advance(), ++round) {
+    const int inside = stream.inside(group);
     barrier_wait(&full[ring.stage], ring.parity);
-    const auto left = stream.template take<0>(group, ring.stage, place, inside);
-    const auto right = stream.template take<1>(group, ring.stage, place, inside);
-    const auto d = stream.template take<2>(group, ring.stage, place, inside);
+    const auto left = stream.template take<0>(group, ring.stage, inside);
+    const auto right = stream.template take<1>(group, ring.stage, inside);
+    const auto d = stream.template take<2>(group, ring.stage, inside);
     const Multivectors<A, W> P = weighted_product(left, right, weights);
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
-    add_up_row(sums, partials[turn], shape.per_row / 32);
+    add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
+    send_sums(sums, exchange, place.blocks, round);
+    receive_sums(sums, exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -675,6 +787,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
+  close_exchange(place.blocks);
 #endif
 }
 
@@ -683,12 +796,13 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
-// What a row of the table launches, the memory that this takes beside inputs and outputs, and which
-// kernel's resources to record. Without `run` the shape is too large for it.
+// What a row of the table launches, the memory that this takes beside inputs and outputs, which
+// kernel's resources to record, and whether it needs Hopper. Without `run` the shape is too large.
 struct Launch {
   std::function<void()> run;
   double bytes = 0;
   std::function<void(Kernel&)> describe;
+  bool hopper = false;
 };
 
 template <typename A>
@@ -715,22 +829,24 @@ Launch backward_once(const Tensors& of, const Gradients& d, const Device& device
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
 }
 
-// Blocks of kThreads for rows of W features a thread.
+// Blocks of kThreads for rows of W features a thread: several where one has too few threads.
 template <typename A, int W>
 RowsOnChip rows_on_chip(const Layer& layer) {
-  RowsOnChip shape{kThreads<A>, 32, 1, layer.features};
-  while (shape.per_row < shape.threads && shape.per_row * W < shape.share) shape.per_row *= 2;
+  const int blocks = blocks_of(layer.features, kThreads<A> * W);
+  RowsOnChip shape{kThreads<A>, 32, blocks, blocks_of(layer.features, blocks)};
+  while (shape.per_row * W < shape.share) shape.per_row *= 2;
   return shape;
 }
 
-// The same for a kernel with weights in shared memory; none if a row or its weights are too large.
-// Small batches get small blocks, so that every multiprocessor has one.
+// The same for a kernel with weights in shared memory; none if a row or its weights are too large
+// for `most` blocks. Small batches get small blocks, so that every multiprocessor has one.
 template <typename A, int W, typename Memory>
-std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
-  constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
+std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device, int most) {
+  constexpr size_t kStaticBytes =
+      sizeof(GradientSums<A>[2][kMaxWarps]) + sizeof(Exchange<2 * A::kGrades>);
   RowsOnChip shape = rows_on_chip<A, W>(layer);
   const auto fits = [&] {
-    return shape.per_row * W >= shape.share &&
+    return shape.blocks <= most &&
            Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
   };
   const auto too_few = [&] { return shape.groups(layer) < device.sms; };
@@ -738,17 +854,27 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) 
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
+// The grid of a kernel whose blocks stay.
+template <typename Kernel>
+int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer,
+         const Device& device) {
+  const int resident = static_cast<int>(bytes) > device.shared_bytes ? device.sms  // does not run
+                       : shape.blocks == 1
+                           ? resident_blocks(kernel, shape.threads, bytes, device)
+                           : resident_clusters(kernel, shape.blocks, shape.threads, bytes);
+  return shape.blocks * std::min(shape.groups(layer), resident);
+}
+
 template <typename A, int W, bool kVector>
 Launch forward_on_chip_by(const Tensors& of, const Device& device) {
   using Memory = OnChipMemory<A, W, kVector, 2 * A::kBlades>;
-  const std::optional<RowsOnChip> fitting = fit_on_chip<A, W, Memory>(of.layer, device);
+  const std::optional<RowsOnChip> fitting = fit_on_chip<A, W, Memory>(of.layer, device, 1);
   if (!fitting) return {};
   const RowsOnChip shape = *fitting;
   const int bytes = static_cast<int>(Memory::bytes(shape));
   const auto kernel = forward_on_chip<A, W, kVector>;
   allow_shared_bytes(kernel, bytes);
-  const int resident = resident_blocks(kernel, shape.threads, bytes, device);
-  const int blocks = std::min(shape.groups(of.layer), resident);
+  const int blocks = grid(kernel, shape, bytes, of.layer, device);
   const auto run = [=] {
     forward_on_chip<A, W, kVector>
         <<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
@@ -759,21 +885,23 @@ Launch forward_on_chip_by(const Tensors& of, const Device& device) {
 template <typename A, int W, bool kVector>
 Launch backward_on_chip_by(const Tensors& of, const Gradients& d, const Device& device) {
   using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
-  const std::optional<RowsOnChip> fitting = fit_on_chip<A, W, Memory>(of.layer, device);
+  const std::optional<RowsOnChip> fitting =
+      fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
   if (!fitting) return {};
   const RowsOnChip shape = *fitting;
   const int bytes = static_cast<int>(Memory::bytes(shape));
   const auto kernel = backward_on_chip<A, W, kVector>;
   allow_shared_bytes(kernel, bytes);
-  const int resident = resident_blocks(kernel, shape.threads, bytes, device);
-  const int blocks = std::min(shape.groups(of.layer), resident);
-  const auto partials = of.problem.output<float>(blocks * shape.rows() * of.w.size());
+  const int blocks = grid(kernel, shape, bytes, of.layer, device);
+  const auto partials =
+      of.problem.output<float>(blocks / shape.blocks * shape.rows() * of.w.size());
   const auto run = [=] {
-    backward_on_chip<A, W, kVector><<<blocks, shape.threads, bytes>>>(
-        of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    launch_clusters(backward_on_chip<A, W, kVector>, shape.blocks, false, blocks, shape.threads,
+                    bytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
-  return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
+  return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); },
+          shape.blocks > 1};
 }
 
 template <typename A, int W, bool kVector>
@@ -782,12 +910,12 @@ Launch forward_streamed_by(const Tensors& of, const Device& device) {
   const auto kernel = forward_streamed<A, W, kVector>;
   allow_shared_bytes(kernel, kBytes);
   const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
-  const int blocks = std::min(shape.groups(of.layer), device.sms);
+  const int blocks = grid(kernel, shape, kBytes, of.layer, device);
   const auto run = [=] {
-    launch_early(forward_streamed<A, W, kVector>, blocks, shape.threads, kBytes,  //
-                 of.x, of.y, of.w, of.out, of.layer, shape);
+    launch_clusters(forward_streamed<A, W, kVector>, shape.blocks, true, blocks, shape.threads,
+                    kBytes, of.x, of.y, of.w, of.out, of.layer, shape);
   };
-  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes).hopper_only(); }};
+  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes); }, true};
 }
 
 template <typename A, int W, bool kVector>
@@ -796,81 +924,85 @@ Launch backward_streamed_by(const Tensors& of, const Gradients& d, const Device&
   const auto kernel = backward_streamed<A, W, kVector>;
   allow_shared_bytes(kernel, kBytes);
   const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
-  const int blocks = std::min(shape.groups(of.layer), device.sms);
-  const auto partials = of.problem.output<float>(blocks * shape.rows() * of.w.size());
+  const int blocks = grid(kernel, shape, kBytes, of.layer, device);
+  const auto partials =
+      of.problem.output<float>(blocks / shape.blocks * shape.rows() * of.w.size());
   const auto run = [=] {
-    backward_streamed<A, W, kVector><<<blocks, shape.threads, kBytes>>>(
-        of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    launch_clusters(backward_streamed<A, W, kVector>, shape.blocks, false, blocks, shape.threads,
+                    kBytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
-  return {run, partials.bytes(),
-          [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes).hopper_only(); }};
+  return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes); },
+          true};
 }
 
-// In accesses of W floats where all rows start at a multiple of that.
-template <typename A>
+// In accesses of `width` floats, for rows that all start at a multiple of that and have one block.
+template <typename A, int W>
+bool whole_packs(const Layer& layer, int width) {
+  return W > 1 && layer.features % width == 0 && rows_on_chip<A, W>(layer).blocks == 1;
+}
+template <typename A, int W = kForwardWidth<A>>
 Launch forward_on_chip_of(const Tensors& of, const Device& device) {
-  constexpr int W = kForwardWidth<A>;
   if constexpr (W > 1) {
-    if (of.layer.features % W == 0) return forward_on_chip_by<A, W, true>(of, device);
+    if (whole_packs<A, W>(of.layer, W)) return forward_on_chip_by<A, W, true>(of, device);
   }
   return forward_on_chip_by<A, W, false>(of, device);
 }
-template <typename A>
+template <typename A, int W = kBackwardWidth<A>>
 Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& device) {
-  constexpr int W = kBackwardWidth<A>;
   if constexpr (W > 1) {
-    if (of.layer.features % W == 0) return backward_on_chip_by<A, W, true>(of, d, device);
+    if (whole_packs<A, W>(of.layer, W)) return backward_on_chip_by<A, W, true>(of, d, device);
   }
   return backward_on_chip_by<A, W, false>(of, d, device);
 }
 
 // The copy engine wants multiples of 16 bytes.
-template <typename A>
-bool can_stream(const Layer& layer) {
-  return layer.features <= kThreads<A> * kStreamedWidth<A>;
-}
-template <typename A>
+template <typename A, int W = kStreamedWidth<A>>
 Launch forward_streamed_of(const Tensors& of, const Device& device) {
-  constexpr int W = kStreamedWidth<A>;
-  return of.layer.features % 4 == 0 ? forward_streamed_by<A, W, true>(of, device)
-                                    : forward_streamed_by<A, W, false>(of, device);
+  if (rows_on_chip<A, W>(of.layer).blocks > kMaxBlocks) return {};
+  if constexpr (W > 1) {
+    if (whole_packs<A, W>(of.layer, 4)) return forward_streamed_by<A, W, true>(of, device);
+  }
+  return forward_streamed_by<A, W, false>(of, device);
 }
-template <typename A>
+template <typename A, int W = kStreamedWidth<A>>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
-  constexpr int W = kStreamedWidth<A>;
-  return of.layer.features % 4 == 0 ? backward_streamed_by<A, W, true>(of, d, device)
-                                    : backward_streamed_by<A, W, false>(of, d, device);
+  if constexpr (A::kBlades <= 4) {
+    if (whole_packs<A, W>(of.layer, 4)) return backward_streamed_by<A, W, true>(of, d, device);
+    if (rows_on_chip<A, W>(of.layer).blocks <= kMaxBlocks) {
+      return backward_streamed_by<A, W, false>(of, d, device);
+    }
+  }
+  return {};
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// Returns whether rows fit on chip, as below.
+// Returns whether rows fit on chip.
 template <typename A>
 bool add_forward(const Tensors& of, const Device& device) {
   Problem& problem = of.problem;
   const Unfused<A> unfused(of);
   problem.kernel("unfused", Role::baseline, [=] { unfused.forward(); })
       .occupies(of.bytes() + unfused.bytes());
-  const Layer layer = of.layer;
-  const Buffer<float> z = unfused.z;
-  const auto fused_product_and_norm = [=] {
+  const auto fused_product_and_norm = [=, layer = of.layer, z = unfused.z] {
     fused_product<A><<<strip_blocks(layer), kStripFeatures>>>(of.x, of.y, of.w, z, layer);
     if (layer.normed) normalize<A><<<layer.batch, 256>>>(z, of.out, layer);
   };
   problem.kernel("fused product", Role::ours, fused_product_and_norm)
       .resources(fused_product<A>, kStripFeatures)
-      .occupies(of.bytes() + (layer.normed ? z.bytes() : 0));
+      .occupies(of.bytes() + (of.layer.normed ? unfused.z.bytes() : 0));
   const auto add = [&](const char* name, const Launch& launch) {
-    launch.describe(problem.kernel(name, Role::ours, launch.run).occupies(of.bytes()));
+    Kernel& row = problem.kernel(name, Role::ours, launch.run).occupies(of.bytes());
+    launch.describe(row);
+    if (launch.hopper) row.hopper_only();
   };
   add("one launch", forward_once<A>(of, device));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   if (on_chip.run) add("row on chip", on_chip);
-  if constexpr (A::kBlades <= 8) {
-    if (can_stream<A>(layer)) add("rows streamed", forward_streamed_of<A>(of, device));
-  }
-  return static_cast<bool>(on_chip.run);
+  const Launch streamed = forward_streamed_of<A>(of, device);
+  if (streamed.run) add("rows streamed", streamed);
+  return on_chip.run || streamed.run;
 }
 
 // Forward, then backward from d_out, as two calls between which a network has other work to do:
@@ -880,32 +1012,28 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   Problem& problem = of.problem;
   const double ends = of.bytes() + d.bytes();
   const UnfusedBackward<A> unfused(of, d);
-  const auto run_unfused = [=] {
-    unfused.forward.forward();
-    unfused.backward();
-  };
-  problem.kernel("unfused", Role::baseline, run_unfused).occupies(ends + unfused.bytes());
+  problem.kernel("unfused", Role::baseline, [=] { unfused.forward_and_backward(); })
+      .occupies(ends + unfused.bytes());
   const auto add = [&](const char* name, const Launch& forward, const Launch& backward) {
     const auto run = [=] {
       forward.run();
       backward.run();
     };
-    backward.describe(problem.kernel(name, Role::ours, run).occupies(ends + backward.bytes));
+    Kernel& row = problem.kernel(name, Role::ours, run).occupies(ends + backward.bytes);
+    backward.describe(row);
+    if (forward.hopper || backward.hopper) row.hopper_only();
   };
   const Launch once = forward_once<A>(of, device);
   add("one launch each", once, backward_once<A>(of, d, device));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
+  const Launch streamed = forward_streamed_of<A>(of, device);
   const Launch backward = backward_on_chip_of<A>(of, d, device);
-  if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
-  if constexpr (A::kBlades <= 4) {
-    if (can_stream<A>(of.layer)) {
-      add("both streamed", forward_streamed_of<A>(of, device),
-          backward_streamed_of<A>(of, d, device));
-    }
-  } else if constexpr (A::kBlades == 8) {
-    if (can_stream<A>(of.layer) && backward.run) {
-      add("streamed, on chip", forward_streamed_of<A>(of, device), backward);
-    }
+  const Launch backward_streamed = backward_streamed_of<A>(of, d, device);
+  if (backward.run && !backward.hopper) add("both on chip", on_chip.run ? on_chip : once, backward);
+  if (backward_streamed.run) {
+    add("both streamed", streamed, backward_streamed);
+  } else if (streamed.run && backward.run) {
+    add("streamed, on chip", streamed, backward);
   }
   return static_cast<bool>(backward.run);
 }
@@ -914,16 +1042,15 @@ template <int p, int q, int r>
 int run_lesson(Lesson& lesson) {
   using A = Cl<p, q, r>;
   CliffordTables tables(lesson, p, q, r, A::kTriples);
-  const double forward = forward_flops<A>(), backward = backward_flops<A>();
   bool all_on_chip = true;
   for (const CliffordReference& size : tables.sizes()) {
-    const Tensors of = tables.forward(size, forward);
+    const Tensors of = tables.forward(size, forward_flops<A>());
     all_on_chip &= add_forward<A>(of, lesson.device());
     if (!lesson.flag("--sweep")) {
       of.problem.compare("row on chip", "unfused", "Forward in one launch: % times faster.");
     }
     if (lesson.flag("--turned")) continue;
-    const auto [both, d] = tables.backward(size, forward + backward);
+    const auto [both, d] = tables.backward(size, forward_flops<A>() + backward_flops<A>());
     all_on_chip &= add_backward<A>(both, d, lesson.device());
     if (!lesson.flag("--sweep")) {
       both.problem.compare("both on chip", "unfused",
@@ -931,16 +1058,10 @@ int run_lesson(Lesson& lesson) {
     }
   }
   if (!all_on_chip) {
-    lesson.note("A row that does not fit on the chip with its weights has no 'on chip' kernel.");
+    lesson.note("A row that does not fit on the chip, nor on 8 of them, is left to 'one launch'.");
   }
-  char line[160];
-  snprintf(
-      line, sizeof line,
-      "Cl(%d,%d,%d): %d grade triples; the product takes %d multiply-adds (%d written out term "
-      "by term), its gradients %d.",
-      p, q, r, A::kTriples, A::product_multiply_adds(), 2 * A::terms(),
-      A::gradient_multiply_adds());
-  lesson.note(line);
+  tables.note_operations(A::kTriples, A::product_multiply_adds(), 2 * A::terms(),
+                         A::gradient_multiply_adds());
   return lesson.run();
 }
 

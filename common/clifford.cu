@@ -570,3 +570,14 @@ std::pair<CliffordTensors, CliffordGradients> CliffordTables::backward(
   problem.check(d.dw, dw, shape.weight_gradient_tolerance());
   return {of, d};
 }
+
+void CliffordTables::note_operations(int triples, int product, int written_out, int gradients) {
+  const CliffordShape& shape = references_[0].shape();
+  char line[160];
+  snprintf(
+      line, sizeof line,
+      "Cl(%d,%d,%d): %d grade triples; the product takes %d multiply-adds (%d written out term "
+      "by term), its gradients %d.",
+      shape.p, shape.q, shape.r, triples, product, written_out, gradients);
+  lesson_.note(line);
+}

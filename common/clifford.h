@@ -125,6 +125,9 @@ class CliffordTables {
   CliffordTensors forward(const CliffordReference& reference, double flops);
   std::pair<CliffordTensors, CliffordGradients> backward(const CliffordReference& reference,
                                                          double flops);
+  /// A line after the tables: how many multiply-adds the lesson's product takes, how many it would
+  /// take if every term had its weight, and how many its gradients take.
+  void note_operations(int triples, int product, int written_out, int gradients);
 
  private:
   CliffordTensors tensors(const CliffordReference& reference, const char* name, double flops,

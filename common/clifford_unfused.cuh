@@ -264,7 +264,8 @@ struct UnfusedBackward {
      ...);
   }
 
-  void backward() const {
+  void forward_and_backward() const {
+    forward.forward();
     const Layer& layer = forward.of.layer;
     for (int c = 0; layer.normed && c < A::kGrades; ++c) {
       const size_t start = A::kTables.first[c] * layer.plane();

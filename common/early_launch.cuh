@@ -9,6 +9,32 @@
 
 #include "common/check.h"
 
+/// Launches a kernel in clusters of `cluster` blocks, if that is not 1; `early` as launch_early().
+template <typename... Parameters, typename... Arguments>
+void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
+                     dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
+  cudaFuncAttributes code;
+  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = attributes;
+  if (cluster > 1) {
+    cudaLaunchAttribute& size = attributes[config.numAttrs++];
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim.x = cluster;
+    size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  }
+  if (early && code.ptxVersion >= 90) {
+    cudaLaunchAttribute& serialization = attributes[config.numAttrs++];
+    serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serialization.val.programmaticStreamSerializationAllowed = 1;
+  }
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
 /// soon as the blocks of that one have all called start_next_kernel() or ended, and there is room.
 /// It calls wait_for_previous_kernel(), in one thread at least, before it reads or writes what any
@@ -18,18 +44,7 @@
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
-  cudaFuncAttributes code;
-  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.attrs = &early;
-  config.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
-  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  launch_clusters(kernel, 1, true, blocks, threads, shared_bytes, arguments...);
 }
 
 /// Waits until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel

@@ -119,6 +119,8 @@ RUNS = {
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
         # Rows that start anywhere.
         (("60", "--features", "261", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
+        # Rows of two blocks.
+        (("20", "--features", "1030", "--algebra", "2,0,0", "--kernel", "streamed"), 4),
     ],
 }
 
