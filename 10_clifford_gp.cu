@@ -1065,6 +1065,10 @@ int run_lesson(Lesson& lesson) {
   return lesson.run();
 }
 
+// Of `scons algebra=2,1,0`, which defines ALGEBRA as these three numbers: one more to choose.
+#define TEXT_OF(...) #__VA_ARGS__
+#define TEXT(macro) TEXT_OF(macro)
+
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
                 {.name = "10_clifford_gp",
@@ -1074,11 +1078,19 @@ int main(int argc, char** argv) {
                  .n_cpu = 8,
                  .options = {{"--features", "multivectors per batch element", 1024}},
                  .choices = {{"--algebra",
-                              "signature: basis vectors that square to +1, -1, 0",
-                              {"3,0,0", "2,0,0", "3,0,1", "1,3,0", "4,1,0"}}},
+                              "signature: basis vectors that square to +1, -1, 0 (another one: "
+                              "scons algebra=P,Q,R)",
+                              {
+#ifdef ALGEBRA
+                                  TEXT(ALGEBRA),
+#endif
+                                  "3,0,0", "2,0,0", "3,0,1", "1,3,0", "4,1,0"}}},
                  .flags = {{"--no-norm", "without the norm"},
                            {"--sweep", "batch 1024 to 8192 x features 128 to 1024 (CPU: smaller)"},
                            {"--turned", "expect turned results of turned inputs (forward)"}}});
+#ifdef ALGEBRA
+  if (lesson.choice("--algebra") == TEXT(ALGEBRA)) return run_lesson<ALGEBRA>(lesson);
+#endif
   if (lesson.choice("--algebra") == "2,0,0") return run_lesson<2, 0, 0>(lesson);
   if (lesson.choice("--algebra") == "3,0,1") return run_lesson<3, 0, 1>(lesson);
   if (lesson.choice("--algebra") == "1,3,0") return run_lesson<1, 3, 0>(lesson);
