@@ -59,7 +59,7 @@ def with_headers(text: str, *headers: str) -> str:
         body = (Path(__file__).resolve().parents[2] / header).read_text().replace("#pragma once\n", "")
         before, include, after = text.partition(f'#include "{header}"\n')
         if not include:
-            raise TranslationError(f"there is no {include} in the source")
+            raise TranslationError(f"the source does not include {header}")
         text = before + body + after.replace(include, "")
     return text
 
