@@ -54,23 +54,19 @@
 // subtract, and becomes NaN, in the reference, too.
 //
 // --all adds the fp32 tables, and more shapes where none is given. --hard-rows puts infinities and
-// huge numbers among the logits. --exercises adds what a reader may try: the backward pass,
-// cross-entropy, fp16 operands, and a row of thousands of classes.
+// huge numbers among the logits. What a reader may try next stands in
+// exercises/9_softmax_training.cu: cross-entropy, the backward pass, fp16 inputs.
 
 #include <array>
 #include <cuda/atomic>
 #include <optional>
-#include <type_traits>
 
 #include "common/async_copy.cuh"
 #include "common/early_launch.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
+#include "common/row_parts.cuh"
 #include "common/softmax.h"
-
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-__device__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ---- Maximum and sum ----------------------------------------------------------------------------
 
@@ -91,21 +87,6 @@ __device__ float rebase(float from, float to) { return from == to ? 1 : expf(fro
 __device__ MaxSum merge(MaxSum a, MaxSum b) {
   const float largest = fmaxf(a.largest, b.largest);
   return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
-}
-
-template <int kLanes>
-__device__ float lanes_max(float value) {
-#pragma unroll
-  for (int i = kLanes / 2; i > 0; i /= 2)
-    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, i));
-  return value;
-}
-
-template <int kLanes>
-__device__ float lanes_sum(float value) {
-#pragma unroll
-  for (int i = kLanes / 2; i > 0; i /= 2) value += __shfl_xor_sync(kAllLanes, value, i);
-  return value;
 }
 
 __device__ MaxSum warp_merge(MaxSum part) {
@@ -284,7 +265,6 @@ enum class Math {
   fp32,   // multiply-adds on the CUDA cores
   tf32,   // tensor cores, operands rounded to TF32
   split,  // tensor cores, operands as sums of two TF32 numbers
-  fp16,   // tensor cores, operands in fp16
 };
 
 // A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits in steps of BK along D. The
@@ -297,7 +277,6 @@ struct Tile {
   static constexpr Math kMath = kMath_;
   static constexpr int BM = BM_, BN = BN_, BK = BK_, kStages = kStages_;
   static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
-  using T = std::conditional_t<kMath == Math::fp16, half, float>;
   static constexpr bool kTensor = kMath != Math::fp32;
   static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK, kThreads = 32 * kWarps;
   static constexpr int kRows = BM / kWarpsM, kCols = BN / kWarpsN;  // a warp's
@@ -305,20 +284,19 @@ struct Tile {
 
   // Rows of x start 16 bytes further along the banks than a multiple of 128: eight of them, 16
   // bytes each, are on different banks. So are 4 rows of 8 floats of W, whose rows start 8 or 24
-  // banks further; and 8 rows of 8 halves.
-  static constexpr int kStrideX = BK + 16 / static_cast<int>(sizeof(T));
+  // banks further.
+  static constexpr int kStrideX = BK + 4;
   static constexpr int kStrideW = BN + (BN % 16 == 0 ? 8 : 0);
   static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;
-  static constexpr int kStageBytes = kStages * (kTileX + kTileW) * static_cast<int>(sizeof(T));
+  static constexpr int kStageBytes = kStages * (kTileX + kTileW) * 4;
 
   // Where all_columns() brings logits together: kWarpsK times BM x BN of them.
   static constexpr int kStrideLogits = BN + 8;
   static constexpr int kLogitBytes = kWarpsK * BM * kStrideLogits * static_cast<int>(sizeof(float));
 
-  static constexpr int kStepK = kMath == Math::fp32 ? 4 : kMath == Math::fp16 ? 16 : 8;
+  static constexpr int kStepK = kMath == Math::fp32 ? 4 : 8;
   static_assert(BM % kWarpsM == 0 && BN % kWarpsN == 0 && BK % (kWarpsK * kStepK) == 0);
   static_assert(kTensor ? kRows % 16 == 0 && kCols % 8 == 0 : kRows % 4 == 0 && kCols % 8 == 0);
-  static_assert(kMath != Math::fp16 || kCols % 16 == 0);
 };
 
 // A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them: (row(i), col(j)). Along
@@ -364,8 +342,7 @@ __device__ SplitTf32 split_tf32(float value) {
 // Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
 // share of the step, all in shared memory.
 template <class Tile>
-__device__ void add_products(Sums<Tile>& sums, const typename Tile::T* x_tile,
-                             const typename Tile::T* W_tile) {
+__device__ void add_products(Sums<Tile>& sums, const float* x_tile, const float* W_tile) {
   constexpr int kX = Tile::kStrideX, kW = Tile::kStrideW;
   const int lane = threadIdx.x % 32;
   if constexpr (Tile::kMath == Math::fp32) {
@@ -400,26 +377,6 @@ __device__ void add_products(Sums<Tile>& sums, const typename Tile::T* x_tile,
           const float factor = e == 0 ? x[i].x : e == 1 ? x[i].y : e == 2 ? x[i].z : x[i].w;
 #pragma unroll
           for (int j = 0; j < kOwnCols; ++j) sums.v[i][j][0] += factor * w[j];
-        }
-      }
-    }
-  } else if constexpr (Tile::kMath == Math::fp16) {
-    constexpr int kM = Tile::kRows / 16, kN = Tile::kCols / 16;
-#pragma unroll
-    for (int k = 0; k < Tile::kDepth; k += 16) {
-      unsigned x[kM][4];
-#pragma unroll
-      for (int i = 0; i < kM; ++i) {
-        ldmatrix_x4(x[i], x_tile + (16 * i + lane % 16) * kX + k + lane / 16 * 8);
-      }
-#pragma unroll
-      for (int j = 0; j < kN; ++j) {
-        unsigned w[4];
-        ldmatrix_x4_trans(w, W_tile + (k + lane % 16) * kW + 16 * j + lane / 16 * 8);
-#pragma unroll
-        for (int i = 0; i < kM; ++i) {
-          mma_m16n8k16<half>(sums.v[i][2 * j], x[i], w[0], w[1]);
-          mma_m16n8k16<half>(sums.v[i][2 * j + 1], x[i], w[2], w[3]);
         }
       }
     }
@@ -479,52 +436,45 @@ __device__ void add_products(Sums<Tile>& sums, const typename Tile::T* x_tile,
   }
 }
 
-// The factors. Rows start at a multiple of row_bytes (16, 8, 4 or 2), the size of their copies.
-template <typename T>
+// The factors. Rows start at a multiple of row_bytes (16, 8 or 4), the size of their copies.
 struct Factors {
-  const T *x, *W;
+  const float *x, *W;
   int B, D, C;
   int row_bytes_x, row_bytes_W;
 };
 
 // The block's kThreads threads copy a kRows x kCols tile at (row0, col0) of a matrix with `pitch`
 // elements a row to shared memory, kBytes at a time; zeros where row >= rows or col >= cols.
-template <int kRows, int kCols, int kStride, int kThreads, int kBytes, typename T>
-__device__ void copy_pieces(T* to, const T* from, int row0, int col0, int rows, int cols,
+template <int kRows, int kCols, int kStride, int kThreads, int kBytes>
+__device__ void copy_pieces(float* to, const float* from, int row0, int col0, int rows, int cols,
                             int pitch) {
-  constexpr int kWidth = kBytes / static_cast<int>(sizeof(T)), kPieces = kCols / kWidth;
+  constexpr int kWidth = kBytes / 4, kPieces = kCols / kWidth;
 #pragma unroll 4
   for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
     const int row = i / kPieces, col = i % kPieces * kWidth;
     const bool inside = row0 + row < rows && col0 + col < cols;
-    const T* at = from + static_cast<size_t>(row0 + row) * pitch + col0 + col;
-    if constexpr (kBytes >= 4) {
-      copy_async<kBytes>(to + row * kStride + col, at, inside);
-    } else {
-      to[row * kStride + col] = inside ? *at : T(0);
-    }
+    copy_async<kBytes>(to + row * kStride + col,
+                       from + static_cast<size_t>(row0 + row) * pitch + col0 + col, inside);
   }
 }
 
-template <int kRows, int kCols, int kStride, int kThreads, typename T>
-__device__ void copy_tile_of(T* to, const T* from, int row0, int col0, int rows, int cols,
+template <int kRows, int kCols, int kStride, int kThreads>
+__device__ void copy_tile_of(float* to, const float* from, int row0, int col0, int rows, int cols,
                              int pitch, int row_bytes) {
-  constexpr int kLeast = static_cast<int>(sizeof(T));
   if (row_bytes == 16) {
     copy_pieces<kRows, kCols, kStride, kThreads, 16>(to, from, row0, col0, rows, cols, pitch);
   } else if (row_bytes == 8) {
     copy_pieces<kRows, kCols, kStride, kThreads, 8>(to, from, row0, col0, rows, cols, pitch);
   } else {
-    copy_pieces<kRows, kCols, kStride, kThreads, kLeast>(to, from, row0, col0, rows, cols, pitch);
+    copy_pieces<kRows, kCols, kStride, kThreads, 4>(to, from, row0, col0, rows, cols, pitch);
   }
 }
 
 // The BM x BN logits at (row0, col0), summed over d_begin <= d < d_end: kStages - 1 steps are on
 // their way while one is multiplied, as in lesson 2's last kernel.
 template <class Tile>
-__device__ void multiply_tiles(Sums<Tile>& sums, typename Tile::T* stages,
-                               const Factors<typename Tile::T>& factors, int row0, int col0,
-                               int d_begin, int d_end) {
+__device__ void multiply_tiles(Sums<Tile>& sums, float* stages, const Factors& factors, int row0,
+                               int col0, int d_begin, int d_end) {
   constexpr int kStages = Tile::kStages;
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
@@ -558,36 +508,18 @@ __device__ void multiply_tiles(Sums<Tile>& sums, typename Tile::T* stages,
 
 // What becomes of the logits.
 enum class Epilogue {
-  logits,         // out = logits: the product of the unfused way
-  softmax,        // out = probs
-  cross_entropy,  // loss = -log probs[label], out = its gradient: probs less 1 at the label
+  logits,   // out = logits: the product of the unfused way
+  softmax,  // out = probs
 };
 
 struct Results {
   Epilogue epilogue;
-  float* out;                   // (B, C)
-  const int* labels = nullptr;  // (B)
-  float* loss = nullptr;        // (B)
+  float* out;  // (B, C)
   // What blocks leave to the last one of those that share a row.
   float* partial = nullptr;      // (splits of D, B, C): logits of a part of D
   float2* tile_stats = nullptr;  // (B, tiles of C): a tile's maximum, and sum relative to it
   unsigned* arrived = nullptr;   // blocks of these rows that have ended; zero between launches
 };
-
-// True in the last of `parts` blocks to call this: it sees what the others had written before they
-// did. No block waits for another one, so it does not matter how many of them run at a time.
-__device__ bool is_last_block(unsigned* arrived, int parts) {
-  __threadfence();
-  __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {
-    last = atomicAdd(arrived, 1) == static_cast<unsigned>(parts - 1);
-    if (last) *arrived = 0;  // for the next launch
-  }
-  last = __syncthreads_or(last) != 0;
-  __threadfence();
-  return last;
-}
 
 // ---- fused tiles --------------------------------------------------------------------------------
 
@@ -597,14 +529,11 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   const int lane = threadIdx.x % 32;
   float* out = results.out + static_cast<size_t>(row) * C;
   float factor = 1;
-  int label = -1;
-  if (results.epilogue != Epilogue::logits) {
-    float label_logit = 0, largest = minus_infinity(), sum = 0;
-    if (results.epilogue == Epilogue::cross_entropy) label = results.labels[row];
+  if (results.epilogue == Epilogue::softmax) {
+    float largest = minus_infinity(), sum = 0;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       if (lane + 32 * i >= C) v[i] = minus_infinity();
-      if (lane + 32 * i == label) label_logit = v[i];
       largest = fmaxf(largest, v[i]);
     }
     largest = lanes_max<32>(largest);
@@ -612,15 +541,11 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
     for (int i = 0; i < kValues; ++i) sum += v[i] = expf(v[i] - base_of(largest));
     sum = lanes_sum<32>(sum);
     factor = 1 / sum;
-    if (results.epilogue == Epilogue::cross_entropy) {
-      label_logit = lanes_sum<32>(label_logit);
-      if (lane == 0) results.loss[row] = logf(sum) - (label_logit - largest);
-    }
   }
 #pragma unroll
   for (int i = 0; i < kValues; ++i) {
     const int col = lane + 32 * i;
-    if (col < C) out[col] = v[i] * factor - (col == label ? 1 : 0);
+    if (col < C) out[col] = v[i] * factor;
   }
 }
 
@@ -633,13 +558,12 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
 // them would read all of W by itself (1024 x 100: 400 KB, at some 64 bytes a clock). Four times as
 // many blocks read a quarter each.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    all_columns(Factors<typename Tile::T> factors, Results results) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors, Results results) {
   start_next_kernel();
   wait_for_previous_kernel();
   constexpr int kValues = (Tile::BN + 31) / 32, kStride = Tile::kStrideLogits;
   extern __shared__ __align__(128) char shared[];
-  auto* stages = reinterpret_cast<typename Tile::T*>(shared);
+  auto* stages = reinterpret_cast<float*>(shared);
   float* logits = reinterpret_cast<float*>(shared + Tile::kStageBytes);  // [kWarpsK][BM][kStride]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int B = factors.B, D = factors.D, C = factors.C;
@@ -723,7 +647,7 @@ __device__ void store_run(float* to, const float* values, int left, bool aligned
 }
 
 // A warp turns a row of exponentials, each relative to the maximum of its tile of kCols columns,
-// into probabilities, or into the gradient of the cross-entropy.
+// into probabilities.
 template <int kCols>
 __device__ void correct_row(int row, int C, const Results& results) {
   const int lane = threadIdx.x % 32, tiles = (C + kCols - 1) / kCols;
@@ -732,28 +656,19 @@ __device__ void correct_row(int row, int C, const Results& results) {
   MaxSum all = {minus_infinity(), 0};
   for (int t = lane; t < tiles; t += 32) all = merge(all, {stats[t].x, stats[t].y});
   all = warp_merge(all);
-  int label = -1;
-  if (results.epilogue == Epilogue::cross_entropy) {
-    label = results.labels[row];
-    // The label's logit is where column_tiles() has put it.
-    if (lane == 0) results.loss[row] = logf(all.sum) - (results.loss[row] - all.largest);
-  }
   if (C % 4 == 0) {
 #pragma unroll 4
     for (int col = 4 * lane; col < C; col += 128) {
       const float factor = rebase(stats[col / kCols].x, all.largest) / all.sum;
-      float4 four = *reinterpret_cast<const float4*>(out + col);
-      four.x = four.x * factor - (col == label ? 1 : 0);
-      four.y = four.y * factor - (col + 1 == label ? 1 : 0);
-      four.z = four.z * factor - (col + 2 == label ? 1 : 0);
-      four.w = four.w * factor - (col + 3 == label ? 1 : 0);
-      *reinterpret_cast<float4*>(out + col) = four;
+      const float4 four = *reinterpret_cast<const float4*>(out + col);
+      *reinterpret_cast<float4*>(out + col) = {four.x * factor, four.y * factor, four.z * factor,
+                                               four.w * factor};
     }
   } else {
 #pragma unroll 4
     for (int col = lane; col < C; col += 32) {
       const float factor = rebase(stats[col / kCols].x, all.largest) / all.sum;
-      out[col] = out[col] * factor - (col == label ? 1 : 0);
+      out[col] *= factor;
     }
   }
 }
@@ -767,8 +682,7 @@ __device__ void correct_row(int row, int C, const Results& results) {
 // result is written twice, but to memory once, and the logits not at all. What it costs: all of BM
 // rows are corrected by one block, the last, when the others are done.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
-    column_tiles(Factors<typename Tile::T> factors, Results results) {
+__global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, Results results) {
   start_next_kernel();
   wait_for_previous_kernel();
   static_assert(Tile::kWarpsK == 1 && Tile::kCols % 4 == 0);
@@ -777,27 +691,22 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int strip = blockIdx.x / block_columns;
   const int row0 = strip * Tile::BM, col0 = blockIdx.x % block_columns * Tile::BN;
   Sums<Tile> sums;
-  multiply_tiles<Tile>(sums, reinterpret_cast<typename Tile::T*>(shared), factors, row0, col0, 0,
-                       factors.D);
+  multiply_tiles<Tile>(sums, reinterpret_cast<float*>(shared), factors, row0, col0, 0, factors.D);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = row0 + warp / Tile::kWarpsN * Tile::kRows;
   const int warp_col = col0 + warp % Tile::kWarpsN * Tile::kCols;
   constexpr int kRun = Sums<Tile>::kRun, kOwnCols = Sums<Tile>::kOwnCols;
   constexpr int kLanes = Sums<Tile>::kLanesPerRow;
-  const bool softmax = results.epilogue != Epilogue::logits;
+  const bool softmax = results.epilogue == Epilogue::softmax;
 #pragma unroll
   for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
     const int row = warp_row + Sums<Tile>::row(i);
     if (softmax) {
-      const int label = results.epilogue == Epilogue::cross_entropy && row < B
-                            ? results.labels[row] - warp_col
-                            : -1;
       float largest = minus_infinity(), sum = 0;
 #pragma unroll
       for (int j = 0; j < kOwnCols; ++j) {
         if (warp_col + Sums<Tile>::col(j) >= C) sums.at(i, j) = minus_infinity();
-        if (Sums<Tile>::col(j) == label) results.loss[row] = sums.at(i, j);
         largest = fmaxf(largest, sums.at(i, j));
       }
       largest = lanes_max<kLanes>(largest);
@@ -1562,162 +1471,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-// ---- Exercise: cross-entropy as a library has it ------------------------------------------------
-
-// loss = -log probs[label], dlogits = probs less 1 at the label. A warp has a row.
-__global__ void negative_log_likelihood(const float* probs, const int* labels, float* loss,
-                                        float* dlogits, int B, int C) {
-  const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (row >= B) return;
-  const size_t start = static_cast<size_t>(row) * C;
-  const int label = labels[row];
-  if (lane == 0) loss[row] = -logf(probs[start + label]);
-  for (int col = lane; col < C; col += 32) {
-    dlogits[start + col] = probs[start + col] - (col == label ? 1 : 0);
-  }
-}
-
-// ---- Exercise: the backward pass ----------------------------------------------------------------
-
-//     dlogits = probs * (dprobs - s),  s(b) = sum over c of probs(b, c) dprobs(b, c)
-//     dx (B, D) = dlogits W^T,  dW (D, C) = x^T dlogits
-//
-// A library writes dlogits, and reads it twice. But once s is known, and it is one number a row,
-// dlogits is elementwise: each product can compute it while it fills its tiles.
-
-// A warp has a row: s, and dlogits if that is wanted.
-__global__ void backward_rows(const float* probs, const float* dprobs, float* s, float* dlogits,
-                              int B, int C) {
-  const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (row >= B) return;
-  const size_t start = static_cast<size_t>(row) * C;
-  float dot = 0;
-  for (int col = lane; col < C; col += 32) dot += probs[start + col] * dprobs[start + col];
-  dot = lanes_sum<32>(dot);
-  if (s && lane == 0) s[row] = dot;
-  if (!dlogits) return;
-  for (int col = lane; col < C; col += 32) {
-    dlogits[start + col] = probs[start + col] * (dprobs[start + col] - dot);
-  }
-}
-
-struct Backward {
-  const float *x, *W, *probs, *dprobs, *s;
-  int B, D, C;
-
-  __device__ float dlogit(int b, int c) const {
-    const size_t at = static_cast<size_t>(b) * C + c;
-    return probs[at] * (dprobs[at] - s[b]);
-  }
-};
-
-// out (M, N) = left (M, K) right (K, N): dx = dlogits W^T, or with kOfW dW = x^T dlogits. A block
-// of 16 x 16 threads has 64 x 64 elements of out, a thread 4 x 4 of them, 16 apart. Tiles are
-// filled along the rows of the matrices in memory, so that reads are coalesced; in shared memory
-// rows of 65 floats start on different banks, whichever way they are written.
-template <bool kOfW>
-__global__ void __launch_bounds__(256) gradient(Backward given, float* out) {
-  constexpr int kTile = 64, kStep = 16;
-  __shared__ float left[kStep][kTile + 1];
-  __shared__ float right[kStep][kTile + 1];
-  const int M = kOfW ? given.D : given.B, N = kOfW ? given.C : given.D;
-  const int K = kOfW ? given.B : given.C;
-  const int row0 = blockIdx.x * kTile, col0 = blockIdx.y * kTile;
-  const int x = threadIdx.x % 16, y = threadIdx.x / 16;
-  float sum[4][4] = {};
-  for (int k0 = 0; k0 < K; k0 += kStep) {
-    for (int i = threadIdx.x; i < kStep * kTile; i += 256) {
-      const int k = kOfW ? i / kTile : i % kStep, other = kOfW ? i % kTile : i / kStep;
-      const int row = row0 + other, col = col0 + other, d = k0 + k;
-      float l = 0, r = 0;
-      if (d < K && row < M) {
-        l = kOfW ? given.x[static_cast<size_t>(d) * given.D + row] : given.dlogit(row, d);
-      }
-      if (d < K && col < N) {
-        r = kOfW ? given.dlogit(d, col) : given.W[static_cast<size_t>(col) * given.C + d];
-      }
-      left[k][other] = l;
-      right[k][other] = r;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kStep; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i][j] += left[k][y + 16 * i] * right[k][x + 16 * j];
-      }
-    }
-    __syncthreads();
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int row = row0 + y + 16 * i, col = col0 + x + 16 * j;
-      if (row < M && col < N) out[static_cast<size_t>(row) * N + col] = sum[i][j];
-    }
-  }
-}
-
-// ---- Inputs that are hard for a softmax ---------------------------------------------------------
-
-// With --hard-rows three rows of four become hard; the logits of those are exact in TF32, too:
-//   row % 4 == 0   +-2^100: exp() of their difference to anything is 0 or 1
-//   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
-//   row % 4 == 2   all equal
-// and in every row every third class has the logit -inf. To that end W has special rows, 0 for the
-// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it is
-// zero there. (It always picks row 2: 0 * -inf would be NaN.) One thread an element.
-constexpr int kSpecialInputs = 3;
-
-__global__ void make_x_hard(float* x, size_t count, int D) {
-  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  const size_t d = i % D, kind = i / D % 4;
-  if (d == kSpecialInputs - 1) {
-    x[i] = 1;
-  } else if (d < kSpecialInputs - 1) {
-    x[i] = d == kind ? 1 : 0;
-  } else if (kind < 3) {
-    x[i] = 0;
-  }
-}
-
-__global__ void make_W_hard(float* W, int C) {
-  const int c = blockIdx.x * blockDim.x + threadIdx.x;
-  if (c >= C) return;
-  W[c] = c % 2 == 0 ? 0x1p100f : -0x1p100f;
-  W[C + c] = static_cast<float>(2000 + c % 8);
-  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? minus_infinity() : 0;
-}
-
-// Every other row of logits becomes -inf: x has -inf there, and that row of W only 1. One thread
-// an element of x or W's first row.
-__global__ void make_only_minus_infinity(float* x, float* W, int B, int D, int C) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < B && i % 2 == 0) x[static_cast<size_t>(i) * D] = minus_infinity();
-  if (i < C) W[i] = 1;
-}
-
-// Verification takes NaN for an error. Where it is what should come out, it becomes -1 first; but
-// not the NaN of what nobody wrote, all of whose bits are set.
-__global__ void mark_nan(const float* in, float* out, size_t count) {
-  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) out[i] = isnan(in[i]) && __float_as_uint(in[i]) != 0xffffffffu ? -1 : in[i];
-}
-
-__global__ void mark_nan_fp64(double* values, size_t count) {
-  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count && isnan(values[i])) values[i] = -1;
-}
-
-// Labels from random numbers in [0, 1).
-__global__ void choose_labels(const float* random, int* labels, int B, int C) {
-  const int b = blockIdx.x * blockDim.x + threadIdx.x;
-  if (b < B) labels[b] = min(static_cast<int>(random[b] * static_cast<float>(C)), C - 1);
-}
-
 // -------------------------------------------------------------------------------------------------
 
 unsigned blocks(int64_t count, int64_t per_block) {
@@ -1725,13 +1478,14 @@ unsigned blocks(int64_t count, int64_t per_block) {
 }
 
 // logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
-void library_product(cublasHandle_t blas, const void* x, const void* W, float* logits,
-                     const SoftmaxShape& shape, cudaDataType_t type, cublasComputeType_t compute) {
+void library_product(cublasHandle_t blas, const float* x, const float* W, float* logits,
+                     const SoftmaxShape& shape, cublasComputeType_t compute) {
   const float one = 1, zero = 0;
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);
-  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, C, B, D, &one, W, type, C, x, type, D,
-                            &zero, logits, CUDA_R_32F, C, compute, CUBLAS_GEMM_DEFAULT));
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, C, B, D, &one, W, CUDA_R_32F, C, x,
+                            CUDA_R_32F, D, &zero, logits, CUDA_R_32F, C, compute,
+                            CUBLAS_GEMM_DEFAULT));
 }
 
 // probs = softmax(logits): a warp a row, or a block where that is too long.
@@ -1776,10 +1530,9 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
           [=](Kernel& row) { row.resources(kernel, threads, shared_bytes); }};
 }
 
-template <typename T>
-Factors<T> factors_of(const T* x, const T* W, const SoftmaxShape& shape) {
+Factors factors_of(const float* x, const float* W, const SoftmaxShape& shape) {
   const auto row_bytes = [](int64_t columns) {
-    const int64_t bytes = columns * static_cast<int64_t>(sizeof(T));
+    const int64_t bytes = 4 * columns;
     return static_cast<int>(std::min<int64_t>(16, bytes & -bytes));
   };
   return {x,
@@ -1796,7 +1549,7 @@ constexpr int64_t kLeastDepth = 128, kMostSplits = 8;
 
 template <class Tile>
 Product make_all_columns(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
-                         const Buffer<typename Tile::T>& x, const Buffer<typename Tile::T>& W) {
+                         const Buffer<float>& x, const Buffer<float>& W) {
   constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
   const unsigned row_tiles = blocks(shape.rows, Tile::BM);
   const int64_t sms = lesson.device().sms;
@@ -1809,14 +1562,14 @@ Product make_all_columns(const Lesson& lesson, Problem& problem, const SoftmaxSh
     results.partial = partial;
     results.arrived = arrived;
     launch_early(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
-                 factors_of<typename Tile::T>(x, W, shape), results);
+                 factors_of(x, W, shape), results);
   };
   return product_of("tiles", all_columns<Tile>, Tile::kThreads, kBytes, launch);
 }
 
 template <class Tile>
-Product make_column_tiles(Problem& problem, const SoftmaxShape& shape,
-                          const Buffer<typename Tile::T>& x, const Buffer<typename Tile::T>& W) {
+Product make_column_tiles(Problem& problem, const SoftmaxShape& shape, const Buffer<float>& x,
+                          const Buffer<float>& W) {
   constexpr int kBytes = Tile::kStageBytes;
   const unsigned strips = blocks(shape.rows, Tile::BM), columns = blocks(shape.classes, Tile::BN);
   const auto stats = problem.output<float>(2 * shape.rows * blocks(shape.classes, Tile::kCols));
@@ -1825,7 +1578,7 @@ Product make_column_tiles(Problem& problem, const SoftmaxShape& shape,
     results.tile_stats = reinterpret_cast<float2*>(stats.data());
     results.arrived = arrived;
     launch_early(column_tiles<Tile>, strips * columns, Tile::kThreads, kBytes,  //
-                 factors_of<typename Tile::T>(x, W, shape), results);
+                 factors_of(x, W, shape), results);
   };
   return product_of("online", column_tiles<Tile>, Tile::kThreads, kBytes, launch);
 }
@@ -1998,65 +1751,50 @@ std::optional<Product> make_hopper_product(const Lesson& lesson, Problem& proble
 }
 
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
-template <Math kMath, typename T>
+template <Math kMath>
 Product make_product(const Lesson& lesson, Problem& problem, const SoftmaxShape& shape,
-                     const Buffer<T>& x, const Buffer<T>& W) {
+                     const Buffer<float>& x, const Buffer<float>& W) {
   const int64_t C = shape.classes;
   // Compute capability 8.0 has 163 KB of shared memory for a block, 8.6 99 KB, 7.5 64 KB: where a
   // tile does not fit, smaller ones of column_tiles() do.
   const bool large = lesson.device().shared_bytes >= 220 << 10;
   const bool medium = lesson.device().shared_bytes >= 110 << 10;
-  if constexpr (kMath == Math::fp16) {
-    if (C <= 16) {
-      return make_all_columns<Tile<kMath, 16, 16, 64, 1, 1, 4, 3>>(lesson, problem, shape, x, W);
-    }
-    if (C <= 128 && large) {
-      return make_all_columns<Tile<kMath, 32, 128, 64, 2, 2, 2, 4>>(lesson, problem, shape, x, W);
-    }
-    if (large || (medium && C > 256)) {
-      return make_column_tiles<Tile<kMath, 128, 128, 64, 2, 4, 1, 3>>(problem, shape, x, W);
-    }
-    return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 3>>(problem, shape, x, W);
-  } else {
-    if (C <= 16) {
-      constexpr int kRows = kMath == Math::fp32 ? 8 : 16;
-      return make_all_columns<Tile<kMath, kRows, 16, 64, 1, 1, 8, 3>>(lesson, problem, shape, x, W);
-    }
-    if (C <= 64 && large) {
-      constexpr int kCols = kMath == Math::fp32 ? 64 : 56;
-      if (C <= kCols) {
-        return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(lesson, problem, shape, x,
-                                                                        W);
-      }
-    }
-    if (C <= 104 && large) {
-      return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(lesson, problem, shape, x, W);
-    }
-    if (C <= 256 && large) {
-      return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(lesson, problem, shape, x, W);
-    }
-    if (large || (medium && C > 256)) {
-      // Of a warp: 64 x 32 where W comes from shared memory as single floats; 32 x 64 where both
-      // factors come as vectors of 4; 32 x 32, of twice as many warps, where it also has to have
-      // the sums of a step, and the parts of split operands.
-      constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
-      constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
-      return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(problem, shape, x,
-                                                                                  W);
-    }
-    return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(problem, shape, x, W);
+  if (C <= 16) {
+    constexpr int kRows = kMath == Math::fp32 ? 8 : 16;
+    return make_all_columns<Tile<kMath, kRows, 16, 64, 1, 1, 8, 3>>(lesson, problem, shape, x, W);
   }
+  if (C <= 64 && large) {
+    constexpr int kCols = kMath == Math::fp32 ? 64 : 56;
+    if (C <= kCols) {
+      return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(lesson, problem, shape, x, W);
+    }
+  }
+  if (C <= 104 && large) {
+    return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(lesson, problem, shape, x, W);
+  }
+  if (C <= 256 && large) {
+    return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(lesson, problem, shape, x, W);
+  }
+  if (large || (medium && C > 256)) {
+    // Of a warp: 64 x 32 where W comes from shared memory as single floats; 32 x 64 where both
+    // factors come as vectors of 4; 32 x 32, of twice as many warps, where it also has to have
+    // the sums of a step, and the parts of split operands.
+    constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
+    constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
+    return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(problem, shape, x,
+                                                                                W);
+  }
+  return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(problem, shape, x, W);
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
 
 // A table of softmax(x W) with its buffers, and the rows that such tables have in common.
-template <typename T>
 struct Layer {
   std::string name;
   SoftmaxShape shape;
   Problem& problem;
-  Buffer<T> x, W;
+  Buffer<float> x, W;
   Buffer<float> probs;
   Buffer<float> logits;  // of the unfused ways
 
@@ -2065,11 +1803,11 @@ struct Layer {
       : name(name),
         shape(shape),
         problem(lesson.problem(name, {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
-                               dtype, {.flops = shape.flops(), .bytes = shape.bytes(sizeof(T))},
+                               dtype, {.flops = shape.flops(), .bytes = shape.bytes(sizeof(float))},
                                rate)),
-        x(problem.input<T>(shape.rows * shape.inputs)),
-        W(problem.input<T>(shape.inputs * shape.classes,
-                           kWeightScale / sqrt(static_cast<double>(shape.inputs)))),
+        x(problem.input<float>(shape.rows * shape.inputs)),
+        W(problem.input<float>(shape.inputs * shape.classes,
+                               kWeightScale / sqrt(static_cast<double>(shape.inputs)))),
         probs(problem.output<float>(shape.rows * shape.classes)),
         logits(problem.output<float>(shape.rows * shape.classes)) {
     problem.in_graph();
@@ -2112,19 +1850,12 @@ std::string text_of(const SoftmaxShape& shape) {
          std::to_string(shape.classes);
 }
 
-void make_hard(const Buffer<float>& x, const Buffer<float>& W, const SoftmaxShape& shape) {
-  make_x_hard<<<blocks(x.size(), 256), 256>>>(x, x.size(), static_cast<int>(shape.inputs));
-  make_W_hard<<<blocks(shape.classes, 256), 256>>>(W, static_cast<int>(shape.classes));
-  CUDA_CHECK(cudaGetLastError());
-}
-
 constexpr double kMostFlopsOfFusedRows = 1e11;
 
 // The table of a shape in fp32 or, if `tf32`, in TF32.
 void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, bool tf32) {
   const std::string name = (tf32 ? "TF32 " : "fp32 ") + text_of(shape);
-  const Layer<float> layer(lesson, name, shape, tf32 ? "tf32" : "fp32",
-                           tf32 ? Rate::tf32 : Rate::fp32);
+  const Layer layer(lesson, name, shape, tf32 ? "tf32" : "fp32", tf32 ? Rate::tf32 : Rate::fp32);
   Problem& problem = layer.problem;
   const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
   const auto expected = problem.reference(probs.size());
@@ -2139,7 +1870,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, b
   problem
       .kernel("library", Role::library,
               [=] {
-                library_product(blas, x, W, logits, shape, CUDA_R_32F,
+                library_product(blas, x, W, logits, shape,
                                 tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F);
                 softmax(logits, probs, shape);
               })
@@ -2189,21 +1920,17 @@ void add_bytes_note(Lesson& lesson, const SoftmaxShape& shape) {
 
 // With --hard-rows: rows of only -inf, beside others. What is verified are their NaN.
 void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
-  const Layer<float> layer(lesson, "only -inf " + text_of(shape), shape, "fp32", Rate::fp32);
+  const Layer layer(lesson, "only -inf " + text_of(shape), shape, "fp32", Rate::fp32);
   Problem& problem = layer.problem;
   const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
   const auto marked = problem.output<float>(probs.size());
   const auto expected = problem.reference(probs.size());
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);
-  problem.adjust_inputs([=] {
-    make_only_minus_infinity<<<blocks(std::max(B, C), 256), 256>>>(x, W, B, D, C);
-    CUDA_CHECK(cudaGetLastError());
-  });
+  problem.adjust_inputs([=] { make_only_minus_infinity(x, W, shape); });
   problem.reference_from(softmax_scratch(shape), [=] {
     reference_softmax<float>(blas, x, W, expected, shape);
-    mark_nan_fp64<<<blocks(expected.size(), 256), 256>>>(expected, expected.size());
-    CUDA_CHECK(cudaGetLastError());
+    mark_nan(expected, expected.size());
   });
   problem.check(marked, expected,
                 softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32));
@@ -2212,7 +1939,7 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
         .kernel(name, Role::ours,
                 [=] {
                   launch();
-                  mark_nan<<<blocks(probs.size(), 256), 256>>>(probs, marked, probs.size());
+                  mark_nan(probs, marked, probs.size());
                 })
         .needs(needs_cc);
   };
@@ -2221,7 +1948,7 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
         [=] { product.launch({.epilogue = Epilogue::softmax, .out = probs}); });
   };
   add("library", 0, [=] {
-    library_product(blas, x, W, logits, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
+    library_product(blas, x, W, logits, shape, CUBLAS_COMPUTE_32F);
     softmax(logits, probs, shape);
   });
   add("fused rows", 0, [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); });
@@ -2234,126 +1961,6 @@ void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxS
   if (split) fused(*split, ", 3xTF32", 90);
 }
 
-// ---- The exercises' tables ----------------------------------------------------------------------
-
-// Cross-entropy of softmax(x W) with labels: loss (B) and dlogits (B, C).
-void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
-  const std::string name = "cross-entropy " + text_of(shape);
-  const Layer<float> layer(lesson, name, shape, "fp32", Rate::fp32);
-  Problem& problem = layer.problem;
-  const auto x = layer.x, W = layer.W, probs = layer.probs, logits = layer.logits;
-  const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
-  const auto random = problem.input<float>(B, 0.5, 0.5);
-  const auto labels = problem.workspace<int>(B);
-  const auto loss = problem.output<float>(B), dlogits = problem.output<float>(probs.size());
-  const auto expected_loss = problem.reference(B), expected = problem.reference(probs.size());
-  problem.adjust_inputs([=] {
-    choose_labels<<<blocks(B, 256), 256>>>(random, labels, B, C);
-    CUDA_CHECK(cudaGetLastError());
-  });
-  problem.reference_from(cross_entropy_scratch(shape), [=, &lesson] {
-    const GradientCheck check =
-        reference_cross_entropy(blas, {x, W, labels, expected_loss, expected}, shape);
-    lesson.note(check.verdict(name.c_str()));
-  });
-  // The loss is a logarithm: its absolute error is a probability's relative one, and it is more
-  // than 1/2 on average, the least for two classes. The gradient is probs but for one element a
-  // row, which is p - 1 instead of p: of the same error, and for two classes just as large.
-  const double tolerance = 2 * softmax_tolerance(shape.inputs, kRoundoffFp32);
-  problem.check(loss, expected_loss, tolerance);
-  problem.check(dlogits, expected, tolerance);
-
-  problem.kernel("library, three launches", Role::library, [=] {
-    library_product(blas, x, W, logits, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
-    softmax(logits, probs, shape);
-    negative_log_likelihood<<<blocks(B, 8), 256>>>(probs, labels, loss, dlogits, B, C);
-  });
-  const auto product = make_product<Math::fp32>(lesson, problem, shape, x, W);
-  product.state_resources(problem.kernel("fused", Role::ours, [=] {
-    product.launch(
-        {.epilogue = Epilogue::cross_entropy, .out = dlogits, .labels = labels, .loss = loss});
-  }));
-  problem.compare("fused", "library, three launches",
-                  name + ": % times as fast as the library's launches.");
-}
-
-// dx (B, D) and dW (D, C) from dprobs, and from the forward pass's x, W and probs.
-void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
-  const double b = static_cast<double>(shape.rows), d = static_cast<double>(shape.inputs),
-               c = static_cast<double>(shape.classes);
-  const std::string name = "backward " + text_of(shape);
-  Problem& problem = lesson.problem(
-      name, {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}}, "fp32",
-      {.flops = b * c * (4 * d + 4), .bytes = 4 * (2 * b * d + 2 * d * c + 2 * b * c)}, Rate::fp32);
-  problem.in_graph();
-  const auto x = problem.input<float>(shape.rows * shape.inputs);
-  const auto W = problem.input<float>(shape.inputs * shape.classes, kWeightScale / sqrt(d));
-  const auto probs = problem.input<float>(shape.rows * shape.classes);
-  const auto dprobs = problem.input<float>(shape.rows * shape.classes);
-  const auto dx = problem.output<float>(x.size()), dW = problem.output<float>(W.size());
-  const auto dlogits = problem.output<float>(probs.size());
-  const auto s = problem.output<float>(shape.rows);
-  const auto expected_dx = problem.reference(x.size()), expected_dW = problem.reference(W.size());
-  problem.adjust_inputs([=] {
-    library_product(blas, x, W, probs, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
-    softmax(probs, probs, shape);
-    CUDA_CHECK(cudaGetLastError());
-  });
-  problem.reference_from(backward_scratch(shape), [=, &lesson] {
-    const GradientCheck check =
-        reference_backward(blas, {x, W, dprobs, expected_dx, expected_dW}, shape);
-    lesson.note(check.verdict(name.c_str()));
-  });
-  // Sums of C terms for s and for dx, of B for dW. dlogits inherits the error of probs, whose bound
-  // counts four times: where dprobs - s is small both of its parts are larger than it.
-  const double inherited = 4 * softmax_tolerance(shape.inputs, kRoundoffFp32);
-  const auto tolerance = [&](int64_t length) {
-    return inherited + dot_tolerance(length, kRoundoffFp32, kRoundoffFp32);
-  };
-  problem.check(dx, expected_dx, tolerance(shape.classes));
-  problem.check(dW, expected_dW, tolerance(shape.rows + shape.classes));
-
-  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
-            C = static_cast<int>(shape.classes);
-  problem.kernel("library, with dlogits", Role::library, [=] {
-    backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, nullptr, dlogits, B, C);
-    const float one = 1, zero = 0;
-    CUBLAS_CHECK(
-        cublasSgemm(blas, CUBLAS_OP_T, CUBLAS_OP_N, D, B, C, &one, W, C, dlogits, C, &zero, dx, D));
-    CUBLAS_CHECK(
-        cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, C, D, B, &one, dlogits, C, x, D, &zero, dW, C));
-  });
-  problem
-      .kernel("dlogits on the fly", Role::ours,
-              [=] {
-                backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, s, nullptr, B, C);
-                const Backward given = {x, W, probs, dprobs, s, B, D, C};
-                gradient<false><<<dim3(blocks(B, 64), blocks(D, 64)), 256>>>(given, dx);
-                gradient<true><<<dim3(blocks(D, 64), blocks(C, 64)), 256>>>(given, dW);
-              })
-      .resources(gradient<true>, 256);
-  problem.compare("dlogits on the fly", "library, with dlogits",
-                  name + ": % times as fast as the library's launches.");
-}
-
-// x and W in fp16, the product in fp16 on tensor cores, logits and softmax in fp32.
-void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
-  const std::string name = "fp16 " + text_of(shape);
-  const Layer<half> layer(lesson, name, shape, "fp16", Rate::fp16);
-  Problem& problem = layer.problem;
-  const auto x = layer.x, W = layer.W;
-  const auto probs = layer.probs, logits = layer.logits;
-  const auto expected = problem.reference(probs.size());
-  problem.reference_from(softmax_scratch(shape),
-                         [=] { reference_softmax<half>(blas, x, W, expected, shape); });
-  problem.check(probs, expected, softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs)));
-  problem.kernel("library", Role::library, [=] {
-    library_product(blas, x.data(), W.data(), logits, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
-    softmax(logits, probs, shape);
-  });
-  layer.add_ours(make_product<Math::fp16>(lesson, problem, shape, x, W), "", 0);
-}
-
 int main(int argc, char** argv) {
   Lesson lesson(
       argc, argv,
@@ -2364,16 +1971,13 @@ int main(int argc, char** argv) {
        .n_cpu = 64,
        .options = {{"--inputs", "D, columns of x", 1024}, {"--classes", "C, columns of W", 1000}},
        .flags = {{"--all", "the fp32 tables, too; without a shape: five shapes (CPU: four)"},
-                 {"--hard-rows", "make logits huge, equal and -inf in some rows"},
-                 {"--exercises", "also the backward pass, cross-entropy, fp16"}}});
+                 {"--hard-rows", "make logits huge, equal and -inf in some rows"}}});
   const bool all = lesson.flag("--all");
   std::vector<SoftmaxShape> shapes = {
       {64, 128, 10}, {256, 512, 50}, {1024, 1024, 100}, {4096, 1024, 1000}, {8192, 4096, 8192}};
   if (lesson.on_cpu()) shapes = {{8, 16, 10}, {33, 65, 50}, {17, 129, 130}, {5, 40, 300}};
-  SoftmaxShape exercise = shapes[2];
   if (lesson.given("N") || lesson.given("--inputs") || lesson.given("--classes")) {
-    exercise = {lesson.n(), lesson.option("--inputs"), lesson.option("--classes")};
-    shapes = {exercise};
+    shapes = {{lesson.n(), lesson.option("--inputs"), lesson.option("--classes")}};
   } else if (!all) {  // one where fusion counts, one where the product does
     shapes = {shapes[1], shapes.back()};
   }
@@ -2390,19 +1994,6 @@ int main(int argc, char** argv) {
   }
   if (lesson.flag("--hard-rows")) {
     for (const SoftmaxShape& shape : shapes) add_only_minus_infinity(lesson, blas, shape);
-  }
-  if (lesson.flag("--exercises")) {
-    const SoftmaxShape& shape = exercise;
-    if (shape.classes > 1) {  // of one class the probability is 1, and every gradient 0
-      add_backward(lesson, blas, shape);
-      add_cross_entropy(lesson, blas, shape);
-    }
-    add_mixed_precision(lesson, blas, shape);
-    const SoftmaxShape many = {shape.rows, shape.inputs, 1024 + 30 * shape.classes};
-    add_table(lesson, blas, many, false);
-    add_table(lesson, blas, many, true);
-    add_cross_entropy(lesson, blas, many);
-    add_mixed_precision(lesson, blas, many);
   }
   return lesson.run();
 }

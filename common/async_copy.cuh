@@ -70,10 +70,21 @@ template <int kRows, int kCols, int kThreads, typename T>
 __device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
                               int cols) {
   static_assert(sizeof(T) == 2);
+  // A thread's pieces are all in the same columns, kStep rows apart, so that one address leads to
+  // the next by an addition, and where they go to is at a fixed distance.
+  constexpr int kPieces = kCols / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && (kStep % 8 == 0 || kStep >= kRows));
+  const int row = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;
+  const T* piece = from + (row0 + row) * cols + col0 + col;
+  T* at = to + swizzle<kCols>(row, col);
+  // How many rows there are from the thread's first one on.
+  const int64_t there = col0 + col < cols ? rows - row0 - row : 0;
+  const int inside = there < kRows ? static_cast<int>(there) : kRows;
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kCols / 8; i += kThreads) {
-    const int row = i / (kCols / 8), col = i % (kCols / 8) * 8;
-    copy_async<16>(to + swizzle<kCols>(row, col), from + (row0 + row) * cols + col0 + col,
-                   row0 + row < rows && col0 + col < cols);
+  for (int r = 0; r < kRows; r += kStep) {
+    if (kRows % kStep == 0 || r + row < kRows) {
+      copy_async<16>(at + r * kCols, piece, r < inside);
+    }
+    piece += static_cast<int64_t>(kStep) * cols;
   }
 }

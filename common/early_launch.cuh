@@ -9,7 +9,8 @@
 
 #include "common/check.h"
 
-/// Launches a kernel in clusters of `cluster` blocks, if that is not 1; `early` as launch_early().
+/// Launches a kernel in clusters of `cluster` blocks, for one that does not say how many; 1: as
+/// it says. `early` as launch_early(). Code for older devices is launched as usual.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
                      dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
@@ -21,7 +22,7 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.attrs = attributes;
-  if (cluster > 1) {
+  if (cluster > 1 && code.ptxVersion >= 90) {
     cudaLaunchAttribute& size = attributes[config.numAttrs++];
     size.id = cudaLaunchAttributeClusterDimension;
     size.val.clusterDim.x = cluster;

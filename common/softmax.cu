@@ -1,11 +1,10 @@
 #include <cstdio>
 
 #include "common/gradient_check.h"
+#include "common/row_parts.cuh"
 #include "common/softmax.h"
 
 namespace {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ double warp_max(double value) {
   for (int lanes = 16; lanes > 0; lanes /= 2) {
@@ -87,11 +86,53 @@ __global__ void add_scaled_kernel(const double* a, double factor, const double* 
   }
 }
 
+/// One thread an element.
+__global__ void make_x_hard(float* x, size_t count, int D) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const size_t d = i % D, kind = i / D % 4;
+  if (d == kSpecialInputs - 1) {
+    x[i] = 1;
+  } else if (d < kSpecialInputs - 1) {
+    x[i] = d == kind ? 1 : 0;
+  } else if (kind < 3) {
+    x[i] = 0;
+  }
+}
+
+__global__ void make_W_hard(float* W, int C) {
+  const int c = blockIdx.x * blockDim.x + threadIdx.x;
+  if (c >= C) return;
+  W[c] = c % 2 == 0 ? 0x1p100f : -0x1p100f;
+  W[C + c] = static_cast<float>(2000 + c % 8);
+  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? minus_infinity() : 0;
+}
+
+/// One thread an element of x or of W's first row.
+__global__ void make_only_minus_infinity_kernel(float* x, float* W, int B, int D, int C) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < B && i % 2 == 0) x[static_cast<size_t>(i) * D] = minus_infinity();
+  if (i < C) W[i] = 1;
+}
+
+__global__ void mark_nan_kernel(const float* in, float* out, size_t count) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = isnan(in[i]) && __float_as_uint(in[i]) != 0xffffffffu ? -1 : in[i];
+}
+
+__global__ void mark_nan_fp64_kernel(double* values, size_t count) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count && isnan(values[i])) values[i] = -1;
+}
+
 unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + 7) / 8); }
 
+/// Of 256 threads.
+unsigned blocks(size_t count) { return static_cast<unsigned>((count + 255) / 256); }
+
 void add_scaled(const double* a, double factor, const double* b, double* out, size_t count) {
-  const size_t blocks = std::clamp<size_t>(count / 256, 1, 4096);
-  add_scaled_kernel<<<static_cast<unsigned>(blocks), 256>>>(a, factor, b, out, count);
+  const size_t most = std::clamp<size_t>(count / 256, 1, 4096);
+  add_scaled_kernel<<<static_cast<unsigned>(most), 256>>>(a, factor, b, out, count);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -229,4 +270,28 @@ GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyRef
     }
   }
   return judge(value[0], value[1], slope, absolute);
+}
+
+void make_hard(float* x, float* W, const SoftmaxShape& shape) {
+  const size_t count = static_cast<size_t>(shape.rows) * shape.inputs;
+  make_x_hard<<<blocks(count), 256>>>(x, count, static_cast<int>(shape.inputs));
+  make_W_hard<<<blocks(shape.classes), 256>>>(W, static_cast<int>(shape.classes));
+  CUDA_CHECK(cudaGetLastError());
+}
+
+void make_only_minus_infinity(float* x, float* W, const SoftmaxShape& shape) {
+  make_only_minus_infinity_kernel<<<blocks(std::max(shape.rows, shape.classes)), 256>>>(
+      x, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
+      static_cast<int>(shape.classes));
+  CUDA_CHECK(cudaGetLastError());
+}
+
+void mark_nan(const float* in, float* out, size_t count) {
+  mark_nan_kernel<<<blocks(count), 256>>>(in, out, count);
+  CUDA_CHECK(cudaGetLastError());
+}
+
+void mark_nan(double* values, size_t count) {
+  mark_nan_fp64_kernel<<<blocks(count), 256>>>(values, count);
+  CUDA_CHECK(cudaGetLastError());
 }

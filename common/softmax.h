@@ -92,3 +92,21 @@ struct CrossEntropyReference {
 GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyReference& reference,
                                       const SoftmaxShape& shape);
 double cross_entropy_scratch(const SoftmaxShape& shape);
+
+/// Makes three rows of four hard for a softmax; the logits of those are exact in TF32, too:
+///   row % 4 == 0   +-2^100: exp() of their difference to anything is 0 or 1
+///   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
+///   row % 4 == 2   all equal
+/// and in every row every third class has the logit -inf. To that end W has special rows, 0 for the
+/// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it
+/// is zero there. (It always picks row 2: 0 * -inf would be NaN.)
+inline constexpr int kSpecialInputs = 3;
+void make_hard(float* x, float* W, const SoftmaxShape& shape);
+
+/// Every other row of logits becomes -inf: x has -inf there, and that row of W only 1.
+void make_only_minus_infinity(float* x, float* W, const SoftmaxShape& shape);
+
+/// Verification takes NaN for an error. Where it is what should come out, it becomes -1 first; but
+/// not the NaN of what nobody wrote, all of whose bits are set.
+void mark_nan(const float* in, float* out, size_t count);
+void mark_nan(double* values, size_t count);

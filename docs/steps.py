@@ -27,7 +27,7 @@ LADDERS = {
         "gating_simple", "gating_tensor_cores", "gating_async", "gating_resident",
         "gating_hopper_resident", "gating_hopper_cluster",
     ],
-    "7_diffusion_fused": ["to_spectrum", "to_spectrum_split", "diffusion_one_launch"],
+    "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
     "8_spatial_gradients": [
         "rotate_gradients", "gradient_features", "associated_features", "hopper_features",
     ],

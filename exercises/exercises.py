@@ -17,6 +17,12 @@ sys.path.insert(0, str(ROOT / "common" / "cpu"))
 from cu2cpp import with_headers  # noqa: E402
 
 
+def source_of(lesson):
+    """The file of a program, as seen from the root: solved exercises stand beside the others."""
+    solved = f"exercises/{lesson}.cu"
+    return solved if (ROOT / solved).exists() else f"{lesson}.cu"
+
+
 @dataclass(frozen=True)
 class Cut:
     """The lines from the one with `first` (its occurrence number `nth`, from 0) to the one with `last`
@@ -126,7 +132,7 @@ class Exercise:
 
     def whole(self):
         """The lesson's source, with the headers in it."""
-        return with_headers((ROOT / f"{self.lesson}.cu").read_text(), *self.headers)
+        return with_headers((ROOT / source_of(self.lesson)).read_text(), *self.headers)
 
     def source(self):
         """What the reader starts with."""
@@ -262,13 +268,14 @@ EXERCISES = [
         finds="^Wrong from element 0 ", columns=8,
     ),
     Exercise(
-        "split_k", "7_diffusion_fused", "the last block adds up",
-        "split-K", ("200", "--eigen", "64", "--width", "64"),
-        (Cut("to_spectrum_split(SpectrumOperands", "// The fence: whoever sees the count",
-             "if (!is_last) return;\n  __threadfence();", """\
-  // TODO: only the block that is the last of its tile to be done may go on: it needs the partial
-  // sums of all gridDim.y slices. done[blockIdx.x] is 0 at first, and has to be 0 again in the end.
-  if (blockIdx.y != 0) return;
+        "split_k", "7_diffusion_fused", "the slices of a sum add up",
+        "split-K", ("260", "--eigen", "64", "--width", "64"),
+        (Cut("add_slices(Operands in", "float sum = 0;", "__syncthreads();", """\
+  // TODO: s, the total of element (e, w), is the sum of parts[0][row][lane] to
+  // parts[kSumParts - 1][row][lane] further down. The element's sums in the `slices` slices are at
+  // sums[at], sums[at + stride], and so on. Each of the kSumParts warps that work for the row adds
+  // up its share of them. Now the first slice is all there is.
+  parts[part][row][lane] = part == 0 && inside ? sums[at] : 0;
 """),),
         finds="^Wrong from element 0 ", columns=64, sanitizer="thread", multiprocessors=4,
     ),
@@ -284,20 +291,32 @@ EXERCISES = [
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000"),
     ),
     Exercise(
-        "cross_entropy", "9_matmul_softmax", "a loss and its gradient in the same launch",
-        "fused", ("5", "--inputs", "9", "--classes", "10", "--exercises"),
-        (Cut("void finish_row(float", "if (results.epilogue == Epilogue::cross_entropy) {",
-             "\n    }", """\
-    if (results.epilogue == Epilogue::cross_entropy) {
-      // TODO: write loss[row] = -log(probability of the label). Only the lane that has the label's
-      // column has its logit, in label_logit; in all others label_logit is 0.
-    }
-"""), Cut("void finish_row(float", "if (col < C) out[col] =", "", """\
-    // TODO: with cross_entropy it is the gradient of the loss that is wanted: the probabilities,
-    // less 1 at the label. (`label` is -1 where there is none.)
-    if (col < C) out[col] = v[i] * factor;
+        "cross_entropy", "9_softmax_training", "a loss and its gradient in the same launch",
+        "fused", ("5", "--inputs", "9", "--classes", "10"),
+        (Cut("void finish_row(float", "label = results.labels[row];", "__syncwarp();", """\
+    label = results.labels[row];
+    // TODO: one lane writes loss[row] = -log(probability of the label). The row's logits are still
+    // in `out`.
+"""), Cut("void finish_row(float", "out[col] = expf(", "", """\
+    // TODO: with a label it is the gradient of the loss that is wanted: the probability, less 1 at
+    // the label. (`label` is -1 where there is none.)
+    out[col] = expf(out[col] - largest) / sum;
 """)),
-        finds="^Wrong from element 0 ", gpu_arguments=("--exercises",),
+        finds="^Wrong from element 0 ",
+    ),
+    Exercise(
+        "heads", "9_softmax_training", "a softmax for each head of a row",
+        "fused heads", ("5", "--inputs", "9", "--heads", "3", "--classes", "10"),
+        (Cut("fused_tiles(Layer<T> layer", "const int head = group % H,", "size_t>(row) * H + head; };", """\
+  // TODO: which head do the blocks of this group have, and from which row on? And where among the
+  // B * H rows of the result is that head of a row?
+  const int head = 0, row0 = group * kTile;
+  const auto row_of_head = [&](int row) { return static_cast<size_t>(row); };
+"""), Cut("fused_tiles(Layer<T> layer", "return inside ? layer.W[", "", """\
+        // TODO: a row of W has the C columns of each head, one head after the other.
+        return inside ? layer.W[static_cast<size_t>(k) * C + col0 + line] : T(0);
+""")),
+        finds="^Wrong from element 0 ", columns=10,
     ),
     Exercise(
         "blade_sign", CLIFFORD, "the sign of a product of blades",

@@ -29,6 +29,7 @@ VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {"sweep": ["--sweep"]},
     "9_matmul_softmax": {"50257": ["128", "--inputs", "2048", "--classes", "50257"]},
+    "9_softmax_training": {"many": ["1024", "--inputs", "1024", "--classes", "4000"]},
     "10_clifford_gp": {
         "2,0,0": ["--algebra", "2,0,0"],
         "small": ["1024", "--features", "128"],
@@ -103,7 +104,8 @@ def main():
     parser.add_argument("lessons", nargs="*", metavar="LESSON")
     arguments = parser.parse_args()
     lessons = arguments.lessons or sorted(
-        path.stem for pattern in ("[0-9]*.cu", "bonus*.cu") for path in ROOT.glob(pattern)
+        path.stem for pattern in ("[0-9]*.cu", "bonus*.cu", "exercises/[0-9]*.cu")
+        for path in ROOT.glob(pattern)
     )
     failed = [
         f"{lesson} {run}".strip()

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted(path.stem for path in ROOT.glob("*.cu"))
+SOLVED = sorted(path.stem for path in (ROOT / "exercises").glob("*.cu"))  # exercises that are programs
+PROGRAMS = LESSONS + SOLVED
 SCHEMA = json.loads((ROOT / "tests" / "schema.json").read_text())
 CPU_BUILD = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
 CUDA_BUILD = ROOT / "build" / "cuda"
@@ -71,6 +73,11 @@ def program(name, backend="cpu"):
     if not path.exists():
         pytest.skip(f"{path.relative_to(ROOT)} has not been built")
     return path
+
+
+def source_of(name):
+    """The text of a lesson, or of solved exercises."""
+    return (ROOT / ("exercises" if name in SOLVED else "") / f"{name}.cu").read_text()
 
 
 def words(value):

@@ -105,7 +105,7 @@ RUNS = {
         (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
         (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
     ],
-    "7_diffusion_fused": [(("1400", "--kernel", "^one launch$"), 8)],
+    "7_diffusion_fused": [(("1400", "--width", "128", "--kernel", "^one launch$"), 4)],
     "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
     "9_matmul_softmax": [
         # Two warpgroups.

@@ -30,6 +30,7 @@ class Mutant:
     arguments: tuple  # to run it with
     nth: int = 0
     number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
+    operator: str = ""  # the file of common/ that has the mistake, if it is not the lesson's own
 
     @property
     def build(self):
@@ -44,20 +45,29 @@ class Mutant:
         """Where in the lesson's source `text` the mistake is planted."""
         start = text.find(self.function)
         if start < 0:
-            raise ValueError(f"mutant {self.name}: {self.lesson}.cu has no '{self.function}'")
+            raise ValueError(f"mutant {self.name}: {self.operator or self.lesson} has no '{self.function}'")
         end = _end_of_function(text, start)
         found = [match.start() for match in re.finditer(re.escape(self.old), text[start:end])]
         if len(found) <= self.nth:
             raise ValueError(
-                f"mutant {self.name}: '{self.function}' of {self.lesson}.cu has"
+                f"mutant {self.name}: '{self.function}' of {self.operator or self.lesson} has"
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
         return start + found[self.nth]
 
 
+INLINED = "common/row_parts.cuh"  # a mistake may be in this, too
+
+
+def whole(text):
+    """A lesson's source with that header in the place where it is included."""
+    header = (Path(__file__).resolve().parents[1] / INLINED).read_text()
+    return text.replace(f'#include "{INLINED}"', header.replace("#pragma once", ""))
+
+
 def plant(mutants, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
-    text = with_headers(text, *HEADERS.get(mutants[0].lesson, ()))
+    text = whole(with_headers(text, *HEADERS.get(mutants[0].lesson, ())))
     for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
         at = mutant.where(text)
         new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
@@ -85,6 +95,7 @@ FUSED = "6_gating_fused"
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
 SOFTMAX = "9_matmul_softmax"
+TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 
@@ -122,9 +133,9 @@ BARRIERS = [
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
     (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
     (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
-    (DIFFUSION, "half fused", "void multiply_slice(", 1, DIFFUSION_ARGUMENTS),
-    (DIFFUSION, "half fused", " from_spectrum(", 1, DIFFUSION_ARGUMENTS),
-    (DIFFUSION, "split-K", "to_spectrum_split(", 2, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "half fused", " project_slices(", 1, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "split-K", " add_slices(", 2, DIFFUSION_ARGUMENTS),
+    (DIFFUSION, "half fused", " expand_spectrum(", 1, DIFFUSION_ARGUMENTS),
     (SPATIAL, "two kernels", "take_gradients(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "two kernels", "rotate_gradients(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "one kernel", "gradient_features(", 1, SPATIAL_ARGUMENTS),
@@ -141,8 +152,9 @@ BARRIERS = [
      ("3", "--inputs", "9", "--classes", "10", "--all")),
     (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
      ("3", "--inputs", "5", "--classes", "600", "--all")),
-    (SOFTMAX, "dlogits on the fly", "gradient(Backward", 2,
-     ("17", "--inputs", "9", "--classes", "10", "--all", "--exercises")),
+    # More than a step, and two tiles of columns that share rows.
+    (TRAINING, "fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
+    (TRAINING, "fused", "is_last_block(unsigned", 1, ("3", "--inputs", "9", "--classes", "100")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
@@ -172,9 +184,10 @@ def _missing_barriers():
 
 
 
-def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0):
+def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0, operator=""):
     name = f"{lesson}_{name}"
-    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth)
+    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth,
+                  operator=operator)
 
 
 DATA_RACE = "ThreadSanitizer: data race"
@@ -252,22 +265,24 @@ MUTANTS = [
         "reference_of_d_times_with_the_wrong_sign", "", DIFFUSION, "void spectrum_gradient_fp64(",
         "sum += as_double(evalues[e])", "sum -= as_double(evalues[e])",
         "error: the reference's dTimes and finite differences", "33", *NARROW,
+        operator="common/diffusion.cu",
     ),
     _mutant(
         "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
-        "s, evalues, times, count,", "s, evalues, times, count / 2,",
+        "(s, evalues, times, count,", "(s, evalues, times, count / 2,",
         "error: the reference's dX and finite differences", "33", *NARROW,
+        operator="common/diffusion.cu",
     ),
     # A kernel's gradient, and the sum of a slice that another one's takes the place of.
     _mutant(
-        "d_times_with_the_wrong_sign", "", DIFFUSION, " from_spectrum(",
+        "d_times_with_the_wrong_sign", "", DIFFUSION, " expand_spectrum(",
         "__float2bfloat16_rn(-sum)", "__float2bfloat16_rn(sum)",
         "split-K .* 2.0e\\+00 .*FAILED", "33", *NARROW,
     ),
     _mutant(
-        "last_slice_replaces_the_others", "", DIFFUSION, "to_spectrum_split(",
-        "unsigned slice = 0;", "unsigned slice = gridDim.y - 1;",
-        "split-K .*FAILED", "192", *NARROW, "--kernel", "split-K",
+        "only_some_of_the_slices", "", DIFFUSION, " add_slices(",
+        "int slice = slices * part / kSumParts;", "int slice = end - 1;",
+        "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
     ),
     _mutant(
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",

@@ -2,7 +2,7 @@
 
 import re
 
-from conftest import LESSONS, execute
+from conftest import LESSONS, PROGRAMS, SOLVED, execute
 import pytest
 from test_style import copy_of_sources, scons
 
@@ -48,23 +48,25 @@ def built(lines, what):
 def test_without_a_gpu_the_cpu_programs_are_built(plan):
     lines = plan()
     assert not built(lines, "NVCC .*?")
-    assert built(lines, "INSTALL") == set(LESSONS)
-    assert built(lines, "LINK") == {f"build/cpu/{lesson}" for lesson in LESSONS}
+    assert built(lines, "INSTALL") == set(PROGRAMS)
+    assert built(lines, "LINK") == {f"build/cpu/{program}" for program in PROGRAMS}
     assert re.match("Built for the CPU: there is no GPU here.* scons arch=90a", lines[-1])
 
 
 def test_with_a_gpu_both_are_built(plan):
     lines = plan(gpus="9.0\\n8.6\\n9.0\\n")
-    assert {f"{lesson}.cu" for lesson in LESSONS} <= built(lines, "NVCC 86,90a")
+    compiled = built(lines, "NVCC 86,90a")
+    assert {f"{lesson}.cu" for lesson in LESSONS} <= compiled
+    assert {f"exercises/{program}.cu" for program in SOLVED} <= compiled
     assert built(lines, "LINK") == {
-        f"build/{backend}/{lesson}" for lesson in LESSONS for backend in ("cpu", "cuda")
+        f"build/{backend}/{program}" for program in PROGRAMS for backend in ("cpu", "cuda")
     }
     assert not any("Built for the CPU" in line for line in lines)
 
 
 def test_a_gpu_without_the_toolkit(plan):
     lines = plan("cuda=no", gpus="9.0\\n")
-    assert not built(lines, "NVCC .*?") and built(lines, "INSTALL") == set(LESSONS)
+    assert not built(lines, "NVCC .*?") and built(lines, "INSTALL") == set(PROGRAMS)
 
 
 @pytest.mark.parametrize("arch, shown, flags", [
@@ -108,5 +110,5 @@ def test_tests_without_sanitized_lessons(plan):
                          "build/cpu-address/tests/cpu_backend/oob_dynamic_shared"}
     assert quick < everything
     for sanitizer in ("address", "thread"):
-        assert {f"build/cpu-{sanitizer}/{lesson}" for lesson in LESSONS} <= everything
+        assert {f"build/cpu-{sanitizer}/{program}" for program in PROGRAMS} <= everything
     assert any("/mutants/" in name for name in everything) and not any("/mutants/" in n for n in quick)

@@ -73,7 +73,7 @@ def test_page(exercise):
     page = exercise.page.read_text()
     assert page.startswith(f"# {exercise.number}. ")
     assert f"\n    ./exercise {exercise.name}\n" in page
-    assert f"`{exercise.lesson}.cu`, the row *{exercise.kernel}*" in page
+    assert f"`{exercises.source_of(exercise.lesson)}`, the row *{exercise.kernel}*" in page
     assert page.count("<details><summary>Hint</summary>") == 1 == page.count("</details>")
     for target in re.findall(r"\]\(([^)\s]+)\)", page):
         path, _, anchor = target.partition("#")

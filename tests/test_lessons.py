@@ -3,11 +3,12 @@
 import random
 import re
 
-from conftest import LESSONS, execute, program
+from conftest import LESSONS, PROGRAMS, execute, program
 import pytest
 
 MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus", lesson)]
 SOFTMAX = "9_matmul_softmax"
+TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
@@ -44,7 +45,8 @@ SOFTMAX_SHAPES = [
 # V, E, W: less than a tile, more than one, neither; E too large for the wide tiles.
 DIFFUSIONS = [
     (1, 128, 256), (31, 16, 16), (33, 48, 144), (64, 64, 64), (130, 144, 80), (1000, 16, 48),
-    (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256),
+    (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256), (1, 8, 8),
+    (40, 136, 328), (260, 256, 520),
 ]
 # V, E, W: the same; E too large for the wide tiles, for backward's sums, for any tiles; W too large
 # for one kernel's rows.
@@ -193,24 +195,36 @@ def test_softmax_of_hard_rows(run, backend, shape):
     assert "only -inf " + "x".join(map(str, shape)) in dims_of(result)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (17, 65, 3), (7, 31, 30)], ids=str)
-def test_softmax_exercises(run, backend, shape):
-    arguments = softmax_arguments(shape, "--exercises", "--all")
-    result = run(SOFTMAX, *arguments, "--samples", 1)
-    assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
+# Less than a tile and more; a last tile of columns in which one warp has none; many columns.
+@pytest.mark.parametrize("shape", [(1, 1, 2), (17, 65, 3), (7, 31, 30), (70, 33, 65), (2, 100, 97),
+                                   (65, 64, 64), (3, 5, 1100)], ids=str)
+def test_softmax_training(run, backend, shape):
+    arguments = softmax_arguments(shape)
+    result = run(TRAINING, *arguments, "--samples", 1)
+    assert_verified(result, listed(TRAINING, backend, *arguments), 1)
     # Each gradient's reference was compared with a finite difference, of which it is not all zero.
     printed = " ".join(result.stdout.split())  # long lines are wrapped
     checks = re.findall(r"central difference: (\S+) apart, of (\S+); bound (\S+)", printed)
-    assert len(checks) == 3
+    assert len(checks) == 2
     for difference, slope, bound in checks:
         assert float(difference) <= float(bound) < abs(float(slope))
 
 
-def test_softmax_exercises_of_one_class(run, backend):
-    arguments = softmax_arguments((3, 4, 1), "--exercises")
-    result = run(SOFTMAX, *arguments, "--samples", 1)
-    assert_verified(result, listed(SOFTMAX, backend, *arguments), 1)
-    assert not any(name.startswith("backward") for name in dims_of(result))
+# A head in one tile, and in two of which the last is not full; more rows than a tile has.
+@pytest.mark.parametrize("shape, heads", [((1, 1, 1), 1), ((5, 9, 10), 3), ((67, 33, 70), 2),
+                                          ((2, 70, 64), 5)], ids=str)
+def test_softmax_of_heads(run, backend, shape, heads):
+    arguments = softmax_arguments(shape, "--heads", heads)
+    result = run(TRAINING, *arguments, "--samples", 1)
+    assert_verified(result, listed(TRAINING, backend, *arguments), 1)
+    assert dict(zip("BDC", shape), H=heads) in dims_of(result).values()
+
+
+def test_softmax_training_of_one_class(run, backend):
+    arguments = softmax_arguments((3, 4, 1))
+    result = run(TRAINING, *arguments, "--samples", 1)
+    assert_verified(result, listed(TRAINING, backend, *arguments), 1)
+    assert dims_of(result) and not any(name.startswith("backward") for name in dims_of(result))
 
 
 def test_softmax_without_arguments(run, backend):
@@ -403,10 +417,10 @@ def test_clifford_sweep(run, backend):
         assert kernel["memory_bytes"] > 0
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", PROGRAMS)
 def test_seed_decides_inputs(run, lesson):
     size = (1, "--channels", 9, "--hidden", 5) if lesson in GATINGS else (33,)
-    if lesson == SOFTMAX:
+    if lesson in (SOFTMAX, TRAINING):
         size = (9, "--inputs", 20, "--classes", 10)
 
 

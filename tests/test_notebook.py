@@ -120,7 +120,7 @@ def test_cells_run(notebook):
 
 def test_exercises_are_listed(notebook):
     _, printed = notebook
-    assert "Next: ./exercise" in printed.getvalue() or "20 of 20 are solved" in printed.getvalue()
+    assert "Next: ./exercise" in printed.getvalue() or "21 of 21 are solved" in printed.getvalue()
 
 
 def test_lesson_that_fails_is_told(notebook, capsys):

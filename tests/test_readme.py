@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 
-from conftest import LESSONS, ROOT, execute, program
+from conftest import LESSONS, PROGRAMS, ROOT, execute, program
 import pytest
 
 sys.path.append(str(ROOT / "common" / "cpu"))
@@ -49,7 +49,7 @@ ANCHORS = anchors(README)
 
 
 def test_there_is_something_to_check():
-    assert {name for name, _ in LESSON_COMMANDS} == set(LESSONS)
+    assert {name for name, _ in LESSON_COMMANDS} == set(PROGRAMS)
     assert sum(command.startswith("scons") for command in COMMANDS) >= 4
     assert sum(command.startswith("ncu") for command in COMMANDS) >= 2
 
@@ -76,7 +76,7 @@ def test_scons_takes_the_words(command):
             assert f'ARGUMENTS.get("{word.split("=")[0]}"' in SCONS
         elif word.startswith("build/"):
             assert (ROOT / f"{word.split('/', 2)[2]}.cu").exists()
-        elif word not in (*LESSONS, "LESSON"):
+        elif word not in (*PROGRAMS, "LESSON"):
             assert f'\ncommand("{word}"' in SCONS
 
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 import re
 import shutil
 
-from conftest import CPU_BUILD, LESSONS, ROOT, execute, words
+from conftest import CPU_BUILD, PROGRAMS, ROOT, execute, source_of, words
 import hopper_mutants
-from mutants import BARRIERS, FEW_MULTIPROCESSORS, MUTANTS, SANITIZED
+from mutants import BARRIERS, FEW_MULTIPROCESSORS, MUTANTS, SANITIZED, whole
 import pytest
 
 SANITIZERS = ["address", "thread"]  # "address" checks for undefined behaviour, too
@@ -38,13 +38,14 @@ CLIFFORD_SIZES = [
     ("1", "--features", "5", "--algebra", "4,1,0"),
     ("2", "--features", "4", "--turned"),
 ]
-# Columns of one block, with rows that are hard; D in two blocks; columns in three; the exercises.
+# Columns of one block, with rows that are hard; D in two blocks; columns in three.
 SOFTMAX_SIZES = [
     ("3", "--inputs", "33", "--classes", "19", "--all", "--hard-rows"),
     ("2", "--inputs", "260", "--classes", "10", "--all"),
     ("3", "--inputs", "5", "--classes", "300", "--all", "--kernel", "^(library|fused online)$"),
-    ("2", "--inputs", "8", "--classes", "3", "--all", "--exercises", "--kernel", "fly|^fused$|^library"),
 ]
+# One tile; several along each extent.
+TRAINING_SIZES = [("2", "--inputs", "8", "--classes", "3"), ("67", "--inputs", "70", "--classes", "97")]
 # With two groups of columns; with narrow tiles; with slices of V of more than one tile.
 SPATIAL_SIZES = [
     ("1", "--eigen", "16", "--width", "80"),
@@ -55,14 +56,15 @@ SPATIAL_SIZES = [
 
 def sizes_of(lesson):
     for word, sizes in [("gating", LAYER_SIZES), ("diffusion", DIFFUSION_SIZES),
-                        ("spatial", SPATIAL_SIZES), ("softmax", SOFTMAX_SIZES),
+                        ("spatial", SPATIAL_SIZES), ("matmul_softmax", SOFTMAX_SIZES),
+                        ("softmax_training", TRAINING_SIZES),
                         ("clifford", CLIFFORD_SIZES)]:
         if word in lesson:
             return sizes
     return MATMUL_SIZES
 
 
-CASES = [(lesson, arguments) for lesson in LESSONS for arguments in sizes_of(lesson)]
+CASES = [(lesson, arguments) for lesson in PROGRAMS for arguments in sizes_of(lesson)]
 # Lesson 5 has rows of 16 bytes only if N is a multiple of 8, too; its six steps are left out.
 CASES.append(
     ("5_gating_unfused", ("8", "--channels", "1", "--hidden", "8", "--kernel", "^(six|cuBLASLt)"))
@@ -72,7 +74,7 @@ CASES.append(
 @lru_cache
 def _prefix(sanitizer):
     """What makes programs start: with much address space randomization ThreadSanitizer does not."""
-    probe = CPU_BUILD.parent / f"cpu-{sanitizer}" / LESSONS[0]
+    probe = CPU_BUILD.parent / f"cpu-{sanitizer}" / PROGRAMS[0]
     if not probe.exists():
         return None
     result = execute([probe, "--list"], env=OPTIONS)
@@ -157,10 +159,10 @@ def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
         assert verdict in ("verification", "error", "deadlock", "data race"), report
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", PROGRAMS)
 def test_every_barrier_has_a_mutant(lesson):
     """Those of Hopper's kernels are derived from the source (hopper_mutants.py)."""
-    code = hopper_mutants.code_of((ROOT / f"{lesson}.cu").read_text())
+    code = hopper_mutants.code_of(whole(source_of(lesson)))
     barriers = code.count("__syncthreads();") - sum(
         code.count("__syncthreads();", start, end)
         for start, end, _ in hopper_mutants.hopper_parts(code)

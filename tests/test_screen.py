@@ -8,7 +8,7 @@ import struct
 import subprocess
 import termios
 
-from conftest import LESSONS, ROOT, execute, program
+from conftest import PROGRAMS, ROOT, execute, program, source_of
 from test_lessons import table_rows
 import pytest
 
@@ -18,7 +18,7 @@ LAYER, MESH = ("1", "--channels", "3", "--hidden", "1"), ("8", "--eigen", "16", 
 SMALL = {
     "5_gating_unfused": LAYER, "6_gating_fused": LAYER, "7_diffusion_fused": MESH,
     "8_spatial_gradients": MESH, "9_matmul_softmax": ("8", "--inputs", "16"),
-    "10_clifford_gp": ("3", "--features", "9"),
+    "10_clifford_gp": ("3", "--features", "9"), "9_softmax_training": ("8", "--inputs", "16"),
 }
 WITH_MEMORY = ["5_gating_unfused", "7_diffusion_fused", "8_spatial_gradients", "10_clifford_gp"]
 
@@ -31,7 +31,7 @@ def is_one_screen(stdout, more=0):
 
 def comparisons(lesson, stdout):
     """How many lines a GPU's run has that compare two rows: the CPU backend prints none."""
-    source = (ROOT / f"{lesson}.cu").read_text()
+    source = source_of(lesson)
     if lesson == "9_matmul_softmax":  # two for each product of ours
         return 2 * sum(row.startswith("unfused") for _, _, row in table_rows(stdout))
     return len(re.findall(r"\.compare\(", source))
@@ -40,7 +40,7 @@ def comparisons(lesson, stdout):
 # Those that take longest on the CPU are left to scons test-all.
 @pytest.mark.parametrize("lesson", [
     pytest.param(lesson, marks=[pytest.mark.extensive] * (lesson.split("_")[0] in ("5", "6", "8", "10")))
-    for lesson in LESSONS
+    for lesson in PROGRAMS
 ])
 def test_default_is_one_screen(run, backend, lesson):
     result = run(lesson)
@@ -56,7 +56,7 @@ def test_default_is_one_screen(run, backend, lesson):
     named = re.findall(r"--[a-z-]+", last)
     assert re.fullmatch(r"Other tables: another N(?:, --\S+)*(?: or --\S+)? \(see --help\)\.", last)
     help_text = execute([program(lesson), "--help"]).stdout
-    own = re.findall(r'\{"(--[\w-]+)"', (ROOT / f"{lesson}.cu").read_text())
+    own = re.findall(r'\{"(--[\w-]+)"', source_of(lesson))
     assert set(own) == set(named) - {"--help"}
     assert all(re.search(rf"^ +{option}\b", help_text, re.MULTILINE) for option in own)
 
@@ -100,7 +100,7 @@ def header_of(stdout):
     return re.findall(r"^kernel .*", stdout, re.MULTILINE)[-1].split()
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", PROGRAMS)
 def test_tables_fit_a_terminal_of_80_columns(lesson):
     command = [program(lesson), *SMALL.get(lesson, ("8",)), "--device", "cpu", "--samples", "1"]
     whole = execute(command).stdout
@@ -149,10 +149,10 @@ def test_comparison_says_which_is_faster(sentence, factor, printed):
     assert (result.rc, result.stdout) == (0, printed + "\n")
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", PROGRAMS)
 def test_no_comparison_takes_for_granted_which_is_faster(lesson):
     """Each has its factor in words that are right in both directions."""
-    source = (ROOT / f"{lesson}.cu").read_text()
+    source = source_of(lesson)
     calls = re.findall(r"\.compare\((.*?)\);", source, re.DOTALL)
     assert len(calls) == len(re.findall(r"\.compare\(", source))
     assert calls or lesson == "4_matmul_cublas"
@@ -183,7 +183,7 @@ def test_records_ask_for_more_than_a_screen(monkeypatch):
     run, arguments = record.runs_of("9_matmul_softmax")[0]
     assert run == "" and "--all" in arguments
     assert record.SECONDS > SECONDS
-    for lesson in LESSONS:
+    for lesson in PROGRAMS:
         known = execute([program(lesson), "--help"]).stdout
         for _, arguments in record.runs_of(lesson):
             options = [word for word in arguments if word.startswith("--")]
