@@ -334,6 +334,11 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
   });
 }
 
+// Whether the next row is fetched meanwhile. Two features of 16 blades leave no room for that beside
+// their weights: the rows that need them are not, and are faster so than shared by two blocks.
+template <typename A, int W>
+constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
+
 // Three things are better than above. z stays in registers while its row's squares are added up, so
 // that nothing is read or computed twice. The weights are transposed into shared memory once, and
 // serve all rows that the block ever has. And as soon as a thread has taken its part of x and y
@@ -345,15 +350,17 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     RowsOnChip shape) {
   extern __shared__ __align__(16) float shared[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
-  const OnChipMemory<A, W, kVector, 2 * A::kBlades> memory(shared, shape);
+  const OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0> memory(shared, shape);
   const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
   const int step = gridDim.x * shape.rows();
   const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
   const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
   const auto fetch = [&](int n) {
-    memory.template fetch<0>(x + at(n), plane, place, inside(n));
-    memory.template fetch<A::kBlades>(y + at(n), plane, place, inside(n));
+    if constexpr (kFetchAhead<A, W>) {
+      memory.template fetch<0>(x + at(n), plane, place, inside(n));
+      memory.template fetch<A::kBlades>(y + at(n), plane, place, inside(n));
+    }
     copy_async_commit();
   };
 
@@ -365,12 +372,20 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   int turn = 0;
   for (int first = blockIdx.x * shape.rows(); first < layer.batch;
        first += step, n += step, turn ^= 1) {
-    copy_async_wait<0>();
-    __syncwarp();  // for the compiler: not before the copy has landed,
-    const auto left = memory.template take<0>();
-    const auto right = memory.template take<A::kBlades>();
-    __syncwarp();  // and not after the next one has started
-    if (first + step < layer.batch) fetch(n + step);
+    Multivectors<A, W> left, right;
+    if constexpr (kFetchAhead<A, W>) {
+      copy_async_wait<0>();
+      __syncwarp();  // for the compiler: not before the copy has landed,
+      left = memory.template take<0>();
+      right = memory.template take<A::kBlades>();
+      __syncwarp();  // and not after the next one has started
+      if (first + step < layer.batch) fetch(n + step);
+    } else {
+      unroll<0, A::kBlades>([&](auto k) {
+        left.blade[k] = place.load(x + at(n) + k * plane, inside(n));
+        right.blade[k] = place.load(y + at(n) + k * plane, inside(n));
+      });
+    }
     const Multivectors<A, W> z = gated_product(left, right, memory);
     Sums<A::kGrades> sums = {};
     if (layer.normed) {
@@ -390,9 +405,10 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // last one, or later; by then all others have read what is four rounds old.
 constexpr int kMaxBlocks = 8, kSlots = 4;
 
+// All have a block's sums at the same place. It lies at the start of the dynamic shared memory.
 template <int kCount>
-struct Exchange {
-  Sums<kCount> sent[kSlots], received[kSlots][kMaxBlocks];
+struct alignas(128) Exchange {
+  Sums<kCount> of[kSlots][kMaxBlocks];
   Barrier come[kSlots];
 };
 
@@ -408,24 +424,21 @@ __device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int bl
 #endif
 }
 
-// The block's sums of a row, which all of its threads know, to all blocks.
+// The block's sums of a row, which all of its threads know, to the other blocks.
 template <int kCount>
 __device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
                                           int blocks, int round) {
 #if HOPPER_CODE
   if (blocks == 1 || threadIdx.x >= 32) return;
-  constexpr int kBytes = sizeof(sums);
-  const int slot = round % kSlots, to = threadIdx.x;
+  const int slot = round % kSlots, to = threadIdx.x, rank = cluster_rank();
+  Sums<kCount>& own = exchange.of[slot][rank];
   if (to == 0) {
-    exchange.sent[slot] = sums;
+    own = sums;
     shared_fence();
-    barrier_arrive_expect(&exchange.come[slot], blocks * kBytes);
+    barrier_arrive_expect(&exchange.come[slot], (blocks - 1) * static_cast<int>(sizeof own));
   }
   __syncwarp();
-  if (to < blocks) {
-    bulk_push(&exchange.received[slot][cluster_rank()], &exchange.sent[slot], kBytes,
-              &exchange.come[slot], to);
-  }
+  if (to < blocks && to != rank) bulk_push(&own, &own, sizeof own, &exchange.come[slot], to);
 #endif
 }
 
@@ -438,11 +451,11 @@ __device__ __forceinline__ void receive_sums(Sums<kCount>& sums, Exchange<kCount
   if (blocks == 1) return;
   const int slot = round % kSlots;
   barrier_wait(&exchange.come[slot], round / kSlots % 2);
-  sums = exchange.received[slot][0];
+  sums = exchange.of[slot][0];
 #pragma unroll 1  // for the registers
   for (int block = 1; block < blocks; ++block) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sums.value[i] += exchange.received[slot][block].value[i];
+    for (int i = 0; i < kCount; ++i) sums.value[i] += exchange.of[slot][block].value[i];
   }
 #endif
 }
@@ -487,7 +500,7 @@ __device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float*
                                                        const Place<W, kVector>& place,
                                                        const RowsOnChip& shape,
                                                        const Layer& layer) {
-  const size_t partial = static_cast<size_t>(blockIdx.x / shape.blocks) * shape.rows() + place.row;
+  const size_t partial = static_cast<size_t>(blockIdx.x / place.blocks) * shape.rows() + place.row;
   float* to = partials + partial * A::kTriples * layer.features + place.start + place.first;
   unroll<0, A::kTriples>([&](auto t) { place.store(to + t * layer.features, dw[t], place.count); });
 }
@@ -501,10 +514,11 @@ template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-  extern __shared__ __align__(16) float shared[];
+  extern __shared__ __align__(128) float together[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  __shared__ Exchange<2 * A::kGrades> exchange;
-  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(shared, shape);
+  auto* exchange = reinterpret_cast<Exchange<2 * A::kGrades>*>(together);
+  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(
+      kVector ? together : reinterpret_cast<float*>(exchange + 1), shape);
   const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
   const int step = gridDim.x / place.blocks * shape.rows();
@@ -527,7 +541,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
-  open_exchange(exchange, place.blocks);
+  open_exchange(*exchange, place.blocks);
   Pack<W> dw[A::kTriples] = {};
   int round = 0;
   for (; first < layer.batch; first += step, n += step, ++round) {
@@ -544,8 +558,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
       add_up_row(sums, partials[round % 2], shape.per_row / 32);
-      send_sums(sums, exchange, place.blocks, round);
-      receive_sums(sums, exchange, place.blocks, round);
+      send_sums(sums, *exchange, place.blocks, round);
+      receive_sums(sums, *exchange, place.blocks, round);
     }
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -589,11 +603,14 @@ struct Stream {
   static constexpr int kPlanes = kTensors * A::kBlades;
   static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
   using Stage = float[kPlanes][kElements];
+  using Others = Exchange<(kTensors - 1) * A::kGrades>;
+  static constexpr int kFront = kVector ? 0 : sizeof(Others) / sizeof(float);
   static constexpr int kStages = kStreamBytes / sizeof(Stage);
-  static constexpr int kBytes = kStages * sizeof(Stage);
+  static constexpr int kBytes = kStages * sizeof(Stage) + kFront * sizeof(float);
   static_assert(kStages >= 2);
 
 #if HOPPER_CODE
+  Others& exchange;
   Stage* stages;
   Barrier* full;
   Layer layer;
@@ -602,14 +619,15 @@ struct Stream {
 
   __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
                     const RowsOnChip& shape)
-      : stages(reinterpret_cast<Stage*>(shared)),
+      : exchange(*reinterpret_cast<Others*>(shared)),
+        stages(reinterpret_cast<Stage*>(shared + kFront)),
         full(full),
         layer(layer),
         place(shape, layer),
         rows(shape.rows()),
         groups(shape.groups(layer)) {
     if (threadIdx.x == 0) {
-      for (int s = 0; s < kStages; ++s) barrier_init(&full[s], kPlanes);
+      for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
       barrier_init_fence();
     }
     __syncthreads();
@@ -623,22 +641,28 @@ struct Stream {
   }
   __device__ int shift(size_t element) const { return kVector ? 0 : element % 4; }
 
-  // The first warp orders a group's rows, if they are there.
+  // The first warp orders a group's rows, if they are there. The barrier is told once how many bytes
+  // come, not by each lane: lanes that arrive at one barrier do so one after the other.
   __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
                                         int s) const {
     if (threadIdx.x >= 32 || group >= groups) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
+    const auto from = [&](int plane) { return plane * layer.plane() + element(group); };
+    const auto bytes = [&](int plane) {
+      return (count + shift(from(plane)) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
+    };
+    if (threadIdx.x == 0) {  // four planes have all the shifts that there are
+      barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
+    }
+    __syncwarp();
 #pragma unroll
     for (int first = 0; first < kPlanes; first += 32) {
-      const int p = first + threadIdx.x;
+      const int p = first + threadIdx.x, plane = p % A::kBlades;
       if (p >= kPlanes) break;
-      const size_t from = p % A::kBlades * layer.plane() + element(group);
-      const int bytes = (count + shift(from) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
       const float* tensor = tensors[0];
 #pragma unroll
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
-      barrier_arrive_expect(&full[s], bytes);
-      bulk_load(stages[s][p], tensor + from - shift(from), bytes, &full[s]);
+      bulk_load(stages[s][p], tensor + from(plane) - shift(from(plane)), bytes(plane), &full[s]);
     }
   }
   // A thread's multivectors of a tensor.
@@ -692,13 +716,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   extern __shared__ __align__(128) float streamed[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
-  __shared__ Exchange<A::kGrades> exchange;
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y};
   const int step = gridDim.x / place.blocks;
 
-  open_exchange(exchange, place.blocks);
+  open_exchange(stream.exchange, place.blocks);
   start_next_kernel();
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks;
@@ -708,7 +731,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   int round = 0;
   const auto finish = [&](const Multivectors<A, W>& z, Sums<A::kGrades> sums, int group,
                           int round) {
-    receive_sums(sums, exchange, place.blocks, round);
+    receive_sums(sums, stream.exchange, place.blocks, round);
     const size_t at = stream.element(group) + place.row * layer.features + place.first;
     store_normed(z, sums, layer, out + at, place, stream.inside(group));
   };
@@ -728,7 +751,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     // After its barrier all threads have taken their part of the stage.
     add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
-    send_sums(sums, exchange, place.blocks, round);
+    send_sums(sums, stream.exchange, place.blocks, round);
     if constexpr (kStoresLater<A>) {
       if (round > 0) finish(last_z, last_sums, group - step, round - 1);
       last_z = z;
@@ -752,13 +775,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   extern __shared__ __align__(128) float streamed[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
-  __shared__ Exchange<2 * A::kGrades> exchange;
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y, d_out};
   const int step = gridDim.x / place.blocks;
 
-  open_exchange(exchange, place.blocks);
+  open_exchange(stream.exchange, place.blocks);
   int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
   const RegisterWeights<A, W> weights(w, place);
@@ -777,8 +799,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     add_gradient_sums(P, gates.product(), d, sums);
     add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
-    send_sums(sums, exchange, place.blocks, round);
-    receive_sums(sums, exchange, place.blocks, round);
+    send_sums(sums, stream.exchange, place.blocks, round);
+    receive_sums(sums, stream.exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -865,113 +887,89 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
   return shape.blocks * std::min(shape.groups(layer), resident);
 }
 
-template <typename A, int W, bool kVector>
-Launch forward_on_chip_by(const Tensors& of, const Device& device) {
-  using Memory = OnChipMemory<A, W, kVector, 2 * A::kBlades>;
-  const std::optional<RowsOnChip> fitting = fit_on_chip<A, W, Memory>(of.layer, device, 1);
-  if (!fitting) return {};
-  const RowsOnChip shape = *fitting;
-  const int bytes = static_cast<int>(Memory::bytes(shape));
-  const auto kernel = forward_on_chip<A, W, kVector>;
-  allow_shared_bytes(kernel, bytes);
+// Such kernels' launches. Those that are `streamed` need Hopper, and so do all with clusters.
+template <typename Function>
+Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
+                  const Tensors& of, const Device& device) {
+  allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
   const auto run = [=] {
-    forward_on_chip<A, W, kVector>
-        <<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
+    launch_clusters(kernel, shape.blocks, streamed, blocks, shape.threads, bytes,  //
+                    of.x, of.y, of.w, of.out, of.layer, shape);
   };
-  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }};
+  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }, streamed};
 }
-
-template <typename A, int W, bool kVector>
-Launch backward_on_chip_by(const Tensors& of, const Gradients& d, const Device& device) {
-  using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
-  const std::optional<RowsOnChip> fitting =
-      fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
-  if (!fitting) return {};
-  const RowsOnChip shape = *fitting;
-  const int bytes = static_cast<int>(Memory::bytes(shape));
-  const auto kernel = backward_on_chip<A, W, kVector>;
-  allow_shared_bytes(kernel, bytes);
+template <typename A, typename Function>
+Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
+                   const Tensors& of, const Gradients& d, const Device& device) {
+  allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
   const auto partials =
       of.problem.output<float>(blocks / shape.blocks * shape.rows() * of.w.size());
   const auto run = [=] {
-    launch_clusters(backward_on_chip<A, W, kVector>, shape.blocks, false, blocks, shape.threads,
-                    bytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    launch_clusters(kernel, shape.blocks, false, blocks, shape.threads, bytes,  //
+                    of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); },
-          shape.blocks > 1};
+          streamed || shape.blocks > 1};
 }
 
-template <typename A, int W, bool kVector>
-Launch forward_streamed_by(const Tensors& of, const Device& device) {
-  constexpr int kBytes = Stream<A, W, kVector, 2>::kBytes;
-  const auto kernel = forward_streamed<A, W, kVector>;
-  allow_shared_bytes(kernel, kBytes);
-  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
-  const int blocks = grid(kernel, shape, kBytes, of.layer, device);
-  const auto run = [=] {
-    launch_clusters(forward_streamed<A, W, kVector>, shape.blocks, true, blocks, shape.threads,
-                    kBytes, of.x, of.y, of.w, of.out, of.layer, shape);
-  };
-  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes); }, true};
-}
-
-template <typename A, int W, bool kVector>
-Launch backward_streamed_by(const Tensors& of, const Gradients& d, const Device& device) {
-  constexpr int kBytes = Stream<A, W, kVector, 3>::kBytes;
-  const auto kernel = backward_streamed<A, W, kVector>;
-  allow_shared_bytes(kernel, kBytes);
-  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
-  const int blocks = grid(kernel, shape, kBytes, of.layer, device);
-  const auto partials =
-      of.problem.output<float>(blocks / shape.blocks * shape.rows() * of.w.size());
-  const auto run = [=] {
-    launch_clusters(backward_streamed<A, W, kVector>, shape.blocks, false, blocks, shape.threads,
-                    kBytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
-    add_up_weights<A>(d, partials, of.layer);
-  };
-  return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, kBytes); },
-          true};
-}
-
-// In accesses of `width` floats, for rows that all start at a multiple of that and have one block.
+// Whether all rows start at a multiple of `width` floats and have one block: then kVector holds.
 template <typename A, int W>
 bool whole_packs(const Layer& layer, int width) {
-  return W > 1 && layer.features % width == 0 && rows_on_chip<A, W>(layer).blocks == 1;
+  return layer.features % width == 0 && rows_on_chip<A, W>(layer).blocks == 1;
 }
-template <typename A, int W = kForwardWidth<A>>
+
+template <typename A, int W = kForwardWidth<A>, bool kVector = (W > 1)>
 Launch forward_on_chip_of(const Tensors& of, const Device& device) {
-  if constexpr (W > 1) {
-    if (whole_packs<A, W>(of.layer, W)) return forward_on_chip_by<A, W, true>(of, device);
+  if constexpr (A::kBlades == 16 && W == 1) {
+    if (of.layer.features > kThreads<A>) return forward_on_chip_of<A, 2>(of, device);
   }
-  return forward_on_chip_by<A, W, false>(of, device);
+  if constexpr (kVector) {
+    if (!whole_packs<A, W>(of.layer, W)) return forward_on_chip_of<A, W, false>(of, device);
+  }
+  using Memory = OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0>;
+  const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device, 1);
+  if (!shape) return {};
+  return forward_by(forward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
+                    device);
 }
-template <typename A, int W = kBackwardWidth<A>>
+template <typename A, int W = kBackwardWidth<A>, bool kVector = (W > 1)>
 Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& device) {
-  if constexpr (W > 1) {
-    if (whole_packs<A, W>(of.layer, W)) return backward_on_chip_by<A, W, true>(of, d, device);
+  if constexpr (kVector) {
+    if (!whole_packs<A, W>(of.layer, W)) return backward_on_chip_of<A, W, false>(of, d, device);
   }
-  return backward_on_chip_by<A, W, false>(of, d, device);
+  using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
+  const std::optional<RowsOnChip> shape =
+      fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
+  if (!shape) return {};
+  const size_t exchange = kVector ? 0 : sizeof(Exchange<2 * A::kGrades>);
+  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape) + exchange,
+                        false, of, d, device);
 }
 
 // The copy engine wants multiples of 16 bytes.
-template <typename A, int W = kStreamedWidth<A>>
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch forward_streamed_of(const Tensors& of, const Device& device) {
-  if (rows_on_chip<A, W>(of.layer).blocks > kMaxBlocks) return {};
-  if constexpr (W > 1) {
-    if (whole_packs<A, W>(of.layer, 4)) return forward_streamed_by<A, W, true>(of, device);
+  if constexpr (kVector) {
+    if (!whole_packs<A, W>(of.layer, 4)) return forward_streamed_of<A, W, false>(of, device);
   }
-  return forward_streamed_by<A, W, false>(of, device);
+  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
+  if (shape.blocks > kMaxBlocks) return {};
+  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::kBytes, true,
+                    of, device);
 }
-template <typename A, int W = kStreamedWidth<A>>
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
+  if constexpr (kVector) {
+    if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
+  }
+  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
   if constexpr (A::kBlades <= 4) {
-    if (whole_packs<A, W>(of.layer, 4)) return backward_streamed_by<A, W, true>(of, d, device);
-    if (rows_on_chip<A, W>(of.layer).blocks <= kMaxBlocks) {
-      return backward_streamed_by<A, W, false>(of, d, device);
-    }
+    if (shape.blocks > kMaxBlocks) return {};
+    return backward_by<A>(backward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 3>::kBytes,
+                          true, of, d, device);
   }
   return {};
 }
@@ -1029,7 +1027,9 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   const Launch streamed = forward_streamed_of<A>(of, device);
   const Launch backward = backward_on_chip_of<A>(of, d, device);
   const Launch backward_streamed = backward_streamed_of<A>(of, d, device);
-  if (backward.run && !backward.hopper) add("both on chip", on_chip.run ? on_chip : once, backward);
+  if (backward.run && (on_chip.run || !backward.hopper)) {
+    add("both on chip", on_chip.run ? on_chip : once, backward);
+  }
   if (backward_streamed.run) {
     add("both streamed", streamed, backward_streamed);
   } else if (streamed.run && backward.run) {
