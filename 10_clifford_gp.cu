@@ -334,8 +334,8 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
   });
 }
 
-// Whether the next row is fetched meanwhile. Two features of 16 blades leave no room for that beside
-// their weights: the rows that need them are not, and are faster so than shared by two blocks.
+// Whether the next row is fetched meanwhile. Two features of 16 blades leave no room for it beside
+// their weights. Rows that need two are not fetched ahead: that beats sharing them in a cluster.
 template <typename A, int W>
 constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
 
@@ -641,8 +641,8 @@ struct Stream {
   }
   __device__ int shift(size_t element) const { return kVector ? 0 : element % 4; }
 
-  // The first warp orders a group's rows, if they are there. The barrier is told once how many bytes
-  // come, not by each lane: lanes that arrive at one barrier do so one after the other.
+  // The first warp orders a group's rows, if they are there. One lane tells the barrier how many
+  // bytes come: lanes that arrive at one barrier would do so one after the other.
   __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
                                         int s) const {
     if (threadIdx.x >= 32 || group >= groups) return;
