@@ -837,9 +837,9 @@ void add_one_launch(DiffusionProblem& table) {
     const CUtensorMap mass = tensor_map<bf16>(in.mass, V);
     const CUtensorMap out = tensor_map<bf16>(in.result, V, W, 64);
     const CUtensorMap spectral = tensor_map<bf16>(in.spectrum, E, W, 64);
-    launch_clusters_early(diffusion_one_launch<kPass, kEigen, kColumns, kStages>, blocks,
-                          dim3(blocks, clusters), kThreads, kBytes, x, basis, mass, out, spectral,
-                          in, arrivals.data(), reinterpret_cast<float4*>(totals.data()));
+    launch_clusters(diffusion_one_launch<kPass, kEigen, kColumns, kStages>, blocks, true,
+                    dim3(blocks, clusters), kThreads, kBytes, x, basis, mass, out, spectral, in,
+                    arrivals.data(), reinterpret_cast<float4*>(totals.data()));
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()

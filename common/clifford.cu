@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <map>
 
 #include "common/clifford.h"
@@ -473,3 +474,110 @@ void CliffordReference::turn_any(T* x) const {
 
 void CliffordReference::turn(float* x) const { turn_any(x); }
 void CliffordReference::turn(double* x) const { turn_any(x); }
+
+// ---- The tables ---------------------------------------------------------------------------------
+
+namespace {
+// Problems of so few multivectors take microseconds, at which the launch is part of the time.
+constexpr size_t kSmall = 1 << 18;
+const double kDeviation = std::sqrt(3.0);  // scale of numbers of variance 1, as after a norm
+}  // namespace
+
+CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples) : lesson_(lesson) {
+  std::vector<std::pair<int, int>> sizes = {
+      {static_cast<int>(lesson.n()), static_cast<int>(lesson.option("--features"))}};
+  if (lesson.flag("--sweep")) {
+    if (lesson.given("N") || lesson.given("--features") || lesson.flag("--turned")) {
+      fail(kBadUsage, "--sweep has sizes of its own: no N, no --features, no --turned");
+    }
+    sizes.clear();
+    const int scale = lesson.on_cpu() ? 128 : 1;
+    for (const int batch : {1024, 2048, 4096, 8192}) {
+      for (const int features : {128, 256, 512, 1024}) {
+        sizes.push_back({batch / scale, features / std::min(scale, 16)});
+      }
+    }
+  }
+  for (const auto& [batch, features] : sizes) {
+    references_.emplace_back(CliffordShape{p, q, r, batch, features, !lesson.flag("--no-norm")});
+  }
+  if (references_[0].triples() != triples) {
+    fail(kVerificationFailed, "the reference counts %d grade triples, not %d",
+         references_[0].triples(), triples);
+  }
+}
+
+CliffordTensors CliffordTables::tensors(const CliffordReference& reference, const char* name,
+                                        double flops, int tensors, int weights) {
+  const CliffordShape& shape = reference.shape();
+  const size_t multivectors = shape.plane(), elements = shape.elements(),
+               all_weights = static_cast<size_t>(shape.features) * reference.triples();
+  const double bytes = sizeof(float) * (tensors * static_cast<double>(elements) +
+                                        weights * static_cast<double>(all_weights));
+  Problem& problem = lesson_.problem(
+      name, {{"batch", shape.batch}, {"features", shape.features}, {"blades", shape.blades()}},
+      "fp32", {.flops = flops * static_cast<double>(multivectors), .bytes = bytes}, Rate::fp32);
+  if (multivectors <= kSmall) problem.in_graph();
+  return {problem,
+          {shape.batch, shape.features, shape.normed},
+          problem.input<float>(elements, kDeviation),
+          problem.input<float>(elements, kDeviation),
+          problem.input<float>(all_weights),
+          problem.output<float>(elements)};
+}
+
+CliffordTensors CliffordTables::forward(const CliffordReference& reference, double flops) {
+  const bool turned = lesson_.flag("--turned");
+  const CliffordTensors of = tensors(reference, turned ? "turned" : "forward", flops, 3, 1);
+  const Buffer<double> expected = of.problem.reference(of.out.size());
+  of.problem.reference_from(reference.scratch_bytes(), [=, &reference] {
+    reference.forward(of.x, of.y, of.w, expected);
+    if (!turned) return;
+    reference.turn(expected);
+    reference.turn(of.x);
+    reference.turn(of.y);
+  });
+  of.problem.check(of.out, expected,
+                   turned ? reference.turned_tolerance() : reference.shape().tolerance());
+  return of;
+}
+
+std::pair<CliffordTensors, CliffordGradients> CliffordTables::backward(
+    const CliffordReference& reference, double flops) {
+  const CliffordShape& shape = reference.shape();
+  const CliffordTensors of = tensors(reference, "forward + backward", flops, 3 + 5, 1 + 2);
+  Problem& problem = of.problem;
+  const size_t elements = shape.elements();
+  const CliffordGradients d{problem.input<float>(elements), problem.output<float>(elements),
+                            problem.output<float>(elements), problem.output<float>(of.w.size())};
+  const Buffer<double> out = problem.reference(elements), dx = problem.reference(elements),
+                       dy = problem.reference(elements), dw = problem.reference(of.w.size());
+  ++unchecked_;
+  problem.reference_from(reference.scratch_bytes(), [=, &reference, this] {
+    reference.forward(of.x, of.y, of.w, out);
+    reference.backward(of.x, of.y, of.w, d.d_out, dx, dy, dw);
+    worst_ = std::max(worst_, reference.check_gradients(of.x, of.y, of.w, d.d_out, dx, dy, dw));
+    if (--unchecked_ > 0) return;
+    char line[128];
+    snprintf(line, sizeof line,
+             "The reference's gradients agree with finite differences within %.0e of their norm.",
+             worst_);
+    lesson_.note(line);
+  });
+  problem.check(of.out, out, shape.tolerance());
+  problem.check(d.dx, dx, shape.gradient_tolerance());
+  problem.check(d.dy, dy, shape.gradient_tolerance());
+  problem.check(d.dw, dw, shape.weight_gradient_tolerance());
+  return {of, d};
+}
+
+void CliffordTables::note_operations(int triples, int product, int written_out, int gradients) {
+  const CliffordShape& shape = references_[0].shape();
+  char line[160];
+  snprintf(
+      line, sizeof line,
+      "Cl(%d,%d,%d): %d grade triples; the product takes %d multiply-adds (%d written out term "
+      "by term), its gradients %d.",
+      shape.p, shape.q, shape.r, triples, product, written_out, gradients);
+  lesson_.note(line);
+}

@@ -13,11 +13,21 @@
 // the next q to -1, the last r to 0.
 #pragma once
 
-#include <memory>
+#include <deque>
+#include <utility>
 #include <vector>
 
 #include "common/lesson.h"
 #include "common/numerics.h"
+
+/// What every kernel knows of the layer. Blade k of feature f in row n of a tensor is element
+/// k plane() + n features + f.
+struct Layer {
+  int batch, features;
+  bool normed;
+  float inverse_features = 1.0f / static_cast<float>(features);
+  __host__ __device__ size_t plane() const { return static_cast<size_t>(batch) * features; }
+};
 
 struct CliffordShape {
   int p, q, r;  ///< the algebra's signature
@@ -42,6 +52,7 @@ class CliffordReference {
  public:
   explicit CliffordReference(CliffordShape shape);
 
+  const CliffordShape& shape() const { return shape_; }
   int triples() const { return static_cast<int>(triples_.size()); }
   /// Device memory that the functions below allocate while they run.
   double scratch_bytes() const;
@@ -87,4 +98,43 @@ class CliffordReference {
   std::vector<std::vector<int>> triples_;
   std::vector<Term> terms_;
   std::vector<int> first_;  ///< blade of each grade, and the number of blades
+};
+
+/// The tensors of a table, and what backward adds to them.
+struct CliffordTensors {
+  Problem& problem;
+  Layer layer;
+  Buffer<float> x, y, w, out;
+  double bytes() const { return x.bytes() + y.bytes() + w.bytes() + out.bytes(); }
+};
+struct CliffordGradients {
+  Buffer<float> d_out, dx, dy, dw;
+  double bytes() const { return d_out.bytes() + dx.bytes() + dy.bytes() + dw.bytes(); }
+};
+
+/// The tables of a run: one size, or those of --sweep; forward, and forward + backward. With
+/// --turned, inputs are turned (rotated, boosted, moved) before any kernel sees them, and the
+/// result has to be that of the inputs as they were, turned.
+class CliffordTables {
+ public:
+  /// Of Cl(p, q, r), of which the lesson says that it has so many grade triples.
+  CliffordTables(Lesson& lesson, int p, int q, int r, int triples);
+
+  const std::deque<CliffordReference>& sizes() const { return references_; }
+  /// Each is a table, whose kernels take so many floating-point operations per multivector.
+  CliffordTensors forward(const CliffordReference& reference, double flops);
+  std::pair<CliffordTensors, CliffordGradients> backward(const CliffordReference& reference,
+                                                         double flops);
+  /// A line after the tables: how many multiply-adds the lesson's product takes, how many it would
+  /// take if every term had its weight, and how many its gradients take.
+  void note_operations(int triples, int product, int written_out, int gradients);
+
+ private:
+  CliffordTensors tensors(const CliffordReference& reference, const char* name, double flops,
+                          int tensors, int weights);
+
+  Lesson& lesson_;
+  std::deque<CliffordReference> references_;
+  double worst_ = 0;   ///< of the differences between gradients and finite differences
+  int unchecked_ = 0;  ///< gradients
 };

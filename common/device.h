@@ -47,3 +47,11 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
   if (bytes > most_shared_bytes()) return;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
+
+/// The grid of a kernel whose blocks stay: how many of them the device holds at once.
+template <typename Kernel>
+int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes, const Device& device) {
+  int per_sm = 0;
+  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, shared_bytes));
+  return per_sm > 1 ? per_sm * device.sms : device.sms;
+}

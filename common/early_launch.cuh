@@ -9,9 +9,32 @@
 
 #include "common/check.h"
 
+/// Launches a kernel in clusters of `cluster` blocks, for one that does not say how many; 1: as
+/// it says. `early` as launch_early(). Code for older devices is launched as usual.
 template <typename... Parameters, typename... Arguments>
-void launch_clusters_early(void (*kernel)(Parameters...), unsigned cluster, dim3 blocks,
-                           dim3 threads, size_t shared_bytes, const Arguments&... arguments);
+void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
+                     dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
+  cudaFuncAttributes code;
+  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = attributes;
+  if (cluster > 1 && code.ptxVersion >= 90) {
+    cudaLaunchAttribute& size = attributes[config.numAttrs++];
+    size.id = cudaLaunchAttributeClusterDimension;
+    size.val.clusterDim.x = cluster;
+    size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  }
+  if (early && code.ptxVersion >= 90) {
+    cudaLaunchAttribute& serialization = attributes[config.numAttrs++];
+    serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serialization.val.programmaticStreamSerializationAllowed = 1;
+  }
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
 
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
 /// soon as the blocks of that one have all called start_next_kernel() or ended, and there is room.
@@ -22,28 +45,7 @@ void launch_clusters_early(void (*kernel)(Parameters...), unsigned cluster, dim3
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
-  launch_clusters_early(kernel, 0, blocks, threads, shared_bytes, arguments...);
-}
-
-/// The same, in clusters of `cluster` blocks for a kernel that does not say of how many; 0: as it
-/// says.
-template <typename... Parameters, typename... Arguments>
-void launch_clusters_early(void (*kernel)(Parameters...), unsigned cluster, dim3 blocks,
-                           dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
-  cudaFuncAttributes code;
-  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {cluster, 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.attrs = attributes;
-  config.numAttrs = code.ptxVersion < 90 ? 0 : cluster == 0 ? 1 : 2;
-  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  launch_clusters(kernel, 1, true, blocks, threads, shared_bytes, arguments...);
 }
 
 /// Waits until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel

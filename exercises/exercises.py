@@ -9,9 +9,12 @@ error. `./exercise` writes the files and checks them, exercises/check.py does th
 from dataclasses import dataclass
 from pathlib import Path
 import re
+import sys
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "exercises"
+sys.path.insert(0, str(ROOT / "common" / "cpu"))
+from cu2cpp import with_headers  # noqa: E402
 
 
 def source_of(lesson):
@@ -87,6 +90,7 @@ class Exercise:
     gpu_arguments: tuple = ()  # besides the default size, where the row needs an option
     multiprocessors: int = 0  # of the device that the CPU plays; 0: as it likes
     goal: Goal = None
+    headers: tuple = ()  # of common/, which the reader's file has in it, to be cut as well
     # Find the mistake: the mutant (tests/mutants.py), or the function and the change
     # (tests/hopper_mutants.py), that the file has; "" if it is none of these.
     mutant: tuple = None
@@ -126,9 +130,13 @@ class Exercise:
             end = stop
         return "".join(pieces) + text[end:], cut_out
 
+    def whole(self):
+        """The lesson's source, with the headers in it."""
+        return with_headers((ROOT / source_of(self.lesson)).read_text(), *self.headers)
+
     def source(self):
         """What the reader starts with."""
-        return self.skeleton((ROOT / source_of(self.lesson)).read_text())[0]
+        return self.skeleton(self.whole())[0]
 
 
 MATMUL = "2_matmul_sharedmem"
@@ -320,6 +328,7 @@ EXERCISES = [
     return 1;
 """),),
         finds="^It does not compile: .*static assertion failed",
+        headers=("common/clifford.cuh", "common/algebra.cuh"),
     ),
     Exercise(
         "gradient", CLIFFORD, "the gradient of the geometric product",
@@ -333,7 +342,7 @@ EXERCISES = [
       // TODO: the same for dy_j.
       const float sum = 0;
 """)),
-        finds="^Wrong from element ", columns=40,
+        finds="^Wrong from element ", columns=40, headers=("common/clifford_unfused.cuh",),
     ),
     # ---- Find the mistake
     Exercise(
@@ -403,7 +412,8 @@ def test_programs():
 
 
 def all_skeletons(text, exercises):
-    """The source of such a program."""
+    """The source of such a program, from that of the lesson."""
+    text = with_headers(text, *dict.fromkeys(header for each in exercises for header in each.headers))
     places = sorted(place for exercise in exercises for place in exercise.places(text))
     pieces, end = [], 0
     for start, stop, new in places:

@@ -27,7 +27,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "clifford_operations.json"
-LESSON = "10_clifford_gp.cu"
+ALGEBRA = "common/algebra.cuh"
 ALGEBRAS = ("2,0,0", "3,0,0", "3,0,1", "1,3,0", "4,1,0")
 ARCHITECTURE = "sm_90a"
 OPCODES = {"FFMA": 0x23, "FMUL": 0x20, "FADD": 0x21, "LDG": 0x181, "STG": 0x186}  # since sm_70
@@ -141,12 +141,8 @@ def operations(sums):
 
 # ---- The kernels --------------------------------------------------------------------------------
 
-# The lesson's main becomes a template that nobody calls, so that its kernels are not compiled, too.
 HEADER = f"""
-#include "common/lesson.h"
-#define main(...) unused_main(auto argc, auto argv)
-#include "{LESSON}"
-#undef main
+#include "{ALGEBRA}"
 
 template <typename A>
 constexpr bool agrees(const int (*terms)[5], int count, int product, int gradients) {{
@@ -288,7 +284,7 @@ def main():
     parser.add_argument("algebras", nargs="*", default=ALGEBRAS, metavar="ALGEBRA")
     arguments = parser.parse_args()
     nvcc = pathlib.Path(arguments.nvcc).resolve()
-    changes = output_of("git", "status", "--porcelain", "--", LESSON, "common", "results/*.py")
+    changes = output_of("git", "status", "--porcelain", "--", "common", "results/*.py")
     record = {
         "commit": output_of("git", "rev-parse", "HEAD") + ("-dirty" if changes else ""),
         "nvcc": re.search(r"V([\d.]+)", output_of(nvcc, "--version"))[1],

@@ -10,6 +10,10 @@ takes long, so all of its missing barriers are in one program, whose environment
 from dataclasses import dataclass
 from pathlib import Path
 import re
+import sys
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common" / "cpu"))
+from cu2cpp import with_headers  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def whole(text):
 
 def plant(mutants, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
-    text = whole(text)
+    text = whole(with_headers(text, *HEADERS.get(mutants[0].lesson, ())))
     for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
         at = mutant.where(text)
         new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
@@ -95,6 +99,10 @@ TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 
+# Headers that mistakes are made in.
+HEADERS = {
+    CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
+}
 # What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
 LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}
 

@@ -36,7 +36,7 @@ each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exerci
 
 
 def lesson_of(exercise):
-    return (ROOT / exercises.source_of(exercise.lesson)).read_text()
+    return exercise.whole()
 
 
 # ---- The table, the pages, the sources -----------------------------------------------------------
@@ -379,8 +379,8 @@ def test_solution_is_clean(exercise):
                          ids=lambda exercise: exercise.name)
 def test_skeleton_is_found_wrong(exercise):
     path = program(f"mutants/{PROGRAMS[exercise.name]}")
-    lines = exercises.all_skeletons(lesson_of(exercise),
-                                    exercises.test_programs()[PROGRAMS[exercise.name]]).splitlines()
+    text = (ROOT / f"{exercise.lesson}.cu").read_text()
+    lines = exercises.all_skeletons(text, exercises.test_programs()[PROGRAMS[exercise.name]]).splitlines()
     found = check.run(exercise, path, lines)
     if exercise.wrong_too:  # what the sanitizer reports: test_either_barrier_prevents_a_race
         assert found.kind == "wrong", found.text

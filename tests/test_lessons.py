@@ -347,8 +347,23 @@ def test_clifford_without_norm(run, backend, algebra, batch, features):
     assert_verified(result, listed(CLIFFORD, backend, *arguments), 1)
 
 
+# A cluster of two blocks and of several, with rows that start anywhere, and more rows than clusters.
+@pytest.mark.parametrize("algebra, batch, features", [
+    ("2,0,0", 9, 1030), ("3,0,0", 9, 1029), ("3,0,0", 1, 4100), ("3,0,1", 9, 515), ("1,3,0", 2, 1024),
+    ("4,1,0", 9, 257), ("4,1,0", 1, 2048),
+])
+@pytest.mark.parametrize("flags", [(), ("--no-norm",)])
+def test_clifford_rows_of_several_blocks(run, backend, algebra, batch, features, flags):
+    arguments = (batch, "--features", features, "--algebra", algebra, *flags)
+    result = run(CLIFFORD, *arguments, "--kernel", "on chip|streamed|one launch", "--samples", 1)
+    assert result.rc == 0, result.stdout + result.stderr
+    names = {kernel["name"] for _, kernel in result.kernels}
+    assert backend == "cuda" or "rows streamed" in names
+    assert backend == "cuda" or names & {"streamed, on chip", "both streamed"}
+
+
 def test_clifford_rows_too_long_for_the_chip(run):
-    result = run(CLIFFORD, 2, "--features", 2052, "--samples", 1)
+    result = run(CLIFFORD, 2, "--features", 8193, "--samples", 1)
     assert result.rc == 0, result.stdout + result.stderr
     assert {kernel["name"] for _, kernel in result.kernels} == {
         "unfused", "fused product", "one launch", "one launch each",

@@ -93,6 +93,22 @@ def test_unknown_sanitizer(argument):
     assert f"{argument}: choose address or thread" in result.stderr
 
 
+@pytest.mark.parametrize("argument", ["algebra=3", "algebra=1,0,0", "algebra=3,2,1", "algebra=3,0,0,0"])
+def test_unknown_algebra(argument):
+    result = execute([*scons(), "-Q", "-n", argument], cwd=ROOT)
+    assert result.rc == 2
+    assert f"{argument}: choose three numbers" in result.stderr
+
+
+def test_algebra_is_a_flag_of_its_lesson_alone():
+    command = [*scons(), "-Q", "-n", "verbose=1", "cuda=no", "algebra=2,1,0", "build/cpu/10_clifford_gp",
+               "build/cpu/1_matmul_basic"]
+    result = execute(command, cwd=ROOT)
+    assert result.rc == 0, result.stderr
+    (line,) = (line for line in result.stdout.splitlines() if "-DALGEBRA=2,1,0" in line)
+    assert "-c" in line and "10_clifford_gp.cc" in line
+
+
 def test_no_line_is_over_100_columns():
     """clang-format leaves comments as they are (ReflowComments)."""
     long = [

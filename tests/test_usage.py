@@ -149,6 +149,11 @@ def test_bad_option_of_clifford(backend, arguments, message):
     refused(execute(command), BAD_USAGE, message)
 
 
+def test_help_says_how_to_get_another_algebra(backend):
+    words = " ".join(execute([program("10_clifford_gp", backend), "--help"]).stdout.split())
+    assert "another one: scons algebra=P,Q,R" in words
+
+
 def test_option_of_another_lesson(backend):
     refused(execute([program(MATMUL, backend), "--channels", "8"]), BAD_USAGE, "--channels")
 

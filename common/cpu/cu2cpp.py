@@ -52,6 +52,18 @@ def translate(text: str, path: str) -> str:
     return _Translation(text, path).result()
 
 
+def with_headers(text: str, *headers: str) -> str:
+    """The source with the text of these headers (as their #include names them; what includes others
+    comes first) in the place of the #include: for who changes a piece of a header, in one source."""
+    for header in headers:
+        body = (Path(__file__).resolve().parents[2] / header).read_text().replace("#pragma once\n", "")
+        before, include, after = text.partition(f'#include "{header}"\n')
+        if not include:
+            raise TranslationError(f"the source does not include {header}")
+        text = before + body + after.replace(include, "")
+    return text
+
+
 class _Translation:
     def __init__(self, text, path):
         self.text = text

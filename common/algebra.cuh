@@ -1,0 +1,379 @@
+// Geometric algebras, worked out by the compiler from their signature: Cl<3, 0, 0> is all that a
+// user writes. First the algebra itself, tables of signs and grades at compile time; then the
+// weighted geometric product of multivectors in registers and its gradients, which unroll into
+// nothing but multiply-adds. Lesson 10 says what a multivector is, and what one does with it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <bit>
+#include <utility>
+
+// ---- The algebra, at compile time ---------------------------------------------------------------
+
+// A factor of a product, or its result.
+enum class Of { x, result, y };
+
+// Basis vectors e1 .. ep square to +1, the next q to -1, the last r to 0. A blade is the set of its
+// basis vectors, bit v - 1 for ev: e13 is 0b101. Blades are numbered by grade, within a grade by
+// their bits: 1; e1, e2, e3; e12, e13, e23; e123.
+template <int p, int q, int r>
+struct Cl {
+  static constexpr int kVectors = p + q + r, kBlades = 1 << kVectors, kGrades = kVectors + 1;
+
+  // The product of two sets of vectors has those that are in one of them, a ^ b. Its sign: a swap
+  // for each vector of b that moves past a later one of a; then what is in both meets itself.
+  static constexpr int sign_of_product(unsigned a, unsigned b) {
+    int swaps = 0;
+    for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);
+    int sign = swaps % 2 == 0 ? 1 : -1;
+    for (int v = 0; v < kVectors; ++v) {
+      if (a & b & 1u << v) sign *= v < p ? 1 : v < p + q ? -1 : 0;
+    }
+    return sign;
+  }
+
+  // Blade x times blade y is sign times blade result; grades of x, of the result, of y.
+  struct Triple {
+    int x, result, y;
+  };
+  struct Tables {
+    unsigned vectors[kBlades] = {};     // of a blade
+    int grade[kBlades] = {};            // of a blade
+    int blade[kBlades] = {};            // with these vectors
+    int first[kGrades + 1] = {};        // blade of a grade; after the last: how many there are
+    int result[kBlades][kBlades] = {};  // of blade x times blade y; for y of x and result, too
+    signed char sign[kBlades][kBlades] = {};          // of blade x times blade y
+    Triple triple[kGrades * kGrades * kGrades] = {};  // by x, then result, then y
+    int triples = 0;
+    int terms[kGrades * kGrades * kGrades] = {};  // of a triple: its products that are not 0
+    unsigned with_terms[3][kGrades * kGrades * kGrades] = {};  // which blades of x, result, y
+  };
+  static constexpr Tables make_tables() {
+    Tables t;
+    int blades = 0;
+    for (int grade = 0; grade < kGrades; ++grade) {
+      t.first[grade] = blades;
+      for (unsigned vectors = 0; vectors < kBlades; ++vectors) {
+        if (std::popcount(vectors) != grade) continue;
+        t.vectors[blades] = vectors;
+        t.grade[blades] = grade;
+        t.blade[vectors] = blades++;
+      }
+    }
+    t.first[kGrades] = blades;
+    for (int i = 0; i < kBlades; ++i) {
+      for (int j = 0; j < kBlades; ++j) {
+        t.result[i][j] = t.blade[t.vectors[i] ^ t.vectors[j]];
+        t.sign[i][j] = static_cast<signed char>(sign_of_product(t.vectors[i], t.vectors[j]));
+      }
+    }
+    for (int a = 0; a < kGrades; ++a) {
+      for (int c = 0; c < kGrades; ++c) {
+        for (int b = 0; b < kGrades; ++b) {
+          const int n = t.triples;
+          for (int i = t.first[a]; i < t.first[a + 1]; ++i) {
+            for (int j = t.first[b]; j < t.first[b + 1]; ++j) {
+              const int k = t.result[i][j];
+              if (t.grade[k] != c || t.sign[i][j] == 0) continue;
+              t.triple[n] = {a, c, b};
+              ++t.terms[n];
+              t.with_terms[0][n] |= 1u << i;
+              t.with_terms[1][n] |= 1u << k;
+              t.with_terms[2][n] |= 1u << j;
+            }
+          }
+          t.triples += t.terms[n] > 0;
+        }
+      }
+    }
+    return t;
+  }
+  static constexpr Tables kTables = make_tables();
+  static constexpr int kTriples = kTables.triples;
+
+  __host__ __device__ static constexpr int first(int grade) { return kTables.first[grade]; }
+  __host__ __device__ static constexpr int grade(int blade) { return kTables.grade[blade]; }
+  __host__ __device__ static constexpr Triple triple(int t) { return kTables.triple[t]; }
+  // The blade that blade i makes k: e_i e_j = +-e_k. As a ^ b does, it serves any two of the three.
+  __host__ __device__ static constexpr int third(int i, int k) { return kTables.result[i][k]; }
+  // 0 unless blade i times blade j is a term of triple t.
+  __host__ __device__ static constexpr int sign(int t, int i, int j) {
+    const Triple grades = triple(t);
+    return grade(i) == grades.x && grade(j) == grades.y && grade(third(i, j)) == grades.result
+               ? kTables.sign[i][j]
+               : 0;
+  }
+  // The same with one blade fixed, as the sums below need it: a product x_i y_j is part of z_k,
+  // dx_i and dy_j. For z_k the other two are (i, j), for dx_i they are (k, j), for dy_j (k, i).
+  __host__ __device__ static constexpr int sign(Of of, int t, int fixed, int other) {
+    return of == Of::result ? sign(t, other, third(fixed, other))
+           : of == Of::x    ? sign(t, fixed, third(fixed, other))
+                            : sign(t, third(fixed, other), fixed);
+  }
+  // The blades of z, dx or dy that have terms of triple t, as a set; with vectors that square to 0
+  // some have none.
+  __host__ __device__ static constexpr unsigned with_terms(Of of, int t) {
+    return kTables.with_terms[static_cast<int>(of)][t];
+  }
+  __host__ __device__ static constexpr bool has_terms(Of of, int t, int blade) {
+    return (with_terms(of, t) >> blade & 1) != 0;
+  }
+  // What the terms of z, dx and dy are products of, in the order of the sums below.
+  __host__ __device__ static constexpr Of first_factor(Of of) {
+    return of == Of::result ? Of::x : Of::result;
+  }
+  __host__ __device__ static constexpr Of second_factor(Of of) {
+    return of == Of::y ? Of::x : Of::y;
+  }
+  __host__ __device__ static constexpr int grade(Of of, int t) {
+    return of == Of::x ? triple(t).x : of == Of::y ? triple(t).y : triple(t).result;
+  }
+  __host__ __device__ static constexpr int blades_of(int grade) {
+    return first(grade + 1) - first(grade);
+  }
+  // Whether there are several and they have one term each, all with the same blade of one factor,
+  // of a grade that has no other (as scalars have): the weight then multiplies this blade, instead
+  // of every term.
+  __host__ __device__ static constexpr bool has_common_factor(Of of, int t) {
+    const bool several = (with_terms(of, t) & (with_terms(of, t) - 1)) != 0;
+    return several && (blades_of(grade(first_factor(of), t)) == 1 ||
+                       blades_of(grade(second_factor(of), t)) == 1);
+  }
+  // dw of triple t is x times the sums of its terms in dx, or y times those in dy, or dz times
+  // those in z: which of these sums are there anyway, without the weight?
+  __host__ __device__ static constexpr Of weight_gradient_from(int t) {
+    return !has_common_factor(Of::x, t) ? Of::x : !has_common_factor(Of::y, t) ? Of::y : Of::result;
+  }
+
+  // (e_i e_j) e_k = e_i (e_j e_k) for all j and k?
+  static constexpr bool associates(int i) {
+    for (int j = 0; j < kBlades; ++j) {
+      for (int k = 0; k < kBlades; ++k) {
+        const int left = kTables.sign[i][j] * kTables.sign[third(i, j)][k];
+        const int right = kTables.sign[i][third(j, k)] * kTables.sign[j][k];
+        if (left != right || third(third(i, j), k) != third(i, third(j, k))) return false;
+      }
+    }
+    return true;
+  }
+  template <int... i>
+  static constexpr bool all_associate(std::integer_sequence<int, i...>) {
+    return (... && std::bool_constant<associates(i)>::value);
+  }
+  static constexpr bool is_associative() {
+    return all_associate(std::make_integer_sequence<int, kBlades>());
+  }
+
+  // Multiply-adds as the functions below do them: one for each product of blades that is not 0, and
+  // one for each blade that a weight multiplies.
+  static constexpr int multiply_adds(Of of, int t) {
+    return kTables.terms[t] + (has_common_factor(of, t) ? 1 : std::popcount(with_terms(of, t)));
+  }
+  static constexpr int product_multiply_adds() {
+    int sum = 0;
+    for (int t = 0; t < kTriples; ++t) sum += multiply_adds(Of::result, t);
+    return sum;
+  }
+  static constexpr int gradient_multiply_adds() {
+    int sum = 0;
+    for (int t = 0; t < kTriples; ++t) {
+      const Of from = weight_gradient_from(t);
+      sum += multiply_adds(Of::x, t) + multiply_adds(Of::y, t) +
+             std::popcount(with_terms(from, t)) + (from == Of::result ? kTables.terms[t] : 0);
+    }
+    return sum;
+  }
+  static constexpr int terms() {
+    int sum = 0;
+    for (int t = 0; t < kTriples; ++t) sum += kTables.terms[t];
+    return sum;
+  }
+};
+
+// What everybody knows, and what must hold for every blade.
+static_assert(Cl<3, 0, 0>::sign_of_product(0b001, 0b010) == 1);     // e1 e2 = e12
+static_assert(Cl<3, 0, 0>::sign_of_product(0b010, 0b001) == -1);    // e2 e1 = -e12
+static_assert(Cl<2, 0, 0>::sign_of_product(0b11, 0b11) == -1);      // e12 e12 = -1
+static_assert(Cl<3, 0, 0>::sign_of_product(0b111, 0b111) == -1);    // e123 e123 = -1
+static_assert(Cl<3, 0, 1>::sign_of_product(0b1000, 0b1000) == 0);   // the projective direction
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0001, 0b0001) == 1);   // time
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0010, 0b0010) == -1);  // space
+static_assert(Cl<1, 3, 0>::sign_of_product(0b0011, 0b0011) == 1);   // the plane of a boost
+static_assert(Cl<2, 0, 0>::kTriples == 10 && Cl<3, 0, 0>::kTriples == 20);
+static_assert(Cl<2, 0, 0>::is_associative() && Cl<3, 0, 0>::is_associative());
+static_assert(Cl<3, 0, 1>::is_associative() && Cl<1, 3, 0>::is_associative());
+static_assert(Cl<4, 1, 0>::is_associative());
+
+// ---- Multivectors in registers ------------------------------------------------------------------
+
+// The same coefficient of W neighbouring features, moved as one access of up to 16 bytes.
+template <int W>
+struct alignas(W * sizeof(float)) Pack {
+  float v[W];
+};
+
+// -0 is the neutral element of addition in floating-point (+0 is not: -0 + 0 = 0). The compiler
+// knows, and drops it: a sum that starts here starts with its first term.
+template <int W>
+__device__ __forceinline__ Pack<W> empty_sum() {
+  Pack<W> result;
+#pragma unroll
+  for (int e = 0; e < W; ++e) result.v[e] = -0.0f;
+  return result;
+}
+
+// A thread's W multivectors. Every index into it is a compile-time constant: it is registers.
+template <typename A, int W>
+struct Multivectors {
+  Pack<W> blade[A::kBlades];
+};
+
+// A number as a type: where it is passed, it is still a constant.
+template <int n>
+struct Constant {
+  static constexpr int value = n;
+  __device__ constexpr operator int() const { return n; }
+};
+
+// body(first), ..., body(end - 1), each with a constant.
+template <int first, typename Body, int... i>
+__device__ __forceinline__ void unroll_sequence(Body& body, std::integer_sequence<int, i...>) {
+  (body(Constant<first + i>()), ...);
+}
+template <int first, int end, typename Body>
+__device__ __forceinline__ void unroll(Body body) {
+  unroll_sequence<first>(body, std::make_integer_sequence<int, end - first>());
+}
+
+// sum += a b
+template <int W>
+__device__ __forceinline__ void add_product(Pack<W>& sum, const Pack<W>& a, const Pack<W>& b) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) sum.v[e] += a.v[e] * b.v[e];
+}
+
+template <int W>
+__device__ __forceinline__ void add(Pack<W>& sum, const Pack<W>& a) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) sum.v[e] += a.v[e];
+}
+
+// sign a b; nothing, for a sign of 0.
+template <int sign>
+__device__ __forceinline__ float signed_product(const float& a, const float& b) {
+  return sign > 0 ? a * b : sign < 0 ? -(a * b) : -0.0f;
+}
+
+// The part that triple t has in blade `fixed` of z, dx or dy, before its weight: the sum of all
+// sign a b with a in `first`, b in `second`, where x, y and dz are
+//     for z_k: x_i and y_j        for dx_i: dz_k and y_j        for dy_j: dz_k and x_i
+// This is where the product is written out: a term for each blade of `first` with the right grade.
+template <typename A, Of of, int t, int fixed, int W, int... n>
+__device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
+                                             const Multivectors<A, W>& second,
+                                             std::integer_sequence<int, n...>) {
+  constexpr int start = A::first(A::grade(A::first_factor(of), t));
+  Pack<W> sum;
+#pragma unroll
+  for (int e = 0; e < W; ++e) {
+    sum.v[e] = (-0.0f + ... +
+                signed_product<A::sign(of, t, fixed, start + n)>(
+                    first.blade[start + n].v[e], second.blade[A::third(fixed, start + n)].v[e]));
+  }
+  return sum;
+}
+template <typename A, Of of, int t, int fixed, int W>
+__device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
+                                             const Multivectors<A, W>& second) {
+  constexpr int blades = A::blades_of(A::grade(A::first_factor(of), t));
+  return sum_terms<A, of, t, fixed>(first, second, std::make_integer_sequence<int, blades>());
+}
+
+// sums += triple t's weight w times these parts, for the blades of its grade of z, dx or dy.
+// use_part(blade, Pack) gets each part without its weight, unless w goes into a common factor.
+template <typename A, Of of, int t, int W, typename UsePart>
+__device__ __forceinline__ void add_triple(Pack<W>* sums, const Pack<W>& w,
+                                           const Multivectors<A, W>& first,
+                                           const Multivectors<A, W>& second, UsePart use_part) {
+  constexpr int start = A::first(A::grade(of, t)), end = A::first(A::grade(of, t) + 1);
+  if constexpr (A::has_common_factor(of, t)) {
+    constexpr int of_first = A::grade(A::first_factor(of), t);
+    constexpr int of_second = A::grade(A::second_factor(of), t);
+    constexpr bool is_first = A::blades_of(of_first) == 1;
+    constexpr int common = A::first(is_first ? of_first : of_second);
+    Pack<W> weighted = empty_sum<W>();
+    add_product(weighted, w, (is_first ? first : second).blade[common]);
+    unroll<start, end>([&](auto blade) {
+      constexpr int other = A::third(blade, common);
+      constexpr int sign = A::sign(of, t, blade, is_first ? common : other);
+      const Pack<W>& factor = (is_first ? second : first).blade[other];
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        sums[blade - start].v[e] += signed_product<sign>(weighted.v[e], factor.v[e]);
+      }
+    });
+  } else {
+    unroll<start, end>([&](auto blade) {
+      if constexpr (A::has_terms(of, t, blade)) {
+        const Pack<W> part = sum_terms<A, of, t, blade>(first, second);
+        add_product(sums[blade - start], w, part);
+        use_part(blade, part);
+      }
+    });
+  }
+}
+
+// The geometric product z of x and y; weight(t) is the Pack of the triple t's weights. Once this is
+// unrolled nothing is left but multiply-adds.
+template <typename A, int W, typename Weight>
+__device__ __forceinline__ Multivectors<A, W> weighted_product(const Multivectors<A, W>& x,
+                                                               const Multivectors<A, W>& y,
+                                                               const Weight& weight) {
+  Multivectors<A, W> z;
+  unroll<0, A::kBlades>([&](auto k) { z.blade[k] = empty_sum<W>(); });
+  unroll<0, A::kTriples>([&](auto t) {
+    Pack<W>* grade = z.blade + A::first(A::triple(t).result);
+    add_triple<A, Of::result, t>(grade, weight(t), x, y, [](auto, const Pack<W>&) {});
+  });
+  return z;
+}
+
+// Its gradients, from dz: with z_k = sum of w sign x_i y_j,
+//     dx_i = sum of w sign y_j dz_k, dy_j = sum of w sign x_i dz_k, dw = sum of sign x_i y_j dz_k
+// This is dx (`of` is Of::x) or dy (Of::y), with each dw for which it makes the sums; the calls for
+// both make them all. Grade by grade, so that few results are in registers at a time:
+// give(blade, Pack) takes a finished dx_i or dy_j; the sum for triple t starts at take_w(t) and
+// goes to give_w(t, Pack).
+template <Of of, typename A, int W, typename Weight, typename Give, typename TakeW, typename GiveW>
+__device__ __forceinline__ void gradients(const Multivectors<A, W>& x, const Multivectors<A, W>& y,
+                                          const Multivectors<A, W>& dz, const Weight& weight,
+                                          Give give, TakeW take_w, GiveW give_w) {
+  const Multivectors<A, W>&self = of == Of::x ? x : y, &other = of == Of::x ? y : x;
+  unroll<0, A::kGrades>([&](auto grade) {
+    constexpr int first = A::first(grade), end = A::first(grade + 1);
+    Pack<W> sums[end - first];
+    unroll<first, end>([&](auto i) { sums[i - first] = empty_sum<W>(); });
+    unroll<0, A::kTriples>([&](auto t) {
+      if constexpr (A::grade(of, t) == grade) {
+        constexpr Of from = A::weight_gradient_from(t);
+        constexpr bool gives_w = from == of || (from == Of::result && of == Of::x);
+        Pack<W> dw;
+        if constexpr (gives_w) dw = take_w(t);
+        add_triple<A, of, t>(sums, weight(t), dz, other, [&](auto blade, const Pack<W>& part) {
+          if constexpr (from == of) add_product(dw, self.blade[blade], part);
+        });
+        if constexpr (from == Of::result && gives_w) {
+          constexpr int c = A::triple(t).result;
+          unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+            if constexpr (A::has_terms(Of::result, t, k)) {
+              add_product(dw, dz.blade[k], sum_terms<A, Of::result, t, k>(x, y));
+            }
+          });
+        }
+        if constexpr (gives_w) give_w(t, dw);
+      }
+    });
+    unroll<first, end>([&](auto i) { give(i, sums[i - first]); });
+  });
+}
