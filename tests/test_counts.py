@@ -29,6 +29,7 @@ ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 MOVED = "nvcc loads how many launches there were only in the warps that use it"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
+GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
@@ -72,8 +73,14 @@ EXPLAINED = {
         "shared_load_conflicts": ARBITRATION}
        for kernel in ("unfused streamed", "fused streamed")},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
+    ("10_clifford_gp", "", "forward + backward: one launch each"): {
+        "shared_load_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
-        "global_load_sectors": COPIES, "shared_load_conflicts": ARBITRATION},
+        "global_load_sectors": COPIES, "global_store_requests": GRADIENT,
+        "global_store_sectors": GRADIENT},
+    ("10_clifford_gp", "", "forward + backward: streamed, on chip"): {
+        "global_store_requests": GRADIENT, "global_store_sectors": GRADIENT,
+        "shared_load_conflicts": ARBITRATION},
 }
 COUNTS = [*counters.SOURCES]
 
