@@ -26,17 +26,17 @@
 //
 //     unfused      five library and elementwise kernels, as a framework launches them
 //                  (common/diffusion.cu)
-//     half fused   the elementwise work moves into the two products. But the first one's result is
-//                  only 128 x 256: a few tiles, a few blocks, each walking over all vertices, on a
-//                  GPU made for hundreds
-//     split-K      the sum over vertices is cut into slices: blocks for the whole GPU, and a small
-//                  kernel that adds the slices up
+//     half fused   mass is multiplied in inside a product, and one small kernel between the two
+//                  products does the rest. But the first product's result is only 128 x 256: a few
+//                  tiles, a few blocks, each walking over all vertices, on a GPU made for hundreds
+//     split-K      the sum over vertices is cut into slices, so that there are blocks for the whole
+//                  GPU; the small kernel adds the slices up first
 //     one launch   the slices, their sum, and the second product, all in one kernel
 //
 // The limit that a table prints counts each input and output once, the basis too. A kernel that
 // cannot keep its part of the basis on chip between the products has to read it twice; with E = 128
 // and W = 256 that is 1.2 times as much. On chip is room for the basis of about 10^5
-// vertices; the one launch, which needs room for x as well, keeps that of 17000.
+// vertices; the one launch, which needs room for x as well, keeps that of 17000 (E = 128, W = 256).
 //
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0. The
 // CPU backend runs all.
@@ -85,7 +85,7 @@ struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
   static constexpr int kWarpE = kE / kWarpsAlongE, kWarpW = kW / kWarpsW;
   static constexpr int kThreads = 32 * kWarpsAlongE * kWarpsW;
-  static constexpr int kBlocks = kBlocksFit;     // for which a multiprocessor has room
+  static constexpr int kBlocks = kBlocksFit;     // on a multiprocessor; Hopper's has room for them
   static constexpr int kStage = kV * (kE + kW);  // elements
   static constexpr int kSharedBytes = kStages * (kStage + kV) * sizeof(bf16);
 };
@@ -206,10 +206,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 // of dTimes. This is where split-K goes wrong. Three things must hold before an epilogue may touch
 // partial sums:
 //
-//   - All of them must be in. Whoever stores a slice's result where another stores its own leaves
-//     the last one's; whoever reads what is there, works on it and writes it back, loses what came
-//     in between. Here each slice has a place of its own, and the launch of this kernel is after
-//     all of them.
+//   - All of them must be in. If all slices are stored in one place, the last one stored is what
+//     remains; if each reads, adds and writes back, what others add in between is lost. Here each
+//     slice has a place of its own, and this kernel waits until all of them are written.
 //   - The epilogue must be applied once. Damping is linear, so it may be applied to each partial
 //     sum before they are added, or to their total; applied to what has accumulated so far, it
 //     damps a slice once more for each one that comes after it. dSpectral, which backward adds,
@@ -391,15 +390,15 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 // ---- Hopper: one launch -------------------------------------------------------------------------
 
-// The whole operator in one kernel, which a first reading of it says cannot be: every row of out
+// The whole operator in one kernel, which at first sight cannot be: every row of out
 // needs the whole spectrum, and the spectrum needs every row of x. It takes two things. All blocks
 // are on the GPU at the same time, so that they may wait for each other; and a block keeps what it
 // has: a slice of the rows of x and of the basis.
 //
 //   First product   A block sums its rows' share of basis^T (mass x) up in registers, and adds it
-//                   to a sum of all blocks in memory (which is in the L2 cache, 128 KB). The basis
-//                   is the left factor, transposed: its fragments come through registers
-//                   (ldmatrix), where they are multiplied by the masses on the way.
+//                   to a sum of all blocks in memory (128 KB for E = 128, W = 256: in the L2
+//                   cache). The basis is the left factor, transposed: its fragments come through
+//                   registers (ldmatrix), where they are multiplied by the masses on the way.
 //   Meeting         Each waits until all have added. The sum comes back into the registers that the
 //                   shares left from, gets its exponential, and becomes the right factor of the
 //                   second product, in shared memory.
@@ -407,8 +406,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //                   shared memory, those before them probably in the L2 cache. With up to kStages
 //                   tiles a block, the basis is read once.
 //
-// Backward is the same with dOut for x: the masses wait for the end, dSpectral joins the sum, and
-// dTimes is a product of the sum that a spare warp computes while the others go on.
+// Backward is the same with dOut for x: the masses wait for the end, and the spare warps add
+// dSpectral to the sum and, when all have added, compute dTimes from it while the others go on.
 //
 // The blocks of a cluster share rows. Each has kColumns columns of x, so there are as many as W
 // asks for, up to 8; and all have the whole basis, of up to kEigen columns, which they fetch

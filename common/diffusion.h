@@ -51,8 +51,9 @@ struct DiffusionProblem {
   double ends() const;
 
   /// For a kernel in which one fp32 accumulator of the tensor cores adds up `chain` vertices, and
-  /// that rounds to bf16, on the way to the sum over the vertices (backward to s), on the way from
-  /// there to what the second product takes, and from there to the result, these many times.
+  /// that rounds to bf16 these many times: up to the sum over the vertices (backward up to s, which
+  /// is for dTimes), up to what the second product takes, those before included, and from there to
+  /// the result.
   std::vector<Check> checks(int64_t chain, int sum_roundings, int spectrum_roundings,
                             int result_roundings) const;
 

@@ -56,18 +56,14 @@ class Mutant:
         return start + found[self.nth]
 
 
-INLINED = "common/row_parts.cuh"  # a mistake may be in this, too
-
-
-def whole(text):
-    """A lesson's source with that header in the place where it is included."""
-    header = (Path(__file__).resolve().parents[1] / INLINED).read_text()
-    return text.replace(f'#include "{INLINED}"', header.replace("#pragma once", ""))
+def whole(lesson, text):
+    """A lesson's source with the headers that mistakes may be in, too."""
+    return with_headers(text, *HEADERS.get(lesson, ()))
 
 
 def plant(mutants, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
-    text = whole(with_headers(text, *HEADERS.get(mutants[0].lesson, ())))
+    text = whole(mutants[0].lesson, text)
     for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
         at = mutant.where(text)
         new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
@@ -102,6 +98,8 @@ STATIONARY = "bonus_matmul_A_stationary"
 # Headers that mistakes are made in.
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
+    SOFTMAX: ("common/row_parts.cuh",),
+    TRAINING: ("common/row_parts.cuh",),
 }
 # What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
 LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)}

@@ -162,7 +162,7 @@ def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
 @pytest.mark.parametrize("lesson", PROGRAMS)
 def test_every_barrier_has_a_mutant(lesson):
     """Those of Hopper's kernels are derived from the source (hopper_mutants.py)."""
-    code = hopper_mutants.code_of(whole(source_of(lesson)))
+    code = hopper_mutants.code_of(whole(lesson, source_of(lesson)))
     barriers = code.count("__syncthreads();") - sum(
         code.count("__syncthreads();", start, end)
         for start, end, _ in hopper_mutants.hopper_parts(code)
