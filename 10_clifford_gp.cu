@@ -29,8 +29,8 @@
 //                     a cluster of blocks shares a row that is too long for one; needs compute
 //                     capability 9.0
 //
-// The last two work for rows of any length that start anywhere (Place says how), up to what 8
-// multiprocessors hold: 8192 features of 8 blades, 4096 of 16, 2048 of 32.
+// The last two take rows of any length that start anywhere (Place says how); a cluster of 8 blocks
+// holds 8192 features of 8 blades, 4096 of 16, 2048 of 32.
 //
 // What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Other
@@ -194,7 +194,8 @@ template <typename A>
 constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
 
 // W features per thread: as many as the registers hold. Forward needs x, y and z at a time, 3 W
-// blades; backward about as much, and dw for all triples.
+// blades (of 16, 2 features where a row has over 512); backward about as much, and dw for all
+// triples.
 template <typename A>
 constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 template <typename A>
@@ -210,7 +211,7 @@ constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 // neighbouring features, and a warp moves 128 bytes in a row, wherever the row starts.
 template <int W, bool kVector>
 struct Place {
-  int row, blocks;         // which of its block's rows, and how many blocks that has
+  int row, blocks;         // which of its block's rows; how many blocks share a row
   int start, features;     // the block has `features` of the row's features, from `start` on
   int first, step, count;  // of the thread's own: its first of these, and how many are there
 
@@ -334,8 +335,8 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
   });
 }
 
-// Whether the next row is fetched meanwhile. Two features of 16 blades leave no room for it beside
-// their weights. Rows that need two are not fetched ahead: that beats sharing them in a cluster.
+// Whether the next row is fetched meanwhile. A thread with two features of 16 blades (rows of over
+// 512) has no room for it beside their weights. Not to fetch ahead beats a cluster for such rows.
 template <typename A, int W>
 constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
 
@@ -399,10 +400,11 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // ---- A row of several blocks --------------------------------------------------------------------
 
 // A row and what belongs to it may be too much for one multiprocessor: 1024 features of 16 blades
-// have 143 KB of weights, as many sums for dw, and 196 KB of x, y and d_out. Then a cluster of
-// blocks shares it (compute capability 9.0), and all that they tell each other is its sums. The
-// slots take turns. A block sends a round's sums when it has received those of the round before the
-// last one, or later; by then all others have read what is four rounds old.
+// have 140 KB of weights, as many sums for dw, and 192 KB of x, y and d_out. Then a cluster of
+// blocks shares it (compute capability 9.0), and all that they tell each other is its sums. Round r
+// uses slot r % 4. May a block overwrite what the others had in this slot from round r - 4? It
+// sends round r only after it has received round r - 2 from all. They sent that after all of their
+// threads had read round r - 4. So yes, it may.
 constexpr int kMaxBlocks = 8, kSlots = 4;
 
 // All have a block's sums at the same place. It lies at the start of the dynamic shared memory.
@@ -587,8 +589,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //
 // Backward that works for up to 4 blades. In 3-D a feature has 20 weights, 20 sums for dw and three
 // multivectors of 8: with them in registers there is room for half of the threads, which are too
-// few to hide each other's waiting. (It was tried, with rows shared by a cluster of two blocks, and
-// was slower than "row on chip".)
+// few to hide each other's waiting. (Tried with two blocks a row: slower than "both on chip".)
 
 // Bytes of shared memory for stages, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
@@ -701,9 +702,9 @@ struct RegisterWeights {
 };
 #endif
 
-// Rows per block as in "row on chip", and features per thread. With 16 blades and more, where most
-// rows have several blocks, a thread keeps z until the next row's is there: its sums are on their
-// way meanwhile.
+// Rows per block as in "row on chip", but kStreamedWidth features per thread. With 16 blades and
+// more, where most rows have several blocks, a thread keeps z until the next row's is there: its
+// sums are on their way meanwhile.
 template <typename A>
 constexpr bool kStoresLater = A::kBlades > 8;
 
@@ -748,7 +749,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
-    // After its barrier all threads have taken their part of the stage.
+    // add_up_row has a barrier: behind it all threads have taken their part of the stage.
     add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
     send_sums(sums, stream.exchange, place.blocks, round);
@@ -819,7 +820,7 @@ using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
 // What a row of the table launches, the memory that this takes beside inputs and outputs, which
-// kernel's resources to record, and whether it needs Hopper. Without `run` the shape is too large.
+// kernel's resources to record, and whether it needs Hopper. Without `run`: not for this shape.
 struct Launch {
   std::function<void()> run;
   double bytes = 0;
@@ -949,7 +950,7 @@ Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& 
                         false, of, d, device);
 }
 
-// The copy engine wants multiples of 16 bytes.
+// Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.
 template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch forward_streamed_of(const Tensors& of, const Device& device) {
   if constexpr (kVector) {

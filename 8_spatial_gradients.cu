@@ -149,8 +149,8 @@ __device__ unsigned features(float2 xr, float2 xi, float2 ar, float2 ai) {
 // then one block, not two, has room on a multiprocessor, and whenever it finishes 64 columns the
 // tensor cores wait for its epilogue.
 //
-// A set of tiles is Gr, Gi, x in the first phase, and Lr, Li in the second. Then the third tile of
-// the first set is free: the staging area.
+// A set of tiles is Gr, Gi, x in the first phase, and Lr, Li in the second, where a set leaves its
+// third tile free: that of the first set is the staging area.
 int64_t one_kernel_bytes(int64_t W) {
   return (2 * static_cast<int64_t>(boxes_of(W)) + kStages * 3) * kTile * sizeof(bf16);
 }
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M) {
 
 // ---- associated: forward ------------------------------------------------------------------------
 
-// A warp's WV x WN of each.
+// A warp's sums, WV x WN each, of xr, xi, ar and ai.
 template <int WV, int WN>
 struct WarpSums {
   Sums<WV, WN> xr = {}, xi = {}, ar = {}, ai = {};
@@ -357,7 +357,8 @@ struct ForwardTiles {
 
 // out, without a temporary. Lesson 6's resident weights once more: as many blocks as fit on the GPU
 // stay, each with its columns of x, M1 and M2, and takes tile after tile of 64 rows of Gr and Gi.
-// The four blocks that own the columns of the same rows run at the same time: memory is read once.
+// The blocks (four, for W = 256) that own the columns of the same rows run at the same time: memory
+// is read once.
 //
 // All that belongs to an element ends up in one lane: xr, xi, ar and ai, 128 registers of sums,
 // which 48 instructions of the tensor cores add to for 10 loads. xr and xi are not even rounded.

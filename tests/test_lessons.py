@@ -351,6 +351,8 @@ def test_clifford_without_norm(run, backend, algebra, batch, features):
 @pytest.mark.parametrize("algebra, batch, features", [
     ("2,0,0", 9, 1030), ("3,0,0", 9, 1029), ("3,0,0", 1, 4100), ("3,0,1", 9, 515), ("1,3,0", 2, 1024),
     ("4,1,0", 9, 257), ("4,1,0", 1, 2048),
+    # So many rows that a slot of the exchange comes to a third phase.
+    ("3,0,0", 41, 1030), ("3,0,1", 41, 513),
 ])
 @pytest.mark.parametrize("flags", [(), ("--no-norm",)])
 def test_clifford_rows_of_several_blocks(run, backend, algebra, batch, features, flags):
