@@ -351,8 +351,6 @@ def test_clifford_without_norm(run, backend, algebra, batch, features):
 @pytest.mark.parametrize("algebra, batch, features", [
     ("2,0,0", 9, 1030), ("3,0,0", 9, 1029), ("3,0,0", 1, 4100), ("3,0,1", 9, 515), ("1,3,0", 2, 1024),
     ("4,1,0", 9, 257), ("4,1,0", 1, 2048),
-    # So many rows that a slot of the exchange comes to a third phase.
-    ("3,0,0", 41, 1030), ("3,0,1", 41, 513),
 ])
 @pytest.mark.parametrize("flags", [(), ("--no-norm",)])
 def test_clifford_rows_of_several_blocks(run, backend, algebra, batch, features, flags):
@@ -362,6 +360,15 @@ def test_clifford_rows_of_several_blocks(run, backend, algebra, batch, features,
     names = {kernel["name"] for _, kernel in result.kernels}
     assert backend == "cuda" or "rows streamed" in names
     assert backend == "cuda" or names & {"streamed, on chip", "both streamed"}
+
+
+@pytest.mark.extensive
+def test_clifford_slots_of_the_exchange(backend):
+    """So many rows that each slot comes to its third phase."""
+    result = execute([program(CLIFFORD, backend), "41", "--features", "513", "--algebra", "3,0,1",
+                      "--kernel", "streamed", "--samples", "1"])
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "verified against fp64" in result.stdout
 
 
 def test_clifford_rows_too_long_for_the_chip(run):
