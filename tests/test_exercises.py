@@ -379,7 +379,7 @@ def test_solution_is_clean(exercise):
                          ids=lambda exercise: exercise.name)
 def test_skeleton_is_found_wrong(exercise):
     path = program(f"mutants/{PROGRAMS[exercise.name]}")
-    text = (ROOT / f"{exercise.lesson}.cu").read_text()
+    text = (ROOT / exercises.source_of(exercise.lesson)).read_text()
     lines = exercises.all_skeletons(text, exercises.test_programs()[PROGRAMS[exercise.name]]).splitlines()
     found = check.run(exercise, path, lines)
     if exercise.wrong_too:  # what the sanitizer reports: test_either_barrier_prevents_a_race
