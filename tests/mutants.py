@@ -277,7 +277,7 @@ MUTANTS = [
     ),
     _mutant(
         "only_some_of_the_slices", "", DIFFUSION, " add_slices(",
-        "int slice = slices * part / kSumParts;", "int slice = end - 1;",
+        "int slice = slices * part / kSumParts;", "int slice = end;",
         "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
     ),
     _mutant(
