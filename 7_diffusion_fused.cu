@@ -48,6 +48,7 @@
 #include "common/async_copy.cuh"
 #include "common/diffusion.h"
 #include "common/early_launch.cuh"
+#include "common/fragments.cuh"
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
@@ -66,9 +67,10 @@ constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
 // ---- half fused, split-K ------------------------------------------------------------------------
 
 // Three kernels, for both passes: the product to the spectrum in slices, their sum, the product
-// from the spectrum. What the unfused kernels wrote to memory in between, mass * x and three E x W
-// matrices, is now in registers. Each is launched early: its blocks take their places while the
-// kernel before it ends.
+// from the spectrum. What passes between the unfused kernels stays in registers here: the product
+// by mass, as large as x, the exponentials and s. Only the slices (fp32) and the spectrum are in
+// memory. Each kernel is launched early (common/early_launch.cuh): its blocks take their places
+// while the kernel before it ends.
 
 // Two pairs of bf16, multiplied and rounded.
 __device__ inline unsigned multiply2(unsigned a, unsigned b) {
@@ -144,11 +146,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   start_next_kernel();
   wait_for_previous_kernel();
 
-  // Of 16 x 16 elements lane l passes a row of 8. Transposed, the left factor's four 8 x 8 matrices
-  // lie in the tile of the basis as top left, top right, bottom left, bottom right.
-  const int basis_lane = swizzle<Tile::kE>(lane % 8 + lane / 16 * 8, warp_e + lane / 8 % 2 * 8);
-  const int values_lane = swizzle<Tile::kW>(lane % 16, warp_w + lane / 16 * 8);
-  float sum[kRows][2 * kCols][4] = {};
+  Sums<Tile::kWarpE, Tile::kWarpW> sum = {};
   for (int step = 0; step < kStages - 1; ++step) copy_step(step);
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kStages - 2>();
@@ -159,14 +157,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 #pragma unroll
     for (int k = 0; k < kV; k += 16) {
       unsigned a[kRows][4], b[kCols][4];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        ldmatrix_x4_trans(a[i], basis + (basis_lane ^ 16 * i) + k * Tile::kE);
-      }
-#pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-        ldmatrix_x4_trans(b[j], values + (values_lane ^ 16 * j) + k * Tile::kW);
-      }
+      load_left_transposed<Tile::kE>(a, basis, warp_e, k);
+      load_right<Tile::kW>(b, values, k, warp_w);
       if constexpr (kPass == Pass::forward) {
         const auto* mass = reinterpret_cast<const unsigned*>(masses + step % kStages * kV + k);
         const unsigned low = mass[lane % 4], high = mass[lane % 4 + 4];
@@ -178,28 +170,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
           a[i][3] = multiply2(a[i][3], high);
         }
       }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2 * kCols; ++j) {
-          mma_m16n8k16<bf16>(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-        }
-      }
+      add_product(sum, a, b);
     }
   }
 
   float* slice = sums + static_cast<size_t>(blockIdx.y) * in.E * in.W;
-#pragma unroll
-  for (int i = 0; i < 2 * kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2 * kCols; ++j) {
-      const int e = e0 + warp_e + 8 * i + lane / 4, w = w0 + warp_w + 8 * j + lane % 4 * 2;
-      if (e < in.E && w < in.W) {
-        *reinterpret_cast<float2*>(slice + static_cast<size_t>(e) * in.W + w) =
-            make_float2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);
-      }
-    }
-  }
+  for_pairs(sum, e0 + warp_e, w0 + warp_w, in.E, in.W, [&](int e, int w, float2 pair) {
+    *reinterpret_cast<float2*>(slice + static_cast<size_t>(e) * in.W + w) = pair;
+  });
 }
 
 // Adds the slices up and works on their total: forward, spectral; backward, the damped s and parts
@@ -324,8 +302,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
     }
   }
 
-  const int basis_lane = swizzle<64>(warp_v + lane % 16, lane / 16 * 8);
-  const int spectrum_lane = swizzle<kW>(lane % 16, warp_w + lane / 16 * 8);
   int64_t tile = blockIdx.x;
   for (int step = 0; tile < tiles; ++step, tile += gridDim.x) {
     copy_async_wait<kStages - 2>();
@@ -340,26 +316,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
         mass[i] = in.mass[v < in.V ? v : 0];
       }
     }
-    float sum[kWarpV / 16][kWarpW / 8][4] = {};
+    Sums<kWarpV, kWarpW> sum = {};
 #pragma unroll 2
     for (int k = 0; k < rows; k += 16) {
       unsigned a[kWarpV / 16][4], b[kWarpW / 16][4];
-      const bf16* box = stage_of(step) + k / 64 * Tile::kBox;
-#pragma unroll
-      for (int i = 0; i < kWarpV / 16; ++i) {
-        ldmatrix_x4(a[i], box + (basis_lane ^ k % 64) + i * 16 * 64);
-      }
-#pragma unroll
-      for (int j = 0; j < kWarpW / 16; ++j) {
-        ldmatrix_x4_trans(b[j], spectrum + (spectrum_lane ^ 16 * j) + k * kW);
-      }
-#pragma unroll
-      for (int i = 0; i < kWarpV / 16; ++i) {
-#pragma unroll
-        for (int j = 0; j < kWarpW / 8; ++j) {
-          mma_m16n8k16<bf16>(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
-        }
-      }
+      load_left<64>(a, stage_of(step) + k / 64 * Tile::kBox, warp_v, k % 64);
+      load_right<kW>(b, spectrum, k, warp_w);
+      add_product(sum, a, b);
     }
 #pragma unroll
     for (int j = 0; j < kWarpW / 8; ++j) {

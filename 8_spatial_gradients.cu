@@ -218,7 +218,6 @@ struct Matrix {
   const bf16* data;
   int rows, cols;
 };
-enum Transposed : bool { kPlain = false, kTransposed = true };
 
 // A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
 // products, a warp 16 x 16. There is so little to do that what counts is how often one waits for

@@ -2,17 +2,12 @@
 #include <cmath>
 
 #include "common/diffusion.h"
-#include "common/gradient_check.h"
 #include "common/numerics.h"
+#include "common/unfused.cuh"
 
 using bf16 = __nv_bfloat16;
 
 namespace {
-
-constexpr unsigned kThreads = 256;
-unsigned blocks_for(int64_t count, unsigned threads = kThreads) {
-  return static_cast<unsigned>((count + threads - 1) / threads);
-}
 
 // ---- Both passes, plainly, in fp64, with the products by cuBLAS ---------------------------------
 
@@ -64,14 +59,12 @@ void project_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16* 
     to_fp64(basis + v * E, Type::bf16, rows * E, basis64);
     to_fp64(values + v * W, type_of<T>, rows * W, values64);
     if (mass) {
-      scale_rows_fp64<<<blocks_for(rows * W), kThreads>>>(values64, mass + v, rows * W, W);
+      scale_rows_fp64<<<blocks_for(rows * W, kThreads), kThreads>>>(values64, mass + v, rows * W,
+                                                                    W);
       CUDA_CHECK(cudaGetLastError());
     }
-    const double one = 1, so_far = v > 0 ? 1 : 0;
-    CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_T, static_cast<int>(W),
-                             static_cast<int>(E), static_cast<int>(rows), &one, values64,
-                             static_cast<int>(W), basis64, static_cast<int>(E), &so_far, spectrum,
-                             static_cast<int>(W)));
+    product_fp64(blas, 1, basis64, kTransposed, values64, kPlain, v > 0 ? 1 : 0, spectrum, E, W,
+                 rows);
   }
 }
 
@@ -86,7 +79,8 @@ void expand_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16* b
     to_fp64(basis + v * E, Type::bf16, rows * E, basis64);
     matmul_fp64(blas, basis64, spectrum, result + v * W, rows, W, E);
     if (mass) {
-      scale_rows_fp64<<<blocks_for(rows * W), kThreads>>>(result + v * W, mass + v, rows * W, W);
+      scale_rows_fp64<<<blocks_for(rows * W, kThreads), kThreads>>>(result + v * W, mass + v,
+                                                                    rows * W, W);
       CUDA_CHECK(cudaGetLastError());
     }
   }
@@ -98,7 +92,7 @@ void forward_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16* 
                   double* spectral, double* out) {
   project_fp64<T>(blas, shape, basis, mass, x, spectral);
   const int64_t count = shape.spectrum_values();
-  damp_fp64<T><<<blocks_for(count), kThreads>>>(spectral, evalues, times, count, shape.W);
+  damp_fp64<T><<<blocks_for(count, kThreads), kThreads>>>(spectral, evalues, times, count, shape.W);
   CUDA_CHECK(cudaGetLastError());
   expand_fp64(blas, shape, basis, nullptr, spectral, out);
 }
@@ -112,7 +106,7 @@ void backward_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16*
   project_fp64<T>(blas, shape, basis, nullptr, d_out, s);
   spectrum_gradient_fp64<T><<<blocks_for(shape.W, 32), 32>>>(s, d_spectral, spectral, evalues,
                                                              d_times, shape.E, shape.W);
-  damp_fp64<T><<<blocks_for(count), kThreads>>>(s, evalues, times, count, shape.W);
+  damp_fp64<T><<<blocks_for(count, kThreads), kThreads>>>(s, evalues, times, count, shape.W);
   CUDA_CHECK(cudaGetLastError());
   expand_fp64(blas, shape, basis, mass, s, d_x);
 }
@@ -221,13 +215,7 @@ double rounded(int64_t chain, double u_sum, int roundings) {
   return dot_tolerance(chain, u_sum, sqrt(static_cast<double>(roundings)) * kRoundoffBf16);
 }
 
-// ---- unfused: the elementwise kernels -----------------------------------------------------------
-
-// A thread owns 8 neighbouring elements of its result and moves them as 16 bytes.
-struct alignas(16) Pack {
-  bf16 values[8];
-};
-constexpr unsigned kPerBlock = 8 * kThreads;
+// ---- unfused ------------------------------------------------------------------------------------
 
 // out (rows, W) = factor[:, None] * in
 __global__ void scale_rows(const bf16* factor, const bf16* in, bf16* out, size_t count, int W) {
@@ -253,21 +241,6 @@ __global__ void damping_factors(const bf16* evalues, const bf16* times, bf16* ou
   *reinterpret_cast<Pack*>(out + i) = pack;
 }
 
-// out = left * right, or left + right, element by element.
-enum class Combine { product, sum };
-template <Combine kCombine>
-__global__ void combine(const bf16* left, const bf16* right, bf16* out, size_t count) {
-  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-  if (i >= count) return;
-  const Pack a = *reinterpret_cast<const Pack*>(left + i);
-  Pack b = *reinterpret_cast<const Pack*>(right + i);
-  for (int j = 0; j < 8; ++j) {
-    const float x = __bfloat162float(a.values[j]), y = __bfloat162float(b.values[j]);
-    b.values[j] = __float2bfloat16_rn(kCombine == Combine::product ? x * y : x + y);
-  }
-  *reinterpret_cast<Pack*>(out + i) = b;
-}
-
 // dTimes (W) = -(evalues[:, None] * s * spectral).sum(0), again several kernels in a framework. A
 // warp owns 8 columns: lane l adds up every fourth row from l / 8 on of column l % 8.
 __global__ void times_gradient(const bf16* evalues, const bf16* s, const bf16* spectral,
@@ -285,29 +258,16 @@ __global__ void times_gradient(const bf16* evalues, const bf16* s, const bf16* s
   if (lane < 8) d_times[w] = __float2bfloat16_rn(-sum);
 }
 
-// ---- unfused: the library's products ------------------------------------------------------------
-
-// c (E, W) = basis^T values, row-major. cuBLAS is column-major, where these are the transposes:
-// c^T = values^T basis, in which values^T is what memory holds, and basis is its transpose.
+// c (E, W) = basis^T values
 void project(cublasHandle_t blas, const bf16* basis, const bf16* values, bf16* c,
              DiffusionShape shape) {
-  const float one = 1, zero = 0;
-  const int V = static_cast<int>(shape.V), E = static_cast<int>(shape.E);
-  const int W = static_cast<int>(shape.W);
-  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_T, W, E, V, &one, values, CUDA_R_16BF, W,
-                            basis, CUDA_R_16BF, E, &zero, c, CUDA_R_16BF, W, CUBLAS_COMPUTE_32F,
-                            CUBLAS_GEMM_DEFAULT));
+  library_product(blas, basis, kTransposed, values, kPlain, c, shape.E, shape.W, shape.V);
 }
 
-// c (V, W) = basis spectrum, row-major.
+// c (V, W) = basis spectrum
 void expand(cublasHandle_t blas, const bf16* basis, const bf16* spectrum, bf16* c,
             DiffusionShape shape) {
-  const float one = 1, zero = 0;
-  const int V = static_cast<int>(shape.V), E = static_cast<int>(shape.E);
-  const int W = static_cast<int>(shape.W);
-  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, W, V, E, &one, spectrum, CUDA_R_16BF, W,
-                            basis, CUDA_R_16BF, E, &zero, c, CUDA_R_16BF, W, CUBLAS_COMPUTE_32F,
-                            CUBLAS_GEMM_DEFAULT));
+  library_product(blas, basis, kPlain, spectrum, kPlain, c, shape.V, shape.W, shape.E);
 }
 
 void add_unfused_forward(DiffusionProblem& table) {
@@ -323,7 +283,7 @@ void add_unfused_forward(DiffusionProblem& table) {
     project(table.blas, in.basis, weighted, projected, table.shape);
     damping_factors<<<blocks_for(small, kPerBlock), kThreads>>>(in.evalues, in.times, factors,
                                                                 small, W);
-    combine<Combine::product>
+    elementwise<Multiply>
         <<<blocks_for(small, kPerBlock), kThreads>>>(factors, projected, in.spectrum, small);
     expand(table.blas, in.basis, in.spectrum, in.result, table.shape);
   };
@@ -344,13 +304,13 @@ void add_unfused_backward(DiffusionProblem& table) {
   const auto launch = [=, E = static_cast<int>(E), W = static_cast<int>(W), &table] {
     const DiffusionOperands in = table.operands();
     project(table.blas, in.basis, in.values, projected, table.shape);
-    combine<Combine::sum>
+    elementwise<Add>
         <<<blocks_for(small, kPerBlock), kThreads>>>(in.d_spectral, projected, s, small);
     times_gradient<<<blocks_for(4 * W, kThreads), kThreads>>>(in.evalues, s, in.spectral,
                                                               in.d_times, E, W);
     damping_factors<<<blocks_for(small, kPerBlock), kThreads>>>(in.evalues, in.times, factors,
                                                                 small, W);
-    combine<Combine::product>
+    elementwise<Multiply>
         <<<blocks_for(small, kPerBlock), kThreads>>>(factors, s, in.spectrum, small);
     expand(table.blas, in.basis, in.spectrum, expanded, table.shape);
     scale_rows<<<blocks_for(values, kPerBlock), kThreads>>>(in.mass, expanded, in.result, values,

@@ -9,9 +9,8 @@
 #include <optional>
 #include <vector>
 
+#include "common/gradient_check.h"
 #include "common/lesson.h"
-
-enum class Pass { forward, backward };
 
 struct DiffusionShape {
   int64_t V, E, W;  ///< vertices, eigenvectors, features; each below 2^31

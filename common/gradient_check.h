@@ -14,6 +14,9 @@
 #include <cstdint>
 #include <vector>
 
+/// Lessons 7 and 8 have a table for each.
+enum class Pass { forward, backward };
+
 /// `count` doubles from the device; and to it.
 std::vector<double> to_host(const double* from, size_t count);
 void to_device(const std::vector<double>& from, double* to);

@@ -3,37 +3,20 @@
 #include <cmath>
 
 #include "common/fast_tanh.cuh"
-#include "common/gradient_check.h"
 #include "common/gradients.h"
 #include "common/numerics.h"
+#include "common/unfused.cuh"
 
 using bf16 = __nv_bfloat16;
 using Shape = GradientsShape;
 
 namespace {
 
-constexpr unsigned kThreads = 256;
-unsigned blocks_for(int64_t count, unsigned per_block = kThreads) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
-enum Transposed : bool { kPlain = false, kTransposed = true };
-
 // ---- References ---------------------------------------------------------------------------------
 
 // Forward and backward once more, plainly, as written at the top and not associated, in fp64, with
 // the products by cuBLAS. T is bf16, or double where finite differences need inputs that bf16
 // cannot tell apart.
-
-// c (m, n) = alpha a b + beta c, row-major; for the factors see library_product.
-void product_fp64(cublasHandle_t blas, double alpha, const double* a, Transposed a_is,
-                  const double* b, Transposed b_is, double beta, double* c, int64_t m, int64_t n,
-                  int64_t k) {
-  CUBLAS_CHECK(cublasDgemm(blas, b_is ? CUBLAS_OP_T : CUBLAS_OP_N, a_is ? CUBLAS_OP_T : CUBLAS_OP_N,
-                           static_cast<int>(n), static_cast<int>(m), static_cast<int>(k), &alpha, b,
-                           static_cast<int>(b_is ? k : n), a, static_cast<int>(a_is ? m : k), &beta,
-                           c, static_cast<int>(n)));
-}
 
 // out = tanh(xr * ar + xi * ai); one thread an element.
 __global__ void features_fp64(const double* xr, const double* xi, const double* ar,
@@ -88,7 +71,8 @@ class Reference {
   void forward(double* out) {
     for (int64_t v = 0; v < shape_.V; v += chunk(shape_)) {
       const int64_t count = compute_rows(v) * shape_.W;
-      features_fp64<<<blocks_for(count), kThreads>>>(xr_, xi_, ar_, ai_, out + v * shape_.W, count);
+      features_fp64<<<blocks_for(count, kThreads), kThreads>>>(xr_, xi_, ar_, ai_,
+                                                               out + v * shape_.W, count);
       CUDA_CHECK(cudaGetLastError());
     }
   }
@@ -98,8 +82,8 @@ class Reference {
     Scratch<double> P(chunk(shape_) * W), Q(chunk(shape_) * W);
     for (int64_t v = 0; v < V; v += chunk(shape_)) {
       const int64_t rows = compute_rows(v);
-      products_fp64<<<blocks_for(rows * W), kThreads>>>(xr_, xi_, ar_, ai_, d_out + v * W, P, Q,
-                                                        rows * W);
+      products_fp64<<<blocks_for(rows * W, kThreads), kThreads>>>(xr_, xi_, ar_, ai_, d_out + v * W,
+                                                                  P, Q, rows * W);
       CUDA_CHECK(cudaGetLastError());
       const double so_far = v > 0 ? 1 : 0;
       product_fp64(blas_, 1, P, kTransposed, xr_, kPlain, so_far, d_Lr, W, W, rows);
@@ -121,10 +105,11 @@ class Reference {
       const int64_t count = compute_rows(v) * shape_.W;
       const double* from[] = {xr_, xi_, ar_, ai_};
       for (int i = 0; i < 4; ++i) {
-        round_to_bf16<<<blocks_for(count), kThreads>>>(from[i], saved[i] + v * shape_.W, count);
+        round_to_bf16<<<blocks_for(count, kThreads), kThreads>>>(from[i], saved[i] + v * shape_.W,
+                                                                 count);
       }
-      features_fp64<<<blocks_for(count), kThreads>>>(xr_, xi_, ar_, ai_, xr_, count);
-      round_to_bf16<<<blocks_for(count), kThreads>>>(xr_, saved[4] + v * shape_.W, count);
+      features_fp64<<<blocks_for(count, kThreads), kThreads>>>(xr_, xi_, ar_, ai_, xr_, count);
+      round_to_bf16<<<blocks_for(count, kThreads), kThreads>>>(xr_, saved[4] + v * shape_.W, count);
       CUDA_CHECK(cudaGetLastError());
     }
   }
@@ -322,41 +307,13 @@ double gradient_tolerance(const Shape& shape, int roundings_of_u, int roundings,
   return hypot(2 * features_tolerance(shape, roundings_of_u),
                dot_tolerance(terms, tensor_core_sum(terms), sqrt(roundings) * kRoundoffBf16));
 }
-// ---- unfused: the elementwise kernels -----------------------------------------------------------
 
-// A thread owns 8 neighbouring elements of its result and moves them as 16 bytes.
-struct alignas(16) Pack {
-  bf16 values[8];
-};
-constexpr unsigned kPerBlock = 8 * kThreads;
+// ---- unfused ------------------------------------------------------------------------------------
 
-struct Add {
-  __device__ float operator()(float a, float b) const { return a + b; }
-};
-struct Subtract {
-  __device__ float operator()(float a, float b) const { return a - b; }
-};
-struct Multiply {
-  __device__ float operator()(float a, float b) const { return a * b; }
-};
 // dOut * (1 - t^2): what a framework computes from the t = tanh(u) that it saved.
 struct TanhBackward {
   __device__ float operator()(float d_out, float t) const { return d_out * (1 - t * t); }
 };
-
-// out = operation(left, right)
-template <typename Operation>
-__global__ void elementwise(const bf16* left, const bf16* right, bf16* out, size_t count) {
-  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
-  if (i >= count) return;
-  const Pack a = *reinterpret_cast<const Pack*>(left + i);
-  Pack b = *reinterpret_cast<const Pack*>(right + i);
-  for (int j = 0; j < 8; ++j) {
-    b.values[j] = __float2bfloat16_rn(
-        Operation()(__bfloat162float(a.values[j]), __bfloat162float(b.values[j])));
-  }
-  *reinterpret_cast<Pack*>(out + i) = b;
-}
 
 // out = tanh(in)
 __global__ void tanh_of(const bf16* in, bf16* out, size_t count) {
@@ -367,19 +324,6 @@ __global__ void tanh_of(const bf16* in, bf16* out, size_t count) {
   *reinterpret_cast<Pack*>(out + i) = pack;
 }
 
-// ---- unfused: the library's products ------------------------------------------------------------
-
-// c (m, n) = a b, row-major; a is stored as (m, k), or transposed, b as (k, n), or transposed.
-// cuBLAS is column-major, where each of these is its transpose: c^T = b^T a^T.
-void library_product(cublasHandle_t blas, const bf16* a, Transposed a_is, const bf16* b,
-                     Transposed b_is, bf16* c, int64_t m, int64_t n, int64_t k) {
-  const float one = 1, zero = 0;
-  CUBLAS_CHECK(cublasGemmEx(
-      blas, b_is ? CUBLAS_OP_T : CUBLAS_OP_N, a_is ? CUBLAS_OP_T : CUBLAS_OP_N, static_cast<int>(n),
-      static_cast<int>(m), static_cast<int>(k), &one, b, CUDA_R_16BF,
-      static_cast<int>(b_is ? k : n), a, CUDA_R_16BF, static_cast<int>(a_is ? m : k), &zero, c,
-      CUDA_R_16BF, static_cast<int>(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-}
 // Three temporaries, t1 to t3, are used again, as a framework's allocator does.
 void add_unfused_forward(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;

@@ -8,9 +8,8 @@
 #include <functional>
 #include <vector>
 
+#include "common/gradient_check.h"
 #include "common/lesson.h"
-
-enum class Pass { forward, backward };
 
 struct GradientsShape {
   int64_t V, E, W;  ///< vertices, coefficients of a feature, features; each below 2^31

@@ -182,12 +182,18 @@ std::string wrong_elements(const Check& check) {
   return text;
 }
 
+void product_fp64(cublasHandle_t blas, double alpha, const double* a, Transposed a_is,
+                  const double* b, Transposed b_is, double beta, double* c, int64_t m, int64_t n,
+                  int64_t k) {
+  // cuBLAS is column-major, and a row-major matrix read as column-major is its transpose: c^T = b^T
+  // a^T, so the operands and the extents swap places.
+  CUBLAS_CHECK(cublasDgemm(blas, b_is ? CUBLAS_OP_T : CUBLAS_OP_N, a_is ? CUBLAS_OP_T : CUBLAS_OP_N,
+                           static_cast<int>(n), static_cast<int>(m), static_cast<int>(k), &alpha, b,
+                           static_cast<int>(b_is ? k : n), a, static_cast<int>(a_is ? m : k), &beta,
+                           c, static_cast<int>(n)));
+}
+
 void matmul_fp64(cublasHandle_t blas, const double* a, const double* b, double* c, int64_t m,
                  int64_t n, int64_t k) {
-  // cuBLAS is column-major, and a row-major matrix read as column-major is its transpose: c^T = b^T
-  // a^T, so the operands and the extents swap places and nothing is transposed.
-  const double one = 1, zero = 0;
-  CUBLAS_CHECK(cublasDgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, static_cast<int>(n), static_cast<int>(m),
-                           static_cast<int>(k), &one, b, static_cast<int>(n), a,
-                           static_cast<int>(k), &zero, c, static_cast<int>(n)));
+  product_fp64(blas, 1, a, kPlain, b, kPlain, 0, c, m, n, k);
 }

@@ -51,6 +51,15 @@ std::string wrong_elements(const Check& check);
 /// out[i] = in[i] in fp64, for `count` elements.
 void to_fp64(const void* in, Type type, size_t count, double* out);
 
+/// How memory holds a factor of a product: as it is, or its transpose.
+enum Transposed : bool { kPlain = false, kTransposed = true };
+
+/// c (m, n) = alpha a b + beta c in fp64, row-major; a is stored as (m, k), or transposed, b as
+/// (k, n), or transposed.
+void product_fp64(cublasHandle_t blas, double alpha, const double* a, Transposed a_is,
+                  const double* b, Transposed b_is, double beta, double* c, int64_t m, int64_t n,
+                  int64_t k);
+
 /// c (m, n) = a (m, k) b (k, n) in fp64.
 void matmul_fp64(cublasHandle_t blas, const double* a, const double* b, double* c, int64_t m,
                  int64_t n, int64_t k);
