@@ -4,7 +4,8 @@ The mistakes are not listed here but derived from a lesson's source: each call o
 common/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
 helper functions and lambdas. So it is with the product that lessons share, in common/, whose words
 hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
-and once for ThreadSanitizer; MISTAKE in the environment says which one the program makes.
+and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment says which one the
+program makes.
 
     hopper_mutants.py PROGRAM [NUMBER...]   runs a program's mistakes, all or some, and says what finds each
 
@@ -298,13 +299,11 @@ static bool makes(int number) {
 
 
 def plant(text, program):
-    """The program's source with all of its mistakes."""
-    if program not in HEADERS:
-        return CHOICE + "#line 1\n" + _planted(text, source_of(program), 0)
+    """A program's source with all mistakes of its headers."""
     headers, number = {}, 0
     for file in HEADERS[program]:
         header = (ROOT / file).read_text()
-        headers[file] = _planted(header, file, number).replace("#pragma once", "")
+        headers[file] = planted(header, file, number).replace("#pragma once", "")
         number += len(derive(header, file)[0])
 
     def with_headers(text, file):
@@ -319,7 +318,8 @@ def plant(text, program):
     return CHOICE + "#line 1\n" + with_headers(text, source_of(program))
 
 
-def _planted(text, file, before):
+def planted(text, file, before=0):
+    """The text of a file with all of its mistakes."""
     _, edits = derive(text, file, before)
     pieces, end = [], 0
     for start, stop, new in _outermost(edits):
@@ -339,9 +339,13 @@ def _outermost(edits):
 # ---- Running them --------------------------------------------------------------------------------
 
 
+def name_of(program):
+    return program if program in HEADERS else f"{program}_mistakes"
+
+
 def program_of(name, build):
     """The program with the mistakes."""
-    return build / "mutants" / (name if name in HEADERS else f"{name}_hopper")
+    return build / "mutants" / name_of(name)
 
 
 def environment_of(arguments, multiprocessors, repeat=True):

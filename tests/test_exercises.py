@@ -137,7 +137,7 @@ def test_mistake_is_one_that_is_known_to_be_found(exercise):
     if len(exercise.mutant) == 1:
         (mutant,) = (each for each in mutants.MUTANTS if each.name == exercise.mutant[0])
         at = mutant.where(text)
-        replacement = "" if mutant.number else mutant.new
+        replacement = "" if mutant.new == ";" else mutant.new
         mended = text[:at] + replacement + text[at + len(mutant.old) :]
         assert mended[start:].split() == exercise.source()[start:].split() and start <= at < end
     else:
@@ -422,8 +422,7 @@ def test_either_barrier_prevents_a_race(number, first, then, monkeypatch):
         pytest.skip("no build with sanitize=thread")
     monkeypatch.setenv("MISTAKE", str(mutant.number))
     found = check.run(exercise, path, mutants.plant(
-        [each for each in mutants.MUTANTS if each.program == mutant.program], lesson_of(exercise)
-    ).splitlines())
+        mutant.program, mutant.lesson, lesson_of(exercise)).splitlines())
     assert re.search(exercise.finds, found.text), found.text
     assert re.search(rf"here first a {first} in line .*tile.*\n.* a {then} in line .*tile", found.text)
 

@@ -28,7 +28,7 @@ DIFFUSION_SIZES = [
     ("1", "--eigen", "336", "--width", "16"),
     ("65", "--eigen", "16", "--width", "144"),
 ]
-# Rows of one warp and of several, single floats and packs, every algebra.
+# Rows of one warp and of several, single floats and packs, every algebra (in CI two).
 CLIFFORD_SIZES = [
     ("3", "--features", "33"),
     ("3", "--features", "260"),
@@ -64,17 +64,29 @@ def sizes_of(lesson):
     return MATMUL_SIZES
 
 
-CASES = [(lesson, arguments) for lesson in PROGRAMS for arguments in sizes_of(lesson)]
+CASES = [pytest.param(lesson, arguments, id=f"{lesson} {words(arguments)}",
+                      marks=[pytest.mark.slow] * bool({"3,0,1", "1,3,0", "4,1,0"} & set(arguments)))
+         for lesson in PROGRAMS for arguments in sizes_of(lesson)]
 # Lesson 5 has rows of 16 bytes only if N is a multiple of 8, too; its six steps are left out.
 CASES.append(
     ("5_gating_unfused", ("8", "--channels", "1", "--hidden", "8", "--kernel", "^(six|cuBLASLt)"))
 )
 
 
+def program_of(sanitizer, name):
+    """A program of a sanitizer's build. That of a lesson with mistakes that are chosen when it runs is
+    the lesson, if none is: `scons test-all` does not build it twice."""
+    folder = CPU_BUILD.parent / f"cpu-{sanitizer}"
+    path = folder / name
+    if not path.exists() and name in hopper_mutants.LESSONS:
+        return hopper_mutants.program_of(name, folder)
+    return path
+
+
 @lru_cache
 def _prefix(sanitizer):
     """What makes programs start: with much address space randomization ThreadSanitizer does not."""
-    probe = CPU_BUILD.parent / f"cpu-{sanitizer}" / PROGRAMS[0]
+    probe = program_of(sanitizer, PROGRAMS[0])
     if not probe.exists():
         return None
     result = execute([probe, "--list"], env=OPTIONS)
@@ -88,7 +100,7 @@ def _prefix(sanitizer):
 
 def run_sanitized(sanitizer, name, arguments, environment=None):
     prefix = _prefix(sanitizer)
-    path = CPU_BUILD.parent / f"cpu-{sanitizer}" / name
+    path = program_of(sanitizer, name)
     if prefix is None or not path.exists():
         pytest.skip(f"no build with sanitize={sanitizer} that starts")
     command = [*prefix, path, *arguments, "--device", "cpu", "--samples", "1"]
