@@ -255,8 +255,8 @@ WORDS = {
     "waits": "A deadlock: threads wait for something that nobody will do.\n    thread (256,0,0) waits in"
              " barrier_wait() in line 2 for phase 2 of the barrier of line 1: 1 of 1 arrivals and 0 bytes"
              " are missing (so do 127 more threads)\n        2: two\n        1: one",
-    "error": "This has no meaning on a GPU: thread (0,0,0): tensor_load() in line 2: the box is not"
-             " aligned\n        2: two",
+    "error": "A GPU does not define what happens here: thread (0,0,0): tensor_load() in line 2: the box"
+             " is not aligned\n        2: two",
 }
 
 
