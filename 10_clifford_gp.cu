@@ -504,7 +504,10 @@ __device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float*
                                                        const Layer& layer) {
   const size_t partial = static_cast<size_t>(blockIdx.x / place.blocks) * shape.rows() + place.row;
   float* to = partials + partial * A::kTriples * layer.features + place.start + place.first;
-  unroll<0, A::kTriples>([&](auto t) { place.store(to + t * layer.features, dw[t], place.count); });
+  unroll<0, A::kTriples>([&](auto t) {
+    place.store(to, dw[t], place.count);
+    to += layer.features;
+  });
 }
 
 // Backward with the same three. One reduction serves both sums of a row. A thread's features are
