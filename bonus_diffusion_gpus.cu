@@ -458,13 +458,10 @@ void add_one_gpu(Mesh& mesh) {
 }
 
 template <Pass kPass>
-void add_several_gpus(Mesh& mesh, bool peers, Settings settings) {
+void add_several_gpus(Mesh& mesh, [[maybe_unused]] Nccl* nccl, bool peers, Settings settings) {
   const bool narrow = is_narrow(mesh.most_rows(), mesh.table().shape.W);
 #if HAS_NCCL
-  static Nccl nccl(mesh.gpus());
-  if (nccl.missing().empty()) {
-    (narrow ? add_nccl<kPass, Narrow> : add_nccl<kPass, Wide>)(mesh, nccl);
-  }
+  if (nccl) (narrow ? add_nccl<kPass, Narrow> : add_nccl<kPass, Wide>)(mesh, *nccl);
 #endif
   const auto add = narrow ? add_diffusion<kPass, Narrow, true> : add_diffusion<kPass, Wide, true>;
   if (peers) add(mesh, settings);
@@ -501,6 +498,22 @@ int main(int argc, char** argv) {
       .patience = 1000000 * static_cast<uint64_t>(patient ? 60000 : lesson.option("--patience")),
       .silent = lesson.flag("--silent")};
 
+  Nccl* nccl = nullptr;
+#if HAS_NCCL
+  Nccl library(gpus);
+  if (library.missing().empty()) nccl = &library;
+  if (!nccl) lesson.note("NCCL's row is left out: " + library.missing());
+#else
+  if (!lesson.on_cpu()) lesson.note("NCCL's row is left out: there was no nccl.h to build with.");
+#endif
+  if (gpus < asked) {
+    lesson.note("On " + std::to_string(gpus) + " of " + std::to_string(asked) +
+                " GPUs: there are no more, or no more tiles of 64 vertices.");
+  }
+  if (gpus > 1 && !peers) {
+    lesson.note("The GPUs cannot write into each other's memory: no fused exchange.");
+  }
+
   Cublas blas;
   std::deque<DiffusionProblem> tables;
   std::deque<Mesh> meshes;
@@ -508,7 +521,8 @@ int main(int argc, char** argv) {
     DiffusionProblem& table = tables.emplace_back(lesson, blas, kPass, Shape{vertices, E, W});
     table.report_difference = [](double) {};
     add_one_gpu<kPass>(meshes.emplace_back(table, 1));
-    if (several > 1) add_several_gpus<kPass>(meshes.emplace_back(table, several), peers, settings);
+    if (several > 1)
+      add_several_gpus<kPass>(meshes.emplace_back(table, several), nccl, peers, settings);
   };
   add.operator()<Pass::forward>(V, gpus);
   add.operator()<Pass::backward>(V, gpus);

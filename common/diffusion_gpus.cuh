@@ -57,7 +57,6 @@ class Mesh {
   // Brings all rows of the result to the first GPU, and compares what every GPU has a copy of. A
   // bit that differs makes the first one's a NaN, which fails verification.
   void collect() const {
-    on_each_gpu(gpus_, [](int) { CUDA_CHECK(cudaDeviceSynchronize()); });
     const Operands first = table_.operands();
     const auto [V, E, W] = table_.shape;
     const bool forward = table_.pass == Pass::forward;
@@ -151,8 +150,9 @@ class OnEach {
 inline void over_gpus(Mesh& mesh, Kernel& kernel, std::function<void()> check) {
   kernel.before = [&mesh] { mesh.poison(); };
   kernel.collect = [&mesh, check] {
-    mesh.collect();
+    on_each_gpu(mesh.gpus(), [](int) { CUDA_CHECK(cudaDeviceSynchronize()); });
     check();
+    mesh.collect();
   };
 #ifndef CUDA_CPU
   const auto timer = std::make_shared<GpuTimer>(mesh.gpus());

@@ -222,4 +222,6 @@ class Nccl {
   decltype(&ncclAllReduce) all_reduce_ = nullptr;
   decltype(&ncclGetErrorString) error_string_ = nullptr;
 };
+#else
+class Nccl;
 #endif
