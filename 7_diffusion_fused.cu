@@ -376,14 +376,12 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #if HOPPER_CODE
   using Part = MeshPart<kEigen, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
+  const Part part(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Part part(bytes, maps, operands);
   const Meeting<Part> meeting(part, arrivals, totals);
-  if (threadIdx.x == 0) {
-    prepare_barriers(part);
-    load_x(part, 0);
-  }
+  if (threadIdx.x == 0) load_x(part, 0);
   cluster_meet();
 
   Phases<kStages> phases;

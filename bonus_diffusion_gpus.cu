@@ -198,15 +198,13 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #if HOPPER_CODE
   using Part = MeshPart<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
+  const Part part(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Part part(bytes, maps, operands);
   const Meeting<Part> meeting(part, arrivals, gpus.totals[gpus.me]);
   const GpuMeeting<Part> all(part, meeting, gpus, kSeveralGpus);
-  if (threadIdx.x == 0) {
-    prepare_barriers(part);
-    load_x(part, 0);
-  }
+  if (threadIdx.x == 0) load_x(part, 0);
   cluster_meet();
 
   Phases<kStages> phases;
@@ -256,14 +254,12 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #if HOPPER_CODE
   using Part = MeshPart<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
+  const Part part(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Part part(bytes, maps, operands);
   totals += part.rank * part.kQuads;
-  if (threadIdx.x == 0) {
-    prepare_barriers(part);
-    load_x(part, 0);
-  }
+  if (threadIdx.x == 0) load_x(part, 0);
   cluster_meet();
 
   Phases<kStages> phases;
@@ -292,11 +288,11 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #if HOPPER_CODE
   using Part = MeshPart<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
+  const Part part(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Part part(bytes, maps, operands);
   totals += part.rank * part.kQuads;
-  if (threadIdx.x == 0) prepare_barriers(part);
   cluster_meet();
 
   Phases<kStages> phases;
@@ -316,46 +312,14 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
   }
 #endif
 }
-#endif
+#endif  // HAS_NCCL
 
 // ---- Rows -----------------------------------------------------------------------------------------
-
-// Which kernels: lesson 7's choice, by a GPU's number of vertices.
-template <int kTheColumns, int kTheStages>
-struct Tile {
-  static constexpr int kColumns = kTheColumns, kStages = kTheStages;
-  static constexpr int kQuads = 128 * kColumns / 4;
-  static constexpr int kBytes = sizeof(OneLaunchShared<128, kColumns, kStages>);
-  unsigned blocks;  // of a cluster
-  int capacity;     // how many clusters a GPU holds
-
-  template <typename Kernel>
-  Tile(Kernel* kernel, int gpus, int64_t W)
-      : blocks(static_cast<unsigned>((W + kColumns - 1) / kColumns)) {
-    on_each_gpu(gpus, [&](int) { allow_shared_bytes(kernel, kBytes); });
-    capacity = resident_clusters(kernel, blocks, kOneLaunchThreads, kBytes);
-  }
-  // None may wait for one that cannot start: all of them are there at the same time.
-  unsigned clusters(int64_t rows) const { return persistent((rows + 63) / 64, capacity); }
-  template <typename Kernel, typename... Arguments>
-  void launch(Kernel* kernel, const Operands& in, const Arguments&... arguments) const {
-    launch_clusters(kernel, blocks, true, dim3(blocks, clusters(in.V)), kOneLaunchThreads, kBytes,
-                    DiffusionMaps(in), in, arguments...);
-  }
-};
 
 struct Settings {
   uint64_t patience;  // nanoseconds
   bool silent;        // the last GPU is not launched
 };
-
-// How far a row may be from fp64: lesson 7's bound, by how many vertices a block adds up.
-template <Pass kPass, typename TheTile>
-std::vector<Check> checks_of(const Mesh& mesh, const TheTile& tile) {
-  const int64_t tiles = (mesh.most_rows() + 63) / 64, clusters = tile.clusters(mesh.most_rows());
-  return mesh.table().checks((tiles + clusters - 1) / clusters * 64, 0,
-                             kPass == Pass::forward ? 2 : 1, 1);
-}
 
 // Lesson 7's one launch on one GPU, or the fused exchange on several.
 template <Pass kPass, typename TheTile, bool kSeveralGpus>
@@ -442,7 +406,7 @@ void add_nccl(Mesh& mesh, Nccl& nccl) {
   row.hopper_only().checks = checks_of<kPass>(mesh, tile);
   over_gpus(mesh, row, [] {});
 }
-#endif
+#endif  // HAS_NCCL
 
 // Few vertices for a GPU: narrow blocks, as in lesson 7.
 using Narrow = Tile<64, 9>;
@@ -462,7 +426,7 @@ void add_several_gpus(Mesh& mesh, [[maybe_unused]] Nccl* nccl, bool peers, Setti
   const bool narrow = is_narrow(mesh.most_rows(), mesh.table().shape.W);
 #if HAS_NCCL
   if (nccl) (narrow ? add_nccl<kPass, Narrow> : add_nccl<kPass, Wide>)(mesh, *nccl);
-#endif
+#endif  // HAS_NCCL
   const auto add = narrow ? add_diffusion<kPass, Narrow, true> : add_diffusion<kPass, Wide, true>;
   if (peers) add(mesh, settings);
 }
@@ -505,7 +469,7 @@ int main(int argc, char** argv) {
   if (!nccl) lesson.note("NCCL's row is left out: " + library.missing());
 #else
   if (!lesson.on_cpu()) lesson.note("NCCL's row is left out: there was no nccl.h to build with.");
-#endif
+#endif  // HAS_NCCL
   if (gpus < asked) {
     lesson.note("On " + std::to_string(gpus) + " of " + std::to_string(asked) +
                 " GPUs: there are no more, or no more tiles of 64 vertices.");

@@ -129,7 +129,7 @@ struct Meeting {
   }
 };
 
-/// One thread prepares the barriers, and asks for the first tile of x.
+/// Asks for a tile of x, whose stage it announces: the basis will come, too.
 template <int kEigen, int kColumns, int kStages>
 __device__ __forceinline__ void load_x(const MeshPart<kEigen, kColumns, kStages>& part, int t) {
   const int s = t % kStages, row = 64 * (part.first + t);

@@ -87,7 +87,7 @@ static __global__ void wait_for_host(unsigned* word, unsigned ticket) {
 }
 
 /// Times what several GPUs do together. The host queues it all behind a gate, a kernel on each GPU
-/// that looks at a word of the host's memory, and then opens the gates: the host's own time, which
+/// that looks at a word of the host's memory, and opens the gates when all GPUs stand there: the host's own time, which
 /// is longer than some kernels, does not count, and the GPUs start within the microsecond or so
 /// that they take to see the word. Each GPU's time runs from its gate to the end of its last
 /// kernel, and the longest is taken: who starts first and waits for the others pays for it.
@@ -97,6 +97,7 @@ class GpuTimer {
     CUDA_CHECK(cudaHostAlloc(&word_, sizeof *word_, cudaHostAllocPortable));
     *word_ = 0;
     on_each_gpu(gpus, [&](int) {
+      reached_.push_back(std::make_unique<Event>());
       starts_.push_back(std::make_unique<Event>());
       stops_.push_back(std::make_unique<Event>());
     });
@@ -116,6 +117,7 @@ class GpuTimer {
     if (timing == Timing::cold) flush();
     ++ticket_;
     on_each_gpu(gpus_, [&](int gpu) {
+      reached_[gpu]->record();
       wait_for_host<<<1, 1>>>(word_, ticket_);
       CUDA_CHECK(cudaGetLastError());
       starts_[gpu]->record();
@@ -125,6 +127,7 @@ class GpuTimer {
       if (graph) CUDA_CHECK(cudaGraphLaunch(graphs_[gpu], cudaStreamPerThread));
       stops_[gpu]->record();
     });
+    on_each_gpu(gpus_, [&](int gpu) { reached_[gpu]->since(*reached_[gpu]); });  // waits
     std::atomic_ref(*word_).store(ticket_, std::memory_order_release);
     float longest = 0;
     on_each_gpu(gpus_,
@@ -133,17 +136,20 @@ class GpuTimer {
   }
 
  private:
-  /// A graph of each GPU's own share of kGraphCalls calls.
+  /// A graph of each GPU's own share of kGraphCalls calls. All are captured before one is made:
+  /// while a stream of the thread captures, much else is forbidden.
   void capture(const std::function<void()>& launch) {
     on_each_gpu(gpus_, [&](int) {
-      CUDA_CHECK(cudaStreamBeginCapture(cudaStreamPerThread, cudaStreamCaptureModeThreadLocal));
+      CUDA_CHECK(cudaStreamBeginCapture(cudaStreamPerThread, cudaStreamCaptureModeRelaxed));
     });
     for (int call = 0; call < kGraphCalls; ++call) launch();
-    on_each_gpu(gpus_, [&](int) {
-      cudaGraph_t graph;
-      CUDA_CHECK(cudaStreamEndCapture(cudaStreamPerThread, &graph));
-      CUDA_CHECK(cudaGraphInstantiate(&graphs_.emplace_back(), graph));
-      CUDA_CHECK(cudaGraphDestroy(graph));
+    std::vector<cudaGraph_t> captured(gpus_);
+    on_each_gpu(gpus_, [&](int gpu) {
+      CUDA_CHECK(cudaStreamEndCapture(cudaStreamPerThread, &captured[gpu]));
+    });
+    on_each_gpu(gpus_, [&](int gpu) {
+      CUDA_CHECK(cudaGraphInstantiate(&graphs_.emplace_back(), captured[gpu]));
+      CUDA_CHECK(cudaGraphDestroy(captured[gpu]));
       CUDA_CHECK(cudaGraphUpload(graphs_.back(), cudaStreamPerThread));
     });
   }
@@ -161,7 +167,7 @@ class GpuTimer {
   const int gpus_;
   unsigned* word_ = nullptr;
   unsigned ticket_ = 0;
-  std::vector<std::unique_ptr<Event>> starts_, stops_;
+  std::vector<std::unique_ptr<Event>> reached_, starts_, stops_;
   std::vector<std::unique_ptr<Scratch<char>>> flushed_;
   std::vector<cudaGraphExec_t> graphs_;
 };

@@ -124,7 +124,7 @@ def test_mutant_is_reported(mutant):
 def test_hopper_kernels_are_clean(lesson, run, sanitizer):
     arguments, multiprocessors = run
     environment = hopper_mutants.environment_of(arguments, multiprocessors)
-    name = f"tests/{lesson}" if lesson in hopper_mutants.HEADERS else lesson
+    name = hopper_mutants.source_of(lesson)[: -len(".cu")]
     result = run_sanitized(sanitizer, name, arguments, environment)
     assert result.rc == 0, result.stderr
     assert not REPORT.search(result.stderr), result.stderr
