@@ -24,7 +24,6 @@
 #include <optional>
 
 #include "common/diffusion_gpus.cuh"
-#include "common/diffusion_one_launch.cuh"
 
 using bf16 = __nv_bfloat16;
 using Shape = DiffusionShape;
@@ -53,22 +52,6 @@ struct Gpus {
 };
 
 #if HOPPER_CODE
-template <typename T>
-using AtSystem = cuda::atomic_ref<T, cuda::thread_scope_system>;
-
-// Gives up in time, so that a GPU that never answers does not hang the others.
-struct Patience {
-  const Gpus& gpus;
-  uint64_t end = nanoseconds() + gpus.patience;
-  int looks = 0;
-
-  __device__ __forceinline__ bool ends(int gpu) {
-    if (++looks % 256 != 0 || nanoseconds() < end) return false;
-    AtSystem<unsigned>(*gpus.silent).store(1 + gpu, cuda::memory_order_relaxed);
-    return true;
-  }
-};
-
 // The sum over the blocks of all GPUs, for a block. When those of its own GPU have met, there is
 // one sum on each GPU, and it is in as many parts as there are clusters:
 //
@@ -117,17 +100,6 @@ struct GpuMeeting {
     const size_t slot = (turn * gpus.count + from) * part.blocks + part.rank;
     return AtSystem<uint64_t>(gpus.inbox[to][slot * kNumbers + i]);
   }
-  __device__ void send(int to, int i, float number, unsigned launch) const {
-    word(to, gpus.me, i)
-        .store(uint64_t{launch} << 32 | __float_as_uint(number), cuda::memory_order_relaxed);
-  }
-  __device__ float receive(int from, int i, unsigned launch, Patience& patience) const {
-    for (;;) {
-      const uint64_t got = word(gpus.me, from, i).load(cuda::memory_order_relaxed);
-      if (got >> 32 == launch) return __uint_as_float(static_cast<unsigned>(got));
-      if (patience.ends(from)) return 0;
-    }
-  }
 };
 
 // The consumers' part of it, up to the count; afterwards see wait_for_sums().
@@ -141,25 +113,47 @@ __device__ __forceinline__ void sum_over_gpus(const GpuMeeting<Part>& meeting) {
   const int end = meeting.kNumbers * (group + 1) / gpus.parts;
   const ptrdiff_t place = meeting.own.totals - gpus.totals[gpus.me];  // the same on all GPUs
   const auto sums_of = [&](int gpu) { return reinterpret_cast<float*>(gpus.totals[gpu] + place); };
-  const float* own = sums_of(gpus.me);
-  for (int i = first + thread; i < end; i += kConsumers) {
-    const float number = __ldcg(own + i);
+  const bool adds = meeting.adds(gpus.me);
+  Patience patience{gpus.patience, gpus.silent};
+  // Several numbers of a thread are on their way at the same time.
+  constexpr int kAtOnce = 4;
+  for (int start = first + thread; start < end; start += kAtOnce * kConsumers) {
+    const auto for_each = [&](auto f) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (start + k * kConsumers < end) f(k, start + k * kConsumers);
+      }
+    };
+    float own[kAtOnce], sums[kAtOnce] = {};
+    for_each([&](int k, int i) { own[k] = __ldcg(sums_of(gpus.me) + i); });
     for (int gpu = 0; gpu < gpus.count; ++gpu) {
       if (gpu == gpus.me || !(meeting.both_add() || meeting.adds(gpu))) continue;
-      meeting.send(gpu, i, number, launch);
+      for_each([&](int k, int i) {
+        const uint64_t word = uint64_t{launch} << 32 | __float_as_uint(own[k]);
+        meeting.word(gpu, gpus.me, i).store(word, cuda::memory_order_relaxed);
+      });
+    }
+    for (int gpu = 0; adds && gpu < gpus.count; ++gpu) {
+      uint64_t got[kAtOnce] = {};
+      const auto look = [&](int k, int i) {
+        got[k] = meeting.word(gpus.me, gpu, i).load(cuda::memory_order_relaxed);
+      };
+      if (gpu != gpus.me) {
+        for_each(look);
+        for_each([&](int k, int i) {
+          while (got[k] >> 32 != launch && !patience.ends(gpu)) look(k, i);
+        });
+      }
+      for_each([&](int k, int) {
+        sums[k] += gpu == gpus.me ? own[k] : __uint_as_float(static_cast<unsigned>(got[k]));
+      });
+    }
+    for (int gpu = 0; adds && gpu < gpus.count; ++gpu) {
+      if (gpu != gpus.me && meeting.both_add()) continue;
+      for_each([&](int k, int i) { sums_of(gpu)[i] = sums[k]; });
     }
   }
-  if (!meeting.adds(gpus.me)) return;
-  Patience patience{gpus};
-  for (int i = first + thread; i < end; i += kConsumers) {
-    float sum = 0;
-    for (int gpu = 0; gpu < gpus.count; ++gpu) {
-      sum += gpu == gpus.me ? __ldcg(own + i) : meeting.receive(gpu, i, launch, patience);
-    }
-    for (int gpu = 0; gpu < gpus.count; ++gpu) {
-      if (gpu == gpus.me || !meeting.both_add()) sums_of(gpu)[i] = sum;
-    }
-  }
+  if (!adds) return;
   named_barrier(kConsumersBarrier, kConsumers);  // this block's part has been stored
   if (thread < gpus.count && (thread == gpus.me || !meeting.both_add())) {
     unsigned& ready = gpus.sums_ready[thread][gpus.me * meeting.part.blocks + meeting.part.rank];
@@ -176,7 +170,7 @@ template <typename Part>
 __device__ __forceinline__ void wait_for_sums(const GpuMeeting<Part>& meeting) {
   const int gpu = meeting.lane();
   if (gpu < meeting.gpus.count) {
-    Patience patience{meeting.gpus};
+    Patience patience{meeting.gpus.patience, meeting.gpus.silent};
     const auto all_there = [&] {
       return meeting.ready(gpu).load(cuda::memory_order_acquire) - meeting.before >=
              meeting.parts_of(gpu);
@@ -246,11 +240,11 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
 #if HAS_NCCL
 // The kernel up to where its blocks meet: the sum of this GPU's vertices. The end of the kernel is
-// the meeting. totals and next_totals (blocks, kQuads): calls use the two in turn.
+// the meeting. totals (blocks, kQuads) are zeros at first.
 template <Pass kPass, int kColumns, int kStages>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     sum_vertices(const __grid_constant__ DiffusionMaps maps, const Operands operands,
-                 float4* totals, float4* next_totals, bool adds_d_spectral) {
+                 float4* totals, bool adds_d_spectral) {
 #if HOPPER_CODE
   using Part = MeshPart<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
@@ -268,7 +262,6 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     if (threadIdx.x == 0) {
       load_forth(part, phases);
     } else if (threadIdx.x >= 32) {
-      zero_totals(part, next_totals + part.rank * part.kQuads);
       if (kPass == Pass::backward && adds_d_spectral) add_d_spectral(part, totals);
     }
   } else {
@@ -280,11 +273,12 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #endif
 }
 
-// And from there on. The basis has to come again.
+// And from there on, with the sum of all GPUs. The basis has to come again; and the next call finds
+// zeros in `own`, this GPU's sum.
 template <Pass kPass, int kColumns, int kStages>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
-    expand_sums(const __grid_constant__ DiffusionMaps maps, const Operands operands,
-                float4* totals) {
+    expand_sums(const __grid_constant__ DiffusionMaps maps, const Operands operands, float4* totals,
+                float4* own) {
 #if HOPPER_CODE
   using Part = MeshPart<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
@@ -300,8 +294,9 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     registers_shrink_to<56>();
     if (threadIdx.x == 0) {
       load_back<0>(part, phases);
-    } else if (kPass == Pass::backward && threadIdx.x >= 32) {
-      store_d_times(part, totals);
+    } else if (threadIdx.x >= 32) {
+      zero_totals(part, own + part.rank * part.kQuads);
+      if constexpr (kPass == Pass::backward) store_d_times(part, totals);
     }
   } else {
     registers_grow_to<224>();
@@ -388,18 +383,19 @@ void add_nccl(Mesh& mesh, Nccl& nccl) {
   const size_t quads = tile.blocks * TheTile::kQuads;
   const auto totals = std::make_shared<std::optional<OnEach<float4>>>();
   mesh.at_start([=] { totals->emplace(gpus, 2 * quads); });
-  const auto turn = std::make_shared<size_t>(0);  // of the two sums; a graph has an even number
   const auto launch = [=, &mesh, &nccl] {
-    const size_t now = *turn * quads, next = (*turn ^= 1) * quads;
-    std::vector<float*> sums;
+    std::vector<float*> own, sums;
     on_each_gpu(gpus, [&](int gpu) {
-      float4* const own = (**totals)[gpu];
-      sums.push_back(reinterpret_cast<float*>(own + now));
-      tile.launch(sum, mesh.operands(gpu), own + now, own + next, gpu == 0);
+      float4* const totals_here = (**totals)[gpu];
+      own.push_back(reinterpret_cast<float*>(totals_here));
+      sums.push_back(reinterpret_cast<float*>(totals_here + quads));
+      tile.launch(sum, mesh.operands(gpu), totals_here, gpu == 0);
     });
-    nccl.all_reduce(sums, 4 * quads);
-    on_each_gpu(gpus,
-                [&](int gpu) { again.launch(expand, mesh.operands(gpu), (**totals)[gpu] + now); });
+    nccl.all_reduce(own, sums, 4 * quads);
+    on_each_gpu(gpus, [&](int gpu) {
+      float4* const totals_here = (**totals)[gpu];
+      again.launch(expand, mesh.operands(gpu), totals_here + quads, totals_here);
+    });
   };
   Kernel& row =
       table.problem.kernel("NCCL, " + std::to_string(gpus) + " GPUs", Role::library, launch);
@@ -407,11 +403,6 @@ void add_nccl(Mesh& mesh, Nccl& nccl) {
   over_gpus(mesh, row, [] {});
 }
 #endif  // HAS_NCCL
-
-// Few vertices for a GPU: narrow blocks, as in lesson 7.
-using Narrow = Tile<64, 9>;
-using Wide = Tile<128, 6>;
-bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }
 
 template <Pass kPass>
 void add_one_gpu(Mesh& mesh) {

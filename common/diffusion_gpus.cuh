@@ -196,3 +196,8 @@ std::vector<Check> checks_of(const Mesh& mesh, const TheTile& tile) {
   return mesh.table().checks((tiles + clusters - 1) / clusters * 64, 0,
                              kPass == Pass::forward ? 2 : 1, 1);
 }
+
+/// Few vertices for a GPU: narrow blocks, as in lesson 7.
+using Narrow = Tile<64, 9>;
+using Wide = Tile<128, 6>;
+inline bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }

@@ -78,6 +78,28 @@ __device__ inline uint64_t nanoseconds() {
 #endif
 }
 
+template <typename T>
+using AtSystem = cuda::atomic_ref<T, cuda::thread_scope_system>;
+
+/// Gives up in time, so that a GPU that never answers does not hang the others: `limit` nanoseconds
+/// after one of the first looks. The clock is not looked at each time: it is slow. `silent` becomes
+/// 1 + the GPU that was waited for.
+struct Patience {
+  uint64_t limit;
+  unsigned* silent;
+  uint64_t end = 0;
+  int looks = 0;
+
+  __device__ bool ends(int gpu) {
+    if (++looks % 256 != 0) return false;
+    const uint64_t now = nanoseconds();
+    if (looks == 256) end = now + limit;
+    if (now < end) return false;
+    AtSystem<unsigned>(*silent).store(1 + gpu, cuda::memory_order_relaxed);
+    return true;
+  }
+};
+
 #ifndef CUDA_CPU
 /// Waits until the host has put `ticket` into its memory.
 static __global__ void wait_for_host(unsigned* word, unsigned ticket) {
@@ -199,15 +221,15 @@ class Nccl {
   /// Why there is none; empty if there is.
   const std::string& missing() const { return missing_; }
 
-  /// sums[gpu] (count) becomes the sum of all of them, in each GPU's own stream.
-  void all_reduce(const std::vector<float*>& sums, size_t count) {
+  /// sums[gpu] (count) becomes the sum of all parts[gpu], in each GPU's own stream.
+  void all_reduce(const std::vector<float*>& parts, const std::vector<float*>& sums, size_t count) {
     if (comms_.empty()) {
       comms_.resize(static_cast<size_t>(gpus_));
       check(init_(comms_.data(), gpus_, nullptr), "ncclCommInitAll");
     }
     check(group_start_(), "ncclGroupStart");
     on_each_gpu(gpus_, [&](int gpu) {
-      check(all_reduce_(sums[gpu], sums[gpu], count, ncclFloat, ncclSum, comms_[gpu],
+      check(all_reduce_(parts[gpu], sums[gpu], count, ncclFloat, ncclSum, comms_[gpu],
                         cudaStreamPerThread),
             "ncclAllReduce");
     });

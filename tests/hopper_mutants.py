@@ -30,7 +30,7 @@ GPUS = "bonus_diffusion_gpus"
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
     PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
-    GPUS: ("common/diffusion_one_launch.cuh",),
+    GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp")
@@ -41,7 +41,7 @@ PROGRAMS = (*LESSONS, GPUS, PRODUCT)
 RELAXED = "cuda::memory_order_relaxed"
 OTHERS = {
     GPUS: [
-        (r"if \((got >> 32 == launch)\)", "true"),
+        (r"while \((got\[k\] >> 32 != launch)", "false"),
         (r"launch = (\(meeting\.own\.start >> 16\) \+ 1)", "1u"),
         (r"while \((!all_there\(\))\)", "false"),
         (r"Counter\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),

@@ -58,6 +58,7 @@ constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaErrorPeerAccessUnsupported,
                    "peer access is not supported between these two devices"),
     CUDA_CPU_ERROR(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessNotEnabled, "peer access has not been enabled"),
     CUDA_CPU_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
     CUDA_CPU_ERROR(cudaErrorNotReady, "device not ready"),
     CUDA_CPU_ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered"),
@@ -338,6 +339,18 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
   if (device().peers[own] >> peer & 1) return result(cudaErrorPeerAccessAlreadyEnabled);
   device().peers[own] |= 1u << peer;
   device().concurrent = true;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceDisablePeerAccess(int peer) {
+  cuda_cpu::finish_kernels();
+  if (!cuda_cpu::is_device(peer)) return result(cudaErrorInvalidDevice);
+  std::lock_guard lock(device().mutex);
+  unsigned& peers = device().peers[cuda_cpu::chosen_device];
+  if (!(peers >> peer & 1)) return result(cudaErrorPeerAccessNotEnabled);
+  peers &= ~(1u << peer);
+  device().concurrent = std::any_of(std::begin(device().peers), std::end(device().peers),
+                                    [](unsigned peers) { return peers != 0; });
   return result(cudaSuccess);
 }
 
