@@ -42,7 +42,6 @@ RELAXED = "cuda::memory_order_relaxed"
 OTHERS = {
     GPUS: [
         (r"while \((got\[k\] >> 32 != launch)", "false"),
-        (r"launch = (\(meeting\.own\.start >> 16\) \+ 1)", "1u"),
         (r"while \((!all_there\(\))\)", "false"),
         (r"Counter\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),
         (r"AtSystem<unsigned>\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),
