@@ -58,7 +58,7 @@ struct Gpus {
 //   1. a block writes its part of the own GPU's sum into the inboxes of the other GPUs,
 //   2. takes the same part of theirs from its own inbox, as it comes, and adds all up in the order
 //      of the GPUs, whichever came first: the sums have the same bits everywhere,
-//   3. puts that in the place of the own GPU's sum, and counts itself in; and everybody waits for
+//   3. puts that behind the own GPU's sum, and counts itself in; and everybody waits for
 //      the parts of all blocks.
 //
 // Between two GPUs this is the shortest way: each number travels once, and both add. With G GPUs
@@ -80,6 +80,8 @@ struct GpuMeeting {
       : part(part), own(own), gpus(gpus) {
     if (several && lane() < gpus.count) before = ready(lane()).load(cuda::memory_order_relaxed);
   }
+  // The sums of all GPUs, behind the two of this GPU's blocks.
+  __device__ float4* sums() const { return own.totals + 2 * part.blocks * Part::kQuads; }
   __device__ static int lane() { return threadIdx.x % 32; }
   __device__ AtSystem<unsigned> ready(int adder) const {
     return AtSystem<unsigned>(gpus.sums_ready[gpus.me][adder * part.blocks + part.rank]);
@@ -111,7 +113,7 @@ __device__ __forceinline__ void sum_over_gpus(const GpuMeeting<Part>& meeting) {
   const unsigned launch = (meeting.own.start >> 16) + 1;  // never 0
   const int first = meeting.kNumbers * group / gpus.parts;
   const int end = meeting.kNumbers * (group + 1) / gpus.parts;
-  const ptrdiff_t place = meeting.own.totals - gpus.totals[gpus.me];  // the same on all GPUs
+  const ptrdiff_t place = meeting.sums() - gpus.totals[gpus.me];  // the same on all GPUs
   const auto sums_of = [&](int gpu) { return reinterpret_cast<float*>(gpus.totals[gpu] + place); };
   const bool adds = meeting.adds(gpus.me);
   Patience patience{gpus.patience, gpus.silent};
@@ -125,7 +127,9 @@ __device__ __forceinline__ void sum_over_gpus(const GpuMeeting<Part>& meeting) {
       }
     };
     float own[kAtOnce], sums[kAtOnce] = {};
-    for_each([&](int k, int i) { own[k] = __ldcg(sums_of(gpus.me) + i); });
+    for_each([&](int k, int i) {
+      own[k] = __ldcg(reinterpret_cast<const float*>(meeting.own.totals) + i);
+    });
     for (int gpu = 0; gpu < gpus.count; ++gpu) {
       if (gpu == gpus.me || !(meeting.both_add() || meeting.adds(gpu))) continue;
       for_each([&](int k, int i) {
@@ -215,7 +219,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
         while (!meeting.all_have_arrived()) {
         }
         if constexpr (kSeveralGpus) wait_for_sums(all);
-        store_d_times(part, meeting.totals);
+        store_d_times(part, kSeveralGpus ? all.sums() : meeting.totals);
       }
     }
   } else {
@@ -230,7 +234,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if (threadIdx.x < 160) wait_for_sums(all);
       named_barrier(kConsumersBarrier, kConsumers);
     }
-    damp_spectrum<kPass>(part, share, meeting.totals);
+    damp_spectrum<kPass>(part, share, kSeveralGpus ? all.sums() : meeting.totals);
     expand<kPass, kStages>(part, phases);
   }
 #endif
@@ -335,7 +339,7 @@ void add_diffusion(Mesh& mesh, Settings settings) {
     state->emplace(State{{gpus, blocks},
                          {gpus, gpus * blocks},
                          {gpus, 1},
-                         {gpus, 2 * blocks * TheTile::kQuads},
+                         {gpus, (kSeveralGpus ? 4 : 2) * blocks * TheTile::kQuads},
                          {gpus, inbox}});
   });
   const auto launch = [=, &mesh] {
