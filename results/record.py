@@ -22,8 +22,10 @@ SIZES = {
     "4_matmul_cublas": [8192],
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
+    "bonus_diffusion_gpus": [1024, 16384, 131072, 4194304],
 }
-DEFAULTS = {"9_matmul_softmax": ["--all"]}  # the record has all tables, not one screen of them
+# The record has all tables, not one screen of them.
+DEFAULTS = {"9_matmul_softmax": ["--all"], "bonus_diffusion_gpus": ["--part"]}
 SECONDS = 60
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},

@@ -26,11 +26,32 @@ sys.path.insert(0, str(ROOT / "common" / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
 PRODUCT = "hopper_product"
+# Of lesson 7 it has the one launch, too, whose steps are in a header.
+GPUS = "bonus_diffusion_gpus"
 # What is put in the place of the program's #include of it, and has the mistakes.
-HEADERS = {PRODUCT: ("common/product.cuh", "common/tiles.cuh")}
-LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients",
-           "9_matmul_softmax", "10_clifford_gp")
+HEADERS = {
+    PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
+    GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
+}
+LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
+           "10_clifford_gp", GPUS)
 PROGRAMS = (*LESSONS, PRODUCT)
+# What is found in no list of words: program -> (where, with the piece in parentheses; the mistake).
+# Numbers of another launch or before they have come; sums that nobody waits for, or that are counted
+# before they can be read; a gradient that each GPU adds.
+RELAXED = "cuda::memory_order_relaxed"
+OTHERS = {
+    GPUS: [
+        (r"while \((got\[k\] >> 32 != launch)", "false"),
+        (r"while \((!all_there\(\))\)", "false"),
+        (r"Counter\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),
+        (r"AtSystem<unsigned>\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),
+        (r"ready\(gpu\)\.load\(([\w:]+)\)", RELAXED),
+        (r"if \((gpus\.me == 0)\)", "true"),
+        (r"return (\(gpus\.parts - adder \+ gpus\.count - 1\) / gpus\.count);", "0"),
+        (r"adder == gpus\.me \? (gpus\.parts) : 0", "0"),
+    ],
+}
 
 # Words that are only ever taken out.
 ONLY_REMOVED = (
@@ -62,8 +83,8 @@ HARMLESS = {
         ("matmul_wgmma", "__syncthreads() without", 1):
             "wgmma_wait() has said that the products of all four warps are done",
     },
-    "7_diffusion_fused": {
-        ("diffusion_one_launch", "tensor_store_commit() without", 0):
+    GPUS: {
+        ("damp_spectrum", "tensor_store_commit() without", 0):
             "the same thread commits when it stores its next tile, and there is one",
     },
     # There are as many stages of tiles as of products, and the second warpgroup gives both back at once.
@@ -108,7 +129,11 @@ RUNS = {
         (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
         (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
     ],
-    "7_diffusion_fused": [(("1400", "--width", "128", "--kernel", "^one launch$"), 4)],
+    GPUS: [
+        (("1400", "--width", "128", "--kernel", "^one GPU$"), 4),
+        (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
+        (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
+    ],
     "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
     "9_matmul_softmax": [
         # Two warpgroups.
@@ -143,9 +168,13 @@ class Mistake:
         return f"{self.number:3} {self.file}:{self.line}, {self.function}: {self.call} {self.change}"
 
 
+_NCCL = re.compile(r"^#if HAS_NCCL\n.*?^#endif  // HAS_NCCL", re.M | re.S)
+
+
 def code_of(text):
-    """The source with blanks for comments and strings."""
-    return _NOT_CODE.sub(_blank, text)
+    """The source with blanks for comments, strings, and what the CPU does not have."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
+    return _NOT_CODE.sub(_blank, _NCCL.sub(blank, text))
 
 
 def _arguments(code, start, end):
@@ -243,17 +272,26 @@ def derive(text, file, before=0):
             call = text[match.start() : close + 1]
             made = add(match.start(), function, call, "without")
             edits.append((match.start(), close + 1, f"({made} ? static_cast<void>(0) : {call})"))
+    for pattern, new in OTHERS.get(Path(file).stem, ()):
+        match = re.search(pattern, code)
+        made = add(match.start(1), "the exchange", match[1], f"as {new}")
+        edits.append((*match.span(1), f"({made} ? ({new}) : ({match[1]}))"))
     return found, edits
 
 
 def source_of(program):
-    return f"tests/{program}.cu" if program in HEADERS else f"{program}.cu"
+    return f"tests/{program}.cu" if program == PRODUCT else f"{program}.cu"
+
+
+def files_of(program):
+    """The files that mistakes are made in."""
+    return (*HEADERS.get(program, ()), *([source_of(program)] if program != PRODUCT else []))
 
 
 @functools.cache
 def mistakes(program):
     found = []
-    for file in HEADERS.get(program, (source_of(program),)):
+    for file in files_of(program):
         found += derive((ROOT / file).read_text(), file, len(found))[0]
     return tuple(found)
 
@@ -299,9 +337,13 @@ static bool makes(int number) {
 
 
 def plant(text, program):
-    """A program's source with all mistakes of its headers."""
+    """The program's source with all of its mistakes, without the choice between them."""
     headers, number = {}, 0
-    for file in HEADERS[program]:
+    for file in files_of(program):
+        if file == source_of(program):
+            text = planted(text, file, number)
+            number += len(derive((ROOT / file).read_text(), file)[0])
+            continue
         header = (ROOT / file).read_text()
         headers[file] = planted(header, file, number).replace("#pragma once", "")
         number += len(derive(header, file)[0])
@@ -315,7 +357,7 @@ def plant(text, program):
                 text = f'{before}#line 1 "{header}"\n{inside}\n#line {next_line} "{file}"{after}'
         return text
 
-    return CHOICE + "#line 1\n" + with_headers(text, source_of(program))
+    return with_headers(text, source_of(program))
 
 
 def planted(text, file, before=0):
@@ -340,7 +382,7 @@ def _outermost(edits):
 
 
 def name_of(program):
-    return program if program in HEADERS else f"{program}_mistakes"
+    return program if program == PRODUCT else f"{program}_mistakes"
 
 
 def program_of(name, build):

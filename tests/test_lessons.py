@@ -6,7 +6,7 @@ import re
 from conftest import LESSONS, PROGRAMS, execute, program
 import pytest
 
-MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus", lesson)]
+MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus_matmul", lesson)]
 SOFTMAX = "9_matmul_softmax"
 TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
@@ -269,6 +269,39 @@ def test_diffusion_sweep(run, backend):
     assert [(problem["name"], problem["dims"]["V"]) for problem in result.record["problems"]] == [
         (name, size) for size in sizes for name in ("forward", "backward")
     ]
+
+
+# GPUs, V, E, W: a tile of 64 vertices each, more, uneven shares, fewer tiles than GPUs.
+MESHES = [(1, 130, 128, 256), (2, 128, 64, 64), (2, 520, 128, 256), (3, 200, 40, 136),
+          (3, 1000, 128, 64), (4, 129, 16, 512), (4, 1, 8, 8)]
+
+
+@pytest.mark.parametrize("gpus, n, eigen, width", MESHES)
+def test_diffusion_on_several_gpus(gpus, n, eigen, width):
+    """On the CPU's devices: a GPU's own are few."""
+    arguments = [n, "--gpus", gpus, "--eigen", eigen, "--width", width]
+    result = execute([program("bonus_diffusion_gpus", "cpu"), *arguments, "--device", "cpu"])
+    assert result.rc == 0, result.stderr
+    used = min(gpus, -(-n // 64))
+    rows = ["one GPU"] + [f"fused exchange, {used} GPUs"] * (used > 1)
+    assert re.findall(r"^(.*?) {2,}.* ok$", result.stdout, re.M) == 2 * rows
+    assert (f"On {used} of {gpus} GPUs" in result.stdout) == (used < gpus)
+
+
+def test_a_silent_gpu_is_named():
+    bonus = program("bonus_diffusion_gpus", "cpu")
+    command = [bonus, 300, "--gpus", 3, "--silent", "--patience", 500, "--device", "cpu"]
+    result = execute(command)
+    assert result.rc == 3
+    assert re.fullmatch(r"error: GPU \d has waited 500 ms for GPU 2, which does not answer\n",
+                        result.stderr)
+
+
+def test_without_peer_access_one_gpu_is_left():
+    bonus = program("bonus_diffusion_gpus", "cpu")
+    result = execute([bonus, 300, "--device", "cpu"], env={"CUDA_CPU_PEER_ACCESS": "0"})
+    assert result.rc == 0 and "fused exchange," not in result.stdout
+    assert "The GPUs cannot write into each other's memory: no fused exchange." in result.stdout
 
 
 def spatial_kernels(eigen, width):
