@@ -1327,8 +1327,8 @@ Product choose_exchange(const Layer& layer, int64_t least = INT64_MAX) {
   return cost < least ? make_exchange<kMath, kRows>(layer, at_once) : Product{};
 }
 
-// The layer, and a launch that brings the rows of its factors into such as the copy engine finds, if
-// they are none.
+// The layer, and a launch that brings the rows of its factors into such as the copy engine finds,
+// if they are none.
 std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool and_W) {
   Layer aligned = layer;
   if (layer.D % 4 != 0) {
@@ -1389,32 +1389,55 @@ std::string text_of(const SoftmaxShape& shape) {
          std::to_string(shape.classes);
 }
 
+// What a table is about. only_infinite, with --hard-rows: rows of only -inf, beside others. Of
+// these tables what is verified are their NaN.
+enum class Kind { tf32, fp32, only_infinite };
+
 // A table of softmax(x W) with its buffers, and the rows that such tables have in common.
 struct Table : Layer {
+  Kind kind;
   std::string name;
   Buffer<float> probs;
   Buffer<float> logits;  // of the unfused ways
   Buffer<float> parts;   // of long rows
+  Buffer<float> result;  // what is verified: probs, or that with its NaN marked
 
-  Table(Lesson& lesson, const std::string& name, const SoftmaxShape& shape, bool tf32)
-      : Layer(layer_of(lesson, name, shape, tf32)),
-        name(name),
+  Table(Lesson& lesson, Kind kind, const SoftmaxShape& shape)
+      : Layer(layer_of(lesson, kind, shape)),
+        kind(kind),
+        name(name_of(kind, shape)),
         probs(problem.output<float>(shape.rows * shape.classes)),
         logits(problem.output<float>(shape.rows * shape.classes)),
-        parts(problem.workspace<float>(C > 4096 ? 2 * shape.rows * (blocks(C, 32) + 1) : 2)) {
+        parts(problem.workspace<float>(C > 4096 ? 2 * shape.rows * (blocks(C, 32) + 1) : 2)),
+        result(kind == Kind::only_infinite ? problem.output<float>(probs.size()) : probs) {
     problem.in_graph();
   }
 
-  static Layer layer_of(Lesson& lesson, const std::string& name, const SoftmaxShape& shape,
-                        bool tf32) {
+  static std::string name_of(Kind kind, const SoftmaxShape& shape) {
+    const char* names[] = {"TF32 ", "fp32 ", "only -inf "};
+    return names[static_cast<int>(kind)] + text_of(shape);
+  }
+
+  static Layer layer_of(Lesson& lesson, Kind kind, const SoftmaxShape& shape) {
+    const bool tf32 = kind == Kind::tf32;
     Problem& problem = lesson.problem(
-        name, {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
+        name_of(kind, shape), {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
         tf32 ? "tf32" : "fp32", {.flops = shape.flops(), .bytes = shape.bytes(sizeof(float))},
         tf32 ? Rate::tf32 : Rate::fp32);
     const auto x = problem.input<float>(shape.rows * shape.inputs);
     const auto W = problem.input<float>(shape.inputs * shape.classes,
                                         kWeightScale / sqrt(static_cast<double>(shape.inputs)));
     return {lesson, problem, shape, x, W};
+  }
+
+  Kernel& add(const std::string& row, Role role, int needs_cc, std::function<void()> launch) const {
+    if (kind == Kind::only_infinite) {
+      launch = [launch, probs = probs, result = result] {
+        launch();
+        mark_nan(probs, result, probs.size());
+      };
+    }
+    return problem.kernel(row, role, launch).needs(needs_cc);
   }
 
   Results results(Epilogue epilogue) const {
@@ -1425,82 +1448,76 @@ struct Table : Layer {
     softmax(logits, probs, shape, reinterpret_cast<float2*>(parts.data()));
   }
 
-  // Way (1).
-  std::function<void()> library(cublasHandle_t blas, bool tf32) const {
-    return [=, *this] {
-      library_product(blas, x, W, logits, shape,
-                      tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F);
-      softmax_of_logits();
-    };
-  }
-
   // Ways (2) and (3), by the same product.
   void add_ours(const Product& product, const std::string& suffix, int needs_cc) const {
     const std::string fused = std::string("fused ") + product.name + suffix;
     const std::string unfused = "un" + fused;
-    const auto add = [&](const std::string& row, std::function<void()> launch) {
-      product.state_resources(problem.kernel(row, Role::ours, launch).needs(needs_cc));
-    };
-    add(unfused, [product, *this] {
+    product.state_resources(add(unfused, Role::ours, needs_cc, [product, *this] {
       product.launch(results(Epilogue::logits));
       softmax_of_logits();
-    });
-    add(fused, [product, *this] { product.launch(results(Epilogue::softmax)); });
+    }));
+    product.state_resources(add(fused, Role::ours, needs_cc,
+                                [product, *this] { product.launch(results(Epilogue::softmax)); }));
     const std::string what = name + ", " + product.name + suffix + ": ";
     problem.compare(fused, unfused, what + "fused (3) against unfused (2), % times faster.");
     problem.compare(unfused, "library", what + "unfused (2) against library (1), % times faster.");
   }
 
-  // The same for Hopper's product, if the shape has one.
+  // With a math's tiles, and with Hopper's product if the shape has one.
   template <Math kMath>
-  void add_hopper(const std::string& suffix) const {
-    const auto product = make_hopper_product<kMath>(*this);
-    if (product) add_ours(*product, suffix, 90);
+  void add_products(const std::string& suffix) const {
+    add_ours(make_product<kMath>(*this), suffix, kMath == Math::fp32 ? 0 : 80);
+    if constexpr (kMath != Math::fp32) {
+      const auto product = make_hopper_product<kMath>(*this);
+      if (product) add_ours(*product, suffix, 90);
+    }
   }
 };
 
 constexpr double kMostFlopsOfFusedRows = 1e11;
 
-// The table of a shape in fp32 or, if `tf32`, in TF32.
-void add_table(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, bool tf32) {
-  const Table table(lesson, (tf32 ? "TF32 " : "fp32 ") + text_of(shape), shape, tf32);
+void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShape& shape) {
+  const Table table(lesson, kind, shape);
   Problem& problem = table.problem;
   const auto x = table.x, W = table.W, probs = table.probs;
   const int B = table.B, D = table.D, C = table.C;
+  const bool tf32 = kind == Kind::tf32, only_infinite = kind == Kind::only_infinite;
   const auto expected = problem.reference(probs.size());
-  if (lesson.flag("--hard-rows")) problem.adjust_inputs([=] { make_hard(x, W, shape); });
-  problem.reference_from(softmax_scratch(shape),
-                         [=] { reference_softmax<float>(blas, x, W, expected, shape); });
-  problem.check(probs, expected,
-                tf32 ? softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32)
-                     : softmax_tolerance(shape.inputs, kRoundoffFp32));
+  if (only_infinite) {
+    problem.adjust_inputs([=] { make_only_minus_infinity(x, W, shape); });
+  } else if (lesson.flag("--hard-rows")) {
+    problem.adjust_inputs([=] { make_hard(x, W, shape); });
+  }
+  problem.reference_from(softmax_scratch(shape), [=] {
+    reference_softmax<float>(blas, x, W, expected, shape);
+    if (only_infinite) mark_nan(expected, expected.size());
+  });
+  problem.check(table.result, expected,
+                kind != Kind::fp32
+                    ? softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32)
+                    : softmax_tolerance(shape.inputs, kRoundoffFp32));
 
-  const int needs_cc = tf32 ? 80 : 0;
-  problem.kernel("library", Role::library, table.library(blas, tf32)).needs(needs_cc);
+  table.add("library", Role::library, tf32 ? 80 : 0, [=] {  // way (1)
+    library_product(blas, x, W, table.logits, shape,
+                    tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F);
+    table.softmax_of_logits();
+  });
   // It reads W once per row: of the largest shapes 20 calls would take a minute.
   if (!tf32 && shape.flops() < kMostFlopsOfFusedRows) {
-    problem
-        .kernel("fused rows", Role::baseline,
-                [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); })
-        .resources(fused_rows, kSoftmaxThreads);
+    const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
+    table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
   }
   // It rounds nothing, in TF32's table either: for a few columns, that is what tensor cores have to
   // beat.
-  if (shape.classes <= 16) {
-    problem
-        .kernel(
-            "fused rows, D split", Role::ours,
-            [=] { launch_early(fused_narrow_rows<16>, B, kSoftmaxThreads, 0, x, W, probs, D, C); })
-        .resources(fused_narrow_rows<16>, kSoftmaxThreads);
+  if (C <= 16) {
+    const auto kernel = fused_narrow_rows<16>;
+    const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
+    table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }
-  if (tf32) {
-    table.add_ours(make_product<Math::tf32>(table), "", needs_cc);
-    table.add_hopper<Math::tf32>("");
-    return;
-  }
-  table.add_ours(make_product<Math::fp32>(table), "", needs_cc);
-  table.add_ours(make_product<Math::split>(table), ", 3xTF32", 80);
-  table.add_hopper<Math::split>(", 3xTF32");
+  if (kind != Kind::fp32) table.add_products<Math::tf32>(only_infinite ? ", TF32" : "");
+  if (tf32) return;
+  table.add_products<Math::fp32>("");
+  table.add_products<Math::split>(", 3xTF32");
 }
 
 // A line a shape: what fusion saves.
@@ -1511,43 +1528,6 @@ void add_bytes_note(Lesson& lesson, const SoftmaxShape& shape) {
            text_of(shape).c_str(), 4e-6 * shape.logits(),
            1e-6 * (shape.bytes(sizeof(float)) + 8 * shape.logits()));
   lesson.note(text);
-}
-
-// With --hard-rows: rows of only -inf, beside others. What is verified are their NaN.
-void add_only_minus_infinity(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape) {
-  const Table table(lesson, "only -inf " + text_of(shape), shape, false);
-  Problem& problem = table.problem;
-  const auto x = table.x, W = table.W, probs = table.probs;
-  const int B = table.B, D = table.D, C = table.C;
-  const auto marked = problem.output<float>(probs.size());
-  const auto expected = problem.reference(probs.size());
-  problem.adjust_inputs([=] { make_only_minus_infinity(x, W, shape); });
-  problem.reference_from(softmax_scratch(shape), [=] {
-    reference_softmax<float>(blas, x, W, expected, shape);
-    mark_nan(expected, expected.size());
-  });
-  problem.check(marked, expected,
-                softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32));
-  const auto add = [&](const std::string& name, int needs_cc, std::function<void()> launch) {
-    problem
-        .kernel(name, Role::ours,
-                [=] {
-                  launch();
-                  mark_nan(probs, marked, probs.size());
-                })
-        .needs(needs_cc);
-  };
-  const auto fused = [&](const Product& product, const std::string& suffix, int needs_cc) {
-    add(std::string("fused ") + product.name + suffix, needs_cc,
-        [product, table] { product.launch(table.results(Epilogue::softmax)); });
-  };
-  add("library", 0, table.library(blas, false));
-  add("fused rows", 0, [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); });
-  fused(make_product<Math::fp32>(table), "", 0);
-  fused(make_product<Math::tf32>(table), ", TF32", 80);
-  fused(make_product<Math::split>(table), ", 3xTF32", 80);
-  if (const auto product = make_hopper_product<Math::tf32>(table)) fused(*product, ", TF32", 90);
-  if (const auto product = make_hopper_product<Math::split>(table)) fused(*product, ", 3xTF32", 90);
 }
 
 int main(int argc, char** argv) {
@@ -1577,12 +1557,12 @@ int main(int argc, char** argv) {
   Cublas blas;
   const bool has_tf32 = lesson.on_cpu() || lesson.device().major >= 8;
   for (const SoftmaxShape& shape : shapes) {
-    if (all || has_tf32) add_table(lesson, blas, shape, true);
-    if (all || !has_tf32) add_table(lesson, blas, shape, false);
+    if (all || has_tf32) add_table(lesson, blas, Kind::tf32, shape);
+    if (all || !has_tf32) add_table(lesson, blas, Kind::fp32, shape);
     add_bytes_note(lesson, shape);
   }
   if (lesson.flag("--hard-rows")) {
-    for (const SoftmaxShape& shape : shapes) add_only_minus_infinity(lesson, blas, shape);
+    for (const SoftmaxShape& shape : shapes) add_table(lesson, blas, Kind::only_infinite, shape);
   }
   return lesson.run();
 }
