@@ -29,9 +29,12 @@
 //     fused tiles     a block has all columns of 8 to 32 rows (all_columns() below); D is spread
 //                     over its warps and, if there are too few rows to fill the GPU, over several
 //                     blocks
+//     fused narrow    few columns and many rows: x goes from memory straight to registers, W stays
+//                     in shared memory (narrow_columns(); TF32)
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, maximum and sum;
 //                     a second kernel goes on from there
+//     fused few rows  half fused, up to 8 rows: W is all there is to read (few_rows())
 //
 // and on Hopper, with its copy engine and wgmma:
 //
@@ -40,10 +43,8 @@
 //     fused exchange  the blocks that share a row run at the same time (exchange_columns()), keep
 //                     their logits in registers, and tell each other only maximum and sum. Where a
 //                     row has more blocks than there is room for, half fused
-//     fused streamed  half fused, where rows of W are not aligned to 16 bytes, and too few rows
-//                     share W to copy it into rows that are: it goes from memory straight to
-//                     registers (streamed_columns())
-//     fused few rows  half fused, up to 8 rows: W is all there is to read (few_rows())
+//     fused streamed  half fused, where rows of W are not aligned to 16 bytes: it goes from memory
+//                     straight to registers (streamed_columns())
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
 // the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
@@ -258,6 +259,96 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
   }
 }
 
+// ---- fused narrow -------------------------------------------------------------------------------
+
+// Many rows and few columns: then x is nearly all there is to read, each element once. It goes from
+// memory straight into the fragments that a warp multiplies, wherever rows start; many loads are
+// under way at a time, and none waits for a barrier. What all rows share, W, stays in shared
+// memory: `depth` rows of it at a time, and if that is all of D for as long as the block lives,
+// which takes one tile of 32 rows after another. Two warps have 16 rows each, with all columns, and
+// four of each share D: warp w has steps w / 2, w / 2 + 4, ... of 8 inputs. Then a warp finishes a
+// row, as in fused tiles.
+template <int kCols>
+__global__ void __launch_bounds__(256) narrow_columns(const float* x, const float* W, int B, int D,
+                                                      int C, int depth, Results results) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kRows = 32, kParts = 4, kAtOnce = 8, kStride = kCols + 8, kTiles = kCols / 8;
+  extern __shared__ __align__(128) float W_part[];  // [depth][kStride], and behind it the logits
+  float* logits = W_part + depth * kStride;         // [kParts][kRows][kStride]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int part = warp / 2, own_row = warp % 2 * 16 + g;
+  const auto bring_W = [&](int first) {
+    __syncthreads();  // nobody needs what is there
+    const int rows = min(depth, D - first);
+    int d = threadIdx.x / C, c = threadIdx.x % C;
+    for (; d < rows; d += 256 / C, c += 256 % C) {
+      if (c >= C) c -= C, ++d;
+      if (d < rows) {
+        const float* from = W + static_cast<size_t>(first + d) * C + c;
+        copy_async<4>(W_part + d * kStride + c, from, true);
+      }
+    }
+    for (int i = threadIdx.x; i < (depth - rows) % 8 * kStride; i += 256) {
+      W_part[rows * kStride + i] = 0;  // what x, which is 0 there, is multiplied by
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+  };
+  for (int tile = blockIdx.x; tile * kRows < B; tile += gridDim.x) {
+    const int row0 = tile * kRows;
+    const float* near = x + static_cast<size_t>(min(row0 + own_row, B - 1)) * D + t;
+    const float* far = x + static_cast<size_t>(min(row0 + own_row + 8, B - 1)) * D + t;
+    float sums[kTiles][4] = {};
+    for (int first = 0; first < D; first += depth) {
+      if (depth < D || tile == static_cast<int>(blockIdx.x)) bring_W(first);
+      const int last = min(D, first + depth);
+      for (int d0 = first + 8 * part; d0 < last; d0 += 8 * kParts * kAtOnce) {
+        float a[kAtOnce][4];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int d = d0 + 8 * kParts * i;
+          a[i][0] = d + t < last ? near[d] : 0, a[i][1] = d + t < last ? far[d] : 0;
+          a[i][2] = d + t + 4 < last ? near[d + 4] : 0, a[i][3] = d + t + 4 < last ? far[d + 4] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int d = d0 + 8 * kParts * i;
+          if (d >= last) break;
+          const unsigned rounded[4] = {to_tf32(a[i][0]), to_tf32(a[i][1]), to_tf32(a[i][2]),
+                                       to_tf32(a[i][3])};
+          const float* W_at = W_part + (d - first + t) * kStride + g;
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            mma_m16n8k8_tf32(sums[j], rounded, to_tf32(W_at[8 * j]),
+                             to_tf32(W_at[4 * kStride + 8 * j]));
+          }
+        }
+      }
+    }
+    float* to = logits + (part * kRows + own_row) * kStride + 2 * t;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      *reinterpret_cast<float2*>(to + 8 * j) = {sums[j][0], sums[j][1]};
+      *reinterpret_cast<float2*>(to + 8 * kStride + 8 * j) = {sums[j][2], sums[j][3]};
+    }
+    __syncthreads();
+    for (int row = warp; row < min(kRows, B - row0); row += 8) {
+      float v[(kCols + 31) / 32] = {};
+#pragma unroll
+      for (int k = 0; k < kParts; ++k) {
+#pragma unroll
+        for (int i = 0; i < (kCols + 31) / 32; ++i) {
+          if (lane + 32 * i < C) v[i] += logits[(k * kRows + row) * kStride + lane + 32 * i];
+        }
+      }
+      finish_row(v, row0 + row, C, results);
+    }
+    __syncthreads();  // the logits have been read
+  }
+}
+
 // ---- fused online -------------------------------------------------------------------------------
 
 // Here a row does not fit into a block: 1000 columns of 64 rows are as many sums as a
@@ -316,22 +407,24 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
   }
 }
 
-// ---- Few rows -----------------------------------------------------------------------------------
+// ---- fused few rows -----------------------------------------------------------------------------
 
 // Of up to kRows rows all there is to read is W, and all that counts is how many of its bytes are
 // on their way. So no tiles: a thread has a column, and loads 16 of its elements before it needs
 // the first one; a warp's are neighbours in memory, wherever a row starts. x comes from shared
-// memory, the same element for all threads. A block has 256 columns and one of gridDim.y slices of
+// memory, the same element for all threads. kParts threads share a column, for there are few
+// columns, too: each has every kParts-th group of 16 inputs. A block has one of gridDim.y slices of
 // D, of which `out` (slices, B, C) gets the logits: what adds them up is the softmax.
-template <int kRows>
+template <int kRows, int kParts>
 __global__ void __launch_bounds__(256)
     few_rows(const float* x, const float* W, float* out, int B, int D, int C) {
   start_next_kernel();
   wait_for_previous_kernel();
-  constexpr int kDepth = 256, kAtOnce = 16;
+  constexpr int kDepth = 256, kAtOnce = 16, kCols = 256 / kParts;
   __shared__ alignas(16) float x_part[kDepth][kRows];
-  const int col = blockIdx.x * 256 + threadIdx.x, slice = blockIdx.y;
-  const int chunks = (D + kAtOnce - 1) / kAtOnce, slices = gridDim.y;
+  __shared__ float sums[kParts][kRows][kCols];
+  const int part = threadIdx.x / kCols, col = blockIdx.x * kCols + threadIdx.x % kCols;
+  const int chunks = (D + kAtOnce - 1) / kAtOnce, slices = gridDim.y, slice = blockIdx.y;
   const int first = chunks * slice / slices * kAtOnce;
   const int last = min(D, chunks * (slice + 1) / slices * kAtOnce);
   const float* column = W + min(col, C - 1);
@@ -344,7 +437,7 @@ __global__ void __launch_bounds__(256)
       x_part[threadIdx.x][row] = row < B && d < last ? x[static_cast<size_t>(row) * D + d] : 0;
     }
     __syncthreads();
-    for (int k0 = 0; k0 < min(kDepth, last - d0); k0 += kAtOnce) {
+    for (int k0 = part * kAtOnce; k0 < min(kDepth, last - d0); k0 += kParts * kAtOnce) {
       float w[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
@@ -358,9 +451,17 @@ __global__ void __launch_bounds__(256)
       }
     }
   }
+  if constexpr (kParts > 1) {
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) sums[part][row][threadIdx.x % kCols] = sum[row];
+    __syncthreads();
+  }
+  if (part > 0 || col >= C) return;
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
-    if (row < B && col < C) out[(static_cast<size_t>(slice) * B + row) * C + col] = sum[row];
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) sum[row] += sums[i][row][threadIdx.x];
+    if (row < B) out[(static_cast<size_t>(slice) * B + row) * C + col] = sum[row];
   }
 }
 
@@ -575,11 +676,10 @@ struct StreamShared {
 };
 
 #if HOPPER_CODE
-// A thread's logits, of the columns col and col + 1, and the parts of the block's rows.
+// A thread's logits, of the columns col and col + 1, and its warp's parts of the rows.
 template <int kRows, int kGroups>
 __device__ void leave_tile(StreamShared<kRows, kGroups>& shared, const float (&sum)[kRows / 2],
-                           int tile, int tiles, int row0, int col, int B, int C,
-                           const Results& results) {
+                           int row0, int col, int B, int C, const Results& results) {
   const int warp = warp_of_block(), lane = threadIdx.x % 32, t = lane % 4;
   const bool parts = results.epilogue == Epilogue::parts;
 #pragma unroll
@@ -608,13 +708,6 @@ __device__ void leave_tile(StreamShared<kRows, kGroups>& shared, const float (&s
       }
       if (lane < 4) shared.parts[warp][row] = part;
     }
-  }
-  if (!parts) return;
-  __syncthreads();
-  for (int row = threadIdx.x; row < min(kRows, B - row0); row += 128 * kGroups) {
-    MaxSum all = shared.parts[0][row];
-    for (int i = 1; i < 4 * kGroups; ++i) all = merge(all, shared.parts[i][row]);
-    results.parts[static_cast<size_t>(row0 + row) * tiles + tile] = {all.largest, all.sum};
   }
 }
 #endif
@@ -702,31 +795,28 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   }
   wgmma_wait<0>();
   __syncthreads();  // nobody needs the stages any more
-  leave_tile<kRows, kGroups>(shared, sum, tile, tiles, row0, col, B, C, results);
+  leave_tile<kRows, kGroups>(shared, sum, row0, col, B, C, results);
+  if (results.epilogue != Epilogue::parts) return;
+  __syncthreads();
+  for (int row = threadIdx.x; row < min(kRows, B - row0); row += 128 * kGroups) {
+    MaxSum all = shared.parts[0][row];
+    for (int i = 1; i < 4 * kGroups; ++i) all = merge(all, shared.parts[i][row]);
+    results.parts[static_cast<size_t>(row0 + row) * tiles + tile] = {all.largest, all.sum};
+  }
 #endif
 }
 
-// Rows of a matrix, and where copies of them go that start `stride` floats apart.
-struct Copies {
-  const float* from;
-  float* to;
-  int rows, cols;
-  int64_t stride;
-};
-
-// Copies rows for the copy engine, which finds only what is aligned to 16 bytes: those of two
-// matrices, a warp a row.
-__global__ void __launch_bounds__(256) align_rows(Copies first, Copies second) {
+// Copies rows of x into rows `stride` floats apart, a warp a row: for the copy engine, which finds
+// only what is aligned to 16 bytes.
+__global__ void __launch_bounds__(256)
+    align_rows(const float* from, float* to, int rows, int cols, int64_t stride) {
   start_next_kernel();
   wait_for_previous_kernel();
-  const int64_t number = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
-  const Copies& of = number < first.rows ? first : second;
-  const int64_t row = number < first.rows ? number : number - first.rows;
-  if (row >= of.rows) return;
-  const float* from = of.from + row * of.cols;
-  float* to = of.to + row * of.stride;
+  const int64_t row = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
+  if (row >= rows) return;
+  from += row * cols, to += row * stride;
 #pragma unroll 8
-  for (int col = threadIdx.x % 32; col < of.cols; col += 32) to[col] = from[col];
+  for (int col = threadIdx.x % 32; col < cols; col += 32) to[col] = from[col];
 }
 
 // ---- Hopper: fused exchange ---------------------------------------------------------------------
@@ -740,22 +830,10 @@ __global__ void __launch_bounds__(256) align_rows(Copies first, Copies second) {
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
 // that copies, two that multiply, several stages, and clusters of two. For all of the D inputs W
 // has no room in registers: it comes through the stages, too, and from there to the registers.
-constexpr int kBlockClasses = 128, kExchangeDepth = 32, kExchangeThreads = 384;
-
 template <Math kMath, int kRows>
-struct ExchangeShared {
-  static constexpr bool kSplit = kMath == Math::split;
-  struct Stage {
-    float x[kRows * kExchangeDepth];
-    float W[kBlockClasses / 32][kExchangeDepth * 32];
-  };
-  static constexpr int kStageBytes = sizeof(Stage) + (kSplit ? kRows * kExchangeDepth * 4 : 0);
-  static constexpr int kStages = std::min(8, (200 << 10) / kStageBytes);
-  Stage stages[kStages];
-  float x_low[kSplit ? kStages : 1][kSplit ? kRows * kExchangeDepth : 1];
+struct ExchangeShared : TurnedShared<kMath, kRows> {
   alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
   alignas(16) float rows[kRows];      // what exponentials are relative to; then their factor
-  Barrier full[kStages], empty[kStages], split_done[kStages];
 };
 
 // What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
@@ -818,187 +896,73 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
   return all;
 }
 
-// One of the 256 threads of the consumers. A warp has 16 columns, half of a box of 32 in shared
-// memory, and a thread two neighbours of them; which half is chosen so that reads of four rows of W
-// meet no bank twice. Which sums a thread has: as in fused cluster.
+// The thread's columns exist if `inside`. Its sums become exponentials relative to the maximum of
+// the row in this block; that and their sum is what thread `row` returns.
 template <Math kMath, int kRows>
-struct Consumer {
-  using Shared = ExchangeShared<kMath, kRows>;
-  static constexpr int kSums = kRows / 2, kStages = Shared::kStages;
-  Shared& shared;
-  int own = threadIdx.x - 128, g = own % 32 / 4, t = own % 4;
-  int box = own / 64, piece = 2 * (own / 32 % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
-  int near = t * 32 + (piece ^ t) * 4 + half * 2,
-      far = (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
-
-  // The first of its two columns among those of the block.
-  __device__ int col() const { return 32 * box + 4 * piece + 2 * half; }
-
-  __device__ void release(
-      int stage) const {  // threads 0 and 1 tell the producers of blocks 0 and 1
-    if (own % 128 < 2) barrier_arrive(&shared.empty[stage], own % 128);
+__device__ MaxSum exponentials(ExchangeShared<kMath, kRows>& shared,
+                               const TurnedConsumer<kMath, kRows>& of, float (&sum)[kRows / 2],
+                               bool inside) {
+  constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
+  const int own = of.own, g = of.g, t = of.t;
+  const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);
+  float of_row[kPairs];
+  const auto leave_parts = [&] {
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+      const int at = reversed * kLeft + i;
+      shared.parts[own / 32][at / 2 * 8 + 2 * t + at % 2] = of_row[i];
+    }
+  };
+  if (!inside) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) sum[i] = minus_infinity();
   }
-  __device__ void load(float (&w)[4][4], const Ring<kStages>& ring) const {
-    barrier_wait(&shared.full[ring.stage], ring.parity);
-    const float* from = shared.stages[ring.stage].W[box];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
-      const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
-      w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
-    }
+  for (int i = 0; i < kPairs; ++i) {
+    of_row[i] = fmaxf(sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]);
   }
-
-  // The sums over all of D. While one step is multiplied, the fragments of the next one are loaded:
-  // two sets of registers, and therefore two steps a turn.
-  __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring, int steps) const {
-    float w[2][4][4];
-    int previous = 0;
-    const auto add = [&](const float(&set)[4][4], int step) {
-      if constexpr (Shared::kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
-      add_products<kMath, kMath == Math::tf32>(sum, set, shared.stages[ring.stage].x,
-                                               shared.x_low[Shared::kSplit ? ring.stage : 0],
-                                               step > 0);
-      wgmma_wait<1>();
-      if (step > 0) release(previous);
-      previous = ring.stage;
-      ring.advance();
-    };
-    load(w[0], ring);
-    for (int step = 0; step < steps; step += 2) {
-      add(w[0], step);
-      if (step + 1 == steps) break;
-      load(w[1], ring);
-      add(w[1], step + 1);
-      if (step + 2 < steps) load(w[0], ring);
-    }
-    wgmma_wait<0>();
-    release(previous);
+  combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
+  leave_parts();
+  named_barrier(1, 256);
+  MaxSum row = {minus_infinity(), 0};
+  if (own < kRows) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
+    shared.rows[own] = base_of(row.largest);
   }
-
-  // `left` of its columns exist. Sums become exponentials relative to the maximum of the row in
-  // this block; that and their sum is what thread `row` returns.
-  __device__ MaxSum exponentials(float (&sum)[kSums], int left) const {
-    constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
-    const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);
-    float of_row[kPairs];
-    const auto leave_parts = [&] {
+  named_barrier(1, 256);
 #pragma unroll
-      for (int i = 0; i < kLeft; ++i) {
-        const int at = reversed * kLeft + i;
-        shared.parts[own / 32][at / 2 * 8 + 2 * t + at % 2] = of_row[i];
-      }
-    };
-    if (left < 2) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        if (left < 1 || i % 4 > 1) sum[i] = minus_infinity();
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      of_row[i] = fmaxf(sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]);
-    }
-    combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
-    leave_parts();
-    named_barrier(1, 256);
-    MaxSum row = {minus_infinity(), 0};
-    if (own < kRows) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
-      shared.rows[own] = base_of(row.largest);
-    }
-    named_barrier(1, 256);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
-      float &a = sum[i / 2 * 4 + i % 2], &b = sum[i / 2 * 4 + 2 + i % 2];
-      a = exp_of<kMath>(a - base), b = exp_of<kMath>(b - base);
-      of_row[i] = a + b;
-    }
-    combine_quads(of_row, [](float a, float b) { return a + b; });
-    leave_parts();
-    named_barrier(1, 256);
-    if (own < kRows) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
-    }
-    return row;
+  for (int i = 0; i < kPairs; ++i) {
+    const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
+    float &a = sum[i / 2 * 4 + i % 2], &b = sum[i / 2 * 4 + 2 + i % 2];
+    a = exp_of<kMath>(a - base), b = exp_of<kMath>(b - base);
+    of_row[i] = a + b;
   }
-
-  // To `out`, which starts at the block's first row, of which there are `rows`, and at the thread's
-  // first column: the sums, each times what shared.rows has for its row.
-  __device__ void store(const float (&sum)[kSums], float* out, int rows, int left, int C) const {
-    const auto write = [&](auto put) {
-      float* to = out + static_cast<size_t>(2 * t) * C;
+  combine_quads(of_row, [](float a, float b) { return a + b; });
+  leave_parts();
+  named_barrier(1, 256);
+  if (own < kRows) {
 #pragma unroll
-      for (int j = 0; j < kRows / 8; ++j) {
-        const int row = 8 * j + 2 * t;
-        const float2 factors = *reinterpret_cast<const float2*>(&shared.rows[row]);
-        put(row, to, float2{sum[4 * j] * factors.x, sum[4 * j + 2] * factors.x});
-        put(row + 1, to + C, float2{sum[4 * j + 1] * factors.y, sum[4 * j + 3] * factors.y});
-        to += 8 * static_cast<size_t>(C);
-      }
-    };
-    if (C % 2 != 0) {
-      write([&](int row, float* to, float2 pair) {
-        if (row < rows) to[0] = pair.x;
-        if (row < rows && left > 1) to[1] = pair.y;
-      });
-    } else if (rows < kRows) {
-      write([&](int row, float* to, float2 pair) {
-        if (row < rows) *reinterpret_cast<float2*>(to) = pair;
-      });
-    } else {
-      write([](int, float* to, float2 pair) { *reinterpret_cast<float2*>(to) = pair; });
-    }
+    for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
   }
-};
-
-// The producer's first thread: copies of one strip of rows, of which each of the cluster's two
-// blocks fetches one half for both, and of the block's columns of W.
-template <Math kMath, int kRows>
-__device__ void fetch_strip(ExchangeShared<kMath, kRows>& shared,
-                            Ring<ExchangeShared<kMath, kRows>::kStages>& ring, const CUtensorMap* x,
-                            const CUtensorMap* W, int row0, int col0, int steps) {
-  const int half = cluster_rank() * kRows / 2;
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    auto& stage = shared.stages[ring.stage];
-    Barrier* arrived = &shared.full[ring.stage];
-    barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-    barrier_arrive_expect(arrived, sizeof stage);
-    const int k = step * kExchangeDepth;
-    tensor_load_multicast(stage.x + half * kExchangeDepth, x, row0 + half, k, arrived, 3);
-    for (int box = 0; box < kBlockClasses / 32; ++box) {
-      tensor_load(stage.W[box], W, k, col0 + 32 * box, arrived);
-    }
-  }
+  return row;
 }
 #endif
 
-// The two blocks of a cluster have the same kRows rows of x, and 128 columns of W each. A block is
-// a producer warpgroup and two consumers, of 64 columns each. The clusters side by side have all
-// columns of a strip of kRows rows; in a round they take strips_at_once strips, which is as many as
-// have all of their blocks running.
+// The clusters side by side have all columns of a strip of kRows rows; in a round they take
+// strips_at_once strips, which is as many as have all of their blocks running.
 template <Math kMath, int kRows>
-__global__ void HOPPER_CLUSTER(2) __launch_bounds__(kExchangeThreads, 1)
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     exchange_columns(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap W,
                      int B, int D, int C, Exchange others, Results results) {
 #if HOPPER_CODE
   using Shared = ExchangeShared<kMath, kRows>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int steps = (D + kExchangeDepth - 1) / kExchangeDepth, strips = (B + kRows - 1) / kRows;
-  const int tiles = (C + 2 * kBlockClasses - 1) / (2 * kBlockClasses) * 2;  // of a strip
-  const int tile = blockIdx.x % tiles, col0 = tile * kBlockClasses;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Shared::kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
-      barrier_init(&shared.split_done[s], 96);
-    }
-    barrier_init_fence();
-  }
+  const int steps = (D + Shared::kDepth - 1) / Shared::kDepth, strips = (B + kRows - 1) / kRows;
+  const int tiles = (C + 2 * Shared::kColumns - 1) / (2 * Shared::kColumns) * 2;  // of a strip
+  const int tile = blockIdx.x % tiles, col0 = tile * Shared::kColumns;
+  if (threadIdx.x == 0) init_barriers<kMath, kRows>(shared);
   cluster_meet();
   start_next_kernel();
   wait_for_previous_kernel();
@@ -1008,23 +972,12 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(kExchangeThreads, 1)
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
-      if (threadIdx.x == 0) {
-        fetch_strip(shared, ring, &x, &W, strip * kRows, col0, steps);
-      } else if (Shared::kSplit && threadIdx.x >= 32) {
-        // The producer's other warps split x, all of a stage: in whatever order it lies there.
-        for (int step = 0; step < steps; ++step, ring.advance()) {
-          barrier_wait(&shared.full[ring.stage], ring.parity);
-          split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], kRows * kExchangeDepth,
-                    threadIdx.x - 32, 96);
-          shared_fence();
-          barrier_arrive(&shared.split_done[ring.stage]);
-        }
-      }
+      produce<kMath, kRows>(shared, ring, &x, &W, strip * kRows, col0, steps);
     }
     if (threadIdx.x == 0) wait_until_empty(shared.empty, ring);
   } else {
     registers_grow_to<232>();
-    const Consumer<kMath, kRows> consumer{shared};
+    const TurnedConsumer<kMath, kRows> consumer{shared};
     const int own = consumer.own, col = col0 + consumer.col();
     const bool softmax = results.epilogue == Epilogue::softmax;
     float sum[kRows / 2];
@@ -1036,7 +989,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(kExchangeThreads, 1)
       consumer.multiply(sum, ring, steps);
       const int row0 = strip * kRows;
       if (softmax) {
-        const MaxSum row = consumer.exponentials(sum, C - col);
+        const MaxSum row = exponentials(shared, consumer, sum, col < C);
         if (own < kRows) {
           Left* of_tiles = others.left + static_cast<size_t>(strip) * tiles * kRows + own;
           const MaxSum all = exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
@@ -1045,10 +998,10 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(kExchangeThreads, 1)
         named_barrier(1, 256);
       }
       float* out = results.out + static_cast<size_t>(row0) * C + col;
-      if (col < C) consumer.store(sum, out, B - row0, C - col, C);
+      if (col < C) consumer.store(sum, shared.rows, out, B - row0, C);
       if (results.epilogue == Epilogue::parts) {  // then a block has one strip
         named_barrier(1, 256);
-        const MaxSum row = consumer.exponentials(sum, C - col);
+        const MaxSum row = exponentials(shared, consumer, sum, col < C);
         if (own < min(kRows, B - row0)) {
           results.parts[static_cast<size_t>(row0 + own) * tiles + tile] = {row.largest, row.sum};
         }
@@ -1084,7 +1037,7 @@ struct Layer {
   Problem& problem;
   SoftmaxShape shape;
   Buffer<float> x, W;
-  int64_t x_stride = shape.inputs, W_stride = shape.classes;
+  int64_t x_stride = shape.inputs;
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = lesson.device().sms;
 };
@@ -1105,25 +1058,23 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 }
 
 // A half fused product: `launch` (results, slices) leaves logits or, of that many slices of D,
-// parts of them; and, if asked for and for one slice, the parts of rows in tiles of `tile_columns`
-// columns. Probabilities are made by another kernel. Where a row fits into registers, the usual
+// parts of them; and, if asked for and for one slice, the parts of rows in `tiles` tiles (0: it
+// cannot). Probabilities are made by another kernel. Where a row fits into registers, the usual
 // softmax is as good as one that knows the parts.
 template <typename Launch>
-std::function<void(Results)> half_fused(const Layer& layer, int slices, int tile_columns,
-                                        Launch launch) {
+std::function<void(Results)> half_fused(const Layer& layer, int slices, int tiles, Launch launch) {
   const auto sums =
       layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
   return [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
-    const bool parts = slices == 1 && C > 4096 && tile_columns > 0;
+    const bool parts = slices == 1 && C > 4096 && tiles > 0;
     results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
     if (slices > 1) results.out = sums;
     launch(results, slices);
     if (parts) {
       launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks(C, kPartColumns)),
-                   kSoftmaxThreads, 0, out, out, results.parts, C,
-                   static_cast<int>(blocks(C, tile_columns)));
+                   kSoftmaxThreads, 0, out, out, results.parts, C, tiles);
     } else {
       softmax(results.out, out, shape, results.parts, slices);
     }
@@ -1167,8 +1118,28 @@ Product make_column_tiles(const Layer& layer) {
                  factors_of(layer), results);
   };
   return product_of("online", column_tiles<Tile>, Tile::kThreads, Tile::kStageBytes,
-                    half_fused(layer, 1, Tile::kCols, launch));
+                    half_fused(layer, 1, static_cast<int>(blocks(layer.C, Tile::kCols)), launch));
 }
+
+template <int kCols>
+Product make_narrow(const Layer& layer) {
+  // All of W if it fits, else as much of it as leaves room for another block.
+  constexpr int kRowBytes = 4 * (kCols + 8), kLogits = 4 * 32 * kRowBytes;
+  const int most = static_cast<int>(layer.lesson.device().shared_bytes) - kLogits - 1024;
+  const int all = static_cast<int>(blocks(layer.D, 8)) * 8;
+  const int depth = all <= most / kRowBytes ? all : (most - kLogits) / 2 / kRowBytes / 8 * 8;
+  const int bytes = depth * kRowBytes + kLogits;
+  const int tiles = static_cast<int>(blocks(layer.B, 32));
+  const int blocks_per_sm = std::clamp(most / bytes, 1, 2);
+  const auto launch = [=](Results results) {
+    launch_early(narrow_columns<kCols>, std::min(tiles, blocks_per_sm * layer.sms), 256, bytes,  //
+                 layer.x, layer.W, layer.B, layer.D, layer.C, depth, results);
+  };
+  return product_of("narrow", narrow_columns<kCols>, 256, bytes, launch);
+}
+
+// From so many rows on fused narrow, if there are few classes.
+constexpr int kManyRows = 2048;
 
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
 template <Math kMath>
@@ -1178,6 +1149,12 @@ Product make_product(const Layer& layer) {
   // tile does not fit, smaller ones of column_tiles() do.
   const bool large = layer.lesson.device().shared_bytes >= 220 << 10;
   const bool medium = layer.lesson.device().shared_bytes >= 110 << 10;
+  if constexpr (kMath == Math::tf32) {
+    if (layer.B >= kManyRows && C <= 16) return make_narrow<16>(layer);
+    if (layer.B >= kManyRows && C <= 48) return make_narrow<48>(layer);
+    if (layer.B >= kManyRows && C <= 80) return make_narrow<80>(layer);
+    if (layer.B >= kManyRows && C <= 128) return make_narrow<128>(layer);
+  }
   if (C <= 16) {
     return make_all_columns<Tile<kMath, kMath == Math::fp32 ? 8 : 16, 16, 64, 1, 1, 8, 3>>(layer);
   }
@@ -1238,17 +1215,25 @@ Product choose_cluster(const Layer& layer) {
 
 constexpr int kFewRows = 8;
 
-template <int kRows>
+template <int kRows, int kParts>
 Product make_few_rows(const Layer& layer) {
-  // As many slices of D as give each multiprocessor seven blocks or so, of 64 inputs or more.
-  const int columns = static_cast<int>(blocks(layer.C, 256));
-  const int most = std::max(1, layer.D / 64);
+  // As many slices of D as give each multiprocessor seven blocks, of 16 inputs a thread or more.
+  const int columns = static_cast<int>(blocks(layer.C, 256 / kParts));
+  const int most = kParts > 1 ? std::max(1, layer.D / (16 * kParts)) : std::max(1, layer.D / 64);
+  const int wanted = kParts > 1 ? std::min(4, layer.sms / columns) : 7 * layer.sms / columns;
   const auto launch = [=](Results results, int slices) {
-    launch_early(few_rows<kRows>, dim3(columns, slices), 256, 0, layer.x, layer.W, results.out,
-                 layer.B, layer.D, layer.C);
+    launch_early(few_rows<kRows, kParts>, dim3(columns, slices), 256, 0, layer.x, layer.W,
+                 results.out, layer.B, layer.D, layer.C);
   };
-  return product_of("few rows", few_rows<kRows>, 256, 0,
-                    half_fused(layer, std::clamp(7 * layer.sms / columns, 1, most), 0, launch));
+  return product_of("few rows", few_rows<kRows, kParts>, 256, 0,
+                    half_fused(layer, std::clamp(wanted, 1, most), 0, launch));
+}
+
+Product choose_few_rows(const Layer& layer) {
+  if (layer.C > 8192) {
+    return layer.B == 1 ? make_few_rows<1, 1>(layer) : make_few_rows<kFewRows, 1>(layer);
+  }
+  return layer.B == 1 ? make_few_rows<1, 8>(layer) : make_few_rows<kFewRows, 8>(layer);
 }
 
 template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
@@ -1263,8 +1248,9 @@ Product make_streamed(const Layer& layer) {
                  kThreads, kBytes, map_of_x<Math::tf32>(layer, kRows), layer.W, layer.B, layer.D,
                  layer.C, results);
   };
-  return product_of("streamed", streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, kThreads,
-                    kBytes, half_fused(layer, slices, 64 * kGroups, launch));
+  return product_of(
+      "streamed", streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, kThreads, kBytes,
+      half_fused(layer, slices, static_cast<int>(blocks(layer.C, 64 * kGroups)), launch));
 }
 
 // Tiles of 128, 192 or 256 classes: whichever keep the multiprocessors busy to the end. Of the
@@ -1285,67 +1271,63 @@ Product choose_streamed(const Layer& layer) {
   return few ? make_streamed<64, 4, 2, 1>(layer) : make_streamed<128, 4, 1, 1>(layer);
 }
 
+constexpr int kExchangeColumns = 128, kExchangeThreads = 384;
+
 // fused exchange in strips of kRows rows, of which `at_once` have all of their blocks running;
 // none: it is half fused.
 template <Math kMath, int kRows>
 Product make_exchange(const Layer& layer, int at_once) {
   constexpr int kBytes = sizeof(ExchangeShared<kMath, kRows>);
-  const int tiles = static_cast<int>(2 * blocks(layer.C, 2 * kBlockClasses));
+  const int tiles = static_cast<int>(2 * blocks(layer.C, 2 * kExchangeColumns));
   const int strips = static_cast<int>(blocks(layer.B, kRows));
   const int count = at_once > 0 ? static_cast<int>(persistent(strips, at_once)) : strips;
   const size_t exchanged = at_once > 0 ? static_cast<size_t>(strips) * tiles * kRows : 1;
   const auto left = layer.problem.workspace<float>(2 * exchanged);
   const auto launches = layer.problem.workspace<unsigned>(2);
   const auto launch = [=](Results results) {
-    const CUtensorMap W = tensor_map<float>(layer.W, layer.D, layer.C, kExchangeDepth,
-                                            kMath == Math::tf32, layer.W_stride);
+    const CUtensorMap W = tensor_map<float>(layer.W, layer.D, layer.C, 32, kMath == Math::tf32);
     const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches, count};
     launch_early(exchange_columns<kMath, kRows>, count * tiles, kExchangeThreads, kBytes,  //
                  map_of_x<kMath>(layer, kRows / 2), W, layer.B, layer.D, layer.C, others, results);
   };
   const auto half = [=](Results results, int) { launch(results); };
   return product_of("exchange", exchange_columns<kMath, kRows>, kExchangeThreads, kBytes,
-                    at_once > 0 ? launch : half_fused(layer, 1, kBlockClasses, half));
+                    at_once > 0 ? launch : half_fused(layer, 1, tiles, half));
 }
 
-// Strips of kRows rows or fewer: those that take the fewest rounds, counting what a strip costs
-// besides its rows. (Blocks are counted for a GPU that this launch has to itself, as in lesson 7.)
+// Strips of kRows rows or fewer, and exchange or half fused: what should take the least time. A
+// block multiplies some 2.9 TFLOP/s, of 48 rows more than it has; half fused, logits are written
+// and read once more. (Blocks are counted for a GPU that this launch has to itself, as in lesson
+// 7.)
 template <Math kMath, int kRows>
-Product choose_exchange(const Layer& layer, int64_t least = INT64_MAX) {
+Product choose_exchange(const Layer& layer, double least = INFINITY) {
   constexpr int kBytes = sizeof(ExchangeShared<kMath, kRows>);
   const auto kernel = exchange_columns<kMath, kRows>;
   allow_shared_bytes(kernel, kBytes);
-  const int64_t tiles = 2 * blocks(layer.C, 2 * kBlockClasses), strips = blocks(layer.B, kRows);
+  const int64_t tiles = 2 * blocks(layer.C, 2 * kExchangeColumns), strips = blocks(layer.B, kRows);
   const int64_t all = 2 * resident_clusters(kernel, 2, kExchangeThreads, kBytes);
-  const int at_once = static_cast<int>(all / tiles);
-  const int64_t rounds = at_once > 0 ? blocks(strips, at_once) : blocks(strips * tiles, all);
-  const int64_t cost = rounds * (kRows + 48);
+  const double round = 2.0 * (kRows + 48) * kExchangeColumns * layer.D / 2.9e12;
+  const double half = round * blocks(strips * tiles, all) + 8 * layer.shape.logits() / 4e12;
+  int at_once = static_cast<int>(all / tiles);
+  double seconds = at_once > 0 ? round * blocks(strips, at_once) : INFINITY;
+  if (half < seconds) at_once = 0, seconds = half;
   if constexpr (kRows > 64) {
-    Product smaller = choose_exchange<kMath, kRows / 2>(layer, std::min(cost, least));
+    Product smaller = choose_exchange<kMath, kRows / 2>(layer, std::min(seconds, least));
     if (smaller.launch) return smaller;
   }
-  return cost < least ? make_exchange<kMath, kRows>(layer, at_once) : Product{};
+  return seconds < least ? make_exchange<kMath, kRows>(layer, at_once) : Product{};
 }
 
-// The layer, and a launch that brings the rows of its factors into such as the copy engine finds,
-// if they are none.
-std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool and_W) {
+// The layer, and a launch that brings rows of x into such as the copy engine finds, if they are
+// none.
+std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer) {
+  if (layer.D % 4 == 0) return {layer, nullptr};
   Layer aligned = layer;
-  if (layer.D % 4 != 0) {
-    aligned.x_stride = blocks(layer.D, 4) * 4;
-    aligned.x = layer.problem.workspace<float>(layer.shape.rows * aligned.x_stride);
-  }
-  if (and_W && layer.C % 4 != 0) {
-    aligned.W_stride = blocks(layer.C, 4) * 4;
-    aligned.W = layer.problem.workspace<float>(layer.shape.inputs * aligned.W_stride);
-  }
-  const int x_rows = aligned.x_stride > layer.D ? layer.B : 0;
-  const int W_rows = aligned.W_stride > layer.C ? layer.D : 0;
-  if (x_rows == 0 && W_rows == 0) return {aligned, nullptr};
+  aligned.x_stride = blocks(layer.D, 4) * 4;
+  aligned.x = layer.problem.workspace<float>(layer.shape.rows * aligned.x_stride);
   return {aligned, [=] {
-            const Copies x = {layer.x, aligned.x, x_rows, layer.D, aligned.x_stride};
-            const Copies W = {layer.W, aligned.W, W_rows, layer.C, aligned.W_stride};
-            launch_early(align_rows, blocks(int64_t{x_rows} + W_rows, 8), 256, 0, x, W);
+            launch_early(align_rows, blocks(layer.B, 8), 256, 0, layer.x, aligned.x, layer.B,
+                         layer.D, aligned.x_stride);
           }};
 }
 
@@ -1357,22 +1339,21 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const bool narrow = layer.C <= kClusterClasses;
   if constexpr (kMath == Math::tf32) {
     if (narrow && layer.D % 4 != 0) return choose_cluster<kMath, false>(layer);
-    if (!narrow && layer.B == 1) return make_few_rows<1>(layer);
-    if (!narrow && layer.B <= kFewRows) return make_few_rows<kFewRows>(layer);
   }
-  // To bring W into aligned rows takes as long as to multiply it by some hundred rows.
-  const bool many = layer.C % 4 == 0 || layer.B >= 1024;
-  if (!narrow && !many && kMath != Math::tf32) return {};
-  const auto [aligned, align] = with_aligned_rows(layer, !narrow && many);
-  const auto choose = [](const Layer& layer, bool narrow, bool many) {
+  // Where there are few tiles fused streamed takes slices of D.
+  const int64_t tiles = blocks(layer.B, 64) * 2 * blocks(layer.C, 2 * kExchangeColumns);
+  const bool streamed = layer.C % 4 != 0 || tiles <= 16;
+  if (!narrow && layer.C % 4 != 0 && kMath != Math::tf32) return {};
+  const auto [aligned, align] = with_aligned_rows(layer);
+  const auto choose = [](const Layer& layer, bool narrow, bool streamed) {
     if (narrow) return choose_cluster<kMath, true>(layer);
     if constexpr (kMath == Math::tf32) {
-      if (!many) return choose_streamed(layer);
+      if (streamed) return choose_streamed(layer);
     }
     // With split operands a thread has the sums of a step, too: half as many rows.
     return choose_exchange < kMath, kMath == Math::split ? 128 : 256 > (layer);
   };
-  Product product = choose(aligned, narrow, many);
+  Product product = choose(aligned, narrow, streamed);
   if (align) {
     product.launch = [align = align, launch = product.launch](Results results) {
       align();
@@ -1507,13 +1488,14 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
   }
-  // It rounds nothing, in TF32's table either: for a few columns, that is what tensor cores have to
-  // beat.
+  // These round nothing, in TF32's table either: for a few columns, or rows, they are what tensor
+  // cores have to beat.
   if (C <= 16) {
     const auto kernel = fused_narrow_rows<16>;
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }
+  if (C > kClusterClasses && B <= kFewRows) table.add_ours(choose_few_rows(table), "", 0);
   if (kind != Kind::fp32) table.add_products<Math::tf32>(only_infinite ? ", TF32" : "");
   if (tf32) return;
   table.add_products<Math::fp32>("");

@@ -211,6 +211,8 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
     launch(softmax_rows<32, 1, 1>, warps);
   } else if (C <= 128) {
     launch(C % 4 != 0 ? softmax_rows<32, 4, 1> : softmax_rows<32, 4, 4>, warps);
+  } else if (C <= 1024 && B <= 512) {  // few rows: more threads for each
+    launch(C % 4 != 0 ? softmax_rows<256, 4, 1> : softmax_rows<256, 4, 4>, B);
   } else if (C <= 1024) {
     launch(C % 4 != 0 ? softmax_rows<32, 32, 1> : softmax_rows<32, 32, 4>, warps);
   } else {

@@ -10,6 +10,8 @@
 // are sum[4 j + e], of the second sum[4 j + 2 + e], each for row 8 j + 2 (l % 4) + e of x.
 #pragma once
 
+#include <algorithm>
+
 #include "common/fp32_product.cuh"
 #include "common/hopper.cuh"
 #include "common/row_parts.cuh"
@@ -153,4 +155,154 @@ template <Math kMath>
 __device__ float exp_of(float value) {
   return kMath == Math::tf32 ? exp2_approximate(value * 1.44269504f) : expf(value);
 }
+#endif
+
+// ---- A product whose factors both come through shared memory ------------------------------------
+
+// Sums of kRows rows of x with 128 columns of W, in steps of 32 along D: lesson 3's last product,
+// turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The two
+// blocks of a cluster have the same rows of x, of which each fetches one half for both.
+template <Math kMath_, int kRows_>
+struct TurnedShared {
+  static constexpr Math kMath = kMath_;
+  static constexpr int kRows = kRows_, kColumns = 128, kDepth = 32, kThreads = 384;
+  static constexpr bool kSplit = kMath == Math::split;
+  struct Stage {
+    float x[kRows * kDepth];
+    float W[kColumns / 32][kDepth * 32];
+  };
+  static constexpr int kStageBytes = sizeof(Stage) + (kSplit ? kRows * kDepth * 4 : 0);
+  static constexpr int kStages = std::min(8, (200 << 10) / kStageBytes);
+  Stage stages[kStages];
+  float x_low[kSplit ? kStages : 1][kSplit ? kRows * kDepth : 1];
+  Barrier full[kStages], empty[kStages], split_done[kStages];
+};
+
+#if HOPPER_CODE
+// One thread does this, before the cluster meets.
+template <Math kMath, int kRows>
+__device__ void init_barriers(TurnedShared<kMath, kRows>& shared) {
+  for (int s = 0; s < shared.kStages; ++s) {
+    barrier_init(&shared.full[s], 1);
+    barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
+    barrier_init(&shared.split_done[s], 96);
+  }
+  barrier_init_fence();
+}
+
+// What the producer's threads do for one strip of rows: the first starts copies, of its cluster's
+// half of x and of the block's columns of W. For 3xTF32 those of the other warps split x, all of a
+// stage: in whatever order it lies there.
+template <Math kMath, int kRows>
+__device__ void produce(TurnedShared<kMath, kRows>& shared,
+                        Ring<TurnedShared<kMath, kRows>::kStages>& ring, const CUtensorMap* x,
+                        const CUtensorMap* W, int row0, int col0, int steps) {
+  using Shared = TurnedShared<kMath, kRows>;
+  constexpr int kDepth = Shared::kDepth;
+  if (threadIdx.x == 0) {
+    const int half = cluster_rank() * kRows / 2;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      auto& stage = shared.stages[ring.stage];
+      Barrier* arrived = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      barrier_arrive_expect(arrived, sizeof stage);
+      const int k = step * kDepth;
+      tensor_load_multicast(stage.x + half * kDepth, x, row0 + half, k, arrived, 3);
+      for (int box = 0; box < Shared::kColumns / 32; ++box) {
+        tensor_load(stage.W[box], W, k, col0 + 32 * box, arrived);
+      }
+    }
+  } else if (Shared::kSplit && threadIdx.x >= 32) {
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], kRows * kDepth,
+                threadIdx.x - 32, 96);
+      shared_fence();
+      barrier_arrive(&shared.split_done[ring.stage]);
+    }
+  }
+}
+
+// One of the 256 threads of the consumers. A warp has 16 columns, half of a box of 32 in shared
+// memory, and a thread two neighbours of them; which half is chosen so that reads of four rows of W
+// meet no bank twice.
+template <Math kMath, int kRows>
+struct TurnedConsumer {
+  using Shared = TurnedShared<kMath, kRows>;
+  static constexpr int kSums = kRows / 2, kStages = Shared::kStages;
+  Shared& shared;
+  int own = threadIdx.x - 128, g = own % 32 / 4, t = own % 4;
+  int box = own / 64, piece = 2 * (own / 32 % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
+  int near = t * 32 + (piece ^ t) * 4 + half * 2;
+  int far = (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
+
+  // The first of its two columns among those of the block.
+  __device__ int col() const { return 32 * box + 4 * piece + 2 * half; }
+
+  // Threads 0 and 1 of a warpgroup tell the producers of blocks 0 and 1.
+  __device__ void release(int stage) const {
+    if (own % 128 < 2) barrier_arrive(&shared.empty[stage], own % 128);
+  }
+  __device__ void load(float (&w)[4][4], const Ring<kStages>& ring) const {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    const float* from = shared.stages[ring.stage].W[box];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
+      const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
+      w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
+    }
+  }
+
+  // The sums over all of D. While one step is multiplied, the fragments of the next one are loaded:
+  // two sets of registers, and therefore two steps a turn.
+  __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring, int steps) const {
+    float w[2][4][4];
+    int previous = 0;
+    const auto add = [&](const float(&set)[4][4], int step) {
+      if constexpr (Shared::kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
+      add_products<kMath, kMath == Math::tf32>(sum, set, shared.stages[ring.stage].x,
+                                               shared.x_low[Shared::kSplit ? ring.stage : 0],
+                                               step > 0);
+      wgmma_wait<1>();
+      if (step > 0) release(previous);
+      previous = ring.stage;
+      ring.advance();
+    };
+    load(w[0], ring);
+    for (int step = 0; step < steps; step += 2) {
+      add(w[0], step);
+      if (step + 1 == steps) break;
+      load(w[1], ring);
+      add(w[1], step + 1);
+      if (step + 2 < steps) load(w[0], ring);
+    }
+    wgmma_wait<0>();
+    release(previous);
+  }
+
+  // To `out`, which starts at the block's first row, of which there are `rows`, and at the thread's
+  // first column, of an even number C: the sums, each times its row's of `factors`.
+  __device__ void store(const float (&sum)[kSums], const float* factors, float* out, int rows,
+                        int C) const {
+    const auto write = [&](auto put) {
+      float* to = out + static_cast<size_t>(2 * t) * C;
+#pragma unroll
+      for (int j = 0; j < kRows / 8; ++j) {
+        const int row = 8 * j + 2 * t;
+        const float2 of = *reinterpret_cast<const float2*>(&factors[row]);
+        put(row, to, float2{sum[4 * j] * of.x, sum[4 * j + 2] * of.x});
+        put(row + 1, to + C, float2{sum[4 * j + 1] * of.y, sum[4 * j + 3] * of.y});
+        to += 8 * static_cast<size_t>(C);
+      }
+    };
+    if (rows < kRows) {
+      write([&](int row, float* to, float2 pair) {
+        if (row < rows) *reinterpret_cast<float2*>(to) = pair;
+      });
+    } else {
+      write([](int, float* to, float2 pair) { *reinterpret_cast<float2*>(to) = pair; });
+    }
+  }
+};
 #endif

@@ -27,6 +27,8 @@ from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 PRODUCT = "hopper_product"
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {PRODUCT: ("common/product.cuh", "common/tiles.cuh")}
+# Headers whose words are a lesson's, too: they have mistakes beside its own.
+BESIDE = {"9_matmul_softmax": ("common/turned_product.cuh",)}
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients",
            "9_matmul_softmax", "10_clifford_gp")
 PROGRAMS = (*LESSONS, PRODUCT)
@@ -252,10 +254,15 @@ def source_of(program):
     return f"tests/{program}.cu" if program in HEADERS else f"{program}.cu"
 
 
+def files_of(program):
+    """The files that have mistakes."""
+    return HEADERS.get(program, (source_of(program), *BESIDE.get(program, ())))
+
+
 @functools.cache
 def mistakes(program):
     found = []
-    for file in HEADERS.get(program, (source_of(program),)):
+    for file in files_of(program):
         found += derive((ROOT / file).read_text(), file, len(found))[0]
     return tuple(found)
 
@@ -302,10 +309,11 @@ static bool makes(int number) {
 
 def plant(text, program):
     """The program's source with all of its mistakes."""
-    if program not in HEADERS:
-        return CHOICE + "#line 1\n" + _planted(text, source_of(program), 0)
     headers, number = {}, 0
-    for file in HEADERS[program]:
+    if program not in HEADERS:
+        number = len(derive(text, source_of(program))[0])
+        text = _planted(text, source_of(program), 0)
+    for file in HEADERS.get(program, BESIDE.get(program, ())):
         header = (ROOT / file).read_text()
         headers[file] = _planted(header, file, number).replace("#pragma once", "")
         number += len(derive(header, file)[0])

@@ -98,7 +98,8 @@ STATIONARY = "bonus_matmul_A_stationary"
 # Headers that mistakes are made in.
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
-    SOFTMAX: ("common/fp32_product.cuh", "common/softmax_rows.cuh", "common/row_parts.cuh"),
+    SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
+              "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
 }
 # What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
@@ -146,6 +147,8 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
+    (SOFTMAX, "fused few rows", "few_rows(const", 2,
+     ("3", "--inputs", "3600", "--classes", "300", "--all")),
     (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
      ("3", "--inputs", "260", "--classes", "10", "--all")),
     # More than a step, and two slices of the batch.
