@@ -34,7 +34,7 @@
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, maximum and sum;
 //                     a second kernel goes on from there
-//     fused few rows  half fused, up to 8 rows: W is all there is to read (few_rows())
+//     fused few rows  half fused, up to 16 rows: W is all there is to read (few_rows())
 //
 // and on Hopper, with its copy engine and wgmma:
 //
@@ -266,52 +266,71 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
 // under way at a time, and none waits for a barrier. What all rows share, W, stays in shared
 // memory: `depth` rows of it at a time, and if that is all of D for as long as the block lives,
 // which takes one tile of 32 rows after another. Two warps have 16 rows each, with all columns, and
-// four of each share D: warp w has steps w / 2, w / 2 + 4, ... of 8 inputs. Then a warp finishes a
-// row, as in fused tiles.
+// eight of each share D: warp w has steps w / 2, w / 2 + 8, ... of 8 inputs. Their sums meet in
+// shared memory, half of them first, and a warp finishes a row, as in fused tiles; meanwhile the
+// next tile's x is coming.
 template <int kCols>
-__global__ void __launch_bounds__(256) narrow_columns(const float* x, const float* W, int B, int D,
-                                                      int C, int depth, Results results) {
+struct Narrow {
+  static constexpr int kRows = 32, kParts = 8, kThreads = 64 * kParts, kAtOnce = 8;
+  static constexpr int kStride = kCols + 8, kTiles = kCols / 8;
+  static constexpr int kStep = 8 * kParts * kAtOnce;  // inputs that the block takes at a time
+  static constexpr int kLogits = kParts / 2 * kRows * kStride;
+};
+
+// All of the block's threads copy `rows` rows of W to shared memory, wherever they start, and zeros
+// for the rest of the last 8: there x is 0, too.
+template <int kCols>
+__device__ void bring_rows(float* to, const float* W, int rows, int C) {
+  constexpr int kThreads = Narrow<kCols>::kThreads, kStride = Narrow<kCols>::kStride;
+  __syncthreads();  // nobody needs what is there
+  int d = threadIdx.x / C, c = threadIdx.x % C;
+  while (d < rows) {
+    copy_async<4>(to + d * kStride + c, W + static_cast<size_t>(d) * C + c, true);
+    d += kThreads / C, c += kThreads % C;
+    if (c >= C) c -= C, ++d;
+  }
+  for (int i = threadIdx.x; i < (rows + 7) / 8 * 8 * kStride - rows * kStride; i += kThreads) {
+    to[rows * kStride + i] = 0;
+  }
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();
+}
+
+template <int kCols>
+__global__ void __launch_bounds__(Narrow<kCols>::kThreads)
+    narrow_columns(const float* x, const float* W, int B, int D, int C, int depth,
+                   Results results) {
+  using N = Narrow<kCols>;
+  constexpr int kRows = N::kRows, kParts = N::kParts, kAtOnce = N::kAtOnce, kStride = N::kStride;
   start_next_kernel();
   wait_for_previous_kernel();
-  constexpr int kRows = 32, kParts = 4, kAtOnce = 8, kStride = kCols + 8, kTiles = kCols / 8;
   extern __shared__ __align__(128) float W_part[];  // [depth][kStride], and behind it the logits
-  float* logits = W_part + depth * kStride;         // [kParts][kRows][kStride]
+  float* logits = W_part + depth * kStride;         // [kParts / 2][kRows][kStride]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int part = warp / 2, own_row = warp % 2 * 16 + g;
-  const auto bring_W = [&](int first) {
-    __syncthreads();  // nobody needs what is there
-    const int rows = min(depth, D - first);
-    int d = threadIdx.x / C, c = threadIdx.x % C;
-    for (; d < rows; d += 256 / C, c += 256 % C) {
-      if (c >= C) c -= C, ++d;
-      if (d < rows) {
-        const float* from = W + static_cast<size_t>(first + d) * C + c;
-        copy_async<4>(W_part + d * kStride + c, from, true);
-      }
-    }
-    for (int i = threadIdx.x; i < (depth - rows) % 8 * kStride; i += 256) {
-      W_part[rows * kStride + i] = 0;  // what x, which is 0 there, is multiplied by
-    }
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncthreads();
-  };
-  for (int tile = blockIdx.x; tile * kRows < B; tile += gridDim.x) {
-    const int row0 = tile * kRows;
+  float a[kAtOnce][4];
+  const auto load = [&](int row0, int d0) {
+    if (row0 >= B) return;
     const float* near = x + static_cast<size_t>(min(row0 + own_row, B - 1)) * D + t;
     const float* far = x + static_cast<size_t>(min(row0 + own_row + 8, B - 1)) * D + t;
-    float sums[kTiles][4] = {};
-    for (int first = 0; first < D; first += depth) {
-      if (depth < D || tile == static_cast<int>(blockIdx.x)) bring_W(first);
-      const int last = min(D, first + depth);
-      for (int d0 = first + 8 * part; d0 < last; d0 += 8 * kParts * kAtOnce) {
-        float a[kAtOnce][4];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int d = d0 + 8 * kParts * i;
-          a[i][0] = d + t < last ? near[d] : 0, a[i][1] = d + t < last ? far[d] : 0;
-          a[i][2] = d + t + 4 < last ? near[d + 4] : 0, a[i][3] = d + t + 4 < last ? far[d + 4] : 0;
-        }
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int d = d0 + 8 * kParts * i;
+      a[i][0] = d + t < D ? near[d] : 0, a[i][1] = d + t < D ? far[d] : 0;
+      a[i][2] = d + t + 4 < D ? near[d + 4] : 0, a[i][3] = d + t + 4 < D ? far[d + 4] : 0;
+    }
+  };
+  load(blockIdx.x * kRows, 8 * part);
+  for (int row0 = blockIdx.x * kRows; row0 < B; row0 += gridDim.x * kRows) {
+    float sums[N::kTiles][4] = {};
+    for (int first = 0; first < D; first += depth) {
+      const int last = min(D, first + depth);
+      if (depth < D || row0 == static_cast<int>(blockIdx.x) * kRows) {
+        bring_rows<kCols>(W_part, W + static_cast<size_t>(first) * C, last - first, C);
+      }
+      int d0 = first + 8 * part;
+      do {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int d = d0 + 8 * kParts * i;
@@ -320,24 +339,40 @@ __global__ void __launch_bounds__(256) narrow_columns(const float* x, const floa
                                        to_tf32(a[i][3])};
           const float* W_at = W_part + (d - first + t) * kStride + g;
 #pragma unroll
-          for (int j = 0; j < kTiles; ++j) {
+          for (int j = 0; j < N::kTiles; ++j) {
             mma_m16n8k8_tf32(sums[j], rounded, to_tf32(W_at[8 * j]),
                              to_tf32(W_at[4 * kStride + 8 * j]));
           }
         }
-      }
+        d0 += N::kStep;
+        if (d0 < last) {
+          load(row0, d0);
+        } else if (last < D) {
+          load(row0, last + 8 * part);
+        } else {
+          load(row0 + gridDim.x * kRows, 8 * part);
+        }
+      } while (d0 < last);
     }
-    float* to = logits + (part * kRows + own_row) * kStride + 2 * t;
+    float* to = logits + (part % (kParts / 2) * kRows + own_row) * kStride + 2 * t;
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      *reinterpret_cast<float2*>(to + 8 * j) = {sums[j][0], sums[j][1]};
-      *reinterpret_cast<float2*>(to + 8 * kStride + 8 * j) = {sums[j][2], sums[j][3]};
+    for (int half = 0; half < 2; ++half) {
+      if (part / (kParts / 2) == half) {
+#pragma unroll
+        for (int j = 0; j < N::kTiles; ++j) {
+          auto& near = *reinterpret_cast<float2*>(to + 8 * j);
+          auto& far = *reinterpret_cast<float2*>(to + 8 * kStride + 8 * j);
+          if (half == 0) near = {sums[j][0], sums[j][1]}, far = {sums[j][2], sums[j][3]};
+          if (half == 1) near = {near.x + sums[j][0], near.y + sums[j][1]};
+          if (half == 1) far = {far.x + sums[j][2], far.y + sums[j][3]};
+        }
+      }
+      __syncthreads();
     }
-    __syncthreads();
-    for (int row = warp; row < min(kRows, B - row0); row += 8) {
+    for (int row = warp; row < min(kRows, B - row0); row += N::kThreads / 32) {
       float v[(kCols + 31) / 32] = {};
 #pragma unroll
-      for (int k = 0; k < kParts; ++k) {
+      for (int k = 0; k < kParts / 2; ++k) {
 #pragma unroll
         for (int i = 0; i < (kCols + 31) / 32; ++i) {
           if (lane + 32 * i < C) v[i] += logits[(k * kRows + row) * kStride + lane + 32 * i];
@@ -675,18 +710,45 @@ struct StreamShared {
   Barrier full[kStages], empty[kStages];
 };
 
+// x for the copy engine, which finds only rows that are a multiple of 16 bytes apart. Where rows
+// start anywhere every fourth one does. So there are four maps, of rows i, i + 4, ..., each from
+// `shift[i]` elements before its first one, where the address is such a multiple, too: nothing is
+// copied first. In shared memory a tile of kRows rows is then four boxes. `whole`: one map and one
+// box will do.
+struct RowMaps {
+  CUtensorMap map[4];
+  int shift[4];
+  bool whole;
+
+  // Which row of the tile is at row `at` of shared memory.
+  template <int kRows>
+  __device__ int row(int at) const {
+    return whole ? at : at % (kRows / 4) * 4 + at / (kRows / 4);
+  }
+};
+
 #if HOPPER_CODE
+template <int kRows>
+__device__ void load_rows(float* to, const RowMaps& x, int row0, int k, Barrier* arrived) {
+  if (x.whole) return tensor_load(to, &x.map[0], row0, k, arrived);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    tensor_load(to + i * kRows / 4 * kStreamDepth, &x.map[i], row0 / 4, k + x.shift[i], arrived);
+  }
+}
+
 // A thread's logits, of the columns col and col + 1, and its warp's parts of the rows.
 template <int kRows, int kGroups>
 __device__ void leave_tile(StreamShared<kRows, kGroups>& shared, const float (&sum)[kRows / 2],
-                           int row0, int col, int B, int C, const Results& results) {
+                           const RowMaps& x, int row0, int col, int B, int C,
+                           const Results& results) {
   const int warp = warp_of_block(), lane = threadIdx.x % 32, t = lane % 4;
   const bool parts = results.epilogue == Epilogue::parts;
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = 8 * j + 2 * t + e;
+      const int row = x.row<kRows>(8 * j + 2 * t + e);
       const float a = col < C ? sum[4 * j + e] : minus_infinity();
       const float b = col + 1 < C ? sum[4 * j + 2 + e] : minus_infinity();
       if (row0 + row < B) {
@@ -714,7 +776,7 @@ __device__ void leave_tile(StreamShared<kRows, kGroups>& shared, const float (&s
 
 template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
 __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
-    streamed_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
+    streamed_columns(const __grid_constant__ RowMaps x, const float* W, int B, int D, int C,
                      Results results) {
 #if HOPPER_CODE
   using Shared = StreamShared<kRows, kGroups>;
@@ -740,7 +802,7 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   const auto fetch = [&](int chunk) {
     const int s = chunk % kStages;
     barrier_arrive_expect(&shared.full[s], sizeof shared.x[s]);
-    tensor_load(shared.x[s], &x, row0, (first + chunk) * kStreamDepth, &shared.full[s]);
+    load_rows<kRows>(shared.x[s], x, row0, (first + chunk) * kStreamDepth, &shared.full[s]);
   };
   if (threadIdx.x == 0) {
     for (int chunk = 0; chunk < min(chunks, kStages); ++chunk) fetch(chunk);
@@ -795,7 +857,7 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   }
   wgmma_wait<0>();
   __syncthreads();  // nobody needs the stages any more
-  leave_tile<kRows, kGroups>(shared, sum, row0, col, B, C, results);
+  leave_tile<kRows, kGroups>(shared, sum, x, row0, col, B, C, results);
   if (results.epilogue != Epilogue::parts) return;
   __syncthreads();
   for (int row = threadIdx.x; row < min(kRows, B - row0); row += 128 * kGroups) {
@@ -806,17 +868,12 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
 #endif
 }
 
-// Copies rows of x into rows `stride` floats apart, a warp a row: for the copy engine, which finds
-// only what is aligned to 16 bytes.
-__global__ void __launch_bounds__(256)
-    align_rows(const float* from, float* to, int rows, int cols, int64_t stride) {
+// Copies rows of x into rows `stride` floats apart, a block a row: for other kernels.
+__global__ void align_rows(const float* from, float* to, int D, int64_t stride) {
   start_next_kernel();
   wait_for_previous_kernel();
-  const int64_t row = int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
-  if (row >= rows) return;
-  from += row * cols, to += row * stride;
-#pragma unroll 8
-  for (int col = threadIdx.x % 32; col < cols; col += 32) to[col] = from[col];
+  const size_t row = blockIdx.x;
+  for (int d = threadIdx.x; d < D; d += blockDim.x) to[row * stride + d] = from[row * D + d];
 }
 
 // ---- Hopper: fused exchange ---------------------------------------------------------------------
@@ -1123,19 +1180,20 @@ Product make_column_tiles(const Layer& layer) {
 
 template <int kCols>
 Product make_narrow(const Layer& layer) {
-  // All of W if it fits, else as much of it as leaves room for another block.
-  constexpr int kRowBytes = 4 * (kCols + 8), kLogits = 4 * 32 * kRowBytes;
-  const int most = static_cast<int>(layer.lesson.device().shared_bytes) - kLogits - 1024;
-  const int all = static_cast<int>(blocks(layer.D, 8)) * 8;
-  const int depth = all <= most / kRowBytes ? all : (most - kLogits) / 2 / kRowBytes / 8 * 8;
-  const int bytes = depth * kRowBytes + kLogits;
-  const int tiles = static_cast<int>(blocks(layer.B, 32));
-  const int blocks_per_sm = std::clamp(most / bytes, 1, 2);
+  // All of W if it fits, else as much of it as does.
+  using N = Narrow<kCols>;
+  constexpr int kRowBytes = 4 * N::kStride, kThreads = N::kThreads;
+  const int most = static_cast<int>(layer.lesson.device().shared_bytes) - 4 * N::kLogits - 1024;
+  const int depth = std::min(static_cast<int>(blocks(layer.D, 8)), most / kRowBytes / 8) * 8;
+  const int bytes = depth * kRowBytes + 4 * N::kLogits;
+  const int tiles = static_cast<int>(blocks(layer.B, N::kRows));
+  const int blocks_per_sm = std::clamp((most + 4 * N::kLogits) / bytes, 1, 2);
   const auto launch = [=](Results results) {
-    launch_early(narrow_columns<kCols>, std::min(tiles, blocks_per_sm * layer.sms), 256, bytes,  //
+    launch_early(narrow_columns<kCols>, std::min(tiles, blocks_per_sm * layer.sms), kThreads,
+                 bytes,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, depth, results);
   };
-  return product_of("narrow", narrow_columns<kCols>, 256, bytes, launch);
+  return product_of("narrow", narrow_columns<kCols>, kThreads, bytes, launch);
 }
 
 // From so many rows on fused narrow, if there are few classes.
@@ -1213,7 +1271,7 @@ Product choose_cluster(const Layer& layer) {
   }
 }
 
-constexpr int kFewRows = 8;
+constexpr int kFewRows = 16;
 
 template <int kRows, int kParts>
 Product make_few_rows(const Layer& layer) {
@@ -1233,7 +1291,21 @@ Product choose_few_rows(const Layer& layer) {
   if (layer.C > 8192) {
     return layer.B == 1 ? make_few_rows<1, 1>(layer) : make_few_rows<kFewRows, 1>(layer);
   }
-  return layer.B == 1 ? make_few_rows<1, 8>(layer) : make_few_rows<kFewRows, 8>(layer);
+  if (layer.B == 1) return make_few_rows<1, 8>(layer);
+  return layer.B <= 8 ? make_few_rows<8, 8>(layer) : make_few_rows<kFewRows, 8>(layer);
+}
+
+RowMaps row_maps(const Layer& layer, unsigned rows) {
+  RowMaps x = {};
+  x.whole = layer.D % 4 == 0;
+  if (x.whole) x.map[0] = map_of_x<Math::tf32>(layer, rows);
+  for (int i = 0; i < 4 && !x.whole; ++i) {
+    const int64_t row = i < layer.B ? i : 0, first = row * layer.D;  // if there is none: any
+    x.shift[i] = static_cast<int>(first % 4);
+    x.map[i] = tensor_map<float>(layer.x + first - x.shift[i], (layer.B - row + 3) / 4,
+                                 layer.D + x.shift[i], rows / 4, true, 4 * int64_t{layer.D});
+  }
+  return x;
 }
 
 template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
@@ -1245,8 +1317,8 @@ Product make_streamed(const Layer& layer) {
                                 std::max(1, static_cast<int>(blocks(layer.D, 4 * kStreamDepth))));
   const auto launch = [=](Results results, int parts) {
     launch_early(streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, dim3(tiles, parts),
-                 kThreads, kBytes, map_of_x<Math::tf32>(layer, kRows), layer.W, layer.B, layer.D,
-                 layer.C, results);
+                 kThreads, kBytes, row_maps(layer, kRows), layer.W, layer.B, layer.D, layer.C,
+                 results);
   };
   return product_of(
       "streamed", streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, kThreads, kBytes,
@@ -1326,8 +1398,8 @@ std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer) {
   aligned.x_stride = blocks(layer.D, 4) * 4;
   aligned.x = layer.problem.workspace<float>(layer.shape.rows * aligned.x_stride);
   return {aligned, [=] {
-            launch_early(align_rows, blocks(layer.B, 8), 256, 0, layer.x, aligned.x, layer.B,
-                         layer.D, aligned.x_stride);
+            launch_early(align_rows, layer.B, 256, 0, layer.x, aligned.x, layer.D,
+                         aligned.x_stride);
           }};
 }
 
@@ -1339,21 +1411,15 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const bool narrow = layer.C <= kClusterClasses;
   if constexpr (kMath == Math::tf32) {
     if (narrow && layer.D % 4 != 0) return choose_cluster<kMath, false>(layer);
+    // Where there are few tiles fused streamed takes slices of D.
+    const int64_t tiles = blocks(layer.B, 64) * 2 * blocks(layer.C, 2 * kExchangeColumns);
+    if (!narrow && (layer.C % 4 != 0 || tiles <= 32)) return choose_streamed(layer);
   }
-  // Where there are few tiles fused streamed takes slices of D.
-  const int64_t tiles = blocks(layer.B, 64) * 2 * blocks(layer.C, 2 * kExchangeColumns);
-  const bool streamed = layer.C % 4 != 0 || tiles <= 16;
-  if (!narrow && layer.C % 4 != 0 && kMath != Math::tf32) return {};
+  if (!narrow && layer.C % 4 != 0) return {};
   const auto [aligned, align] = with_aligned_rows(layer);
-  const auto choose = [](const Layer& layer, bool narrow, bool streamed) {
-    if (narrow) return choose_cluster<kMath, true>(layer);
-    if constexpr (kMath == Math::tf32) {
-      if (streamed) return choose_streamed(layer);
-    }
-    // With split operands a thread has the sums of a step, too: half as many rows.
-    return choose_exchange < kMath, kMath == Math::split ? 128 : 256 > (layer);
-  };
-  Product product = choose(aligned, narrow, streamed);
+  // With split operands a thread of fused exchange has the sums of a step, too: half as many rows.
+  Product product = narrow ? choose_cluster<kMath, true>(aligned) : choose_exchange < kMath,
+          kMath == Math::split ? 128 : 256 > (aligned);
   if (align) {
     product.launch = [align = align, launch = product.launch](Results results) {
       align();
