@@ -34,7 +34,8 @@
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, maximum and sum;
 //                     a second kernel goes on from there
-//     fused few rows  half fused, up to 16 rows: W is all there is to read (few_rows())
+//     fused few rows  half fused, one row, or up to 16 short ones: W is all there is to read
+//                     (few_rows())
 //
 // and on Hopper, with its copy engine and wgmma:
 //
@@ -710,45 +711,18 @@ struct StreamShared {
   Barrier full[kStages], empty[kStages];
 };
 
-// x for the copy engine, which finds only rows that are a multiple of 16 bytes apart. Where rows
-// start anywhere every fourth one does. So there are four maps, of rows i, i + 4, ..., each from
-// `shift[i]` elements before its first one, where the address is such a multiple, too: nothing is
-// copied first. In shared memory a tile of kRows rows is then four boxes. `whole`: one map and one
-// box will do.
-struct RowMaps {
-  CUtensorMap map[4];
-  int shift[4];
-  bool whole;
-
-  // Which row of the tile is at row `at` of shared memory.
-  template <int kRows>
-  __device__ int row(int at) const {
-    return whole ? at : at % (kRows / 4) * 4 + at / (kRows / 4);
-  }
-};
-
 #if HOPPER_CODE
-template <int kRows>
-__device__ void load_rows(float* to, const RowMaps& x, int row0, int k, Barrier* arrived) {
-  if (x.whole) return tensor_load(to, &x.map[0], row0, k, arrived);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    tensor_load(to + i * kRows / 4 * kStreamDepth, &x.map[i], row0 / 4, k + x.shift[i], arrived);
-  }
-}
-
 // A thread's logits, of the columns col and col + 1, and its warp's parts of the rows.
 template <int kRows, int kGroups>
 __device__ void leave_tile(StreamShared<kRows, kGroups>& shared, const float (&sum)[kRows / 2],
-                           const RowMaps& x, int row0, int col, int B, int C,
-                           const Results& results) {
+                           int row0, int col, int B, int C, const Results& results) {
   const int warp = warp_of_block(), lane = threadIdx.x % 32, t = lane % 4;
   const bool parts = results.epilogue == Epilogue::parts;
 #pragma unroll
   for (int j = 0; j < kRows / 8; ++j) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int row = x.row<kRows>(8 * j + 2 * t + e);
+      const int row = 8 * j + 2 * t + e;
       const float a = col < C ? sum[4 * j + e] : minus_infinity();
       const float b = col + 1 < C ? sum[4 * j + 2 + e] : minus_infinity();
       if (row0 + row < B) {
@@ -776,7 +750,7 @@ __device__ void leave_tile(StreamShared<kRows, kGroups>& shared, const float (&s
 
 template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
 __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
-    streamed_columns(const __grid_constant__ RowMaps x, const float* W, int B, int D, int C,
+    streamed_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
                      Results results) {
 #if HOPPER_CODE
   using Shared = StreamShared<kRows, kGroups>;
@@ -802,7 +776,7 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   const auto fetch = [&](int chunk) {
     const int s = chunk % kStages;
     barrier_arrive_expect(&shared.full[s], sizeof shared.x[s]);
-    load_rows<kRows>(shared.x[s], x, row0, (first + chunk) * kStreamDepth, &shared.full[s]);
+    tensor_load(shared.x[s], &x, row0, (first + chunk) * kStreamDepth, &shared.full[s]);
   };
   if (threadIdx.x == 0) {
     for (int chunk = 0; chunk < min(chunks, kStages); ++chunk) fetch(chunk);
@@ -857,7 +831,7 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
   }
   wgmma_wait<0>();
   __syncthreads();  // nobody needs the stages any more
-  leave_tile<kRows, kGroups>(shared, sum, x, row0, col, B, C, results);
+  leave_tile<kRows, kGroups>(shared, sum, row0, col, B, C, results);
   if (results.epilogue != Epilogue::parts) return;
   __syncthreads();
   for (int row = threadIdx.x; row < min(kRows, B - row0); row += 128 * kGroups) {
@@ -868,7 +842,8 @@ __global__ void __launch_bounds__(128 * kGroups, kBlocksPerSm)
 #endif
 }
 
-// Copies rows of x into rows `stride` floats apart, a block a row: for other kernels.
+// Copies rows of x into rows `stride` floats apart, a block a row: for the copy engine, which finds
+// only what is aligned to 16 bytes.
 __global__ void align_rows(const float* from, float* to, int D, int64_t stride) {
   start_next_kernel();
   wait_for_previous_kernel();
@@ -1288,24 +1263,9 @@ Product make_few_rows(const Layer& layer) {
 }
 
 Product choose_few_rows(const Layer& layer) {
-  if (layer.C > 8192) {
-    return layer.B == 1 ? make_few_rows<1, 1>(layer) : make_few_rows<kFewRows, 1>(layer);
-  }
+  if (layer.C > kLongestInRegisters) return make_few_rows<1, 1>(layer);
   if (layer.B == 1) return make_few_rows<1, 8>(layer);
   return layer.B <= 8 ? make_few_rows<8, 8>(layer) : make_few_rows<kFewRows, 8>(layer);
-}
-
-RowMaps row_maps(const Layer& layer, unsigned rows) {
-  RowMaps x = {};
-  x.whole = layer.D % 4 == 0;
-  if (x.whole) x.map[0] = map_of_x<Math::tf32>(layer, rows);
-  for (int i = 0; i < 4 && !x.whole; ++i) {
-    const int64_t row = i < layer.B ? i : 0, first = row * layer.D;  // if there is none: any
-    x.shift[i] = static_cast<int>(first % 4);
-    x.map[i] = tensor_map<float>(layer.x + first - x.shift[i], (layer.B - row + 3) / 4,
-                                 layer.D + x.shift[i], rows / 4, true, 4 * int64_t{layer.D});
-  }
-  return x;
 }
 
 template <int kRows, int kGroups, int kAhead, int kBlocksPerSm>
@@ -1317,8 +1277,8 @@ Product make_streamed(const Layer& layer) {
                                 std::max(1, static_cast<int>(blocks(layer.D, 4 * kStreamDepth))));
   const auto launch = [=](Results results, int parts) {
     launch_early(streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, dim3(tiles, parts),
-                 kThreads, kBytes, row_maps(layer, kRows), layer.W, layer.B, layer.D, layer.C,
-                 results);
+                 kThreads, kBytes, map_of_x<Math::tf32>(layer, kRows), layer.W, layer.B, layer.D,
+                 layer.C, results);
   };
   return product_of(
       "streamed", streamed_columns<kRows, kGroups, kAhead, kBlocksPerSm>, kThreads, kBytes,
@@ -1411,15 +1371,21 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const bool narrow = layer.C <= kClusterClasses;
   if constexpr (kMath == Math::tf32) {
     if (narrow && layer.D % 4 != 0) return choose_cluster<kMath, false>(layer);
-    // Where there are few tiles fused streamed takes slices of D.
-    const int64_t tiles = blocks(layer.B, 64) * 2 * blocks(layer.C, 2 * kExchangeColumns);
-    if (!narrow && (layer.C % 4 != 0 || tiles <= 32)) return choose_streamed(layer);
   }
-  if (!narrow && layer.C % 4 != 0) return {};
+  // Where there are few tiles fused streamed takes slices of D.
+  const int64_t tiles = blocks(layer.B, 64) * 2 * blocks(layer.C, 2 * kExchangeColumns);
+  const bool streamed = !narrow && (layer.C % 4 != 0 || tiles <= 32);
+  if (kMath != Math::tf32 && !narrow && layer.C % 4 != 0) return {};
   const auto [aligned, align] = with_aligned_rows(layer);
-  // With split operands a thread of fused exchange has the sums of a step, too: half as many rows.
-  Product product = narrow ? choose_cluster<kMath, true>(aligned) : choose_exchange < kMath,
-          kMath == Math::split ? 128 : 256 > (aligned);
+  const auto choose = [](const Layer& layer, bool narrow, bool streamed) {
+    if (narrow) return choose_cluster<kMath, true>(layer);
+    if constexpr (kMath == Math::tf32) {
+      return streamed ? choose_streamed(layer) : choose_exchange<kMath, 256>(layer);
+    } else {  // a thread has the sums of a step, too: half as many rows
+      return choose_exchange<kMath, 128>(layer);
+    }
+  };
+  Product product = choose(aligned, narrow, streamed);
   if (align) {
     product.launch = [align = align, launch = product.launch](Results results) {
       align();
@@ -1561,7 +1527,8 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }
-  if (C > kClusterClasses && B <= kFewRows) table.add_ours(choose_few_rows(table), "", 0);
+  if (C > kClusterClasses && (B == 1 || (B <= kFewRows && C <= kLongestInRegisters)))
+    table.add_ours(choose_few_rows(table), "", 0);
   if (kind != Kind::fp32) table.add_products<Math::tf32>(only_infinite ? ", TF32" : "");
   if (tf32) return;
   table.add_products<Math::fp32>("");

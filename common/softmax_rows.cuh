@@ -177,9 +177,17 @@ __global__ void __launch_bounds__(kThreads)
   const size_t start = static_cast<size_t>(blockIdx.x) * C;
   const int first = blockIdx.y * kPartColumns + threadIdx.x;
   const int last = min(C, (static_cast<int>(blockIdx.y) + 1) * kPartColumns);
-#pragma unroll 8
-  for (int c = first; c < last; c += kThreads) {
-    out[start + c] = expf(logits[start + c] - base) * factor;
+  constexpr int kAtOnce = 8;
+  for (int c = first; c < last; c += kAtOnce * kThreads) {
+    float v[kAtOnce];  // all of them before the first store, which may be to the same place
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      v[i] = c + i * kThreads < last ? logits[start + c + i * kThreads] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (c + i * kThreads < last) out[start + c + i * kThreads] = expf(v[i] - base) * factor;
+    }
   }
 }
 
