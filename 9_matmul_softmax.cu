@@ -1374,7 +1374,7 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   }
   // Where there are few tiles fused streamed takes slices of D.
   const int64_t tiles = blocks(layer.B, 64) * 2 * blocks(layer.C, 2 * kExchangeColumns);
-  const bool streamed = !narrow && (layer.C % 4 != 0 || tiles <= 32);
+  const bool streamed = !narrow && (layer.C % 4 != 0 || tiles <= layer.sms / 4);
   if (kMath != Math::tf32 && !narrow && layer.C % 4 != 0) return {};
   const auto [aligned, align] = with_aligned_rows(layer);
   const auto choose = [](const Layer& layer, bool narrow, bool streamed) {
