@@ -430,15 +430,43 @@ def draw_heatmaps(path):
     return svg_of(figure)
 
 
+def times_as_fast(problem):
+    """How many times as fast as the best library of the run our fastest kernel is."""
+    def best(role):
+        return min(k["ms"]["median"] for k in problem["kernels"] if k["role"] == role)
+
+    return best("library") / best("ours")
+
+
+def draw_layers(path, run):
+    """The same for layers: a line for each, from the fewest rows to the most."""
+    problems = sorted(run["problems"], key=lambda problem: [*problem["dims"].values()], reverse=True)
+    figure, axes = plt.subplots(figsize=(12, 0.34 * len(problems) + 1.6))
+    axes.set_xscale("log", base=2)
+    axes.axvline(1, color="black", linewidth=2)
+    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "others")):
+        chosen = [(times_as_fast(problem), line) for line, problem in enumerate(problems)
+                  if all(problem["dims"][each] % 4 == 0 for each in "DC") == aligned]
+        if chosen:
+            axes.plot(*zip(*chosen), "", marker="o", linestyle="", color=color, label=name)
+    labels = [" x ".join(map(str, problem["dims"].values())) for problem in problems]
+    axes.set_yticks(range(len(problems)), labels, fontsize=11)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("times as fast as the library")
+    axes.grid(True, which="major", alpha=0.35)
+    axes.legend(loc="lower right")
+    axes.set_title(f"{path.stem}, {run['device']['name']}", loc="left")
+    figure.tight_layout()
+    return svg_of(figure)
+
+
 def draw_shapes(path):
-    """How many times as fast as the best library of the run our fastest kernel is, over N."""
+    """How many times as fast as the library we are at each N; or for layers, see draw_layers."""
     run = load(path)
-
-    def best(problem, roles):
-        return min(k["ms"]["median"] for k in problem["kernels"] if k["role"] in roles)
-
-    points = sorted((problem["dims"]["N"], best(problem, ["library"]) / best(problem, ["ours"]))
-                    for problem in run["problems"])
+    if "N" not in run["problems"][0]["dims"]:
+        return draw_layers(path, run)
+    points = sorted((problem["dims"]["N"], times_as_fast(problem)) for problem in run["problems"])
     figure, axes = plt.subplots(figsize=(12, 6))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)

@@ -32,6 +32,7 @@ GPUS = "bonus_diffusion_gpus"
 HEADERS = {
     PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
+    "9_matmul_softmax": ("common/turned_product.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp", GPUS)
@@ -142,6 +143,9 @@ RUNS = {
         # More chunks than stages, rows that no copy of 16 bytes finds, and so many classes that a tile
         # has maxima and sums.
         (("9", "--inputs", "233", "--classes", "4101", "--kernel", "^fused streamed"), 8),
+        # Rows of x that start anywhere; rows with more blocks than run at a time.
+        (("70", "--inputs", "1101", "--classes", "70", "--kernel", "^fused cluster"), 8),
+        (("70", "--inputs", "300", "--classes", "4300", "--kernel", "^fused exchange"), 8),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
@@ -393,7 +397,8 @@ def program_of(name, build):
 def environment_of(arguments, multiprocessors, repeat=True):
     """Where early launches come in pairs, a wait for the launch before makes a difference. But they
     cannot where the second kernel of a row turns its output into something else, in place."""
-    repeat = repeat and "^fused streamed" not in arguments
+    in_place = "^fused streamed" in arguments or "4300" in arguments
+    repeat = repeat and not in_place
     return {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
             "CUDA_CPU_REPEAT_EARLY_LAUNCHES": str(int(repeat))}
 

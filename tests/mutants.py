@@ -112,7 +112,8 @@ STATIONARY = "bonus_matmul_A_stationary"
 # Headers that mistakes are made in.
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
-    SOFTMAX: ("common/row_parts.cuh",),
+    SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
+              "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
 }
 
@@ -150,7 +151,7 @@ BARRIERS = [
     (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
-    # Three tiles along D; then blocks that share rows, by columns.
+    # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
     (SOFTMAX, "fused rows, D split", "fused_narrow_rows(", 1,
      ("3", "--inputs", "40", "--classes", "10", "--all")),
@@ -158,11 +159,18 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
-     ("3", "--inputs", "5", "--classes", "600", "--all")),
-    # More than a step, and two tiles of columns that share rows.
-    (TRAINING, "fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
-    (TRAINING, "fused", "is_last_block(unsigned", 1, ("3", "--inputs", "9", "--classes", "100")),
+    (SOFTMAX, "fused few rows", "few_rows(const", 3,
+     ("3", "--inputs", "600", "--classes", "300", "--all")),
+    (SOFTMAX, "fused narrow", "void bring_rows(", 2,
+     ("2048", "--inputs", "180", "--classes", "81")),
+    (SOFTMAX, "fused narrow", "narrow_columns(const", 2,
+     ("2048", "--inputs", "20", "--classes", "10")),
+    (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "260", "--classes", "10", "--all")),
+    # More than a step, and two slices of the batch.
+    (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
+    (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,
+     ("300", "--inputs", "9", "--classes", "10")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),

@@ -181,11 +181,12 @@ def test_softmax(run, backend, shape):
     size = "x".join(map(str, shape))
     dims = dict(zip("BDC", shape))
     assert dims_of(result) == {f"TF32 {size}": dims, f"fp32 {size}": dims}
-    # One is rounded, the other is not; but for one kernel, which stands in both and never rounds.
+    # One is rounded, the other is not; but for two kernels, which stand in both and never round.
     if shape[1] > 3 and shape[2] > 1:
         for problem, kernel in result.kernels:
             if kernel["role"] == "ours" and problem["name"].startswith("TF32"):
-                assert (kernel["error"] > 1e-6) == (kernel["name"] != "fused rows, D split")
+                exact = kernel["name"] == "fused rows, D split" or "few rows" in kernel["name"]
+                assert (kernel["error"] > 1e-6) != exact
 
 
 @pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300)], ids=str)
