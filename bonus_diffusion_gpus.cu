@@ -5,8 +5,8 @@
 //
 // and the gradients, see lesson 7. What to do when one GPU's memory or patience is not enough for a
 // mesh? Lesson 7's kernel has the answer in it: each of its blocks has a slice of the vertices, and
-// what they tell each other is their sums for the spectrum, 128 KB. So the vertices are split over the
-// GPUs, too. Each adds up its own spectrum, the spectra are added, and everybody goes on:
+// what they tell each other is their sums for the spectrum, 128 KB. So the vertices are split over
+// the GPUs, too. Each adds up its own spectrum, the spectra are added, and everybody goes on:
 //
 //     one GPU          lesson 7's one launch, for what the others are compared with
 //     NCCL             the kernel is cut where its blocks meet, and the library adds the spectra
@@ -36,10 +36,10 @@ constexpr int kMostGpus = 8;
 // What a launch knows of all GPUs. For each: where its inbox, its sums and its counters are.
 // Everything is zero before the first launch; and all GPUs have made as many launches.
 //
-// inbox (2, gpus, blocks, 4 kQuads): numbers that came from each GPU; launches use the two in turn. A word
-// is a number and, above it, that of the launch: it comes as a whole or not at all, so no other
-// flag has to follow it and no fence to wait for it. Whoever finds the launch's number above has
-// the number below.
+// inbox (2, gpus, blocks, 4 kQuads): numbers that came from each GPU; launches use the two in turn.
+// A word is a number and, above it, that of the launch: it comes as a whole or not at all, so no
+// other flag has to follow it and no fence to wait for it. Whoever finds the launch's number above
+// has the number below.
 // sums_ready (gpus, blocks): how many parts of the sum have been stored, by each GPU that adds.
 struct Gpus {
   int count, me;
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 }
 #endif  // HAS_NCCL
 
-// ---- Rows -----------------------------------------------------------------------------------------
+// ---- Rows --------------------------------------------------------------------------------------
 
 struct Settings {
   uint64_t patience;  // nanoseconds

@@ -1,5 +1,5 @@
-// Several GPUs of one host, from one thread: who is there, who can write into whose memory, how they
-// are timed together, and NCCL, which programs find when they start.
+// Several GPUs of one host, from one thread: who is there, who can write into whose memory, how
+// they are timed together, and NCCL, which programs find when they start.
 #pragma once
 
 #include <atomic>
@@ -109,10 +109,11 @@ static __global__ void wait_for_host(unsigned* word, unsigned ticket) {
 }
 
 /// Times what several GPUs do together. The host queues it all behind a gate, a kernel on each GPU
-/// that looks at a word of the host's memory, and opens the gates when all GPUs stand there: the host's own time, which
-/// is longer than some kernels, does not count, and the GPUs start within the microsecond or so
-/// that they take to see the word. Each GPU's time runs from its gate to the end of its last
-/// kernel, and the longest is taken: who starts first and waits for the others pays for it.
+/// that looks at a word of the host's memory, and opens the gates when all GPUs stand there: the
+/// host's own time, which is longer than some kernels, does not count, and the GPUs start within
+/// the microsecond or so that they take to see the word. Each GPU's time runs from its gate to the
+/// end of its last kernel, and the longest is taken: who starts first and waits for the others pays
+/// for it.
 class GpuTimer {
  public:
   explicit GpuTimer(int gpus) : gpus_(gpus) {

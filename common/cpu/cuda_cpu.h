@@ -129,8 +129,8 @@ void* dynamic_shared_storage();
 /// Where `pointer` is in the block's window of shared memory.
 std::size_t shared_window(const void* pointer);
 
-/// %globaltimer. A thread that looks at it does not wait for ever: no deadlock is reported while one
-/// does.
+/// %globaltimer. A thread that looks at it does not wait for ever: no deadlock is reported while
+/// one does.
 unsigned long long nanoseconds();
 
 /// griddepcontrol.wait: what the kernel before this one has written can be read.
@@ -223,8 +223,8 @@ inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
   return {grid, block, shared_bytes, stream, site, 0, false};
 }
 
-/// Runs the kernel for all threads of the grid, on the current device; see the top. An invalid configuration is reported as by CUDA,
-/// through cudaGetLastError().
+/// Runs the kernel for all threads of the grid, on the current device; see the top. An invalid
+/// configuration is reported as by CUDA, through cudaGetLastError().
 void execute(const LaunchConfig& config, const BoundKernel& kernel);
 
 template <class T>

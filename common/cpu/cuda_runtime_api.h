@@ -1,8 +1,8 @@
 // The host side of the CUDA runtime, for the CPU as a few devices that are all alike.
 //
-// All work is done when the call that asks for it returns (but see cuda_cpu.h's top): streams and events exist for the sake of
-// the interface, and "asynchronous" functions are synchronous. Functions that are declared but not
-// described here do what CUDA documents.
+// All work is done when the call that asks for it returns (but see cuda_cpu.h's top): streams and
+// events exist for the sake of the interface, and "asynchronous" functions are synchronous.
+// Functions that are declared but not described here do what CUDA documents.
 
 #pragma once
 

@@ -10,8 +10,8 @@
 
 namespace cuda_cpu {
 
-/// One OS thread per core, started at the first use and asleep between uses. Each device has a pool,
-/// so that kernels of several run at the same time.
+/// One OS thread per core, started at the first use and asleep between uses. Each device has a
+/// pool, so that kernels of several run at the same time.
 ///
 /// The pool is never destroyed: at process exit its threads sleep and simply end with the process,
 /// whichever way the process leaves.
