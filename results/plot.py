@@ -448,7 +448,7 @@ def draw_layers(path, run):
         chosen = [(times_as_fast(problem), line) for line, problem in enumerate(problems)
                   if all(problem["dims"][each] % 4 == 0 for each in "DC") == aligned]
         if chosen:
-            axes.plot(*zip(*chosen), "", marker="o", linestyle="", color=color, label=name)
+            axes.plot(*zip(*chosen), marker="o", linestyle="", color=color, label=name)
     labels = [" x ".join(map(str, problem["dims"].values())) for problem in problems]
     axes.set_yticks(range(len(problems)), labels, fontsize=11)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
