@@ -161,8 +161,9 @@ BARRIERS = [
      ("3", "--inputs", "9", "--classes", "10", "--all")),
     (SOFTMAX, "fused few rows", "few_rows(const", 3,
      ("3", "--inputs", "600", "--classes", "300", "--all")),
+    # W in two parts.
     (SOFTMAX, "fused narrow", "void bring_rows(", 2,
-     ("2048", "--inputs", "180", "--classes", "81")),
+     ("2048", "--inputs", "600", "--classes", "81")),
     (SOFTMAX, "fused narrow", "narrow_columns(const", 2,
      ("2048", "--inputs", "20", "--classes", "10")),
     (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,

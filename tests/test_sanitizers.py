@@ -55,7 +55,8 @@ SPATIAL_SIZES = [
 
 
 def sizes_of(lesson):
-    for word, sizes in [("gating", LAYER_SIZES), ("diffusion", DIFFUSION_SIZES),
+    for word, sizes in [("gating", LAYER_SIZES), ("diffusion_gpus", DIFFUSION_SIZES[1:]),
+                        ("diffusion", DIFFUSION_SIZES),
                         ("spatial", SPATIAL_SIZES), ("matmul_softmax", SOFTMAX_SIZES),
                         ("softmax_training", TRAINING_SIZES),
                         ("clifford", CLIFFORD_SIZES)]:
