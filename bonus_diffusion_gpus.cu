@@ -480,8 +480,11 @@ int main(int argc, char** argv) {
     DiffusionProblem& table = tables.emplace_back(lesson, blas, kPass, Shape{vertices, E, W});
     table.report_difference = [](double) {};
     add_one_gpu<kPass>(meshes.emplace_back(table, 1));
-    if (several > 1)
+    if (several > 1) {
       add_several_gpus<kPass>(meshes.emplace_back(table, several), nccl, peers, settings);
+      table.problem.compare("fused exchange, " + std::to_string(several) + " GPUs", "one GPU",
+                            "Fused exchange: % times as fast as one GPU.");
+    }
   };
   add.operator()<Pass::forward>(V, gpus);
   add.operator()<Pass::backward>(V, gpus);

@@ -1091,6 +1091,9 @@ int Lesson::run() {
   for (const Problem& problem : state.problems) {
     for (const Kernel& kernel : problem.kernels_) selected += state.selected(kernel);
   }
+  if (selected == 0 && state.kernel_pattern.empty()) {
+    fail(kDeviceCannot, "every kernel of this lesson needs a GPU of compute capability 9.0 (H100)");
+  }
   if (selected == 0) {
     fail(kBadUsage, "no kernel that this device can run matches --kernel '%s' (see --list)",
          state.kernel_pattern.c_str());
