@@ -244,7 +244,7 @@ EXERCISES = [
     }
   } ring;
 """),),
-        finds="^This has no meaning .*one arrival too many", columns=264, sanitizer="thread",
+        finds="^A GPU does not define .*one arrival too many", columns=264, sanitizer="thread",
     ),
     Exercise(
         "give_back", TENSOR_CORES, "a stage is given back (Hopper)",
