@@ -220,6 +220,7 @@ __global__ void finish_rows(const float* logits, int slices, Results results, si
     }
   }
   largest = lanes_max<32>(largest);
+  __syncwarp();  // the lane that takes the label's logit may not be the one that has stored it
 #pragma unroll 4
   for (int col = lane; col < C; col += 32) sum += expf(out[col] - largest);
   finish_row(largest, lanes_sum<32>(sum), row, C, results);
