@@ -391,13 +391,13 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       load_forth(part, phases);
       load_back<kStages>(part, phases);
     } else if (threadIdx.x >= 32) {  // the spare warps
-      zero_totals(part, meeting.next_totals);
+      fill_totals(part, meeting.next_totals, 0);
       if constexpr (kPass == Pass::backward) {
         add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);
         while (!meeting.all_have_arrived()) {
         }
-        store_d_times(part, meeting.totals);
+        store_d_times(part, Totals{meeting.totals});
       }
     }
   } else {
@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     project<kPass>(part, share, phases);
     add_to_totals(part, share, meeting.totals);
     meet<kPass>(part, meeting);
-    damp_spectrum<kPass>(part, share, meeting.totals);
+    damp_spectrum<kPass>(part, share, Totals{meeting.totals});
     expand<kPass, kStages>(part, phases);
   }
 #endif

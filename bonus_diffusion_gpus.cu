@@ -33,157 +33,142 @@ constexpr int kMostGpus = 8;
 
 // ---- Fused exchange -----------------------------------------------------------------------------
 
-// What a launch knows of all GPUs. For each: where its inbox, its sums and its counters are.
-// Everything is zero before the first launch; and all GPUs have made as many launches.
+// What a launch knows of all GPUs.
 //
-// inbox (2, gpus, blocks, 4 kQuads): numbers that came from each GPU; launches use the two in turn.
-// A word is a number and, above it, that of the launch: it comes as a whole or not at all, so no
-// other flag has to follow it and no fence to wait for it. Whoever finds the launch's number above
-// has the number below.
-// sums_ready (gpus, blocks): how many parts of the sum have been stored, by each GPU that adds.
+// inbox (4, gpus + 1, blocks, kQuads), one on each GPU: what came from each of the others and, last,
+// the sums of all. An empty place holds a NaN that arithmetic does not make, so a number is its own
+// flag: no other flag has to follow it, and no fence has to be waited for. Launches use the four in
+// turn, and each empties that of the launch before. Nobody sends there earlier than two launches
+// later: whoever is so far has got numbers of the launch between, sent when this one had ended.
 struct Gpus {
   int count, me;
-  int parts;  // of a rank's sum, each of which is added by a block: as many as there are clusters
+  int parts;          // of a rank's sum, each of which a block sends: as many as there are clusters
   uint64_t patience;  // nanoseconds until one that waits gives up
-  uint64_t* inbox[kMostGpus];
-  float4* totals[kMostGpus];
-  unsigned* sums_ready[kMostGpus];
+  float4* inbox[kMostGpus];
   unsigned* silent;  // this GPU's own; 0, or 1 + the GPU that it has waited for in vain
 };
 
 #if HOPPER_CODE
-// The sum over the blocks of all GPUs, for a block. When those of its own GPU have met, there is
-// one sum on each GPU, and it is in as many parts as there are clusters:
+// The sum over the blocks of all GPUs, for a block. When those of its own GPU have met there is one
+// sum on each GPU, in as many parts as there are clusters, and a block sends its part.
 //
-//   1. a block writes its part of the own GPU's sum into the inboxes of the other GPUs,
-//   2. takes the same part of theirs from its own inbox, as it comes, and adds all up in the order
-//      of the GPUs, whichever came first: the sums have the same bits everywhere,
-//   3. puts that behind the own GPU's sum, and counts itself in; and everybody waits for
-//      the parts of all blocks.
-//
-// Between two GPUs this is the shortest way: each number travels once, and both add. With G GPUs
-// everyone would send all to G - 1. So from three on a part is sent to one GPU only, `group` % G,
-// which adds and sends the sum round, into the places of all: 2 (G - 1) / G of the sum leave a GPU,
-// whatever G is, in two journeys.
+// Between two GPUs this is all. The part goes into the other GPU's inbox, and every block reads both
+// sums, its own GPU's and the one that comes, and adds them; a + b = b + a, to the bit. If G GPUs did
+// this, G - 1 sums would leave each of them, and each block would read G. So from three on a part is
+// sent to one GPU only, `group` % G. Its block adds up the parts of all and sends the sum round:
+// 2 (G - 1) / G of a sum leave a GPU, whatever G is, in two journeys, and each block reads one sum.
 template <typename Part>
 struct GpuMeeting {
-  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-  static constexpr int kNumbers = 4 * Part::kQuads;
   const Part& part;
   const Meeting<Part>& own;
   const Gpus& gpus;
-  // Lane l's: the count of what GPU l adds, before this launch.
-  unsigned before = 0;
 
-  __device__ __forceinline__ GpuMeeting(const Part& part, const Meeting<Part>& own,
-                                        const Gpus& gpus, bool several)
-      : part(part), own(own), gpus(gpus) {
-    if (several && lane() < gpus.count) before = ready(lane()).load(cuda::memory_order_relaxed);
+  __device__ bool are_two() const { return gpus.count == 2; }
+  // What is in GPU `gpu`'s inbox from GPU `from`; the sums are from number gpus.count. `ago`: for
+  // the launch before it is 1.
+  __device__ float4* slot(int gpu, int from, int ago = 0) const {
+    const int turn = ((own.start >> 16) - ago) & 3;
+    return gpus.inbox[gpu] +
+           ((turn * (gpus.count + 1) + from) * part.blocks + part.rank) * Part::kQuads;
   }
-  // The sums of all GPUs, behind the two of this GPU's blocks.
-  __device__ float4* sums() const { return own.totals + 2 * part.blocks * Part::kQuads; }
-  __device__ static int lane() { return threadIdx.x % 32; }
-  __device__ AtSystem<unsigned> ready(int adder) const {
-    return AtSystem<unsigned>(gpus.sums_ready[gpus.me][adder * part.blocks + part.rank]);
-  }
-  __device__ bool both_add() const { return gpus.count == 2; }
-  __device__ bool adds(int gpu) const {
-    return both_add() ? gpu == gpus.me : gpu == part.group % gpus.count;
-  }
-  // How many parts of this GPU's sum a GPU adds.
-  __device__ unsigned parts_of(int adder) const {
-    if (both_add()) return adder == gpus.me ? gpus.parts : 0;
-    return (gpus.parts - adder + gpus.count - 1) / gpus.count;
+  // The GPU that adds up a part.
+  __device__ int adder(int of_part) const { return are_two() ? gpus.me : of_part % gpus.count; }
+  __device__ int begin(int of_part) const { return Part::kQuads * of_part / gpus.parts; }
+  // begin(part_of(quad)) <= quad < begin(part_of(quad) + 1)
+  __device__ int part_of(int quad) const { return ((quad + 1) * gpus.parts - 1) / Part::kQuads; }
+
+  // Waits for quads k of the inbox, which are at place(k) and come from GPU from(k). Nothing is to
+  // be waited for if place(k) is null. Looks at one of them until it is there, and then at all.
+  template <int n, typename Place, typename From>
+  __device__ __forceinline__ void receive(float4 (&quads)[n], Place place, From from,
+                                          Patience& patience) const {
+    const float nothing = __uint_as_float(kNothing);
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      quads[k] = place(k) ? make_float4(nothing, nothing, nothing, nothing) : float4{};
+    }
+    for (;;) {
+      float4* missing = nullptr;
+      int gpu = 0;
+#pragma unroll
+      for (int k = n - 1; k >= 0; --k) {
+        if (!is_whole(quads[k])) missing = place(k), gpu = from(k);
+      }
+      if (!missing) return;
+      while (!is_whole(look_at_quad(missing))) {
+        if (patience.ends(gpu)) return;
+      }
+#pragma unroll
+      for (int k = 0; k < n; ++k) {
+        if (!is_whole(quads[k])) quads[k] = look_at_quad(place(k));
+      }
+    }
   }
 
-  // The word for number i from GPU `from`, in GPU `to`.
-  __device__ AtSystem<uint64_t> word(int to, int from, int i) const {
-    const int turn = own.start >> 16 & 1;
-    const size_t slot = (turn * gpus.count + from) * part.blocks + part.rank;
-    return AtSystem<uint64_t>(gpus.inbox[to][slot * kNumbers + i]);
+  // sums[k] = quad number place(k) of the sum of all GPUs
+  template <int n, typename Place>
+  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
+    float4 mine[n] = {};
+    if (are_two()) Totals{own.totals}.take(mine, place);
+    float4* const inbox = slot(gpus.me, are_two() ? 1 - gpus.me : gpus.count);
+    // Whoever adds may be waiting for another one, which shall be named.
+    Patience patience{are_two() ? gpus.patience : 2 * gpus.patience, gpus.silent};
+    receive(
+        sums, [&](int k) { return inbox + place(k); },
+        [&](int k) { return are_two() ? 1 - gpus.me : adder(part_of(place(k))); }, patience);
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      if (are_two()) add(sums[k], mine[k]);
+    }
+  }
+
+  __device__ static void add(float4& sum, const float4& quad) {
+    sum.x += quad.x;
+    sum.y += quad.y;
+    sum.z += quad.z;
+    sum.w += quad.w;
   }
 };
 
-// The consumers' part of it, up to the count; afterwards see wait_for_sums().
+// The consumers send the block's part and, with three GPUs and more, add it up if it is theirs.
 template <typename Part>
-__device__ __forceinline__ void sum_over_gpus(const GpuMeeting<Part>& meeting) {
+__device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
   const Gpus& gpus = meeting.gpus;
-  const int thread = static_cast<int>(threadIdx.x) - 128, group = meeting.part.group;
+  const int group = meeting.part.group, me = gpus.me;
   if (group >= gpus.parts) return;
-  const unsigned launch = (meeting.own.start >> 16) + 1;  // never 0
-  const int first = meeting.kNumbers * group / gpus.parts;
-  const int end = meeting.kNumbers * (group + 1) / gpus.parts;
-  const ptrdiff_t place = meeting.sums() - gpus.totals[gpus.me];  // the same on all GPUs
-  const auto sums_of = [&](int gpu) { return reinterpret_cast<float*>(gpus.totals[gpu] + place); };
-  const bool adds = meeting.adds(gpus.me);
+  const int thread = static_cast<int>(threadIdx.x) - 128, adder = meeting.adder(group);
   Patience patience{gpus.patience, gpus.silent};
-  // Several numbers of a thread are on their way at the same time.
-  constexpr int kAtOnce = 4;
-  for (int start = first + thread; start < end; start += kAtOnce * kConsumers) {
-    const auto for_each = [&](auto f) {
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (start + k * kConsumers < end) f(k, start + k * kConsumers);
-      }
-    };
-    float own[kAtOnce], sums[kAtOnce] = {};
-    for_each([&](int k, int i) {
-      own[k] = __ldcg(reinterpret_cast<const float*>(meeting.own.totals) + i);
-    });
-    for (int gpu = 0; gpu < gpus.count; ++gpu) {
-      if (gpu == gpus.me || !(meeting.both_add() || meeting.adds(gpu))) continue;
-      for_each([&](int k, int i) {
-        const uint64_t word = uint64_t{launch} << 32 | __float_as_uint(own[k]);
-        meeting.word(gpu, gpus.me, i).store(word, cuda::memory_order_relaxed);
-      });
-    }
-    for (int gpu = 0; adds && gpu < gpus.count; ++gpu) {
-      uint64_t got[kAtOnce] = {};
-      const auto look = [&](int k, int i) {
-        got[k] = meeting.word(gpus.me, gpu, i).load(cuda::memory_order_relaxed);
-      };
-      if (gpu != gpus.me) {
-        for_each(look);
-        for_each([&](int k, int i) {
-          while (got[k] >> 32 != launch && !patience.ends(gpu)) look(k, i);
-        });
-      }
-      for_each([&](int k, int) {
-        sums[k] += gpu == gpus.me ? own[k] : __uint_as_float(static_cast<unsigned>(got[k]));
-      });
-    }
-    for (int gpu = 0; adds && gpu < gpus.count; ++gpu) {
-      if (gpu != gpus.me && meeting.both_add()) continue;
-      for_each([&](int k, int i) { sums_of(gpu)[i] = sums[k]; });
-    }
-  }
-  if (!adds) return;
-  named_barrier(kConsumersBarrier, kConsumers);  // this block's part has been stored
-  if (thread < gpus.count && (thread == gpus.me || !meeting.both_add())) {
-    unsigned& ready = gpus.sums_ready[thread][gpus.me * meeting.part.blocks + meeting.part.rank];
-    if (meeting.both_add()) {  // the others do not look: no need to wait for what they were sent
-      typename GpuMeeting<Part>::Counter(ready).fetch_add(1, cuda::memory_order_release);
+  for (int i = meeting.begin(group) + thread; i < meeting.begin(group + 1); i += kConsumers) {
+    const float4 quad = __ldcg(meeting.own.totals + i);
+    if (meeting.are_two()) {
+      send_quad(meeting.slot(1 - me, me) + i, quad);
+    } else if (adder != me) {
+      send_quad(meeting.slot(adder, me) + i, quad);
     } else {
-      AtSystem<unsigned>(ready).fetch_add(1, cuda::memory_order_release);
+      float4 parts[kMostGpus], sum = {};
+      meeting.receive(
+          parts,
+          [&](int gpu) {
+            return gpu < gpus.count && gpu != me ? meeting.slot(me, gpu) + i : nullptr;
+          },
+          [](int gpu) { return gpu; }, patience);
+#pragma unroll
+      for (int gpu = 0; gpu < kMostGpus; ++gpu) {
+        if (gpu < gpus.count) meeting.add(sum, gpu == me ? quad : parts[gpu]);
+      }
+      for (int gpu = 0; gpu < gpus.count; ++gpu) {
+        send_quad(meeting.slot(gpu, gpus.count) + i, sum);
+      }
     }
   }
 }
 
-// A warp waits until the sums of all parts are there: lane l for those that GPU l adds.
+// The spare warps empty the inbox of the launch before.
 template <typename Part>
-__device__ __forceinline__ void wait_for_sums(const GpuMeeting<Part>& meeting) {
-  const int gpu = meeting.lane();
-  if (gpu < meeting.gpus.count) {
-    Patience patience{meeting.gpus.patience, meeting.gpus.silent};
-    const auto all_there = [&] {
-      return meeting.ready(gpu).load(cuda::memory_order_acquire) - meeting.before >=
-             meeting.parts_of(gpu);
-    };
-    while (!all_there()) {
-      if (patience.ends(gpu)) break;
-    }
+__device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
+  for (int from = 0; from <= meeting.gpus.count; ++from) {
+    fill_totals(meeting.part, meeting.slot(meeting.gpus.me, from, 1), __uint_as_float(kNothing));
   }
-  __syncwarp();
 }
 #endif
 
@@ -192,7 +177,7 @@ __device__ __forceinline__ void wait_for_sums(const GpuMeeting<Part>& meeting) {
 template <Pass kPass, int kColumns, int kStages, bool kSeveralGpus>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion(const __grid_constant__ DiffusionMaps maps, const Operands operands,
-              unsigned* arrivals, const __grid_constant__ Gpus gpus) {
+              unsigned* arrivals, float4* totals, const __grid_constant__ Gpus gpus) {
 #if HOPPER_CODE
   using Part = MeshPart<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
@@ -200,8 +185,12 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
   if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Meeting<Part> meeting(part, arrivals, gpus.totals[gpus.me]);
-  const GpuMeeting<Part> all(part, meeting, gpus, kSeveralGpus);
+  const Meeting<Part> meeting(part, arrivals, totals);
+  const GpuMeeting<Part> all{part, meeting, gpus};
+  const auto sums = [&] {
+    if constexpr (kSeveralGpus) return all;
+    if constexpr (!kSeveralGpus) return Totals{meeting.totals};
+  }();
   if (threadIdx.x == 0) load_x(part, 0);
   cluster_meet();
 
@@ -212,14 +201,14 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       load_forth(part, phases);
       load_back<kStages>(part, phases);
     } else if (threadIdx.x >= 32) {  // the spare warps
-      zero_totals(part, meeting.next_totals);
+      fill_totals(part, meeting.next_totals, 0);
+      if constexpr (kSeveralGpus) empty_inbox(all);
       if constexpr (kPass == Pass::backward) {
         if (gpus.me == 0) add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);
         while (!meeting.all_have_arrived()) {
         }
-        if constexpr (kSeveralGpus) wait_for_sums(all);
-        store_d_times(part, kSeveralGpus ? all.sums() : meeting.totals);
+        store_d_times(part, sums);
       }
     }
   } else {
@@ -229,12 +218,8 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     project<kPass>(part, share, phases);
     add_to_totals(part, share, meeting.totals);
     meet<kPass>(part, meeting);
-    if constexpr (kSeveralGpus) {
-      sum_over_gpus(all);
-      if (threadIdx.x < 160) wait_for_sums(all);
-      named_barrier(kConsumersBarrier, kConsumers);
-    }
-    damp_spectrum<kPass>(part, share, kSeveralGpus ? all.sums() : meeting.totals);
+    if constexpr (kSeveralGpus) send_part(all);
+    damp_spectrum<kPass>(part, share, sums);
     expand<kPass, kStages>(part, phases);
   }
 #endif
@@ -299,14 +284,14 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     if (threadIdx.x == 0) {
       load_back<0>(part, phases);
     } else if (threadIdx.x >= 32) {
-      zero_totals(part, own + part.rank * part.kQuads);
-      if constexpr (kPass == Pass::backward) store_d_times(part, totals);
+      fill_totals(part, own + part.rank * part.kQuads, 0);
+      if constexpr (kPass == Pass::backward) store_d_times(part, Totals{totals});
     }
   } else {
     registers_grow_to<224>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);
-    damp_spectrum<kPass>(part, share, totals);
+    damp_spectrum<kPass>(part, share, Totals{totals});
     expand<kPass, 0>(part, phases);
   }
 #endif
@@ -328,34 +313,26 @@ void add_diffusion(Mesh& mesh, Settings settings) {
   const int gpus = mesh.gpus();
   const TheTile tile(kernel, gpus, table.shape.W);
   struct State {
-    OnEach<unsigned> arrivals, ready, silent;
-    OnEach<float4> totals;
-    OnEach<uint64_t> inbox;
+    OnEach<unsigned> arrivals, silent;
+    OnEach<float4> totals, inbox;
   };
   const auto state = std::make_shared<std::optional<State>>();
   const size_t blocks = tile.blocks;
-  const size_t inbox = kSeveralGpus ? 2 * gpus * blocks * 4 * TheTile::kQuads : 1;
+  const size_t quads = blocks * TheTile::kQuads;
+  const size_t inbox = kSeveralGpus ? 4 * (gpus + 1) * quads : 1;
   mesh.at_start([=] {
-    state->emplace(State{{gpus, blocks},
-                         {gpus, gpus * blocks},
-                         {gpus, 1},
-                         {gpus, (kSeveralGpus ? 4 : 2) * blocks * TheTile::kQuads},
-                         {gpus, inbox}});
+    state->emplace(State{{gpus, blocks}, {gpus, 1}, {gpus, 2 * quads}, {gpus, inbox, 0xff}});
   });
   const auto launch = [=, &mesh] {
     Gpus all{};
     all.count = gpus;
     all.patience = settings.patience;
     all.parts = static_cast<int>(tile.clusters(mesh.least_rows()));
-    for (int gpu = 0; gpu < gpus; ++gpu) {
-      all.inbox[gpu] = (*state)->inbox[gpu];
-      all.totals[gpu] = (*state)->totals[gpu];
-      all.sums_ready[gpu] = (*state)->ready[gpu];
-    }
+    for (int gpu = 0; gpu < gpus; ++gpu) all.inbox[gpu] = (*state)->inbox[gpu];
     on_each_gpu(settings.silent ? gpus - 1 : gpus, [&](int gpu) {
       all.me = gpu;
       all.silent = (*state)->silent[gpu];
-      tile.launch(kernel, mesh.operands(gpu), (*state)->arrivals[gpu], all);
+      tile.launch(kernel, mesh.operands(gpu), (*state)->arrivals[gpu], (*state)->totals[gpu], all);
     });
   };
   const auto check = [=] {

@@ -129,14 +129,14 @@ class Mesh {
   std::vector<std::unique_ptr<Scratch<bf16>>> arrays_;
 };
 
-/// Memory on each GPU, zeros at first.
+/// Memory on each GPU, at first with `byte` in every byte.
 template <typename T>
 class OnEach {
  public:
-  OnEach(int gpus, size_t count) {
+  OnEach(int gpus, size_t count, int byte = 0) {
     on_each_gpu(gpus, [&](int) {
       arrays_.push_back(std::make_unique<Scratch<T>>(count));
-      CUDA_CHECK(cudaMemset(*arrays_.back(), 0, count * sizeof(T)));
+      CUDA_CHECK(cudaMemset(*arrays_.back(), byte, count * sizeof(T)));
       CUDA_CHECK(cudaDeviceSynchronize());
     });
   }

@@ -101,6 +101,18 @@ struct MeshPart {
   __device__ int col0() const { return rank * kColumns; }
 };
 
+/// A sum of all blocks, where it is in memory.
+struct Totals {
+  float4* quads;
+
+  /// sums[k] = quad number place(k)
+  template <int n, typename Place>
+  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
+#pragma unroll
+    for (int k = 0; k < n; ++k) sums[k] = __ldcg(quads + place(k));
+  }
+};
+
 /// Where the blocks of a rank have put their sum, and how many of them have come.
 ///
 /// What the blocks share in memory is zero before the first launch; a launch leaves it ready for
@@ -208,27 +220,29 @@ __device__ __forceinline__ int spare_worker(const MeshPart<kEigen, kColumns, kSt
 }
 
 template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void zero_totals(const MeshPart<kEigen, kColumns, kStages>& part,
-                                            float4* totals) {
+__device__ __forceinline__ void fill_totals(const MeshPart<kEigen, kColumns, kStages>& part,
+                                            float4* totals, float value) {
   for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
        i += 96 * part.groups) {
-    totals[i] = float4{};
+    totals[i] = make_float4(value, value, value, value);
   }
 }
 
-/// Calls visit(quad, row, col, sum) for the quads that hold 8 columns: the lane has two of them,
-/// from `col` on, and two rows of each 16, `row` and `row` + 8. Then ends with the columns and
-/// their sums over all rows.
+/// Calls visit(quads, row, col, sum) for the quads that hold 8 columns, two of them at a time: the
+/// lane has two columns, from `col` on, and of quad number quads(k) the rows `row` + 16 k and 8
+/// below. Then ends with the columns and their sums over all rows.
 template <int kEigen, int kColumns, int kStages, typename Visit, typename End>
 __device__ __forceinline__ void visit_columns(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              float4* totals, Visit visit, End end) {
+                                              Visit visit, End end) {
+  static_assert(kEigen % 32 == 0);
   const int lane = threadIdx.x % 32;
   for (int j = spare_worker(part); j < kColumns / 8; j += 3 * part.groups) {
     const int col = part.col0() + 8 * j + 2 * (lane % 4);
     float2 sum = {};
-#pragma unroll 2
-    for (int i = 0; i < kEigen / 16; ++i) {
-      visit(totals + (i * kColumns / 8 + j) * 32 + lane, 16 * i + lane / 4, col, sum);
+#pragma unroll 1
+    for (int i = 0; i < kEigen / 16; i += 2) {
+      const auto quads = [&](int k) { return ((i + k) * kColumns / 8 + j) * 32 + lane; };
+      visit(quads, 16 * i + lane / 4, col, sum);
     }
     end(col, sum);
   }
@@ -239,29 +253,38 @@ template <int kEigen, int kColumns, int kStages>
 __device__ __forceinline__ void add_d_spectral(const MeshPart<kEigen, kColumns, kStages>& part,
                                                float4* totals) {
   const DiffusionOperands& in = part.operands;
-  const auto add = [&](float4* quad, int row, int col, float2&) {
-    const float2 upper = pair_at(in.d_spectral, in.E, in.W, row, col);
-    const float2 lower = pair_at(in.d_spectral, in.E, in.W, row + 8, col);
-    atomicAdd(quad, make_float4(upper.x, upper.y, lower.x, lower.y));
+  const auto add = [&](auto quads, int first_row, int col, float2&) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int row = first_row + 16 * k;
+      const float2 upper = pair_at(in.d_spectral, in.E, in.W, row, col);
+      const float2 lower = pair_at(in.d_spectral, in.E, in.W, row + 8, col);
+      atomicAdd(totals + quads(k), make_float4(upper.x, upper.y, lower.x, lower.y));
+    }
   };
-  visit_columns(part, totals, add, [](int, float2) {});
+  visit_columns(part, add, [](int, float2) {});
 }
 
 /// Backward: dTimes, when all have added.
-template <int kEigen, int kColumns, int kStages>
+template <int kEigen, int kColumns, int kStages, typename Sums>
 __device__ __forceinline__ void store_d_times(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              float4* totals) {
+                                              const Sums& totals) {
   const DiffusionOperands& in = part.operands;
-  const auto add = [&](float4* quad, int row, int col, float2& sum) {
-    const float4 s = __ldcg(quad);
-    const float2 upper = pair_at(in.spectral, in.E, in.W, row, col);
-    const float2 lower = pair_at(in.spectral, in.E, in.W, row + 8, col);
-    const float e0 = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
-    const float e1 = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
-    sum.x -= e0 * s.x * upper.x + e1 * s.z * lower.x;
-    sum.y -= e0 * s.y * upper.y + e1 * s.w * lower.y;
+  const auto add = [&](auto quads, int first_row, int col, float2& sum) {
+    float4 sums[2];
+    totals.take(sums, quads);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int row = first_row + 16 * k;
+      const float2 upper = pair_at(in.spectral, in.E, in.W, row, col);
+      const float2 lower = pair_at(in.spectral, in.E, in.W, row + 8, col);
+      const float e0 = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
+      const float e1 = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+      sum.x -= e0 * sums[k].x * upper.x + e1 * sums[k].z * lower.x;
+      sum.y -= e0 * sums[k].y * upper.y + e1 * sums[k].w * lower.y;
+    }
   };
-  visit_columns(part, totals, add, [&](int col, float2 sum) {
+  visit_columns(part, add, [&](int col, float2 sum) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) {
       sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
@@ -363,12 +386,12 @@ __device__ __forceinline__ void project(const MeshPart<kEigen, kColumns, kStages
   }
 }
 
-/// The quad of the thread's elements 4 j to 4 j + 3 of tile m.
+/// The number of the quad of the thread's elements 4 j to 4 j + 3 of tile m.
 template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ float4* quad_at(const MeshPart<kEigen, kColumns, kStages>& part,
-                                           float4* totals, int m, int j) {
+__device__ __forceinline__ int quad_of(const MeshPart<kEigen, kColumns, kStages>& part, int m,
+                                       int j) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  return totals + ((4 * (part.kTiles * consumer() + m) + warp) * kColumns / 8 + j) * 32 + lane;
+  return ((4 * (part.kTiles * consumer() + m) + warp) * kColumns / 8 + j) * 32 + lane;
 }
 
 /// Adds the share to the sum of all.
@@ -381,7 +404,7 @@ __device__ __forceinline__ void add_to_totals(const MeshPart<kEigen, kColumns, k
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       const float* four = share.sum[m].elements + 4 * j;
-      atomicAdd(quad_at(part, totals, m, j), make_float4(four[0], four[1], four[2], four[3]));
+      atomicAdd(totals + quad_of(part, m, j), make_float4(four[0], four[1], four[2], four[3]));
     }
   }
 }
@@ -407,18 +430,21 @@ __device__ __forceinline__ void meet(const MeshPart<kEigen, kColumns, kStages>& 
   named_barrier(kConsumersBarrier, kConsumers);
 }
 
-/// The spectrum, damped, becomes the right factor of the second product, in shared memory; forward
-/// the first group stores it, too.
-template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles>
+/// The spectrum, from the sum of all, is damped and becomes the right factor of the second product,
+/// in shared memory; forward the first group stores it, too.
+template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles, typename Sums>
 __device__ __forceinline__ void damp_spectrum(const MeshPart<kEigen, kColumns, kStages>& part,
                                               SpectrumShare<kTiles, kColumns>& share,
-                                              float4* totals) {
+                                              const Sums& totals) {
   auto& shared = part.shared;
+  constexpr int kQuads = kColumns / 8;
+  float4 sums[kTiles * kQuads];
+  totals.take(sums, [&](int k) { return quad_of(part, k / kQuads, k % kQuads); });
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      const float4 total = __ldcg(quad_at(part, totals, m, j));
+      const float4 total = sums[m * kQuads + j];
       float* four = share.sum[m].elements + 4 * j;
       const float* factor = share.factors[m] + 4 * j;
       four[0] = factor[0] * total.x;

@@ -489,8 +489,8 @@ def draw_shapes(path):
     return svg_of(figure)
 
 
-# NVLink's rate from one H200 to the others, and what a journey takes at least: half of a flag there
-# and back (docs/gpus.md).
+# NVLink's rate from one H200 to the others, and what a journey takes at least: half of the 1.2 us that
+# a flag took there and back.
 NVLINK_BYTES_PER_SECOND, JOURNEY_MS = 450e9, 0.6e-3
 
 
