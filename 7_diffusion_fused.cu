@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<56>();
+    registers_shrink_to<64>();
     if (threadIdx.x == 0) {
       load_forth(part, phases);
       load_back<kStages>(part, phases);

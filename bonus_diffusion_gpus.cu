@@ -35,11 +35,12 @@ constexpr int kMostGpus = 8;
 
 // What a launch knows of all GPUs.
 //
-// inbox (4, gpus + 1, blocks, kQuads), one on each GPU: what came from each of the others and, last,
-// the sums of all. An empty place holds a NaN that arithmetic does not make, so a number is its own
-// flag: no other flag has to follow it, and no fence has to be waited for. Launches use the four in
-// turn, and each empties that of the launch before. Nobody sends there earlier than two launches
-// later: whoever is so far has got numbers of the launch between, sent when this one had ended.
+// inbox (4, gpus + 1, blocks, kQuads), one on each GPU: what came from each of the others and,
+// last, the sums of all. An empty place holds a NaN that arithmetic does not make, so a number is
+// its own flag: no other flag has to follow it, and no fence has to be waited for. Launches use the
+// four in turn, and each empties that of the launch before. Nobody sends there earlier than two
+// launches later: whoever is so far has got numbers of the launch between, and those were sent when
+// this one had ended.
 struct Gpus {
   int count, me;
   int parts;          // of a rank's sum, each of which a block sends: as many as there are clusters
@@ -52,11 +53,12 @@ struct Gpus {
 // The sum over the blocks of all GPUs, for a block. When those of its own GPU have met there is one
 // sum on each GPU, in as many parts as there are clusters, and a block sends its part.
 //
-// Between two GPUs this is all. The part goes into the other GPU's inbox, and every block reads both
-// sums, its own GPU's and the one that comes, and adds them; a + b = b + a, to the bit. If G GPUs did
-// this, G - 1 sums would leave each of them, and each block would read G. So from three on a part is
-// sent to one GPU only, `group` % G. Its block adds up the parts of all and sends the sum round:
-// 2 (G - 1) / G of a sum leave a GPU, whatever G is, in two journeys, and each block reads one sum.
+// Between two GPUs this is all. The part goes into the other GPU's inbox, and every block reads
+// both sums, its own GPU's and the one that comes, and adds them; a + b = b + a, to the bit. If G
+// GPUs did this, G - 1 sums would leave each of them, and each block would read G. So from three on
+// a part is sent to one GPU only, `group` % G. Its block adds up the parts of all and sends the sum
+// round: 2 (G - 1) / G of a sum leave a GPU, whatever G is, in two journeys, and each block reads
+// one sum.
 template <typename Part>
 struct GpuMeeting {
   const Part& part;
@@ -78,7 +80,8 @@ struct GpuMeeting {
   __device__ int part_of(int quad) const { return ((quad + 1) * gpus.parts - 1) / Part::kQuads; }
 
   // Waits for quads k of the inbox, which are at place(k) and come from GPU from(k). Nothing is to
-  // be waited for if place(k) is null. Looks at one of them until it is there, and then at all.
+  // be waited for if place(k) is null. Looks at all, then at one that is missing until it has come,
+  // and again at all that were missing.
   template <int n, typename Place, typename From>
   __device__ __forceinline__ void receive(float4 (&quads)[n], Place place, From from,
                                           Patience& patience) const {
@@ -91,16 +94,16 @@ struct GpuMeeting {
       float4* missing = nullptr;
       int gpu = 0;
 #pragma unroll
+      for (int k = 0; k < n; ++k) {
+        if (!is_whole(quads[k])) quads[k] = look_at_quad(place(k));
+      }
+#pragma unroll
       for (int k = n - 1; k >= 0; --k) {
         if (!is_whole(quads[k])) missing = place(k), gpu = from(k);
       }
       if (!missing) return;
       while (!is_whole(look_at_quad(missing))) {
         if (patience.ends(gpu)) return;
-      }
-#pragma unroll
-      for (int k = 0; k < n; ++k) {
-        if (!is_whole(quads[k])) quads[k] = look_at_quad(place(k));
       }
     }
   }
@@ -196,7 +199,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<56>();
+    registers_shrink_to<64>();
     if (threadIdx.x == 0) {
       load_forth(part, phases);
       load_back<kStages>(part, phases);
@@ -247,7 +250,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<56>();
+    registers_shrink_to<64>();
     if (threadIdx.x == 0) {
       load_forth(part, phases);
     } else if (threadIdx.x >= 32) {
@@ -280,7 +283,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<56>();
+    registers_shrink_to<64>();
     if (threadIdx.x == 0) {
       load_back<0>(part, phases);
     } else if (threadIdx.x >= 32) {

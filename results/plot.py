@@ -496,15 +496,14 @@ NVLINK_BYTES_PER_SECOND, JOURNEY_MS = 450e9, 0.6e-3
 
 def exchange_model_ms(gpus, measured_ms, numbers):
     """What the exchange takes on `gpus` GPUs, from what it takes on two. There, each sends all its
-    numbers, 8 bytes each, in one journey. With more it sends each number to one of them, 8 bytes, and
-    that one sends the sum round, 4 bytes: two journeys."""
-    def travel(count, share, bytes_each):
-        return 1e3 * count * share * bytes_each / NVLINK_BYTES_PER_SECOND
+    numbers in one journey. With more it sends each number to one of them, and that one sends the sum
+    round: two journeys."""
+    def travel(count):
+        return 1e3 * 4 * count / NVLINK_BYTES_PER_SECOND
 
     if gpus == 2:
         return measured_ms
-    share = (gpus - 1) / gpus
-    return measured_ms - travel(numbers, 1, 8) + JOURNEY_MS + travel(numbers, share, 8 + 4)
+    return measured_ms - travel(numbers) + JOURNEY_MS + 2 * travel(numbers * (gpus - 1) / gpus)
 
 
 def draw_gpus(folder):
