@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       }
     }
   } else {
-    registers_grow_to<224>();
+    registers_grow_to<216>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);

@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       }
     }
   } else {
-    registers_grow_to<224>();
+    registers_grow_to<216>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if (kPass == Pass::backward && adds_d_spectral) add_d_spectral(part, totals);
     }
   } else {
-    registers_grow_to<224>();
+    registers_grow_to<216>();
     SpectrumShare<Part::kTiles, kColumns> share;
     project<kPass>(part, share, phases);
     add_to_totals(part, share, totals);
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if constexpr (kPass == Pass::backward) store_d_times(part, Totals{totals});
     }
   } else {
-    registers_grow_to<224>();
+    registers_grow_to<216>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);
     damp_spectrum<kPass>(part, share, Totals{totals});
