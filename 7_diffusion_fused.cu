@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<64>();
+    registers_shrink_to<56>();
     if (threadIdx.x == 0) {
       load_forth(part, phases);
       load_back<kStages>(part, phases);
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       }
     }
   } else {
-    registers_grow_to<216>();
+    registers_grow_to<224>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);

@@ -80,8 +80,7 @@ struct GpuMeeting {
   __device__ int part_of(int quad) const { return ((quad + 1) * gpus.parts - 1) / Part::kQuads; }
 
   // Waits for quads k of the inbox, which are at place(k) and come from GPU from(k). Nothing is to
-  // be waited for if place(k) is null. Looks at all, then at one that is missing until it has come,
-  // and again at all that were missing.
+  // be waited for if place(k) is null. Looks at one of them until it has come, then at all.
   template <int n, typename Place, typename From>
   __device__ __forceinline__ void receive(float4 (&quads)[n], Place place, From from,
                                           Patience& patience) const {
@@ -94,10 +93,6 @@ struct GpuMeeting {
       float4* missing = nullptr;
       int gpu = 0;
 #pragma unroll
-      for (int k = 0; k < n; ++k) {
-        if (!is_whole(quads[k])) quads[k] = look_at_quad(place(k));
-      }
-#pragma unroll
       for (int k = n - 1; k >= 0; --k) {
         if (!is_whole(quads[k])) missing = place(k), gpu = from(k);
       }
@@ -105,31 +100,49 @@ struct GpuMeeting {
       while (!is_whole(look_at_quad(missing))) {
         if (patience.ends(gpu)) return;
       }
+#pragma unroll
+      for (int k = 0; k < n; ++k) {
+        if (!is_whole(quads[k])) quads[k] = look_at_quad(place(k));
+      }
     }
   }
 
-  // sums[k] = quad number place(k) of the sum of all GPUs
+  __device__ float4* inbox() const { return slot(gpus.me, are_two() ? 1 - gpus.me : gpus.count); }
+
+  // sums[k] = quad number place(k) of the sum of all GPUs, when it has come
   template <int n, typename Place>
   __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
     float4 mine[n] = {};
     if (are_two()) Totals{own.totals}.take(mine, place);
-    float4* const inbox = slot(gpus.me, are_two() ? 1 - gpus.me : gpus.count);
+    float4* const from = inbox();
     // Whoever adds may be waiting for another one, which shall be named.
     Patience patience{are_two() ? gpus.patience : 2 * gpus.patience, gpus.silent};
     receive(
-        sums, [&](int k) { return inbox + place(k); },
+        sums, [&](int k) { return from + place(k); },
         [&](int k) { return are_two() ? 1 - gpus.me : adder(part_of(place(k))); }, patience);
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       if (are_two()) add(sums[k], mine[k]);
     }
   }
+};
 
-  __device__ static void add(float4& sum, const float4& quad) {
-    sum.x += quad.x;
-    sum.y += quad.y;
-    sum.z += quad.z;
-    sum.w += quad.w;
+// The same for threads that know that all of it has come.
+template <typename Part>
+struct Received {
+  const GpuMeeting<Part>& meeting;
+
+  template <int n, typename Place>
+  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
+    float4 mine[n] = {};
+    if (meeting.are_two()) Totals{meeting.own.totals}.take(mine, place);
+    float4* const from = meeting.inbox();
+#pragma unroll
+    for (int k = 0; k < n; ++k) sums[k] = look_at_quad(from + place(k));
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      if (meeting.are_two()) add(sums[k], mine[k]);
+    }
   }
 };
 
@@ -157,7 +170,7 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
           [](int gpu) { return gpu; }, patience);
 #pragma unroll
       for (int gpu = 0; gpu < kMostGpus; ++gpu) {
-        if (gpu < gpus.count) meeting.add(sum, gpu == me ? quad : parts[gpu]);
+        if (gpu < gpus.count) add(sum, gpu == me ? quad : parts[gpu]);
       }
       for (int gpu = 0; gpu < gpus.count; ++gpu) {
         send_quad(meeting.slot(gpu, gpus.count) + i, sum);
@@ -190,16 +203,12 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
   wait_for_previous_kernel();
   const Meeting<Part> meeting(part, arrivals, totals);
   const GpuMeeting<Part> all{part, meeting, gpus};
-  const auto sums = [&] {
-    if constexpr (kSeveralGpus) return all;
-    if constexpr (!kSeveralGpus) return Totals{meeting.totals};
-  }();
   if (threadIdx.x == 0) load_x(part, 0);
   cluster_meet();
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<64>();
+    registers_shrink_to<56>();
     if (threadIdx.x == 0) {
       load_forth(part, phases);
       load_back<kStages>(part, phases);
@@ -209,20 +218,31 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if constexpr (kPass == Pass::backward) {
         if (gpus.me == 0) add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);
-        while (!meeting.all_have_arrived()) {
+        if constexpr (kSeveralGpus) {
+          barrier_wait(&part.shared.spare, 0);  // the spare warps' own arrivals
+          barrier_wait(&part.shared.spare, 1);  // the consumers', who have received everything
+          store_d_times(part, Received<Part>{all});
+        } else {
+          while (!meeting.all_have_arrived()) {
+          }
+          store_d_times(part, Totals{meeting.totals});
         }
-        store_d_times(part, sums);
       }
     }
   } else {
-    registers_grow_to<216>();
+    registers_grow_to<224>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);
     add_to_totals(part, share, meeting.totals);
     meet<kPass>(part, meeting);
-    if constexpr (kSeveralGpus) send_part(all);
-    damp_spectrum<kPass>(part, share, sums);
+    if constexpr (kSeveralGpus) {
+      send_part(all);
+      damp_spectrum<kPass>(part, share, all);
+      if (threadIdx.x < 128 + kSpareThreads) barrier_arrive(&part.shared.spare);
+    } else {
+      damp_spectrum<kPass>(part, share, Totals{meeting.totals});
+    }
     expand<kPass, kStages>(part, phases);
   }
 #endif
@@ -250,14 +270,14 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<64>();
+    registers_shrink_to<56>();
     if (threadIdx.x == 0) {
       load_forth(part, phases);
     } else if (threadIdx.x >= 32) {
       if (kPass == Pass::backward && adds_d_spectral) add_d_spectral(part, totals);
     }
   } else {
-    registers_grow_to<216>();
+    registers_grow_to<224>();
     SpectrumShare<Part::kTiles, kColumns> share;
     project<kPass>(part, share, phases);
     add_to_totals(part, share, totals);
@@ -283,7 +303,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
-    registers_shrink_to<64>();
+    registers_shrink_to<56>();
     if (threadIdx.x == 0) {
       load_back<0>(part, phases);
     } else if (threadIdx.x >= 32) {
@@ -291,7 +311,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if constexpr (kPass == Pass::backward) store_d_times(part, Totals{totals});
     }
   } else {
-    registers_grow_to<216>();
+    registers_grow_to<224>();
     SpectrumShare<Part::kTiles, kColumns> share;
     damping_factors(part, share);
     damp_spectrum<kPass>(part, share, Totals{totals});

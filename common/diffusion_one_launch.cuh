@@ -228,19 +228,19 @@ __device__ __forceinline__ void fill_totals(const MeshPart<kEigen, kColumns, kSt
   }
 }
 
-/// Calls visit(quads, row, col, sum) for the quads that hold 8 columns, four of them at a time: the
+/// Calls visit(quads, row, col, sum) for the quads that hold 8 columns, two of them at a time: the
 /// lane has two columns, from `col` on, and of quad number quads(k) the rows `row` + 16 k and 8
 /// below. Then ends with the columns and their sums over all rows.
 template <int kEigen, int kColumns, int kStages, typename Visit, typename End>
 __device__ __forceinline__ void visit_columns(const MeshPart<kEigen, kColumns, kStages>& part,
                                               Visit visit, End end) {
-  static_assert(kEigen % 64 == 0);
+  static_assert(kEigen % 32 == 0);
   const int lane = threadIdx.x % 32;
   for (int j = spare_worker(part); j < kColumns / 8; j += 3 * part.groups) {
     const int col = part.col0() + 8 * j + 2 * (lane % 4);
     float2 sum = {};
 #pragma unroll 1
-    for (int i = 0; i < kEigen / 16; i += 4) {
+    for (int i = 0; i < kEigen / 16; i += 2) {
       const auto quads = [&](int k) { return ((i + k) * kColumns / 8 + j) * 32 + lane; };
       visit(quads, 16 * i + lane / 4, col, sum);
     }
@@ -255,7 +255,7 @@ __device__ __forceinline__ void add_d_spectral(const MeshPart<kEigen, kColumns, 
   const DiffusionOperands& in = part.operands;
   const auto add = [&](auto quads, int first_row, int col, float2&) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < 2; ++k) {
       const int row = first_row + 16 * k;
       const float2 upper = pair_at(in.d_spectral, in.E, in.W, row, col);
       const float2 lower = pair_at(in.d_spectral, in.E, in.W, row + 8, col);
@@ -271,10 +271,10 @@ __device__ __forceinline__ void store_d_times(const MeshPart<kEigen, kColumns, k
                                               const Sums& totals) {
   const DiffusionOperands& in = part.operands;
   const auto add = [&](auto quads, int first_row, int col, float2& sum) {
-    float4 sums[4];
+    float4 sums[2];
     totals.take(sums, quads);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < 2; ++k) {
       const int row = first_row + 16 * k;
       const float2 upper = pair_at(in.spectral, in.E, in.W, row, col);
       const float2 lower = pair_at(in.spectral, in.E, in.W, row + 8, col);

@@ -111,6 +111,13 @@ __device__ inline bool is_whole(const float4& quad) {
          __float_as_uint(quad.z) != kNothing && __float_as_uint(quad.w) != kNothing;
 }
 
+__device__ inline void add(float4& sum, const float4& quad) {
+  sum.x += quad.x;
+  sum.y += quad.y;
+  sum.z += quad.z;
+  sum.w += quad.w;
+}
+
 /// Four numbers that another GPU may be storing: each is there or not, whatever the others are.
 /// PTX ISA, "ld" and "st": a vector is as many accesses as it has elements.
 __device__ inline float4 look_at_quad(float4* from) {
