@@ -16,19 +16,25 @@
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
-//     Hopper cluster           lesson 3's persistent, with two weights and this epilogue
+//     Hopper cluster           lesson 3's product, with two weights and this epilogue
 //
-// The first four need compute capability 7.5 (which copies synchronously); the last two need 9.0,
-// and rows of a multiple of 16 bytes. The CPU backend runs all.
+// The first four need compute capability 7.5 (which copies synchronously), the last two 9.0. The
+// CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, where memory is the
 // limit; and a square one, N x N x N, where the tensor cores are.
 
-#include <mma.h>
-
 #include "common/async_copy.cuh"
 #include "common/gating.h"
-#include "common/hopper.cuh"
+#include "common/product_plan.cuh"
+#include "common/wmma_fragments.cuh"
+
+// What every kernel gets.
+struct Layer {
+  const half *x, *W1, *b1, *W2, *b2;
+  half* out;
+  int M, K, H;
+};
 
 // 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
 // place of fp32 here, and the result is rounded to fp16.
@@ -37,67 +43,91 @@ __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); 
 // ---- one thread per element ---------------------------------------------------------------------
 
 // Lesson 1's coalesced mapping: thread (x, y) owns out(row y, column x), and both its sums.
-__global__ void gating_simple(const half* x, const half* W1, const half* b1, const half* W2,
-                              const half* b2, half* out, int M, int K, int H) {
+__global__ void gating_simple(Layer layer) {
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
-  if (row >= M || col >= H) return;
-  float gate = __half2float(b1[col]), value = __half2float(b2[col]);
-  for (int k = 0; k < K; ++k) {
-    const float factor = __half2float(x[static_cast<size_t>(row) * K + k]);
-    gate += factor * __half2float(W1[static_cast<size_t>(k) * H + col]);
-    value += factor * __half2float(W2[static_cast<size_t>(k) * H + col]);
+  if (row >= layer.M || col >= layer.H) return;
+  float gate = __half2float(layer.b1[col]), value = __half2float(layer.b2[col]);
+  for (int k = 0; k < layer.K; ++k) {
+    const float factor = __half2float(layer.x[static_cast<size_t>(row) * layer.K + k]);
+    gate += factor * __half2float(layer.W1[static_cast<size_t>(k) * layer.H + col]);
+    value += factor * __half2float(layer.W2[static_cast<size_t>(k) * layer.H + col]);
   }
-  out[static_cast<size_t>(row) * H + col] = __float2half_rn(sigmoid(gate) * value);
+  layer.out[static_cast<size_t>(row) * layer.H + col] = __float2half_rn(sigmoid(gate) * value);
 }
 
 // ---- tensor cores -------------------------------------------------------------------------------
 
-using namespace nvcuda;
-// The 32 threads of a warp hold a 16 x 16 matrix together, in a layout that only the hardware
-// knows: a warp loads fragments, multiplies them, and stores them.
-using FragmentX = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
-using FragmentW = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
-using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+// A block of kWarpsM x kWarpsH warps owns kBM rows and kBH columns of out, and takes kBK of k in a
+// step; a warp owns 16 kRows x 16 kCols elements. kAligned: see copy_tile.
+template <int kBM, int kBH, int kBK, int kWarpsM, int kWarpsH, bool kAlignedRows>
+struct Block {
+  static constexpr int BM = kBM, BH = kBH, BK = kBK, kWarps = kWarpsM * kWarpsH;
+  static constexpr int kThreads = 32 * kWarps, kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  static constexpr bool kAligned = kAlignedRows;
+  // Tiles in shared memory, whose padded rows start on different banks.
+  static constexpr int kStrideX = BK + 8, kStrideW = BH + 8, kStrideBias = BH + 4;
+  using TileX = half[BM][kStrideX];
+  using TilesW = half[2][BK][kStrideW];                 // of W1 and W2
+  using Biases = float[2][16][kStrideBias];             // 16 equal rows: they load as fragments do
+  using Stagings = float[kWarps][16 * kStagingStride];  // see store_rounded
 
-constexpr int kPad = 8;  // halves after each row of a tile: rows start on different banks
+  // Where this warp's elements start in the block's tile.
+  __device__ static int warp_row() { return threadIdx.x / 32 / kWarpsH * 16 * kRows; }
+  __device__ static int warp_col() { return threadIdx.x / 32 % kWarpsH * 16 * kCols; }
 
-// A warp's share of a tile of out: 16 kRows x 16 kCols elements, both sums of each.
-template <int kRows, int kCols>
+  __device__ static void copy_x(TileX& to, const Layer& layer, int row0, int k0) {
+    copy_tile<BM, BK, kStrideX, kThreads, kAligned>(to[0], layer.x, row0, k0, layer.M, layer.K);
+  }
+  __device__ static void copy_weights(TilesW& to, const Layer& layer, int k0, int col0) {
+    copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to[0][0], layer.W1, k0, col0, layer.K, layer.H);
+    copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to[1][0], layer.W2, k0, col0, layer.K, layer.H);
+  }
+  __device__ static void fill(Biases& to, const Layer& layer, int col0) {
+    for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
+      const int col = i % BH;
+      const bool inside = col0 + col < layer.H;
+      to[0][i / BH][col] = inside ? __half2float(layer.b1[col0 + col]) : 0;
+      to[1][i / BH][col] = inside ? __half2float(layer.b2[col0 + col]) : 0;
+    }
+  }
+};
+
+// A warp's elements: both sums of each.
+template <class B>  // a Block
 struct GateSums {
-  FragmentSum gate[kRows][kCols], value[kRows][kCols];
+  FragmentSum gate[B::kRows][B::kCols], value[B::kRows][B::kCols];
 
-  // The sums start at the biases. In shared memory bias_tile has 16 rows, all the same, of `stride`
-  // floats, so that it loads as a fragment does.
-  __device__ void start(const float* bias1_tile, const float* bias2_tile, int stride) {
+  // The sums start at the biases.
+  __device__ void start(const typename B::Biases& biases) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < B::kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-        wmma::load_matrix_sync(gate[i][j], bias1_tile + 16 * j, stride, wmma::mem_row_major);
-        wmma::load_matrix_sync(value[i][j], bias2_tile + 16 * j, stride, wmma::mem_row_major);
+      for (int j = 0; j < B::kCols; ++j) {
+        const int col = B::warp_col() + 16 * j;
+        wmma::load_matrix_sync(gate[i][j], &biases[0][0][col], B::kStrideBias, wmma::mem_row_major);
+        wmma::load_matrix_sync(value[i][j], &biases[1][0][col], B::kStrideBias,
+                               wmma::mem_row_major);
       }
     }
   }
 
-  // Adds the products of a tile of x (16 kRows rows, kDepth columns) and tiles of W1 and W2 (kDepth
-  // rows, 16 kCols columns), all in shared memory. A fragment of x serves both weights.
-  template <int kDepth, int kStrideX, int kStrideW>
-  __device__ void add_products(const half* x_tile, const half* W1_tile, const half* W2_tile) {
+  // Adds the products of a tile of x and tiles of W1 and W2. A fragment of x serves both weights.
+  __device__ void add_products(const typename B::TileX& x_tile, const typename B::TilesW& W_tiles) {
 #pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
-      FragmentX x[kRows];
+    for (int k = 0; k < B::BK; k += 16) {
+      FragmentA x[B::kRows];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        wmma::load_matrix_sync(x[i], x_tile + 16 * i * kStrideX + k, kStrideX);
+      for (int i = 0; i < B::kRows; ++i) {
+        wmma::load_matrix_sync(x[i], &x_tile[B::warp_row() + 16 * i][k], B::kStrideX);
       }
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-        FragmentW w1, w2;
-        wmma::load_matrix_sync(w1, W1_tile + k * kStrideW + 16 * j, kStrideW);
-        wmma::load_matrix_sync(w2, W2_tile + k * kStrideW + 16 * j, kStrideW);
+      for (int j = 0; j < B::kCols; ++j) {
+        FragmentB w1, w2;
+        wmma::load_matrix_sync(w1, &W_tiles[0][k][B::warp_col() + 16 * j], B::kStrideW);
+        wmma::load_matrix_sync(w2, &W_tiles[1][k][B::warp_col() + 16 * j], B::kStrideW);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+        for (int i = 0; i < B::kRows; ++i) {
           wmma::mma_sync(gate[i][j], x[i], w1, gate[i][j]);
           wmma::mma_sync(value[i][j], x[i], w2, value[i][j]);
         }
@@ -105,93 +135,49 @@ struct GateSums {
     }
   }
 
-  // out(row0.., col0..) = sigmoid(gate) * value. Fragments of one type hold the same element at the
-  // same index, whichever that is: elementwise operations need not know. For the store they do, so
-  // 16 rows at a time go through `staging` (16 x kStagingStride floats, this warp's own), from
-  // where a thread takes 4 consecutive elements, and 4 threads or more a full 32-byte sector of
-  // out.
-  static constexpr int kWidth = 16 * kCols, kStagingStride = kWidth + 8;
-  template <bool kAligned>
-  __device__ void finish(float* staging, half* out, int row0, int col0, int M, int H) {
-    const int lane = threadIdx.x % 32;
+  // out = sigmoid(gate) * value, where the block's tile starts at (row0, col0). Fragments of one
+  // type hold the same element at the same index, whichever that is: elementwise operations need
+  // not know.
+  __device__ void finish(typename B::Stagings& stagings, const Layer& layer, int row0, int col0) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < B::kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) {
+      for (int j = 0; j < B::kCols; ++j) {
         for (int e = 0; e < gate[i][j].num_elements; ++e) {
           gate[i][j].x[e] = sigmoid(gate[i][j].x[e]) * value[i][j].x[e];
         }
-        wmma::store_matrix_sync(staging + 16 * j, gate[i][j], kStagingStride, wmma::mem_row_major);
+        store_rounded<B::kAligned>(layer.out, row0 + B::warp_row() + 16 * i,
+                                   col0 + B::warp_col() + 16 * j, layer.M, layer.H, gate[i][j],
+                                   stagings[threadIdx.x / 32]);
       }
-      __syncwarp();
-#pragma unroll
-      for (int e = lane * 4; e < 16 * kWidth; e += 32 * 4) {
-        const float4 from =
-            *reinterpret_cast<const float4*>(staging + e / kWidth * kStagingStride + e % kWidth);
-        const int row = row0 + 16 * i + e / kWidth, col = col0 + e % kWidth;
-        half* to = out + static_cast<size_t>(row) * H + col;
-        const half2 values[2] = {__floats2half2_rn(from.x, from.y),
-                                 __floats2half2_rn(from.z, from.w)};
-        if constexpr (kAligned) {
-          if (row < M && col < H) {
-            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(values);
-          }
-        } else if (row < M) {
-          if (col < H) to[0] = __low2half(values[0]);
-          if (col + 1 < H) to[1] = __high2half(values[0]);
-          if (col + 2 < H) to[2] = __low2half(values[1]);
-          if (col + 3 < H) to[3] = __high2half(values[1]);
-        }
-      }
-      __syncwarp();
     }
   }
 };
 
-// The 16 equal rows of GateSums::start, kStride floats apart, for kCols columns from col0.
-template <int kCols, int kStride, int kThreads>
-__device__ void fill_bias_tile(float* to, const half* bias, int col0, int H) {
-  for (int i = threadIdx.x; i < 16 * kCols; i += kThreads) {
-    const int col = i % kCols;
-    to[i / kCols * kStride + col] = col0 + col < H ? __half2float(bias[col0 + col]) : 0;
-  }
-}
-
-// A block of kWarpsM x kWarpsH warps owns BM rows and BH columns of out, and both sums of each
-// element in registers. Per step of BK it loads a tile of x once for both weights. Then the
-// epilogue: bias, sigmoid and product happen where the sums are, and the first thing to be written
-// to memory is out.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
-    gating_tensor_cores(const half* x, const half* W1, const half* b1, const half* W2,
-                        const half* b2, half* out, int M, int K, int H) {
-  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  __shared__ __align__(128) half x_tile[BM][BK + kPad];
-  __shared__ __align__(128) half W_tiles[2][BK][BH + kPad];
-  __shared__ __align__(128) float bias_tiles[2][16][BH + 4];
-  __shared__ __align__(128) float staging[kWarpsM * kWarpsH][16][16 * kCols + 8];
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / kWarpsH * 16 * kRows, warp_col = warp % kWarpsH * 16 * kCols;
-  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
-
-  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[0][0], b1, col0, H);
-  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[1][0], b2, col0, H);
+// Lesson 3's "wmma shared" with two weights: per step a block loads a tile of x once for both. Both
+// sums of its elements are in registers. Then the epilogue: sigmoid and product happen where the
+// sums are, and the first thing to be written to memory is out.
+template <class B>
+__global__ void __launch_bounds__(B::kThreads) gating_tensor_cores(Layer layer) {
+  __shared__ __align__(128) typename B::TileX x_tile;
+  __shared__ __align__(128) typename B::TilesW W_tiles;
+  __shared__ __align__(128) typename B::Biases biases;
+  __shared__ __align__(128) typename B::Stagings stagings;
+  const int row0 = blockIdx.x * B::BM, col0 = blockIdx.y * B::BH;
+  B::fill(biases, layer, col0);
   __syncthreads();
-  GateSums<kRows, kCols> sums;
-  sums.start(&bias_tiles[0][0][warp_col], &bias_tiles[1][0][warp_col], BH + 4);
-  for (int k0 = 0; k0 < K; k0 += BK) {
-    copy_tile<BM, BK, BK + kPad, kThreads, kAligned>(x_tile[0], x, row0, k0, M, K);
-    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[0][0], W1, k0, col0, K, H);
-    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[1][0], W2, k0, col0, K, H);
+  GateSums<B> sums;
+  sums.start(biases);
+  for (int k0 = 0; k0 < layer.K; k0 += B::BK) {
+    B::copy_x(x_tile, layer, row0, k0);
+    B::copy_weights(W_tiles, layer, k0, col0);
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    sums.template add_products<BK, BK + kPad, BH + kPad>(x_tile[warp_row], &W_tiles[0][0][warp_col],
-                                                         &W_tiles[1][0][warp_col]);
+    sums.add_products(x_tile, W_tiles);
     __syncthreads();
   }
-  sums.template finish<kAligned>(staging[warp][0], out, row0 + warp_row, col0 + warp_col, M, H);
+  sums.finish(stagings, layer, row0, col0);
 }
 
 // ---- async tiles --------------------------------------------------------------------------------
@@ -199,143 +185,120 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
 // The same, but kStages sets of tiles are in flight, as in lesson 2's last kernel: the tensor cores
 // work on one while the copies of the next ones are on their way, and a step needs one barrier
 // instead of two.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages>
-struct AsyncTiles {
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  static constexpr int kStrideX = BK + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
-  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;  // halves
-  static constexpr int kStageBytes = (kTileX + 2 * kTileW) * sizeof(half);
-  static constexpr int kBiasBytes = 2 * 16 * kStrideBias * sizeof(float);
-  static constexpr int kStagingBytes = kWarpsM * kWarpsH * 16 * (16 * kCols + 8) * sizeof(float);
-  // The staging of the epilogue takes the place of the tiles.
-  static constexpr int kSharedBytes =
-      kBiasBytes + (kStages * kStageBytes > kStagingBytes ? kStages * kStageBytes : kStagingBytes);
+template <class B, int kStages>
+struct AsyncShared {
+  struct {
+    typename B::TileX x;
+    typename B::TilesW W;
+  } stages[kStages];
+  typename B::Biases biases;
+  typename B::Stagings stagings;
 };
 
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
-    gating_async(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
-                 half* out, int M, int K, int H) {
-  using Shape = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>;
-  extern __shared__ __align__(128) char shared[];
-  float* bias_tiles = reinterpret_cast<float*>(shared);
-  half* stages = reinterpret_cast<half*>(shared + Shape::kBiasBytes);
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
-  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
-  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
-
-  const auto stage_of = [&](int step) {
-    return stages + step % kStages * (Shape::kTileX + 2 * Shape::kTileW);
-  };
+template <class B, int kStages>
+__global__ void __launch_bounds__(B::kThreads) gating_async(Layer layer) {
+  extern __shared__ __align__(128) char storage[];
+  auto& shared = *reinterpret_cast<AsyncShared<B, kStages>*>(storage);
+  const int row0 = blockIdx.x * B::BM, col0 = blockIdx.y * B::BH;
+  const int steps = (layer.K + B::BK - 1) / B::BK;
   const auto copy_step = [&](int step) {
-    half* x_tile = stage_of(step);
-    half* W1_tile = x_tile + Shape::kTileX;
-    half* W2_tile = W1_tile + Shape::kTileW;
-    const int k0 = step * BK;
-    copy_tile<BM, BK, Shape::kStrideX, Shape::kThreads, kAligned>(x_tile, x, row0, k0, M, K);
-    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, k0, col0, K, H);
-    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, k0, col0, K, H);
+    if (step < steps) {
+      auto& stage = shared.stages[step % kStages];
+      B::copy_x(stage.x, layer, row0, step * B::BK);
+      B::copy_weights(stage.W, layer, step * B::BK, col0);
+    }
+    copy_async_commit();
   };
 
-  const int steps = (K + BK - 1) / BK;
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) copy_step(step);
-    copy_async_commit();
-  }
-  float* bias2_tile = bias_tiles + 16 * Shape::kStrideBias;
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias_tiles, b1, col0, H);
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
+  for (int step = 0; step < kStages - 1; ++step) copy_step(step);
+  B::fill(shared.biases, layer, col0);
   __syncthreads();
-  GateSums<Shape::kRows, Shape::kCols> sums;
-  sums.start(bias_tiles + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
+  GateSums<B> sums;
+  sums.start(shared.biases);
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
-    copy_async_commit();
-    const half* x_tile = stage_of(step);
-    const half* W_tile = x_tile + Shape::kTileX + warp_col;
-    sums.template add_products<BK, Shape::kStrideX, Shape::kStrideW>(
-        x_tile + warp_row * Shape::kStrideX, W_tile, W_tile + Shape::kTileW);
+    copy_step(step + kStages - 1);
+    const auto& stage = shared.stages[step % kStages];
+    sums.add_products(stage.x, stage.W);
   }
-  __syncthreads();
-  float* staging = reinterpret_cast<float*>(stages) + warp * 16 * (16 * Shape::kCols + 8);
-  sums.template finish<kAligned>(staging, out, row0 + warp_row, col0 + warp_col, M, H);
+  sums.finish(shared.stagings, layer, row0, col0);
 }
 
 // ---- resident weights ---------------------------------------------------------------------------
 
 // The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So as
-// many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
+// many blocks as fit on the GPU at once stay there until the end. Each loads its columns of the
 // weights and biases once, then walks over row tiles blockIdx.x, blockIdx.x + gridDim.x, ... with
 // all columns of kStages of them in flight: while one is multiplied and written, the next ones
-// arrive. Memory never waits for a block to start or to end. K is at most kDepth; what is missing
-// is filled with zeros.
-template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages>
-struct ResidentWeights {
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  static constexpr int kStrideX = kDepth + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
-  static constexpr int kTileX = BM * kStrideX, kTileW = kDepth * kStrideW;  // halves
-  static constexpr int kBiasFloats = 16 * kStrideBias;
-  static constexpr int kStagingFloats = 16 * GateSums<kRows, kCols>::kStagingStride;  // per warp
-  static constexpr int kFloatBytes =
-      (2 * kBiasFloats + kWarpsM * kWarpsH * kStagingFloats) * sizeof(float);
-  static constexpr int kSharedBytes = kFloatBytes + (kStages * kTileX + 2 * kTileW) * sizeof(half);
+// arrive. Memory never waits for a block to start or to end. K is at most B::BK; what is missing is
+// filled with zeros.
+template <class B, int kStages>
+struct ResidentShared {
+  typename B::TilesW W;
+  typename B::TileX x[kStages];
+  typename B::Biases biases;
+  typename B::Stagings stagings;
 };
 
-template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
-    gating_resident(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
-                    half* out, int M, int K, int H) {
-  using Shape = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>;
-  extern __shared__ __align__(128) char shared[];
-  float* bias1_tile = reinterpret_cast<float*>(shared);
-  float* bias2_tile = bias1_tile + Shape::kBiasFloats;
-  float* stagings = bias2_tile + Shape::kBiasFloats;
-  half* W1_tile = reinterpret_cast<half*>(shared + Shape::kFloatBytes);
-  half* W2_tile = W1_tile + Shape::kTileW;
-  half* x_tiles = W2_tile + Shape::kTileW;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
-  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
-  const int col0 = blockIdx.y * BH, tiles = (M + BM - 1) / BM;
-
+template <class B, int kStages>
+__global__ void __launch_bounds__(B::kThreads) gating_resident(Layer layer) {
+  extern __shared__ __align__(128) char storage[];
+  auto& shared = *reinterpret_cast<ResidentShared<B, kStages>*>(storage);
+  const int col0 = blockIdx.y * B::BH, tile_rows = (layer.M + B::BM - 1) / B::BM;
   const auto copy_step = [&](int step) {
     const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
-    if (tile < tiles) {
-      copy_tile<BM, kDepth, Shape::kStrideX, Shape::kThreads, kAligned>(
-          x_tiles + step % kStages * Shape::kTileX, x, static_cast<int>(tile) * BM, 0, M, K);
+    if (tile < tile_rows) {
+      B::copy_x(shared.x[step % kStages], layer, static_cast<int>(tile) * B::BM, 0);
     }
     copy_async_commit();
   };
 
-  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, 0, col0, K, H);
-  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, 0, col0, K, H);
+  B::copy_weights(shared.W, layer, 0, col0);
   for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias1_tile, b1, col0, H);
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
-  for (int step = 0, tile = blockIdx.x; tile < tiles; ++step, tile += gridDim.x) {
+  B::fill(shared.biases, layer, col0);
+  for (int step = 0, tile = blockIdx.x; tile < tile_rows; ++step, tile += gridDim.x) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
     copy_step(step + kStages - 1);
-    GateSums<Shape::kRows, Shape::kCols> sums;
-    sums.start(bias1_tile + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
-    sums.template add_products<kDepth, Shape::kStrideX, Shape::kStrideW>(
-        x_tiles + step % kStages * Shape::kTileX + warp_row * Shape::kStrideX, W1_tile + warp_col,
-        W2_tile + warp_col);
-    sums.template finish<kAligned>(stagings + warp * Shape::kStagingFloats, out,
-                                   tile * BM + warp_row, col0 + warp_col, M, H);
+    GateSums<B> sums;
+    sums.start(shared.biases);
+    sums.add_products(shared.x[step % kStages], shared.W);
+    sums.finish(shared.stagings, layer, tile * B::BM, col0);
   }
 }
 
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
-// From here on in the words of common/hopper.cuh: tensor maps and the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels introduce
-// them one by one.
+// From here on in the words of common/tiles.cuh and common/hopper.cuh: the copy engine (TMA),
+// barriers in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels
+// introduce them one by one.
+
+#if HOPPER_CODE
+// The gate of 64 columns of out, from col0 on. A thread keeps the biases of its own: in each group
+// of 8 two neighbours, see Sum::col. Zero beyond H.
+struct Gate {
+  float b1[16], b2[16];
+
+  __device__ Gate(const Layer& layer, int col0) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int col = col0 + Sum<64>::col(i / 2 * 4 + i % 2);
+      b1[i] = col < layer.H ? __half2float(layer.b1[col]) : 0;
+      b2[i] = col < layer.H ? __half2float(layer.b2[col]) : 0;
+    }
+  }
+  // A sum has the gates in the left half of its columns, the values in the right. Puts the results
+  // of 64 columns, from `first` on, into a box.
+  template <int kAll>
+  __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
+    sum.store(to, first, [&](int i) {
+      const int bias = i % 32 / 4 * 2 + i % 2;
+      return sigmoid(sum.elements[i] + b1[bias]) * (sum.elements[kAll / 4 + i] + b2[bias]);
+    });
+  }
+};
+#endif
 
 constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
 
@@ -344,46 +307,11 @@ template <int kBoxes, int kStages>
 struct HopperResidentShared {
   // A stage always belongs to the same consumer, which therefore never is two phases behind.
   static_assert(kStages % kConsumers == 0);
-  half W[2][kBoxes][64 * 64];  // [weight][box of 64 rows], as the copy engine leaves them
-  half x[kStages][kBoxes][64 * 64];
-  half out[kConsumers][64 * 64];
+  RightTile<half, 128> W[kBoxes];  // W1's 64 columns and W2's side by side
+  LeftTile<half, 64> x[kStages][kBoxes];
+  Box<half, 64> out[kConsumers];
   Barrier weights, full[kStages], empty[kStages];
 };
-
-#if HOPPER_CODE
-// Turns a warpgroup's two sums of 64 x 64, 32 registers each, into 64 x 64 results in a box for the
-// copy engine. bias[2 j], bias[2 j + 1] are those of the thread's columns, see load_biases.
-__device__ inline void gate_to_box(const float* gate, const float* value, const float* b1,
-                                   const float* b2, half* box) {
-  const int thread = threadIdx.x % 128;
-  const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
-#pragma unroll
-  for (int c = 0; c < 64; c += 16) {
-    uint32_t registers[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int i = c / 2 + 2 * m, column = c / 8 * 2 + m / 2 * 2;
-      const half2 pair = __floats2half2_rn(
-          sigmoid(gate[i] + b1[column]) * (value[i] + b2[column]),
-          sigmoid(gate[i + 1] + b1[column + 1]) * (value[i + 1] + b2[column + 1]));
-      registers[m] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    store_matrices(box + swizzled(row, c / 8 + piece), registers);
-  }
-}
-
-// The thread's two neighbouring columns of each group of 8: bias[2 j], bias[2 j + 1] belong to
-// columns col0 + 8 j + 2 (thread % 4) and the next one. Zero beyond H.
-__device__ inline void load_biases(float (&bias)[16], const half* from, int col0, int H) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int col = col0 + 8 * j + threadIdx.x % 4 * 2;  // H is even
-    const half2 pair = col < H ? *reinterpret_cast<const half2*>(from + col) : half2{};
-    bias[2 * j] = __low2float(pair);
-    bias[2 * j + 1] = __high2float(pair);
-  }
-}
-#endif
 
 // The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps 64 columns
 // of both weights in shared memory. Its producer streams tiles of x, 64 rows by all K columns,
@@ -396,13 +324,12 @@ template <int kBoxes, int kStages>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
     gating_hopper_resident(const __grid_constant__ CUtensorMap x,
                            const __grid_constant__ CUtensorMap W1,
-                           const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
-                           const __grid_constant__ CUtensorMap out, int M, int H) {
+                           const __grid_constant__ CUtensorMap W2,
+                           const __grid_constant__ CUtensorMap out, Layer layer) {
 #if HOPPER_CODE
-  using Shared = HopperResidentShared<kBoxes, kStages>;
   extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int col0 = blockIdx.y * 64, tiles = (M + 63) / 64;
+  auto& shared = *reinterpret_cast<HopperResidentShared<kBoxes, kStages>*>(bytes);
+  const int col0 = blockIdx.y * 64, tiles = (layer.M + 63) / 64;
   if (threadIdx.x == 0) {
     barrier_init(&shared.weights, 1);
     for (int s = 0; s < kStages; ++s) {
@@ -418,48 +345,43 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
     registers_shrink_to<24>();
     if (threadIdx.x != 0) return;
     barrier_arrive_expect(&shared.weights, sizeof shared.W);
-    for (int box = 0; box < kBoxes; ++box) {
-      tensor_load(shared.W[0][box], &W1, 64 * box, col0, &shared.weights);
-      tensor_load(shared.W[1][box], &W2, 64 * box, col0, &shared.weights);
+    for (int k = 0; k < kBoxes; ++k) {
+      tensor_load(shared.W[k].boxes[0].elements, &W1, 64 * k, col0, &shared.weights);
+      tensor_load(shared.W[k].boxes[1].elements, &W2, 64 * k, col0, &shared.weights);
     }
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.advance()) {
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_arrive_expect(arrived, sizeof shared.x[0]);
-      for (int box = 0; box < kBoxes; ++box) {
-        tensor_load(shared.x[ring.stage][box], &x, 64 * tile, 64 * box, arrived);
+      for (int k = 0; k < kBoxes; ++k) {
+        tensor_load(shared.x[ring.stage][k].elements, &x, 64 * tile, 64 * k, arrived);
       }
     }
   } else {
     registers_grow_to<152>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    float bias1[16], bias2[16];
-    load_biases(bias1, b1, col0, H);
-    load_biases(bias2, b2, col0, H);
+    const Gate gate(layer, col0);
     for (int i = 0; i < consumer; ++i) ring.advance();
     barrier_wait(&shared.weights, 0);
     for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles;
          tile += kConsumers * gridDim.x) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      float sums[64];
-      wgmma_fence();
+      Sum<128> sum;
 #pragma unroll
-      for (int k = 0; k < 4 * kBoxes; ++k) {
-        wgmma<half>(sums, descriptor_a(shared.x[ring.stage][k / 4]) + 2 * (k % 4),
-                    descriptor_b(shared.W[0][k / 4], 64 * kBoxes) + 128 * (k % 4), k > 0);
+      for (int k = 0; k < kBoxes; ++k) {
+        sum.start_product(shared.x[ring.stage][k], 0, shared.W[k], k > 0);
       }
-      wgmma_commit();
       wgmma_wait<0>();
       if (thread == 0) {
         barrier_arrive(&shared.empty[ring.stage]);
         tensor_store_wait_read<0>();  // this consumer's box is free again
       }
       named_barrier(1 + consumer, 128);
-      gate_to_box(sums, sums + 32, bias1, bias2, shared.out[consumer]);
+      gate.store(sum, 0, shared.out[consumer]);
       shared_fence();
       named_barrier(1 + consumer, 128);
       if (thread == 0) {
-        tensor_store(&out, 64 * tile, col0, shared.out[consumer]);
+        tensor_store(&out, 64 * tile, col0, shared.out[consumer].elements);
         tensor_store_commit();
       }
       for (int i = 0; i < kConsumers; ++i) ring.advance();
@@ -471,238 +393,159 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
 
 // ---- Hopper: clusters ---------------------------------------------------------------------------
 
-// Lesson 3's last kernel with two weights and another epilogue, for K and H of any size: persistent
-// clusters of two blocks, one above the other, each with a producer and two consumers. The 256
-// columns of a stage's second tile are 128 of W1 and the same 128 of W2; block 0 of a cluster
-// fetches the one, block 1 the other, and multicasts it to both. A consumer's sum of 64 x 256 then
-// is two sums of 64 x 128, gate and value of the same elements in the same thread.
-template <int kStages>
-struct HopperClusterShared {
-  struct Stage {
-    half x[128 * 64];
-    half W[2][2][64 * 64];  // [weight][box of 64 columns]
-  };
-  Stage stages[kStages];
-  half out[2][2][64 * 64];  // [consumer][box of 64 columns]
-  Barrier full[kStages], empty[kStages];
-};
+// Lesson 3's product (common/product.cuh) for K and H of any size. Its right factor is W1 and W2
+// side by side: half of a tile's columns are of the one, half of the other, so a consumer's sum of
+// 64 x 256 is two sums of 64 x 128, gate and value of the same elements in the same thread. Of two
+// blocks that share such a tile one brings W1's part, the other W2's. New is only the epilogue.
+struct GateEpilogue {
+  static constexpr int kRightFactors = 2;
+  StoreRounded<half> out;
+  Layer layer;
 
-template <int kStages, int kGroup>
-__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    gating_hopper_cluster(const __grid_constant__ CUtensorMap x,
-                          const __grid_constant__ CUtensorMap W1,
-                          const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
-                          const __grid_constant__ CUtensorMap out, int M, int K, int H) {
 #if HOPPER_CODE
-  using Shared = HopperClusterShared<kStages>;
-  extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = cluster_rank(), steps = (K + 63) / 64;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
-    }
-    barrier_init_fence();
-  }
-  cluster_meet();
-
-  // Tile `tile` of the cluster: 256 rows, 128 columns; in groups of kGroup rows of tiles, see
-  // lesson 3.
-  const int tile_rows = (M + 255) / 256, tile_cols = (H + 127) / 128;
-  const int64_t tiles = static_cast<int64_t>(tile_rows) * tile_cols;
-  const int clusters = gridDim.x / 2;
-  struct Place {
-    int row, col;
-  };
-  const auto place = [&](int64_t tile) {
-    const int first = static_cast<int>(tile / (kGroup * tile_cols)) * kGroup;
-    const int within = static_cast<int>(tile % (kGroup * tile_cols));
-    const int rows = min(kGroup, tile_rows - first);
-    return Place{(2 * (first + within % rows) + rank) * 128, within / rows * 128};
-  };
-
-  Ring<kStages> ring;
-  if (threadIdx.x < 128) {
-    registers_shrink_to<24>();
-    if (threadIdx.x == 0) {
-      const CUtensorMap* W = rank == 0 ? &W1 : &W2;
-      for (int64_t tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-        const Place at = place(tile);
-        for (int step = 0; step < steps; ++step, ring.advance()) {
-          auto& stage = shared.stages[ring.stage];
-          Barrier* arrived = &shared.full[ring.stage];
-          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(arrived, sizeof stage);
-          tensor_load(stage.x, &x, at.row, 64 * step, arrived);
-          for (int box = 0; box < 2; ++box) {
-            tensor_load_multicast(stage.W[rank][box], W, 64 * step, at.col + 64 * box, arrived, 3);
-          }
-        }
-      }
-      wait_until_empty(shared.empty, ring);
-    }
-  } else {
-    registers_grow_to<240>();
-    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    const auto release = [&](int stage) {
-      if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
-    };
-    for (int64_t tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-      const Place at = place(tile);
-      float sums[128];
-      int previous = 0;
-      for (int step = 0; step < steps; ++step, ring.advance()) {
-        const auto& stage = shared.stages[ring.stage];
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma<half>(sums, descriptor_a(stage.x + consumer * 64 * 64) + 2 * k,
-                      descriptor_b(stage.W[0][0], 64) + 128 * k, step > 0 || k > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (step > 0) release(previous);
-        previous = ring.stage;
-      }
-      wgmma_wait<0>();
-      release(previous);
-
-      if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(1 + consumer, 128);
-#pragma unroll
-      for (int box = 0; box < 2; ++box) {  // 64 columns at a time: their biases fit into registers
-        float bias1[16], bias2[16];
-        load_biases(bias1, b1, at.col + 64 * box, H);
-        load_biases(bias2, b2, at.col + 64 * box, H);
-        gate_to_box(sums + 32 * box, sums + 64 + 32 * box, bias1, bias2, shared.out[consumer][box]);
-      }
-      shared_fence();
-      named_barrier(1 + consumer, 128);
-      if (thread == 0) {
-        for (int box = 0; box < 2; ++box) {
-          tensor_store(&out, at.row + consumer * 64, at.col + 64 * box, shared.out[consumer][box]);
-        }
-        tensor_store_commit();
-      }
-    }
-    if (thread == 0) tensor_store_wait_read<0>();
+  template <int kCols, int kBoxes>
+  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
+                             const Outbox<half, kBoxes>& box) const {
+    out.store<kCols / 2>(row, col / 2, box, [&](Box<half, 64>& to, int first) {
+      Gate(layer, col / 2 + first).store(sum, first, to);
+    });
   }
 #endif
-}
+};
 
 // -------------------------------------------------------------------------------------------------
 
-// Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
-// shared memory for kStages stages.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-void add_kernels(GatingProblem& layer) {
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-  const auto tiles = [](int64_t extent, int tile) {
-    return static_cast<unsigned>((extent + tile - 1) / tile);
-  };
-  layer.problem
+Layer pointers(const GatingProblem& table) {
+  const int M = static_cast<int>(table.shape.rows), K = static_cast<int>(table.shape.channels);
+  const int H = static_cast<int>(table.shape.hidden);
+  return {table.x, table.W1, table.b1, table.W2, table.b2, table.out, M, K, H};
+}
+
+unsigned tiles(int64_t extent, int tile) {
+  return static_cast<unsigned>((extent + tile - 1) / tile);
+}
+
+// Adds the kernels that every shape can use.
+template <class B, int kStages>
+void add_kernels(GatingProblem& table) {
+  const int64_t M = table.shape.rows, H = table.shape.hidden;
+  const dim3 elements(tiles(M, 8), tiles(H, 32));
+  table.problem
       .kernel("one thread per element", Role::baseline,
-              [=, &layer] {
-                gating_simple<<<dim3(tiles(M, 8), tiles(H, 32)), dim3(32, 8)>>>(
-                    layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-              })
+              [=, &table] { gating_simple<<<elements, dim3(32, 8)>>>(pointers(table)); })
       .resources(gating_simple, 256);
-  layer.problem
-      .kernel("tensor cores", Role::ours,
-              [=, &layer] {
-                gating_tensor_cores<64, 64, 32, 2, 2, kAligned>
-                    <<<dim3(tiles(M, 64), tiles(H, 64)), 128>>>(
-                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-              })
-      .resources(gating_tensor_cores<64, 64, 32, 2, 2, kAligned>, 128);
 
-  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>::kSharedBytes;
-  const auto kernel = gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  layer.problem
-      .kernel("async tiles", Role::ours,
-              [=, &layer] {
-                gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>
-                    <<<dim3(tiles(M, BM), tiles(H, BH)), kThreads, kBytes>>>(
-                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-              })
-      .resources(kernel, kThreads, kBytes);
+  using Small = Block<64, 64, 32, 2, 2, B::kAligned>;
+  const dim3 small(tiles(M, Small::BM), tiles(H, Small::BH));
+  table.problem
+      .kernel(
+          "tensor cores", Role::ours,
+          [=, &table] { gating_tensor_cores<Small><<<small, Small::kThreads>>>(pointers(table)); })
+      .resources(gating_tensor_cores<Small>, Small::kThreads);
+
+  constexpr int kBytes = sizeof(AsyncShared<B, kStages>);
+  allow_shared_bytes(gating_async<B, kStages>, kBytes);
+  const dim3 grid(tiles(M, B::BM), tiles(H, B::BH));
+  table.problem
+      .kernel(
+          "async tiles", Role::ours,
+          [=, &table] { gating_async<B, kStages><<<grid, B::kThreads, kBytes>>>(pointers(table)); })
+      .resources(gating_async<B, kStages>, B::kThreads, kBytes);
 }
 
-// Adds the kernel for weights that fit into shared memory: K at most kDepth.
-template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-void add_resident_kernel(GatingProblem& layer, const Device& device) {
-  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kBytes = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>::kSharedBytes;
+// Adds the kernel for weights that fit into shared memory: K at most B::BK.
+template <class B, int kStages>
+void add_resident_kernel(GatingProblem& table, const Device& device) {
+  constexpr int kBytes = sizeof(ResidentShared<B, kStages>);
   if (kBytes > device.shared_bytes) return;
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-  const auto kernel = gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const auto kernel = gating_resident<B, kStages>;
+  allow_shared_bytes(kernel, kBytes);
   int per_sm = 0;
-  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, kBytes));
-  const int64_t tiles = (M + BM - 1) / BM, resident = static_cast<int64_t>(per_sm) * device.sms;
-  const dim3 grid(static_cast<unsigned>(std::min(tiles, resident)),
-                  static_cast<unsigned>((H + BH - 1) / BH));
-  layer.problem
+  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, B::kThreads, kBytes));
+  const unsigned resident = static_cast<unsigned>(per_sm * device.sms);
+  const dim3 grid(std::min(tiles(table.shape.rows, B::BM), resident),
+                  tiles(table.shape.hidden, B::BH));
+  table.problem
       .kernel("resident weights", Role::ours,
-              [=, &layer] {
-                gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>
-                    <<<grid, kThreads, kBytes>>>(layer.x, layer.W1, layer.b1, layer.W2, layer.b2,
-                                                 layer.out, M, K, H);
+              [=, &table] {
+                gating_resident<B, kStages><<<grid, B::kThreads, kBytes>>>(pointers(table));
               })
-      .resources(kernel, kThreads, kBytes);
+      .resources(kernel, B::kThreads, kBytes);
 }
 
-// Adds the kernel for H columns in steps of 64 and at most 64 kBoxes channels; rows of x and out
-// have to be a multiple of 16 bytes.
+// Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes.
 template <int kBoxes, int kStages>
-void add_hopper_resident(GatingProblem& layer, const Device& device) {
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
+void add_hopper_resident(GatingProblem& table, const Device& device) {
   constexpr int kThreads = 128 * (1 + kConsumers);
   constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
   const auto kernel = gating_hopper_resident<kBoxes, kStages>;
   allow_shared_bytes(kernel, kBytes);
-  const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
-  const dim3 grid(
-      static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
-      static_cast<unsigned>(columns));
-  const auto launch = [=, &layer] {
-    const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
-    const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-    const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-    const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+  const unsigned columns = tiles(table.shape.hidden, 64);
+  const unsigned rows = std::max(1u, static_cast<unsigned>(device.sms) / columns);
+  const dim3 grid(std::min(tiles(table.shape.rows, 64), rows), columns);
+  const auto launch = [=, &table] {
+    const Layer layer = pointers(table);
     gating_hopper_resident<kBoxes, kStages>
-        <<<grid, kThreads, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
+        <<<grid, kThreads, kBytes>>>(tensor_map<half>(layer.x, layer.M, layer.K, 64),
+                                     tensor_map<half>(layer.W1, layer.K, layer.H, 64),
+                                     tensor_map<half>(layer.W2, layer.K, layer.H, 64),
+                                     tensor_map<half>(layer.out, layer.M, layer.H, 64), layer);
   };
-  layer.problem.kernel("Hopper resident", Role::ours, launch)
-      .resources(kernel, kThreads, kBytes)
-      .hopper_only();
+  Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
+  row.resources(kernel, kThreads, kBytes).hopper_only();
 }
 
-// The same for any number of channels.
-template <int kStages, int kGroup>
-void add_hopper_cluster(GatingProblem& layer) {
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-  constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
-  const auto kernel = gating_hopper_cluster<kStages, kGroup>;
-  allow_shared_bytes(kernel, kBytes);
-  const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
-  const unsigned blocks = 2 * persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
-  const auto launch = [=, &layer] {
-    const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
-    const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-    const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-    const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
-    gating_hopper_cluster<kStages, kGroup>
-        <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
-  };
-  layer.problem.kernel("Hopper cluster", Role::ours, launch)
-      .resources(kernel, 384, kBytes)
-      .hopper_only();
-}
+// The product for any K and H. Where rows are not aligned to 16 bytes they are first copied into
+// rows that are, as in lesson 3; that time counts.
+struct GatedProduct {
+  GatingProblem& table;
+  AlignedRows<half> x, W1, W2;
+  ExchangeMemory memory;
+  ProductShape shape;  // of x [W1 W2]
+
+  GatedProduct(GatingProblem& of, const Device& device)
+      : table(of),
+        x(of.problem, of.x, of.shape.rows, of.shape.channels),
+        W1(of.problem, of.W1, of.shape.channels, of.shape.hidden),
+        W2(of.problem, of.W2, of.shape.channels, of.shape.hidden),
+        memory(of.problem, device),
+        shape{x.rows, 2 * W1.cols, x.cols} {}
+
+  template <class Tile>
+  void launch(const ProductPlan& plan) const {
+    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    if (x.copied) {
+      align_rows<half>
+          <<<dim3(x.rows, 1), 256>>>(x.from, x.copy, nullptr, nullptr, x.cols, x.stride);
+    }
+    if (W1.copied) {
+      align_rows<half>
+          <<<dim3(W1.rows, 2), 256>>>(W1.from, W1.copy, W2.from, W2.copy, W1.cols, W1.stride);
+    }
+    const Factor<half> left{{x.map(Tile::BM / Tile::kSide)}, {x.data()}, x.stride};
+    const Factor<half, 2> right{
+        {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
+    const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), pointers(table)};
+    product<half, Tile, GateEpilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        left, right, epilogue, Schedule<Tile>(shape, plan.clusters, plan.split),
+        memory.exchange<half>(shape));
+  }
+
+  // Adds the row, with the tiles that should be the fastest.
+  void add() const {
+    TileChoice<Tiles<256, 2, 1, 2>, Tiles<128, 2, 1, 1>>::best<half, GateEpilogue>(
+        shape, x.stride, W1.stride, [&]<class Tile>(const ProductPlan& plan) { add<Tile>(plan); });
+  }
+  template <class Tile>
+  void add(const ProductPlan& plan) const {
+    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    table.problem
+        .kernel("Hopper cluster", Role::ours,
+                [self = *this, plan] { self.template launch<Tile>(plan); })
+        .resources(product<half, Tile, GateEpilogue>, Tile::kThreads, kBytes)
+        .hopper_only();
+  }
+};
 
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
@@ -720,33 +563,32 @@ int main(int argc, char** argv) {
   GatingProblem layer(lesson, blas, "layer",
                       {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
-  const auto aligned = [](const GatingShape& shape) {
-    return shape.channels % 8 == 0 && shape.hidden % 8 == 0;
-  };
   for (GatingProblem* table : {&layer, &square}) {
-    if (!aligned(table->shape)) {
-      add_kernels<128, 64, 32, 4, 2, 2, false>(*table);
+    if (table->shape.channels % 8 != 0 || table->shape.hidden % 8 != 0) {
+      add_kernels<Block<128, 64, 32, 4, 2, false>, 2>(*table);
     } else if (large) {
-      add_kernels<128, 64, 64, 2, 2, 2, true>(*table);
+      add_kernels<Block<128, 64, 64, 2, 2, true>, 2>(*table);
     } else {
-      add_kernels<128, 64, 32, 4, 2, 2, true>(*table);
+      add_kernels<Block<128, 64, 32, 4, 2, true>, 2>(*table);
     }
   }
-  if (layer.shape.channels <= 128) {
-    aligned(layer.shape) ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
-                         : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
+  const bool aligned = layer.shape.channels % 8 == 0 && layer.shape.hidden % 8 == 0;
+  const int64_t boxes = (layer.shape.channels + 63) / 64;
+  if (boxes <= 2) {
+    aligned ? add_resident_kernel<Block<64, 64, 128, 2, 2, true>, 3>(layer, lesson.device())
+            : add_resident_kernel<Block<64, 64, 128, 2, 2, false>, 3>(layer, lesson.device());
   }
-  if (aligned(layer.shape)) {
-    const int64_t boxes = (layer.shape.channels + 63) / 64;
-    if (boxes == 1) add_hopper_resident<1, 9>(layer, lesson.device());
-    if (boxes == 2) add_hopper_resident<2, 6>(layer, lesson.device());
-    if (boxes == 3 || boxes == 4) add_hopper_resident<4, 3>(layer, lesson.device());
-    if (boxes > 4) add_hopper_cluster<4, 8>(layer);
+  if (boxes > 4) {
+    GatedProduct(layer, lesson.device()).add();
+  } else if (!aligned) {
+    lesson.note("The layer's rows are no multiple of 16 bytes: no Hopper kernel for it.");
+  } else if (boxes > 2) {
+    add_hopper_resident<4, 3>(layer, lesson.device());
+  } else {
+    boxes == 2 ? add_hopper_resident<2, 6>(layer, lesson.device())
+               : add_hopper_resident<1, 9>(layer, lesson.device());
   }
-  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square);
-  if (!aligned(layer.shape) || !aligned(square.shape)) {
-    lesson.note("Rows that are not a multiple of 16 bytes: no Hopper kernel, no 16-byte copies.");
-  }
+  GatedProduct(square, lesson.device()).add();
 
   layer.problem.compare("resident weights", "one thread per element",
                         "Layer: tiles, tensor cores and resident weights: % times faster.");
