@@ -30,6 +30,7 @@
 
 #ifdef CUDA_CPU
 #include "common/cpu/counting.h"
+#include "common/cpu/memory_watch.h"
 #else
 #include <cuda_profiler_api.h>
 #include <nvtx3/nvToolsExt.h>
@@ -681,9 +682,18 @@ void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>&
       kernel.before();
       for (const Check& check : checks) poison(*check.output);
     }
+#ifdef CUDA_CPU
+    cuda_cpu::start_watching();
+#endif
     launch(kernel);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
+#ifdef CUDA_CPU
+    if (const double used = cuda_cpu::stop_watching(); used > 0 && kernel.memory_bytes > 0) {
+      fprintf(stderr, "memory of %s: %s: %.0f bytes used, %.0f claimed\n", problem.name_.c_str(),
+              kernel.name.c_str(), used, kernel.memory_bytes);
+    }
+#endif
     if (kernel.collect) kernel.collect();
     kernel.ok = kernel.ok || !kernel.ran;
     kernel.ran = true;
