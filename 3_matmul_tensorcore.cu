@@ -47,8 +47,9 @@
 
 // ---- wmma global --------------------------------------------------------------------------------
 
-// FragmentA, FragmentB, FragmentSum: matrices that the lanes of a warp hold together, in a layout
-// that the interface does not tell. A warp loads fragments, multiplies them, and stores them.
+// FragmentA, FragmentB and FragmentSum (common/wmma_fragments.cuh): 16 x 16 matrices that the lanes
+// of a warp hold together, in a layout that the interface does not tell. A warp loads fragments,
+// multiplies them, and stores them.
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
 // fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
@@ -192,9 +193,9 @@ struct MmaTiles {
 };
 
 // A thread's part in copying tiles, kWidth halves at a time. At once the block's threads cover
-// kRowsA rows of the tile of A, kRowsB of that of B. Addresses are worked out once. Rows and columns
-// of the matrix that do not exist are replaced by the last ones: what comes of them is never
-// stored. Only along k, which is summed over, zeros are needed.
+// kRowsA rows of the tile of A, kRowsB of that of B. Addresses are worked out once. Rows and
+// columns of the matrix that do not exist are replaced by the last ones: what comes of them is
+// never stored. Only along k, which is summed over, zeros are needed.
 template <class Tiles, int kWidth>
 struct TileCopies {
   static constexpr int BM = Tiles::BM, BN = Tiles::BN, BK = Tiles::BK;

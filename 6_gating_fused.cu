@@ -29,13 +29,6 @@
 #include "common/product_plan.cuh"
 #include "common/wmma_fragments.cuh"
 
-// What every kernel gets.
-struct Layer {
-  const half *x, *W1, *b1, *W2, *b2;
-  half* out;
-  int M, K, H;
-};
-
 // 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
 // place of fp32 here, and the result is rounded to fp16.
 __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); }
@@ -43,91 +36,60 @@ __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); 
 // ---- one thread per element ---------------------------------------------------------------------
 
 // Lesson 1's coalesced mapping: thread (x, y) owns out(row y, column x), and both its sums.
-__global__ void gating_simple(Layer layer) {
+__global__ void gating_simple(const half* x, const half* W1, const half* b1, const half* W2,
+                              const half* b2, half* out, int M, int K, int H) {
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
-  if (row >= layer.M || col >= layer.H) return;
-  float gate = __half2float(layer.b1[col]), value = __half2float(layer.b2[col]);
-  for (int k = 0; k < layer.K; ++k) {
-    const float factor = __half2float(layer.x[static_cast<size_t>(row) * layer.K + k]);
-    gate += factor * __half2float(layer.W1[static_cast<size_t>(k) * layer.H + col]);
-    value += factor * __half2float(layer.W2[static_cast<size_t>(k) * layer.H + col]);
+  if (row >= M || col >= H) return;
+  float gate = __half2float(b1[col]), value = __half2float(b2[col]);
+  for (int k = 0; k < K; ++k) {
+    const float factor = __half2float(x[static_cast<size_t>(row) * K + k]);
+    gate += factor * __half2float(W1[static_cast<size_t>(k) * H + col]);
+    value += factor * __half2float(W2[static_cast<size_t>(k) * H + col]);
   }
-  layer.out[static_cast<size_t>(row) * layer.H + col] = __float2half_rn(sigmoid(gate) * value);
+  out[static_cast<size_t>(row) * H + col] = __float2half_rn(sigmoid(gate) * value);
 }
 
 // ---- tensor cores -------------------------------------------------------------------------------
 
-// A block of kWarpsM x kWarpsH warps owns kBM rows and kBH columns of out, and takes kBK of k in a
-// step; a warp owns 16 kRows x 16 kCols elements. kAligned: see copy_tile.
-template <int kBM, int kBH, int kBK, int kWarpsM, int kWarpsH, bool kAlignedRows>
-struct Block {
-  static constexpr int BM = kBM, BH = kBH, BK = kBK, kWarps = kWarpsM * kWarpsH;
-  static constexpr int kThreads = 32 * kWarps, kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  static constexpr bool kAligned = kAlignedRows;
-  // Tiles in shared memory, whose padded rows start on different banks.
-  static constexpr int kStrideX = BK + 8, kStrideW = BH + 8, kStrideBias = BH + 4;
-  using TileX = half[BM][kStrideX];
-  using TilesW = half[2][BK][kStrideW];                 // of W1 and W2
-  using Biases = float[2][16][kStrideBias];             // 16 equal rows: they load as fragments do
-  using Stagings = float[kWarps][16 * kStagingStride];  // see store_rounded
+constexpr int kPad = 8;  // halves after each row of a tile: rows start on different banks
 
-  // Where this warp's elements start in the block's tile.
-  __device__ static int warp_row() { return threadIdx.x / 32 / kWarpsH * 16 * kRows; }
-  __device__ static int warp_col() { return threadIdx.x / 32 % kWarpsH * 16 * kCols; }
-
-  __device__ static void copy_x(TileX& to, const Layer& layer, int row0, int k0) {
-    copy_tile<BM, BK, kStrideX, kThreads, kAligned>(to[0], layer.x, row0, k0, layer.M, layer.K);
-  }
-  __device__ static void copy_weights(TilesW& to, const Layer& layer, int k0, int col0) {
-    copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to[0][0], layer.W1, k0, col0, layer.K, layer.H);
-    copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to[1][0], layer.W2, k0, col0, layer.K, layer.H);
-  }
-  __device__ static void fill(Biases& to, const Layer& layer, int col0) {
-    for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
-      const int col = i % BH;
-      const bool inside = col0 + col < layer.H;
-      to[0][i / BH][col] = inside ? __half2float(layer.b1[col0 + col]) : 0;
-      to[1][i / BH][col] = inside ? __half2float(layer.b2[col0 + col]) : 0;
-    }
-  }
-};
-
-// A warp's elements: both sums of each.
-template <class B>  // a Block
+// A warp's share of a tile of out: 16 kRows x 16 kCols elements, both sums of each.
+template <int kRows, int kCols>
 struct GateSums {
-  FragmentSum gate[B::kRows][B::kCols], value[B::kRows][B::kCols];
+  FragmentSum gate[kRows][kCols], value[kRows][kCols];
 
-  // The sums start at the biases.
-  __device__ void start(const typename B::Biases& biases) {
+  // The sums start at the biases. In shared memory bias_tile has 16 rows, all the same, of `stride`
+  // floats, so that it loads as a fragment does.
+  __device__ void start(const float* bias1_tile, const float* bias2_tile, int stride) {
 #pragma unroll
-    for (int i = 0; i < B::kRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < B::kCols; ++j) {
-        const int col = B::warp_col() + 16 * j;
-        wmma::load_matrix_sync(gate[i][j], &biases[0][0][col], B::kStrideBias, wmma::mem_row_major);
-        wmma::load_matrix_sync(value[i][j], &biases[1][0][col], B::kStrideBias,
-                               wmma::mem_row_major);
+      for (int j = 0; j < kCols; ++j) {
+        wmma::load_matrix_sync(gate[i][j], bias1_tile + 16 * j, stride, wmma::mem_row_major);
+        wmma::load_matrix_sync(value[i][j], bias2_tile + 16 * j, stride, wmma::mem_row_major);
       }
     }
   }
 
-  // Adds the products of a tile of x and tiles of W1 and W2. A fragment of x serves both weights.
-  __device__ void add_products(const typename B::TileX& x_tile, const typename B::TilesW& W_tiles) {
+  // Adds the products of a tile of x (16 kRows rows, kDepth columns) and tiles of W1 and W2 (kDepth
+  // rows, 16 kCols columns), all in shared memory. A fragment of x serves both weights.
+  template <int kDepth, int kStrideX, int kStrideW>
+  __device__ void add_products(const half* x_tile, const half* W1_tile, const half* W2_tile) {
 #pragma unroll
-    for (int k = 0; k < B::BK; k += 16) {
-      FragmentA x[B::kRows];
+    for (int k = 0; k < kDepth; k += 16) {
+      FragmentA x[kRows];
 #pragma unroll
-      for (int i = 0; i < B::kRows; ++i) {
-        wmma::load_matrix_sync(x[i], &x_tile[B::warp_row() + 16 * i][k], B::kStrideX);
+      for (int i = 0; i < kRows; ++i) {
+        wmma::load_matrix_sync(x[i], x_tile + 16 * i * kStrideX + k, kStrideX);
       }
 #pragma unroll
-      for (int j = 0; j < B::kCols; ++j) {
+      for (int j = 0; j < kCols; ++j) {
         FragmentB w1, w2;
-        wmma::load_matrix_sync(w1, &W_tiles[0][k][B::warp_col() + 16 * j], B::kStrideW);
-        wmma::load_matrix_sync(w2, &W_tiles[1][k][B::warp_col() + 16 * j], B::kStrideW);
+        wmma::load_matrix_sync(w1, W1_tile + k * kStrideW + 16 * j, kStrideW);
+        wmma::load_matrix_sync(w2, W2_tile + k * kStrideW + 16 * j, kStrideW);
 #pragma unroll
-        for (int i = 0; i < B::kRows; ++i) {
+        for (int i = 0; i < kRows; ++i) {
           wmma::mma_sync(gate[i][j], x[i], w1, gate[i][j]);
           wmma::mma_sync(value[i][j], x[i], w2, value[i][j]);
         }
@@ -135,49 +97,93 @@ struct GateSums {
     }
   }
 
-  // out = sigmoid(gate) * value, where the block's tile starts at (row0, col0). Fragments of one
-  // type hold the same element at the same index, whichever that is: elementwise operations need
-  // not know.
-  __device__ void finish(typename B::Stagings& stagings, const Layer& layer, int row0, int col0) {
+  // out(row0.., col0..) = sigmoid(gate) * value. Fragments of one type hold the same element at the
+  // same index, whichever that is: elementwise operations need not know. For the store they do, so
+  // 16 rows at a time go through `staging` (16 x kStagingStride floats, this warp's own), from
+  // where a thread takes 4 consecutive elements, and 4 threads or more a full 32-byte sector of
+  // out.
+  static constexpr int kWidth = 16 * kCols, kStagingStride = kWidth + 8;
+  template <bool kAligned>
+  __device__ void finish(float* staging, half* out, int row0, int col0, int M, int H) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < B::kRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-      for (int j = 0; j < B::kCols; ++j) {
+      for (int j = 0; j < kCols; ++j) {
         for (int e = 0; e < gate[i][j].num_elements; ++e) {
           gate[i][j].x[e] = sigmoid(gate[i][j].x[e]) * value[i][j].x[e];
         }
-        store_rounded<B::kAligned>(layer.out, row0 + B::warp_row() + 16 * i,
-                                   col0 + B::warp_col() + 16 * j, layer.M, layer.H, gate[i][j],
-                                   stagings[threadIdx.x / 32]);
+        wmma::store_matrix_sync(staging + 16 * j, gate[i][j], kStagingStride, wmma::mem_row_major);
       }
+      __syncwarp();
+#pragma unroll
+      for (int e = lane * 4; e < 16 * kWidth; e += 32 * 4) {
+        const float4 from =
+            *reinterpret_cast<const float4*>(staging + e / kWidth * kStagingStride + e % kWidth);
+        const int row = row0 + 16 * i + e / kWidth, col = col0 + e % kWidth;
+        half* to = out + static_cast<size_t>(row) * H + col;
+        const half2 values[2] = {__floats2half2_rn(from.x, from.y),
+                                 __floats2half2_rn(from.z, from.w)};
+        if constexpr (kAligned) {
+          if (row < M && col < H) {
+            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(values);
+          }
+        } else if (row < M) {
+          if (col < H) to[0] = __low2half(values[0]);
+          if (col + 1 < H) to[1] = __high2half(values[0]);
+          if (col + 2 < H) to[2] = __low2half(values[1]);
+          if (col + 3 < H) to[3] = __high2half(values[1]);
+        }
+      }
+      __syncwarp();
     }
   }
 };
 
-// Lesson 3's "wmma shared" with two weights: per step a block loads a tile of x once for both. Both
-// sums of its elements are in registers. Then the epilogue: sigmoid and product happen where the
-// sums are, and the first thing to be written to memory is out.
-template <class B>
-__global__ void __launch_bounds__(B::kThreads) gating_tensor_cores(Layer layer) {
-  __shared__ __align__(128) typename B::TileX x_tile;
-  __shared__ __align__(128) typename B::TilesW W_tiles;
-  __shared__ __align__(128) typename B::Biases biases;
-  __shared__ __align__(128) typename B::Stagings stagings;
-  const int row0 = blockIdx.x * B::BM, col0 = blockIdx.y * B::BH;
-  B::fill(biases, layer, col0);
+// The 16 equal rows of GateSums::start, kStride floats apart, for kCols columns from col0.
+template <int kCols, int kStride, int kThreads>
+__device__ void fill_bias_tile(float* to, const half* bias, int col0, int H) {
+  for (int i = threadIdx.x; i < 16 * kCols; i += kThreads) {
+    const int col = i % kCols;
+    to[i / kCols * kStride + col] = col0 + col < H ? __half2float(bias[col0 + col]) : 0;
+  }
+}
+
+// A block of kWarpsM x kWarpsH warps owns BM rows and BH columns of out, and both sums of each
+// element in registers. Per step of BK it loads a tile of x once for both weights. Then the
+// epilogue: bias, sigmoid and product happen where the sums are, and the first thing to be written
+// to memory is out.
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
+    gating_tensor_cores(const half* x, const half* W1, const half* b1, const half* W2,
+                        const half* b2, half* out, int M, int K, int H) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  __shared__ __align__(128) half x_tile[BM][BK + kPad];
+  __shared__ __align__(128) half W_tiles[2][BK][BH + kPad];
+  __shared__ __align__(128) float bias_tiles[2][16][BH + 4];
+  __shared__ __align__(128) float staging[kWarpsM * kWarpsH][16][16 * kCols + 8];
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsH * 16 * kRows, warp_col = warp % kWarpsH * 16 * kCols;
+  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
+
+  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[0][0], b1, col0, H);
+  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[1][0], b2, col0, H);
   __syncthreads();
-  GateSums<B> sums;
-  sums.start(biases);
-  for (int k0 = 0; k0 < layer.K; k0 += B::BK) {
-    B::copy_x(x_tile, layer, row0, k0);
-    B::copy_weights(W_tiles, layer, k0, col0);
+  GateSums<kRows, kCols> sums;
+  sums.start(&bias_tiles[0][0][warp_col], &bias_tiles[1][0][warp_col], BH + 4);
+  for (int k0 = 0; k0 < K; k0 += BK) {
+    copy_tile<BM, BK, BK + kPad, kThreads, kAligned>(x_tile[0], x, row0, k0, M, K);
+    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[0][0], W1, k0, col0, K, H);
+    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[1][0], W2, k0, col0, K, H);
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    sums.add_products(x_tile, W_tiles);
+    sums.template add_products<BK, BK + kPad, BH + kPad>(x_tile[warp_row], &W_tiles[0][0][warp_col],
+                                                         &W_tiles[1][0][warp_col]);
     __syncthreads();
   }
-  sums.finish(stagings, layer, row0, col0);
+  sums.template finish<kAligned>(staging[warp][0], out, row0 + warp_row, col0 + warp_col, M, H);
 }
 
 // ---- async tiles --------------------------------------------------------------------------------
@@ -185,86 +191,135 @@ __global__ void __launch_bounds__(B::kThreads) gating_tensor_cores(Layer layer) 
 // The same, but kStages sets of tiles are in flight, as in lesson 2's last kernel: the tensor cores
 // work on one while the copies of the next ones are on their way, and a step needs one barrier
 // instead of two.
-template <class B, int kStages>
-struct AsyncShared {
-  struct {
-    typename B::TileX x;
-    typename B::TilesW W;
-  } stages[kStages];
-  typename B::Biases biases;
-  typename B::Stagings stagings;
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages>
+struct AsyncTiles {
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  static constexpr int kStrideX = BK + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;  // halves
+  static constexpr int kStageBytes = (kTileX + 2 * kTileW) * sizeof(half);
+  static constexpr int kBiasBytes = 2 * 16 * kStrideBias * sizeof(float);
+  static constexpr int kStagingBytes = kWarpsM * kWarpsH * 16 * (16 * kCols + 8) * sizeof(float);
+  // The staging of the epilogue takes the place of the tiles.
+  static constexpr int kSharedBytes =
+      kBiasBytes + (kStages * kStageBytes > kStagingBytes ? kStages * kStageBytes : kStagingBytes);
 };
 
-template <class B, int kStages>
-__global__ void __launch_bounds__(B::kThreads) gating_async(Layer layer) {
-  extern __shared__ __align__(128) char storage[];
-  auto& shared = *reinterpret_cast<AsyncShared<B, kStages>*>(storage);
-  const int row0 = blockIdx.x * B::BM, col0 = blockIdx.y * B::BH;
-  const int steps = (layer.K + B::BK - 1) / B::BK;
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
+    gating_async(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
+                 half* out, int M, int K, int H) {
+  using Shape = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>;
+  extern __shared__ __align__(128) char shared[];
+  float* bias_tiles = reinterpret_cast<float*>(shared);
+  half* stages = reinterpret_cast<half*>(shared + Shape::kBiasBytes);
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
+  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
+  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
+
+  const auto stage_of = [&](int step) {
+    return stages + step % kStages * (Shape::kTileX + 2 * Shape::kTileW);
+  };
   const auto copy_step = [&](int step) {
-    if (step < steps) {
-      auto& stage = shared.stages[step % kStages];
-      B::copy_x(stage.x, layer, row0, step * B::BK);
-      B::copy_weights(stage.W, layer, step * B::BK, col0);
-    }
-    copy_async_commit();
+    half* x_tile = stage_of(step);
+    half* W1_tile = x_tile + Shape::kTileX;
+    half* W2_tile = W1_tile + Shape::kTileW;
+    const int k0 = step * BK;
+    copy_tile<BM, BK, Shape::kStrideX, Shape::kThreads, kAligned>(x_tile, x, row0, k0, M, K);
+    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, k0, col0, K, H);
+    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, k0, col0, K, H);
   };
 
-  for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  B::fill(shared.biases, layer, col0);
+  const int steps = (K + BK - 1) / BK;
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) copy_step(step);
+    copy_async_commit();
+  }
+  float* bias2_tile = bias_tiles + 16 * Shape::kStrideBias;
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias_tiles, b1, col0, H);
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
   __syncthreads();
-  GateSums<B> sums;
-  sums.start(shared.biases);
+  GateSums<Shape::kRows, Shape::kCols> sums;
+  sums.start(bias_tiles + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    copy_step(step + kStages - 1);
-    const auto& stage = shared.stages[step % kStages];
-    sums.add_products(stage.x, stage.W);
+    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
+    copy_async_commit();
+    const half* x_tile = stage_of(step);
+    const half* W_tile = x_tile + Shape::kTileX + warp_col;
+    sums.template add_products<BK, Shape::kStrideX, Shape::kStrideW>(
+        x_tile + warp_row * Shape::kStrideX, W_tile, W_tile + Shape::kTileW);
   }
-  sums.finish(shared.stagings, layer, row0, col0);
+  __syncthreads();
+  float* staging = reinterpret_cast<float*>(stages) + warp * 16 * (16 * Shape::kCols + 8);
+  sums.template finish<kAligned>(staging, out, row0 + warp_row, col0 + warp_col, M, H);
 }
 
 // ---- resident weights ---------------------------------------------------------------------------
 
 // The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So as
-// many blocks as fit on the GPU at once stay there until the end. Each loads its columns of the
+// many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
 // weights and biases once, then walks over row tiles blockIdx.x, blockIdx.x + gridDim.x, ... with
 // all columns of kStages of them in flight: while one is multiplied and written, the next ones
-// arrive. Memory never waits for a block to start or to end. K is at most B::BK; what is missing is
-// filled with zeros.
-template <class B, int kStages>
-struct ResidentShared {
-  typename B::TilesW W;
-  typename B::TileX x[kStages];
-  typename B::Biases biases;
-  typename B::Stagings stagings;
+// arrive. Memory never waits for a block to start or to end. K is at most kDepth; what is missing
+// is filled with zeros.
+template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages>
+struct ResidentWeights {
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  static constexpr int kStrideX = kDepth + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
+  static constexpr int kTileX = BM * kStrideX, kTileW = kDepth * kStrideW;  // halves
+  static constexpr int kBiasFloats = 16 * kStrideBias;
+  static constexpr int kStagingFloats = 16 * GateSums<kRows, kCols>::kStagingStride;  // per warp
+  static constexpr int kFloatBytes =
+      (2 * kBiasFloats + kWarpsM * kWarpsH * kStagingFloats) * sizeof(float);
+  static constexpr int kSharedBytes = kFloatBytes + (kStages * kTileX + 2 * kTileW) * sizeof(half);
 };
 
-template <class B, int kStages>
-__global__ void __launch_bounds__(B::kThreads) gating_resident(Layer layer) {
-  extern __shared__ __align__(128) char storage[];
-  auto& shared = *reinterpret_cast<ResidentShared<B, kStages>*>(storage);
-  const int col0 = blockIdx.y * B::BH, tile_rows = (layer.M + B::BM - 1) / B::BM;
+template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
+    gating_resident(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
+                    half* out, int M, int K, int H) {
+  using Shape = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>;
+  extern __shared__ __align__(128) char shared[];
+  float* bias1_tile = reinterpret_cast<float*>(shared);
+  float* bias2_tile = bias1_tile + Shape::kBiasFloats;
+  float* stagings = bias2_tile + Shape::kBiasFloats;
+  half* W1_tile = reinterpret_cast<half*>(shared + Shape::kFloatBytes);
+  half* W2_tile = W1_tile + Shape::kTileW;
+  half* x_tiles = W2_tile + Shape::kTileW;
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
+  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
+  const int col0 = blockIdx.y * BH, tiles = (M + BM - 1) / BM;
+
   const auto copy_step = [&](int step) {
     const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
-    if (tile < tile_rows) {
-      B::copy_x(shared.x[step % kStages], layer, static_cast<int>(tile) * B::BM, 0);
+    if (tile < tiles) {
+      copy_tile<BM, kDepth, Shape::kStrideX, Shape::kThreads, kAligned>(
+          x_tiles + step % kStages * Shape::kTileX, x, static_cast<int>(tile) * BM, 0, M, K);
     }
     copy_async_commit();
   };
 
-  B::copy_weights(shared.W, layer, 0, col0);
+  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, 0, col0, K, H);
+  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, 0, col0, K, H);
   for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  B::fill(shared.biases, layer, col0);
-  for (int step = 0, tile = blockIdx.x; tile < tile_rows; ++step, tile += gridDim.x) {
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias1_tile, b1, col0, H);
+  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
+  for (int step = 0, tile = blockIdx.x; tile < tiles; ++step, tile += gridDim.x) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
     copy_step(step + kStages - 1);
-    GateSums<B> sums;
-    sums.start(shared.biases);
-    sums.add_products(shared.x[step % kStages], shared.W);
-    sums.finish(shared.stagings, layer, tile * B::BM, col0);
+    GateSums<Shape::kRows, Shape::kCols> sums;
+    sums.start(bias1_tile + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
+    sums.template add_products<kDepth, Shape::kStrideX, Shape::kStrideW>(
+        x_tiles + step % kStages * Shape::kTileX + warp_row * Shape::kStrideX, W1_tile + warp_col,
+        W2_tile + warp_col);
+    sums.template finish<kAligned>(stagings + warp * Shape::kStagingFloats, out,
+                                   tile * BM + warp_row, col0 + warp_col, M, H);
   }
 }
 
@@ -278,23 +333,32 @@ __global__ void __launch_bounds__(B::kThreads) gating_resident(Layer layer) {
 // The gate of 64 columns of out, from col0 on. A thread keeps the biases of its own: in each group
 // of 8 two neighbours, see Sum::col. Zero beyond H.
 struct Gate {
-  float b1[16], b2[16];
+  float2 b1[8], b2[8];
 
-  __device__ Gate(const Layer& layer, int col0) {
+  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int col = col0 + Sum<64>::col(i / 2 * 4 + i % 2);
-      b1[i] = col < layer.H ? __half2float(layer.b1[col]) : 0;
-      b2[i] = col < layer.H ? __half2float(layer.b2[col]) : 0;
+    for (int j = 0; j < 8; ++j) {
+      b1[j] = two(bias1, col0 + Sum<64>::col(4 * j), H);
+      b2[j] = two(bias2, col0 + Sum<64>::col(4 * j), H);
     }
+  }
+  __device__ static float2 two(const half* from, int col, int H) {
+    if (H % 2 == 0) {
+      const half2 both = col < H ? *reinterpret_cast<const half2*>(from + col) : half2{};
+      return make_float2(__low2float(both), __high2float(both));
+    }
+    return make_float2(col < H ? __half2float(from[col]) : 0,
+                       col + 1 < H ? __half2float(from[col + 1]) : 0);
   }
   // A sum has the gates in the left half of its columns, the values in the right. Puts the results
   // of 64 columns, from `first` on, into a box.
   template <int kAll>
   __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
     sum.store(to, first, [&](int i) {
-      const int bias = i % 32 / 4 * 2 + i % 2;
-      return sigmoid(sum.elements[i] + b1[bias]) * (sum.elements[kAll / 4 + i] + b2[bias]);
+      const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
+      const float gate = sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y);
+      return sigmoid(gate) *
+             (sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
     });
   }
 };
@@ -324,12 +388,12 @@ template <int kBoxes, int kStages>
 __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
     gating_hopper_resident(const __grid_constant__ CUtensorMap x,
                            const __grid_constant__ CUtensorMap W1,
-                           const __grid_constant__ CUtensorMap W2,
-                           const __grid_constant__ CUtensorMap out, Layer layer) {
+                           const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
+                           const __grid_constant__ CUtensorMap out, int M, int H) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   auto& shared = *reinterpret_cast<HopperResidentShared<kBoxes, kStages>*>(bytes);
-  const int col0 = blockIdx.y * 64, tiles = (layer.M + 63) / 64;
+  const int col0 = blockIdx.y * 64, tiles = (M + 63) / 64;
   if (threadIdx.x == 0) {
     barrier_init(&shared.weights, 1);
     for (int s = 0; s < kStages; ++s) {
@@ -360,7 +424,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
   } else {
     registers_grow_to<152>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    const Gate gate(layer, col0);
+    const Gate gate(b1, b2, col0, H);
     for (int i = 0; i < consumer; ++i) ring.advance();
     barrier_wait(&shared.weights, 0);
     for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles;
@@ -400,14 +464,14 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;
-  Layer layer;
+  const half *b1, *b2;
 
 #if HOPPER_CODE
   template <int kCols, int kBoxes>
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
                              const Outbox<half, kBoxes>& box) const {
     out.store<kCols / 2>(row, col / 2, box, [&](Box<half, 64>& to, int first) {
-      Gate(layer, col / 2 + first).store(sum, first, to);
+      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, to);
     });
   }
 #endif
@@ -415,81 +479,87 @@ struct GateEpilogue {
 
 // -------------------------------------------------------------------------------------------------
 
-Layer pointers(const GatingProblem& table) {
-  const int M = static_cast<int>(table.shape.rows), K = static_cast<int>(table.shape.channels);
-  const int H = static_cast<int>(table.shape.hidden);
-  return {table.x, table.W1, table.b1, table.W2, table.b2, table.out, M, K, H};
-}
-
-unsigned tiles(int64_t extent, int tile) {
-  return static_cast<unsigned>((extent + tile - 1) / tile);
-}
-
-// Adds the kernels that every shape can use.
-template <class B, int kStages>
-void add_kernels(GatingProblem& table) {
-  const int64_t M = table.shape.rows, H = table.shape.hidden;
-  const dim3 elements(tiles(M, 8), tiles(H, 32));
-  table.problem
+// Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
+// shared memory for kStages stages.
+template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+void add_kernels(GatingProblem& layer) {
+  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
+  const auto tiles = [](int64_t extent, int tile) {
+    return static_cast<unsigned>((extent + tile - 1) / tile);
+  };
+  layer.problem
       .kernel("one thread per element", Role::baseline,
-              [=, &table] { gating_simple<<<elements, dim3(32, 8)>>>(pointers(table)); })
+              [=, &layer] {
+                gating_simple<<<dim3(tiles(M, 8), tiles(H, 32)), dim3(32, 8)>>>(
+                    layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+              })
       .resources(gating_simple, 256);
+  layer.problem
+      .kernel("tensor cores", Role::ours,
+              [=, &layer] {
+                gating_tensor_cores<64, 64, 32, 2, 2, kAligned>
+                    <<<dim3(tiles(M, 64), tiles(H, 64)), 128>>>(
+                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+              })
+      .resources(gating_tensor_cores<64, 64, 32, 2, 2, kAligned>, 128);
 
-  using Small = Block<64, 64, 32, 2, 2, B::kAligned>;
-  const dim3 small(tiles(M, Small::BM), tiles(H, Small::BH));
-  table.problem
-      .kernel(
-          "tensor cores", Role::ours,
-          [=, &table] { gating_tensor_cores<Small><<<small, Small::kThreads>>>(pointers(table)); })
-      .resources(gating_tensor_cores<Small>, Small::kThreads);
-
-  constexpr int kBytes = sizeof(AsyncShared<B, kStages>);
-  allow_shared_bytes(gating_async<B, kStages>, kBytes);
-  const dim3 grid(tiles(M, B::BM), tiles(H, B::BH));
-  table.problem
-      .kernel(
-          "async tiles", Role::ours,
-          [=, &table] { gating_async<B, kStages><<<grid, B::kThreads, kBytes>>>(pointers(table)); })
-      .resources(gating_async<B, kStages>, B::kThreads, kBytes);
+  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>::kSharedBytes;
+  const auto kernel = gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  layer.problem
+      .kernel("async tiles", Role::ours,
+              [=, &layer] {
+                gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>
+                    <<<dim3(tiles(M, BM), tiles(H, BH)), kThreads, kBytes>>>(
+                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
+              })
+      .resources(kernel, kThreads, kBytes);
 }
 
-// Adds the kernel for weights that fit into shared memory: K at most B::BK.
-template <class B, int kStages>
-void add_resident_kernel(GatingProblem& table, const Device& device) {
-  constexpr int kBytes = sizeof(ResidentShared<B, kStages>);
+// Adds the kernel for weights that fit into shared memory: K at most kDepth.
+template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
+void add_resident_kernel(GatingProblem& layer, const Device& device) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
+  constexpr int kBytes = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>::kSharedBytes;
   if (kBytes > device.shared_bytes) return;
-  const auto kernel = gating_resident<B, kStages>;
-  allow_shared_bytes(kernel, kBytes);
+  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
+  const auto kernel = gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>;
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   int per_sm = 0;
-  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, B::kThreads, kBytes));
-  const unsigned resident = static_cast<unsigned>(per_sm * device.sms);
-  const dim3 grid(std::min(tiles(table.shape.rows, B::BM), resident),
-                  tiles(table.shape.hidden, B::BH));
-  table.problem
+  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, kBytes));
+  const int64_t tiles = (M + BM - 1) / BM, resident = static_cast<int64_t>(per_sm) * device.sms;
+  const dim3 grid(static_cast<unsigned>(std::min(tiles, resident)),
+                  static_cast<unsigned>((H + BH - 1) / BH));
+  layer.problem
       .kernel("resident weights", Role::ours,
-              [=, &table] {
-                gating_resident<B, kStages><<<grid, B::kThreads, kBytes>>>(pointers(table));
+              [=, &layer] {
+                gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>
+                    <<<grid, kThreads, kBytes>>>(layer.x, layer.W1, layer.b1, layer.W2, layer.b2,
+                                                 layer.out, M, K, H);
               })
-      .resources(kernel, B::kThreads, kBytes);
+      .resources(kernel, kThreads, kBytes);
 }
 
 // Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes.
 template <int kBoxes, int kStages>
 void add_hopper_resident(GatingProblem& table, const Device& device) {
+  const int64_t M = table.shape.rows, K = table.shape.channels, H = table.shape.hidden;
   constexpr int kThreads = 128 * (1 + kConsumers);
   constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
   const auto kernel = gating_hopper_resident<kBoxes, kStages>;
   allow_shared_bytes(kernel, kBytes);
-  const unsigned columns = tiles(table.shape.hidden, 64);
-  const unsigned rows = std::max(1u, static_cast<unsigned>(device.sms) / columns);
-  const dim3 grid(std::min(tiles(table.shape.rows, 64), rows), columns);
+  const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
+  const dim3 grid(
+      static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
+      static_cast<unsigned>(columns));
   const auto launch = [=, &table] {
-    const Layer layer = pointers(table);
+    const CUtensorMap x = tensor_map<half>(table.x, M, K, 64);
+    const CUtensorMap W1 = tensor_map<half>(table.W1, K, H, 64);
+    const CUtensorMap W2 = tensor_map<half>(table.W2, K, H, 64);
+    const CUtensorMap out = tensor_map<half>(table.out, M, H, 64);
     gating_hopper_resident<kBoxes, kStages>
-        <<<grid, kThreads, kBytes>>>(tensor_map<half>(layer.x, layer.M, layer.K, 64),
-                                     tensor_map<half>(layer.W1, layer.K, layer.H, 64),
-                                     tensor_map<half>(layer.W2, layer.K, layer.H, 64),
-                                     tensor_map<half>(layer.out, layer.M, layer.H, 64), layer);
+        <<<grid, kThreads, kBytes>>>(x, W1, W2, table.b1, table.b2, out, M, H);
   };
   Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
   row.resources(kernel, kThreads, kBytes).hopper_only();
@@ -525,7 +595,7 @@ struct GatedProduct {
     const Factor<half> left{{x.map(Tile::BM / Tile::kSide)}, {x.data()}, x.stride};
     const Factor<half, 2> right{
         {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
-    const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), pointers(table)};
+    const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
     product<half, Tile, GateEpilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
         left, right, epilogue, Schedule<Tile>(shape, plan.clusters, plan.split),
         memory.exchange<half>(shape));
@@ -565,18 +635,18 @@ int main(int argc, char** argv) {
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
   for (GatingProblem* table : {&layer, &square}) {
     if (table->shape.channels % 8 != 0 || table->shape.hidden % 8 != 0) {
-      add_kernels<Block<128, 64, 32, 4, 2, false>, 2>(*table);
+      add_kernels<128, 64, 32, 4, 2, 2, false>(*table);
     } else if (large) {
-      add_kernels<Block<128, 64, 64, 2, 2, true>, 2>(*table);
+      add_kernels<128, 64, 64, 2, 2, 2, true>(*table);
     } else {
-      add_kernels<Block<128, 64, 32, 4, 2, true>, 2>(*table);
+      add_kernels<128, 64, 32, 4, 2, 2, true>(*table);
     }
   }
   const bool aligned = layer.shape.channels % 8 == 0 && layer.shape.hidden % 8 == 0;
   const int64_t boxes = (layer.shape.channels + 63) / 64;
   if (boxes <= 2) {
-    aligned ? add_resident_kernel<Block<64, 64, 128, 2, 2, true>, 3>(layer, lesson.device())
-            : add_resident_kernel<Block<64, 64, 128, 2, 2, false>, 3>(layer, lesson.device());
+    aligned ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
+            : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
   }
   if (boxes > 4) {
     GatedProduct(layer, lesson.device()).add();

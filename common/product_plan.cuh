@@ -1,5 +1,5 @@
-// What a lesson needs to launch the product of common/product.cuh: rows that are aligned, memory for
-// what clusters tell each other, and the tiles that should be the fastest.
+// What a lesson needs to launch the product of common/product.cuh: rows that are aligned, memory
+// for what clusters tell each other, and the tiles that should be the fastest.
 #pragma once
 
 #include <algorithm>

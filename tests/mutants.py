@@ -115,7 +115,6 @@ HEADERS = {
     SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
               "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
-    FUSED: ("common/wmma_fragments.cuh",),
 }
 
 # What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
@@ -143,7 +142,7 @@ BARRIERS = [
     # staging of C overwrites. It leaves the last stage alone, which they would read after five.
     (TENSOR_CORES, "mma.sync", "matmul_mma(", 3, ("65",)),
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
-    (FUSED, "async tiles", "gating_async(", 2, LAYER_ARGUMENTS),
+    (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
     (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
     (DIFFUSION, "half fused", " project_slices(", 1, DIFFUSION_ARGUMENTS),
     (DIFFUSION, "split-K", " add_slices(", 2, DIFFUSION_ARGUMENTS),
@@ -230,11 +229,11 @@ MUTANTS = [
         DATA_RACE, "33", "--kernel", "^async$",
     ),
     _mutant(
-        "staging_read_too_early", "thread", FUSED, "void store_rounded(",
+        "staging_read_too_early", "thread", FUSED, "struct GateSums {",
         "__syncwarp();", ";",
         DATA_RACE, *LAYER_ARGUMENTS, "--kernel", "^tensor cores$",
     ),
-    # The second __syncwarp() of the same function is as necessary, but goes unnoticed: before the CPU
+    # The second __syncwarp() of the same loop is as necessary, but goes unnoticed: before the CPU
     # backend's store_matrix_sync() writes, it lets the warp's lanes wait for each other.
     _mutant(
         "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
@@ -270,8 +269,8 @@ MUTANTS = [
         OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^tile$",
     ),
     _mutant(
-        "writes_below_result", "address", FUSED, "void store8(",
-        "row >= rows ||", "row >= rows + 8 ||",
+        "writes_below_result", "address", FUSED, "struct GateSums {",
+        "} else if (row < M) {", "} else {",
         OUT_OF_BOUNDS_WRITE, "1", "--channels", "7", "--hidden", "3", "--kernel", "^async tiles$",
     ),
     # ---- What C++ leaves undefined

@@ -1,7 +1,7 @@
 // Which of the device's memory a row of a table really uses: for the memory column's test.
 //
-// While it watches, every allocation's pages are closed. Whoever comes to one, a kernel, a copy or a
-// library, opens it, and its bytes count. Only with CUDA_CPU_WATCH_MEMORY=1 in the environment.
+// While it watches, every allocation's pages are closed. Whoever comes to one, a kernel, a copy or
+// a library, opens it, and its bytes count. Only with CUDA_CPU_WATCH_MEMORY=1 in the environment.
 #pragma once
 
 #include <cstddef>
