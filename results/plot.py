@@ -320,7 +320,7 @@ def draw_sizes(folder, lesson):
         size_axis(axes, [extent for extent, _ in problems], size)
         for style, (peer, points) in zip((":", "--", "-."), peers_over(folder, lesson, name, size)):
             axes.plot(*zip(*points), style, marker=".", color=GREY, linewidth=2)
-            ends.append((axes, (*points[-1], peer, GREY)))
+            ends.append((axes, (problems[-1][0], points[-1][1], peer, GREY)))  # at the right
         for kernel, (role, points) in curves.items():
             color = "black" if role == "library" else colors.setdefault(kernel, f"C{len(colors)}")
             style = "--" if role == "library" else "-"
