@@ -1050,16 +1050,12 @@ int run_lesson(Lesson& lesson) {
   for (const CliffordReference& size : tables.sizes()) {
     const Tensors of = tables.forward(size, forward_flops<A>());
     all_on_chip &= add_forward<A>(of, lesson.device());
-    if (!lesson.flag("--sweep")) {
-      of.problem.compare("row on chip", "unfused", "Forward in one launch: % times faster.");
-    }
+    of.problem.compare("row on chip", "unfused", "Forward in one launch: % times faster.");
     if (lesson.flag("--turned")) continue;
     const auto [both, d] = tables.backward(size, forward_flops<A>() + backward_flops<A>());
     all_on_chip &= add_backward<A>(both, d, lesson.device());
-    if (!lesson.flag("--sweep")) {
-      both.problem.compare("both on chip", "unfused",
-                           "Forward and backward in three launches: % times faster.");
-    }
+    both.problem.compare("both on chip", "unfused",
+                         "Forward and backward in three launches: % times faster.");
   }
   if (!all_on_chip) {
     lesson.note("A row that does not fit on the chip, nor on 8 of them, is left to 'one launch'.");
@@ -1080,7 +1076,10 @@ int main(int argc, char** argv) {
                  .n_meaning = "the batch",
                  .n_gpu = 8192,
                  .n_cpu = 8,
-                 .options = {{"--features", "multivectors per batch element", 1024}},
+                 .options = {{.name = "--features",
+                              .meaning = "multivectors per batch element",
+                              .value = 1024,
+                              .sweep = {.gpu = {128, 1024}, .cpu = {8, 64}}}},
                  .choices = {{"--algebra",
                               "signature: basis vectors that square to +1, -1, 0 (another one: "
                               "scons algebra=P,Q,R)",
@@ -1090,8 +1089,8 @@ int main(int argc, char** argv) {
 #endif
                                   "3,0,0", "2,0,0", "3,0,1", "1,3,0", "4,1,0"}}},
                  .flags = {{"--no-norm", "without the norm"},
-                           {"--sweep", "batch 1024 to 8192 x features 128 to 1024 (CPU: smaller)"},
-                           {"--turned", "expect turned results of turned inputs (forward)"}}});
+                           {"--turned", "expect turned results of turned inputs (forward)"}},
+                 .sweep = {.gpu = {1024, 8192}, .cpu = {8, 64}}});
 #ifdef ALGEBRA
   if (lesson.choice("--algebra") == TEXT(ALGEBRA)) return run_lesson<ALGEBRA>(lesson);
 #endif

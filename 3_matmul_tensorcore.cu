@@ -37,41 +37,19 @@
 //
 // Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously). The CPU backend runs all.
 
-#include <mma.h>
-
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
 #include "common/library_product.h"
 #include "common/matmul.h"
 #include "common/mma.cuh"
-#include "common/product.cuh"
-
-// Writes 8 elements of row `row` of C, from column `col`, as far as they are inside. With kAligned
-// (n a multiple of 8) that is one 16-byte store.
-template <bool kAligned>
-__device__ void store8(half* C, int row, int col, int n, uint4 eight) {
-  if (row >= n || col >= n) return;
-  half* to = C + static_cast<size_t>(row) * n + col;
-  if constexpr (kAligned) {
-    *reinterpret_cast<uint4*>(to) = eight;
-  } else {
-    const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const unsigned element = pairs[i / 2] >> i % 2 * 16 & 0xFFFF;
-      if (col + i < n) to[i] = __ushort_as_half(static_cast<unsigned short>(element));
-    }
-  }
-}
+#include "common/product_plan.cuh"
+#include "common/wmma_fragments.cuh"
 
 // ---- wmma global --------------------------------------------------------------------------------
 
-using namespace nvcuda;
-// A matrix that the lanes of a warp hold together, in a layout that the interface does not tell: a
-// warp loads fragments, multiplies them, and stores them.
-using FragmentA = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
-using FragmentB = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
-using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+// FragmentA, FragmentB and FragmentSum (common/wmma_fragments.cuh): 16 x 16 matrices that the lanes
+// of a warp hold together, in a layout that the interface does not tell. A warp loads fragments,
+// multiplies them, and stores them.
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
 // fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
@@ -96,31 +74,13 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
   }
 }
 
-// The sums are fp32 and C is fp16: someone has to round them, and to know which elements they are.
-// So a warp stores a fragment to `staging`, its own 16 rows of shared memory, from where each lane
-// takes 8 elements in a row.
-constexpr int kStagingStride = 20;  // floats: 16, and 4 that shift the rows to different banks
-template <bool kAligned>
-__device__ void store_rounded(half* C, int row0, int col0, int n, const FragmentSum& sum,
-                              float* staging) {
-  wmma::store_matrix_sync(staging, sum, kStagingStride, wmma::mem_row_major);
-  __syncwarp();
-  const int lane = threadIdx.x % 32, row = lane / 2, col = lane % 2 * 8;
-  const float* from = staging + row * kStagingStride + col;
-  const float4 low = *reinterpret_cast<const float4*>(from);
-  const float4 high = *reinterpret_cast<const float4*>(from + 4);
-  store8<kAligned>(C, row0 + row, col0 + col, n,
-                   make_uint4(pack2<half>(low.x, low.y), pack2<half>(low.z, low.w),
-                              pack2<half>(high.x, high.y), pack2<half>(high.z, high.w)));
-  __syncwarp();
-}
-
 constexpr int kSide = 4;  // a block is kSide x kSide warps
 
 // Lesson 1 with warps for threads: each owns one 16 x 16 tile of C and walks along k in steps of
 // 16, with nothing kept but the sums. A fragment is loaded from memory for every product: 2 * 256
 // elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the L1
-// cache still has it.
+// cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know which
+// elements they are. store_rounded (common/wmma_fragments.cuh) takes them through shared memory.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -140,7 +100,7 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
     load_global<kWhole>(b, B, k, col0, n, corner_b);
     wmma::mma_sync(sum, a, b, sum);
   }
-  store_rounded<kWhole>(C, row0, col0, n, sum, stagings[threadIdx.z][threadIdx.y]);
+  store_rounded<kWhole>(C, row0, col0, n, n, sum, stagings[threadIdx.z][threadIdx.y]);
 }
 
 // ---- wmma shared --------------------------------------------------------------------------------
@@ -196,8 +156,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
     for (int j = 0; j < kCols; ++j) {
-      store_rounded<kAligned>(C, row0 + warp_row + 16 * i, col0 + warp_col + 16 * j, n, sum[i][j],
-                              stagings[warp]);
+      store_rounded<kAligned>(C, row0 + warp_row + 16 * i, col0 + warp_col + 16 * j, n, n,
+                              sum[i][j], stagings[warp]);
     }
   }
 }
@@ -221,14 +181,65 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 
 // The sizes that follow from a choice of tiles. Shared memory is kStages pairs of a tile of A and a
 // tile of B; at the end the rounded tile of C takes their place.
-template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages>
+template <int kBM, int kBN, int kBK, int kWarpsM, int kWarpsN, int kStages>
 struct MmaTiles {
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int BM = kBM, BN = kBN, BK = kBK, kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kTileA = BM * BK, kTileB = BK * BN, kStage = kTileA + kTileB;  // halves
   static constexpr int kHalves = kStages * kStage > BM* BN ? kStages* kStage : BM* BN;
   static constexpr int kSharedBytes = kHalves * sizeof(half);
   static int blocks(int64_t n) {
     return static_cast<int>(((n + BM - 1) / BM) * ((n + BN - 1) / BN));
+  }
+};
+
+// A thread's part in copying tiles, kWidth halves at a time. At once the block's threads cover
+// kRowsA rows of the tile of A, kRowsB of that of B. Addresses are worked out once. Rows and
+// columns of the matrix that do not exist are replaced by the last ones: what comes of them is
+// never stored. Only along k, which is summed over, zeros are needed.
+template <class Tiles, int kWidth>
+struct TileCopies {
+  static constexpr int BM = Tiles::BM, BN = Tiles::BN, BK = Tiles::BK;
+  static constexpr int kRowsA = Tiles::kThreads / (BK / kWidth);
+  static constexpr int kRowsB = Tiles::kThreads / (BN / kWidth);
+  using Offsets = int[BM / kRowsA];  // of the thread's rows of A
+  const int n;
+  int k_left;  // of the tiles to be copied next, and beyond
+  const int a_row = threadIdx.x / (BK / kWidth), a_k = threadIdx.x % (BK / kWidth) * kWidth;
+  const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
+  const half *a_from, *b_from;
+
+  __device__ TileCopies(const half* A, const half* B, int row0, int col0, int size,
+                        Offsets& offsets)
+      : n(size), k_left(size) {
+    a_from = A + static_cast<size_t>(row0) * n + a_k;
+    b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
+#pragma unroll
+    for (int i = 0; i < BM / kRowsA; ++i) {
+      offsets[i] = (min(row0 + a_row + i * kRowsA, n - 1) - row0) * n;
+    }
+  }
+  // Starts the copies of the next BK of k.
+  __device__ void start(half* a_tile, const Offsets& offsets) {
+    half* b_tile = a_tile + Tiles::kTileA;
+#pragma unroll
+    for (int i = 0; i < BM / kRowsA; ++i) {
+      copy(a_tile + swizzle<BK>(a_row + i * kRowsA, a_k), a_from + offsets[i], a_k < k_left);
+    }
+#pragma unroll
+    for (int i = 0; i < BK / kRowsB; ++i) {
+      copy(b_tile + swizzle<BN>(b_k + i * kRowsB, b_col),
+           b_from + static_cast<size_t>(i * kRowsB) * n, b_k + i * kRowsB < k_left);
+    }
+    a_from += BK;
+    b_from += static_cast<size_t>(BK) * n;
+    k_left -= BK;
+  }
+  __device__ static void copy(half* to, const half* from, bool inside) {
+    if constexpr (kWidth == 1) {
+      *to = inside ? *from : __float2half_rn(0);
+    } else {
+      copy_async<kWidth * sizeof(half)>(to, from, inside);
+    }
   }
 };
 
@@ -246,9 +257,7 @@ struct MmaTiles {
 //     the last products of a step are started, and the tensor cores work on while a warp waits.
 //   - Addresses are worked out once. Everything that depends on the lane is in one offset for A and
 //     one for B; the fragments of a step are at constant distances from it, or at an exclusive or
-//     with a constant, where a distance runs along the swizzled direction. Rows and columns of the
-//     matrix that do not exist are replaced by the last ones: what comes of them is never stored.
-//     Only along k, which is summed over, zeros are needed.
+//     with a constant, where a distance runs along the swizzled direction.
 //   - Blocks are ordered for the L2 cache (tile_of_block).
 //   - The result is rounded in registers and goes through shared memory, swizzled as well, so that
 //     it leaves as whole rows of 16-byte stores.
@@ -260,7 +269,6 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
                int n) {
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
-  constexpr int kThreads = Tiles::kThreads;
   constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
   static_assert(BK % 32 == 0, "the two sets of fragments alternate within a step");
   extern __shared__ __align__(128) half mma_tiles[];
@@ -270,40 +278,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
   tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
-  // Copies. At once the block's threads cover kRowsA rows of the tile of A, kRowsB of that of B.
-  constexpr int kRowsA = kThreads / (BK / kWidth), kRowsB = kThreads / (BN / kWidth);
-  const int a_row = threadIdx.x / (BK / kWidth), a_k = threadIdx.x % (BK / kWidth) * kWidth;
-  const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
-  const half* a_from = A + static_cast<size_t>(row0) * n + a_k;
-  const half* b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
-  int a_offset[BM / kRowsA];
-#pragma unroll
-  for (int i = 0; i < BM / kRowsA; ++i) {
-    a_offset[i] = (min(row0 + a_row + i * kRowsA, n - 1) - row0) * n;
-  }
-  const auto copy = [](half* to, const half* from, bool inside) {
-    if constexpr (kWidth == 1) {
-      *to = inside ? *from : __float2half_rn(0);
-    } else {
-      copy_async<kWidth * sizeof(half)>(to, from, inside);
-    }
-  };
-  int k_left = n;  // of the tiles to be copied next, and beyond
-  const auto copy_tiles = [&](half* a_tile) {
-    half* b_tile = a_tile + Tiles::kTileA;
-#pragma unroll
-    for (int i = 0; i < BM / kRowsA; ++i) {
-      copy(a_tile + swizzle<BK>(a_row + i * kRowsA, a_k), a_from + a_offset[i], a_k < k_left);
-    }
-#pragma unroll
-    for (int i = 0; i < BK / kRowsB; ++i) {
-      copy(b_tile + swizzle<BN>(b_k + i * kRowsB, b_col),
-           b_from + static_cast<size_t>(i * kRowsB) * n, b_k + i * kRowsB < k_left);
-    }
-    a_from += BK;
-    b_from += static_cast<size_t>(BK) * n;
-    k_left -= BK;
-  };
+  using Copies = TileCopies<Tiles, kWidth>;
+  typename Copies::Offsets offsets;  // in the struct it would be memory, and the struct with it
+  Copies copies(A, B, row0, col0, n, offsets);
 
   // Fragments. Of 16 x 16 elements lane l passes row l % 16, the first 8 columns of it or, from
   // lane 16 on, the last 8. For A, whose fragment has its four 8 x 8 matrices in the order top
@@ -327,7 +304,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
   const int steps = (n + BK - 1) / BK;
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < steps) copy_tiles(mma_tiles + stage * Tiles::kStage);
+    if (stage < steps) copies.start(mma_tiles + stage * Tiles::kStage, offsets);
     copy_async_commit();
   }
   copy_async_wait<kStages - 2>();
@@ -348,7 +325,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
       }
       load_fragments(reading, (k + 16) % BK);
       if (k == 0) {
-        if (step + kStages - 1 < steps) copy_tiles(writing);
+        if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
         writing += Tiles::kStage;
         if (writing == end) writing = mma_tiles;
@@ -384,49 +361,36 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 #pragma unroll
   for (int i = lane * 8; i < WM * WN; i += 32 * 8) {
     const int row = i / WN, col = i % WN;
-    store8<kWidth == 8>(C, row0 + warp_row + row, col0 + warp_col + col, n,
+    store8<kWidth == 8>(C, row0 + warp_row + row, col0 + warp_col + col, n, n,
                         *reinterpret_cast<const uint4*>(staging + swizzle<WN>(row, col)));
   }
 }
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// In the words of common/hopper.cuh, which has the PTX.
+// In the words of common/tiles.cuh (Box, LeftTile, RightTile: tiles in shared memory, as the copy
+// engine leaves them and as wgmma reads them; Sum: a warpgroup's sum in its registers) and of
+// common/hopper.cuh, which has the PTX.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
 template <int BM, int BN>
 struct Stage {
-  half a[BM * kStepK];
-  half b[BN / 64][kStepK * 64];
+  LeftTile<half, BM> a;
+  RightTile<half, BN> b;
 };
 
 #if HOPPER_CODE
-// Adds the product of a stage's tiles, rows `row` to row + 64 of A by all BN columns of B, to a
-// warpgroup's sum.
-template <int BM, int BN>
-__device__ void add_products(float (&sum)[BN / 2], const Stage<BM, BN>& stage, int row, bool add) {
-  const uint64_t a = descriptor_a(stage.a + row * kStepK), b = descriptor_b(stage.b, kStepK);
-  wgmma_fence();
+// Writes a warpgroup's sum as fp16 to C (n x n) at (row0, col0), straight from the registers: four
+// threads store 16 neighbouring bytes.
+template <int kCols>
+__device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, int n) {
 #pragma unroll
-  for (int k = 0; k < kStepK / 16; ++k) {
-    wgmma<half>(sum, a + 2 * k, b + 128 * k, add || k > 0);
-  }
-  wgmma_commit();
-}
-
-// Writes a warpgroup's 64 x (2 kCount) sum as fp16 to C (n x n) at (row0, col0), straight from the
-// registers: four threads store 16 neighbouring bytes.
-template <int kCount>
-__device__ void store_sum(const float (&sum)[kCount], half* C, int row0, int col0, int n) {
-  const int thread = threadIdx.x % 128;
-  const int row = row0 + thread / 32 * 16 + thread % 32 / 4, col = col0 + thread % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 2) {
-    const int r = row + i / 2 % 2 * 8, c = col + i / 4 * 8;
-    if (r < n && c < n) {  // n is even
-      *reinterpret_cast<half2*>(C + static_cast<size_t>(r) * n + c) =
-          __floats2half2_rn(sum[i], sum[i + 1]);
+  for (int i = 0; i < kCols / 2; i += 2) {
+    const int row = row0 + sum.row(i), col = col0 + sum.col(i);
+    if (row < n && col < n) {  // n is even
+      *reinterpret_cast<half2*>(C + static_cast<size_t>(row) * n + col) =
+          __floats2half2_rn(sum.elements[i], sum.elements[i + 1]);
     }
   }
 }
@@ -454,9 +418,9 @@ __global__ void __launch_bounds__(128)
   const auto load = [&](int step) {
     const int s = step % kStages;
     barrier_arrive_expect(&full[s], sizeof(Stage<BM, BN>));
-    tensor_load(stages[s].a, &A, row0, step * kStepK, &full[s]);
+    tensor_load(stages[s].a.elements, &A, row0, step * kStepK, &full[s]);
     for (int box = 0; box < BN / 64; ++box) {
-      tensor_load(stages[s].b[box], &B, step * kStepK, col0 + 64 * box, &full[s]);
+      tensor_load(stages[s].b.boxes[box].elements, &B, step * kStepK, col0 + 64 * box, &full[s]);
     }
   };
   if (threadIdx.x == 0) {
@@ -466,12 +430,13 @@ __global__ void __launch_bounds__(128)
   }
   __syncthreads();
 
-  float upper[BN / 2], lower[BN / 2];  // rows 0 to 63 and 64 to 127
+  Sum<BN> upper, lower;  // rows 0 to 63 and 64 to 127
   Ring<kStages> ring;
   for (int step = 0; step < steps; ++step) {
     barrier_wait(&full[ring.stage], ring.parity);
-    add_products<BM, BN>(upper, stages[ring.stage], 0, step > 0);
-    add_products<BM, BN>(lower, stages[ring.stage], 64, step > 0);
+    const auto& stage = stages[ring.stage];
+    upper.start_product(stage.a, 0, stage.b, step > 0);
+    lower.start_product(stage.a, 64, stage.b, step > 0);
     wgmma_wait<0>();
     __syncthreads();
     if (threadIdx.x == 0 && step + kStages < steps) load(step + kStages);
@@ -517,18 +482,18 @@ __global__ void __launch_bounds__(384, 1)
       Barrier* arrived = &full[ring.stage];
       barrier_wait(&empty[ring.stage], ring.parity ^ 1);  // passes at once the first time round
       barrier_arrive_expect(arrived, sizeof stage);
-      tensor_load(stage.a, &A, row0, step * kStepK, arrived);
+      tensor_load(stage.a.elements, &A, row0, step * kStepK, arrived);
       for (int box = 0; box < BN / 64; ++box) {
-        tensor_load(stage.b[box], &B, step * kStepK, col0 + 64 * box, arrived);
+        tensor_load(stage.b.boxes[box].elements, &B, step * kStepK, col0 + 64 * box, arrived);
       }
     }
   } else {
     registers_grow_to<240>();
     const int row = (threadIdx.x / 128 - 1) * 64;
-    float sum[BN / 2];
+    Sum<BN> sum;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&full[ring.stage], ring.parity);
-      add_products<BM, BN>(sum, stages[ring.stage], row, step > 0);
+      sum.start_product(stages[ring.stage].a, row, stages[ring.stage].b, step > 0);
       wgmma_wait<1>();  // the step before is done: its stage may be refilled
       if (step > 0 && threadIdx.x % 128 == 0) {
         barrier_arrive(&empty[(ring.stage + kStages - 1) % kStages]);
@@ -567,9 +532,49 @@ template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
   Stage<BM, BN> stages[kStages];
-  half out[kBuffers][2][kStoreCols / 64][64 * 64];  // of two consumers
+  Box<half, 64> out[kBuffers][2][kStoreCols / 64];  // of two consumers
   Barrier full[kStages], empty[kStages];
 };
+
+#if HOPPER_CODE
+// The boxes of consumer `consumer` may be written: the copy engine has read what it stores.
+__device__ inline void wait_for_stores(int consumer) {
+  if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
+  named_barrier(1 + consumer, 128);
+}
+
+// Has a consumer's sum of a tile, 64 rows and all columns, stored to C at (row0, col0).
+template <int kStages, int kBuffers>
+__device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
+                           const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
+  constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
+  // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
+  const int thread = threadIdx.x % 128;
+  const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+#pragma unroll
+  for (int part = 0; part < 256 / kStoreCols; ++part) {
+    auto& out = shared.out[part % kBuffers][consumer];
+    if (part >= kBuffers) wait_for_stores(consumer);
+#pragma unroll
+    for (int c = 0; c < kStoreCols; c += 16) {
+      const float* s = sum.elements + (part * kStoreCols + c) / 2;
+      uint32_t registers[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) registers[m] = pack2<half>(s[2 * m], s[2 * m + 1]);
+      store_matrices(&out[c / 64].elements[swizzled(row, c % 64 / 8 + piece)], registers);
+    }
+    shared_fence();
+    named_barrier(1 + consumer, 128);
+    if (warp_of_block() % 4 == 0 && elect_one()) {
+#pragma unroll
+      for (int box = 0; box < kStoreCols / 64; ++box) {
+        tensor_store(&C, row0, col0 + part * kStoreCols + 64 * box, out[box].elements);
+      }
+      tensor_store_commit();
+    }
+  }
+}
+#endif
 
 // `a` and `b` are the matrices that A and B describe; `progress` is one number for all blocks, 0
 // before the launch and after it, or null.
@@ -580,7 +585,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
                       unsigned* progress) {
 #if HOPPER_CODE
   using Shared = PersistentShared<kStages, kBuffers>;
-  constexpr int BM = Shared::BM, BN = Shared::BN, kStoreCols = Shared::kStoreCols;
+  constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = cluster_rank(), steps = (n + kStepK - 1) / kStepK;
@@ -634,11 +639,12 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           Barrier* arrived = &shared.full[ring.stage];
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
           barrier_arrive_expect(arrived, sizeof stage);
-          tensor_load(stage.a, &A, at.row, k, arrived);
+          tensor_load(stage.a.elements, &A, at.row, k, arrived);
 #pragma unroll
           for (int i = 0; i < BN / 128; ++i) {
             const int box = rank * BN / 128 + i;
-            tensor_load_multicast(stage.b[box], &B, k, at.col + 64 * box, arrived, 3);
+            tensor_load_multicast(stage.b.boxes[box].elements, &B, k, at.col + 64 * box, arrived,
+                                  3);
           }
         }
       }
@@ -651,56 +657,25 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     const auto release = [&](int stage) {  // threads 0 and 1 tell the producers of blocks 0 and 1
       if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
     };
-    const auto wait_for_stores = [&] {  // they have read what they store
-      if (warp % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
-      named_barrier(1 + consumer, 128);
-    };
     for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-      float sum[BN / 2];
+      Sum<BN> sum;
       int previous = 0;
       for (int step = 0; step < steps; ++step, ring.advance()) {
+        const auto& stage = shared.stages[ring.stage];
         barrier_wait(&shared.full[ring.stage], ring.parity);
-        add_products<BM, BN>(sum, shared.stages[ring.stage], consumer * 64, step > 0);
+        sum.start_product(stage.a, 64 * consumer, stage.b, step > 0);
         wgmma_wait<1>();
         if (step > 0) release(previous);
         previous = ring.stage;
       }
       // While the last products are on their way.
       const Place at = place(tile);
-      wait_for_stores();
+      wait_for_stores(consumer);
       wgmma_wait<0>();
       release(previous);
-
-      // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
-      const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
-#pragma unroll
-      for (int part = 0; part < BN / kStoreCols; ++part) {
-        auto& out = shared.out[part % kBuffers][consumer];
-        if (part >= kBuffers) wait_for_stores();
-#pragma unroll
-        for (int c = 0; c < kStoreCols; c += 16) {
-          const float* s = sum + (part * kStoreCols + c) / 2;
-          uint32_t registers[4];
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            const half2 pair = __floats2half2_rn(s[2 * m], s[2 * m + 1]);
-            registers[m] = reinterpret_cast<const uint32_t&>(pair);
-          }
-          store_matrices(&out[c / 64][swizzled(row, c % 64 / 8 + piece)], registers);
-        }
-        shared_fence();
-        named_barrier(1 + consumer, 128);
-        if (warp % 4 == 0 && elect_one()) {
-#pragma unroll
-          for (int box = 0; box < kStoreCols / 64; ++box) {
-            tensor_store(&C, at.row + consumer * 64, at.col + part * kStoreCols + 64 * box,
-                         out[box]);
-          }
-          tensor_store_commit();
-        }
-      }
+      store_tile(shared, consumer, sum, C, at.row + 64 * consumer, at.col);
     }
-    wait_for_stores();
+    wait_for_stores(consumer);
   }
 #endif
 }
@@ -715,59 +690,46 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves element by element.
 // The kernel is the same but for these numbers, which are template parameters of common/product.cuh
-// and its schedule. plan_product() there guesses how long each of the tiles below would take.
+// and its schedule. common/product_plan.cuh guesses which tiles would be the fastest.
 struct SquareProduct {
   Problem& square;
-  Buffer<half> A, B, C;
-  int n, stride;                      // of the aligned rows
-  Buffer<half> aligned_a, aligned_b;  // not used where N is a multiple of 8
-  Buffer<unsigned> flags;
-  Buffer<float> partial;
-  int64_t l2_bytes;
+  AlignedRows<half> A, B;
+  Buffer<half> C;
+  ExchangeMemory memory;
+  ProductShape shape;
 
-  using Epilogue = StoreRounded<half>;
-  bool aligned() const { return n % 8 == 0; }
-  ProductShape shape() const { return {n, n, n}; }
+  SquareProduct(Problem& in, Buffer<half> a, Buffer<half> b, Buffer<half> c, int n,
+                const Device& device)
+      : square(in), A(in, a, n, n), B(in, b, n, n), C(c), memory(in, device), shape{n, n, n} {}
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
-    const half *a = A, *b = B;
-    if (!aligned()) {
-      align_rows<half><<<dim3(n, 2), 256>>>(A, aligned_a, B, aligned_b, n, stride);
-      a = aligned_a, b = aligned_b;
+    if (A.copied) {
+      align_rows<half><<<dim3(A.rows, 2), 256>>>(A.from, A.copy, B.from, B.copy, A.cols, A.stride);
     }
-    const Factor<half> left{tensor_map<half>(a, n, n, Tile::BM / Tile::kSide, false, stride), a,
-                            stride};
-    const Factor<half> right{tensor_map<half>(b, n, n, Tile::kRowsB, false, stride), b, stride};
-    Epilogue epilogue{{}, C, n, n, aligned()};
-    if (aligned()) epilogue.map = tensor_map<half>(C, n, n, 64);
-    // What a patch of 2048 rows and as many columns reads.
-    const bool in_step = int64_t{2 * 2048 * sizeof(half)} * n > l2_bytes;
-    product<half, Tile, Epilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        left, right, epilogue, Schedule<Tile>(shape(), plan.clusters, plan.split),
-        Exchange{in_step ? flags.data() : nullptr, flags + 1, partial});
+    const Factor<half> left{{A.map(Tile::BM / Tile::kSide)}, {A.data()}, A.stride};
+    const Factor<half> right{{B.map(Tile::kRowsB)}, {B.data()}, B.stride};
+    product<half, Tile, StoreRounded<half>>
+        <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+            left, right, rounded_to<half>(C, A.rows, A.rows),
+            Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
   // Adds the row, with the tiles that should be the fastest.
-  template <class... Tile>
   void add() const {
-    const ProductPlan plans[] = {plan_product<half, Tile, Epilogue>(shape(), stride, stride)...};
-    int best = 0, i = 0;
-    for (const ProductPlan& plan : plans) {
-      if (plan.microseconds < plans[best].microseconds) best = i;
-      ++i;
-    }
-    i = 0;
-    (void)((i++ == best && (add_row<Tile>(plans[best]), true)) || ...);
+    using Choice = TileChoice<Tiles<256, 2, 1, 4>, Tiles<256, 2, 1, 2>, Tiles<224, 2, 1, 2>,
+                              Tiles<192, 2, 1, 3>, Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>,
+                              Tiles<64, 2, 1, 1>>;
+    Choice::best<half, StoreRounded<half>>(
+        shape, A.stride, B.stride, [&]<class Tile>(const ProductPlan& plan) { add<Tile>(plan); });
   }
-
- private:
   template <class Tile>
-  void add_row(const ProductPlan& plan) const {
+  void add(const ProductPlan& plan) const {
+    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
     square
         .kernel("any shape", Role::ours, [self = *this, plan] { self.template launch<Tile>(plan); })
-        .resources(product<half, Tile, Epilogue>, Tile::kThreads, sizeof(ProductShared<half, Tile>))
+        .resources(product<half, Tile, StoreRounded<half>>, Tile::kThreads, kBytes)
         .hopper_only();
   }
 };
@@ -876,27 +838,6 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                           : add_persistent<3, 2>(square, A, B, C, n, tiles, device);
 }
 
-void add_any_shape(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
-                   const Device& device) {
-  const bool aligned = n % 8 == 0;
-  const int stride = aligned ? n : (n + 63) / 64 * 64;  // whole lines of 128 bytes
-  const size_t copied = aligned ? 1 : static_cast<size_t>(n) * stride;
-  // Two consumers for each multiprocessor, at most.
-  const SquareProduct product{square,
-                              A,
-                              B,
-                              C,
-                              n,
-                              stride,
-                              square.workspace<half>(copied),
-                              square.workspace<half>(copied),
-                              square.workspace<unsigned>(1 + 2 * device.sms),
-                              square.workspace<float>(device.sms * 128 * 256),
-                              device.l2_bytes};
-  product.add<Tiles<256, 2, 1, 4>, Tiles<256, 2, 1, 2>, Tiles<224, 2, 1, 2>, Tiles<192, 2, 1, 3>,
-              Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>, Tiles<64, 2, 1, 1>>();
-}
-
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
                 {.name = "3_matmul_tensorcore",
@@ -941,7 +882,7 @@ int main(int argc, char** argv) {
         "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
         "last kernel copies them first.");
   }
-  add_any_shape(square, A, B, C, n, lesson.device());
+  SquareProduct(square, A, B, C, static_cast<int>(n), lesson.device()).add();
 
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
   square.compare("mma.sync", "wmma shared",

@@ -16,19 +16,18 @@
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
-//     Hopper cluster           lesson 3's persistent, with two weights and this epilogue
+//     Hopper cluster           lesson 3's product, with two weights and this epilogue
 //
-// The first four need compute capability 7.5 (which copies synchronously); the last two need 9.0,
-// and rows of a multiple of 16 bytes. The CPU backend runs all.
+// The first four need compute capability 7.5 (which copies synchronously), the last two 9.0. The
+// CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, where memory is the
 // limit; and a square one, N x N x N, where the tensor cores are.
 
-#include <mma.h>
-
 #include "common/async_copy.cuh"
 #include "common/gating.h"
-#include "common/hopper.cuh"
+#include "common/product_plan.cuh"
+#include "common/wmma_fragments.cuh"
 
 // 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
 // place of fp32 here, and the result is rounded to fp16.
@@ -52,13 +51,6 @@ __global__ void gating_simple(const half* x, const half* W1, const half* b1, con
 }
 
 // ---- tensor cores -------------------------------------------------------------------------------
-
-using namespace nvcuda;
-// The 32 threads of a warp hold a 16 x 16 matrix together, in a layout that only the hardware
-// knows: a warp loads fragments, multiplies them, and stores them.
-using FragmentX = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_major>;
-using FragmentW = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
-using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
 constexpr int kPad = 8;  // halves after each row of a tile: rows start on different banks
 
@@ -86,14 +78,14 @@ struct GateSums {
   __device__ void add_products(const half* x_tile, const half* W1_tile, const half* W2_tile) {
 #pragma unroll
     for (int k = 0; k < kDepth; k += 16) {
-      FragmentX x[kRows];
+      FragmentA x[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         wmma::load_matrix_sync(x[i], x_tile + 16 * i * kStrideX + k, kStrideX);
       }
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        FragmentW w1, w2;
+        FragmentB w1, w2;
         wmma::load_matrix_sync(w1, W1_tile + k * kStrideW + 16 * j, kStrideW);
         wmma::load_matrix_sync(w2, W2_tile + k * kStrideW + 16 * j, kStrideW);
 #pragma unroll
@@ -333,9 +325,44 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
 
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
-// From here on in the words of common/hopper.cuh: tensor maps and the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels introduce
-// them one by one.
+// From here on in the words of common/tiles.cuh and common/hopper.cuh: the copy engine (TMA),
+// barriers in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels
+// introduce them one by one.
+
+#if HOPPER_CODE
+// The gate of 64 columns of out, from col0 on. A thread keeps the biases of its own: in each group
+// of 8 two neighbours, see Sum::col. Zero beyond H.
+struct Gate {
+  float2 b1[8], b2[8];
+
+  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      b1[j] = two(bias1, col0 + Sum<64>::col(4 * j), H);
+      b2[j] = two(bias2, col0 + Sum<64>::col(4 * j), H);
+    }
+  }
+  __device__ static float2 two(const half* from, int col, int H) {
+    if (H % 2 == 0) {
+      const half2 both = col < H ? *reinterpret_cast<const half2*>(from + col) : half2{};
+      return make_float2(__low2float(both), __high2float(both));
+    }
+    return make_float2(col < H ? __half2float(from[col]) : 0,
+                       col + 1 < H ? __half2float(from[col + 1]) : 0);
+  }
+  // A sum has the gates in the left half of its columns, the values in the right. Puts the results
+  // of 64 columns, from `first` on, into a box.
+  template <int kAll>
+  __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
+    sum.store(to, first, [&](int i) {
+      const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
+      const float gate = sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y);
+      return sigmoid(gate) *
+             (sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
+    });
+  }
+};
+#endif
 
 constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
 
@@ -344,46 +371,11 @@ template <int kBoxes, int kStages>
 struct HopperResidentShared {
   // A stage always belongs to the same consumer, which therefore never is two phases behind.
   static_assert(kStages % kConsumers == 0);
-  half W[2][kBoxes][64 * 64];  // [weight][box of 64 rows], as the copy engine leaves them
-  half x[kStages][kBoxes][64 * 64];
-  half out[kConsumers][64 * 64];
+  RightTile<half, 128> W[kBoxes];  // W1's 64 columns and W2's side by side
+  LeftTile<half, 64> x[kStages][kBoxes];
+  Box<half, 64> out[kConsumers];
   Barrier weights, full[kStages], empty[kStages];
 };
-
-#if HOPPER_CODE
-// Turns a warpgroup's two sums of 64 x 64, 32 registers each, into 64 x 64 results in a box for the
-// copy engine. bias[2 j], bias[2 j + 1] are those of the thread's columns, see load_biases.
-__device__ inline void gate_to_box(const float* gate, const float* value, const float* b1,
-                                   const float* b2, half* box) {
-  const int thread = threadIdx.x % 128;
-  const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
-#pragma unroll
-  for (int c = 0; c < 64; c += 16) {
-    uint32_t registers[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int i = c / 2 + 2 * m, column = c / 8 * 2 + m / 2 * 2;
-      const half2 pair = __floats2half2_rn(
-          sigmoid(gate[i] + b1[column]) * (value[i] + b2[column]),
-          sigmoid(gate[i + 1] + b1[column + 1]) * (value[i + 1] + b2[column + 1]));
-      registers[m] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    store_matrices(box + swizzled(row, c / 8 + piece), registers);
-  }
-}
-
-// The thread's two neighbouring columns of each group of 8: bias[2 j], bias[2 j + 1] belong to
-// columns col0 + 8 j + 2 (thread % 4) and the next one. Zero beyond H.
-__device__ inline void load_biases(float (&bias)[16], const half* from, int col0, int H) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int col = col0 + 8 * j + threadIdx.x % 4 * 2;  // H is even
-    const half2 pair = col < H ? *reinterpret_cast<const half2*>(from + col) : half2{};
-    bias[2 * j] = __low2float(pair);
-    bias[2 * j + 1] = __high2float(pair);
-  }
-}
-#endif
 
 // The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps 64 columns
 // of both weights in shared memory. Its producer streams tiles of x, 64 rows by all K columns,
@@ -399,9 +391,8 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
                            const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
                            const __grid_constant__ CUtensorMap out, int M, int H) {
 #if HOPPER_CODE
-  using Shared = HopperResidentShared<kBoxes, kStages>;
   extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  auto& shared = *reinterpret_cast<HopperResidentShared<kBoxes, kStages>*>(bytes);
   const int col0 = blockIdx.y * 64, tiles = (M + 63) / 64;
   if (threadIdx.x == 0) {
     barrier_init(&shared.weights, 1);
@@ -418,48 +409,43 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
     registers_shrink_to<24>();
     if (threadIdx.x != 0) return;
     barrier_arrive_expect(&shared.weights, sizeof shared.W);
-    for (int box = 0; box < kBoxes; ++box) {
-      tensor_load(shared.W[0][box], &W1, 64 * box, col0, &shared.weights);
-      tensor_load(shared.W[1][box], &W2, 64 * box, col0, &shared.weights);
+    for (int k = 0; k < kBoxes; ++k) {
+      tensor_load(shared.W[k].boxes[0].elements, &W1, 64 * k, col0, &shared.weights);
+      tensor_load(shared.W[k].boxes[1].elements, &W2, 64 * k, col0, &shared.weights);
     }
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.advance()) {
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_arrive_expect(arrived, sizeof shared.x[0]);
-      for (int box = 0; box < kBoxes; ++box) {
-        tensor_load(shared.x[ring.stage][box], &x, 64 * tile, 64 * box, arrived);
+      for (int k = 0; k < kBoxes; ++k) {
+        tensor_load(shared.x[ring.stage][k].elements, &x, 64 * tile, 64 * k, arrived);
       }
     }
   } else {
     registers_grow_to<152>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    float bias1[16], bias2[16];
-    load_biases(bias1, b1, col0, H);
-    load_biases(bias2, b2, col0, H);
+    const Gate gate(b1, b2, col0, H);
     for (int i = 0; i < consumer; ++i) ring.advance();
     barrier_wait(&shared.weights, 0);
     for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles;
          tile += kConsumers * gridDim.x) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      float sums[64];
-      wgmma_fence();
+      Sum<128> sum;
 #pragma unroll
-      for (int k = 0; k < 4 * kBoxes; ++k) {
-        wgmma<half>(sums, descriptor_a(shared.x[ring.stage][k / 4]) + 2 * (k % 4),
-                    descriptor_b(shared.W[0][k / 4], 64 * kBoxes) + 128 * (k % 4), k > 0);
+      for (int k = 0; k < kBoxes; ++k) {
+        sum.start_product(shared.x[ring.stage][k], 0, shared.W[k], k > 0);
       }
-      wgmma_commit();
       wgmma_wait<0>();
       if (thread == 0) {
         barrier_arrive(&shared.empty[ring.stage]);
         tensor_store_wait_read<0>();  // this consumer's box is free again
       }
       named_barrier(1 + consumer, 128);
-      gate_to_box(sums, sums + 32, bias1, bias2, shared.out[consumer]);
+      gate.store(sum, 0, shared.out[consumer]);
       shared_fence();
       named_barrier(1 + consumer, 128);
       if (thread == 0) {
-        tensor_store(&out, 64 * tile, col0, shared.out[consumer]);
+        tensor_store(&out, 64 * tile, col0, shared.out[consumer].elements);
         tensor_store_commit();
       }
       for (int i = 0; i < kConsumers; ++i) ring.advance();
@@ -471,126 +457,25 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
 
 // ---- Hopper: clusters ---------------------------------------------------------------------------
 
-// Lesson 3's last kernel with two weights and another epilogue, for K and H of any size: persistent
-// clusters of two blocks, one above the other, each with a producer and two consumers. The 256
-// columns of a stage's second tile are 128 of W1 and the same 128 of W2; block 0 of a cluster
-// fetches the one, block 1 the other, and multicasts it to both. A consumer's sum of 64 x 256 then
-// is two sums of 64 x 128, gate and value of the same elements in the same thread.
-template <int kStages>
-struct HopperClusterShared {
-  struct Stage {
-    half x[128 * 64];
-    half W[2][2][64 * 64];  // [weight][box of 64 columns]
-  };
-  Stage stages[kStages];
-  half out[2][2][64 * 64];  // [consumer][box of 64 columns]
-  Barrier full[kStages], empty[kStages];
-};
+// Lesson 3's product (common/product.cuh) for K and H of any size. Its right factor is W1 and W2
+// side by side: half of a tile's columns are of the one, half of the other, so a consumer's sum of
+// 64 x 256 is two sums of 64 x 128, gate and value of the same elements in the same thread. Of two
+// blocks that share such a tile one brings W1's part, the other W2's. New is only the epilogue.
+struct GateEpilogue {
+  static constexpr int kRightFactors = 2;
+  StoreRounded<half> out;
+  const half *b1, *b2;
 
-template <int kStages, int kGroup>
-__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    gating_hopper_cluster(const __grid_constant__ CUtensorMap x,
-                          const __grid_constant__ CUtensorMap W1,
-                          const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
-                          const __grid_constant__ CUtensorMap out, int M, int K, int H) {
 #if HOPPER_CODE
-  using Shared = HopperClusterShared<kStages>;
-  extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = cluster_rank(), steps = (K + 63) / 64;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
-    }
-    barrier_init_fence();
-  }
-  cluster_meet();
-
-  // Tile `tile` of the cluster: 256 rows, 128 columns; in groups of kGroup rows of tiles, see
-  // lesson 3.
-  const int tile_rows = (M + 255) / 256, tile_cols = (H + 127) / 128;
-  const int64_t tiles = static_cast<int64_t>(tile_rows) * tile_cols;
-  const int clusters = gridDim.x / 2;
-  struct Place {
-    int row, col;
-  };
-  const auto place = [&](int64_t tile) {
-    const int first = static_cast<int>(tile / (kGroup * tile_cols)) * kGroup;
-    const int within = static_cast<int>(tile % (kGroup * tile_cols));
-    const int rows = min(kGroup, tile_rows - first);
-    return Place{(2 * (first + within % rows) + rank) * 128, within / rows * 128};
-  };
-
-  Ring<kStages> ring;
-  if (threadIdx.x < 128) {
-    registers_shrink_to<24>();
-    if (threadIdx.x == 0) {
-      const CUtensorMap* W = rank == 0 ? &W1 : &W2;
-      for (int64_t tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-        const Place at = place(tile);
-        for (int step = 0; step < steps; ++step, ring.advance()) {
-          auto& stage = shared.stages[ring.stage];
-          Barrier* arrived = &shared.full[ring.stage];
-          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(arrived, sizeof stage);
-          tensor_load(stage.x, &x, at.row, 64 * step, arrived);
-          for (int box = 0; box < 2; ++box) {
-            tensor_load_multicast(stage.W[rank][box], W, 64 * step, at.col + 64 * box, arrived, 3);
-          }
-        }
-      }
-      wait_until_empty(shared.empty, ring);
-    }
-  } else {
-    registers_grow_to<240>();
-    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    const auto release = [&](int stage) {
-      if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
-    };
-    for (int64_t tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
-      const Place at = place(tile);
-      float sums[128];
-      int previous = 0;
-      for (int step = 0; step < steps; ++step, ring.advance()) {
-        const auto& stage = shared.stages[ring.stage];
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma<half>(sums, descriptor_a(stage.x + consumer * 64 * 64) + 2 * k,
-                      descriptor_b(stage.W[0][0], 64) + 128 * k, step > 0 || k > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (step > 0) release(previous);
-        previous = ring.stage;
-      }
-      wgmma_wait<0>();
-      release(previous);
-
-      if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(1 + consumer, 128);
-#pragma unroll
-      for (int box = 0; box < 2; ++box) {  // 64 columns at a time: their biases fit into registers
-        float bias1[16], bias2[16];
-        load_biases(bias1, b1, at.col + 64 * box, H);
-        load_biases(bias2, b2, at.col + 64 * box, H);
-        gate_to_box(sums + 32 * box, sums + 64 + 32 * box, bias1, bias2, shared.out[consumer][box]);
-      }
-      shared_fence();
-      named_barrier(1 + consumer, 128);
-      if (thread == 0) {
-        for (int box = 0; box < 2; ++box) {
-          tensor_store(&out, at.row + consumer * 64, at.col + 64 * box, shared.out[consumer][box]);
-        }
-        tensor_store_commit();
-      }
-    }
-    if (thread == 0) tensor_store_wait_read<0>();
+  template <int kCols, int kBoxes>
+  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
+                             const Outbox<half, kBoxes>& box) const {
+    out.store<kCols / 2>(row, col / 2, box, [&](Box<half, 64>& to, int first) {
+      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, to);
+    });
   }
 #endif
-}
+};
 
 // -------------------------------------------------------------------------------------------------
 
@@ -656,11 +541,10 @@ void add_resident_kernel(GatingProblem& layer, const Device& device) {
       .resources(kernel, kThreads, kBytes);
 }
 
-// Adds the kernel for H columns in steps of 64 and at most 64 kBoxes channels; rows of x and out
-// have to be a multiple of 16 bytes.
+// Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes.
 template <int kBoxes, int kStages>
-void add_hopper_resident(GatingProblem& layer, const Device& device) {
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
+void add_hopper_resident(GatingProblem& table, const Device& device) {
+  const int64_t M = table.shape.rows, K = table.shape.channels, H = table.shape.hidden;
   constexpr int kThreads = 128 * (1 + kConsumers);
   constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
   const auto kernel = gating_hopper_resident<kBoxes, kStages>;
@@ -669,40 +553,69 @@ void add_hopper_resident(GatingProblem& layer, const Device& device) {
   const dim3 grid(
       static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
       static_cast<unsigned>(columns));
-  const auto launch = [=, &layer] {
-    const CUtensorMap x = tensor_map<half>(layer.x, M, K, 64);
-    const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-    const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-    const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
+  const auto launch = [=, &table] {
+    const CUtensorMap x = tensor_map<half>(table.x, M, K, 64);
+    const CUtensorMap W1 = tensor_map<half>(table.W1, K, H, 64);
+    const CUtensorMap W2 = tensor_map<half>(table.W2, K, H, 64);
+    const CUtensorMap out = tensor_map<half>(table.out, M, H, 64);
     gating_hopper_resident<kBoxes, kStages>
-        <<<grid, kThreads, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, H);
+        <<<grid, kThreads, kBytes>>>(x, W1, W2, table.b1, table.b2, out, M, H);
   };
-  layer.problem.kernel("Hopper resident", Role::ours, launch)
-      .resources(kernel, kThreads, kBytes)
-      .hopper_only();
+  Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
+  row.resources(kernel, kThreads, kBytes).hopper_only();
 }
 
-// The same for any number of channels.
-template <int kStages, int kGroup>
-void add_hopper_cluster(GatingProblem& layer) {
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-  constexpr int kBytes = sizeof(HopperClusterShared<kStages>);
-  const auto kernel = gating_hopper_cluster<kStages, kGroup>;
-  allow_shared_bytes(kernel, kBytes);
-  const int64_t tiles = (M + 255) / 256 * ((H + 127) / 128);
-  const unsigned blocks = 2 * persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
-  const auto launch = [=, &layer] {
-    const CUtensorMap x = tensor_map<half>(layer.x, M, K, 128);
-    const CUtensorMap W1 = tensor_map<half>(layer.W1, K, H, 64);
-    const CUtensorMap W2 = tensor_map<half>(layer.W2, K, H, 64);
-    const CUtensorMap out = tensor_map<half>(layer.out, M, H, 64);
-    gating_hopper_cluster<kStages, kGroup>
-        <<<blocks, 384, kBytes>>>(x, W1, W2, layer.b1, layer.b2, out, M, K, H);
-  };
-  layer.problem.kernel("Hopper cluster", Role::ours, launch)
-      .resources(kernel, 384, kBytes)
-      .hopper_only();
-}
+// The product for any K and H. Where rows are not aligned to 16 bytes they are first copied into
+// rows that are, as in lesson 3; that time counts.
+struct GatedProduct {
+  GatingProblem& table;
+  AlignedRows<half> x, W1, W2;
+  ExchangeMemory memory;
+  ProductShape shape;  // of x [W1 W2]
+
+  GatedProduct(GatingProblem& of, const Device& device)
+      : table(of),
+        x(of.problem, of.x, of.shape.rows, of.shape.channels),
+        W1(of.problem, of.W1, of.shape.channels, of.shape.hidden),
+        W2(of.problem, of.W2, of.shape.channels, of.shape.hidden),
+        memory(of.problem, device),
+        shape{x.rows, 2 * W1.cols, x.cols} {}
+
+  template <class Tile>
+  void launch(const ProductPlan& plan) const {
+    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    if (x.copied) {
+      align_rows<half>
+          <<<dim3(x.rows, 1), 256>>>(x.from, x.copy, nullptr, nullptr, x.cols, x.stride);
+    }
+    if (W1.copied) {
+      align_rows<half>
+          <<<dim3(W1.rows, 2), 256>>>(W1.from, W1.copy, W2.from, W2.copy, W1.cols, W1.stride);
+    }
+    const Factor<half> left{{x.map(Tile::BM / Tile::kSide)}, {x.data()}, x.stride};
+    const Factor<half, 2> right{
+        {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
+    const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
+    product<half, Tile, GateEpilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        left, right, epilogue, Schedule<Tile>(shape, plan.clusters, plan.split),
+        memory.exchange<half>(shape));
+  }
+
+  // Adds the row, with the tiles that should be the fastest.
+  void add() const {
+    TileChoice<Tiles<256, 2, 1, 2>, Tiles<128, 2, 1, 1>>::best<half, GateEpilogue>(
+        shape, x.stride, W1.stride, [&]<class Tile>(const ProductPlan& plan) { add<Tile>(plan); });
+  }
+  template <class Tile>
+  void add(const ProductPlan& plan) const {
+    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    table.problem
+        .kernel("Hopper cluster", Role::ours,
+                [self = *this, plan] { self.template launch<Tile>(plan); })
+        .resources(product<half, Tile, GateEpilogue>, Tile::kThreads, kBytes)
+        .hopper_only();
+  }
+};
 
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
@@ -720,11 +633,8 @@ int main(int argc, char** argv) {
   GatingProblem layer(lesson, blas, "layer",
                       {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
-  const auto aligned = [](const GatingShape& shape) {
-    return shape.channels % 8 == 0 && shape.hidden % 8 == 0;
-  };
   for (GatingProblem* table : {&layer, &square}) {
-    if (!aligned(table->shape)) {
+    if (table->shape.channels % 8 != 0 || table->shape.hidden % 8 != 0) {
       add_kernels<128, 64, 32, 4, 2, 2, false>(*table);
     } else if (large) {
       add_kernels<128, 64, 64, 2, 2, 2, true>(*table);
@@ -732,21 +642,23 @@ int main(int argc, char** argv) {
       add_kernels<128, 64, 32, 4, 2, 2, true>(*table);
     }
   }
-  if (layer.shape.channels <= 128) {
-    aligned(layer.shape) ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
-                         : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
+  const bool aligned = layer.shape.channels % 8 == 0 && layer.shape.hidden % 8 == 0;
+  const int64_t boxes = (layer.shape.channels + 63) / 64;
+  if (boxes <= 2) {
+    aligned ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
+            : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
   }
-  if (aligned(layer.shape)) {
-    const int64_t boxes = (layer.shape.channels + 63) / 64;
-    if (boxes == 1) add_hopper_resident<1, 9>(layer, lesson.device());
-    if (boxes == 2) add_hopper_resident<2, 6>(layer, lesson.device());
-    if (boxes == 3 || boxes == 4) add_hopper_resident<4, 3>(layer, lesson.device());
-    if (boxes > 4) add_hopper_cluster<4, 8>(layer);
+  if (boxes > 4) {
+    GatedProduct(layer, lesson.device()).add();
+  } else if (!aligned) {
+    lesson.note("The layer's rows are no multiple of 16 bytes: no Hopper kernel for it.");
+  } else if (boxes > 2) {
+    add_hopper_resident<4, 3>(layer, lesson.device());
+  } else {
+    boxes == 2 ? add_hopper_resident<2, 6>(layer, lesson.device())
+               : add_hopper_resident<1, 9>(layer, lesson.device());
   }
-  if (aligned(square.shape)) add_hopper_cluster<4, 8>(square);
-  if (!aligned(layer.shape) || !aligned(square.shape)) {
-    lesson.note("Rows that are not a multiple of 16 bytes: no Hopper kernel, no 16-byte copies.");
-  }
+  GatedProduct(square, lesson.device()).add();
 
   layer.problem.compare("resident weights", "one thread per element",
                         "Layer: tiles, tensor cores and resident weights: % times faster.");

@@ -541,9 +541,9 @@ int main(int argc, char** argv) {
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
                  .n_cpu = 512,
-                 .options = {{"--eigen", "E, eigenvectors: a multiple of 8", 128, 8},
-                             {"--width", "W, features of a vertex: a multiple of 8", 256, 8}},
-                 .flags = {{"--sweep", "instead of N: V = 256, 512, ... 4194304 (CPU: 1024)"}}});
+                 .options = {{"--eigen", "E, eigenvectors", 128, 8},
+                             {"--width", "W, features of a vertex", 256, 8}},
+                 .sweep = {.gpu = {256, 4194304}, .cpu = {256, 1024}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const int64_t shared_bytes = lesson.device().shared_bytes;
   if (NarrowTile::shared_bytes(E) > shared_bytes) {
@@ -553,13 +553,7 @@ int main(int argc, char** argv) {
          static_cast<long long>(E), static_cast<long long>(NarrowTile::shared_bytes(E)),
          static_cast<long long>(shared_bytes));
   }
-  std::vector<int64_t> sizes = {lesson.n()};
-  if (lesson.flag("--sweep")) {
-    if (lesson.given("N")) fail(kBadUsage, "--sweep chooses V itself: leave N out");
-    sizes.clear();
-    const int64_t largest = lesson.on_cpu() ? 1024 : 4194304;
-    for (int64_t V = 256; V <= largest; V *= 2) sizes.push_back(V);
-  }
+  const std::vector<int64_t> sizes = lesson.sizes();
 
   Cublas blas;
   std::deque<DiffusionProblem> tables;
@@ -586,16 +580,12 @@ int main(int argc, char** argv) {
   if (E > kMostEigen || W > kMostWidth) {
     lesson.note("The one launch keeps at most 256 x 512 of the spectrum on chip: it is left out.");
   }
-  if (!lesson.flag("--sweep")) {
-    Problem &forward = tables.front().problem, &backward = tables.back().problem;
-    forward.compare("split-K", "half fused",
-                    "Forward: slices of V for every multiprocessor: % times faster.");
-    forward.compare("split-K", "unfused",
-                    "Forward: three launches instead of five: % times faster.");
-    forward.compare("one launch", "unfused",
-                    "Forward: one launch instead of five: % times faster.");
-    backward.compare("one launch", "unfused",
-                     "Backward: one launch instead of seven: % times faster.");
-  }
+  Problem &forward = tables.front().problem, &backward = tables.back().problem;
+  forward.compare("split-K", "half fused",
+                  "Forward: slices of V for every multiprocessor: % times faster.");
+  forward.compare("split-K", "unfused", "Forward: three launches instead of five: % times faster.");
+  forward.compare("one launch", "unfused", "Forward: one launch instead of five: % times faster.");
+  backward.compare("one launch", "unfused",
+                   "Backward: one launch instead of seven: % times faster.");
   return lesson.run();
 }

@@ -1138,18 +1138,12 @@ int main(int argc, char** argv) {
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
                  .n_cpu = 128,
-                 .options = {{"--eigen", "E, coefficients of a feature: a multiple of 8", 128, 8},
-                             {"--width", "W, features of a vertex: a multiple of 8", 256, 8}},
-                 .flags = {{"--sweep", "instead of N: V = 1024, 2048, ... 1048576 (CPU: 2048)"}}});
+                 .options = {{"--eigen", "E, coefficients of a feature", 128, 8},
+                             {"--width", "W, features of a vertex", 256, 8}},
+                 .sweep = {.gpu = {1024, 1048576}, .cpu = {1024, 2048}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const bool has_hopper = E <= kEigen && W <= kWidth;
-  std::vector<int64_t> sizes = {lesson.n()};
-  if (lesson.flag("--sweep")) {
-    if (lesson.given("N")) fail(kBadUsage, "--sweep chooses V itself: leave N out");
-    sizes.clear();
-    const int64_t largest = lesson.on_cpu() ? 2048 : 1048576;
-    for (int64_t V = 1024; V <= largest; V *= 2) sizes.push_back(V);
-  }
+  const std::vector<int64_t> sizes = lesson.sizes();
 
   Cublas blas;
   std::deque<GradientsProblem> tables;
@@ -1184,14 +1178,11 @@ int main(int argc, char** argv) {
          "No \"associated\" backward: its sums are in registers for up to 128 eigenvectors.");
   unless(has_hopper,
          "No \"Hopper\": its blocks are made for up to 128 eigenvectors and 256 features.");
-  if (!lesson.flag("--sweep")) {
-    Problem &forward = tables.front().problem, &backward = tables.back().problem;
-    forward.compare("one kernel", "unfused", "Forward: one kernel instead of 12: % times as fast.");
-    forward.compare("associated", "one kernel",
-                    "Forward: associated the other way: % times as fast.");
-    forward.compare("Hopper", "unfused", "Forward: % times as fast as unfused.");
-    backward.compare("Hopper", "unfused",
-                     "Backward: % times as fast as unfused, and nothing saved.");
-  }
+  Problem &forward = tables.front().problem, &backward = tables.back().problem;
+  forward.compare("one kernel", "unfused", "Forward: one kernel instead of 12: % times as fast.");
+  forward.compare("associated", "one kernel",
+                  "Forward: associated the other way: % times as fast.");
+  forward.compare("Hopper", "unfused", "Forward: % times as fast as unfused.");
+  backward.compare("Hopper", "unfused", "Backward: % times as fast as unfused, and nothing saved.");
   return lesson.run();
 }

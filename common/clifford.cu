@@ -484,22 +484,11 @@ const double kDeviation = std::sqrt(3.0);  // scale of numbers of variance 1, as
 }  // namespace
 
 CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples) : lesson_(lesson) {
-  std::vector<std::pair<int, int>> sizes = {
-      {static_cast<int>(lesson.n()), static_cast<int>(lesson.option("--features"))}};
-  if (lesson.flag("--sweep")) {
-    if (lesson.given("N") || lesson.given("--features") || lesson.flag("--turned")) {
-      fail(kBadUsage, "--sweep has sizes of its own: no N, no --features, no --turned");
+  for (const int64_t batch : lesson.sizes()) {
+    for (const int64_t features : lesson.sizes("--features")) {
+      references_.emplace_back(CliffordShape{
+          p, q, r, static_cast<int>(batch), static_cast<int>(features), !lesson.flag("--no-norm")});
     }
-    sizes.clear();
-    const int scale = lesson.on_cpu() ? 128 : 1;
-    for (const int batch : {1024, 2048, 4096, 8192}) {
-      for (const int features : {128, 256, 512, 1024}) {
-        sizes.push_back({batch / scale, features / std::min(scale, 16)});
-      }
-    }
-  }
-  for (const auto& [batch, features] : sizes) {
-    references_.emplace_back(CliffordShape{p, q, r, batch, features, !lesson.flag("--no-norm")});
   }
   if (references_[0].triples() != triples) {
     fail(kVerificationFailed, "the reference counts %d grade triples, not %d",

@@ -403,7 +403,9 @@ void add_unfused_backward(GradientsProblem& table) {
   };
   table.problem.kernel("unfused", Role::baseline, launch)
       .needs(80)
-      .occupies(table.ends() + (5 + 7) * g.bytes() + 2 * w1.bytes() + 2 * c1.bytes())
+      // Without x: from what the forward pass saved, its products need only the other factor.
+      .occupies(table.ends() - sizeof(bf16) * static_cast<double>(coefficients) +
+                (5 + 7) * g.bytes() + 2 * w1.bytes() + 2 * c1.bytes())
       // 1 - t^2 is off by 2 |t| times what t was rounded by, up to a unit roundoff, while its own
       // rms is 3/4: that counts as 2. g; the saved xr or ar; P or R; the product with Lr and two
       // additions; the product with Gr^T, and the last addition. How cuBLAS splits the sum over V

@@ -30,6 +30,7 @@
 
 #ifdef CUDA_CPU
 #include "common/cpu/counting.h"
+#include "common/cpu/memory_watch.h"
 #else
 #include <cuda_profiler_api.h>
 #include <nvtx3/nvToolsExt.h>
@@ -219,6 +220,11 @@ std::string listed(const std::vector<std::string>& words, const char* comma, con
   return text;
 }
 
+/// "256, 512, ... 4194304"
+std::string text_of(const Sizes& sizes) {
+  return text("%d, %d, ... %d", sizes.first, 2 * sizes.first, sizes.last);
+}
+
 /// Columns of the terminal that stdout is; 0 if it is none, such as a file or a pipe, which take
 /// lines of any length.
 int terminal_columns() {
@@ -360,13 +366,15 @@ struct Lesson::State {
   Clock::time_point started = Clock::now();
   uint64_t seed = 1;
   std::optional<Timing> timing_asked;
-  bool list = false, explain = false;
+  bool list = false, explain = false, sweeps = false;
   bool counting = false;  // what is moved, instead of timing
   std::deque<Problem> problems;
   std::vector<std::string> notes;
   Progress progress;
 
   void parse(int argc, char** argv);
+  void add_sweep(CLI::App& app);
+  void check_sweep() const;
   bool can_run(const Kernel& kernel) const;
   bool matches(const Kernel& kernel) const;  // --kernel
   bool selected(const Kernel& kernel) const { return can_run(kernel) && matches(kernel); }
@@ -391,6 +399,27 @@ struct Lesson::State {
     return device.backend == "cpu" ? Timing::hot : timing_asked.value_or(problem.timing_);
   }
 };
+
+void Lesson::State::add_sweep(CLI::App& app) {
+  if (info.sweep.gpu.first == 0) return;
+  const auto in_place_of = [](const char* name, const Sweep& sweep) {
+    return std::string(name) + " " + text_of(sweep.gpu) + " (CPU: " + text_of(sweep.cpu) + ")";
+  };
+  std::string meaning = "instead of one size: " + in_place_of("N", info.sweep);
+  for (const Option& option : info.options) {
+    if (option.sweep.gpu.first > 0) meaning += ",\nby " + in_place_of(option.name, option.sweep);
+  }
+  app.add_flag("--sweep", sweeps, meaning);
+}
+
+void Lesson::State::check_sweep() const {
+  if (!sweeps) return;
+  const char* refused = given.contains("N") ? "N" : nullptr;
+  for (const Option& option : info.options) {
+    if (option.sweep.gpu.first > 0 && given.contains(option.name)) refused = option.name;
+  }
+  if (refused) fail(kBadUsage, "--sweep has sizes of its own: leave out %s", refused);
+}
 
 void Lesson::State::parse(int argc, char** argv) {
   CLI::App app(info.title, info.name);
@@ -433,7 +462,9 @@ void Lesson::State::parse(int argc, char** argv) {
   app.add_flag("--explain", explain, "where a kernel FAILED, say which elements are wrong");
   std::map<std::string, std::string> texts;
   for (const Option& option : info.options) {
-    app.add_option(option.name, texts[option.name], option.meaning)
+    const std::string which =
+        option.multiple_of > 1 ? ": a multiple of " + std::to_string(option.multiple_of) : "";
+    app.add_option(option.name, texts[option.name], option.meaning + which)
         ->type_name("INT")
         ->default_str(std::to_string(option.value));
   }
@@ -445,6 +476,7 @@ void Lesson::State::parse(int argc, char** argv) {
         ->capture_default_str();
   }
   for (const Flag& flag : info.flags) app.add_flag(flag.name, flags[flag.name], flag.meaning);
+  add_sweep(app);
   app.footer(
       "Exit codes: 0 all verified; 1 a kernel failed verification; 2 bad usage;\n"
       "            3 the device cannot do it.");
@@ -491,6 +523,7 @@ void Lesson::State::parse(int argc, char** argv) {
   for (const CLI::Option* option : app.get_options()) {
     if (option->count() > 0) given.insert(option->get_name());
   }
+  check_sweep();
   if (cold) timing_asked = Timing::cold;
   if (hot) timing_asked = Timing::hot;
   if (graph) timing_asked = Timing::graph;
@@ -555,6 +588,18 @@ int64_t Lesson::option(const char* name) const { return state_->options.at(name)
 const std::string& Lesson::choice(const char* name) const { return state_->choices.at(name); }
 bool Lesson::flag(const char* name) const { return state_->flags.at(name); }
 bool Lesson::given(const char* name) const { return state_->given.contains(name); }
+std::vector<int64_t> Lesson::sizes(const char* of) const {
+  const bool of_n = of == std::string_view("N");
+  if (!state_->sweeps) return {of_n ? n() : option(of)};
+  Sweep sweep = state_->info.sweep;
+  for (const Option& option : state_->info.options) {
+    if (of == std::string_view(option.name)) sweep = option.sweep;
+  }
+  const Sizes range = on_cpu() ? sweep.cpu : sweep.gpu;
+  std::vector<int64_t> sizes;
+  for (int64_t size = range.first; size <= range.last; size *= 2) sizes.push_back(size);
+  return sizes;
+}
 const Device& Lesson::device() const { return state_->device; }
 void Lesson::note(std::string line) { state_->notes.push_back(std::move(line)); }
 
@@ -595,10 +640,9 @@ void Lesson::State::require_memory() {
   CUDA_CHECK(cudaMemGetInfo(&free, &total));
   if (needed > static_cast<double>(free)) {
     // A sweep chooses its sizes itself; by its first dimension one knows a problem.
-    const std::string size = largest && flags.contains("--sweep") && flags.at("--sweep")
-                                 ? largest->dims_.front().name + std::string(" = ") +
-                                       std::to_string(largest->dims_.front().extent)
-                                 : "N = " + std::to_string(n);
+    const std::string size = largest && sweeps ? largest->dims_.front().name + std::string(" = ") +
+                                                     std::to_string(largest->dims_.front().extent)
+                                               : "N = " + std::to_string(n);
     fail(kDeviceCannot, "%s needs %sB of device memory (%.0f bytes), %sB (%zu bytes) are free",
          size.c_str(), with_prefix(needed).c_str(), needed,
          with_prefix(static_cast<double>(free)).c_str(), free);
@@ -638,9 +682,18 @@ void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>&
       kernel.before();
       for (const Check& check : checks) poison(*check.output);
     }
+#ifdef CUDA_CPU
+    cuda_cpu::start_watching();
+#endif
     launch(kernel);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
+#ifdef CUDA_CPU
+    if (const double used = cuda_cpu::stop_watching(); used > 0 && kernel.memory_bytes > 0) {
+      fprintf(stderr, "memory of %s: %s: %.0f bytes used, %.0f claimed\n", problem.name_.c_str(),
+              kernel.name.c_str(), used, kernel.memory_bytes);
+    }
+#endif
     if (kernel.collect) kernel.collect();
     kernel.ok = kernel.ok || !kernel.ran;
     kernel.ran = true;
@@ -944,6 +997,7 @@ std::vector<Column> Lesson::State::columns(const Problem& problem) const {
 }
 
 void Lesson::State::print_comparisons() const {
+  if (sweeps) return;  // there is a plot for that
   for (const Problem& problem : problems) {
     for (const Problem::Comparison& comparison : problem.comparisons_) {
       const Kernel *fast = nullptr, *slow = nullptr;
@@ -968,6 +1022,7 @@ std::string Lesson::State::other_tables() const {
   add(info.options);
   add(info.choices);
   add(info.flags);
+  if (info.sweep.gpu.first > 0 && !sweeps) names.push_back("--sweep");
   return "Other tables: " + listed(names, ", ", " or ") + " (see --help).";
 }
 

@@ -290,11 +290,20 @@ class Problem {
   std::vector<Comparison> comparisons_;
 };
 
+/// What --sweep takes in the place of one size: `first`, 2 `first`, ... `last`.
+struct Sizes {
+  int first = 0, last = 0;
+};
+struct Sweep {
+  Sizes gpu = {}, cpu = {};
+};
+
 struct Option {
   const char* name;  ///< "--hidden"
   const char* meaning;
   int value;  ///< default
   int multiple_of = 1;
+  Sweep sweep = {};  ///< if --sweep goes over it, too
 };
 
 struct Choice {
@@ -304,7 +313,7 @@ struct Choice {
 };
 
 struct Flag {
-  const char* name;  ///< "--sweep"
+  const char* name;  ///< "--no-norm"
   const char* meaning;
 };
 
@@ -316,6 +325,7 @@ struct LessonInfo {
   std::vector<Option> options = {};
   std::vector<Choice> choices = {};
   std::vector<Flag> flags = {};
+  Sweep sweep = {};  ///< of N; with it the lesson has a --sweep, whose problems are of all sizes()
 };
 
 class Lesson {
@@ -332,6 +342,8 @@ class Lesson {
   bool flag(const char* name) const;
   /// Whether the command line names this option, or "N".
   bool given(const char* name) const;
+  /// The values of N, or of one of the lesson's own options: one, or with --sweep those of it.
+  std::vector<int64_t> sizes(const char* of = "N") const;
   const Device& device() const;
   /// True on the CPU backend.
   bool on_cpu() const { return device().backend == "cpu"; }

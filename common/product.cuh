@@ -1,8 +1,7 @@
 // C = epilogue(A B) for Hopper: the product at which lesson 3 arrives, with its tiles, its schedule
-// and its epilogue as parameters.
+// and its epilogue as parameters. What chooses them is in common/product_plan.cuh.
 #pragma once
 
-#include <algorithm>
 #include <cuda/atomic>
 
 #include "common/tiles.cuh"
@@ -25,11 +24,12 @@ struct Tiles {
   static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
 };
 
-/// One factor: described to the copy engine, and where it starts.
-template <typename T>
+/// A factor: described to the copy engine, and where it starts. As a right one it may be kCount
+/// matrices of as many columns, side by side: each has the same share of a tile's columns.
+template <typename T, int kCount = 1>
 struct Factor {
-  CUtensorMap map;
-  const T* data;
+  CUtensorMap maps[kCount];
+  const T* data[kCount];
   int64_t stride;  ///< elements from a row to the next
 };
 
@@ -185,39 +185,53 @@ struct Cluster {
       tensor_load_multicast(tile.row(part), map, row + part, k, arrived, kAll << stack);
     }
   }
-  template <typename T>
-  __device__ void load_right(RightTile<T, Tile::BN>& tile, const CUtensorMap* map, int k, int col,
-                             Barrier* arrived) const {
+  template <typename T, int kCount>
+  __device__ void load_right(RightTile<T, Tile::BN>& tile, const Factor<T, kCount>& B, int k,
+                             int col, Barrier* arrived) const {
 #pragma unroll
     for (int i = 0; i < Tile::kBoxesB; ++i) {
       const int box = Tile::kBoxesB * (Tile::kShareBoxes ? stack : 0) + i;
       const int part = Tile::kShareBoxes ? 0 : stack * Tile::kRowsB;
+      const int matrix = matrix_of<kCount>(box), first = col_of<kCount>(col, box);
       if constexpr (kStack == 1) {
-        tensor_load(tile.boxes[box].elements, map, k, col + kBoxCols * box, arrived);
+        tensor_load(tile.boxes[box].elements, &B.maps[matrix], k, first, arrived);
       } else {
-        tensor_load_multicast(tile.boxes[box].row(part), map, k + part, col + kBoxCols * box,
-                              arrived, ((1 << kStack) - 1) << kStack * side);
+        tensor_load_multicast(tile.boxes[box].row(part), &B.maps[matrix], k + part, first, arrived,
+                              ((1 << kStack) - 1) << kStack * side);
       }
     }
   }
+  /// Of kCount right factors, the one that a box of their common tile is of, and, if the tile
+  /// starts at column `col` of all, the column of it where the box starts.
+  template <int kCount>
+  __device__ static int matrix_of(int box) {
+    static_assert(Tile::BN % (kBoxCols * kCount) == 0 || kCount == 1);
+    return kCount == 1 ? 0 : box / (Tile::kAllBoxes / kCount);
+  }
+  template <int kCount>
+  __device__ static int col_of(int col, int box) {
+    return kCount == 1 ? col + kBoxCols * box
+                       : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
+  }
 
   /// Has the lines of this block's first stage brought into the L2 cache; 256 threads call it.
-  template <typename T>
-  __device__ void prefetch_first(const Factor<T>& A, const Factor<T>& B,
+  template <typename T, int kCount>
+  __device__ void prefetch_first(const Factor<T>& A, const Factor<T, kCount>& B,
                                  const Schedule<Tile>& schedule) const {
     const auto at = schedule.place(index, stack, side);
     const int thread = threadIdx.x % 128;
     if (threadIdx.x < 256) {
       const int row = at.row + side * kRowsA + thread;
-      if (thread < kRowsA && row < schedule.shape.rows) prefetch_l2(A.data + row * A.stride);
+      if (thread < kRowsA && row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
     } else {
 #pragma unroll
       for (int i = thread; i < Tile::kRowsB * Tile::kBoxesB; i += 128) {
         const int part = stack * (Tile::kShareBoxes ? Tile::kBoxesB : Tile::kRowsB);
         const int k = i / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
-        const int col = at.col + (i % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0)) * kBoxCols;
-        if (k < schedule.shape.depth && col < schedule.shape.cols) {
-          prefetch_l2(B.data + k * B.stride + col);
+        const int box = i % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0);
+        const int col = col_of<kCount>(at.col, box);
+        if (k < schedule.shape.depth && col < schedule.shape.cols / kCount) {
+          prefetch_l2(B.data[matrix_of<kCount>(box)] + k * B.stride + col);
         }
       }
     }
@@ -255,6 +269,7 @@ struct Outbox {
 /// The epilogue of a plain product: rounds it to T.
 template <typename T>
 struct StoreRounded {
+  static constexpr int kRightFactors = 1;
   CUtensorMap map;  ///< of C, boxes of 64 rows; only if `aligned`
   T* data;
   int rows, cols;
@@ -264,13 +279,22 @@ struct StoreRounded {
   template <int kCols, int kBoxes>
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
                              const Outbox<T, kBoxes>& out) const {
+    store<kCols>(row, col, out, [&](Box<T, 64>& to, int first) {
+      sum.store(to, first, [&](int i) { return sum.elements[i]; });
+    });
+  }
+
+  /// A warpgroup's results, 64 rows and kCols columns, go to (row, col) of C. fill(box, c) puts
+  /// those of 64 columns, from the c-th on, into a box.
+  template <int kCols, int kBoxes, typename Fill>
+  __device__ void store(int row, int col, const Outbox<T, kBoxes>& out, Fill fill) const {
     constexpr int kAll = RightTile<T, kCols>::kBoxes;
 #pragma unroll
     for (int first = 0; first < kAll; first += kBoxes) {
       if (first > 0) out.wait();
 #pragma unroll
       for (int box = first; box < kAll && box < first + kBoxes; ++box) {
-        sum.store(out.boxes[box - first], kBoxCols * box, [&](int i) { return sum.elements[i]; });
+        fill(out.boxes[box - first], kBoxCols * box);
       }
       shared_fence();
       out.meet();
@@ -376,9 +400,10 @@ struct Handover {
 
 /// The producer's part: one thread, which only starts copies. Of what blocks of the cluster share
 /// each fetches its part and multicasts it to all of them.
-template <typename T, class Tile>
-__device__ void produce(ProductShared<T, Tile>& shared, const CUtensorMap& A, const CUtensorMap& B,
-                        const Schedule<Tile>& schedule, unsigned* progress) {
+template <typename T, class Tile, int kCount>
+__device__ void produce(ProductShared<T, Tile>& shared, const Factor<T>& A,
+                        const Factor<T, kCount>& B, const Schedule<Tile>& schedule,
+                        unsigned* progress) {
   const Cluster<Tile> cluster;
   const bool in_step = progress != nullptr && cluster.rank == 0;
   Pace pace{progress, static_cast<unsigned>(cluster.count)};
@@ -395,8 +420,8 @@ __device__ void produce(ProductShared<T, Tile>& shared, const CUtensorMap& A, co
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_arrive_expect(arrived, sizeof stage);
-      cluster.load_left(stage.a, &A, at.row, k, arrived);
-      cluster.load_right(stage.b, &B, k, at.col, arrived);
+      cluster.load_left(stage.a, &A.maps[0], at.row, k, arrived);
+      cluster.load_right(stage.b, B, k, at.col, arrived);
     }
   }
   if constexpr (Tile::kBlocks > 1) wait_until_empty(shared.empty, ring);
@@ -446,7 +471,8 @@ __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& sc
 /// Launched with Tile::kBlocks blocks for each of the schedule's clusters.
 template <typename T, class Tile, class Epilogue>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
-    product(const __grid_constant__ Factor<T> A, const __grid_constant__ Factor<T> B,
+    product(const __grid_constant__ Factor<T> A,
+            const __grid_constant__ Factor<T, Epilogue::kRightFactors> B,
             const __grid_constant__ Epilogue epilogue,
             const __grid_constant__ Schedule<Tile> schedule,
             const __grid_constant__ Exchange exchange) {
@@ -471,60 +497,11 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   if (warp_of_block() < 4) {
     registers_shrink_to<24>();
     if (warp_of_block() == 0 && elect_one()) {
-      produce(shared, A.map, B.map, schedule, exchange.pace);
+      produce(shared, A, B, schedule, exchange.pace);
     }
   } else {
     registers_grow_to<240>();
     consume(shared, schedule, epilogue, exchange);
   }
 #endif
-}
-
-/// Copies `rows` rows of `from`, `cols` wide and dense, into rows of `stride` elements, a multiple
-/// of 8; so for two matrices at once, blockIdx.y being which. A block copies a row, a thread 8
-/// elements at a time. What is beyond `cols` becomes 0.
-template <typename T>
-__global__ void align_rows(const T* from0, T* to0, const T* from1, T* to1, int cols, int stride) {
-  const T* from = (blockIdx.y == 0 ? from0 : from1) + static_cast<size_t>(blockIdx.x) * cols;
-  T* to = (blockIdx.y == 0 ? to0 : to1) + static_cast<size_t>(blockIdx.x) * stride;
-  for (int col = 8 * threadIdx.x; col < stride; col += 8 * blockDim.x) {
-    alignas(16) T eight[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) eight[i] = col + i < cols ? from[col + i] : T(0.0f);
-    *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(eight);
-  }
-}
-
-/// How a product is computed with some tiles, and how long that should take.
-struct ProductPlan {
-  int clusters;
-  bool split;
-  double microseconds;
-};
-
-/// What a step costs was measured on an H200: the tensor cores take 3 ns for each column of a tile,
-/// some per cent more if it is narrow, but at least 250; the copy engine, where rows are not
-/// multiples of 128 bytes, 2.8 for each piece of 128 bytes that a block fetches, because such a
-/// piece lies on two lines. To begin and to end takes 5 us, to share tiles 9 more.
-template <typename T, class Tile, class Epilogue>
-ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
-  constexpr int kBytes = sizeof(ProductShared<T, Tile>);
-  const auto kernel = product<T, Tile, Epilogue>;
-  allow_shared_bytes(kernel, kBytes);
-  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
-  constexpr int kFetched =
-      Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
-  const bool whole_lines = stride_a * sizeof(T) % 128 == 0 && stride_b * sizeof(T) % 128 == 0;
-  const double column = 3.0 * (1 + 0.02 * (256 - Tile::BN) / 64);
-  const double step = std::max({250.0, column * Tile::BN, whole_lines ? 0.0 : 2.8 * kFetched});
-  const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
-  const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
-  ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
-                   5 + microseconds(whole.rounds, whole.steps)};
-  const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
-  if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
-  // Where a cluster has several whole tiles, room for all of a tile's results beats another stage.
-  if (!plan.split && whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
-  if ((plan.split || whole.rounds == 1) && Tile::kOut > 3) plan.microseconds *= 1.005;
-  return plan;
 }

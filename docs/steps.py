@@ -25,7 +25,7 @@ LADDERS = {
     ],
     "6_gating_fused": [
         "gating_simple", "gating_tensor_cores", "gating_async", "gating_resident",
-        "gating_hopper_resident", "gating_hopper_cluster",
+        "gating_hopper_resident",
     ],
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
     "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],

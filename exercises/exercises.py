@@ -224,11 +224,10 @@ EXERCISES = [
     Exercise(
         "swizzle", TENSOR_CORES, "a box whose pieces have changed places",
         "persistent", ("392",),
-        (Cut("matmul_persistent(const __grid_constant__", "store_matrices(&out[c / 64][swizzled(",
-             "registers);", """\
-          // TODO: the copy engine expects a swizzled box: piece p of row r lies where piece
-          // p ^ (r % 8) would be. Here nothing is swizzled. (A row has 64 elements, a piece 8.)
-          store_matrices(&out[c / 64][row * 64 + (c % 64 / 8 + piece) * 8], registers);
+        (Cut("void store_tile(", "store_matrices(&out[c / 64].elements[swizzled(", "registers);", """\
+      // TODO: the copy engine expects a swizzled box: piece p of row r lies where piece
+      // p ^ (r % 8) would be. Here nothing is swizzled. (A row has 64 elements, a piece 8.)
+      store_matrices(&out[c / 64].elements[row * 64 + (c % 64 / 8 + piece) * 8], registers);
 """),),
         finds="^Wrong from element ", columns=392, multiprocessors=4,
     ),
@@ -381,9 +380,9 @@ EXERCISES = [
     Exercise(
         "on_some_gpus", TENSOR_CORES, "right here, wrong elsewhere (Hopper)",
         "persistent", ("392",),
-        (Cut("matmul_persistent(const __grid_constant__", "shared_fence();", "", ""),),
+        (Cut("void store_tile(", "shared_fence();", "", ""),),
         finds="^A race", columns=392, sanitizer="thread", multiprocessors=4,
-        mutant=("matmul_persistent", "shared_fence() without"),
+        mutant=("store_tile", "shared_fence() without"),
     ),
 ]
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Runs lessons and their peers in turn on one GPU, and prints and records them side by side.
 
-    peers/compare.py [--bin FOLDER] [--out FOLDER] [--rounds 3] [LESSON ...]
+    peers/compare.py [--bin FOLDER] [--out FOLDER] [--rounds 3] [--sweep] [LESSON ...]
 
 A peer is the same operator as PyTorch runs it, as torch.compile does, or as kernels of ours in
 Triton. In each round the lesson's program runs, then its peers on the same problems: their shapes,
 types and timing, verified in fp64 within the same tolerance. The record is the lesson's with the
-peers' rows added: results/<gpu>/<lesson>[.RUN].peers.json. Needs PyTorch 2 with CUDA, and Triton.
+peers' rows added: results/<gpu>/<lesson>[.RUN].peers.json. With --sweep it is the sizes of the lesson's
+own --sweep, or some of them. Needs PyTorch 2 with CUDA, and Triton.
 The exit code is 1 if anything failed or was not verified.
 """
 import argparse
@@ -41,6 +42,18 @@ LESSONS = {
 }
 
 
+MESHES = {"V": (1024, 4096, 16384, 65536, 262144, 1048576)}
+# With --sweep: the module, the runs, and of which sizes.
+SWEEPS = {
+    "7_diffusion_fused": ("diffusion", {"sweep": ["--sweep"]}, MESHES),
+    "8_spatial_gradients": ("gradients", {"sweep": ["--sweep"]}, MESHES),
+    "10_clifford_gp": ("clifford", {
+        "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
+        "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
+    }, {}),
+}
+
+
 def run_lesson(program, arguments, samples):
     """The lesson's record; None, and its output is printed, if it fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +79,11 @@ def measure_peers(operator, run, options, round_number):
     import operators
 
     results = []
+    start = time.monotonic()
     for problem in run["problems"]:
+        if options.seconds and time.monotonic() - start > options.seconds:
+            print(f"left out, for want of time: {problem['name']} {problem['dims']} and what follows")
+            break
         seed = 1000 * round_number + run["seed"]
         case = operator.case(problem, operators.drawer(problem, seed, "cuda"))
         results.append(measure.measure(
@@ -87,9 +104,13 @@ def compare(lesson, name, arguments, options, versions):
     for round_number in range(options.rounds):
         start = time.monotonic()
         # Few samples a round: the rounds are what makes them many.
-        runs.append(run_lesson(options.bin.resolve() / lesson, arguments, options.samples))
-        if not runs[-1]:
+        run = run_lesson(options.bin.resolve() / lesson, arguments, options.samples)
+        if not run:
             return None
+        sizes = SWEEPS[lesson][2] if options.sweep else {}
+        run["problems"] = [problem for problem in run["problems"]
+                           if all(problem["dims"][dim] in some for dim, some in sizes.items())]
+        runs.append(run)
         middle = time.monotonic()
         peers.append(measure_peers(operator, runs[-1], options, round_number))
         seconds["lesson"] += middle - start
@@ -134,9 +155,13 @@ def main():
     parser.add_argument("--samples", type=int, default=5, help="most of a kernel in a round")
     parser.add_argument("--budget", type=float, default=1000.0, metavar="MS",
                         help="for the samples of a problem's peers in a round")
+    parser.add_argument("--sweep", action="store_true", help="of many sizes")
+    parser.add_argument("--seconds", type=float, default=0,
+                        help="for a run's peers in a round: problems that start later are left out")
     parser.add_argument("lessons", nargs="*", metavar="LESSON", help=", ".join(LESSONS))
     options = parser.parse_args()
-    unknown = set(options.lessons) - set(LESSONS)
+    lessons = SWEEPS if options.sweep else LESSONS
+    unknown = set(options.lessons) - set(lessons)
     if unknown or options.rounds < 1 or options.samples < 1:
         parser.error(f"no peers of {', '.join(unknown)}" if unknown else "at least one of each")
 
@@ -157,11 +182,15 @@ def main():
     # backward needs once it has run, while it is to run again here.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False
+    if options.sweep:
+        import operators
+
+        operators.for_many_sizes()
 
     failed = []
     with torch.cuda.stream(torch.cuda.Stream()):
-        for lesson in options.lessons or LESSONS:
-            for name, arguments in LESSONS[lesson][1].items():
+        for lesson in options.lessons or lessons:
+            for name, arguments in lessons[lesson][1].items():
                 run = compare(lesson, name, arguments, options, versions)
                 command = " ".join([lesson, *arguments])
                 if not run:

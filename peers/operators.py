@@ -43,12 +43,23 @@ def drawer(problem, seed, device):
 def compiled(function, mode="default"):
     """torch.compile. fullgraph: what it can't compile is an error, where it would quietly run eager
     code."""
-    return torch.compile(function, dynamic=False, fullgraph=True, mode=mode)
+    return torch.compile(function, dynamic=DYNAMIC, fullgraph=True, mode=mode)
 
 
 # How torch.compile may be asked: a peer is the faster of both. The second one tries many kernels for
 # each product, and takes its time for that. (Without CUDA graphs of its own: all peers run in one.)
 MODES = {"torch.compile": "default", "torch.compile, max-autotune": "max-autotune-no-cudagraphs"}
+
+
+DYNAMIC = False  # a version for each size
+
+
+def for_many_sizes():
+    """From now on torch.compile does what it does by default: of the second size it learns what changes,
+    and makes a version for all sizes. To compile, and to tune, for each would take too long."""
+    global DYNAMIC
+    DYNAMIC = None
+    del MODES["torch.compile, max-autotune"]
 
 
 def in_fp64(*tensors):

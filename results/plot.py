@@ -11,8 +11,9 @@
     bonus_diffusion_gpus.svg   how much faster two GPUs are than one, and a model of 4 and 8
 
 Peers are the rows of role "peer" in results/<gpu>/<lesson>*.peers.json, in problems of the lesson's
-own names and dims. The same records give the same bytes. With --check nothing is written, and the
-exit code says whether the SVG files are those that the records give.
+own names and dims; <lesson>.sweep*.peers.json stands in the figures of the sweep. The same records give
+the same bytes. With --check nothing is written, and the exit code says whether the SVG files are those
+that the records give.
 """
 import argparse
 import io
@@ -283,6 +284,22 @@ def panels_of(folder, lesson):
     return (runs[0]["device"]["name"] if runs else None), size, panels
 
 
+def peers_over(folder, lesson, name, size):
+    """[(peer, [(extent, TFLOP/s)])] of the problem `name`, from the record of the peers' sweep, if there
+    is one. Of several rows of a peer ("Triton, ...") it is the fastest that was verified."""
+    path = folder / f"{lesson}.sweep.peers.json"
+    curves = {}
+    for problem in load(path)["problems"] if path.exists() else []:
+        best = {}
+        for kernel in problem["kernels"]:
+            if problem["name"] == name and kernel["role"] == "peer" and kernel["ok"]:
+                peer = kernel["name"].split(",")[0]
+                best[peer] = max(best.get(peer, 0), kernel["tflops"])
+        for peer, rate in best.items():
+            curves.setdefault(peer, []).append((problem["dims"][size], rate))
+    return sorted((peer, sorted(points)) for peer, points in curves.items())
+
+
 def draw_sizes(folder, lesson):
     device, size, panels = panels_of(folder, lesson)
     if not any(len(problems) > 1 for problems in panels.values()):
@@ -301,6 +318,9 @@ def draw_sizes(folder, lesson):
                 points.append((extent, kernel["tflops"]))
         rate_axis(axes, (1, 2, 5))
         size_axis(axes, [extent for extent, _ in problems], size)
+        for style, (peer, points) in zip((":", "--", "-."), peers_over(folder, lesson, name, size)):
+            axes.plot(*zip(*points), style, marker=".", color=GREY, linewidth=2)
+            ends.append((axes, (problems[-1][0], points[-1][1], peer, GREY)))  # at the right
         for kernel, (role, points) in curves.items():
             color = "black" if role == "library" else colors.setdefault(kernel, f"C{len(colors)}")
             style = "--" if role == "library" else "-"
@@ -336,6 +356,8 @@ def rows_of(folder, lesson, run, problem):
     rows += [(k["name"], k["ms"]["median"], GREY) for k in problem["kernels"] if is_unfused(k)]
     for each in filter(None, (other, lesson)):
         for path in sorted(folder.glob(f"{each}*.peers.json")):
+            if ".sweep" in path.name:
+                continue
             for twin in same_problem(load(path), problem):
                 rows += [(k["name"] + ("" if k["ok"] else " (wrong)"), k["ms"]["median"], SKY)
                          for k in twin["kernels"] if k["role"] == "peer"]
@@ -388,17 +410,45 @@ def grid_of(problems, value):
         sorted({problem["dims"][name] for problem in problems}) for name in ("batch", "features")
     )
     at = {(p["dims"]["batch"], p["dims"]["features"]): value(p) for p in problems}
-    return batches, features, [[at[batch, feature] for feature in features] for batch in batches]
+    return batches, features, [[at.get((batch, feature), math.nan) for feature in features]
+                               for batch in batches]
+
+
+def draw_heatmap(axes, problems, value, title):
+    batches, features, values = grid_of(problems, value)
+    axes.imshow(values, cmap="cividis_r", vmin=0, origin="lower", aspect="auto")
+    shade = max(number for line in values for number in line if not math.isnan(number)) / 2
+    for y, line in enumerate(values):
+        for x, number in enumerate(line):
+            if not math.isnan(number):
+                axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=19,
+                          color="white" if number > shade else "black")
+    axes.set_xticks(range(len(features)), features)
+    axes.set_yticks(range(len(batches)), batches)
+    axes.set_xlabel("features")
+    axes.set_ylabel("batch")
+    axes.set_title(title, fontsize=17)
+
+
+def times_faster_than(peer):
+    """value(problem) for a heatmap, of a record of peers: how many times as fast as a peer our last
+    kernel is; NaN where that peer was not verified."""
+    def value(problem):
+        ours = [k for k in problem["kernels"] if k["role"] == "ours"][-1]["ms"]["median"]
+        theirs = [k["ms"]["median"] for k in problem["kernels"]
+                  if k["role"] == "peer" and k["ok"] and k["name"].split(",")[0] == peer]
+        return min(theirs) / ours if theirs else math.nan
+
+    return value
 
 
 def draw_heatmaps(path):
-    """Of a sweep over batch and features: how many times faster than the first kernel, and in how
-    many times less memory, the last one is."""
+    """Of a sweep over batch and features: how many times faster than the first kernel, and in how many
+    times less memory, the last one is; and than peers, where their sweep has been recorded."""
     run = load(path)
     if not {"batch", "features"} <= run["problems"][0]["dims"].keys():
         return None
     names = list(dict.fromkeys(problem["name"] for problem in run["problems"]))
-    figure, rows = plt.subplots(2, len(names), figsize=(6.5 * len(names), 9.5), squeeze=False)
 
     def memory(problem):
         return problem["kernels"][0]["memory_bytes"] / problem["kernels"][-1]["memory_bytes"]
@@ -406,25 +456,28 @@ def draw_heatmaps(path):
     def speed(problem):
         return problem["kernels"][-1]["speedup"]
 
-    titles = ("times faster", "times less memory")
-    for title, value, row in zip(titles, (speed, memory), rows):
+    maps = []  # a row each: what it says, value, problems
+    for title, value in (("times faster", speed), ("times less memory", memory)):
+        maps.append((title, None, value, run["problems"]))
+    beside = path.with_name(f"{path.stem}.peers.json")
+    problems = load(beside)["problems"] if beside.exists() else []
+    for peer in ("torch.compile", "Triton"):
+        value = times_faster_than(peer)
+        there = [problem for problem in problems if not math.isnan(value(problem))]
+        if there:
+            maps.append(("times faster", peer, value, there))
+    figure, rows = plt.subplots(len(maps), len(names), squeeze=False,
+                                figsize=(6.5 * len(names), 4.75 * len(maps)))
+    for (title, peer, value, problems), row in zip(maps, rows):
         for name, axes in zip(names, row):
-            problems = [problem for problem in run["problems"] if problem["name"] == name]
-            batches, features, values = grid_of(problems, value)
-            axes.imshow(values, cmap="cividis_r", vmin=0, origin="lower", aspect="auto")
-            shade = max(map(max, values)) / 2
-            for y, line in enumerate(values):
-                for x, number in enumerate(line):
-                    color = "white" if number > shade else "black"
-                    axes.text(x, y, f"{number:.1f}", ha="center", va="center", fontsize=19,
-                              color=color)
-            axes.set_xticks(range(len(features)), features)
-            axes.set_yticks(range(len(batches)), batches)
-            axes.set_xlabel("features")
-            axes.set_ylabel("batch")
-            kernels = problems[0]["kernels"]
-            axes.set_title(f"{name}: {title}\n{kernels[-1]['name']} than {kernels[0]['name']}",
-                           fontsize=17)
+            of_name = [problem for problem in problems if problem["name"] == name]
+            if not of_name:
+                axes.set_axis_off()
+                continue
+            kernels = [k for k in of_name[0]["kernels"] if k["role"] != "peer"]
+            other = peer or kernels[0]["name"]
+            draw_heatmap(axes, of_name, value,
+                         f"{name}: {title}\n{kernels[-1]['name']} than {other}")
     figure.suptitle(f"{path.stem}, {run['device']['name']}", fontsize=18)
     figure.tight_layout()
     return svg_of(figure)
@@ -570,6 +623,8 @@ def draw_all(folder):
     for path in sorted(folder.glob("*.shapes.json")):
         plots[path.stem] = draw_shapes(path)
     for path in sorted(folder.glob("*.sweep-*.json")):
+        if path.stem.endswith(".peers"):
+            continue
         plots[path.stem] = draw_heatmaps(path)
     return {folder / f"{name}.svg": text for name, text in plots.items() if text}
 

@@ -43,7 +43,7 @@ struct Matrix {
     CUDA_CHECK(cudaMemcpy(data, host.data(), bytes(), cudaMemcpyHostToDevice));
   }
   Factor<half> factor(int box_rows) const {
-    return {tensor_map<half>(data, rows, cols, box_rows, false, stride), data, stride};
+    return {{tensor_map<half>(data, rows, cols, box_rows, false, stride)}, {data}, stride};
   }
 };
 

@@ -93,17 +93,31 @@ def test_plots_show_peers_and_sweeps_when_there_are_some(plot, tmp_path):
     layer = ours["problems"][0]
     layer["kernels"] = [{**layer["kernels"][0], "name": "a peer", "role": "peer"}]
     (folder / "6_gating_fused.peers.json").write_text(json.dumps(ours))
-    kernels = [{"name": name, "speedup": speed, "memory_bytes": 1e9 / speed}
+    kernels = [{"name": name, "role": "ours", "speedup": speed, "memory_bytes": 1e9 / speed}
                for name, speed in (("unfused", 1), ("fused", 5))]
     sweep = {**ours, "problems": [
         {"name": "forward", "dims": {"batch": batch, "features": features}, "kernels": kernels}
         for batch in (1024, 2048) for features in (128, 256)
     ]}
     (folder / "10_clifford_gp.sweep-3,0,0.json").write_text(json.dumps(sweep))
+    # Of the peers of a sweep not all sizes, and one that was wrong.
+    peers = [{"name": name, "role": role, "ok": name != "Triton", "ms": {"median": ms}, "tflops": 1 / ms}
+             for name, role, ms in (("unfused", "baseline", 9), ("fused", "ours", 2), ("PyTorch", "peer", 8),
+                                    ("torch.compile", "peer", 7), ("Triton", "peer", 1))]
+    few = {**ours, "problems": [{**problem, "kernels": peers} for problem in sweep["problems"][:3]]}
+    (folder / "10_clifford_gp.sweep-3,0,0.peers.json").write_text(json.dumps(few))
+    mesh = json.loads((folder / "7_diffusion_fused.sweep.json").read_text())
+    few = {**mesh, "problems": [{**problem, "kernels": peers} for problem in mesh["problems"][4::8]]}
+    (folder / "7_diffusion_fused.sweep.peers.json").write_text(json.dumps(few))
+    bars = (folder / "7_diffusion_fused.fused.svg").read_text()
     before = (folder / "6_gating_fused.fused.svg").read_text()
     assert plot().returncode == 0
     after = (folder / "6_gating_fused.fused.svg").read_text()
     assert after != before
     # The text is drawn as outlines, and the text itself stands beside them as a comment.
     assert "<!-- a peer -->" in after and "<!-- a peer -->" not in before
-    assert "<!-- 5.0 -->" in (folder / "10_clifford_gp.sweep-3,0,0.svg").read_text()
+    maps = (folder / "10_clifford_gp.sweep-3,0,0.svg").read_text()
+    assert "<!-- 5.0 -->" in maps and "<!-- 3.5 -->" in maps and "Triton" not in maps
+    curves = (folder / "7_diffusion_fused.svg").read_text()
+    assert "<!-- torch.compile -->" in curves and "<!-- Triton -->" not in curves
+    assert (folder / "7_diffusion_fused.fused.svg").read_text() == bars

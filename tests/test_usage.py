@@ -107,7 +107,7 @@ def test_bad_option(backend, arguments, message):
         (["8", "--eigen", "65536"], DEVICE_CANNOT, "--eigen 65536: .* bytes of shared memory"),
         (["8", "--eigen", "2147483632"], DEVICE_CANNOT, "--eigen 2147483632: .* shared memory"),
         (["2147483647", "--device", "cpu"], DEVICE_CANNOT, "N = 2147483647 needs "),
-        (["8", "--sweep"], BAD_USAGE, "--sweep chooses V itself"),
+        (["8", "--sweep"], BAD_USAGE, "--sweep has sizes of its own: leave out N"),
     ],
     ids=words,
 )
@@ -124,7 +124,7 @@ def test_bad_diffusion(backend, arguments, rc, message):
         (["8", "--width", "2147483632"], DEVICE_CANNOT, "N = 8 needs .* of device memory"),
         (["8", "--eigen", "2147483632"], DEVICE_CANNOT, "N = 8 needs .* of device memory"),
         (["2147483647", "--device", "cpu"], DEVICE_CANNOT, "N = 2147483647 needs "),
-        (["8", "--sweep"], BAD_USAGE, "--sweep chooses V itself"),
+        (["8", "--sweep"], BAD_USAGE, "--sweep has sizes of its own: leave out N"),
     ],
     ids=words,
 )
@@ -138,9 +138,8 @@ def test_bad_spatial_gradients(backend, arguments, rc, message):
         (["--algebra", "2,1,0"],
          "--algebra is 3,0,0 or 2,0,0 or 3,0,1 or 1,3,0 or 4,1,0, not '2,1,0'"),
         (["--features", "0"], "--features is a whole number from 1 to .*, not '0'"),
-        (["8", "--sweep"], "--sweep has sizes of its own: no N"),
-        (["--sweep", "--features", "8"], "--sweep has sizes of its own: no N, no --features"),
-        (["--sweep", "--turned"], "--sweep has sizes of its own"),
+        (["8", "--sweep"], "--sweep has sizes of its own: leave out N"),
+        (["--sweep", "--features", "8"], "--sweep has sizes of its own: leave out --features"),
     ],
     ids=words,
 )

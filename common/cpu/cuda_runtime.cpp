@@ -13,6 +13,7 @@
 #include "cuda_cpu.h"
 #include "cuda_runtime_api.h"
 #include "device_state.h"
+#include "memory_watch.h"
 
 struct CUstream_st {};
 
@@ -103,7 +104,9 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
   if (device().broken) return result(cudaErrorLaunchFailure);
   if (size == 0) return result(cudaSuccess);
   void* memory = nullptr;
-  if (size > meminfo_bytes("MemAvailable") || posix_memalign(&memory, 256, size) != 0) {
+  const bool watched = watches_memory();
+  if (size > meminfo_bytes("MemAvailable") ||
+      posix_memalign(&memory, watched ? kPage : 256, watched ? in_pages(size) : size) != 0) {
     return result(cudaErrorMemoryAllocation);
   }
   std::memset(memory, 0xFF, size);

@@ -1,0 +1,122 @@
+// What a lesson needs to launch the product of common/product.cuh: rows that are aligned, memory
+// for what clusters tell each other, and the tiles that should be the fastest.
+#pragma once
+
+#include <algorithm>
+
+#include "common/product.cuh"
+
+/// Copies `rows` rows of `from`, `cols` wide and dense, into rows of `stride` elements, a multiple
+/// of 8; so for two matrices at once, blockIdx.y being which. A block copies a row, a thread 8
+/// elements at a time. What is beyond `cols` becomes 0.
+template <typename T>
+__global__ void align_rows(const T* from0, T* to0, const T* from1, T* to1, int cols, int stride) {
+  const T* from = (blockIdx.y == 0 ? from0 : from1) + static_cast<size_t>(blockIdx.x) * cols;
+  T* to = (blockIdx.y == 0 ? to0 : to1) + static_cast<size_t>(blockIdx.x) * stride;
+  for (int col = 8 * threadIdx.x; col < stride; col += 8 * blockDim.x) {
+    alignas(16) T eight[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) eight[i] = col + i < cols ? from[col + i] : T(0.0f);
+    *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(eight);
+  }
+}
+
+/// A matrix (rows x cols, dense) as the copy engine can follow it. Where rows are not aligned to 16
+/// bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
+template <typename T>
+struct AlignedRows {
+  Buffer<T> from;
+  int rows, cols, stride;  ///< of the copy whole lines of 128 bytes
+  bool copied;
+  Buffer<T> copy;
+
+  AlignedRows(Problem& problem, Buffer<T> matrix, int64_t row_count, int64_t col_count)
+      : from(matrix),
+        rows(static_cast<int>(row_count)),
+        cols(static_cast<int>(col_count)),
+        stride(cols % 8 == 0 ? cols : (cols + 63) / 64 * 64),
+        copied(stride != cols),
+        copy(problem.workspace<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
+
+  const T* data() const { return copied ? copy : from; }
+  CUtensorMap map(int box_rows) const {
+    return tensor_map<T>(data(), rows, cols, box_rows, false, stride);
+  }
+};
+
+/// Where a product goes to.
+template <typename T>
+StoreRounded<T> rounded_to(T* C, int rows, int cols) {
+  StoreRounded<T> epilogue{{}, C, rows, cols, cols % 8 == 0};
+  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, rows, cols, 64);
+  return epilogue;
+}
+
+/// The memory for an Exchange. A grid has two consumers for each multiprocessor at most.
+struct ExchangeMemory {
+  Buffer<unsigned> flags;
+  Buffer<float> partial;
+  int64_t l2_bytes;
+
+  ExchangeMemory(Problem& problem, const Device& device)
+      : flags(problem.workspace<unsigned>(1 + 2 * device.sms)),
+        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 128 * 256)),
+        l2_bytes(device.l2_bytes) {}
+
+  /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many
+  /// columns reads.
+  template <typename T>
+  Exchange exchange(const ProductShape& shape) const {
+    const bool in_step = int64_t{2 * 2048 * sizeof(T)} * shape.depth > l2_bytes;
+    return {in_step ? flags.data() : nullptr, flags + 1, partial};
+  }
+};
+
+/// How a product is computed with some tiles, and how long that should take.
+struct ProductPlan {
+  int clusters;
+  bool split;
+  double microseconds;
+};
+
+/// What a step costs was measured on an H200: the tensor cores take 3 ns for each column of a tile,
+/// some per cent more if it is narrow, but at least 250; the copy engine, where rows are not
+/// multiples of 128 bytes, 2.8 for each piece of 128 bytes that a block fetches, because such a
+/// piece lies on two lines. To begin and to end takes 5 us, to share tiles 9 more.
+template <typename T, class Tile, class Epilogue>
+ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
+  constexpr int kBytes = sizeof(ProductShared<T, Tile>);
+  const auto kernel = product<T, Tile, Epilogue>;
+  allow_shared_bytes(kernel, kBytes);
+  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  constexpr int kFetched =
+      Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
+  const bool whole_lines = stride_a * sizeof(T) % 128 == 0 && stride_b * sizeof(T) % 128 == 0;
+  const double column = 3.0 * (1 + 0.02 * (256 - Tile::BN) / 64);
+  const double step = std::max({250.0, column * Tile::BN, whole_lines ? 0.0 : 2.8 * kFetched});
+  const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
+  const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
+  ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
+                   5 + microseconds(whole.rounds, whole.steps)};
+  const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
+  if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
+  // Where a cluster has several whole tiles, room for all of a tile's results beats another stage.
+  if (!plan.split && whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
+  if ((plan.split || whole.rounds == 1) && Tile::kOut > 3) plan.microseconds *= 1.005;
+  return plan;
+}
+
+/// Calls use.operator()<Tile>(plan) with those of the tiles that should be the fastest.
+template <class... Tile>
+struct TileChoice {
+  template <typename T, class Epilogue, typename Use>
+  static void best(const ProductShape& shape, int64_t stride_a, int64_t stride_b, Use use) {
+    const ProductPlan plans[] = {plan_product<T, Tile, Epilogue>(shape, stride_a, stride_b)...};
+    const ProductPlan* best = plans;
+    for (const ProductPlan& plan : plans) {
+      if (plan.microseconds < best->microseconds) best = &plan;
+    }
+    const ProductPlan* plan = plans;
+    (void)((plan++ == best && (use.template operator()<Tile>(*best), true)) || ...);
+  }
+};
