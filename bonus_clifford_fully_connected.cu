@@ -39,85 +39,10 @@
 #include "common/connected.cuh"
 #include "common/connected_unfused.cuh"
 #include "common/hopper.cuh"
+#include "common/tf32_tiles.cuh"
+#include "common/tiles.cuh"
 
 // ---- Planes in tiles ----------------------------------------------------------------------------
-
-// Four warps own a tile of 64 rows by 64 columns, each 32 by 32 of it, in the fragments of
-// mma_m16n8k8_tf32: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
-constexpr int kTile = 64, kTileThreads = 128;
-constexpr int kRowStride = kTile + 8;  // of tiles read by columns: neighbours in different banks
-using TileSum = float[2][4][4];
-
-struct TileWarp {
-  int lane = threadIdx.x % 32, row = threadIdx.x / 64 * 32, col = threadIdx.x / 32 % 2 * 32;
-
-  // A left operand of 16 x 8, from rows of kPieces pieces of 4 floats that change places so that 8
-  // rows are in different banks. Lanes pass the addresses of 16 rows, each in two halves.
-  template <int kPieces>
-  __device__ static int place(int row, int piece) {
-    const int turn = kPieces == 2 ? row / 4 % 2 : row % 8;
-    return (row * kPieces + (piece ^ turn)) * 4;
-  }
-  template <int kPieces>
-  __device__ void load_left(unsigned (&a)[4], const float* tile, int m, int k) const {
-    ldmatrix_x4(a, tile + place<kPieces>(row + 16 * m + lane % 16, k / 4 + lane / 16));
-  }
-  // The right operand's 4 fragments of 8 columns, from memory that has it transposed.
-  template <int kPieces>
-  __device__ void load_right_transposed(unsigned (&b)[4][2], const float* tile, int k) const {
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      unsigned four[4];
-      const int at = col + 8 * j + lane % 8 + lane / 16 * 8;
-      ldmatrix_x4(four, tile + place<kPieces>(at, k / 4 + lane / 8 % 2));
-      b[j][0] = four[0], b[j][1] = four[1], b[j + 1][0] = four[2], b[j + 1][1] = four[3];
-    }
-  }
-  // The same, and a left operand, from memory that has its 8 rows of k one after the other.
-  __device__ void load_right(unsigned (&b)[4][2], const float* tile) const {
-    const float* from = tile + lane % 4 * kRowStride + col + lane / 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      b[j][0] = __float_as_uint(from[8 * j]);
-      b[j][1] = __float_as_uint(from[4 * kRowStride + 8 * j]);
-    }
-  }
-  __device__ void load_left_transposed(unsigned (&a)[4], const float* tile, int m) const {
-    const float* from = tile + lane % 4 * kRowStride + row + 16 * m + lane / 4;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      a[e] = __float_as_uint(from[e / 2 * 4 * kRowStride + e % 2 * 8]);
-    }
-  }
-  __device__ static void multiply(float (&sum)[4][4], const unsigned (&a)[4],
-                                  const unsigned (&b)[4][2]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) mma_m16n8k8_tf32(sum[j], a, b[j][0], b[j][1]);
-  }
-  // visit(row, col, value) for each of the lane's results; constant indices for the compiler.
-  template <typename Visit>
-  __device__ void for_results(const TileSum& sum, Visit visit) const {
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          visit(row + 16 * m + e / 2 * 8 + lane / 4, col + 8 * j + lane % 4 * 2 + e % 2,
-                sum[m][j][e]);
-        }
-      }
-    }
-  }
-};
-
-// Of a row and feature that is there; zeros of others.
-template <typename A>
-__device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int n, int f,
-                                                          const Layer& layer) {
-  if (n >= layer.batch || f >= layer.features) return {};
-  return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
-}
 
 template <typename A>
 constexpr int kForwardTileBytes = sizeof(float) * (Part<A, 0>::kPlanes * kTile * 8 +
@@ -156,8 +81,9 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
       float* to = planes + TileWarp::place<2>(row, f / 4) + f % 4;
       Own::for_triples([&](auto c, auto i) {
         constexpr int first = A::first(c), t = Own::triple(c, i);
+        constexpr int to_first = Own::plane(c, i) - first;
         unroll<first, A::first(c + 1)>([&](auto blade) {
-          to[(Own::plane(c, i) + blade - first) * kPlane] =
+          to[(to_first + blade) * kPlane] =
               rounded_to_tf32(sum_terms<A, Of::result, t, blade>(left, right).v[0]);
         });
       });
@@ -165,14 +91,16 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
     copy_async_wait<0>();
     __syncthreads();
     Own::for_triples([&](auto c, auto i) {
+      constexpr int slot = Own::before(c) + i, plane = Own::plane(c, i);
+      constexpr int first = A::first(c) - Own::kFirstBlade;
       unsigned b[4][2];
-      warp.load_right(b, weights + (Own::before(c) + i) * 8 * kRowStride);
+      warp.load_right(b, weights + slot * 8 * kRowStride);
       unroll<0, A::blades_of(c)>([&](auto n) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
           unsigned a[4];
-          warp.load_left<2>(a, planes + (Own::plane(c, i) + n) * kPlane, m, 0);
-          TileWarp::multiply(sums[A::first(c) + n - Own::kFirstBlade][m], a, b);
+          warp.load_left<2>(a, planes + (plane + n) * kPlane, m, 0);
+          TileWarp::multiply(sums[first + n][m], a, b);
         }
       });
     });
@@ -200,29 +128,34 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // dz of some rows of the batch, `first` to `first` + `rows` - 1: blades `pitch` elements apart, rows
-// `stride`, both multiples of 64 rows and columns, in TF32, with zeros where there is nothing.
+// `stride`, in whole tiles of 64 rows and 128 columns, in TF32, with zeros where there is nothing.
 struct ResultGradients {
   const float* data;
   int first, rows, stride;
   size_t pitch;
 };
 
-constexpr int kGradientDepth = 32, kGradientTileBytes = 2 * 4 * kTile * kGradientDepth * 4;
+constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
+constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
 
-// The tile (64 rows, 64 features) of dz_k w^T for the kBlades blades k from `dz` on, to shared
-// memory, kRowStride apart. Steps take 32 features of the result, one while the next one comes.
+// The tile (64 rows, 128 features, half of them each group of warps) of dz_k w^T for the kBlades
+// blades k from `dz` on, to shared memory, kGradientStride apart. Steps take 32 features of the
+// result, one while the next one comes.
 template <int kBlades>
 __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
                                                 const ResultGradients& of, int features,
                                                 float* shared) {
-  constexpr int kStage = (kBlades + 1) * kTile * kGradientDepth;
+  constexpr int kStage = (kBlades + 2) * kTile * kGradientDepth;
+  static_assert(2 * kStage * sizeof(float) <= kGradientTileBytes);
   const TileWarp warp;
   const auto fetch = [&](int step) {
     float* const to = shared + step % 2 * kStage;
 #pragma unroll
-    for (int i = threadIdx.x; i < (kBlades + 1) * kTile * 8; i += kTileThreads) {
+    for (int i = threadIdx.x; i < (kBlades + 2) * kTile * 8; i += kPairThreads) {
       const int row = i / 8, piece = i % 8, blade = row / kTile;
-      const float* from = blade < kBlades ? dz + blade * of.pitch : w;
+      const float* from = blade < kBlades
+                              ? dz + blade * of.pitch
+                              : w + static_cast<size_t>(blade - kBlades) * kTile * of.stride;
       copy_async<16>(
           to + TileWarp::place<8>(row, piece),
           from + static_cast<size_t>(row % kTile) * of.stride + step * kGradientDepth + piece * 4,
@@ -245,7 +178,7 @@ __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
 #pragma unroll
     for (int k = 0; k < kGradientDepth; k += 8) {
       unsigned b[4][2];
-      warp.load_right_transposed<8>(b, tile + kBlades * kTile * kGradientDepth, k);
+      warp.load_right_transposed<8>(b, tile + (kBlades + warp.group) * kTile * kGradientDepth, k);
 #pragma unroll
       for (int blade = 0; blade < kBlades; ++blade) {
 #pragma unroll
@@ -261,85 +194,38 @@ __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
 #pragma unroll
   for (int blade = 0; blade < kBlades; ++blade) {
     warp.for_results(sums[blade], [&](int row, int col, float value) {
-      shared[(blade * kTile + row) * kRowStride + col] = value;
+      shared[(blade * kTile + row) * kGradientStride + warp.group * kTile + col] = value;
     });
   }
   __syncthreads();
 }
 
-// What triple t's planes add to the sums of x and y, in memory where dx and dy will be. The sums of
-// a grade start with its first triple. d: the planes' gradients at one place, kTile kRowStride from
-// plane to plane.
-template <typename A, int t>
-__device__ __forceinline__ void add_plane_gradients(const float* d, const float* x, const float* y,
-                                                    float* dx, float* dy, size_t plane) {
-  constexpr auto grades = A::triple(t);
-  constexpr bool is_first_of_x = A::triple(t == 0 ? 0 : t - 1).x != grades.x || t == 0;
-  constexpr bool is_first_of_y = [] {
-    for (int earlier = 0; earlier < t; ++earlier) {
-      if (A::triple(earlier).y == A::triple(t).y) return false;
-    }
-    return true;
-  }();
-  Multivectors<A, 1> left, right, part;  // only one grade of each
-  load_grade<grades.x>(left, x, plane);
-  load_grade<grades.y>(right, y, plane);
-  load_grade<grades.result>(part, d - A::first(grades.result) * kTile * kRowStride,
-                            kTile * kRowStride);
-  unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
-    const float sum = sum_terms<A, Of::x, t, i>(part, right).v[0];
-    dx[i * plane] = is_first_of_x ? sum : dx[i * plane] + sum;
-  });
-  unroll<A::first(grades.y), A::first(grades.y + 1)>([&](auto j) {
-    const float sum = sum_terms<A, Of::y, t, j>(part, left).v[0];
-    dy[j * plane] = is_first_of_y ? sum : dy[j * plane] + sum;
-  });
-}
-
-// From the sums S_i of sign y_j d and T_j of sign x_i d, in place: with the gates g and h of x and
-// y, dx_i = g h S_i, and dx_0 has gate'(x_0) h sum of x_i S_i besides; dy likewise.
-template <typename A>
-__device__ __forceinline__ void finish_gradients(const float* x, const float* y, float* dx,
-                                                 float* dy, size_t plane) {
-  const Multivectors<A, 1> left = load<A>(x, plane), right = load<A>(y, plane);
-  const Gates<1> gates(left.blade[0], right.blade[0]);
-  const float both = gates.product().v[0];
-  float along_x = 0, along_y = 0;
-  unroll<0, A::kBlades>([&](auto i) {
-    along_x += left.blade[i].v[0] * dx[i * plane];
-    along_y += right.blade[i].v[0] * dy[i * plane];
-    dx[i * plane] *= both;
-    dy[i * plane] *= both;
-  });
-  dx[0] += gate_slope(left.blade[0].v[0]) * gates.y.v[0] * along_x;
-  dy[0] += gate_slope(right.blade[0].v[0]) * gates.x.v[0] * along_y;
-}
-
 // dx and dy of a tile, triple by triple. The planes' gradients exist in shared memory only; the
 // sums over the triples are in memory, at places that only one thread ever comes to.
 template <typename A>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kPairThreads, 2)
     input_gradient_tiles(const float* x, const float* y, const float* w, ResultGradients dz,
                          float* dx, float* dy, Layer layer) {
   extern __shared__ __align__(128) float shared[];
-  const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kTile;
+  const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kGradientCols;
   const size_t plane = layer.plane();
   const auto for_places = [&](auto visit) {
 #pragma unroll 1
-    for (int e = threadIdx.x; e < kTile * kTile; e += kTileThreads) {
-      const int row = e / kTile, col = e % kTile;
+    for (int e = threadIdx.x; e < kTile * kGradientCols; e += kPairThreads) {
+      const int row = e / kGradientCols, col = e % kGradientCols;
       if (row0 + row >= dz.rows || col0 + col >= layer.features) continue;
       visit(static_cast<size_t>(dz.first + row0 + row) * layer.features + col0 + col,
-            shared + row * kRowStride + col);
+            shared + row * kGradientStride + col);
     }
   };
   unroll<0, A::kTriples>([&](auto t) {
-    constexpr int c = A::triple(t).result;
+    constexpr int c = A::triple(t).result, first = A::first(c);
     plane_gradients<A::blades_of(c)>(
-        dz.data + A::first(c) * dz.pitch + static_cast<size_t>(row0) * dz.stride,
+        dz.data + first * dz.pitch + static_cast<size_t>(row0) * dz.stride,
         w + (static_cast<size_t>(t) * dz.stride + col0) * dz.stride, dz, layer.features, shared);
     for_places([&](size_t at, const float* d) {
-      add_plane_gradients<A, t>(d, x + at, y + at, dx + at, dy + at, plane);
+      add_plane_gradients<A, t>(d, kTile * kGradientStride, x + at, y + at, dx + at, dy + at,
+                                plane);
     });
     __syncthreads();
   });
@@ -348,95 +234,85 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
-// A block of the kernel below has at most 3 triples of one grade of the result.
+constexpr int kWeightDepth = 8, kWeightPlane = kWeightDepth * kRowStride;
 template <typename A>
-struct WeightPieces {
-  __host__ __device__ static constexpr int triples(int c) {
-    int sum = 0;
-    for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == c;
-    return sum;
-  }
-  __host__ __device__ static constexpr int pieces(int c) { return (triples(c) + 2) / 3; }
-  __host__ __device__ static constexpr int before(int c) {
-    return c == 0 ? 0 : before(c - 1) + pieces(c - 1);
-  }
-  __host__ __device__ static constexpr int triple(int c, int i) {
-    for (int t = 0; t < A::kTriples; ++t) {
-      if (A::triple(t).result == c && i-- == 0) return t;
-    }
-    return -1;
-  }
-  static constexpr int kCount = before(A::kGrades);
-};
+constexpr int kWeightTileBytes = sizeof(float) * (WeightParts<A>::most_planes() + 3) * kWeightPlane;
 
-constexpr int kWeightDepth = 16, kWeightPlane = kWeightDepth * kRowStride;
-constexpr int kWeightTileBytes = sizeof(float) * 12 * kWeightPlane;
-
-// A tile (64 features of x and y, 64 of the result) of dw[t], for triples `first` to `first` +
-// kCount - 1 of those of grade c, summed over rows `begin` to `end` - 1 of dz. Each step takes 16
-// rows of the batch: the planes are made as in forward_tile, and are read transposed.
+// Sums of P_t,k^T dz_k for triples `first` to `first` + kCount - 1 of those of grade c.
 template <typename A, int c, int first, int kCount>
+__device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const float* planes,
+                                                    const float* results) {
+  constexpr int kBlades = A::blades_of(c);
+  const TileWarp warp;
+#pragma unroll
+  for (int blade = 0; blade < kBlades; ++blade) {
+    unsigned b[4][2];
+    warp.load_right(b, results + blade * kWeightPlane);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        unsigned a[4];
+        warp.load_left_transposed(a, planes + ((first + i) * kBlades + blade) * kWeightPlane, m);
+        TileWarp::multiply(sums[i][m], a, b);
+      }
+    }
+  }
+}
+
+// A tile (64 features of x and y, 64 of the result) of dw[t], for all triples t of grade c, summed
+// over rows `begin` to `end` - 1 of dz. Each step takes 8 rows of the batch: the planes are made as
+// in forward_tile, and are read transposed.
+template <typename A, int c>
 __device__ __forceinline__ void weight_gradient_tile(const float* x, const float* y,
                                                      const ResultGradients& dz, float* dw,
                                                      int begin, int end, bool adds, float* shared,
                                                      const Layer& layer) {
-  using Pieces = WeightPieces<A>;
-  constexpr int kBlades = A::blades_of(c);
+  using Parts = WeightParts<A>;
+  constexpr int kBlades = A::blades_of(c), kFirstBlade = A::first(c);
+  constexpr int kTriples = Parts::triples(c), kHalf = Parts::half(c);
   float* const planes = shared;
-  float* const results = shared + kCount * kBlades * kWeightPlane;
+  float* const results = shared + kTriples * kBlades * kWeightPlane;
   const TileWarp warp;
   const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kTile;
-  TileSum sums[kCount] = {};
+  TileSum sums[3] = {};
   for (int n = begin; n < end; n += kWeightDepth) {
-#pragma unroll
-    for (int i = threadIdx.x; i < kBlades * kWeightDepth * 16; i += kTileThreads) {
+    for (int i = threadIdx.x; i < kBlades * kWeightDepth * 16; i += kPairThreads) {
       const int blade = i / 16 / kWeightDepth, row = i / 16 % kWeightDepth, col = i % 16 * 4;
       copy_async<16>(results + blade * kWeightPlane + row * kRowStride + col,
-                     dz.data + (A::first(c) + blade) * dz.pitch +
+                     dz.data + (kFirstBlade + blade) * dz.pitch +
                          static_cast<size_t>(n + row) * dz.stride + col0 + col,
                      n + row < end);
     }
     copy_async_commit();
 #pragma unroll 1
-    for (int e = threadIdx.x; e < kWeightDepth * kTile; e += kTileThreads) {
+    for (int e = threadIdx.x; e < kWeightDepth * kTile; e += kPairThreads) {
       const int row = e / kTile, f = e % kTile;
       const int at = n + row < end ? dz.first + n + row : layer.batch;
       Multivectors<A, 1> left = load_inside<A>(x, at, row0 + f, layer);
       const Multivectors<A, 1> right = load_inside<A>(y, at, row0 + f, layer);
       apply_gates(left, right);
-      unroll<0, kCount>([&](auto i) {
-        constexpr int t = Pieces::triple(c, first + i);
+      unroll<0, kTriples>([&](auto i) {
+        constexpr int t = Parts::triple(c, i);
         unroll<0, kBlades>([&](auto k) {
           planes[(i * kBlades + k) * kWeightPlane + row * kRowStride + f] =
-              rounded_to_tf32(sum_terms<A, Of::result, t, A::first(c) + k>(left, right).v[0]);
+              rounded_to_tf32(sum_terms<A, Of::result, t, kFirstBlade + k>(left, right).v[0]);
         });
       });
     }
     copy_async_wait<0>();
     __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kWeightDepth; k += 8) {
-#pragma unroll
-      for (int blade = 0; blade < kBlades; ++blade) {
-        unsigned b[4][2];
-        warp.load_right(b, results + blade * kWeightPlane + k * kRowStride);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            unsigned a[4];
-            warp.load_left_transposed(
-                a, planes + (i * kBlades + blade) * kWeightPlane + k * kRowStride, m);
-            TileWarp::multiply(sums[i][m], a, b);
-          }
-        }
-      }
+    if (warp.group == 0) {
+      multiply_transposed<A, c, 0, kHalf>(sums, planes, results);
+    } else {
+      multiply_transposed<A, c, kHalf, kTriples - kHalf>(sums, planes, results);
     }
     __syncthreads();
   }
-  unroll<0, kCount>([&](auto i) {
-    constexpr size_t t = Pieces::triple(c, first + i);
-    warp.for_results(sums[i], [&](int row, int col, float value) {
+  unroll<0, kTriples>([&](auto i) {
+    constexpr size_t t = Parts::triple(c, i);
+    if (warp.group != i / kHalf) return;
+    warp.for_results(sums[i % kHalf], [&](int row, int col, float value) {
       if (row0 + row >= layer.features || col0 + col >= layer.features) return;
       float& to = dw[(t * layer.features + row0 + row) * layer.features + col0 + col];
       to = adds ? to + value : value;
@@ -444,28 +320,281 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
   });
 }
 
-// blockIdx.z: which triples, and which of `splits` equal shares of the rows, each of which has a
-// sum of its own, one after the other in dw.
+// blockIdx.z: which grade of the result, and which of `splits` equal shares of the rows, each of
+// which has a sum of its own, one after the other in dw.
 template <typename A>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(kPairThreads)
     weight_gradient_tiles(const float* x, const float* y, ResultGradients dz, float* dw, int splits,
                           bool adds, Layer layer) {
   extern __shared__ __align__(128) float shared[];
-  using Pieces = WeightPieces<A>;
-  const int piece = blockIdx.z % Pieces::kCount, split = blockIdx.z / Pieces::kCount;
+  const int grade = blockIdx.z % A::kGrades, split = blockIdx.z / A::kGrades;
   const int share = (dz.rows + splits - 1) / splits;
   const int begin = min(dz.rows, split * share), end = min(dz.rows, begin + share);
   float* const to = dw + static_cast<size_t>(split) * A::kTriples * layer.features * layer.features;
   unroll<0, A::kGrades>([&](auto c) {
-    constexpr int count = Pieces::triples(c), pieces = Pieces::pieces(c);
-    unroll<0, pieces>([&](auto p) {
-      constexpr int first = count * p / pieces, last = count * (p + 1) / pieces;
-      if (piece == Pieces::before(c) + p) {
-        weight_gradient_tile<A, c, first, last - first>(x, y, dz, to, begin, end, adds, shared,
-                                                        layer);
+    if (grade == c) weight_gradient_tile<A, c>(x, y, dz, to, begin, end, adds, shared, layer);
+  });
+}
+
+// ---- Two crews ----------------------------------------------------------------------------------
+
+// The instructions of wgmma take both operands from shared memory, rows along k, 128 bytes each, of
+// which a step of k, 8 floats, is a quarter: four "slices", which may be of four different
+// matrices. A slice of planes is that of one triple: rows are its planes' (up to 3 blades, 64 rows
+// of the batch each), so that one instruction multiplies all planes that share the weights. Weights
+// are the left operand, 64 columns of the result: z comes out transposed, a warpgroup has 64
+// columns of 4 blades of 64 rows, 128 sums a thread.
+//
+// A block owns 64 rows by 128 columns of 4 blades. Two warpgroups make planes and two multiply, a
+// step (8 features) apart. Per step the tensor cores take 1408 cycles in 3-D; the planes need
+// half as many instructions, and shared memory moves 1.4 times what it can in that time (planes in
+// and out, weights in and out): it is the limit.
+constexpr int kCrewRows = 64, kCrewCols = 128, kMakers = 256, kCrewThreads = kMakers + 256;
+constexpr int kPlaneStages = 2, kWeightStages = 3, kSliceFloats = 32;
+
+// Where the slices of a part are. Weights: slice number 10 g + slot of consumer g, in boxes of 64
+// rows. Planes: for each grade, slice number triples(c) stage + i, in boxes of 64 blades(c) rows.
+template <typename A>
+struct CrewMemory {
+  static constexpr int kTriples = Part<A, 0>::kTriples;
+  static_assert(2 * kTriples % 4 == 0 && kParts<A> <= 2);
+  static constexpr int kWeightRows = 2 * kTriples / 4 * 64;  // of a stage
+  static constexpr int kWeightFloats = kWeightRows * kSliceFloats;
+
+  template <int part>
+  __host__ __device__ static constexpr int plane_floats(int end) {
+    int sum = 0;
+    for (int c = Part<A, part>::kFirstGrade; c < end; ++c) {
+      const int boxes = (kPlaneStages * Part<A, part>::triples(c) + 3) / 4;
+      sum += boxes * A::blades_of(c) * kCrewRows * kSliceFloats;
+    }
+    return sum;
+  }
+  static constexpr int kPlaneFloats = plane_floats<0>(Part<A, 0>::kEndGrade);
+
+  float weights[kWeightStages][kWeightFloats];
+  float planes[kPlaneFloats];
+  Barrier planes_full[kPlaneStages], planes_empty[kPlaneStages];
+  Barrier weights_full[kWeightStages], weights_empty[kWeightStages];
+};
+
+// The weights as CrewMemory has them, rounded: for each part, 128 columns and step of k, the rows of
+// a stage. A thread makes 8 floats of k of one column, for each triple.
+template <typename A>
+__global__ void __launch_bounds__(kCrewCols)
+    arrange_weights(const float* w, float* to, int features) {
+  const int step = blockIdx.x, column = blockIdx.y * kCrewCols + threadIdx.x;
+  const int consumer = threadIdx.x / 64, row = threadIdx.x % 64;
+  const size_t stage =
+      (static_cast<size_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + step;
+  unroll<0, kParts<A>>([&](auto part) {
+    using Own = Part<A, part>;
+    if (static_cast<int>(blockIdx.z) != part) return;
+    Own::for_triples([&](auto c, auto i) {
+      constexpr int t = Own::triple(c, i), slot = Own::before(c) + i;
+      float eight[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int k = 8 * step + e;
+        const bool inside = k < features && column < features;
+        eight[e] =
+            inside ? rounded_to_tf32(w[(static_cast<size_t>(t) * features + k) * features + column])
+                   : 0;
       }
+      const int slice = consumer * Own::kTriples + slot;
+      float4* const at = reinterpret_cast<float4*>(
+          to + (stage * CrewMemory<A>::kWeightRows + slice / 4 * 64 + row) * kSliceFloats +
+          slice % 4 * 8);
+      at[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
+      at[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
     });
   });
+}
+
+#if HOPPER_CODE
+// Two neighbouring features of all blades, 0 where there is nothing.
+template <typename A>
+__device__ __forceinline__ Multivectors<A, 2> load_two(const float* from, int n, int f,
+                                                       const Layer& layer) {
+  Multivectors<A, 2> result = {};
+  if (n >= layer.batch || f >= layer.features) return result;
+  const float* at = from + static_cast<size_t>(n) * layer.features + f;
+  if (layer.features % 2 == 0) {
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k] = *reinterpret_cast<const Pack<2>*>(at + k * layer.plane());
+    });
+  } else {
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k].v[0] = at[k * layer.plane()];
+      if (f + 1 < layer.features) result.blade[k].v[1] = at[k * layer.plane() + 1];
+    });
+  }
+  return result;
+}
+
+// The makers: a thread has two features of a row. x and y of the next step are on their way while
+// the planes of this one are made. Rows of a half-warp are every other one of 8, whose pieces of 16
+// bytes, swizzled, are in different banks. Thread 0 has the copy engine bring the weights, of which
+// each block of the cluster fetches its share for all.
+template <typename A, int part, int kCluster>
+__device__ __forceinline__ void make_planes(CrewMemory<A>& shared, const float* x, const float* y,
+                                            const CUtensorMap* weights, int row0, Layer layer) {
+  using Own = Part<A, part>;
+  using Memory = CrewMemory<A>;
+  constexpr int kShare = Memory::kWeightRows / kCluster;
+  const int steps = (layer.features + 7) / 8, rank = kCluster == 1 ? 0 : cluster_rank();
+  const int stages_before = (blockIdx.z * gridDim.y + blockIdx.y) * steps;
+  Ring<kWeightStages> incoming;
+  const auto fetch_weights = [&](int step) {
+    barrier_wait(&shared.weights_empty[incoming.stage], incoming.parity ^ 1);
+    Barrier* const full = &shared.weights_full[incoming.stage];
+    barrier_arrive_expect(full, sizeof(shared.weights[0]));
+    float* const to = shared.weights[incoming.stage] + rank * kShare * kSliceFloats;
+    const int row = (stages_before + step) * Memory::kWeightRows + rank * kShare;
+    if constexpr (kCluster == 1) {
+      for (int half = 0; half < 2; ++half) {
+        tensor_load(to + half * kShare / 2 * kSliceFloats, weights, row + half * kShare / 2, 0,
+                    full);
+      }
+    } else {
+      tensor_load_multicast(to, weights, row, 0, full, (1 << kCluster) - 1);
+    }
+    incoming.advance();
+  };
+  const int warp = warp_of_block(), lane = threadIdx.x % 32, pair = lane % 4;
+  const int row = warp * 8 + lane / 4 % 4 * 2 + lane / 16;
+  const bool fetches = warp == 0 && elect_one();
+  if (fetches) fetch_weights(0);
+  Multivectors<A, 2> left = load_two<A>(x, row0 + row, 2 * pair, layer);
+  Multivectors<A, 2> right = load_two<A>(y, row0 + row, 2 * pair, layer);
+  Ring<kPlaneStages> ring;
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    const int next = 8 * (step + 1) + 2 * pair;
+    const Multivectors<A, 2> next_left = load_two<A>(x, row0 + row, next, layer);
+    const Multivectors<A, 2> next_right = load_two<A>(y, row0 + row, next, layer);
+    apply_gates(left, right);
+    barrier_wait(&shared.planes_empty[ring.stage], ring.parity ^ 1);
+    if (fetches && step + 1 < steps) fetch_weights(step + 1);
+    __syncwarp();
+    Own::for_triples([&](auto c, auto i) {
+      constexpr int t = Own::triple(c, i), triples = Own::triples(c), first = A::first(c);
+      constexpr int kRows = A::blades_of(c) * kCrewRows;
+      constexpr int start = Memory::template plane_floats<part>(c);
+      const int slice = triples * ring.stage + i;
+      float* const to = shared.planes + start + (slice / 4 * kRows + row) * kSliceFloats +
+                        ((slice % 4 * 2 + pair / 2) ^ row % 8) * 4 + pair % 2 * 2;
+      unroll<first, A::first(c + 1)>([&](auto k) {
+        Pack<2> sum = sum_terms<A, Of::result, t, k>(left, right);
+        sum.v[0] = rounded_to_tf32(sum.v[0]);
+        sum.v[1] = rounded_to_tf32(sum.v[1]);
+        *reinterpret_cast<Pack<2>*>(to + (k - first) * kCrewRows * kSliceFloats) = sum;
+      });
+    });
+    shared_fence();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&shared.planes_full[ring.stage]);
+    left = next_left;
+    right = next_right;
+  }
+}
+
+// Those who multiply: consumer g has columns 64 g to 64 g + 63 of the block's. A step's products
+// run while the stages of the step before are given back.
+template <typename A, int part, int kCluster>
+__device__ __forceinline__ void multiply_planes(CrewMemory<A>& shared, float* z, int row0, int col0,
+                                                Layer layer) {
+  using Own = Part<A, part>;
+  using Memory = CrewMemory<A>;
+  const int steps = (layer.features + 7) / 8, consumer = (warp_of_block() - kMakers / 32) / 4;
+  float sums[32 * Own::kBlades];
+  Ring<kPlaneStages> planes, planes_done;
+  Ring<kWeightStages> weights, weights_done;
+  const auto release = [&] {
+    const int thread = threadIdx.x % 128;
+    if (thread == 0) barrier_arrive(&shared.planes_empty[planes_done.stage]);
+    if constexpr (kCluster == 1) {
+      if (thread == 0) barrier_arrive(&shared.weights_empty[weights_done.stage]);
+    } else {
+      if (thread < kCluster) barrier_arrive(&shared.weights_empty[weights_done.stage], thread);
+    }
+    planes_done.advance();
+    weights_done.advance();
+  };
+  for (int step = 0; step < steps; ++step) {
+    barrier_wait(&shared.weights_full[weights.stage], weights.parity);
+    barrier_wait(&shared.planes_full[planes.stage], planes.parity);
+    wgmma_fence();
+    Own::for_triples([&](auto c, auto i) {
+      constexpr int slot = Own::before(c) + i, triples = Own::triples(c);
+      constexpr int kRows = A::blades_of(c) * kCrewRows,
+                    kFirst = 32 * (A::first(c) - Own::kFirstBlade);
+      constexpr int start = Memory::template plane_floats<part>(c);
+      const int weight = consumer * Own::kTriples + slot, plane = triples * planes.stage + i;
+      const float* const left = shared.weights[weights.stage] + weight / 4 * 64 * kSliceFloats;
+      const float* const right = shared.planes + start + plane / 4 * kRows * kSliceFloats;
+      wgmma_tf32(columns_of<kFirst, kRows / 2>(sums), descriptor_a(left) + weight % 4 * 2,
+                 descriptor_a(right) + plane % 4 * 2, step > 0 || i > 0);
+    });
+    wgmma_commit();
+    planes.advance();
+    weights.advance();
+    if (step > 0) {
+      wgmma_wait<1>();
+      release();
+    }
+  }
+  wgmma_wait<0>();
+  release();
+  unroll<0, Own::kBlades>([&](auto k) {
+#pragma unroll
+    for (int e = 0; e < 32; ++e) {
+      const int n = row0 + Sum<kCrewRows>::col(e),
+                f = col0 + 64 * consumer + Sum<kCrewRows>::row(e);
+      if (n < layer.batch && f < layer.features) {
+        z[(Own::kFirstBlade + k) * layer.plane() + static_cast<size_t>(n) * layer.features + f] =
+            sums[32 * k + e];
+      }
+    }
+  });
+}
+#endif
+
+template <typename A, int kCluster>
+__global__ void HOPPER_CLUSTER(kCluster) __launch_bounds__(kCrewThreads, 1)
+    forward_crews(const float* x, const float* y, const __grid_constant__ CUtensorMap weights,
+                  float* z, Layer layer) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  CrewMemory<A>& shared = *reinterpret_cast<CrewMemory<A>*>(bytes);
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kPlaneStages; ++s) {
+      barrier_init(&shared.planes_full[s], kMakers / 32);
+      barrier_init(&shared.planes_empty[s], 2);
+    }
+    for (int s = 0; s < kWeightStages; ++s) {
+      barrier_init(&shared.weights_full[s], 1);
+      barrier_init(&shared.weights_empty[s], 2 * kCluster);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (kCluster > 1) cluster_meet();
+  const int row0 = blockIdx.x * kCrewRows, col0 = blockIdx.y * kCrewCols;
+  if (warp_of_block() < kMakers / 32) {
+    registers_shrink_to<104>();
+    unroll<0, kParts<A>>([&](auto part) {
+      if (static_cast<int>(blockIdx.z) != part) return;
+      make_planes<A, part, kCluster>(shared, x, y, &weights, row0, layer);
+    });
+  } else {
+    registers_grow_to<152>();
+    unroll<0, kParts<A>>([&](auto part) {
+      if (static_cast<int>(blockIdx.z) != part) return;
+      multiply_planes<A, part, kCluster>(shared, z, row0, col0, layer);
+    });
+  }
+  if constexpr (kCluster > 1) cluster_meet();  // others' arrivals may still be on their way
+#endif
 }
 
 // ---- Launches -----------------------------------------------------------------------------------
@@ -480,7 +609,7 @@ struct Tiled {
 
   explicit Tiled(const Tensors& tensors)
       : of(tensors),
-        stride((of.layer.features + kTile - 1) / kTile * kTile),
+        stride((of.layer.features + kGradientCols - 1) / kGradientCols * kGradientCols),
         weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(of.problem.output<float>(static_cast<size_t>(A::kGrades) * of.layer.batch)) {
     allow_shared_bytes(forward_tiles<A>, kForwardTileBytes<A>);
@@ -522,7 +651,7 @@ struct TiledBackward {
         partials(splits > 1 ? tiled.of.problem.template output<float>(splits * d.dw.size())
                             : d.dw) {
     allow_shared_bytes(input_gradient_tiles<A>, kGradientTileBytes);
-    allow_shared_bytes(weight_gradient_tiles<A>, kWeightTileBytes);
+    allow_shared_bytes(weight_gradient_tiles<A>, kWeightTileBytes<A>);
   }
   double bytes() const {
     return forward.bytes() + dz.bytes() + (splits > 1 ? partials.bytes() : 0);
@@ -537,7 +666,7 @@ struct TiledBackward {
   // So many that every multiprocessor has two blocks, if each has 128 rows at least.
   static int shares_of_batch(const Tiled<A>& tiled, int rows, const Device& device) {
     const int tiles = Tiled<A>::tiles(tiled.of.layer.features);
-    const int blocks = tiles * tiles * WeightPieces<A>::kCount;
+    const int blocks = tiles * tiles * A::kGrades;
     return std::clamp(2 * device.sms / blocks, 1, std::min(16, (rows + 127) / 128));
   }
 
@@ -545,6 +674,7 @@ struct TiledBackward {
     const Tensors& of = forward.of;
     const Layer& layer = of.layer;
     const int tiles = Tiled<A>::tiles(layer.features);
+    constexpr int kWeightBytes = kWeightTileBytes<A>;
     for (int first = 0; first < layer.batch; first += rows) {
       const int count = std::min(rows, layer.batch - first);
       const int row_tiles = Tiled<A>::tiles(count);
@@ -552,11 +682,12 @@ struct TiledBackward {
                                     static_cast<size_t>(rows) * forward.stride};
       result_gradients<A><<<row_tiles * kTile, 256>>>(of.out, d.d_out, forward.inverses, dz, first,
                                                       forward.stride, results.pitch, layer);
-      input_gradient_tiles<A><<<dim3(tiles, row_tiles), kTileThreads, kGradientTileBytes>>>(
-          of.x, of.y, forward.weights, results, d.dx, d.dy, layer);
+      input_gradient_tiles<A>
+          <<<dim3((layer.features + kGradientCols - 1) / kGradientCols, row_tiles), kPairThreads,
+             kGradientTileBytes>>>(of.x, of.y, forward.weights, results, d.dx, d.dy, layer);
       weight_gradient_tiles<A>
-          <<<dim3(tiles, tiles, WeightPieces<A>::kCount * splits), kTileThreads,
-             kWeightTileBytes>>>(of.x, of.y, results, partials, splits, first > 0, layer);
+          <<<dim3(tiles, tiles, A::kGrades * splits), kPairThreads, kWeightBytes>>>(
+              of.x, of.y, results, partials, splits, first > 0, layer);
     }
     if (splits > 1) {
       sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
@@ -568,6 +699,37 @@ struct TiledBackward {
   Gradients d;
   int rows, splits;
   Buffer<float> dz, partials;
+};
+
+template <typename A, int kCluster>
+struct Crews {
+  explicit Crews(const Tensors& tensors)
+      : of(tensors),
+        cols((of.layer.features + kCrewCols - 1) / kCrewCols),
+        steps((of.layer.features + 7) / 8),
+        weights(of.problem.output<float>(static_cast<size_t>(rows()) * kSliceFloats)),
+        inverses(of.problem.output<float>(static_cast<size_t>(A::kGrades) * of.layer.batch)) {
+    allow_shared_bytes(forward_crews<A, kCluster>, kBytes);
+  }
+  double bytes() const { return weights.bytes() + inverses.bytes(); }
+  int64_t rows() const {
+    return static_cast<int64_t>(kParts<A>) * cols * steps * CrewMemory<A>::kWeightRows;
+  }
+  void forward() const {
+    const Layer& layer = of.layer;
+    arrange_weights<A><<<dim3(steps, cols, kParts<A>), kCrewCols>>>(of.w, weights, layer.features);
+    const int row_tiles = (layer.batch + kCrewRows - 1) / kCrewRows;
+    const dim3 grid((row_tiles + kCluster - 1) / kCluster * kCluster, cols, kParts<A>);
+    constexpr int kBox = CrewMemory<A>::kWeightRows / (kCluster == 1 ? 2 : kCluster);
+    const CUtensorMap map = tensor_map<float>(weights, rows(), kSliceFloats, kBox);
+    forward_crews<A, kCluster><<<grid, kCrewThreads, kBytes>>>(of.x, of.y, map, of.out, layer);
+    if (layer.normed) normalize_rows<A><<<layer.batch, 256>>>(of.out, inverses, layer);
+  }
+
+  static constexpr int kBytes = sizeof(CrewMemory<A>);
+  Tensors of;
+  int cols, steps;
+  Buffer<float> weights, inverses;
 };
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -584,6 +746,14 @@ void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
       .resources(forward_tiles<A>, kTileThreads, kForwardTileBytes<A>)
       .occupies(of.bytes() + tiled.bytes())
       .needs(80);
+  const auto add_crews = [&](const char* name, const auto& crews) {
+    problem.kernel(name, Role::ours, [=] { crews.forward(); })
+        .occupies(of.bytes() + crews.bytes())
+        .hopper_only();
+  };
+  add_crews("two crews", Crews<A, 1>(of));
+  add_crews("clusters of 2", Crews<A, 2>(of));
+  add_crews("clusters of 4", Crews<A, 4>(of));
 }
 
 template <typename A>
@@ -601,7 +771,7 @@ void add_backward(const Tensors& of, const Gradients& d, const std::shared_ptr<C
     tiled.backward();
   };
   problem.kernel("planes in tiles", Role::ours, both_tiled)
-      .resources(input_gradient_tiles<A>, kTileThreads, kGradientTileBytes)
+      .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
       .occupies(ends + tiled.bytes())
       .needs(80);
 }

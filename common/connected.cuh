@@ -4,7 +4,7 @@
 
 #include "common/algebra.cuh"
 #include "common/clifford.cuh"
-#include "common/mma.cuh"
+#include "common/tf32_tiles.cuh"
 
 /// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade; planes
 /// are numbered by triple, then by blade.
@@ -76,6 +76,14 @@ __device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multive
 #pragma unroll
     for (int e = 0; e < W; ++e) x.blade[i].v[e] *= factor.v[e];
   });
+}
+
+// Of a row and feature that is there; zeros of others.
+template <typename A>
+__device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int n, int f,
+                                                          const Layer& layer) {
+  if (n >= layer.batch || f >= layer.features) return {};
+  return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
 }
 
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
@@ -154,3 +162,78 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
   for (int i = 0; i < count; ++i) sum += partials[i * size + at];
   dw[at] = sum;
 }
+
+// What triple t's planes add to the sums of x and y, in memory where dx and dy will be. The sums of
+// a grade start with its first triple. d: the planes' gradients at one place, `pitch`
+// from plane to plane.
+template <typename A, int t>
+__device__ __forceinline__ void add_plane_gradients(const float* d, int pitch, const float* x,
+                                                    const float* y, float* dx, float* dy,
+                                                    size_t plane) {
+  constexpr auto grades = A::triple(t);
+  constexpr bool is_first_of_x = A::triple(t == 0 ? 0 : t - 1).x != grades.x || t == 0;
+  constexpr bool is_first_of_y = [] {
+    for (int earlier = 0; earlier < t; ++earlier) {
+      if (A::triple(earlier).y == A::triple(t).y) return false;
+    }
+    return true;
+  }();
+  Multivectors<A, 1> left, right, part;  // only one grade of each
+  load_grade<grades.x>(left, x, plane);
+  load_grade<grades.y>(right, y, plane);
+  constexpr int first = A::first(grades.result);
+  load_grade<grades.result>(part, d - first * pitch, pitch);
+  unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
+    const float sum = sum_terms<A, Of::x, t, i>(part, right).v[0];
+    dx[i * plane] = is_first_of_x ? sum : dx[i * plane] + sum;
+  });
+  unroll<A::first(grades.y), A::first(grades.y + 1)>([&](auto j) {
+    const float sum = sum_terms<A, Of::y, t, j>(part, left).v[0];
+    dy[j * plane] = is_first_of_y ? sum : dy[j * plane] + sum;
+  });
+}
+
+// From the sums S_i of sign y_j d and T_j of sign x_i d, in place: with the gates g and h of x and
+// y, dx_i = g h S_i, and dx_0 has gate'(x_0) h sum of x_i S_i besides; dy likewise.
+template <typename A>
+__device__ __forceinline__ void finish_gradients(const float* x, const float* y, float* dx,
+                                                 float* dy, size_t plane) {
+  const Multivectors<A, 1> left = load<A>(x, plane), right = load<A>(y, plane);
+  const Gates<1> gates(left.blade[0], right.blade[0]);
+  const float both = gates.product().v[0];
+  float along_x = 0, along_y = 0;
+  unroll<0, A::kBlades>([&](auto i) {
+    along_x += left.blade[i].v[0] * dx[i * plane];
+    along_y += right.blade[i].v[0] * dy[i * plane];
+    dx[i * plane] *= both;
+    dy[i * plane] *= both;
+  });
+  dx[0] += gate_slope(left.blade[0].v[0]) * gates.y.v[0] * along_x;
+  dy[0] += gate_slope(right.blade[0].v[0]) * gates.x.v[0] * along_y;
+}
+
+// Weight gradients: a block has all triples of one grade c of the result, half of them (up to 3) each
+// of its two groups of warps.
+template <typename A>
+struct WeightParts {
+  __host__ __device__ static constexpr int triples(int c) {
+    int sum = 0;
+    for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == c;
+    return sum;
+  }
+  __host__ __device__ static constexpr int half(int c) { return (triples(c) + 1) / 2; }
+  __host__ __device__ static constexpr int triple(int c, int i) {
+    for (int t = 0; t < A::kTriples; ++t) {
+      if (A::triple(t).result == c && i-- == 0) return t;
+    }
+    return -1;
+  }
+  // The most planes of a grade.
+  static constexpr int most_planes() {
+    int most = 0;
+    for (int c = 0; c < A::kGrades; ++c) {
+      most = triples(c) * A::blades_of(c) > most ? triples(c) * A::blades_of(c) : most;
+    }
+    return most;
+  }
+};

@@ -15,10 +15,9 @@ __global__ void multiply_pairs(const float* x, const float* y, float* planes, La
   if (at >= plane) return;
   const Multivectors<A, 1> left = load<A>(x + at, plane), right = load<A>(y + at, plane);
   unroll<0, A::kTriples>([&](auto t) {
-    constexpr int c = A::triple(t).result;
+    constexpr int c = A::triple(t).result, first = Planes<A>::first(t) - A::first(c);
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-      planes[(Planes<A>::first(t) + k - A::first(c)) * plane + at] =
-          sum_terms<A, Of::result, t, k>(left, right).v[0];
+      planes[(first + k) * plane + at] = sum_terms<A, Of::result, t, k>(left, right).v[0];
     });
   });
 }

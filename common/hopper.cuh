@@ -423,6 +423,10 @@ __device__ inline void wgmma_wait() {
   asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
                : __VA_ARGS__                                                   \
                : HOPPER_REGISTER_A)
+#define HOPPER_WGMMA_TF32_SHARED(n, registers, a, b, add, ...)                 \
+  asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
+               : __VA_ARGS__                                                   \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 #define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
   if constexpr (type_of<T> == Type::fp16) {                                      \
     asm volatile(HOPPER_WGMMA_TEXT(n, "16", "f16", registers, a, b, add, flags)  \
@@ -511,6 +515,21 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
     static_assert(kCount == 128);
     HOPPER_WGMMA_TF32("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133",
                       HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
+  }
+}
+
+/// The same with A from shared memory: both operands as descriptor_a.
+template <int kCount>
+__device__ inline void wgmma_tf32(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
+  if constexpr (kCount == 32) {
+    HOPPER_WGMMA_TF32_SHARED("64", HOPPER_R32, "%32", "%33", "%34", HOPPER_SUM32(0));
+  } else if constexpr (kCount == 64) {
+    HOPPER_WGMMA_TF32_SHARED("128", HOPPER_R64, "%64", "%65", "%66", HOPPER_SUM32(0),
+                             HOPPER_SUM32(32));
+  } else {
+    static_assert(kCount == 96);
+    HOPPER_WGMMA_TF32_SHARED("192", HOPPER_R96, "%96", "%97", "%98", HOPPER_SUM32(0),
+                             HOPPER_SUM32(32), HOPPER_SUM32(64));
   }
 }
 

@@ -54,8 +54,18 @@ SPATIAL_SIZES = [
 ]
 
 
+# Features are mixed: one tile; two of rows; an odd number of features, and more than a tile of them.
+CONNECTED_SIZES = [
+    ("3", "--features", "9"),
+    ("66", "--features", "17", "--algebra", "2,0,0"),
+    ("2", "--features", "130", "--no-norm"),
+    ("2", "--features", "4", "--turned"),
+]
+
+
 def sizes_of(lesson):
-    for word, sizes in [("gating", LAYER_SIZES), ("diffusion", DIFFUSION_SIZES),
+    for word, sizes in [("connected", CONNECTED_SIZES),
+                        ("gating", LAYER_SIZES), ("diffusion", DIFFUSION_SIZES),
                         ("spatial", SPATIAL_SIZES), ("matmul_softmax", SOFTMAX_SIZES),
                         ("softmax_training", TRAINING_SIZES),
                         ("clifford", CLIFFORD_SIZES)]:

@@ -149,6 +149,11 @@ def test_bad_option_of_clifford(backend, arguments, message):
     refused(execute(command), BAD_USAGE, message)
 
 
+def test_connected_has_two_algebras(backend):
+    command = [program("bonus_clifford_fully_connected", backend), "--algebra", "3,0,1"]
+    refused(execute(command), BAD_USAGE, "--algebra is 3,0,0 or 2,0,0, not '3,0,1'")
+
+
 def test_help_says_how_to_get_another_algebra(backend):
     words = " ".join(execute([program("10_clifford_gp", backend), "--help"]).stdout.split())
     assert "another one: scons algebra=P,Q,R" in words
