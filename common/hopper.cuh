@@ -426,7 +426,7 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_WGMMA_TF32_SHARED(n, registers, a, b, add, ...)                 \
   asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
                : __VA_ARGS__                                                   \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+               : HOPPER_DESCRIPTORS)
 #define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
   if constexpr (type_of<T> == Type::fp16) {                                      \
     asm volatile(HOPPER_WGMMA_TEXT(n, "16", "f16", registers, a, b, add, flags)  \
@@ -438,6 +438,7 @@ __device__ inline void wgmma_wait() {
                  : inputs);                                                      \
   }
 #define HOPPER_SHARED_A "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposed ? 1 : 0)
+#define HOPPER_DESCRIPTORS "l"(a), "l"(b), "r"(static_cast<int>(add))
 #define HOPPER_REGISTER_A \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add))
 

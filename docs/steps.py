@@ -34,6 +34,7 @@ LADDERS = {
         "exchange_columns",
     ],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
+    "bonus_clifford_fully_connected": ["forward_tiles", "forward_crews"],
     "bonus_matmul_A_stationary": ["matmul_atomic", "matmul_tile_stationary"],
 }
 DIFFERENT = 0.1  # of the lines are the same: below that a difference says nothing
