@@ -201,7 +201,7 @@ __device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
 }
 
 // dx and dy of a tile, triple by triple. The planes' gradients exist in shared memory only; the
-// sums over the triples are in memory, at places that only one thread ever comes to.
+// sums over the triples are in memory, at places that only this block comes to.
 template <typename A>
 __global__ void __launch_bounds__(kPairThreads, 2)
     input_gradient_tiles(const float* x, const float* y, const float* w, ResultGradients dz,
@@ -209,9 +209,10 @@ __global__ void __launch_bounds__(kPairThreads, 2)
   extern __shared__ __align__(128) float shared[];
   const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kGradientCols;
   const size_t plane = layer.plane();
-  const auto for_places = [&](auto visit) {
+  const auto for_places = [&](auto width, auto visit) {
+    constexpr int kWidth = decltype(width)::value;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < kTile * kGradientCols; e += kPairThreads) {
+    for (int e = threadIdx.x * kWidth; e < kTile * kGradientCols; e += kPairThreads * kWidth) {
       const int row = e / kGradientCols, col = e % kGradientCols;
       if (row0 + row >= dz.rows || col0 + col >= layer.features) continue;
       visit(static_cast<size_t>(dz.first + row0 + row) * layer.features + col0 + col,
@@ -223,13 +224,21 @@ __global__ void __launch_bounds__(kPairThreads, 2)
     plane_gradients<A::blades_of(c)>(
         dz.data + first * dz.pitch + static_cast<size_t>(row0) * dz.stride,
         w + (static_cast<size_t>(t) * dz.stride + col0) * dz.stride, dz, layer.features, shared);
-    for_places([&](size_t at, const float* d) {
-      add_plane_gradients<A, t>(d, kTile * kGradientStride, x + at, y + at, dx + at, dy + at,
-                                plane);
-    });
+    const auto add_here = [&](auto width) {
+      for_places(width, [&](size_t at, const float* d) {
+        add_plane_gradients<A, t, decltype(width)::value>(d, kTile * kGradientStride, x + at,
+                                                          y + at, dx + at, dy + at, plane);
+      });
+    };
+    if (layer.features % 4 == 0) {
+      add_here(Constant<4>());
+    } else {
+      add_here(Constant<1>());
+    }
     __syncthreads();
   });
-  for_places([&](size_t at, const float*) {
+  // Here a thread finishes places of others.
+  for_places(Constant<1>(), [&](size_t at, const float*) {
     finish_gradients<A>(x + at, y + at, dx + at, dy + at, plane);
   });
 }
@@ -271,6 +280,7 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
   using Parts = WeightParts<A>;
   constexpr int kBlades = A::blades_of(c), kFirstBlade = A::first(c);
   constexpr int kTriples = Parts::triples(c), kHalf = Parts::half(c);
+  static_assert(kWeightDepth * kTile == 2 * kPairThreads);
   float* const planes = shared;
   float* const results = shared + kTriples * kBlades * kWeightPlane;
   const TileWarp warp;
@@ -285,21 +295,21 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
                      n + row < end);
     }
     copy_async_commit();
-#pragma unroll 1
-    for (int e = threadIdx.x; e < kWeightDepth * kTile; e += kPairThreads) {
-      const int row = e / kTile, f = e % kTile;
-      const int at = n + row < end ? dz.first + n + row : layer.batch;
-      Multivectors<A, 1> left = load_inside<A>(x, at, row0 + f, layer);
-      const Multivectors<A, 1> right = load_inside<A>(y, at, row0 + f, layer);
-      apply_gates(left, right);
-      unroll<0, kTriples>([&](auto i) {
-        constexpr int t = Parts::triple(c, i);
-        unroll<0, kBlades>([&](auto k) {
-          planes[(i * kBlades + k) * kWeightPlane + row * kRowStride + f] =
-              rounded_to_tf32(sum_terms<A, Of::result, t, kFirstBlade + k>(left, right).v[0]);
-        });
+    const int row = threadIdx.x / (kTile / 2), f = threadIdx.x % (kTile / 2) * 2;
+    const int at = n + row < end ? dz.first + n + row : layer.batch;
+    Multivectors<A, 2> left = load_two<A>(x, at, row0 + f, layer);
+    const Multivectors<A, 2> right = load_two<A>(y, at, row0 + f, layer);
+    apply_gates(left, right);
+    unroll<0, kTriples>([&](auto i) {
+      constexpr int t = Parts::triple(c, i);
+      unroll<0, kBlades>([&](auto k) {
+        Pack<2> sum = sum_terms<A, Of::result, t, kFirstBlade + k>(left, right);
+        sum.v[0] = rounded_to_tf32(sum.v[0]);
+        sum.v[1] = rounded_to_tf32(sum.v[1]);
+        float* const to = planes + (i * kBlades + k) * kWeightPlane + row * kRowStride + f;
+        *reinterpret_cast<Pack<2>*>(to) = sum;
       });
-    }
+    });
     copy_async_wait<0>();
     __syncthreads();
     if (warp.group == 0) {
@@ -323,7 +333,7 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
 // blockIdx.z: which grade of the result, and which of `splits` equal shares of the rows, each of
 // which has a sum of its own, one after the other in dw.
 template <typename A>
-__global__ void __launch_bounds__(kPairThreads)
+__global__ void __launch_bounds__(kPairThreads, 2)
     weight_gradient_tiles(const float* x, const float* y, ResultGradients dz, float* dw, int splits,
                           bool adds, Layer layer) {
   extern __shared__ __align__(128) float shared[];
@@ -412,26 +422,6 @@ __global__ void __launch_bounds__(kCrewCols)
 }
 
 #if HOPPER_CODE
-// Two neighbouring features of all blades, 0 where there is nothing.
-template <typename A>
-__device__ __forceinline__ Multivectors<A, 2> load_two(const float* from, int n, int f,
-                                                       const Layer& layer) {
-  Multivectors<A, 2> result = {};
-  if (n >= layer.batch || f >= layer.features) return result;
-  const float* at = from + static_cast<size_t>(n) * layer.features + f;
-  if (layer.features % 2 == 0) {
-    unroll<0, A::kBlades>([&](auto k) {
-      result.blade[k] = *reinterpret_cast<const Pack<2>*>(at + k * layer.plane());
-    });
-  } else {
-    unroll<0, A::kBlades>([&](auto k) {
-      result.blade[k].v[0] = at[k * layer.plane()];
-      if (f + 1 < layer.features) result.blade[k].v[1] = at[k * layer.plane() + 1];
-    });
-  }
-  return result;
-}
-
 // The makers: a thread has two features of a row. x and y of the next step are on their way while
 // the planes of this one are made. Rows of a half-warp are every other one of 8, whose pieces of 16
 // bytes, swizzled, are in different banks. Thread 0 has the copy engine bring the weights, of which
@@ -581,13 +571,13 @@ __global__ void HOPPER_CLUSTER(kCluster) __launch_bounds__(kCrewThreads, 1)
   if constexpr (kCluster > 1) cluster_meet();
   const int row0 = blockIdx.x * kCrewRows, col0 = blockIdx.y * kCrewCols;
   if (warp_of_block() < kMakers / 32) {
-    registers_shrink_to<104>();
+    registers_shrink_to<88>();
     unroll<0, kParts<A>>([&](auto part) {
       if (static_cast<int>(blockIdx.z) != part) return;
       make_planes<A, part, kCluster>(shared, x, y, &weights, row0, layer);
     });
   } else {
-    registers_grow_to<152>();
+    registers_grow_to<168>();
     unroll<0, kParts<A>>([&](auto part) {
       if (static_cast<int>(blockIdx.z) != part) return;
       multiply_planes<A, part, kCluster>(shared, z, row0, col0, layer);
@@ -703,12 +693,12 @@ struct TiledBackward {
 
 template <typename A, int kCluster>
 struct Crews {
-  explicit Crews(const Tensors& tensors)
+  Crews(const Tensors& tensors, const Buffer<float>& kept)
       : of(tensors),
         cols((of.layer.features + kCrewCols - 1) / kCrewCols),
         steps((of.layer.features + 7) / 8),
         weights(of.problem.output<float>(static_cast<size_t>(rows()) * kSliceFloats)),
-        inverses(of.problem.output<float>(static_cast<size_t>(A::kGrades) * of.layer.batch)) {
+        inverses(kept) {
     allow_shared_bytes(forward_crews<A, kCluster>, kBytes);
   }
   double bytes() const { return weights.bytes() + inverses.bytes(); }
@@ -751,9 +741,8 @@ void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
         .occupies(of.bytes() + crews.bytes())
         .hopper_only();
   };
-  add_crews("two crews", Crews<A, 1>(of));
-  add_crews("clusters of 2", Crews<A, 2>(of));
-  add_crews("clusters of 4", Crews<A, 4>(of));
+  add_crews("two crews", Crews<A, 1>(of, tiled.inverses));
+  add_crews("clusters of 2", Crews<A, 2>(of, tiled.inverses));
 }
 
 template <typename A>
@@ -774,6 +763,16 @@ void add_backward(const Tensors& of, const Gradients& d, const std::shared_ptr<C
       .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
       .occupies(ends + tiled.bytes())
       .needs(80);
+  const Crews<A, 2> crews(of, tiled.forward.inverses);
+  const auto crews_and_tiles = [=] {
+    crews.forward();
+    tiled.forward.round();
+    tiled.backward();
+  };
+  problem.kernel("clusters, tiles", Role::ours, crews_and_tiles)
+      .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
+      .occupies(ends + tiled.bytes() + crews.weights.bytes())
+      .hopper_only();
 }
 
 template <int p, int q, int r>

@@ -86,6 +86,26 @@ __device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int
   return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
 }
 
+// Two neighbouring features of all blades, 0 where there is nothing.
+template <typename A>
+__device__ __forceinline__ Multivectors<A, 2> load_two(const float* from, int n, int f,
+                                                       const Layer& layer) {
+  Multivectors<A, 2> result = {};
+  if (n >= layer.batch || f >= layer.features) return result;
+  const float* at = from + static_cast<size_t>(n) * layer.features + f;
+  if (layer.features % 2 == 0) {
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k] = *reinterpret_cast<const Pack<2>*>(at + k * layer.plane());
+    });
+  } else {
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k].v[0] = at[k * layer.plane()];
+      if (f + 1 < layer.features) result.blade[k].v[1] = at[k * layer.plane() + 1];
+    });
+  }
+  return result;
+}
+
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
 
 /// Matrices of weights, TF32, with `stride` rows and columns, a multiple of 64 that is at least
@@ -163,10 +183,24 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
   dw[at] = sum;
 }
 
-// What triple t's planes add to the sums of x and y, in memory where dx and dy will be. The sums of
-// a grade start with its first triple. d: the planes' gradients at one place, `pitch`
-// from plane to plane.
-template <typename A, int t>
+// Packs of W neighbouring features of one grade's blades, `pitch` apart; aligned to their size.
+template <int grade, typename A, int W>
+__device__ __forceinline__ void load_packs(Multivectors<A, W>& to, const float* from,
+                                           size_t pitch) {
+  unroll<A::first(grade), A::first(grade + 1)>(
+      [&](auto k) { to.blade[k] = *reinterpret_cast<const Pack<W>*>(from + k * pitch); });
+}
+template <int grade, typename A, int W>
+__device__ __forceinline__ void store_packs(float* to, const Multivectors<A, W>& from,
+                                            size_t pitch) {
+  unroll<A::first(grade), A::first(grade + 1)>(
+      [&](auto k) { *reinterpret_cast<Pack<W>*>(to + k * pitch) = from.blade[k]; });
+}
+
+// What triple t's planes add to the sums of x and y, in memory where dx and dy will be, at W
+// neighbouring features. The sums of a grade start with its first triple. d: the planes' gradients
+// at the same place, `pitch` from plane to plane. All loads come before the first store.
+template <typename A, int t, int W>
 __device__ __forceinline__ void add_plane_gradients(const float* d, int pitch, const float* x,
                                                     const float* y, float* dx, float* dy,
                                                     size_t plane) {
@@ -178,19 +212,23 @@ __device__ __forceinline__ void add_plane_gradients(const float* d, int pitch, c
     }
     return true;
   }();
-  Multivectors<A, 1> left, right, part;  // only one grade of each
-  load_grade<grades.x>(left, x, plane);
-  load_grade<grades.y>(right, y, plane);
   constexpr int first = A::first(grades.result);
-  load_grade<grades.result>(part, d - first * pitch, pitch);
+  Multivectors<A, W> left, right, part, sum_x, sum_y;  // only one grade of each
+  load_packs<grades.x>(left, x, plane);
+  load_packs<grades.y>(right, y, plane);
+  if constexpr (!is_first_of_x) load_packs<grades.x>(sum_x, dx, plane);
+  if constexpr (!is_first_of_y) load_packs<grades.y>(sum_y, dy, plane);
+  load_packs<grades.result>(part, d - first * pitch, pitch);
   unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
-    const float sum = sum_terms<A, Of::x, t, i>(part, right).v[0];
-    dx[i * plane] = is_first_of_x ? sum : dx[i * plane] + sum;
+    if constexpr (is_first_of_x) sum_x.blade[i] = empty_sum<W>();
+    add(sum_x.blade[i], sum_terms<A, Of::x, t, i>(part, right));
   });
   unroll<A::first(grades.y), A::first(grades.y + 1)>([&](auto j) {
-    const float sum = sum_terms<A, Of::y, t, j>(part, left).v[0];
-    dy[j * plane] = is_first_of_y ? sum : dy[j * plane] + sum;
+    if constexpr (is_first_of_y) sum_y.blade[j] = empty_sum<W>();
+    add(sum_y.blade[j], sum_terms<A, Of::y, t, j>(part, left));
   });
+  store_packs<grades.x>(dx, sum_x, plane);
+  store_packs<grades.y>(dy, sum_y, plane);
 }
 
 // From the sums S_i of sign y_j d and T_j of sign x_i d, in place: with the gates g and h of x and
@@ -199,17 +237,20 @@ template <typename A>
 __device__ __forceinline__ void finish_gradients(const float* x, const float* y, float* dx,
                                                  float* dy, size_t plane) {
   const Multivectors<A, 1> left = load<A>(x, plane), right = load<A>(y, plane);
+  const Multivectors<A, 1> sum_x = load<A>(dx, plane), sum_y = load<A>(dy, plane);
   const Gates<1> gates(left.blade[0], right.blade[0]);
   const float both = gates.product().v[0];
   float along_x = 0, along_y = 0;
   unroll<0, A::kBlades>([&](auto i) {
-    along_x += left.blade[i].v[0] * dx[i * plane];
-    along_y += right.blade[i].v[0] * dy[i * plane];
-    dx[i * plane] *= both;
-    dy[i * plane] *= both;
+    along_x += left.blade[i].v[0] * sum_x.blade[i].v[0];
+    along_y += right.blade[i].v[0] * sum_y.blade[i].v[0];
   });
-  dx[0] += gate_slope(left.blade[0].v[0]) * gates.y.v[0] * along_x;
-  dy[0] += gate_slope(right.blade[0].v[0]) * gates.x.v[0] * along_y;
+  along_x *= gate_slope(left.blade[0].v[0]) * gates.y.v[0];
+  along_y *= gate_slope(right.blade[0].v[0]) * gates.x.v[0];
+  unroll<0, A::kBlades>([&](auto i) {
+    dx[i * plane] = both * sum_x.blade[i].v[0] + (i == 0 ? along_x : 0);
+    dy[i * plane] = both * sum_y.blade[i].v[0] + (i == 0 ? along_y : 0);
+  });
 }
 
 // Weight gradients: a block has all triples of one grade c of the result, half of them (up to 3) each

@@ -74,11 +74,19 @@ struct UnfusedConnected {
     return x.bytes() + y.bytes() + planes.bytes() +
            (of.layer.normed ? z.bytes() + inverses.bytes() : 0);
   }
+  // Of the host's own tables: functions that the kernels call are the compiler's to evaluate.
+  static int first_blade(int c) { return A::kTables.first[c]; }
+  static int blades_of_grade(int c) { return A::kTables.first[c + 1] - A::kTables.first[c]; }
+  static int result(int t) { return A::kTables.triple[t].result; }
   /// Where triple t's planes, weights and results start, and the rows of its product.
-  size_t planes_of(int t) const { return Planes<A>::first(t) * of.layer.plane(); }
+  size_t planes_of(int t) const {
+    int before = 0;
+    for (int i = 0; i < t; ++i) before += blades_of_grade(result(i));
+    return before * of.layer.plane();
+  }
   size_t weights_of(int t) const { return t * (of.w.size() / A::kTriples); }
-  size_t results_of(int t) const { return A::first(Planes<A>::result(t)) * of.layer.plane(); }
-  int rows_of(int t) const { return Planes<A>::count(t) * of.layer.batch; }
+  size_t results_of(int t) const { return first_blade(result(t)) * of.layer.plane(); }
+  int rows_of(int t) const { return blades_of_grade(result(t)) * of.layer.batch; }
 
   void forward() const {
     const Layer& layer = of.layer;
@@ -88,16 +96,16 @@ struct UnfusedConnected {
     multiply_pairs<A><<<blocks, 256>>>(x, y, planes, layer);
     bool started[A::kGrades] = {};
     for (int t = 0; t < A::kTriples; ++t) {
-      bool& adds = started[Planes<A>::result(t)];
+      bool& adds = started[result(t)];
       library_product(*blas, planes + planes_of(t), kPlain, of.w + weights_of(t), kPlain,
                       adds ? 1 : 0, z + results_of(t), rows_of(t), layer.features, layer.features);
       adds = true;
     }
     for (int c = 0; layer.normed && c < A::kGrades; ++c) {
-      const size_t start = A::first(c) * layer.plane();
+      const size_t start = first_blade(c) * layer.plane();
       normalize_grade<<<layer.batch, 256>>>(z + start, of.out + start,
                                             inverses + static_cast<size_t>(c) * layer.batch,
-                                            A::blades_of(c), layer);
+                                            blades_of_grade(c), layer);
     }
   }
 
@@ -121,10 +129,10 @@ struct UnfusedConnectedBackward {
     const UnfusedConnected<A>& f = forward;
     const Layer& layer = f.of.layer;
     for (int c = 0; layer.normed && c < A::kGrades; ++c) {
-      const size_t start = A::first(c) * layer.plane();
+      const size_t start = f.first_blade(c) * layer.plane();
       normalize_grade_gradient<<<layer.batch, 256>>>(
           f.z + start, d.d_out + start, f.inverses + static_cast<size_t>(c) * layer.batch,
-          dz + start, A::blades_of(c), layer);
+          dz + start, f.blades_of_grade(c), layer);
     }
     for (int t = 0; t < A::kTriples; ++t) {
       library_product(*f.blas, f.planes + f.planes_of(t), kTransposed, dz + f.results_of(t), kPlain,
