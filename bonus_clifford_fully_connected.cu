@@ -21,7 +21,9 @@
 //     unfused          planes in memory, a product of cuBLAS for each triple, norms; what stands in
 //                      common/connected_unfused.cuh
 //     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
-//     two crews        on Hopper: two warpgroups make planes while two others multiply, with wgmma
+//     two crews        on Hopper: a warpgroup makes planes while two others multiply, with wgmma
+//     clusters of 2    the same, and two blocks share what they fetch of the weights
+//     clusters, tiles  that forward, and backward in tiles
 //
 // Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with y
 // and x and adds up as soon as a tile of them is done, and dw[t] = sum over k of P_t,k^T dz_k, a
@@ -37,6 +39,7 @@
 #include "common/clifford.cuh"
 #include "common/clifford.h"
 #include "common/connected.cuh"
+#include "common/connected_slices.cuh"
 #include "common/connected_unfused.cuh"
 #include "common/hopper.cuh"
 #include "common/tf32_tiles.cuh"
@@ -125,79 +128,6 @@ __global__ void __launch_bounds__(kTileThreads)
     if (static_cast<int>(blockIdx.z) == part)
       forward_tile<A, part>(x, y, w, z, stride, shared, layer);
   });
-}
-
-// dz of some rows of the batch, `first` to `first` + `rows` - 1: blades `pitch` elements apart, rows
-// `stride`, in whole tiles of 64 rows and 128 columns, in TF32, with zeros where there is nothing.
-struct ResultGradients {
-  const float* data;
-  int first, rows, stride;
-  size_t pitch;
-};
-
-constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
-constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
-
-// The tile (64 rows, 128 features, half of them each group of warps) of dz_k w^T for the kBlades
-// blades k from `dz` on, to shared memory, kGradientStride apart. Steps take 32 features of the
-// result, one while the next one comes.
-template <int kBlades>
-__device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
-                                                const ResultGradients& of, int features,
-                                                float* shared) {
-  constexpr int kStage = (kBlades + 2) * kTile * kGradientDepth;
-  static_assert(2 * kStage * sizeof(float) <= kGradientTileBytes);
-  const TileWarp warp;
-  const auto fetch = [&](int step) {
-    float* const to = shared + step % 2 * kStage;
-#pragma unroll
-    for (int i = threadIdx.x; i < (kBlades + 2) * kTile * 8; i += kPairThreads) {
-      const int row = i / 8, piece = i % 8, blade = row / kTile;
-      const float* from = blade < kBlades
-                              ? dz + blade * of.pitch
-                              : w + static_cast<size_t>(blade - kBlades) * kTile * of.stride;
-      copy_async<16>(
-          to + TileWarp::place<8>(row, piece),
-          from + static_cast<size_t>(row % kTile) * of.stride + step * kGradientDepth + piece * 4,
-          true);
-    }
-    copy_async_commit();
-  };
-  TileSum sums[kBlades] = {};
-  const int steps = (features + kGradientDepth - 1) / kGradientDepth;
-  fetch(0);
-  for (int step = 0; step < steps; ++step) {
-    if (step + 1 < steps) {
-      fetch(step + 1);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
-    }
-    __syncthreads();
-    const float* tile = shared + step % 2 * kStage;
-#pragma unroll
-    for (int k = 0; k < kGradientDepth; k += 8) {
-      unsigned b[4][2];
-      warp.load_right_transposed<8>(b, tile + (kBlades + warp.group) * kTile * kGradientDepth, k);
-#pragma unroll
-      for (int blade = 0; blade < kBlades; ++blade) {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          unsigned a[4];
-          warp.load_left<8>(a, tile + blade * kTile * kGradientDepth, m, k);
-          TileWarp::multiply(sums[blade][m], a, b);
-        }
-      }
-    }
-    __syncthreads();
-  }
-#pragma unroll
-  for (int blade = 0; blade < kBlades; ++blade) {
-    warp.for_results(sums[blade], [&](int row, int col, float value) {
-      shared[(blade * kTile + row) * kGradientStride + warp.group * kTile + col] = value;
-    });
-  }
-  __syncthreads();
 }
 
 // dx and dy of a tile, triple by triple. The planes' gradients exist in shared memory only; the
@@ -297,17 +227,14 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
     copy_async_commit();
     const int row = threadIdx.x / (kTile / 2), f = threadIdx.x % (kTile / 2) * 2;
     const int at = n + row < end ? dz.first + n + row : layer.batch;
-    Multivectors<A, 2> left = load_two<A>(x, at, row0 + f, layer);
-    const Multivectors<A, 2> right = load_two<A>(y, at, row0 + f, layer);
+    Multivectors<A, 2> left = load_neighbours<A, 2>(x, at, row0 + f, layer);
+    const Multivectors<A, 2> right = load_neighbours<A, 2>(y, at, row0 + f, layer);
     apply_gates(left, right);
     unroll<0, kTriples>([&](auto i) {
       constexpr int t = Parts::triple(c, i);
       unroll<0, kBlades>([&](auto k) {
-        Pack<2> sum = sum_terms<A, Of::result, t, kFirstBlade + k>(left, right);
-        sum.v[0] = rounded_to_tf32(sum.v[0]);
-        sum.v[1] = rounded_to_tf32(sum.v[1]);
-        float* const to = planes + (i * kBlades + k) * kWeightPlane + row * kRowStride + f;
-        *reinterpret_cast<Pack<2>*>(to) = sum;
+        store_rounded(planes + (i * kBlades + k) * kWeightPlane + row * kRowStride + f,
+                      sum_terms<A, Of::result, t, kFirstBlade + k>(left, right));
       });
     });
     copy_async_wait<0>();
@@ -348,84 +275,18 @@ __global__ void __launch_bounds__(kPairThreads, 2)
 
 // ---- Two crews ----------------------------------------------------------------------------------
 
-// The instructions of wgmma take both operands from shared memory, rows along k, 128 bytes each, of
-// which a step of k, 8 floats, is a quarter: four "slices", which may be of four different
-// matrices. A slice of planes is that of one triple: rows are its planes' (up to 3 blades, 64 rows
-// of the batch each), so that one instruction multiplies all planes that share the weights. Weights
-// are the left operand, 64 columns of the result: z comes out transposed, a warpgroup has 64
-// columns of 4 blades of 64 rows, 128 sums a thread.
+// Slices of planes and weights, as wgmma reads them: common/connected_slices.cuh. The weights are
+// the left operand, so z comes out transposed, and one instruction multiplies all planes of a triple.
 //
-// A block owns 64 rows by 128 columns of 4 blades. Two warpgroups make planes and two multiply, a
+// A block owns 64 rows by 128 columns of 4 blades. One warpgroup makes planes and two multiply, a
 // step (8 features) apart. Per step the tensor cores take 1408 cycles in 3-D; the planes need
 // half as many instructions, and shared memory moves 1.4 times what it can in that time (planes in
 // and out, weights in and out): it is the limit.
-constexpr int kCrewRows = 64, kCrewCols = 128, kMakers = 256, kCrewThreads = kMakers + 256;
-constexpr int kPlaneStages = 2, kWeightStages = 3, kSliceFloats = 32;
-
-// Where the slices of a part are. Weights: slice number 10 g + slot of consumer g, in boxes of 64
-// rows. Planes: for each grade, slice number triples(c) stage + i, in boxes of 64 blades(c) rows.
-template <typename A>
-struct CrewMemory {
-  static constexpr int kTriples = Part<A, 0>::kTriples;
-  static_assert(2 * kTriples % 4 == 0 && kParts<A> <= 2);
-  static constexpr int kWeightRows = 2 * kTriples / 4 * 64;  // of a stage
-  static constexpr int kWeightFloats = kWeightRows * kSliceFloats;
-
-  template <int part>
-  __host__ __device__ static constexpr int plane_floats(int end) {
-    int sum = 0;
-    for (int c = Part<A, part>::kFirstGrade; c < end; ++c) {
-      const int boxes = (kPlaneStages * Part<A, part>::triples(c) + 3) / 4;
-      sum += boxes * A::blades_of(c) * kCrewRows * kSliceFloats;
-    }
-    return sum;
-  }
-  static constexpr int kPlaneFloats = plane_floats<0>(Part<A, 0>::kEndGrade);
-
-  float weights[kWeightStages][kWeightFloats];
-  float planes[kPlaneFloats];
-  Barrier planes_full[kPlaneStages], planes_empty[kPlaneStages];
-  Barrier weights_full[kWeightStages], weights_empty[kWeightStages];
-};
-
-// The weights as CrewMemory has them, rounded: for each part, 128 columns and step of k, the rows of
-// a stage. A thread makes 8 floats of k of one column, for each triple.
-template <typename A>
-__global__ void __launch_bounds__(kCrewCols)
-    arrange_weights(const float* w, float* to, int features) {
-  const int step = blockIdx.x, column = blockIdx.y * kCrewCols + threadIdx.x;
-  const int consumer = threadIdx.x / 64, row = threadIdx.x % 64;
-  const size_t stage =
-      (static_cast<size_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + step;
-  unroll<0, kParts<A>>([&](auto part) {
-    using Own = Part<A, part>;
-    if (static_cast<int>(blockIdx.z) != part) return;
-    Own::for_triples([&](auto c, auto i) {
-      constexpr int t = Own::triple(c, i), slot = Own::before(c) + i;
-      float eight[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int k = 8 * step + e;
-        const bool inside = k < features && column < features;
-        eight[e] =
-            inside ? rounded_to_tf32(w[(static_cast<size_t>(t) * features + k) * features + column])
-                   : 0;
-      }
-      const int slice = consumer * Own::kTriples + slot;
-      float4* const at = reinterpret_cast<float4*>(
-          to + (stage * CrewMemory<A>::kWeightRows + slice / 4 * 64 + row) * kSliceFloats +
-          slice % 4 * 8);
-      at[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
-      at[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
-    });
-  });
-}
-
 #if HOPPER_CODE
-// The makers: a thread has two features of a row. x and y of the next step are on their way while
-// the planes of this one are made. Rows of a half-warp are every other one of 8, whose pieces of 16
-// bytes, swizzled, are in different banks. Thread 0 has the copy engine bring the weights, of which
-// each block of the cluster fetches its share for all.
+// The makers: a thread has four features of a row. x and y of the next step are on their way while
+// the planes of this one are made. Of 8 neighbouring lanes' rows every other one is another, whose
+// pieces of 16 bytes, swizzled, are in different banks. One thread has the copy engine bring the
+// weights, of which each block of the cluster fetches its share for all.
 template <typename A, int part, int kCluster>
 __device__ __forceinline__ void make_planes(CrewMemory<A>& shared, const float* x, const float* y,
                                             const CUtensorMap* weights, int row0, Layer layer) {
@@ -451,17 +312,17 @@ __device__ __forceinline__ void make_planes(CrewMemory<A>& shared, const float* 
     }
     incoming.advance();
   };
-  const int warp = warp_of_block(), lane = threadIdx.x % 32, pair = lane % 4;
-  const int row = warp * 8 + lane / 4 % 4 * 2 + lane / 16;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32, half = lane % 2;
+  const int row = warp * 16 + lane / 8 % 2 + lane / 2 % 4 * 2 + lane / 16 * 8;
   const bool fetches = warp == 0 && elect_one();
   if (fetches) fetch_weights(0);
-  Multivectors<A, 2> left = load_two<A>(x, row0 + row, 2 * pair, layer);
-  Multivectors<A, 2> right = load_two<A>(y, row0 + row, 2 * pair, layer);
+  Multivectors<A, 4> left = load_neighbours<A, 4>(x, row0 + row, 4 * half, layer);
+  Multivectors<A, 4> right = load_neighbours<A, 4>(y, row0 + row, 4 * half, layer);
   Ring<kPlaneStages> ring;
   for (int step = 0; step < steps; ++step, ring.advance()) {
-    const int next = 8 * (step + 1) + 2 * pair;
-    const Multivectors<A, 2> next_left = load_two<A>(x, row0 + row, next, layer);
-    const Multivectors<A, 2> next_right = load_two<A>(y, row0 + row, next, layer);
+    const int next = 8 * (step + 1) + 4 * half;
+    const Multivectors<A, 4> next_left = load_neighbours<A, 4>(x, row0 + row, next, layer);
+    const Multivectors<A, 4> next_right = load_neighbours<A, 4>(y, row0 + row, next, layer);
     apply_gates(left, right);
     barrier_wait(&shared.planes_empty[ring.stage], ring.parity ^ 1);
     if (fetches && step + 1 < steps) fetch_weights(step + 1);
@@ -472,12 +333,10 @@ __device__ __forceinline__ void make_planes(CrewMemory<A>& shared, const float* 
       constexpr int start = Memory::template plane_floats<part>(c);
       const int slice = triples * ring.stage + i;
       float* const to = shared.planes + start + (slice / 4 * kRows + row) * kSliceFloats +
-                        ((slice % 4 * 2 + pair / 2) ^ row % 8) * 4 + pair % 2 * 2;
+                        ((slice % 4 * 2 + half) ^ row % 8) * 4;
       unroll<first, A::first(c + 1)>([&](auto k) {
-        Pack<2> sum = sum_terms<A, Of::result, t, k>(left, right);
-        sum.v[0] = rounded_to_tf32(sum.v[0]);
-        sum.v[1] = rounded_to_tf32(sum.v[1]);
-        *reinterpret_cast<Pack<2>*>(to + (k - first) * kCrewRows * kSliceFloats) = sum;
+        store_rounded(to + (k - first) * kCrewRows * kSliceFloats,
+                      sum_terms<A, Of::result, t, k>(left, right));
       });
     });
     shared_fence();
@@ -571,13 +430,13 @@ __global__ void HOPPER_CLUSTER(kCluster) __launch_bounds__(kCrewThreads, 1)
   if constexpr (kCluster > 1) cluster_meet();
   const int row0 = blockIdx.x * kCrewRows, col0 = blockIdx.y * kCrewCols;
   if (warp_of_block() < kMakers / 32) {
-    registers_shrink_to<88>();
+    registers_shrink_to<152>();
     unroll<0, kParts<A>>([&](auto part) {
       if (static_cast<int>(blockIdx.z) != part) return;
       make_planes<A, part, kCluster>(shared, x, y, &weights, row0, layer);
     });
   } else {
-    registers_grow_to<168>();
+    registers_grow_to<176>();
     unroll<0, kParts<A>>([&](auto part) {
       if (static_cast<int>(blockIdx.z) != part) return;
       multiply_planes<A, part, kCluster>(shared, z, row0, col0, layer);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/algebra.cuh"
+#include "common/async_copy.cuh"
 #include "common/clifford.cuh"
 #include "common/tf32_tiles.cuh"
 
@@ -86,27 +87,37 @@ __device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int
   return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
 }
 
-// Two neighbouring features of all blades, 0 where there is nothing.
-template <typename A>
-__device__ __forceinline__ Multivectors<A, 2> load_two(const float* from, int n, int f,
-                                                       const Layer& layer) {
-  Multivectors<A, 2> result = {};
+__device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
+
+// W neighbouring features of all blades, 0 where there is nothing.
+template <typename A, int W>
+__device__ __forceinline__ Multivectors<A, W> load_neighbours(const float* from, int n, int f,
+                                                              const Layer& layer) {
+  Multivectors<A, W> result = {};
   if (n >= layer.batch || f >= layer.features) return result;
   const float* at = from + static_cast<size_t>(n) * layer.features + f;
-  if (layer.features % 2 == 0) {
+  if (layer.features % W == 0) {
     unroll<0, A::kBlades>([&](auto k) {
-      result.blade[k] = *reinterpret_cast<const Pack<2>*>(at + k * layer.plane());
+      result.blade[k] = *reinterpret_cast<const Pack<W>*>(at + k * layer.plane());
     });
   } else {
     unroll<0, A::kBlades>([&](auto k) {
-      result.blade[k].v[0] = at[k * layer.plane()];
-      if (f + 1 < layer.features) result.blade[k].v[1] = at[k * layer.plane() + 1];
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        if (f + e < layer.features) result.blade[k].v[e] = at[k * layer.plane() + e];
+      }
     });
   }
   return result;
 }
 
-__device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
+// The packs of a plane, in TF32.
+template <int W>
+__device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) pack.v[e] = rounded_to_tf32(pack.v[e]);
+  *reinterpret_cast<Pack<W>*>(to) = pack;
+}
 
 /// Matrices of weights, TF32, with `stride` rows and columns, a multiple of 64 that is at least
 /// `features`; what is beyond these is 0. A thread copies an element.
@@ -278,3 +289,76 @@ struct WeightParts {
     return most;
   }
 };
+
+// dz of some rows of the batch, `first` to `first` + `rows` - 1: blades `pitch` elements apart, rows
+// `stride`, in whole tiles of 64 rows and 128 columns, in TF32, with zeros where there is nothing.
+struct ResultGradients {
+  const float* data;
+  int first, rows, stride;
+  size_t pitch;
+};
+
+constexpr int kGradientDepth = 32, kGradientCols = 2 * kTile, kGradientStride = kGradientCols + 8;
+constexpr int kGradientTileBytes = 3 * kTile * kGradientStride * sizeof(float);
+
+// The tile (64 rows, 128 features, half of them each group of warps) of dz_k w^T for the kBlades
+// blades k from `dz` on, to shared memory, kGradientStride apart. Steps take 32 features of the
+// result, one while the next one comes.
+template <int kBlades>
+__device__ __forceinline__ void plane_gradients(const float* dz, const float* w,
+                                                const ResultGradients& of, int features,
+                                                float* shared) {
+  constexpr int kStage = (kBlades + 2) * kTile * kGradientDepth;
+  static_assert(2 * kStage * sizeof(float) <= kGradientTileBytes);
+  const TileWarp warp;
+  const auto fetch = [&](int step) {
+    float* const to = shared + step % 2 * kStage;
+#pragma unroll
+    for (int i = threadIdx.x; i < (kBlades + 2) * kTile * 8; i += kPairThreads) {
+      const int row = i / 8, piece = i % 8, blade = row / kTile;
+      const float* from = blade < kBlades
+                              ? dz + blade * of.pitch
+                              : w + static_cast<size_t>(blade - kBlades) * kTile * of.stride;
+      copy_async<16>(
+          to + TileWarp::place<8>(row, piece),
+          from + static_cast<size_t>(row % kTile) * of.stride + step * kGradientDepth + piece * 4,
+          true);
+    }
+    copy_async_commit();
+  };
+  TileSum sums[kBlades] = {};
+  const int steps = (features + kGradientDepth - 1) / kGradientDepth;
+  fetch(0);
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) {
+      fetch(step + 1);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    __syncthreads();
+    const float* tile = shared + step % 2 * kStage;
+#pragma unroll
+    for (int k = 0; k < kGradientDepth; k += 8) {
+      unsigned b[4][2];
+      warp.load_right_transposed<8>(b, tile + (kBlades + warp.group) * kTile * kGradientDepth, k);
+#pragma unroll
+      for (int blade = 0; blade < kBlades; ++blade) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          unsigned a[4];
+          warp.load_left<8>(a, tile + blade * kTile * kGradientDepth, m, k);
+          TileWarp::multiply(sums[blade][m], a, b);
+        }
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int blade = 0; blade < kBlades; ++blade) {
+    warp.for_results(sums[blade], [&](int row, int col, float value) {
+      shared[(blade * kTile + row) * kGradientStride + warp.group * kTile + col] = value;
+    });
+  }
+  __syncthreads();
+}
