@@ -162,10 +162,10 @@ BARRIERS = [
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
-    (CONNECTED, "planes in tiles", "forward_tile(", 2, CONNECTED_ARGUMENTS),
-    (CONNECTED, "planes in tiles", "plane_gradients(", 3, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
-    (CONNECTED, "planes in tiles", "weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
 ]
 
 
