@@ -25,8 +25,8 @@
 //     clusters of 2    the same, and two blocks share what they fetch of the weights
 //     clusters, tiles  that forward, and backward in tiles
 //
-// Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with y
-// and x and adds up as soon as a tile of them is done, and dw[t] = sum over k of P_t,k^T dz_k, a
+// Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
+// y and x and adds up as soon as a tile of them is done, and dw[t] = sum over k of P_t,k^T dz_k, a
 // product whose left operand is made on the way in again. No plane ever is in memory. What is, of
 // whatever batch: the weights once more, in TF32, and dz of as many rows as fit into 64 MiB; and,
 // per row, what divided each of its grades (16 bytes, next to a row's 32 features).
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kPairThreads, 2)
 // ---- Two crews ----------------------------------------------------------------------------------
 
 // Slices of planes and weights, as wgmma reads them: common/connected_slices.cuh. The weights are
-// the left operand, so z comes out transposed, and one instruction multiplies all planes of a triple.
+// the left operand: z comes out transposed, and one instruction multiplies all planes of a triple.
 //
 // A block owns 64 rows by 128 columns of 4 blades. One warpgroup makes planes and two multiply, a
 // step (8 features) apart. Per step the tensor cores take 1408 cycles in 3-D; the planes need

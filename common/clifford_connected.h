@@ -2,7 +2,7 @@
 // grade triple has a matrix of weights (features, features) instead of a weight per feature. For
 // one triple at a time it makes the planes of products that the lesson's kernels avoid:
 //
-//     P_t,k = sum over i, j with e_i e_j = sign e_k of  sign x'_i y'_j       z_k = sum of P_t,k w[t]
+//     P_t,k = sum over i, j with e_i e_j = sign e_k of  sign x'_i y'_j    z_k = sum of P_t,k w[t]
 //     d_t,k = dz_k w[t]^T             dx'_i += sign y'_j d_t,k    dy'_j += sign x'_i d_t,k
 //     dw[t] = sum over k of P_t,k^T dz_k
 #pragma once

@@ -264,8 +264,8 @@ __device__ __forceinline__ void finish_gradients(const float* x, const float* y,
   });
 }
 
-// Weight gradients: a block has all triples of one grade c of the result, half of them (up to 3) each
-// of its two groups of warps.
+// Weight gradients: a block has all triples of one grade c of the result, and each of its two
+// groups of warps has half of them, up to 3.
 template <typename A>
 struct WeightParts {
   __host__ __device__ static constexpr int triples(int c) {
@@ -290,8 +290,8 @@ struct WeightParts {
   }
 };
 
-// dz of some rows of the batch, `first` to `first` + `rows` - 1: blades `pitch` elements apart, rows
-// `stride`, in whole tiles of 64 rows and 128 columns, in TF32, with zeros where there is nothing.
+// dz of some rows of the batch, `first` to `first` + `rows` - 1: blades `pitch` elements apart,
+// rows `stride`, in whole tiles of 64 rows and 128 columns, in TF32; zeros where there is nothing.
 struct ResultGradients {
   const float* data;
   int first, rows, stride;

@@ -39,8 +39,8 @@ struct CrewMemory {
   Barrier weights_full[kWeightStages], weights_empty[kWeightStages];
 };
 
-// The weights as CrewMemory has them, rounded: for each part, 128 columns and step of k, the rows of
-// a stage. A thread makes 8 floats of k of one column, for each triple.
+// The weights as CrewMemory has them, rounded: for each part, 128 columns and step of k, the rows
+// of a stage. A thread makes 8 floats of k of one column, for each triple.
 template <typename A>
 __global__ void __launch_bounds__(kCrewCols)
     arrange_weights(const float* w, float* to, int features) {
