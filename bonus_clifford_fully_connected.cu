@@ -641,7 +641,12 @@ int run_lesson(Lesson& lesson) {
   const auto blas = std::make_shared<Cublas>();
   for (const CliffordReference& size : tables.sizes()) {
     const double flops = 2.0 * Planes<A>::kCount * size.shape().features;
-    add_forward<A>(tables.forward(size, flops), blas);
+    const Tensors forward = tables.forward(size, flops);
+    add_forward<A>(forward, blas);
+    if (!lesson.flag("--sweep")) {
+      forward.problem.compare("two crews", "unfused",
+                              "Forward with planes on the way in: % times as fast.");
+    }
     if (lesson.flag("--turned")) continue;
     const auto [of, d] = tables.backward(size, 3 * flops);
     add_backward<A>(of, d, blas, lesson.device());

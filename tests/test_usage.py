@@ -394,4 +394,4 @@ def test_rows_that_need_hopper_say_so_elsewhere(lesson):
     assert result.rc == 0, result.stdout + result.stderr
     unable = result.stdout.count("needs a GPU of compute capability 9.0")
     assert f"All {len(rows) - unable} kernels verified" in result.stdout
-    assert (unable > 0) == bool(re.match(r"3_|6_|7_|8_|9_matmul|10_", lesson))
+    assert (unable > 0) == bool(re.match(r"3_|6_|7_|8_|9_matmul|10_|bonus_clifford", lesson))
