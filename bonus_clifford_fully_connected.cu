@@ -29,7 +29,7 @@
 // y and x and adds up as soon as a tile of them is done, and dw[t] = sum over k of P_t,k^T dz_k, a
 // product whose left operand is made on the way in again. No plane ever is in memory. What is, of
 // whatever batch: the weights once more, in TF32, and dz of as many rows as fit into 64 MiB; and,
-// per row, what divided each of its grades (16 bytes, next to a row's 32 features).
+// per row, what divided each of its grades (16 bytes; the row itself has 32 for each feature).
 //
 // The algebra is lesson 10's, common/algebra.cuh; which triples and planes a block has is worked
 // out in common/connected.cuh, when this is compiled.
