@@ -504,7 +504,10 @@ __device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float*
                                                        const Layer& layer) {
   const size_t partial = static_cast<size_t>(blockIdx.x / place.blocks) * shape.rows() + place.row;
   float* to = partials + partial * A::kTriples * layer.features + place.start + place.first;
-  unroll<0, A::kTriples>([&](auto t) { place.store(to + t * layer.features, dw[t], place.count); });
+  unroll<0, A::kTriples>([&](auto t) {
+    place.store(to, dw[t], place.count);
+    to += layer.features;
+  });
 }
 
 // Backward with the same three. One reduction serves both sums of a row. A thread's features are
@@ -1093,8 +1096,10 @@ int main(int argc, char** argv) {
   if (lesson.choice("--algebra") == TEXT(ALGEBRA)) return run_lesson<ALGEBRA>(lesson);
 #endif
   if (lesson.choice("--algebra") == "2,0,0") return run_lesson<2, 0, 0>(lesson);
+#ifndef FEW_ALGEBRAS  // which halves the time that it takes to compile, for tests
   if (lesson.choice("--algebra") == "3,0,1") return run_lesson<3, 0, 1>(lesson);
   if (lesson.choice("--algebra") == "1,3,0") return run_lesson<1, 3, 0>(lesson);
   if (lesson.choice("--algebra") == "4,1,0") return run_lesson<4, 1, 0>(lesson);
+#endif
   return run_lesson<3, 0, 0>(lesson);
 }

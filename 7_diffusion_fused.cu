@@ -41,18 +41,17 @@
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0. The
 // CPU backend runs all.
 
-#include <cuda/atomic>
 #include <deque>
 #include <vector>
 
 #include "common/async_copy.cuh"
 #include "common/diffusion.h"
+#include "common/diffusion_one_launch.cuh"
 #include "common/early_launch.cuh"
 #include "common/fragments.cuh"
 #include "common/lesson.h"
 #include "common/mma.cuh"
 #include "common/numerics.h"
-#include "common/tiles.cuh"
 
 using bf16 = __nv_bfloat16;
 
@@ -71,13 +70,6 @@ constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
 // by mass, as large as x, the exponentials and s. Only the slices (fp32) and the spectrum are in
 // memory. Each kernel is launched early (common/early_launch.cuh): its blocks take their places
 // while the kernel before it ends.
-
-// Two pairs of bf16, multiplied and rounded.
-__device__ inline unsigned multiply2(unsigned a, unsigned b) {
-  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
-                                         *reinterpret_cast<const __nv_bfloat162*>(&b));
-  return *reinterpret_cast<const unsigned*>(&product);
-}
 
 // A block owns kE x kW elements of the spectrum, a warp kWarpE x kWarpW of them, in registers. Per
 // step it needs kV rows of the basis (kE columns of them) and of the values (kW columns), and of
@@ -375,330 +367,48 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // The blocks of a cluster share rows. Each has kColumns columns of x, so there are as many as W
 // asks for, up to 8; and all have the whole basis, of up to kEigen columns, which they fetch
 // together, each its part, by multicast. What E and W do not fill is zero.
-constexpr int kMostEigen = 256, kMostWidth = 512;
-
-template <int kEigen, int kColumns, int kStages>
-struct OneLaunchShared {
-  static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
-  LeftTile<bf16, 64> basis[kStages][kSteps];  // 64 rows, all columns
-  union {
-    RightTile<bf16, kColumns> x[kStages];  // first product
-    struct {
-      RightTile<bf16, kColumns> spectrum[kSteps];
-      Box<bf16, 64> out[2][kBoxes];  // a tile of each consumer
-    } second;
-  };
-  alignas(128) bf16 mass[kStages][64];
-  Barrier full[kStages], empty[kStages], spare;
-};
-
-// A block fetches the basis for its cluster in boxes of this many rows.
-constexpr int kMulticastRows = 32;
-
-#if HOPPER_CODE
-// Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
-__device__ inline float2 pair_at(const bf16* matrix, int rows, int cols, int row, int col) {
-  if (row >= rows || col >= cols) return float2{};
-  return __bfloat1622float2(
-      *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
-}
-#endif
-
-// Blocks of a producer and two consumer warpgroups. In the first product a consumer has kEigen / 2
-// rows of the spectrum, all kColumns columns, and both work on every tile; in the second product
-// they take turns, tile by tile, so that one multiplies while the other writes out. Three spare
-// warps beside the producer work on the sum of all: they zero the next launch's and, backward, add
-// dSpectral and compute dTimes.
 //
-// What the blocks share in memory is zero before the first launch; a launch leaves it ready for the
-// next one with the same template arguments and W, whatever V and the grid are. One launch at a
-// time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the lower
-// half how many have come, in the upper half how many launches there were. all_totals (2, blocks,
-// kEigen, kColumns): launches use the two sums in turn, and zero the other one.
+// The steps are in common/diffusion_one_launch.cuh, a function each, in this order.
 template <Pass kPass, int kEigen, int kColumns, int kStages>
-__global__ void __launch_bounds__(384, 1)
-    diffusion_one_launch(const __grid_constant__ CUtensorMap x,
-                         const __grid_constant__ CUtensorMap basis,
-                         const __grid_constant__ CUtensorMap mass,
-                         const __grid_constant__ CUtensorMap out,
-                         const __grid_constant__ CUtensorMap spectral, const Operands operands,
-                         unsigned* all_arrivals, float4* all_totals) {
+__global__ void __launch_bounds__(kOneLaunchThreads, 1)
+    diffusion_one_launch(const __grid_constant__ DiffusionMaps maps, const Operands operands,
+                         unsigned* arrivals, float4* totals) {
 #if HOPPER_CODE
-  using Shared = OneLaunchShared<kEigen, kColumns, kStages>;
-  using Part = Sum<kColumns>;
-  constexpr int kSteps = Shared::kSteps, kBoxes = Shared::kBoxes;
-  constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
+  using Part = MeshPart<kEigen, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const Part part(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
-  const int E = operands.E, W = operands.W;
-  const int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
-  const int col0 = rank * kColumns;
-  const int64_t all_tiles = (operands.V + 63) / 64;
-  const int first = static_cast<int>(all_tiles * group / groups);
-  const int tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
-
-  // A block reads this before it arrives, and the number changes when the last one has arrived: all
-  // blocks of a launch read the same.
-  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-  Counter arrivals(all_arrivals[rank]);
-  const unsigned start = arrivals.load(cuda::memory_order_relaxed) & 0xffff0000;
-  const auto all_have_arrived = [&] {
-    return arrivals.load(cuda::memory_order_acquire) - start >= static_cast<unsigned>(groups);
-  };
-  // The shares of a block's columns add up in the layout of the registers that hold them: quad
-  // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
-  constexpr int kQuads = kEigen * kColumns / 4;
-  const int turn = start >> 16 & 1;
-  float4* totals = all_totals + (turn * blocks + rank) * kQuads;
-
-  uint32_t parities = 0;  // bit s: that of the next phase of stage s
-  const auto wait = [&](Barrier* barriers, int s) {
-    barrier_wait(&barriers[s], parities >> s & 1);
-    parities ^= 1u << s;
-  };
-  // The producer's loads: 64 rows of x, and of the basis with their masses.
-  const auto expect = [&](int s, int bytes) { barrier_arrive_expect(&shared.full[s], bytes); };
-  const auto load_x = [&](int t, uint64_t policy) {
-    const int s = t % kStages, row = 64 * (first + t);
-    for (int box = 0; box < kBoxes; ++box) {
-      tensor_load(&shared.x[s].boxes[box], &x, row, col0 + kBoxCols * box, &shared.full[s], policy);
-    }
-  };
-  const auto load_basis = [&](int t) {
-    const int s = t % kStages, row = 64 * (first + t);
-    tensor_load(shared.mass[s], &mass, row, &shared.full[s]);
-    for (int part = rank; part < kSteps * 64 / kMulticastRows; part += blocks) {
-      const int step = part * kMulticastRows / 64, within = part * kMulticastRows % 64;
-      tensor_load_multicast(shared.basis[s][step].row(within), &basis, row + within, kStepK * step,
-                            &shared.full[s], static_cast<uint16_t>((1 << blocks) - 1));
-    }
-  };
-  constexpr int kBasisBytes = sizeof shared.basis[0] + sizeof shared.mass[0];
-  constexpr int kFirstBytes = kBasisBytes + sizeof shared.x[0];
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 2 * blocks);
-    }
-    barrier_init(&shared.spare, 96);
-    barrier_init_fence();
-    expect(0, kFirstBytes);
-    load_x(0, evict_first());
-  }
-  const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-  const int warp = thread / 32, lane = thread % 32;
+  const Meeting<Part> meeting(part, arrivals, totals);
+  if (threadIdx.x == 0) load_x(part, 0);
   cluster_meet();
 
+  Phases<kStages> phases;
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();
     if (threadIdx.x == 0) {
-      for (int t = 0; t < tiles; ++t) {
-        if (t >= kStages) wait(shared.empty, t % kStages);
-        if (t > 0) {
-          expect(t % kStages, kFirstBytes);
-          load_x(t, evict_first());  // x is not needed again, the basis is
-        }
-        load_basis(t);
-      }
-      for (int t = tiles - 1 - kStages; t >= 0; --t) {
-        wait(shared.empty, t % kStages);
-        expect(t % kStages, kBasisBytes);
-        load_basis(t);
-      }
-    } else if (threadIdx.x >= 32) {
-      // The three spare warps. The work is divided among those of all groups.
-      const int worker = 3 * group + warp - 1;
-      float4* next = all_totals + ((turn ^ 1) * blocks + rank) * kQuads;
-      for (int i = 32 * worker + lane; i < kQuads; i += 96 * groups) next[i] = float4{};
+      load_forth(part, phases);
+      load_back<kStages>(part, phases);
+    } else if (threadIdx.x >= 32) {  // the spare warps
+      zero_totals(part, meeting.next_totals);
       if constexpr (kPass == Pass::backward) {
-        // For the quads that hold 8 columns: the lane has two of them, and two rows of each 16.
-        const auto visit_columns = [&](auto visit) {
-          for (int j = worker; j < kColumns / 8; j += 3 * groups) {
-            const int col = col0 + 8 * j + 2 * (lane % 4);
-            float2 sum = {};
-#pragma unroll 2
-            for (int i = 0; i < kEigen / 16; ++i) {
-              visit(totals + (i * kColumns / 8 + j) * 32 + lane, 16 * i + lane / 4, col, sum);
-            }
-#pragma unroll
-            for (int lanes = 4; lanes < 32; lanes *= 2) {
-              sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
-              sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
-            }
-            if (lane < 4 && col < W) {
-              *reinterpret_cast<uint32_t*>(operands.d_times + col) = pack2<bf16>(sum.x, sum.y);
-            }
-          }
-        };
-        visit_columns([&](float4* quad, int row, int col, float2&) {
-          const float2 upper = pair_at(operands.d_spectral, E, W, row, col);
-          const float2 lower = pair_at(operands.d_spectral, E, W, row + 8, col);
-          atomicAdd(quad, make_float4(upper.x, upper.y, lower.x, lower.y));
-        });
-        barrier_arrive(&shared.spare);  // the block arrives when they have added, too
-        while (!all_have_arrived()) {
+        add_d_spectral(part, meeting.totals);
+        barrier_arrive(&part.shared.spare);
+        while (!meeting.all_have_arrived()) {
         }
-        visit_columns([&](float4* quad, int row, int col, float2& sum) {
-          const float4 s = __ldcg(quad);
-          const float2 upper = pair_at(operands.spectral, E, W, row, col);
-          const float2 lower = pair_at(operands.spectral, E, W, row + 8, col);
-          const float e0 = row < E ? __bfloat162float(operands.evalues[row]) : 0;
-          const float e1 = row + 8 < E ? __bfloat162float(operands.evalues[row + 8]) : 0;
-          sum.x -= e0 * s.x * upper.x + e1 * s.z * lower.x;
-          sum.y -= e0 * s.y * upper.y + e1 * s.w * lower.y;
-        });
+        store_d_times(part, meeting.totals);
       }
     }
   } else {
     registers_grow_to<224>();
-    const auto release = [&](int s) {
-      if (thread < blocks) barrier_arrive(&shared.empty[s], thread);
-    };
-    // exp(-evalue time) of the thread's elements, while the first tiles are on their way.
-    float factors[kTiles][kColumns / 2];
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-      const int row0 = 64 * (kTiles * consumer + m) + Part::row(0);
-      const float upper = row0 < E ? __bfloat162float(operands.evalues[row0]) : 0;
-      const float lower = row0 + 8 < E ? __bfloat162float(operands.evalues[row0 + 8]) : 0;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const float2 times = pair_at(operands.times, 1, W, 0, col0 + Part::col(4 * j));
-        factors[m][4 * j] = damping(upper, times.x);
-        factors[m][4 * j + 1] = damping(upper, times.y);
-        factors[m][4 * j + 2] = damping(lower, times.x);
-        factors[m][4 * j + 3] = damping(lower, times.y);
-      }
-    }
-
-    Part share[kTiles];
-    for (int t = 0; t < tiles; ++t) {
-      const int s = t % kStages;
-      wait(shared.full, s);
-      uint32_t a[kTiles][4][4];
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const int row = 16 * k + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
-          ldmatrix_x4_trans(a[m][k],
-                            &shared.basis[s][kTiles * consumer + m].elements[swizzled(row, piece)]);
-          if constexpr (kPass == Pass::forward) {
-            const auto* factor =
-                reinterpret_cast<const unsigned*>(shared.mass[s] + 16 * k + 2 * (lane % 4));
-            a[m][k][0] = multiply2(a[m][k][0], factor[0]);
-            a[m][k][1] = multiply2(a[m][k][1], factor[0]);
-            a[m][k][2] = multiply2(a[m][k][2], factor[4]);
-            a[m][k][3] = multiply2(a[m][k][3], factor[4]);
-          }
-        }
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma<bf16>(share[m].elements, a[m][k], shared.x[s].operand(k), t > 0 || k > 0);
-        }
-      }
-      wgmma_commit();
-      wgmma_wait<0>();
-      if (t + kStages < tiles) release(s);
-    }
-
-    const auto quad = [&](int m, int j) {
-      return totals + ((4 * (kTiles * consumer + m) + warp) * kColumns / 8 + j) * 32 + lane;
-    };
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const float* four = share[m].elements + 4 * j;
-        atomicAdd(quad(m, j), make_float4(four[0], four[1], four[2], four[3]));
-      }
-    }
-    named_barrier(4, 256);
-    if (threadIdx.x == 128) {
-      if constexpr (kPass == Pass::backward) barrier_wait(&shared.spare, 0);
-      const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - start;
-      if (before + 1 == static_cast<unsigned>(groups)) {
-        // The last one: on to the next launch's number.
-        arrivals.fetch_add(0x10000 - groups, cuda::memory_order_relaxed);
-      } else {
-        while (!all_have_arrived()) {
-        }
-      }
-    }
-    named_barrier(4, 256);
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const float4 total = __ldcg(quad(m, j));
-        float* four = share[m].elements + 4 * j;
-        const float* factor = factors[m] + 4 * j;
-        four[0] = factor[0] * total.x;
-        four[1] = factor[1] * total.y;
-        four[2] = factor[2] * total.z;
-        four[3] = factor[3] * total.w;
-      }
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        share[m].store(shared.second.spectrum[kTiles * consumer + m].boxes[box], kBoxCols * box,
-                       [&](int i) { return share[m].elements[i]; });
-      }
-    }
-    shared_fence();
-    named_barrier(4, 256);
-    if (kPass == Pass::forward && group == 0 && threadIdx.x == 128) {
-      for (int step = 0; step < kSteps; ++step) {
-        for (int box = 0; box < kBoxes; ++box) {
-          tensor_store(&spectral, kStepK * step, col0 + kBoxCols * box,
-                       &shared.second.spectrum[step].boxes[box]);
-        }
-      }
-      tensor_store_commit();
-    }
-
-    Part sum;
-    for (int t = tiles - 1; t >= 0; --t) {
-      const int s = t % kStages;
-      if (s % 2 != consumer) continue;
-      if (t + kStages < tiles) wait(shared.full, s);
-      float above = 1, below = 1;
-      if constexpr (kPass == Pass::backward) {
-        above = __bfloat162float(shared.mass[s][Part::row(0)]);
-        below = __bfloat162float(shared.mass[s][Part::row(2)]);
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        sum.start_product(shared.basis[s][step], 0, shared.second.spectrum[step], step > 0);
-      }
-      wgmma_wait<0>();
-      if (thread == 0) tensor_store_wait_read<0>();
-      named_barrier(1 + consumer, 128);  // the masses have been read, too
-      if (t >= kStages) {                // for both consumers
-        release(s);
-        release(s);
-      }
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        sum.store(shared.second.out[consumer][box], kBoxCols * box,
-                  [&](int i) { return (i / 2 % 2 ? below : above) * sum.elements[i]; });
-      }
-      shared_fence();
-      named_barrier(1 + consumer, 128);
-      if (thread == 0) {
-        for (int box = 0; box < kBoxes; ++box) {
-          tensor_store(&out, 64 * (first + t), col0 + kBoxCols * box,
-                       &shared.second.out[consumer][box]);
-        }
-        tensor_store_commit();
-      }
-    }
-    if (thread == 0) tensor_store_wait_read<0>();
+    SpectrumShare<Part::kTiles, kColumns> share;
+    damping_factors(part, share);  // while the first tiles are on their way
+    project<kPass>(part, share, phases);
+    add_to_totals(part, share, meeting.totals);
+    meet<kPass>(part, meeting);
+    damp_spectrum<kPass>(part, share, meeting.totals);
+    expand<kPass, kStages>(part, phases);
   }
 #endif
 }
@@ -778,7 +488,8 @@ void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
 
 template <Pass kPass, int kEigen, int kColumns, int kStages>
 void add_one_launch(DiffusionProblem& table) {
-  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages>), kThreads = 384;
+  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages>);
+  constexpr int kThreads = kOneLaunchThreads;
   const auto [V, E, W] = table.shape;
   const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages>;
   allow_shared_bytes(kernel, kBytes);
@@ -794,14 +505,10 @@ void add_one_launch(DiffusionProblem& table) {
   const auto totals = table.problem.workspace<float>(2 * kEigen * kColumns * blocks);
   const auto launch = [=, V = V, E = E, W = W, &table] {
     const Operands in = table.operands();
-    const CUtensorMap x = tensor_map<bf16>(in.values, V, W, 64);
-    const CUtensorMap basis = tensor_map<bf16>(in.basis, V, E, kMulticastRows);
-    const CUtensorMap mass = tensor_map<bf16>(in.mass, V);
-    const CUtensorMap out = tensor_map<bf16>(in.result, V, W, 64);
-    const CUtensorMap spectral = tensor_map<bf16>(in.spectrum, E, W, 64);
+    const DiffusionMaps maps(in);
     launch_clusters(diffusion_one_launch<kPass, kEigen, kColumns, kStages>, blocks, true,
-                    dim3(blocks, clusters), kThreads, kBytes, x, basis, mass, out, spectral, in,
-                    arrivals.data(), reinterpret_cast<float4*>(totals.data()));
+                    dim3(blocks, clusters), kThreads, kBytes, maps, in, arrivals.data(),
+                    reinterpret_cast<float4*>(totals.data()));
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()

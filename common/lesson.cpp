@@ -617,7 +617,7 @@ void Lesson::State::prepare(Problem& problem) {
     storage->allocate();
     CUDA_CHECK(cudaMemsetAsync(storage->data, 0, storage->count * storage->element_bytes));
   }
-  if (problem.adjust_inputs_) problem.adjust_inputs_();
+  for (const auto& adjust : problem.adjust_inputs_) adjust();
   progress.show(problem.name_ + ": reference");
   problem.compute_reference_();
   CUDA_CHECK(cudaDeviceSynchronize());
@@ -641,6 +641,7 @@ void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>&
     launch(kernel);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
+    if (kernel.collect) kernel.collect();
     kernel.ok = kernel.ok || !kernel.ran;
     kernel.ran = true;
     for (const Check& check : checks) {
@@ -698,6 +699,7 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   std::deque<Graph> graphs;
   if (timing == Timing::graph) {
     for (const Kernel* kernel : timed) {
+      if (kernel->time) continue;
       const Graph& graph = graphs.emplace_back(kernel->launch, calls);
       launches[kernel] = [&graph] { graph.launch(); };
     }
@@ -706,6 +708,7 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   Event start, stop;
   SmClock clock;
   const auto time_one = [&](const Kernel* kernel) {
+    if (kernel->time && device.backend == "cuda") return kernel->time(timing);
     start.record();
     launches[kernel]();
     stop.record();
@@ -1087,6 +1090,9 @@ int Lesson::run() {
   int selected = 0;
   for (const Problem& problem : state.problems) {
     for (const Kernel& kernel : problem.kernels_) selected += state.selected(kernel);
+  }
+  if (selected == 0 && state.kernel_pattern.empty()) {
+    fail(kDeviceCannot, "every kernel of this lesson needs a GPU of compute capability 9.0 (H100)");
   }
   if (selected == 0) {
     fail(kBadUsage, "no kernel that this device can run matches --kernel '%s' (see --list)",

@@ -134,9 +134,13 @@ struct Kernel {
   Work work;                     ///< the problem's, unless is_step() changes it
   std::vector<Check> checks;     ///< the problem's, unless is_step() changes them
   std::function<void()> before;  ///< makes the inputs of a step; not timed
-  double memory_bytes = 0;       ///< device memory that this way of computing needs; 0: not stated
-  int needs_cc = 0;              ///< least compute capability of a GPU, times 10
-  bool hopper = false;           ///< and it must be 9.0
+  /// Of work on several devices: brings all results to where the checks look, not timed; and what
+  /// one launch takes, in milliseconds (of Timing::graph, each of kGraphCalls).
+  std::function<void()> collect;
+  std::function<float(Timing)> time;
+  double memory_bytes = 0;  ///< device memory that this way of computing needs; 0: not stated
+  int needs_cc = 0;         ///< least compute capability of a GPU, times 10
+  bool hopper = false;      ///< and it must be 9.0
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
   /// that `compute_reference` puts into `reference`.
@@ -216,7 +220,7 @@ class Problem {
     return result;
   }
   /// Called when the inputs are filled, before the reference is computed: may change them.
-  void adjust_inputs(std::function<void()> adjust) { adjust_inputs_ = std::move(adjust); }
+  void adjust_inputs(std::function<void()> adjust) { adjust_inputs_.push_back(std::move(adjust)); }
   /// Zeros when the first kernel starts, and never touched between kernels: for what each
   /// launch leaves ready for the next one.
   template <typename T>
@@ -278,7 +282,7 @@ class Problem {
   Rate rate_{};
   Timing timing_ = Timing::cold;
   Storages inputs_, outputs_, references_, workspaces_;
-  std::function<void()> adjust_inputs_;
+  std::vector<std::function<void()>> adjust_inputs_;
   double scratch_bytes_ = 0;
   std::function<void()> compute_reference_;
   std::vector<Check> checks_;

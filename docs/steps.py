@@ -30,11 +30,12 @@ LADDERS = {
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
     "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],
     "9_matmul_softmax": [
-        "fused_rows", "fused_narrow_rows", "all_columns", "column_tiles", "cluster_columns",
-        "exchange_columns",
+        "fused_rows", "fused_narrow_rows", "all_columns", "narrow_columns", "column_tiles",
+        "cluster_columns", "exchange_columns",
     ],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
     "bonus_clifford_fully_connected": ["forward_tiles", "forward_crews"],
+    "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],
     "bonus_matmul_A_stationary": ["matmul_atomic", "matmul_tile_stationary"],
 }
 DIFFERENT = 0.1  # of the lines are the same: below that a difference says nothing

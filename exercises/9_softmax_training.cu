@@ -8,7 +8,7 @@
 // Lesson 9 is the forward pass. These are its exercises, solved: what a reader may try next. Each
 // table compares with cuBLAS, and a kernel for what cuBLAS does not do.
 //
-//     cross-entropy   the loss and its gradient, in the launch of the product
+//     cross-entropy   the loss and its gradient, beside the softmax
 //     heads           W has C columns for each of H heads: a softmax for each head of a row
 //     fp16            x and W in fp16: the same kernel, half the bytes, the other instruction
 //     backward        dx and dW of any loss, from that loss's gradient of probs
@@ -121,21 +121,36 @@ __device__ void add_products(Sums& sums, const T* left, const T* right) {
   }
 }
 
-// The whole sum. While a step is multiplied the elements of the next one are on their way to
+// A slice of the sum's `depth` steps along k: number `index` of `count`. A tile of 64 x 64 is
+// little work, and few of them leave most of a GPU idle. So the blocks of several slices share a
+// tile.
+struct Slice {
+  int index, count;
+
+  template <typename T>
+  __device__ int begin(int depth, int i) const {
+    const int steps = (depth + Tiles<T>::kStep - 1) / Tiles<T>::kStep;
+    return min(depth, static_cast<int>(static_cast<int64_t>(steps) * i / count) * Tiles<T>::kStep);
+  }
+};
+
+// The sum over a slice. While a step is multiplied the elements of the next one are on their way to
 // registers; in shared memory there is room for two steps, so one barrier a step is enough: when a
 // step is stored, all warps are done with the one before the last. kLeftAlongK, kRightAlongK: along
 // which index neighbours in memory lie.
 template <typename T, bool kLeftAlongK, bool kRightAlongK, class Left, class Right>
-__device__ void multiply(Sums& sums, Tiles<T>& tiles, int depth, const Left& left,
+__device__ void multiply(Sums& sums, Tiles<T>& tiles, int depth, Slice slice, const Left& left,
                          const Right& right) {
+  const int first = slice.begin<T>(depth, slice.index),
+            end = slice.begin<T>(depth, slice.index + 1);
   T next_left[Tiles<T>::kEach], next_right[Tiles<T>::kEach];
-  load<T, kLeftAlongK>(next_left, left, 0);
-  load<T, kRightAlongK>(next_right, right, 0);
-  for (int k0 = 0, stage = 0; k0 < depth; k0 += Tiles<T>::kStep, stage ^= 1) {
+  load<T, kLeftAlongK>(next_left, left, first);
+  load<T, kRightAlongK>(next_right, right, first);
+  for (int k0 = first, stage = 0; k0 < end; k0 += Tiles<T>::kStep, stage ^= 1) {
     store<T, kLeftAlongK>(tiles.left[stage], next_left);
     store<T, kRightAlongK>(tiles.right[stage], next_right);
     __syncthreads();
-    if (k0 + Tiles<T>::kStep < depth) {
+    if (k0 + Tiles<T>::kStep < end) {
       load<T, kLeftAlongK>(next_left, left, k0 + Tiles<T>::kStep);
       load<T, kRightAlongK>(next_right, right, k0 + Tiles<T>::kStep);
     }
@@ -157,8 +172,6 @@ struct Results {
   float* out;                   // (B, H, C): logits at first, then probs or dlogits
   const int* labels = nullptr;  // (B): with labels it is cross-entropy, without them softmax
   float* loss = nullptr;        // (B)
-  float2* parts = nullptr;      // (B, H, C / 32): maximum of a part of a row, and its sum
-  unsigned* arrived = nullptr;  // see is_last_block()
 };
 
 // A warp turns a row of logits, whose maximum and sum of exp(logit - largest) it knows, into
@@ -179,31 +192,48 @@ __device__ void finish_row(float largest, float sum, size_t row, int C, const Re
   }
 }
 
-// Beside a library's product: a warp makes of a row of logits what the kernel below makes of it.
-__global__ void finish_rows(Results results, size_t rows, int C) {
+// A warp makes of a row of logits what Results asks for: of one that a library has left in `out`,
+// or of the sum of `slices` rows of `logits` (slices, rows, C), which it adds up 128 columns at a
+// time.
+__global__ void finish_rows(const float* logits, int slices, Results results, size_t rows, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const size_t row = size_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (row >= rows) return;
-  const float* logits = results.out + row * C;
+  float* out = results.out + row * C;
   float largest = minus_infinity(), sum = 0;
+  for (int first = lane; first < C; first += 128) {
+    float v[4] = {};
 #pragma unroll 4
-  for (int col = lane; col < C; col += 32) largest = fmaxf(largest, logits[col]);
+    for (int slice = 0; slice < slices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (first + 32 * i < C) v[i] += logits[(slice * rows + row) * C + first + 32 * i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (first + 32 * i >= C) continue;
+      out[first + 32 * i] = v[i];
+      largest = fmaxf(largest, v[i]);
+    }
+  }
   largest = lanes_max<32>(largest);
+  __syncwarp();  // the lane that takes the label's logit may not be the one that has stored it
 #pragma unroll 4
-  for (int col = lane; col < C; col += 32) sum += expf(logits[col] - largest);
+  for (int col = lane; col < C; col += 32) sum += expf(out[col] - largest);
   finish_row(largest, lanes_sum<32>(sum), row, C, results);
 }
 
-// A block has 64 rows and 64 columns of a head, a warp 16 x 32. Of each row the four lanes that
-// have it find the maximum of the warp's columns and the sum relative to it, and leave both in
-// `parts`, beside the logits. The last block of these rows to end puts the parts of a row together,
-// and finishes it: the logits are still in the L2 cache. This is lesson 9's "fused online" with
-// less care; what is new is how little a loss and its gradient, or heads, add to it.
+// Logits: a block has 64 rows and 64 columns of a head, and the slice blockIdx.y of D; they go to
+// its slice of `logits` (slices, B, H, C). finish_rows() adds the slices up and makes of them what
+// is wanted: this is lesson 9's half fused way, and what is new is how little a loss and its
+// gradient, or heads, add to it.
 //
-// To a softmax each head of a row is a row of its own, and tiles end where a head ends. So blocks
-// of different heads have nothing to tell each other; a head of up to 64 columns is one block's.
+// To a softmax each head of a row is a row of its own. Tiles end where a head ends.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results results) {
+__global__ void __launch_bounds__(kThreads) head_tiles(Layer<T> layer, float* logits) {
   start_next_kernel();
   wait_for_previous_kernel();
   __shared__ Tiles<T> tiles;
@@ -212,9 +242,10 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
   const int group = blockIdx.x / column_tiles;  // of blocks that have the same rows of a head
   const int head = group % H, row0 = group / H * kTile;
   const auto row_of_head = [&](int row) { return static_cast<size_t>(row) * H + head; };
+  const Slice slice{static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y)};
   Sums sums;
   multiply<T, true, false>(
-      sums, tiles, D,
+      sums, tiles, D, slice,
       [&](int line, int k) {
         const bool inside = row0 + line < B && k < D;
         return inside ? layer.x[static_cast<size_t>(row0 + line) * D + k] : T(0);
@@ -223,39 +254,14 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
         const bool inside = col0 + line < C && k < D;
         return inside ? layer.W[(static_cast<size_t>(k) * H + head) * C + col0 + line] : T(0);
       });
-
-  const int first = col0 + warp_col(), parts = (C + kWarpCols - 1) / kWarpCols;
+  logits += static_cast<size_t>(slice.index) * B * H * C;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = row0 + warp_row() + Sums::row(i);
-    float largest = minus_infinity(), sum = 0;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      if (first + Sums::col(j) < C) largest = fmaxf(largest, sums.at(i, j));
+      const int row = row0 + warp_row() + Sums::row(i), col = col0 + warp_col() + Sums::col(j);
+      if (row < B && col < C) logits[row_of_head(row) * C + col] = sums.at(i, j);
     }
-    largest = lanes_max<4>(largest);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int col = first + Sums::col(j);
-      if (row >= B || col >= C) continue;
-      sum += expf(sums.at(i, j) - largest);
-      results.out[row_of_head(row) * C + col] = sums.at(i, j);
-    }
-    sum = lanes_sum<4>(sum);
-    if (threadIdx.x % 4 == 0 && row < B && first < C) {
-      results.parts[row_of_head(row) * parts + first / kWarpCols] = {largest, sum};
-    }
-  }
-  if (!is_last_block(results.arrived + group, column_tiles)) return;
-
-  const int lane = threadIdx.x % 32;
-  for (int row = row0 + threadIdx.x / 32; row < min(B, row0 + kTile); row += kThreads / 32) {
-    const float2* part = results.parts + row_of_head(row) * parts;
-    float largest = minus_infinity(), sum = 0;
-    for (int p = lane; p < parts; p += 32) largest = fmaxf(largest, part[p].x);
-    largest = lanes_max<32>(largest);
-    for (int p = lane; p < parts; p += 32) sum += part[p].y * expf(part[p].x - largest);
-    finish_row(largest, lanes_sum<32>(sum), row_of_head(row), C, results);
   }
 }
 
@@ -271,6 +277,8 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(Layer<T> layer, Results 
 // A warp has a row: s, and dlogits if that is wanted.
 __global__ void backward_rows(const float* probs, const float* dprobs, float* s, float* dlogits,
                               int B, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= B) return;
   const size_t start = static_cast<size_t>(row) * C;
@@ -290,6 +298,10 @@ struct Backward {
   const float* dlogits;  // (B, C): read, and not computed, if it is there
   float *dx, *dW;
   int B, D, C;
+  // dW's sum over B is cut into slices, whose parts go to `partial` (slices, D, C).
+  int slices = 1;
+  float* partial = nullptr;
+  unsigned* arrived = nullptr;  // of each tile of dW, see is_last_block()
 
   __device__ float dlogit(int b, int c) const {
     if (b >= B || c >= C) return 0;
@@ -311,9 +323,12 @@ __device__ void store_sums(Sums& sums, float* out, int row0, int col0, int rows,
 }
 
 // Neither product fills a GPU alone, and neither needs the other one: the first blocks have a tile
-// of dx each, the others one of dW. For dx neighbours in memory lie along k, which is c, in both
-// factors; for dW k is b, and they lie across it in both.
+// of dx each, the others one of dW, or a slice of it. For dx neighbours in memory lie along k,
+// which is c, in both factors; for dW k is b, and they lie across it in both. The sums over B are
+// the longest: the last block of a tile's slices to end adds them up, always in the same order.
 __global__ void __launch_bounds__(kThreads) gradients(Backward given) {
+  start_next_kernel();
+  wait_for_previous_kernel();
   __shared__ Tiles<float> tiles;
   const int B = given.B, D = given.D, C = given.C;
   const int tiles_B = (B + kTile - 1) / kTile, tiles_D = (D + kTile - 1) / kTile;
@@ -322,22 +337,36 @@ __global__ void __launch_bounds__(kThreads) gradients(Backward given) {
   if (number < 0) {
     const int row0 = blockIdx.x / tiles_D * kTile, col0 = blockIdx.x % tiles_D * kTile;
     multiply<float, true, true>(
-        sums, tiles, C, [&](int line, int c) { return given.dlogit(row0 + line, c); },
+        sums, tiles, C, {0, 1}, [&](int line, int c) { return given.dlogit(row0 + line, c); },
         [&](int line, int c) {
           const bool inside = col0 + line < D && c < C;
           return inside ? given.W[static_cast<size_t>(col0 + line) * C + c] : 0;
         });
     store_sums(sums, given.dx, row0, col0, B, D);
-  } else {
-    const int row0 = number / tiles_C * kTile, col0 = number % tiles_C * kTile;
-    multiply<float, false, false>(
-        sums, tiles, B,
-        [&](int line, int b) {
-          const bool inside = row0 + line < D && b < B;
-          return inside ? given.x[static_cast<size_t>(b) * D + row0 + line] : 0;
-        },
-        [&](int line, int b) { return given.dlogit(b, col0 + line); });
-    store_sums(sums, given.dW, row0, col0, D, C);
+    return;
+  }
+  const int tile = number / given.slices, slice = number % given.slices;
+  const int row0 = tile / tiles_C * kTile, col0 = tile % tiles_C * kTile;
+  multiply<float, false, false>(
+      sums, tiles, B, {slice, given.slices},
+      [&](int line, int b) {
+        const bool inside = row0 + line < D && b < B;
+        return inside ? given.x[static_cast<size_t>(b) * D + row0 + line] : 0;
+      },
+      [&](int line, int b) { return given.dlogit(b, col0 + line); });
+  const size_t count = static_cast<size_t>(D) * C;
+  float* to = given.slices == 1 ? given.dW : given.partial + slice * count;
+  store_sums(sums, to, row0, col0, D, C);
+  if (given.slices == 1 || !is_last_block(given.arrived + tile, given.slices)) return;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+    const int row = row0 + i / kTile, col = col0 + i % kTile;
+    if (row >= D || col >= C) continue;
+    float sum = 0;
+    for (int part = 0; part < given.slices; ++part) {
+      sum += given.partial[part * count + static_cast<size_t>(row) * C + col];
+    }
+    given.dW[static_cast<size_t>(row) * C + col] = sum;
   }
 }
 
@@ -375,20 +404,29 @@ void library_gradients(cublasHandle_t blas, const Backward& given) {
                             CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_GEMM_DEFAULT));
 }
 
-// The kernel for softmax, without labels, or for cross-entropy, with them; and what it needs
-// besides the buffers of its table.
+// As many slices as give each multiprocessor two blocks, of kLeast of the sum's terms or more.
+int slices_of(int64_t depth, int64_t tiles, int sms) {
+  constexpr int64_t kLeast = 128;
+  return static_cast<int>(
+      std::clamp<int64_t>(2 * sms / tiles, 1, std::max<int64_t>(1, depth / kLeast)));
+}
+
+// Our product, and finish_rows() after it: for softmax, without labels, or for cross-entropy, with
+// them.
 template <typename T>
-std::function<void(Results)> make_fused(Problem& problem, const SoftmaxShape& shape, int H,
-                                        const Buffer<T>& x, const Buffer<T>& W) {
-  const unsigned groups = blocks(shape.rows, kTile) * H, tiles = blocks(shape.classes, kTile);
-  const auto parts = problem.output<float>(2 * shape.rows * H * blocks(shape.classes, kWarpCols));
-  const auto arrived = problem.workspace<unsigned>(groups);
+std::function<void(Results)> make_half_fused(const Lesson& lesson, Problem& problem,
+                                             const SoftmaxShape& shape, int H, const Buffer<T>& x,
+                                             const Buffer<T>& W) {
+  const unsigned tiles = blocks(shape.rows, kTile) * H * blocks(shape.classes, kTile);
+  const int slices = slices_of(shape.inputs, tiles, lesson.device().sms);
+  const auto logits = problem.output<float>(slices * shape.rows * H * shape.classes);
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);
   return [=](Results results) {
-    results.parts = reinterpret_cast<float2*>(parts.data());
-    results.arrived = arrived;
-    launch_early(fused_tiles<T>, groups * tiles, kThreads, 0, Layer<T>{x, W, B, D, H, C}, results);
+    const size_t rows = static_cast<size_t>(B) * H;
+    launch_early(head_tiles<T>, dim3(tiles, slices), kThreads, 0, Layer<T>{x, W, B, D, H, C},
+                 logits.data());
+    launch_early(finish_rows, blocks(rows, 8), 256, 0, logits.data(), slices, results, rows, C);
   };
 }
 
@@ -448,14 +486,15 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
               [=] {
                 library_product(blas, x, W, dlogits, shape, CUDA_R_32F,
                                 CUBLAS_COMPUTE_32F_FAST_TF32);
-                finish_rows<<<blocks(B, 8), 256>>>(results(), B, C);
+                launch_early(finish_rows, blocks(B, 8), 256, 0, dlogits.data(), 1, results(),
+                             size_t(B), C);
               })
       .needs(80);
-  const auto fused = make_fused<float>(problem, shape, 1, x, W);
-  problem.kernel("fused", Role::ours, [=] { fused(results()); })
+  const auto ours = make_half_fused<float>(lesson, problem, shape, 1, x, W);
+  problem.kernel("half fused", Role::ours, [=] { ours(results()); })
       .needs(80)
-      .resources(fused_tiles<float>, kThreads);
-  problem.compare("fused", "library", name + ": % times as fast as the library.");
+      .resources(head_tiles<float>, kThreads);
+  problem.compare("half fused", "library", name + ": % times as fast as the library.");
 }
 
 // A softmax for each of H heads of C columns: probs (B, H, C).
@@ -482,14 +521,15 @@ void add_heads(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, i
       .kernel("library", Role::library,
               [=] {
                 library_product(blas, x, W, probs, all, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32);
-                finish_rows<<<blocks(rows, 8), 256>>>(Results{.out = probs}, rows, C);
+                launch_early(finish_rows, blocks(rows, 8), 256, 0, probs.data(), 1,
+                             Results{.out = probs}, size_t(rows), C);
               })
       .needs(80);
-  const auto fused = make_fused<float>(problem, shape, H, x, W);
-  problem.kernel("fused heads", Role::ours, [=] { fused({.out = probs}); })
+  const auto ours = make_half_fused<float>(lesson, problem, shape, H, x, W);
+  problem.kernel("heads", Role::ours, [=] { ours({.out = probs}); })
       .needs(80)
-      .resources(fused_tiles<float>, kThreads);
-  problem.compare("fused heads", "library", name + ": % times as fast as the library.");
+      .resources(head_tiles<float>, kThreads);
+  problem.compare("heads", "library", name + ": % times as fast as the library.");
 }
 
 // x and W in fp16, the product in fp16 on tensor cores, logits and softmax in fp32.
@@ -509,12 +549,13 @@ void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   problem.kernel("library", Role::library, [=] {
     library_product(blas, x.data(), W.data(), probs, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
-    finish_rows<<<blocks(B, 8), 256>>>(Results{.out = probs}, B, C);
+    launch_early(finish_rows, blocks(B, 8), 256, 0, probs.data(), 1, Results{.out = probs},
+                 size_t(B), C);
   });
-  const auto fused = make_fused<half>(problem, shape, 1, x, W);
-  problem.kernel("fused", Role::ours, [=] { fused({.out = probs}); })
-      .resources(fused_tiles<half>, kThreads);
-  problem.compare("fused", "library", name + ": % times as fast as the library.");
+  const auto ours = make_half_fused<half>(lesson, problem, shape, 1, x, W);
+  problem.kernel("half fused", Role::ours, [=] { ours({.out = probs}); })
+      .resources(head_tiles<half>, kThreads);
+  problem.compare("half fused", "library", name + ": % times as fast as the library.");
 }
 
 // dx (B, D) and dW (D, C) from dprobs, and from the forward pass's x, W and probs.
@@ -536,7 +577,7 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
   const auto expected_dx = problem.reference(x.size()), expected_dW = problem.reference(W.size());
   problem.adjust_inputs([=] {
     library_product(blas, x, W, probs, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
-    finish_rows<<<blocks(shape.rows, 8), 256>>>(Results{.out = probs}, static_cast<int>(shape.rows),
+    finish_rows<<<blocks(shape.rows, 8), 256>>>(probs, 1, Results{.out = probs}, shape.rows,
                                                 static_cast<int>(shape.classes));
     CUDA_CHECK(cudaGetLastError());
   });
@@ -561,26 +602,36 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
   problem
       .kernel("library", Role::library,
               [=] {
-                backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, nullptr, dlogits, B, C);
+                launch_early(backward_rows, blocks(B, 8), 256, 0, probs.data(), dprobs.data(),
+                             static_cast<float*>(nullptr), dlogits.data(), B, C);
                 library_gradients(blas, {x, W, probs, dprobs, nullptr, dlogits, dx, dW, B, D, C});
               })
       .needs(80);
-  const unsigned tiles = blocks(B, kTile) * blocks(D, kTile) + blocks(D, kTile) * blocks(C, kTile);
+  const unsigned tiles_dx = blocks(B, kTile) * blocks(D, kTile);
+  const unsigned tiles_dW = blocks(D, kTile) * blocks(C, kTile);
+  const int slices = slices_of(B, tiles_dW, lesson.device().sms);
+  const unsigned tiles = tiles_dx + tiles_dW * slices;
+  const auto partial = problem.output<float>(slices > 1 ? slices * W.size() : 1);
+  const auto arrived = problem.workspace<unsigned>(tiles_dW);
   problem
       .kernel("dlogits in memory", Role::ours,
               [=] {
-                const Backward given = {x, W, probs, dprobs, nullptr, dlogits, dx, dW, B, D, C};
-                backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, nullptr, dlogits, B, C);
-                gradients<<<tiles, kThreads>>>(given);
+                const Backward given = {x,  W, probs, dprobs, nullptr, dlogits, dx,
+                                        dW, B, D,     C,      slices,  partial, arrived};
+                launch_early(backward_rows, blocks(B, 8), 256, 0, probs.data(), dprobs.data(),
+                             static_cast<float*>(nullptr), dlogits.data(), B, C);
+                launch_early(gradients, tiles, kThreads, 0, given);
               })
       .needs(80)
       .resources(gradients, kThreads);
   problem
       .kernel("dlogits on the fly", Role::ours,
               [=] {
-                const Backward given = {x, W, probs, dprobs, s, nullptr, dx, dW, B, D, C};
-                backward_rows<<<blocks(B, 8), 256>>>(probs, dprobs, s, nullptr, B, C);
-                gradients<<<tiles, kThreads>>>(given);
+                const Backward given = {x,  W, probs, dprobs, s,      nullptr, dx,
+                                        dW, B, D,     C,      slices, partial, arrived};
+                launch_early(backward_rows, blocks(B, 8), 256, 0, probs.data(), dprobs.data(),
+                             s.data(), static_cast<float*>(nullptr), B, C);
+                launch_early(gradients, tiles, kThreads, 0, given);
               })
       .needs(80)
       .resources(gradients, kThreads);

@@ -38,6 +38,7 @@ class Finding:
 # A place in the source of an exercise, as reports name it, and not in common/.
 _PLACE = r"(?:[\w./-]*/)?([\w-]+\.cu):(\d+)"
 _OWN = rf"(?<![\w/])(?!common/){_PLACE}"
+_BY_ITSELF = "that goes on by itself"
 
 
 def _line(lines, number):
@@ -52,7 +53,7 @@ def _own_line(report, lines):
     if match:
         return f"in {_line(lines, int(match[2]))}"
     if re.search(r"common/cpu/(hopper|async_copies)\.cpp", report):
-        return "by something that goes on by itself: a copy, or a product of a warpgroup"
+        return f"by a copy, or a product of a warpgroup, {_BY_ITSELF}"
     return "in a line that the report does not name"
 
 
@@ -83,7 +84,8 @@ def _wrong(stdout, columns):
     place = f" (row {int(first) // columns}, column {int(first) % columns})" if columns else ""
     where = f" of {result}" if result else ""
     if "nan" in got:
-        said = f"it is NaN, where {expected} is expected; a result is NaN until something is written there"
+        said = (f"it is NaN, where {expected} is expected; so nothing was written there, or it was computed"
+                " from what was not there yet")
     else:
         said = f"it is {got}, where {expected} is expected"
     count = "All" if count == all_of_them else f"{count} of"
@@ -102,11 +104,13 @@ def _race(stderr, lines):
         f"{'an atomic ' if atomic else 'a '}{kind.lower()} {_own_line(stack, lines)}"
         for atomic, kind, stack in accesses[:2]
     ]
-    order = zip(("here first", "then, by another thread,"), reversed(said))
+    alone = said and _BY_ITSELF in said[0]  # what no thread does
+    order = zip(("here first", "then" if alone else "then, by another thread,"), reversed(said))
     return "\n".join([
-        "A race: two threads use the same memory, and nothing says who comes first:",
+        "A race: the same memory is used twice, and nothing says which comes first:",
         *(f"    {when} {what}" for when, what in order),
-        "Nothing makes the second of them wait for the first.",
+        "Nothing makes the second of them wait for the first."
+        + (" A barrier alone may not be enough for what goes on by itself." if alone else ""),
     ])
 
 
@@ -160,7 +164,7 @@ def look_at(rc, stdout, stderr, lines=(), columns=0):
         if "deadlock: " in match[1] or " waits in " in match[1]:
             return Finding("waits", _waits(match[1], lines))
         said, code = _with_lines(match[1], lines)
-        return Finding("error", "\n".join([f"This has no meaning on a GPU: {said}", *code]))
+        return Finding("error", "\n".join([f"A GPU does not define what happens here: {said}", *code]))
     if rc == 1 and "FAILED" in stdout:
         return Finding("wrong", _wrong(stdout, columns))
     if rc == 0:
@@ -207,9 +211,9 @@ def build(target, sanitizer=""):
             step = re.match(r"\[ *\d+/\d+\] CXX .*common/", line)
             if step and not said:
                 said = True
-                _say("    (What all lessons share is not built yet"
+                _say("    (Some of what lessons share is not built yet"
                      + (f" for the {sanitizer} sanitizer" if sanitizer else "")
-                     + ". That takes a minute or two, once.)")
+                     + ". That takes up to two minutes, once.)")
     _say(f"    built in {time.monotonic() - start:.0f} s")
     return "".join(printed) if process.returncode else None
 
@@ -401,7 +405,8 @@ def say_what_to_do(exercise):
     if exercise.is_mistake:
         _say(f"    to mend:  {file}, the kernel of the row '{exercise.kernel}'")
     elif todo and not is_solved:
-        _say(f"    to fill:  {file}, line{'s' if len(todo) > 1 else ''} {' and '.join(todo)}")
+        numbers = " and ".join(filter(None, (", ".join(todo[:-1]), todo[-1])))
+        _say(f"    to fill:  {file}, line{'s' if len(todo) > 1 else ''} {numbers}")
     else:
         _say(f"    yours:    {file}")
 

@@ -244,17 +244,17 @@ EXERCISES = [
     }
   } ring;
 """),),
-        finds="^This has no meaning .*one arrival too many", columns=264, sanitizer="thread",
+        finds="^A GPU does not define .*one arrival too many", columns=264, sanitizer="thread",
     ),
     Exercise(
         "give_back", TENSOR_CORES, "a stage is given back (Hopper)",
-        "specialized", ("264",),
+        "specialized", ("456",),  # twice as many steps as stages: to give back too early shows
         (Cut("matmul_specialized(const __grid_constant__", "if (step > 0 && threadIdx.x % 128 == 0) {",
              "      }", """\
       // TODO: give the stage of the step before back to the producer. Each of the two consumers
       // arrives once.
 """),),
-        finds=r"^A deadlock[\s\S]*barrier_wait\(\)[\s\S]*2 of 2 arrivals", columns=264,
+        finds=r"^A deadlock[\s\S]*barrier_wait\(\)[\s\S]*2 of 2 arrivals", columns=456,
         sanitizer="thread",
     ),
     Exercise(
@@ -281,18 +281,19 @@ EXERCISES = [
     ),
     Exercise(
         "rebase", "9_matmul_softmax", "two parts of a softmax become one",
-        "fused online", ("3", "--inputs", "5", "--classes", "600", "--all"),
+        "fused rows", ("3", "--inputs", "5", "--classes", "600", "--all"),
         (Cut("MaxSum merge(MaxSum a", "return {largest,", "};", """\
   // TODO: a.sum is relative to a.largest, and b.sum to b.largest. What is the sum of both, relative
   // to `largest`?
   return {largest, a.sum + b.sum};
 """),),
         finds="^Wrong from element ", columns=600,
-        gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000"),
+        gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
+        headers=("common/softmax_rows.cuh",),
     ),
     Exercise(
-        "cross_entropy", "9_softmax_training", "a loss and its gradient in the same launch",
-        "fused", ("5", "--inputs", "9", "--classes", "10"),
+        "cross_entropy", "9_softmax_training", "a loss and its gradient beside the softmax",
+        "half fused", ("5", "--inputs", "9", "--classes", "10"),
         (Cut("void finish_row(float", "label = results.labels[row];", "__syncwarp();", """\
     label = results.labels[row];
     // TODO: one lane writes loss[row] = -log(probability of the label). The row's logits are still
@@ -306,13 +307,13 @@ EXERCISES = [
     ),
     Exercise(
         "heads", "9_softmax_training", "a softmax for each head of a row",
-        "fused heads", ("5", "--inputs", "9", "--heads", "3", "--classes", "10"),
-        (Cut("fused_tiles(Layer<T> layer", "const int head = group % H,", "size_t>(row) * H + head; };", """\
+        "heads", ("5", "--inputs", "9", "--heads", "3", "--classes", "10"),
+        (Cut("head_tiles(Layer<T> layer", "const int head = group % H,", "size_t>(row) * H + head; };", """\
   // TODO: which head do the blocks of this group have, and from which row on? And where among the
   // B * H rows of the result is that head of a row?
   const int head = 0, row0 = group * kTile;
   const auto row_of_head = [&](int row) { return static_cast<size_t>(row); };
-"""), Cut("fused_tiles(Layer<T> layer", "return inside ? layer.W[", "", """\
+"""), Cut("head_tiles(Layer<T> layer", "return inside ? layer.W[", "", """\
         // TODO: a row of W has the C columns of each head, one head after the other.
         return inside ? layer.W[static_cast<size_t>(k) * C + col0 + line] : T(0);
 """)),

@@ -8,6 +8,7 @@
     <lesson>.fused.svg         the fused kernel beside the unfused forms, the library, and peers
     <lesson>.shapes.svg        our last kernel's rate against the best library's, over the size
     <lesson>.sweep-....svg     heatmaps of a sweep over batch and features
+    bonus_diffusion_gpus.svg   how much faster two GPUs are than one, and a model of 4 and 8
 
 Peers are the rows of role "peer" in results/<gpu>/<lesson>*.peers.json, in problems of the lesson's
 own names and dims. The same records give the same bytes. With --check nothing is written, and the
@@ -16,6 +17,7 @@ exit code says whether the SVG files are those that the records give.
 import argparse
 import io
 import json
+import math
 import pathlib
 import sys
 
@@ -206,7 +208,8 @@ def draw_roofline(folder):
     """A kernel is a dot at (operations per least possible byte, TFLOP/s); the fastest of a problem
     is a large one, with the lesson's number."""
     runs = [load(path) for path in sorted(folder.glob("*.json"))
-            if path.stem == load(path)["lesson"]]  # default sizes
+            if path.stem == load(path)["lesson"]  # default sizes
+            and "gpus" not in path.stem]  # which has the roofs of several GPUs
     if not runs:
         return None
     peaks, memory = roofs_of(runs)
@@ -427,15 +430,43 @@ def draw_heatmaps(path):
     return svg_of(figure)
 
 
+def times_as_fast(problem):
+    """How many times as fast as the best library of the run our fastest kernel is."""
+    def best(role):
+        return min(k["ms"]["median"] for k in problem["kernels"] if k["role"] == role)
+
+    return best("library") / best("ours")
+
+
+def draw_layers(path, run):
+    """The same for layers: a line for each, from the fewest rows to the most."""
+    problems = sorted(run["problems"], key=lambda problem: [*problem["dims"].values()], reverse=True)
+    figure, axes = plt.subplots(figsize=(12, 0.34 * len(problems) + 1.6))
+    axes.set_xscale("log", base=2)
+    axes.axvline(1, color="black", linewidth=2)
+    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "others")):
+        chosen = [(times_as_fast(problem), line) for line, problem in enumerate(problems)
+                  if all(problem["dims"][each] % 4 == 0 for each in "DC") == aligned]
+        if chosen:
+            axes.plot(*zip(*chosen), marker="o", linestyle="", color=color, label=name)
+    labels = [" x ".join(map(str, problem["dims"].values())) for problem in problems]
+    axes.set_yticks(range(len(problems)), labels, fontsize=11)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("times as fast as the library")
+    axes.grid(True, which="major", alpha=0.35)
+    axes.legend(loc="lower right")
+    axes.set_title(f"{path.stem}, {run['device']['name']}", loc="left")
+    figure.tight_layout()
+    return svg_of(figure)
+
+
 def draw_shapes(path):
-    """How many times as fast as the best library of the run our fastest kernel is, over N."""
+    """How many times as fast as the library we are at each N; or for layers, see draw_layers."""
     run = load(path)
-
-    def best(problem, roles):
-        return min(k["ms"]["median"] for k in problem["kernels"] if k["role"] in roles)
-
-    points = sorted((problem["dims"]["N"], best(problem, ["library"]) / best(problem, ["ours"]))
-                    for problem in run["problems"])
+    if "N" not in run["problems"][0]["dims"]:
+        return draw_layers(path, run)
+    points = sorted((problem["dims"]["N"], times_as_fast(problem)) for problem in run["problems"])
     figure, axes = plt.subplots(figsize=(12, 6))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -458,9 +489,81 @@ def draw_shapes(path):
     return svg_of(figure)
 
 
+# NVLink's rate from one H200 to the others, and what a journey takes at least: half of a flag there
+# and back (docs/gpus.md).
+NVLINK_BYTES_PER_SECOND, JOURNEY_MS = 450e9, 0.6e-3
+
+
+def exchange_model_ms(gpus, measured_ms, numbers):
+    """What the exchange takes on `gpus` GPUs, from what it takes on two. There, each sends all its
+    numbers, 8 bytes each, in one journey. With more it sends each number to one of them, 8 bytes, and
+    that one sends the sum round, 4 bytes: two journeys."""
+    def travel(count, share, bytes_each):
+        return 1e3 * count * share * bytes_each / NVLINK_BYTES_PER_SECOND
+
+    if gpus == 2:
+        return measured_ms
+    share = (gpus - 1) / gpus
+    return measured_ms - travel(numbers, 1, 8) + JOURNEY_MS + travel(numbers, share, 8 + 4)
+
+
+def draw_gpus(folder):
+    """Strong scaling, over V; and weak scaling, over the vertices of each GPU. What is dashed was not
+    measured."""
+    runs = records_of(folder, "bonus_diffusion_gpus")
+    if not runs:
+        return None
+    times = {}  # (V, row) of forward
+    for run in runs:
+        for problem in run["problems"]:
+            for kernel in problem["kernels"] if problem["name"] == "forward" else ():
+                times[problem["dims"]["V"], kernel["name"]] = kernel["ms"]["median"]
+    dims = runs[0]["problems"][0]["dims"]
+    one = {v: ms for (v, row), ms in times.items() if row == "one GPU"}
+    fused = {v: ms for (v, row), ms in times.items() if row == "fused exchange, 2 GPUs"}
+    nccl = {v: ms for (v, row), ms in times.items() if row == "NCCL, 2 GPUs"}
+    measured = sorted(ms - one[v // 2] for v, ms in fused.items())
+    exchange = measured[len(measured) // 2]
+
+    def one_at(v):
+        """Between two sizes that were measured, the time is a power of the size."""
+        below, above = max(x for x in one if x <= v), min(x for x in one if x >= v)
+        if below == above:
+            return one[v]
+        share = math.log(v / below) / math.log(above / below)
+        return one[below] ** (1 - share) * one[above] ** share
+
+    figure, (strong, weak) = plt.subplots(1, 2, figsize=(14, 6.5))
+    for rows, color, name in ((nccl, GREY, "NCCL, 2 GPUs"), (fused, BLUE, "fused, 2 GPUs")):
+        points = sorted((v, one[v] / ms) for v, ms in rows.items())
+        strong.plot(*zip(*points), marker="o", color=color, label=name)
+        points = sorted((v // 2, one[v // 2] / ms) for v, ms in rows.items())
+        weak.plot(*zip(*points), marker="o", color=color, label=name)
+    for gpus, color in ((4, ORANGE), (8, VERMILLION)):
+        ms = exchange_model_ms(gpus, exchange, dims["E"] * dims["W"])
+        points = sorted((v, one[v] / (one_at(v // gpus) + ms))
+                        for v in fused if v // gpus >= min(one))
+        strong.plot(*zip(*points), "--", color=color, label=f"fused, {gpus} GPUs: a model")
+        points = sorted((v, one[v] / (one[v] + ms)) for v in one)
+        weak.plot(*zip(*points), "--", color=color, label=f"fused, {gpus} GPUs: a model")
+    size_axis(strong, sorted(fused), "vertices")
+    size_axis(weak, sorted(v // 2 for v in fused), "vertices of each GPU")
+    strong.set_ylabel("times as fast as one GPU")
+    weak.set_ylabel("one GPU's time for its vertices / all GPUs' time")
+    weak.set_ylim(0, 1.05)
+    for axes in (strong, weak):
+        axes.grid(True, which="major", alpha=0.35)
+        axes.legend(fontsize=14)
+    strong.axhline(1, color="black", linewidth=1.5)
+    figure.suptitle(f"bonus_diffusion_gpus, forward, {runs[0]['device']['name']}", fontsize=18)
+    figure.tight_layout()
+    return svg_of(figure)
+
+
 def draw_all(folder):
     """{path: SVG text} of everything that the records of one GPU are enough for."""
-    plots = {"ladder": draw_ladder(folder), "roofline": draw_roofline(folder)}
+    plots = {"ladder": draw_ladder(folder), "roofline": draw_roofline(folder),
+             "bonus_diffusion_gpus": draw_gpus(folder)}
     for lesson in ("3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"):
         plots[lesson] = draw_sizes(folder, lesson)
     for lesson in FUSED:

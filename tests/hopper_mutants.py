@@ -4,7 +4,8 @@ The mistakes are not listed here but derived from a lesson's source: each call o
 common/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
 helper functions and lambdas. So it is with the product that lessons share, in common/, whose words
 hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
-and once for ThreadSanitizer; MISTAKE in the environment says which one the program makes.
+and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment says which one the
+program makes.
 
     hopper_mutants.py PROGRAM [NUMBER...]   runs a program's mistakes, all or some, and says what finds each
 
@@ -25,11 +26,33 @@ sys.path.insert(0, str(ROOT / "common" / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
 PRODUCT = "hopper_product"
+# Of lesson 7 it has the one launch, too, whose steps are in a header.
+GPUS = "bonus_diffusion_gpus"
 # What is put in the place of the program's #include of it, and has the mistakes.
-HEADERS = {PRODUCT: ("common/product.cuh", "common/tiles.cuh")}
-LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients",
-           "9_matmul_softmax", "10_clifford_gp")
+HEADERS = {
+    PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
+    GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
+    "9_matmul_softmax": ("common/turned_product.cuh",),
+}
+LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
+           "10_clifford_gp", GPUS)
 PROGRAMS = (*LESSONS, PRODUCT)
+# What is found in no list of words: program -> (where, with the piece in parentheses; the mistake).
+# Numbers of another launch or before they have come; sums that nobody waits for, or that are counted
+# before they can be read; a gradient that each GPU adds.
+RELAXED = "cuda::memory_order_relaxed"
+OTHERS = {
+    GPUS: [
+        (r"while \((got\[k\] >> 32 != launch)", "false"),
+        (r"while \((!all_there\(\))\)", "false"),
+        (r"Counter\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),
+        (r"AtSystem<unsigned>\(ready\)\.fetch_add\(1, ([\w:]+)\)", RELAXED),
+        (r"ready\(gpu\)\.load\(([\w:]+)\)", RELAXED),
+        (r"if \((gpus\.me == 0)\)", "true"),
+        (r"return (\(gpus\.parts - adder \+ gpus\.count - 1\) / gpus\.count);", "0"),
+        (r"adder == gpus\.me \? (gpus\.parts) : 0", "0"),
+    ],
+}
 
 # Words that are only ever taken out.
 ONLY_REMOVED = (
@@ -61,8 +84,8 @@ HARMLESS = {
         ("matmul_wgmma", "__syncthreads() without", 1):
             "wgmma_wait() has said that the products of all four warps are done",
     },
-    "7_diffusion_fused": {
-        ("diffusion_one_launch", "tensor_store_commit() without", 0):
+    GPUS: {
+        ("damp_spectrum", "tensor_store_commit() without", 0):
             "the same thread commits when it stores its next tile, and there is one",
     },
     # There are as many stages of tiles as of products, and the second warpgroup gives both back at once.
@@ -107,7 +130,11 @@ RUNS = {
         (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
         (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
     ],
-    "7_diffusion_fused": [(("1400", "--width", "128", "--kernel", "^one launch$"), 4)],
+    GPUS: [
+        (("1400", "--width", "128", "--kernel", "^one GPU$"), 4),
+        (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
+        (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
+    ],
     "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
     "9_matmul_softmax": [
         # Two warpgroups.
@@ -116,6 +143,9 @@ RUNS = {
         # More chunks than stages, rows that no copy of 16 bytes finds, and so many classes that a tile
         # has maxima and sums.
         (("9", "--inputs", "233", "--classes", "4101", "--kernel", "^fused streamed"), 8),
+        # Rows of x that start anywhere; rows with more blocks than run at a time.
+        (("70", "--inputs", "1101", "--classes", "70", "--kernel", "^fused cluster"), 8),
+        (("70", "--inputs", "300", "--classes", "4300", "--kernel", "^fused exchange"), 8),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
@@ -142,9 +172,13 @@ class Mistake:
         return f"{self.number:3} {self.file}:{self.line}, {self.function}: {self.call} {self.change}"
 
 
+_NCCL = re.compile(r"^#if HAS_NCCL\n.*?^#endif  // HAS_NCCL", re.M | re.S)
+
+
 def code_of(text):
-    """The source with blanks for comments and strings."""
-    return _NOT_CODE.sub(_blank, text)
+    """The source with blanks for comments, strings, and what the CPU does not have."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
+    return _NOT_CODE.sub(_blank, _NCCL.sub(blank, text))
 
 
 def _arguments(code, start, end):
@@ -242,17 +276,26 @@ def derive(text, file, before=0):
             call = text[match.start() : close + 1]
             made = add(match.start(), function, call, "without")
             edits.append((match.start(), close + 1, f"({made} ? static_cast<void>(0) : {call})"))
+    for pattern, new in OTHERS.get(Path(file).stem, ()):
+        match = re.search(pattern, code)
+        made = add(match.start(1), "the exchange", match[1], f"as {new}")
+        edits.append((*match.span(1), f"({made} ? ({new}) : ({match[1]}))"))
     return found, edits
 
 
 def source_of(program):
-    return f"tests/{program}.cu" if program in HEADERS else f"{program}.cu"
+    return f"tests/{program}.cu" if program == PRODUCT else f"{program}.cu"
+
+
+def files_of(program):
+    """The files that mistakes are made in."""
+    return (*HEADERS.get(program, ()), *([source_of(program)] if program != PRODUCT else []))
 
 
 @functools.cache
 def mistakes(program):
     found = []
-    for file in HEADERS.get(program, (source_of(program),)):
+    for file in files_of(program):
         found += derive((ROOT / file).read_text(), file, len(found))[0]
     return tuple(found)
 
@@ -298,13 +341,15 @@ static bool makes(int number) {
 
 
 def plant(text, program):
-    """The program's source with all of its mistakes."""
-    if program not in HEADERS:
-        return CHOICE + "#line 1\n" + _planted(text, source_of(program), 0)
+    """The program's source with all of its mistakes, without the choice between them."""
     headers, number = {}, 0
-    for file in HEADERS[program]:
+    for file in files_of(program):
+        if file == source_of(program):
+            text = planted(text, file, number)
+            number += len(derive((ROOT / file).read_text(), file)[0])
+            continue
         header = (ROOT / file).read_text()
-        headers[file] = _planted(header, file, number).replace("#pragma once", "")
+        headers[file] = planted(header, file, number).replace("#pragma once", "")
         number += len(derive(header, file)[0])
 
     def with_headers(text, file):
@@ -316,10 +361,11 @@ def plant(text, program):
                 text = f'{before}#line 1 "{header}"\n{inside}\n#line {next_line} "{file}"{after}'
         return text
 
-    return CHOICE + "#line 1\n" + with_headers(text, source_of(program))
+    return with_headers(text, source_of(program))
 
 
-def _planted(text, file, before):
+def planted(text, file, before=0):
+    """The text of a file with all of its mistakes."""
     _, edits = derive(text, file, before)
     pieces, end = [], 0
     for start, stop, new in _outermost(edits):
@@ -339,15 +385,20 @@ def _outermost(edits):
 # ---- Running them --------------------------------------------------------------------------------
 
 
+def name_of(program):
+    return program if program == PRODUCT else f"{program}_mistakes"
+
+
 def program_of(name, build):
     """The program with the mistakes."""
-    return build / "mutants" / (name if name in HEADERS else f"{name}_hopper")
+    return build / "mutants" / name_of(name)
 
 
 def environment_of(arguments, multiprocessors, repeat=True):
     """Where early launches come in pairs, a wait for the launch before makes a difference. But they
     cannot where the second kernel of a row turns its output into something else, in place."""
-    repeat = repeat and "^fused streamed" not in arguments
+    in_place = "^fused streamed" in arguments or "4300" in arguments
+    repeat = repeat and not in_place
     return {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
             "CUDA_CPU_REPEAT_EARLY_LAUNCHES": str(int(repeat))}
 

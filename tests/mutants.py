@@ -4,7 +4,8 @@ A check that stays silent proves something only if it would have spoken. SConstr
 mutant below from the lesson's source, in the build with the mutant's sanitizer, which
 test_sanitizers.py runs; or, where a wrong result is the mistake, in the plain CPU build for
 test_verification.py. A mistake that no longer fits the source fails the build. To compile a lesson
-takes long, so all of its missing barriers are in one program, whose environment says which.
+takes long, so all of its missing barriers are in one program, whose environment says which; where
+hopper_mutants.py has a program of the lesson, they are in that, with what makes results wrong.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import sys
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common" / "cpu"))
 from cu2cpp import with_headers  # noqa: E402
+import hopper_mutants  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Mutant:
 
     @property
     def program(self):
+        if self.number and self.lesson in hopper_mutants.LESSONS:
+            return hopper_mutants.name_of(self.lesson)
         return f"{self.lesson}_without_a_barrier" if self.number else self.name
 
     def where(self, text):
@@ -61,17 +65,27 @@ def whole(lesson, text):
     return with_headers(text, *HEADERS.get(lesson, ()))
 
 
-def plant(mutants, text):
+def plant(program, lesson, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
-    text = whole(mutants[0].lesson, text)
-    for mutant in sorted(mutants, key=lambda mutant: -mutant.where(text)):
-        at = mutant.where(text)
-        new = f"if (kMistake != {mutant.number}) {mutant.old}" if mutant.number else mutant.new
-        text = text[:at] + new + text[at + len(mutant.old) :]
-    lesson = mutants[0].lesson
-    if lesson in LEAVE_OUT:
-        text = LEAVE_OUT[lesson].sub("", text)
-    return (CHOICE if mutants[0].number else "") + text
+    mutants = [mutant for mutant in MUTANTS if mutant.program == program]
+    choice = CHOICE if any(mutant.number for mutant in mutants) else ""
+    if program == hopper_mutants.name_of(lesson):
+        text, choice = hopper_mutants.plant(text, lesson), hopper_mutants.CHOICE
+    there = hopper_mutants.HEADERS.get(lesson, ())
+    text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
+    places = {}  # (where, what stands there) -> what becomes of it: several mistakes may have one place
+    for mutant in mutants:
+        place = mutant.where(text), mutant.old
+        right = places.get(place, mutant.old)
+        if not mutant.number:
+            places[place] = mutant.new
+        elif mutant.old.endswith(";"):
+            places[place] = f"if (kMistake == {mutant.number}) {{ {mutant.new} }} else {right}"
+        else:
+            places[place] = f"(kMistake == {mutant.number} ? {mutant.new} : {right})"
+    for (at, old), new in sorted(places.items(), reverse=True):
+        text = text[:at] + new + text[at + len(old) :]
+    return f"{choice}#line 1\n{text}" if choice else text
 
 
 CHOICE = """#include <cstdlib>
@@ -100,12 +114,10 @@ CONNECTED = "bonus_clifford_fully_connected"
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
     CONNECTED: ("common/connected.cuh", "common/algebra.cuh", "common/clifford.cuh"),
-    SOFTMAX: ("common/row_parts.cuh",),
+    SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
+              "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
 }
-# What a mutant can do without: other algebras than 3,0,0 take minutes to compile.
-_ALGEBRAS = re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*\n", re.MULTILINE)
-LEAVE_OUT = {CLIFFORD: _ALGEBRAS, CONNECTED: _ALGEBRAS}
 
 # What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
 # two hold no cluster of four.
@@ -144,7 +156,7 @@ BARRIERS = [
     (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
-    # Three tiles along D; then blocks that share rows, by columns.
+    # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
     (SOFTMAX, "fused rows, D split", "fused_narrow_rows(", 1,
      ("3", "--inputs", "40", "--classes", "10", "--all")),
@@ -152,11 +164,19 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "fused online", "is_last_block(unsigned", 1,
-     ("3", "--inputs", "5", "--classes", "600", "--all")),
-    # More than a step, and two tiles of columns that share rows.
-    (TRAINING, "fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
-    (TRAINING, "fused", "is_last_block(unsigned", 1, ("3", "--inputs", "9", "--classes", "100")),
+    (SOFTMAX, "fused few rows", "few_rows(const", 3,
+     ("3", "--inputs", "600", "--classes", "300", "--all")),
+    # W in two parts.
+    (SOFTMAX, "fused narrow", "void bring_rows(", 2,
+     ("2048", "--inputs", "600", "--classes", "81")),
+    (SOFTMAX, "fused narrow", "narrow_columns(const", 2,
+     ("2048", "--inputs", "20", "--classes", "10")),
+    (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "260", "--classes", "10", "--all")),
+    # More than a step, and two slices of the batch.
+    (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
+    (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,
+     ("300", "--inputs", "9", "--classes", "10")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
@@ -169,12 +189,16 @@ BARRIERS = [
 ]
 
 
+# Before these come the numbers of hopper_mutants.py.
+FIRST_BARRIER, FIRST_WRONG_RESULT = 1000, 2000
+
+
 def _missing_barriers():
     numbers = {}
     for lesson, kernel, function, count, arguments in BARRIERS:
         where = re.search(r"\w+", function.replace("void ", ""))[0]
         for nth in range(count):
-            numbers[lesson] = numbers.get(lesson, 0) + 1
+            numbers[lesson] = numbers.get(lesson, FIRST_BARRIER) + 1
             yield Mutant(
                 number=numbers[lesson],
                 name=f"{lesson}_{where}_without_barrier_{nth + 1}",
@@ -189,11 +213,15 @@ def _missing_barriers():
             )
 
 
-
-def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0, operator=""):
+def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0, number=0, operator=""):
     name = f"{lesson}_{name}"
-    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth,
-                  operator=operator)
+    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth, number, operator)
+
+
+def _wrong(which, name, lesson, function, old, new, report, *arguments):
+    """Of a lesson that hopper_mutants.py has a program of: `old` and `new` are statements, or expressions."""
+    return _mutant(name, "", lesson, function, old, new, report, *arguments,
+                   number=FIRST_WRONG_RESULT + which)
 
 
 DATA_RACE = "ThreadSanitizer: data race"
@@ -280,14 +308,14 @@ MUTANTS = [
         operator="common/diffusion.cu",
     ),
     # A kernel's gradient, and the sum of a slice that another one's takes the place of.
-    _mutant(
-        "d_times_with_the_wrong_sign", "", DIFFUSION, " expand_spectrum(",
+    _wrong(
+        1, "d_times_with_the_wrong_sign", DIFFUSION, " expand_spectrum(",
         "__float2bfloat16_rn(-sum)", "__float2bfloat16_rn(sum)",
         "split-K .* 2.0e\\+00 .*FAILED", "33", *NARROW,
     ),
-    _mutant(
-        "only_some_of_the_slices", "", DIFFUSION, " add_slices(",
-        "int slice = slices * part / kSumParts;", "int slice = end;",
+    _wrong(
+        2, "only_some_of_the_slices", DIFFUSION, " add_slices(",
+        "slices * part / kSumParts", "end",
         "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
     ),
     _mutant(
@@ -297,42 +325,42 @@ MUTANTS = [
         operator="common/gradients.cu",
     ),
     # Complex products with a wrong sign, in ai and in dM2.
-    _mutant(
-        "ai_with_a_wrong_sign", "", SPATIAL, "void add_rotated(",
+    _wrong(
+        1, "ai_with_a_wrong_sign", SPATIAL, "void add_rotated(",
         "add_product(ai, xi, lr);", "add_product(ai, minus_xi, lr);",
         "one kernel .*FAILED", "33", *NARROW,
     ),
-    _mutant(
-        "d_M2_with_a_wrong_sign", "", SPATIAL, "void add_gradients(",
+    _wrong(
+        2, "d_M2_with_a_wrong_sign", SPATIAL, "void add_gradients(",
         "add_product(sums.dM2, minus_gi, right);", "add_product(sums.dM2, gi, right);",
         "associated .*FAILED", "33", *NARROW,
     ),
-    _mutant(
-        "only_the_last_slice", "", SPATIAL, "void add_slices(",
-        "int slice = 0;", "int slice = slices - 1;",
+    _wrong(
+        3, "only_the_first_slice", SPATIAL, "void add_slices(",
+        "slice < slices", "slice < 1",
         "associated .*FAILED", "192", *NARROW, "--kernel", "associated",
     ),
     # tanh of large arguments, where exponentials are infinite.
-    _mutant(
-        "tanh_of_exponentials", "", SPATIAL, "unsigned features(",
-        "fast_tanh(", "[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }(",
+    _wrong(
+        4, "tanh_of_exponentials", SPATIAL, "unsigned features(",
+        "fast_tanh", "+[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }",
         "associated .* -?nan .*FAILED", "33", *NARROW,
     ),
     # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.
     *(
-        _mutant(
-            f"sign_flipped_in_{of}", "", CLIFFORD, "Pack<W> sum_terms(",
-            "A::sign(of, t, fixed, start + n)",
-            f"(of == Of::{of} && fixed == 6 && start + n == 2 ? -1 : 1)"
-            " * A::sign(of, t, fixed, start + n)",
+        _wrong(
+            which, f"sign_flipped_in_{of}", CLIFFORD, "Pack<W> sum_terms(",
+            "first.blade[start + n].v[e]",
+            f"(of == Of::{of} && fixed == 6 && start + n == 2 ? -1 : 1) * first.blade[start + n].v[e]",
             rf"\n{row} .* FAILED", "5", "--features", "40",
         )
-        for of, row in [("result", "row on chip"), ("x", "both on chip"), ("y", "both on chip")]
+        for which, (of, row) in enumerate(
+            [("result", "row on chip"), ("x", "both on chip"), ("y", "both on chip")], start=1)
     ),
     # The same where the weight goes into a common factor.
-    _mutant(
-        "sign_flipped_of_a_weighted_factor", "", CLIFFORD, "void add_triple(",
-        "signed_product<sign>(", "signed_product<blade == 6 ? -sign : sign>(",
+    _wrong(
+        4, "sign_flipped_of_a_weighted_factor", CLIFFORD, "void add_triple(",
+        "weighted.v[e]", "(blade == 6 ? -1 : 1) * weighted.v[e]",
         r"\nrow on chip .* FAILED", "5", "--features", "40",
     ),
 ]

@@ -26,7 +26,6 @@ STMATRIX = "recorded without stmatrix"
 POLLING = "loads of those who wait for others: as many as it takes"
 PREDICATED = "the profiler counts instructions in which no lane takes part"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
-MOVED = "nvcc loads how many launches there were only in the warps that use it"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
@@ -61,13 +60,16 @@ EXPLAINED = {
         "shared_store_conflicts": MERGED}
        for kernel in ("unfused tiles", "fused tiles")},
     **{("9_matmul_softmax", "300,300,260", f"TF32 300x300x260: {kernel}"): {
-        "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN}
+        "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN,
+        "shared_load_requests": MERGED}
        for kernel in ("unfused online", "fused online")},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused exchange"): {
-        "global_load_requests": MOVED},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused exchange"): {
-        "global_load_requests": POLLING, "global_load_sectors": POLLING,
-        "shared_load_requests": MERGED, "shared_store_requests": MERGED},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused streamed"): {
+        "global_load_requests": PREDICATED, "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused streamed"): {
+        "shared_load_requests": MERGED},
+    **{("9_matmul_softmax", "9,233,4101", f"TF32 9x233x4101: {kernel}"): {
+        "shared_load_requests": MERGED}
+       for kernel in ("unfused few rows", "fused few rows")},
     **{("9_matmul_softmax", "9,233,4101", f"TF32 9x233x4101: {kernel}"): {
         "global_load_requests": PREDICATED, "shared_load_requests": MERGED,
         "shared_load_conflicts": ARBITRATION}

@@ -54,7 +54,8 @@ def test_error_without_a_value_is_null(run, bug):
 @pytest.mark.extensive
 @pytest.mark.parametrize("mutant", WRONG, ids=lambda mutant: mutant.name)
 def test_wrong_lesson_is_rejected(mutant):
-    command = [program(f"mutants/{mutant.name}"), *mutant.arguments, "--device", "cpu"]
-    result = execute([*command, "--samples", "1"], env=FEW_MULTIPROCESSORS)
+    command = [program(f"mutants/{mutant.program}"), *mutant.arguments, "--device", "cpu"]
+    environment = {"MISTAKE": str(mutant.number), **FEW_MULTIPROCESSORS}
+    result = execute([*command, "--samples", "1"], env=environment)
     assert result.rc == VERIFICATION_FAILED, result.stdout + result.stderr
     assert re.search(mutant.report, result.stdout + result.stderr), result.stdout + result.stderr

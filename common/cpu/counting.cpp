@@ -392,6 +392,7 @@ std::vector<Counts::Place> worst_of(const std::vector<Place>& places, const Coun
 bool can_count() { return compiled_for_it; }
 
 void start_counting() {
+  finish_kernels();
   {
     std::lock_guard lock(device().mutex);
     device_memory.clear();
@@ -408,6 +409,7 @@ void start_counting() {
 }
 
 Counts stop_counting() {
+  finish_kernels();
   counting = false;
   std::lock_guard lock(Counter::mutex());
   Counts counts;

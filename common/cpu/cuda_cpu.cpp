@@ -10,7 +10,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <thread>
+#include <vector>
 
 #include "counting.h"
 #include "device_state.h"
@@ -204,7 +206,7 @@ CUDA_CPU_NO_TSAN void Runner::abandon_threads() {
   for (Fiber* fiber : fibers_) {
     if (!fiber) continue;
     tsan_become(fiber->tsan_identity());
-    tsan_release(kernel_end(launch_->number));
+    tsan_release(kernel_end(launch_->device, launch_->number));
     tsan_become(main_.tsan_identity());
     fiber->restart();
     idle_fibers_.push_back(fiber);
@@ -307,7 +309,7 @@ CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
     void* const caller = tsan_current();
     tsan_become(block.tsan_last);
     tsan_acquire(&block.tsan_end[launch_->number % 4]);
-    tsan_release(kernel_end(launch_->number));
+    tsan_release(kernel_end(launch_->device, launch_->number));
     tsan_become(caller);
   }
   launch_->blocks_done.fetch_add(1, std::memory_order_relaxed);
@@ -805,7 +807,7 @@ cudaError_t check(const LaunchConfig& config, const void* function,
   }
   DeviceState& state = device();
   std::lock_guard lock(state.mutex);
-  const auto limit = state.dynamic_shared_limits.find(function);
+  const auto limit = state.dynamic_shared_limits.find({current_device(), function});
   const std::size_t allowed =
       limit == state.dynamic_shared_limits.end() ? kDefaultSharedBytes : limit->second;
   return config.shared_bytes > allowed ? cudaErrorInvalidValue : cudaSuccess;
@@ -855,31 +857,43 @@ KernelDescription describe(const BoundKernel& kernel) {
   return description;
 }
 
-void execute(const LaunchConfig& config, const BoundKernel& kernel) {
-  static std::atomic<unsigned> launches = 0;
-  const KernelDescription description = describe(kernel);
-  const unsigned cluster = config.cluster ? config.cluster : description.cluster.x;
-  if (result(check(config, kernel.function, description, cluster)) != cudaSuccess) return;
-  if (!config.early) finish_kernels();
-  WorkerPool& pool = WorkerPool::instance();
+namespace {
+
+/// A launch, with what it needs when the call that asked for it has returned.
+struct Waiting {
+  int device;
+  LaunchConfig config;
+  KernelDescription description;
+  unsigned cluster;
+  BoundKernel kernel;
+};
+
+/// The threads of a launch read a copy of its arguments, which no launch after this one writes: for
+/// ThreadSanitizer that may not be ordered after this one.
+BoundKernel with_own_arguments(const BoundKernel& kernel) {
+  void* const copy = std::aligned_alloc(64, (kernel.size + 63) / 64 * 64);
+  std::memcpy(copy, kernel.arguments, kernel.size);
+  return {kernel.function, kernel.run, copy, kernel.size};
+}
+
+char ends[kMostDevices][4];
+
+void run(const Waiting& waiting) {
+  static std::atomic<unsigned> launches[kMostDevices];
+  const LaunchConfig& config = waiting.config;
+  if (!config.early) {
+    for (char& end : ends[waiting.device]) tsan_acquire(&end);
+  }
+  WorkerPool& pool = WorkerPool::of(waiting.device);
   const dim3 grid = config.grid;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
-  const unsigned capacity = static_cast<unsigned>(multiprocessors());
+  const unsigned cluster = waiting.cluster, capacity = static_cast<unsigned>(multiprocessors());
   const int workers = static_cast<int>(std::min<std::uint64_t>(
       {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
-  // The threads read a copy, which no launch after this one writes: for ThreadSanitizer that may
-  // not be ordered after this one.
-  const auto release = [](void* copy) {
-    const Unwatched bookkeeping;
-    std::free(copy);
-  };
-  const std::unique_ptr<void, decltype(release)> arguments(
-      std::aligned_alloc(64, (kernel.size + 63) / 64 * 64), release);
-  std::memcpy(arguments.get(), kernel.arguments, kernel.size);
-  const BoundKernel copy = {kernel.function, kernel.run, arguments.get(), kernel.size};
   const int times = config.early && repeat_early_launches() ? 2 : 1;
   for (int i = 0; i < times && !device().broken; ++i) {
-    Launch launch{config, copy, description, blocks, cluster, capacity, workers, launches++};
+    Launch launch{waiting.device, config,   waiting.kernel, waiting.description,       blocks,
+                  cluster,        capacity, workers,        launches[waiting.device]++};
     Progress progress(launch);
     pool.run(
         workers,
@@ -890,19 +904,69 @@ void execute(const LaunchConfig& config, const BoundKernel& kernel) {
         [&] { progress.update(); });
     if (launch.failed) device().broken = true;
   }
+  const Unwatched bookkeeping;
+  std::free(const_cast<void*>(waiting.kernel.arguments));
 }
 
-namespace {
-char ends[4];
+/// What waits for somebody to synchronize, by device.
+struct Queues {
+  std::mutex mutex;
+  std::vector<Waiting> of[kMostDevices];
+};
+Queues& queues() {
+  static Queues* const queues = new Queues;
+  return *queues;
 }
 
-void* kernel_end(unsigned number) { return &ends[number % 4]; }
+}  // namespace
+
+void execute(const LaunchConfig& config, const BoundKernel& kernel) {
+  const KernelDescription description = describe(kernel);
+  const unsigned cluster = config.cluster ? config.cluster : description.cluster.x;
+  if (result(check(config, kernel.function, description, cluster)) != cudaSuccess) return;
+  const Waiting waiting = {current_device(), config, description, cluster,
+                           with_own_arguments(kernel)};
+  if (device().concurrent) {
+    std::lock_guard lock(queues().mutex);
+    queues().of[waiting.device].push_back(waiting);
+  } else {
+    run(waiting);
+  }
+}
+
+void* kernel_end(int device, unsigned number) { return &ends[device][number % 4]; }
 
 void finish_kernels() {
-  for (char& end : ends) tsan_acquire(&end);
+  if (device().concurrent) {
+    std::vector<Waiting> of[kMostDevices];
+    {
+      std::lock_guard lock(queues().mutex);
+      for (int device = 0; device < kMostDevices; ++device) of[device].swap(queues().of[device]);
+    }
+    std::vector<std::thread> threads;
+    for (const std::vector<Waiting>& launches : of) {
+      if (launches.empty()) continue;
+      threads.emplace_back([&] {
+        for (const Waiting& each : launches) run(each);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  for (auto& device : ends) {
+    for (char& end : device) tsan_acquire(&end);
+  }
 }
 
-void wait_for_previous_kernel() { tsan_acquire(kernel_end(runner->launch().number - 1)); }
+void wait_for_previous_kernel() {
+  const Launch& launch = runner->launch();
+  tsan_acquire(kernel_end(launch.device, launch.number - 1));
+}
+
+unsigned long long nanoseconds() {
+  if (runner) runner->progressed();
+  return static_cast<unsigned long long>(
+      std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
 
 void fail(const char* format, ...) {
   va_list arguments;

@@ -5,7 +5,9 @@
 // has done something must therefore look at a cuda::atomic_ref, or call __nanosleep(). Blocks start
 // in ascending order. The blocks of a cluster run at the same time; so do blocks that wait for one
 // another, as many as the device holds. A launch returns when all its blocks have ended, so streams
-// are ordered without further ado.
+// are ordered without further ado. But once a device may use the memory of another one
+// (cudaDeviceEnablePeerAccess), kernels may wait for those of other devices: from then on a launch
+// is kept until somebody synchronizes, and then all devices run what they have, at the same time.
 //
 // A kernel error (a divergent barrier, a misused intrinsic) prints one line on stderr, abandons the
 // launch, and makes every later runtime call return cudaErrorLaunchFailure.
@@ -127,6 +129,10 @@ void* dynamic_shared_storage();
 /// Where `pointer` is in the block's window of shared memory.
 std::size_t shared_window(const void* pointer);
 
+/// %globaltimer. A thread that looks at it does not wait for ever: no deadlock is reported while
+/// one does.
+unsigned long long nanoseconds();
+
 /// griddepcontrol.wait: what the kernel before this one has written can be read.
 void wait_for_previous_kernel();
 
@@ -217,8 +223,8 @@ inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
   return {grid, block, shared_bytes, stream, site, 0, false};
 }
 
-/// Runs the kernel for all threads of the grid. An invalid configuration is reported as by CUDA,
-/// through cudaGetLastError().
+/// Runs the kernel for all threads of the grid, on the current device; see the top. An invalid
+/// configuration is reported as by CUDA, through cudaGetLastError().
 void execute(const LaunchConfig& config, const BoundKernel& kernel);
 
 template <class T>

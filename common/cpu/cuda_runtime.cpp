@@ -26,6 +26,9 @@ namespace cuda_cpu {
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local int chosen_device = 0;
+
+bool is_device(int device) { return device >= 0 && device < device_count(); }
 
 struct ErrorText {
   cudaError_t error;
@@ -52,6 +55,10 @@ constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaErrorInvalidDevice, "invalid device ordinal"),
     CUDA_CPU_ERROR(cudaErrorNoKernelImageForDevice,
                    "no kernel image is available for execution on the device"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessUnsupported,
+                   "peer access is not supported between these two devices"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessNotEnabled, "peer access has not been enabled"),
     CUDA_CPU_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
     CUDA_CPU_ERROR(cudaErrorNotReady, "device not ready"),
     CUDA_CPU_ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered"),
@@ -101,7 +108,7 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
   }
   std::memset(memory, 0xFF, size);
   std::lock_guard lock(device().mutex);
-  device().allocations[static_cast<char*>(memory)] = {size, type, false};
+  device().allocations[static_cast<char*>(memory)] = {size, type, false, current_device()};
   *pointer = memory;
   return result(cudaSuccess);
 }
@@ -127,6 +134,7 @@ cudaError_t release(void* pointer, bool host) {
 struct Region {
   cudaMemoryType type;
   std::size_t bytes;
+  int device = 0;
 };
 
 Region region_of(const void* pointer) {
@@ -137,7 +145,8 @@ Region region_of(const void* pointer) {
   if (next != allocations.begin()) {
     const auto& [start, allocation] = *--next;
     if (address < start + allocation.size) {
-      return {allocation.type, static_cast<std::size_t>(start + allocation.size - address)};
+      return {allocation.type, static_cast<std::size_t>(start + allocation.size - address),
+              allocation.device};
     }
   }
   return {cudaMemoryTypeUnregistered, std::numeric_limits<std::size_t>::max()};
@@ -247,6 +256,16 @@ DeviceState& device() {
   return *state;
 }
 
+int device_count() {
+  static const int count = [] {
+    const char* given = std::getenv("CUDA_CPU_DEVICES");
+    return given ? std::clamp(std::atoi(given), 1, kMostDevices) : 4;
+  }();
+  return count;
+}
+
+int current_device() { return chosen_device; }
+
 cudaError_t symbol_address(void** pointer, void* variable, std::size_t size) {
   *pointer = variable;
   std::lock_guard lock(device().mutex);
@@ -286,26 +305,62 @@ cudaError_t cudaGetLastError() {
 }
 
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = cuda_cpu::device_count();
   return result(cudaSuccess);
 }
 
 cudaError_t cudaSetDevice(int device) {
-  return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+  if (!cuda_cpu::is_device(device)) return result(cudaErrorInvalidDevice);
+  cuda_cpu::chosen_device = device;
+  return result(cudaSuccess);
 }
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = cuda_cpu::chosen_device;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  if (!cuda_cpu::is_device(device) || !cuda_cpu::is_device(peer)) {
+    return result(cudaErrorInvalidDevice);
+  }
+  const char* given = std::getenv("CUDA_CPU_PEER_ACCESS");
+  *can = device != peer && (!given || std::atoi(given) != 0);
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  int can = 0;
+  const int own = cuda_cpu::chosen_device;
+  const cudaError_t valid = cudaDeviceCanAccessPeer(&can, own, peer);
+  if (valid != cudaSuccess) return valid;
+  if (!can) return result(cudaErrorPeerAccessUnsupported);
+  std::lock_guard lock(device().mutex);
+  if (device().peers[own] >> peer & 1) return result(cudaErrorPeerAccessAlreadyEnabled);
+  device().peers[own] |= 1u << peer;
+  device().concurrent = true;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceDisablePeerAccess(int peer) {
+  cuda_cpu::finish_kernels();
+  if (!cuda_cpu::is_device(peer)) return result(cudaErrorInvalidDevice);
+  std::lock_guard lock(device().mutex);
+  unsigned& peers = device().peers[cuda_cpu::chosen_device];
+  if (!(peers >> peer & 1)) return result(cudaErrorPeerAccessNotEnabled);
+  peers &= ~(1u << peer);
+  device().concurrent = std::any_of(std::begin(device().peers), std::end(device().peers),
+                                    [](unsigned peers) { return peers != 0; });
   return result(cudaSuccess);
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (device != 0) return result(cudaErrorInvalidDevice);
+  if (!cuda_cpu::is_device(device)) return result(cudaErrorInvalidDevice);
   return result(cuda_cpu::attribute_value(attribute, value));
 }
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  if (device != 0) return result(cudaErrorInvalidDevice);
+  if (!cuda_cpu::is_device(device)) return result(cudaErrorInvalidDevice);
   *properties = {};
   const auto get = [](cudaDeviceAttr attribute) {
     int value = 0;
@@ -398,9 +453,9 @@ cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   void* address = const_cast<void*>(pointer);
-  const cudaMemoryType type = cuda_cpu::region_of(pointer).type;
+  const auto [type, bytes, device] = cuda_cpu::region_of(pointer);
   attributes->type = type;
-  attributes->device = 0;
+  attributes->device = device;
   attributes->devicePointer = type == cudaMemoryTypeUnregistered ? nullptr : address;
   attributes->hostPointer =
       type == cudaMemoryTypeHost || type == cudaMemoryTypeManaged ? address : nullptr;
@@ -414,6 +469,10 @@ cudaError_t cudaMemcpy(void* target, const void* source, std::size_t size, cudaM
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t size, cudaMemcpyKind kind,
                             cudaStream_t) {
   return cudaMemcpy(target, source, size, kind);
+}
+
+cudaError_t cudaMemcpyPeer(void* target, int, const void* source, int, std::size_t size) {
+  return cudaMemcpy(target, source, size, cudaMemcpyDeviceToDevice);
 }
 
 cudaError_t cudaMemcpy2D(void* target, std::size_t target_pitch, const void* source,
@@ -512,7 +571,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
       return result(cudaErrorInvalidValue);
     }
     std::lock_guard lock(device().mutex);
-    device().dynamic_shared_limits[function] = value;
+    device().dynamic_shared_limits[{cuda_cpu::current_device(), function}] = value;
   }
   return result(cudaSuccess);
 }
@@ -522,7 +581,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   attributes->maxThreadsPerBlock = cuda_cpu::kMaxThreadsPerBlock;
   attributes->ptxVersion = attributes->binaryVersion = 90;
   std::lock_guard lock(device().mutex);
-  const auto limit = device().dynamic_shared_limits.find(function);
+  const auto limit = device().dynamic_shared_limits.find({cuda_cpu::current_device(), function});
   attributes->maxDynamicSharedSizeBytes =
       static_cast<int>(limit == device().dynamic_shared_limits.end() ? cuda_cpu::kDefaultSharedBytes
                                                                      : limit->second);

@@ -1,8 +1,8 @@
-// The host side of the CUDA runtime, for the CPU as the one device.
+// The host side of the CUDA runtime, for the CPU as a few devices that are all alike.
 //
-// All work is done when the call that asks for it returns: streams and events exist for the sake of
-// the interface, and "asynchronous" functions are synchronous. Functions that are declared but not
-// described here do what CUDA documents.
+// All work is done when the call that asks for it returns (but see cuda_cpu.h's top): streams and
+// events exist for the sake of the interface, and "asynchronous" functions are synchronous.
+// Functions that are declared but not described here do what CUDA documents.
 
 #pragma once
 
@@ -25,11 +25,14 @@ enum cudaError {
   cudaErrorNoDevice = 100,
   cudaErrorInvalidDevice = 101,
   cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorPeerAccessUnsupported = 217,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
   cudaErrorLaunchOutOfResources = 701,
   cudaErrorLaunchTimeout = 702,
+  cudaErrorPeerAccessAlreadyEnabled = 704,
+  cudaErrorPeerAccessNotEnabled = 705,
   cudaErrorAssert = 710,
   cudaErrorIllegalInstruction = 715,
   cudaErrorMisalignedAddress = 716,
@@ -235,6 +238,11 @@ cudaError_t cudaPeekAtLastError();
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDevice(int* device);
+/// All devices can access each other, unless CUDA_CPU_PEER_ACCESS=0 is in the environment.
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
+/// Here any device can use any memory, with or without this.
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags);
+cudaError_t cudaDeviceDisablePeerAccess(int peer);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 /// Clock rates and the memory bus width are 0: unknown.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
@@ -265,6 +273,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 cudaError_t cudaMemcpy(void* target, const void* source, std::size_t size, cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t size, cudaMemcpyKind kind,
                             cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpyPeer(void* target, int target_device, const void* source, int source_device,
+                           std::size_t size);
 cudaError_t cudaMemcpy2D(void* target, std::size_t target_pitch, const void* source,
                          std::size_t source_pitch, std::size_t width, std::size_t height,
                          cudaMemcpyKind kind);

@@ -1,4 +1,4 @@
-// The one place of the backend's mutable state that outlives a call: the "device".
+// The one place of the backend's mutable state that outlives a call: the devices.
 
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "cuda_runtime_api.h"
 
@@ -16,8 +17,16 @@ struct Allocation {
   std::size_t size;
   cudaMemoryType type;
   bool variable = false;
+  int device = 0;
 };
 
+inline constexpr int kMostDevices = 8;
+/// How many devices there are, all alike: CUDA_CPU_DEVICES in the environment, or else 4.
+int device_count();
+/// The calling host thread's.
+int current_device();
+
+/// What all devices share.
 struct DeviceState {
   /// A kernel has failed: from now on every call returns cudaErrorLaunchFailure.
   std::atomic<bool> broken = false;
@@ -25,7 +34,11 @@ struct DeviceState {
   /// Guards the members below.
   std::mutex mutex;
   std::map<const char*, Allocation> allocations;
-  std::map<const void*, std::size_t> dynamic_shared_limits;
+  std::map<std::pair<int, const void*>, std::size_t> dynamic_shared_limits;  ///< by device
+  /// Bit p of device d: it can use the memory of device p. As soon as any bit is set, kernels may
+  /// wait for those of other devices: see execute().
+  unsigned peers[kMostDevices] = {};
+  std::atomic<bool> concurrent = false;
 };
 
 DeviceState& device();
@@ -34,8 +47,8 @@ DeviceState& device();
 /// device turns every result into cudaErrorLaunchFailure.
 cudaError_t result(cudaError_t error);
 
-/// For ThreadSanitizer: what the calling host thread does next comes after all kernels. A launch
-/// that starts early does without.
+/// Runs what launches have left to run. And for ThreadSanitizer: what the calling host thread does
+/// next comes after all kernels. A launch that starts early does without.
 void finish_kernels();
 
 }  // namespace cuda_cpu

@@ -36,6 +36,7 @@ struct Launch {
     std::atomic<bool> idle = false;
   };
 
+  int device;
   const LaunchConfig& config;
   const BoundKernel& kernel;
   KernelDescription description;
@@ -357,9 +358,7 @@ void reset_hopper(Block& block);
 /// More about what a thread waits for.
 void describe_wait(const Thread& thread, Message& message);
 
-/// ThreadSanitizer: orders the calling host thread after all kernels.
-void finish_kernels();
-/// What the end of launch `number` hangs on.
-void* kernel_end(unsigned number);
+/// ThreadSanitizer: what the end of launch `number` of a device hangs on.
+void* kernel_end(int device, unsigned number);
 
 }  // namespace cuda_cpu

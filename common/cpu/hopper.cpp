@@ -1012,8 +1012,9 @@ struct Operand {
   /// Calls visit(first byte, bytes) for the memory of `rows` rows (K-major).
   template <class Visit>
   void visit_rows(std::size_t rows, Visit visit) const {
-    for (std::size_t row = 0; row < rows; ++row) {
-      for (std::size_t piece = 0; piece < 2; ++piece) visit(swizzled(of_row(row, piece)), 16);
+    for (std::size_t row = 0; row < rows; row += 8) {
+      const std::size_t first = (start + row / 8 * stride) / 128 * 128;
+      visit(first, std::min<std::size_t>(8, rows - row) * 128);
     }
   }
   template <class Visit>

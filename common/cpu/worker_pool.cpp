@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "device_state.h"
 #include "sanitizers.h"
 
 namespace cuda_cpu {
@@ -21,8 +22,12 @@ int pool_size() {
 
 }  // namespace
 
-WorkerPool& WorkerPool::instance() {
-  static WorkerPool* const pool = new WorkerPool;
+WorkerPool& WorkerPool::of(int device) {
+  static std::mutex mutex;
+  static WorkerPool* pools[kMostDevices] = {};
+  std::lock_guard lock(mutex);
+  WorkerPool*& pool = pools[device];
+  if (!pool) pool = new WorkerPool;
   return *pool;
 }
 

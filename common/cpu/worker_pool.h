@@ -10,13 +10,16 @@
 
 namespace cuda_cpu {
 
-/// One OS thread per core, started at the first use and asleep between uses.
+/// One OS thread per core, started at the first use and asleep between uses. Each device has a
+/// pool, so that kernels of several run at the same time.
 ///
 /// The pool is never destroyed: at process exit its threads sleep and simply end with the process,
 /// whichever way the process leaves.
 class WorkerPool {
  public:
-  static WorkerPool& instance();
+  static WorkerPool& of(int device);
+  /// That of the first device.
+  static WorkerPool& instance() { return of(0); }
 
   int size() const { return size_; }
 

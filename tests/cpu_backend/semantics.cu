@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <cuda/atomic>
 #include <functional>
 #include <limits>
 #include <map>
@@ -1207,10 +1208,51 @@ CASE(symbols) {
   EXPECT(counted == 20);
 }
 
+// Says that it is there, and waits for the other device's kernel.
+__global__ void meet_other_device(unsigned* own, unsigned* other) {
+  cuda::atomic_ref<unsigned, cuda::thread_scope_system>(*other).store(1,
+                                                                      cuda::memory_order_release);
+  cuda::atomic_ref<unsigned, cuda::thread_scope_system> flag(*own);
+  while (flag.load(cuda::memory_order_acquire) == 0) cuda_cpu::nanoseconds();
+}
+
+CASE(devices_run_at_the_same_time) {
+  int count = 0, can = 0;
+  EXPECT(cudaGetDeviceCount(&count) == cudaSuccess && count >= 2);
+  EXPECT(cudaDeviceCanAccessPeer(&can, 0, 1) == cudaSuccess && can == 1);
+  unsigned* flags[2];
+  for (int device = 0; device < 2; ++device) {
+    EXPECT(cudaSetDevice(device) == cudaSuccess);
+    EXPECT(cudaDeviceEnablePeerAccess(1 - device, 0) == cudaSuccess);
+    EXPECT(cudaDeviceEnablePeerAccess(1 - device, 0) == cudaErrorPeerAccessAlreadyEnabled);
+    EXPECT(cudaMalloc(&flags[device], sizeof(unsigned)) == cudaSuccess);
+    EXPECT(cudaMemset(flags[device], 0, sizeof(unsigned)) == cudaSuccess);
+  }
+  for (int device = 0; device < 2; ++device) {
+    EXPECT(cudaSetDevice(device) == cudaSuccess);
+    meet_other_device<<<1, 1>>>(flags[device], flags[1 - device]);
+  }
+  EXPECT(cudaDeviceSynchronize() == cudaSuccess);
+  for (int device = 0; device < 2; ++device) {
+    unsigned flag = 0;
+    EXPECT(cudaMemcpy(&flag, flags[device], sizeof flag, cudaMemcpyDeviceToHost) == cudaSuccess);
+    EXPECT(flag == 1);
+    cudaPointerAttributes attributes;
+    EXPECT(cudaPointerGetAttributes(&attributes, flags[device]) == cudaSuccess);
+    EXPECT(attributes.device == device);
+    cudaFree(flags[device]);
+    EXPECT(cudaSetDevice(device) == cudaSuccess);
+    EXPECT(cudaDeviceDisablePeerAccess(1 - device) == cudaSuccess);
+    EXPECT(cudaDeviceDisablePeerAccess(1 - device) == cudaErrorPeerAccessNotEnabled);
+  }
+  cudaGetLastError();
+  cudaSetDevice(0);
+}
+
 CASE(device_queries) {
   int count = 0;
-  EXPECT(cudaGetDeviceCount(&count) == cudaSuccess && count == 1);
-  EXPECT(cudaSetDevice(0) == cudaSuccess && cudaSetDevice(1) == cudaErrorInvalidDevice);
+  EXPECT(cudaGetDeviceCount(&count) == cudaSuccess && count >= 1);
+  EXPECT(cudaSetDevice(0) == cudaSuccess && cudaSetDevice(count) == cudaErrorInvalidDevice);
   cudaDeviceProp properties;
   EXPECT(cudaGetDeviceProperties(&properties, 0) == cudaSuccess);
   EXPECT(std::strlen(properties.name) > 0 && properties.major == 9 && properties.minor == 0);

@@ -1,0 +1,492 @@
+// What the blocks of lesson 7's *one launch* do, step by step: load, multiply, add to the sum of
+// all, meet, damp, multiply again, store. Each step is a function of its own, and the kernel in
+// 7_diffusion_fused.cu is their order; bonus_diffusion_gpus.cu has another meeting between them, of
+// the blocks of several GPUs.
+//
+// Blocks of a producer and two consumer warpgroups. In the first product a consumer has kEigen / 2
+// rows of the spectrum, all kColumns columns, and both work on every tile; in the second product
+// they take turns, tile by tile, so that one multiplies while the other writes out. Three spare
+// warps beside the producer work on the sum of all: they zero the next launch's and, backward, add
+// dSpectral and compute dTimes.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "common/diffusion.h"
+#include "common/early_launch.cuh"
+#include "common/lesson.h"
+#include "common/mma.cuh"
+#include "common/tiles.cuh"
+
+inline constexpr int kMostEigen = 256, kMostWidth = 512;
+
+// A block fetches the basis for its cluster in boxes of this many rows.
+inline constexpr int kMulticastRows = 32;
+
+/// A block's threads: the producer's warpgroup, whose warps 1 to 3 are the spare ones, and two of
+/// consumers.
+inline constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 256;
+
+// The barriers of bar.sync: of either consumer, and of both.
+inline constexpr int kConsumerBarrier = 1, kConsumersBarrier = 4;
+
+/// What the copy engine moves.
+struct DiffusionMaps {
+  CUtensorMap x, basis, mass, out, spectral;
+
+  explicit DiffusionMaps(const DiffusionOperands& in)
+      : x(tensor_map<__nv_bfloat16>(in.values, in.V, in.W, 64)),
+        basis(tensor_map<__nv_bfloat16>(in.basis, in.V, in.E, kMulticastRows)),
+        mass(tensor_map<__nv_bfloat16>(in.mass, in.V)),
+        out(tensor_map<__nv_bfloat16>(in.result, in.V, in.W, 64)),
+        spectral(tensor_map<__nv_bfloat16>(in.spectrum, in.E, in.W, 64)) {}
+};
+
+template <int kEigen, int kColumns, int kStages>
+struct OneLaunchShared {
+  static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
+  LeftTile<__nv_bfloat16, 64> basis[kStages][kSteps];  // 64 rows, all columns
+  union {
+    RightTile<__nv_bfloat16, kColumns> x[kStages];  // first product
+    struct {
+      RightTile<__nv_bfloat16, kColumns> spectrum[kSteps];
+      Box<__nv_bfloat16, 64> out[2][kBoxes];  // a tile of each consumer
+    } second;
+  };
+  alignas(128) __nv_bfloat16 mass[kStages][64];
+  Barrier full[kStages], empty[kStages], spare;
+};
+
+// Two pairs of bf16, multiplied and rounded.
+__device__ inline unsigned multiply2(unsigned a, unsigned b) {
+  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
+
+#if HOPPER_CODE
+// Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
+__device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols, int row,
+                                 int col) {
+  if (row >= rows || col >= cols) return float2{};
+  return __bfloat1622float2(
+      *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
+}
+
+/// A block's part of the work: 64-row tiles `first` to `first` + tiles - 1, as one of `groups`
+/// clusters, and kColumns columns from rank kColumns on, as one of the `blocks` of its cluster.
+template <int kEigen, int kColumns, int kStages>
+struct MeshPart {
+  using Shared = OneLaunchShared<kEigen, kColumns, kStages>;
+  static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
+  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
+  static constexpr int kFirstBytes = kBasisBytes + sizeof(Shared::x[0]);
+  // The shares of a block's columns add up in the layout of the registers that hold them: quad
+  // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
+  static constexpr int kQuads = kEigen * kColumns / 4;
+
+  Shared& shared;
+  const DiffusionMaps& maps;
+  const DiffusionOperands& operands;
+  int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
+  int first, tiles;
+
+  __device__ __forceinline__ MeshPart(char* bytes, const DiffusionMaps& maps,
+                                      const DiffusionOperands& operands)
+      : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
+    const int64_t all_tiles = (operands.V + 63) / 64;
+    first = static_cast<int>(all_tiles * group / groups);
+    tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
+  }
+  __device__ int col0() const { return rank * kColumns; }
+};
+
+/// Where the blocks of a rank have put their sum, and how many of them have come.
+///
+/// What the blocks share in memory is zero before the first launch; a launch leaves it ready for
+/// the next one with the same template arguments and W, whatever V and the grid are. One launch at
+/// a time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the
+/// lower half how many have come, in the upper half how many launches there were. all_totals (2,
+/// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one.
+template <typename Part>
+struct Meeting {
+  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  unsigned* arrivals;
+  unsigned start, groups;
+  float4 *totals, *next_totals;
+
+  // A block reads this before it arrives, and the number changes when the last one has arrived: all
+  // blocks of a launch read the same.
+  __device__ __forceinline__ Meeting(const Part& part, unsigned* all_arrivals, float4* all_totals)
+      : arrivals(all_arrivals + part.rank), groups(part.groups) {
+    start = Counter(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
+    const int turn = start >> 16 & 1;
+    totals = all_totals + (turn * part.blocks + part.rank) * Part::kQuads;
+    next_totals = all_totals + ((turn ^ 1) * part.blocks + part.rank) * Part::kQuads;
+  }
+  __device__ bool all_have_arrived() const {
+    return Counter(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
+  }
+};
+
+/// Asks for a tile of x, whose stage it announces: the basis will come, too.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void load_x(const MeshPart<kEigen, kColumns, kStages>& part, int t) {
+  const int s = t % kStages, row = 64 * (part.first + t);
+  barrier_arrive_expect(&part.shared.full[s], part.kFirstBytes);
+  // x is not needed again, the basis is.
+  for (int box = 0; box < part.shared.kBoxes; ++box) {
+    tensor_load(&part.shared.x[s].boxes[box], &part.maps.x, row, part.col0() + kBoxCols * box,
+                &part.shared.full[s], evict_first());
+  }
+}
+
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void prepare_barriers(const MeshPart<kEigen, kColumns, kStages>& part) {
+  for (int s = 0; s < kStages; ++s) {
+    barrier_init(&part.shared.full[s], 1);
+    barrier_init(&part.shared.empty[s], 2 * part.blocks);
+  }
+  barrier_init(&part.shared.spare, kSpareThreads);
+  barrier_init_fence();
+}
+
+/// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void load_basis(const MeshPart<kEigen, kColumns, kStages>& part, int t) {
+  auto& shared = part.shared;
+  const int s = t % kStages, row = 64 * (part.first + t);
+  tensor_load(shared.mass[s], &part.maps.mass, row, &shared.full[s]);
+  for (int box = part.rank; box < shared.kSteps * 64 / kMulticastRows; box += part.blocks) {
+    const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
+    tensor_load_multicast(shared.basis[s][step].row(within), &part.maps.basis, row + within,
+                          kStepK * step, &shared.full[s],
+                          static_cast<uint16_t>((1 << part.blocks) - 1));
+  }
+}
+
+// The next phase of each stage's barriers: bit s is that of stage s.
+template <int kStages>
+struct Phases {
+  uint32_t parities = 0;
+  __device__ __forceinline__ int next(int s) {
+    const int parity = parities >> s & 1;
+    parities ^= 1u << s;
+    return parity;
+  }
+};
+
+/// The producer's thread loads the tiles of the first product, the first x of which is under way.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void load_forth(const MeshPart<kEigen, kColumns, kStages>& part,
+                                           Phases<kStages>& empty) {
+  for (int t = 0; t < part.tiles; ++t) {
+    if (t >= kStages) barrier_wait(&part.shared.empty[t % kStages], empty.next(t % kStages));
+    if (t > 0) load_x(part, t);
+    load_basis(part, t);
+  }
+}
+
+/// And then those of the second product, in reverse, without the last kKept, which are still there.
+template <int kKept, int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void load_back(const MeshPart<kEigen, kColumns, kStages>& part,
+                                          Phases<kStages>& empty) {
+  for (int t = part.tiles - 1 - kKept; t >= 0; --t) {
+    const int s = t % kStages;
+    if (kKept > 0 || t + kStages < part.tiles) barrier_wait(&part.shared.empty[s], empty.next(s));
+    barrier_arrive_expect(&part.shared.full[s], part.kBasisBytes);
+    load_basis(part, t);
+  }
+}
+
+// ---- The spare warps ----------------------------------------------------------------------------
+
+/// The three spare warps of all blocks share the work on a rank's sum.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ int spare_worker(const MeshPart<kEigen, kColumns, kStages>& part) {
+  return 3 * part.group + static_cast<int>(threadIdx.x) / 32 - 1;
+}
+
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void zero_totals(const MeshPart<kEigen, kColumns, kStages>& part,
+                                            float4* totals) {
+  for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
+       i += 96 * part.groups) {
+    totals[i] = float4{};
+  }
+}
+
+/// Calls visit(quad, row, col, sum) for the quads that hold 8 columns: the lane has two of them,
+/// from `col` on, and two rows of each 16, `row` and `row` + 8. Then ends with the columns and
+/// their sums over all rows.
+template <int kEigen, int kColumns, int kStages, typename Visit, typename End>
+__device__ __forceinline__ void visit_columns(const MeshPart<kEigen, kColumns, kStages>& part,
+                                              float4* totals, Visit visit, End end) {
+  const int lane = threadIdx.x % 32;
+  for (int j = spare_worker(part); j < kColumns / 8; j += 3 * part.groups) {
+    const int col = part.col0() + 8 * j + 2 * (lane % 4);
+    float2 sum = {};
+#pragma unroll 2
+    for (int i = 0; i < kEigen / 16; ++i) {
+      visit(totals + (i * kColumns / 8 + j) * 32 + lane, 16 * i + lane / 4, col, sum);
+    }
+    end(col, sum);
+  }
+}
+
+/// Backward: adds dSpectral to the sum of all.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void add_d_spectral(const MeshPart<kEigen, kColumns, kStages>& part,
+                                               float4* totals) {
+  const DiffusionOperands& in = part.operands;
+  const auto add = [&](float4* quad, int row, int col, float2&) {
+    const float2 upper = pair_at(in.d_spectral, in.E, in.W, row, col);
+    const float2 lower = pair_at(in.d_spectral, in.E, in.W, row + 8, col);
+    atomicAdd(quad, make_float4(upper.x, upper.y, lower.x, lower.y));
+  };
+  visit_columns(part, totals, add, [](int, float2) {});
+}
+
+/// Backward: dTimes, when all have added.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void store_d_times(const MeshPart<kEigen, kColumns, kStages>& part,
+                                              float4* totals) {
+  const DiffusionOperands& in = part.operands;
+  const auto add = [&](float4* quad, int row, int col, float2& sum) {
+    const float4 s = __ldcg(quad);
+    const float2 upper = pair_at(in.spectral, in.E, in.W, row, col);
+    const float2 lower = pair_at(in.spectral, in.E, in.W, row + 8, col);
+    const float e0 = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
+    const float e1 = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+    sum.x -= e0 * s.x * upper.x + e1 * s.z * lower.x;
+    sum.y -= e0 * s.y * upper.y + e1 * s.w * lower.y;
+  };
+  visit_columns(part, totals, add, [&](int col, float2 sum) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) {
+      sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
+      sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
+    }
+    if (threadIdx.x % 32 < 4 && col < in.W) {
+      *reinterpret_cast<uint32_t*>(in.d_times + col) = pack2<__nv_bfloat16>(sum.x, sum.y);
+    }
+  });
+}
+
+// ---- The consumers ------------------------------------------------------------------------------
+
+/// What a thread of a consumer holds of kTiles tiles of the spectrum: its share, and
+/// exp(-evalue time) of the same elements.
+template <int kTiles, int kColumns>
+struct SpectrumShare {
+  Sum<kColumns> sum[kTiles];
+  float factors[kTiles][kColumns / 2];
+};
+
+__device__ inline int consumer() { return static_cast<int>(threadIdx.x) / 128 - 1; }
+
+template <int kEigen, int kColumns, int kStages, int kTiles>
+__device__ __forceinline__ void damping_factors(const MeshPart<kEigen, kColumns, kStages>& part,
+                                                SpectrumShare<kTiles, kColumns>& share) {
+  const DiffusionOperands& in = part.operands;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+    const int row0 = 64 * (kTiles * consumer() + m) + Sum<kColumns>::row(0);
+    const float upper = row0 < in.E ? __bfloat162float(in.evalues[row0]) : 0;
+    const float lower = row0 + 8 < in.E ? __bfloat162float(in.evalues[row0 + 8]) : 0;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float2 times = pair_at(in.times, 1, in.W, 0, part.col0() + Sum<kColumns>::col(4 * j));
+      share.factors[m][4 * j] = damping(upper, times.x);
+      share.factors[m][4 * j + 1] = damping(upper, times.y);
+      share.factors[m][4 * j + 2] = damping(lower, times.x);
+      share.factors[m][4 * j + 3] = damping(lower, times.y);
+    }
+  }
+}
+
+/// Gives a stage back, in all blocks of the cluster: they fill it together.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void release_stage(const MeshPart<kEigen, kColumns, kStages>& part,
+                                              int s) {
+  const int thread = threadIdx.x % 128;
+  if (thread < part.blocks) barrier_arrive(&part.shared.empty[s], thread);
+}
+
+/// The left factor's fragments for one tile: the basis, transposed, and forward multiplied by the
+/// masses.
+template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles>
+__device__ __forceinline__ void load_transposed_basis(
+    const MeshPart<kEigen, kColumns, kStages>& part, int s, uint32_t (&a)[kTiles][4][4]) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int row = 16 * k + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
+      ldmatrix_x4_trans(
+          a[m][k], &part.shared.basis[s][kTiles * consumer() + m].elements[swizzled(row, piece)]);
+      if constexpr (kPass == Pass::forward) {
+        const auto* factor =
+            reinterpret_cast<const unsigned*>(part.shared.mass[s] + 16 * k + 2 * (lane % 4));
+        a[m][k][0] = multiply2(a[m][k][0], factor[0]);
+        a[m][k][1] = multiply2(a[m][k][1], factor[0]);
+        a[m][k][2] = multiply2(a[m][k][2], factor[4]);
+        a[m][k][3] = multiply2(a[m][k][3], factor[4]);
+      }
+    }
+  }
+}
+
+/// First product: this block's share of basis^T (mass x).
+template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles>
+__device__ __forceinline__ void project(const MeshPart<kEigen, kColumns, kStages>& part,
+                                        SpectrumShare<kTiles, kColumns>& share,
+                                        Phases<kStages>& full) {
+  for (int t = 0; t < part.tiles; ++t) {
+    const int s = t % kStages;
+    barrier_wait(&part.shared.full[s], full.next(s));
+    uint32_t a[kTiles][4][4];
+    load_transposed_basis<kPass>(part, s, a);
+    wgmma_fence();
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        wgmma<__nv_bfloat16>(share.sum[m].elements, a[m][k], part.shared.x[s].operand(k),
+                             t > 0 || k > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (t + kStages < part.tiles) release_stage(part, s);
+  }
+}
+
+/// The quad of the thread's elements 4 j to 4 j + 3 of tile m.
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ float4* quad_at(const MeshPart<kEigen, kColumns, kStages>& part,
+                                           float4* totals, int m, int j) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  return totals + ((4 * (part.kTiles * consumer() + m) + warp) * kColumns / 8 + j) * 32 + lane;
+}
+
+/// Adds the share to the sum of all.
+template <int kEigen, int kColumns, int kStages, int kTiles>
+__device__ __forceinline__ void add_to_totals(const MeshPart<kEigen, kColumns, kStages>& part,
+                                              const SpectrumShare<kTiles, kColumns>& share,
+                                              float4* totals) {
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float* four = share.sum[m].elements + 4 * j;
+      atomicAdd(quad_at(part, totals, m, j), make_float4(four[0], four[1], four[2], four[3]));
+    }
+  }
+}
+
+/// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
+/// when its spare warps have added, too.
+template <Pass kPass, int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void meet(const MeshPart<kEigen, kColumns, kStages>& part,
+                                     const Meeting<MeshPart<kEigen, kColumns, kStages>>& meeting) {
+  named_barrier(kConsumersBarrier, kConsumers);
+  if (threadIdx.x == 128) {
+    if constexpr (kPass == Pass::backward) barrier_wait(&part.shared.spare, 0);
+    typename Meeting<MeshPart<kEigen, kColumns, kStages>>::Counter arrivals(*meeting.arrivals);
+    const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
+    if (before + 1 == meeting.groups) {
+      // The last one: on to the next launch's number.
+      arrivals.fetch_add(0x10000 - meeting.groups, cuda::memory_order_relaxed);
+    } else {
+      while (!meeting.all_have_arrived()) {
+      }
+    }
+  }
+  named_barrier(kConsumersBarrier, kConsumers);
+}
+
+/// The spectrum, damped, becomes the right factor of the second product, in shared memory; forward
+/// the first group stores it, too.
+template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles>
+__device__ __forceinline__ void damp_spectrum(const MeshPart<kEigen, kColumns, kStages>& part,
+                                              SpectrumShare<kTiles, kColumns>& share,
+                                              float4* totals) {
+  auto& shared = part.shared;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float4 total = __ldcg(quad_at(part, totals, m, j));
+      float* four = share.sum[m].elements + 4 * j;
+      const float* factor = share.factors[m] + 4 * j;
+      four[0] = factor[0] * total.x;
+      four[1] = factor[1] * total.y;
+      four[2] = factor[2] * total.z;
+      four[3] = factor[3] * total.w;
+    }
+#pragma unroll
+    for (int box = 0; box < shared.kBoxes; ++box) {
+      share.sum[m].store(shared.second.spectrum[kTiles * consumer() + m].boxes[box], kBoxCols * box,
+                         [&](int i) { return share.sum[m].elements[i]; });
+    }
+  }
+  shared_fence();
+  named_barrier(kConsumersBarrier, kConsumers);
+  if (kPass == Pass::forward && part.group == 0 && threadIdx.x == 128) {
+    for (int step = 0; step < shared.kSteps; ++step) {
+      for (int box = 0; box < shared.kBoxes; ++box) {
+        tensor_store(&part.maps.spectral, kStepK * step, part.col0() + kBoxCols * box,
+                     &shared.second.spectrum[step].boxes[box]);
+      }
+    }
+    tensor_store_commit();
+  }
+}
+
+/// Second product, over the same tiles in reverse; the last kKept of them are in shared memory.
+template <Pass kPass, int kKept, int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void expand(const MeshPart<kEigen, kColumns, kStages>& part,
+                                       Phases<kStages>& full) {
+  auto& shared = part.shared;
+  const int thread = threadIdx.x % 128;
+  Sum<kColumns> sum;
+  for (int t = part.tiles - 1; t >= 0; --t) {
+    const int s = t % kStages;
+    if (s % 2 != consumer()) continue;
+    if (kKept == 0 || t + kStages < part.tiles) barrier_wait(&shared.full[s], full.next(s));
+    float above = 1, below = 1;
+    if constexpr (kPass == Pass::backward) {
+      above = __bfloat162float(shared.mass[s][sum.row(0)]);
+      below = __bfloat162float(shared.mass[s][sum.row(2)]);
+    }
+#pragma unroll
+    for (int step = 0; step < shared.kSteps; ++step) {
+      sum.start_product(shared.basis[s][step], 0, shared.second.spectrum[step], step > 0);
+    }
+    wgmma_wait<0>();
+    if (thread == 0) tensor_store_wait_read<0>();
+    named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
+    if (t >= kStages) {                                 // for both consumers
+      release_stage(part, s);
+      release_stage(part, s);
+    }
+#pragma unroll
+    for (int box = 0; box < shared.kBoxes; ++box) {
+      sum.store(shared.second.out[consumer()][box], kBoxCols * box,
+                [&](int i) { return (i / 2 % 2 ? below : above) * sum.elements[i]; });
+    }
+    shared_fence();
+    named_barrier(kConsumerBarrier + consumer(), 128);
+    if (thread == 0) {
+      for (int box = 0; box < shared.kBoxes; ++box) {
+        tensor_store(&part.maps.out, 64 * (part.first + t), part.col0() + kBoxCols * box,
+                     &shared.second.out[consumer()][box]);
+      }
+      tensor_store_commit();
+    }
+  }
+  if (thread == 0) tensor_store_wait_read<0>();
+}
+#endif  // HOPPER_CODE
