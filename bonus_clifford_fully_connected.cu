@@ -39,11 +39,9 @@
 #include "common/clifford.cuh"
 #include "common/clifford.h"
 #include "common/connected.cuh"
-#include "common/connected_slices.cuh"
+#include "common/connected_planes.cuh"
 #include "common/connected_unfused.cuh"
-#include "common/hopper.cuh"
 #include "common/tf32_tiles.cuh"
-#include "common/tiles.cuh"
 
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
@@ -273,185 +271,214 @@ __global__ void __launch_bounds__(kPairThreads, 2)
   });
 }
 
-// ---- Two crews ----------------------------------------------------------------------------------
+// ---- Planes beside the product ------------------------------------------------------------------
 
-// Slices of planes and weights, as wgmma reads them: common/connected_slices.cuh. The weights are
-// the left operand: z comes out transposed, and one instruction multiplies all planes of a triple.
+// Every block above makes its planes again, as many times as there are tiles of columns, and while
+// it makes them its tensor cores wait. Hopper's copy engine could bring finished planes while the
+// tensor cores work, if somebody made them: once, 3 instructions an element, a few per cent of what
+// a multiprocessor issues while it multiplies. So three warps of each block do that beside the
+// product (PlaneMaker, common/connected_planes.cuh) and store them to memory, where most of them are
+// read from the L2 cache. What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a
+// tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
+// and all their features, the triples' planes and weights one after the other.
 //
-// A block owns 64 rows by 128 columns of 4 blades. One warpgroup makes planes and two multiply, a
-// step (8 features) apart. Per step the tensor cores take 1408 cycles in 3-D; the planes need
-// half as many instructions, and shared memory moves 1.4 times what it can in that time (planes in
-// and out, weights in and out): it is the limit.
-#if HOPPER_CODE
-// The makers: a thread has four features of a row. x and y of the next step are on their way while
-// the planes of this one are made. Of 8 neighbouring lanes' rows every other one is another, whose
-// pieces of 16 bytes, swizzled, are in different banks. One thread has the copy engine bring the
-// weights, of which each block of the cluster fetches its share for all.
-template <typename A, int part, int kCluster>
-__device__ __forceinline__ void make_planes(CrewMemory<A>& shared, const float* x, const float* y,
-                                            const CUtensorMap* weights, int row0, Layer layer) {
-  using Own = Part<A, part>;
-  using Memory = CrewMemory<A>;
-  constexpr int kShare = Memory::kWeightRows / kCluster;
-  const int steps = (layer.features + 7) / 8, rank = kCluster == 1 ? 0 : cluster_rank();
-  const int stages_before = (blockIdx.z * gridDim.y + blockIdx.y) * steps;
-  Ring<kWeightStages> incoming;
-  const auto fetch_weights = [&](int step) {
-    barrier_wait(&shared.weights_empty[incoming.stage], incoming.parity ^ 1);
-    Barrier* const full = &shared.weights_full[incoming.stage];
-    barrier_arrive_expect(full, sizeof(shared.weights[0]));
-    float* const to = shared.weights[incoming.stage] + rank * kShare * kSliceFloats;
-    const int row = (stages_before + step) * Memory::kWeightRows + rank * kShare;
-    if constexpr (kCluster == 1) {
-      for (int half = 0; half < 2; ++half) {
-        tensor_load(to + half * kShare / 2 * kSliceFloats, weights, row + half * kShare / 2, 0,
-                    full);
-      }
-    } else {
-      tensor_load_multicast(to, weights, row, 0, full, (1 << kCluster) - 1);
-    }
-    incoming.advance();
-  };
-  const int warp = warp_of_block(), lane = threadIdx.x % 32, half = lane % 2;
-  const int row = warp * 16 + lane / 8 % 2 + lane / 2 % 4 * 2 + lane / 16 * 8;
-  const bool fetches = warp == 0 && elect_one();
-  if (fetches) fetch_weights(0);
-  Multivectors<A, 4> left = load_neighbours<A, 4>(x, row0 + row, 4 * half, layer);
-  Multivectors<A, 4> right = load_neighbours<A, 4>(y, row0 + row, 4 * half, layer);
-  Ring<kPlaneStages> ring;
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    const int next = 8 * (step + 1) + 4 * half;
-    const Multivectors<A, 4> next_left = load_neighbours<A, 4>(x, row0 + row, next, layer);
-    const Multivectors<A, 4> next_right = load_neighbours<A, 4>(y, row0 + row, next, layer);
-    apply_gates(left, right);
-    barrier_wait(&shared.planes_empty[ring.stage], ring.parity ^ 1);
-    if (fetches && step + 1 < steps) fetch_weights(step + 1);
-    __syncwarp();
-    Own::for_triples([&](auto c, auto i) {
-      constexpr int t = Own::triple(c, i), triples = Own::triples(c), first = A::first(c);
-      constexpr int kRows = A::blades_of(c) * kCrewRows;
-      constexpr int start = Memory::template plane_floats<part>(c);
-      const int slice = triples * ring.stage + i;
-      float* const to = shared.planes + start + (slice / 4 * kRows + row) * kSliceFloats +
-                        ((slice % 4 * 2 + half) ^ row % 8) * 4;
-      unroll<first, A::first(c + 1)>([&](auto k) {
-        store_rounded(to + (k - first) * kCrewRows * kSliceFloats,
-                      sum_terms<A, Of::result, t, k>(left, right));
-      });
-    });
-    shared_fence();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.planes_full[ring.stage]);
-    left = next_left;
-    right = next_right;
-  }
-}
+// Makers and tiles go in the same order: rows for the first tiles come first, of these the first
+// features. A counter for each 128 rows and 128 features says that they are made; the thread that
+// starts the copies waits for it. *planes first* is the same with the planes made by a kernel before
+// the product.
 
-// Those who multiply: consumer g has columns 64 g to 64 g + 63 of the block's. A step's products
-// run while the stages of the step before are given back.
-template <typename A, int part, int kCluster>
-__device__ __forceinline__ void multiply_planes(CrewMemory<A>& shared, float* z, int row0, int col0,
-                                                Layer layer) {
-  using Own = Part<A, part>;
-  using Memory = CrewMemory<A>;
-  const int steps = (layer.features + 7) / 8, consumer = (warp_of_block() - kMakers / 32) / 4;
-  float sums[32 * Own::kBlades];
-  Ring<kPlaneStages> planes, planes_done;
-  Ring<kWeightStages> weights, weights_done;
-  const auto release = [&] {
-    const int thread = threadIdx.x % 128;
-    if (thread == 0) barrier_arrive(&shared.planes_empty[planes_done.stage]);
-    if constexpr (kCluster == 1) {
-      if (thread == 0) barrier_arrive(&shared.weights_empty[weights_done.stage]);
-    } else {
-      if (thread < kCluster) barrier_arrive(&shared.weights_empty[weights_done.stage], thread);
-    }
-    planes_done.advance();
-    weights_done.advance();
-  };
-  for (int step = 0; step < steps; ++step) {
-    barrier_wait(&shared.weights_full[weights.stage], weights.parity);
-    barrier_wait(&shared.planes_full[planes.stage], planes.parity);
-    wgmma_fence();
-    Own::for_triples([&](auto c, auto i) {
-      constexpr int slot = Own::before(c) + i, triples = Own::triples(c);
-      constexpr int kRows = A::blades_of(c) * kCrewRows,
-                    kFirst = 32 * (A::first(c) - Own::kFirstBlade);
-      constexpr int start = Memory::template plane_floats<part>(c);
-      const int weight = consumer * Own::kTriples + slot, plane = triples * planes.stage + i;
-      const float* const left = shared.weights[weights.stage] + weight / 4 * 64 * kSliceFloats;
-      const float* const right = shared.planes + start + plane / 4 * kRows * kSliceFloats;
-      wgmma_tf32(columns_of<kFirst, kRows / 2>(sums), descriptor_a(left) + weight % 4 * 2,
-                 descriptor_a(right) + plane % 4 * 2, step > 0 || i > 0);
-    });
-    wgmma_commit();
-    planes.advance();
-    weights.advance();
-    if (step > 0) {
-      wgmma_wait<1>();
-      release();
-    }
-  }
-  wgmma_wait<0>();
-  release();
-  unroll<0, Own::kBlades>([&](auto k) {
-#pragma unroll
-    for (int e = 0; e < 32; ++e) {
-      const int n = row0 + Sum<kCrewRows>::col(e),
-                f = col0 + 64 * consumer + Sum<kCrewRows>::row(e);
-      if (n < layer.batch && f < layer.features) {
-        z[(Own::kFirstBlade + k) * layer.plane() + static_cast<size_t>(n) * layer.features + f] =
-            sums[32 * k + e];
-      }
-    }
-  });
-}
-#endif
+// z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
+template <typename A, class Tile, bool kBeside>
+struct Forward {
+  static constexpr bool kMakes = kBeside;
+  PlaneMaker<A, false> maker;
+  Progress progress;
+  float* z;
+  int row_tiles, cols, tiles;
+  Order<A> order;
 
-template <typename A, int kCluster>
-__global__ void HOPPER_CLUSTER(kCluster) __launch_bounds__(kCrewThreads, 1)
-    forward_crews(const float* x, const float* y, const __grid_constant__ CUtensorMap weights,
-                  float* z, Layer layer) {
+  Forward(const PlaneMaker<A, false>& planes, unsigned* made, float* out)
+      : maker(planes),
+        progress{made},
+        z(out),
+        row_tiles(count_tiles(maker.chunk.rows, Tile::BM * Tile::kBlocks)),
+        cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
+        tiles(row_tiles * cols * A::kBlades) {}
+
+  // Blades with the most triples first: all but the scalar and the last one.
+  struct Place {
+    int row, blade, col;
+  };
+  __host__ __device__ Place place(int tile, int rank) const {
+    constexpr int kLong = A::kBlades - 2;
+    const int all_long = row_tiles * cols * kLong;
+    const int count = tile < all_long ? kLong : 2;
+    if (tile >= all_long) tile -= all_long;
+    const int row = tile / (count * cols), rest = tile % (count * cols), i = rest / cols;
+    return {(row * Tile::kBlocks + rank) * Tile::BM, count == kLong ? i + 1 : i * (A::kBlades - 1),
+            rest % cols * Tile::BN};
+  }
+  __host__ int64_t steps(int tile) const {
+    const int c = A::kTables.grade[place(tile, 0).blade];
+    return int64_t{order.slot[c + 1] - order.slot[c]} * count_tiles(maker.chunk.layer.features, 32);
+  }
 #if HOPPER_CODE
-  extern __shared__ __align__(1024) char bytes[];
-  CrewMemory<A>& shared = *reinterpret_cast<CrewMemory<A>*>(bytes);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kPlaneStages; ++s) {
-      barrier_init(&shared.planes_full[s], kMakers / 32);
-      barrier_init(&shared.planes_empty[s], 2);
-    }
-    for (int s = 0; s < kWeightStages; ++s) {
-      barrier_init(&shared.weights_full[s], 1);
-      barrier_init(&shared.weights_empty[s], 2 * kCluster);
-    }
-    barrier_init_fence();
+  __device__ Walk walk(int tile, int rank) const {
+    const Chunk& chunk = maker.chunk;
+    const Place at = place(tile, rank);
+    const int c = Order<A>::grade_of(order.blade, at.blade);
+    const int blades = order.blade[c + 1] - order.blade[c];
+    const bool exists = at.row < chunk.pitch;  // else it reads zeros, beyond the last plane
+    const int plane = exists ? order.plane[c] + at.blade - order.blade[c] : kPlanes<A>;
+    return {plane * chunk.pitch + (exists ? at.row : 0),
+            exists ? blades * chunk.pitch : 0,
+            order.slot[c] * chunk.stride + at.col,
+            chunk.stride,
+            order.slot[c + 1] - order.slot[c],
+            0,
+            (chunk.layer.features + 31) / 32,
+            exists ? at.row / 128 * maker.slices() : -1,
+            1};
   }
-  __syncthreads();
-  if constexpr (kCluster > 1) cluster_meet();
-  const int row0 = blockIdx.x * kCrewRows, col0 = blockIdx.y * kCrewCols;
-  if (warp_of_block() < kMakers / 32) {
-    registers_shrink_to<152>();
-    unroll<0, kParts<A>>([&](auto part) {
-      if (static_cast<int>(blockIdx.z) != part) return;
-      make_planes<A, part, kCluster>(shared, x, y, &weights, row0, layer);
-    });
-  } else {
-    registers_grow_to<176>();
-    unroll<0, kParts<A>>([&](auto part) {
-      if (static_cast<int>(blockIdx.z) != part) return;
-      multiply_planes<A, part, kCluster>(shared, z, row0, col0, layer);
-    });
+  __device__ void make(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+    const Chunk& chunk = maker.chunk;
+    const Place at = place(tile, rank);
+    float* const to = z + at.blade * chunk.layer.plane() +
+                      static_cast<size_t>(chunk.first) * chunk.layer.features;
+    store_sum(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
+              chunk.layer.features, false);
   }
-  if constexpr (kCluster > 1) cluster_meet();  // others' arrivals may still be on their way
 #endif
-}
+};
+
+// The planes' gradients of a chunk, dz_k w[t]^T: A dz, B weights (slot, in feature, out feature).
+template <typename A, class Tile>
+struct PlaneGradients {
+  static constexpr bool kMakes = false;
+  Chunk chunk;
+  float* d;
+  int cols, tiles;
+  Order<A> order;
+
+  PlaneGradients(const Chunk& of, float* to)
+      : chunk(of),
+        d(to),
+        cols(count_tiles(chunk.layer.features, Tile::BN)),
+        tiles(count_tiles(chunk.rows, Tile::BM * Tile::kBlocks) * kPlanes<A> * cols) {}
+
+  __host__ int64_t steps(int) const { return count_tiles(chunk.layer.features, 32); }
+#if HOPPER_CODE
+  __device__ Walk walk(int tile, int rank) const {
+    const int row = (tile / (kPlanes<A> * cols) * Tile::kBlocks + rank) * Tile::BM;
+    const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
+    const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
+    return {(order.blade[c] + i % blades) * chunk.pitch + row,
+            0,
+            (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
+            0,
+            1,
+            0,
+            (chunk.layer.features + 31) / 32,
+            -1,
+            0};
+  }
+  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+    const int row = (tile / (kPlanes<A> * cols) * Tile::kBlocks + rank) * Tile::BM;
+    store_sum(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row + row0,
+              tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
+  }
+#endif
+};
+
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes and B dz, both
+// transposed. Where there are few tiles, `splits` clusters share the rows of one.
+template <typename A, class Tile, bool kBeside>
+struct WeightGradients {
+  static constexpr bool kMakes = kBeside;
+  PlaneMaker<A, true> maker;
+  Progress progress;
+  float* dw;  // or partial sums, one after the other
+  int splits, row_tiles, cols, tiles;
+  bool adds;
+  Order<A> order;
+
+  WeightGradients(const PlaneMaker<A, true>& planes, unsigned* made, float* to, int shares)
+      : maker(planes),
+        progress{made},
+        dw(to),
+        splits(shares),
+        row_tiles(count_tiles(features(), Tile::BM * Tile::kBlocks)),
+        cols(count_tiles(features(), Tile::BN)),
+        tiles(A::kTriples * splits * row_tiles * cols),
+        adds(maker.chunk.first > 0) {}
+  __host__ __device__ int features() const { return maker.chunk.layer.features; }
+  __host__ __device__ int all_steps() const { return (maker.chunk.rows + 31) / 32; }
+
+  struct Place {
+    int slot, split, row, col;
+  };
+  // Slots whose grade has the most blades first: all but those of the scalar and of the last one.
+  __host__ __device__ Place place(int tile, int rank) const {
+    const int after = order.slot[A::kGrades - 1], first = order.slot[1];
+    const int i = tile / (splits * row_tiles * cols);
+    return {i < after - first ? first + i
+            : i < after       ? i - (after - first)
+                              : i,
+            tile / (row_tiles * cols) % splits,
+            (tile / cols % row_tiles * Tile::kBlocks + rank) * Tile::BM, tile % cols * Tile::BN};
+  }
+  __host__ int64_t steps(int tile) const {
+    int c = 0;
+    while (place(tile, 0).slot >= order.slot[c + 1]) ++c;
+    return int64_t{order.blade[c + 1] - order.blade[c]} * count_tiles(all_steps(), splits);
+  }
+#if HOPPER_CODE
+  __device__ Walk walk(int tile, int rank) const {
+    const Chunk& chunk = maker.chunk;
+    const Place at = place(tile, rank);
+    const int c = Order<A>::grade_of(order.slot, at.slot);
+    const int blades = order.blade[c + 1] - order.blade[c];
+    const bool exists = at.row < chunk.stride;
+    const int plane = order.plane[c] + (at.slot - order.slot[c]) * blades;
+    return {(exists ? plane : kPlanes<A>)*chunk.stride + (exists ? at.row : 0),
+            exists ? chunk.stride : 0,
+            order.blade[c] * chunk.stride + at.col,
+            chunk.stride,
+            blades,
+            at.split * all_steps() / splits,
+            (at.split + 1) * all_steps() / splits,
+            exists ? at.row / 128 : -1,
+            maker.slices()};
+  }
+  __device__ void make(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+    const Place at = place(tile, rank);
+    const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
+    store_sum(sum, dw + matrix * features() * features(), at.row + row0, at.col, features(),
+              features(), features(), adds);
+  }
+#endif
+};
 
 // ---- Launches -----------------------------------------------------------------------------------
 
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
-// What the kernels above need beside inputs and outputs, and how they are launched.
+template <typename A>
+void normalize(const Tensors& of, float* inverses) {
+  const Layer& layer = of.layer;
+  if (!layer.normed) return;
+  if (layer.features % 4 == 0) {
+    normalize_rows<A, 4>
+        <<<layer.batch, layer.features <= 512 ? 128 : 256>>>(of.out, inverses, layer);
+  } else {
+    normalize_rows<A, 1><<<layer.batch, 256>>>(of.out, inverses, layer);
+  }
+}
+
+// What the kernels in tiles need beside inputs and outputs, and how they are launched.
 template <typename A>
 struct Tiled {
   static constexpr size_t kChunkBytes = 64 << 20;
@@ -465,22 +492,19 @@ struct Tiled {
   }
   double bytes() const { return weights.bytes() + inverses.bytes(); }
 
-  static int tiles(int count) { return (count + kTile - 1) / kTile; }
+  static int tiles(int count) { return count_tiles(count, kTile); }
 
   void round() const {
     const int threads = std::min(stride, 256);
     round_weights<<<dim3((stride + threads - 1) / threads, stride, A::kTriples), threads>>>(
         of.w, weights, of.layer.features, stride);
   }
-  void normalize() const {
-    if (of.layer.normed) normalize_rows<A><<<of.layer.batch, 256>>>(of.out, inverses, of.layer);
-  }
   void forward() const {
     round();
     const dim3 grid(tiles(of.layer.features), tiles(of.layer.batch), kParts<A>);
     constexpr int kBytes = kForwardTileBytes<A>;
     forward_tiles<A><<<grid, kTileThreads, kBytes>>>(of.x, of.y, weights, of.out, stride, of.layer);
-    normalize();
+    normalize<A>(of, inverses);
   }
 
   Tensors of;
@@ -550,41 +574,194 @@ struct TiledBackward {
   Buffer<float> dz, partials;
 };
 
-template <typename A, int kCluster>
-struct Crews {
-  Crews(const Tensors& tensors, const Buffer<float>& kept)
+// Large tiles of two blocks, or small ones where these would leave multiprocessors without work. A
+// step of a large one takes the tensor cores 1024 cycles, of a small one 512, and the copy engine
+// some more.
+using LargeTile = Tf32Tile<256, 2>;
+using SmallTile = Tf32Tile<128, 1>;
+
+// Cycles of the multiprocessor that has the most steps.
+template <class Tile, class Work>
+double cycles(const Work& work, const Device& device) {
+  const int clusters = std::min(work.tiles, std::max(1, device.sms / Tile::kBlocks));
+  const auto most = Turns{work.tiles, clusters}.most([&](int tile) { return work.steps(tile); });
+  return static_cast<double>(most) * (Tile::BN == 256 ? 1024 : 620);
+}
+
+// What the products on Hopper need beside inputs and outputs, and how they are launched: the batch in
+// chunks whose planes fit into kPlaneBytes.
+template <typename A, bool kBeside>
+struct Ready {
+  static constexpr size_t kPlaneBytes = 384 << 20;
+
+  Ready(const Tensors& tensors, const Buffer<float>& kept, const Device& on)
       : of(tensors),
-        cols((of.layer.features + kCrewCols - 1) / kCrewCols),
-        steps((of.layer.features + 7) / 8),
-        weights(of.problem.output<float>(static_cast<size_t>(rows()) * kSliceFloats)),
-        inverses(kept) {
-    allow_shared_bytes(forward_crews<A, kCluster>, kBytes);
+        device(on),
+        stride(round_up(of.layer.features, 128)),
+        rows(rows_at_a_time(of.layer.batch, stride)),
+        planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
+        weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
+        inverses(kept),
+        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128))) {}
+
+  static int round_up(int count, int to) { return count_tiles(count, to) * to; }
+  static int rows_at_a_time(int batch, int stride) {
+    const size_t row = sizeof(float) * kPlanes<A> * stride;
+    const int most = std::max(1, static_cast<int>(kPlaneBytes / row) / 256) * 256;
+    return std::min(batch, round_up(count_tiles(batch, count_tiles(batch, most)), 256));
   }
-  double bytes() const { return weights.bytes() + inverses.bytes(); }
-  int64_t rows() const {
-    return static_cast<int64_t>(kParts<A>) * cols * steps * CrewMemory<A>::kWeightRows;
+  Chunk chunk(int first) const {
+    const int count = std::min(rows, of.layer.batch - first);
+    return {of.layer, first, count, round_up(count, 128), stride};
   }
-  void forward() const {
-    const Layer& layer = of.layer;
-    arrange_weights<A><<<dim3(steps, cols, kParts<A>), kCrewCols>>>(of.w, weights, layer.features);
-    const int row_tiles = (layer.batch + kCrewRows - 1) / kCrewRows;
-    const dim3 grid((row_tiles + kCluster - 1) / kCluster * kCluster, cols, kParts<A>);
-    constexpr int kBox = CrewMemory<A>::kWeightRows / (kCluster == 1 ? 2 : kCluster);
-    const CUtensorMap map = tensor_map<float>(weights, rows(), kSliceFloats, kBox);
-    forward_crews<A, kCluster><<<grid, kCrewThreads, kBytes>>>(of.x, of.y, map, of.out, layer);
-    if (layer.normed) normalize_rows<A><<<layer.batch, 256>>>(of.out, inverses, layer);
+  Chunk largest() const { return chunk(0); }
+  double bytes() const {
+    return planes.bytes() + weights.bytes() + inverses.bytes() + made.bytes();
   }
 
-  static constexpr int kBytes = sizeof(CrewMemory<A>);
+  // The planes of a chunk, or what makes them beside the product.
+  template <bool kTransposed>
+  PlaneMaker<A, kTransposed> make(const Chunk& chunk, int together) const {
+    const PlaneMaker<A, kTransposed> maker{of.x, of.y, planes, chunk, together};
+    if constexpr (kBeside) {
+      CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
+    } else {
+      make_planes<A, kTransposed>
+          <<<std::min(count_tiles(maker.units(), 4), 16 * device.sms), 128>>>(maker);
+    }
+    return maker;
+  }
+  template <class Tile>
+  void multiply(const Chunk& chunk) const {
+    constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
+    const Forward<A, Tile, kBeside> work(make<false>(chunk, kTogether), made, of.out);
+    launch_tf32_product<Tile>(planes, int64_t{kPlanes<A>} * chunk.pitch, stride, weights,
+                              int64_t{A::kTriples} * stride, stride, work);
+  }
+  void forward(float* plain_weights) const {
+    const Layer& layer = of.layer;
+    turn_weights<A><<<dim3(stride / 32, stride / 32, A::kTriples), 256>>>(
+        of.w, weights, plain_weights, layer.features, stride, Order<A>());
+    for (int first = 0; first < layer.batch; first += rows) {
+      const Chunk part = chunk(first);
+      const PlaneMaker<A, false> maker{of.x, of.y, planes, part, 1};
+      const double large =
+          cycles<LargeTile>(Forward<A, LargeTile, kBeside>(maker, made, of.out), device);
+      const double small =
+          cycles<SmallTile>(Forward<A, SmallTile, kBeside>(maker, made, of.out), device);
+      if (large <= small) {
+        multiply<LargeTile>(part);
+      } else {
+        multiply<SmallTile>(part);
+      }
+    }
+    normalize<A>(of, inverses);
+  }
+
   Tensors of;
-  int cols, steps;
-  Buffer<float> weights, inverses;
+  Device device;
+  int stride, rows;
+  Buffer<float> planes, weights, inverses;
+  Buffer<unsigned> made;
+};
+
+template <typename A, bool kBeside>
+struct ReadyBackward {
+  ReadyBackward(const Ready<A, kBeside>& ready, const Gradients& gradients)
+      : forward(ready),
+        d(gradients),
+        splits(best_splits()),
+        dz(forward.of.problem.template output<float>(A::kBlades * forward.largest().matrix())),
+        turned_dz(forward.of.problem.template output<float>(dz.size())),
+        weights(forward.of.problem.template output<float>(forward.weights.size())),
+        partials(splits > 1 ? forward.of.problem.template output<float>(splits * d.dw.size())
+                            : d.dw) {}
+
+  double bytes() const {
+    return forward.bytes() + dz.bytes() + turned_dz.bytes() + weights.bytes() +
+           (splits > 1 ? partials.bytes() : 0);
+  }
+  template <class Tile>
+  double weight_cycles(int shares) const {
+    const PlaneMaker<A, true> maker{forward.of.x, forward.of.y, forward.planes, forward.largest(),
+                                    1};
+    return cycles<Tile>(WeightGradients<A, Tile, kBeside>(maker, forward.made, d.dw, shares),
+                        forward.device);
+  }
+  double weight_cycles(int shares) const {
+    return std::min(weight_cycles<LargeTile>(shares), weight_cycles<SmallTile>(shares));
+  }
+  // A share more costs something: its sums are written and read once more.
+  int best_splits() const {
+    int best = 1;
+    const int most = std::min(8, forward.largest().rows / 128);
+    for (int shares = 2; shares <= most; ++shares) {
+      if (weight_cycles(shares) < 0.9 * weight_cycles(best)) best = shares;
+    }
+    return best;
+  }
+
+  template <class Tile>
+  void differentiate_planes(const Chunk& chunk) const {
+    const PlaneGradients<A, Tile> work(chunk, forward.planes);
+    launch_tf32_product<Tile>(dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride, weights,
+                              int64_t{A::kTriples} * chunk.stride, chunk.stride, work);
+  }
+  template <int W>
+  void take_apart(const Chunk& chunk) const {
+    const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
+    take_planes_apart<A, W>
+        <<<blocks, 128>>>(forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk);
+  }
+  template <class Tile>
+  void differentiate_weights(const Chunk& chunk) const {
+    const auto maker = forward.template make<true>(chunk, 1);
+    const WeightGradients<A, Tile, kBeside> work(maker, forward.made, partials, splits);
+    launch_tf32_product<Tile>(forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch,
+                              turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch, work);
+  }
+  void run() const {
+    const Layer& layer = forward.of.layer;
+    forward.forward(weights);
+    for (int first = 0; first < layer.batch; first += forward.rows) {
+      const Chunk chunk = forward.chunk(first);
+      turn_result_gradients<A><<<chunk.pitch / kResultRows, 32 * kResultRows>>>(
+          forward.of.out, d.d_out, forward.inverses, dz, turned_dz, chunk);
+      const double large =
+          cycles<LargeTile>(PlaneGradients<A, LargeTile>(chunk, nullptr), forward.device);
+      if (large <=
+          cycles<SmallTile>(PlaneGradients<A, SmallTile>(chunk, nullptr), forward.device)) {
+        differentiate_planes<LargeTile>(chunk);
+      } else {
+        differentiate_planes<SmallTile>(chunk);
+      }
+      if (layer.features % 2 == 0) {
+        take_apart<2>(chunk);
+      } else {
+        take_apart<1>(chunk);
+      }
+      if (weight_cycles<LargeTile>(splits) <= weight_cycles<SmallTile>(splits)) {
+        differentiate_weights<LargeTile>(chunk);
+      } else {
+        differentiate_weights<SmallTile>(chunk);
+      }
+    }
+    if (splits > 1) {
+      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
+                                                                 d.dw.size());
+    }
+  }
+
+  Ready<A, kBeside> forward;
+  Gradients d;
+  int splits;
+  Buffer<float> dz, turned_dz, weights, partials;
 };
 
 // ---- The tables ---------------------------------------------------------------------------------
 
 template <typename A>
-void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
+void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas, const Device& device) {
   Problem& problem = of.problem;
   const UnfusedConnected<A> unfused(of, blas);
   problem.kernel("unfused", Role::library, [=] { unfused.forward(); })
@@ -595,13 +772,13 @@ void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
       .resources(forward_tiles<A>, kTileThreads, kForwardTileBytes<A>)
       .occupies(of.bytes() + tiled.bytes())
       .needs(80);
-  const auto add_crews = [&](const char* name, const auto& crews) {
-    problem.kernel(name, Role::ours, [=] { crews.forward(); })
-        .occupies(of.bytes() + crews.bytes())
+  const auto add_ready = [&](const char* name, const auto& ready) {
+    problem.kernel(name, Role::ours, [=] { ready.forward(nullptr); })
+        .occupies(of.bytes() + ready.bytes())
         .hopper_only();
   };
-  add_crews("two crews", Crews<A, 1>(of, tiled.inverses));
-  add_crews("clusters of 2", Crews<A, 2>(of, tiled.inverses));
+  add_ready("planes first", Ready<A, false>(of, tiled.inverses, device));
+  add_ready("planes beside", Ready<A, true>(of, tiled.inverses, device));
 }
 
 template <typename A>
@@ -622,16 +799,14 @@ void add_backward(const Tensors& of, const Gradients& d, const std::shared_ptr<C
       .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
       .occupies(ends + tiled.bytes())
       .needs(80);
-  const Crews<A, 2> crews(of, tiled.forward.inverses);
-  const auto crews_and_tiles = [=] {
-    crews.forward();
-    tiled.forward.round();
-    tiled.backward();
+  const auto add_ready = [&](const char* name, const auto& ready) {
+    problem.kernel(name, Role::ours, [=] { ready.run(); })
+        .occupies(ends + ready.bytes())
+        .hopper_only();
   };
-  problem.kernel("clusters, tiles", Role::ours, crews_and_tiles)
-      .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
-      .occupies(ends + tiled.bytes() + crews.weights.bytes())
-      .hopper_only();
+  const Buffer<float>& kept = tiled.forward.inverses;
+  add_ready("planes first", ReadyBackward<A, false>(Ready<A, false>(of, kept, device), d));
+  add_ready("planes beside", ReadyBackward<A, true>(Ready<A, true>(of, kept, device), d));
 }
 
 template <int p, int q, int r>
@@ -640,12 +815,12 @@ int run_lesson(Lesson& lesson) {
   CliffordTables tables(lesson, p, q, r, A::kTriples, true);
   const auto blas = std::make_shared<Cublas>();
   for (const CliffordReference& size : tables.sizes()) {
-    const double flops = 2.0 * Planes<A>::kCount * size.shape().features;
+    const double flops = 2.0 * kPlanes<A> * size.shape().features;
     const Tensors forward = tables.forward(size, flops);
-    add_forward<A>(forward, blas);
+    add_forward<A>(forward, blas, lesson.device());
     if (!lesson.flag("--sweep")) {
-      forward.problem.compare("two crews", "unfused",
-                              "Forward with planes on the way in: % times as fast.");
+      forward.problem.compare("planes beside", "unfused",
+                              "Forward with planes made beside the product: % times as fast.");
     }
     if (lesson.flag("--turned")) continue;
     const auto [of, d] = tables.backward(size, 3 * flops);

@@ -7,20 +7,49 @@
 #include "common/clifford.cuh"
 #include "common/tf32_tiles.cuh"
 
-/// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade; planes
-/// are numbered by triple, then by blade.
+/// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade. Slots are
+/// triples in the order of their results' grades; planes are numbered by slot, then by blade.
 template <typename A>
-struct Planes {
-  __host__ __device__ static constexpr int result(int t) { return A::triple(t).result; }
-  __host__ __device__ static constexpr int count(int t) { return A::blades_of(result(t)); }
-  __host__ __device__ static constexpr int first(int t) {
+struct Order {
+  int triple_of[A::kTriples] = {};  ///< a slot
+  /// The first slot, plane and blade of each grade of the result, and how many there are.
+  int slot[A::kGrades + 1] = {}, plane[A::kGrades + 1] = {}, blade[A::kGrades + 1] = {};
+
+  constexpr Order() {
+    for (int c = 0; c < A::kGrades; ++c) {
+      slot[c + 1] = slot[c];
+      blade[c + 1] = A::kTables.first[c + 1];
+      for (int t = 0; t < A::kTriples; ++t) {
+        if (A::kTables.triple[t].result == c) triple_of[slot[c + 1]++] = t;
+      }
+      plane[c + 1] = plane[c] + (slot[c + 1] - slot[c]) * (blade[c + 1] - blade[c]);
+    }
+  }
+  /// The grade with the given slot, plane or blade, of the array of that name.
+  __device__ static int grade_of(const int (&first)[A::kGrades + 1], int number) {
+    int c = 0;
+    while (number >= first[c + 1]) ++c;
+    return c;
+  }
+
+  /// At compile time: how many triples have a result of this grade; the i-th of them.
+  __host__ __device__ static constexpr int triples(int grade) {
     int sum = 0;
-    for (int before = 0; before < t; ++before) sum += count(before);
+    for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == grade;
     return sum;
   }
-  static constexpr int kCount = first(A::kTriples);
+  __host__ __device__ static constexpr int triple(int grade, int i) {
+    for (int t = 0; t < A::kTriples; ++t) {
+      if (A::triple(t).result == grade && i-- == 0) return t;
+    }
+    return -1;
+  }
 };
-static_assert(Planes<Cl<3, 0, 0>>::kCount == 44 && Planes<Cl<2, 0, 0>>::kCount == 14);
+template <typename A, int grade>
+inline constexpr int kFirstPlane = Order<A>().plane[grade];
+template <typename A>
+inline constexpr int kPlanes = kFirstPlane<A, A::kGrades>;
+static_assert(kPlanes<Cl<3, 0, 0>> == 44 && kPlanes<Cl<2, 0, 0>> == 14);
 
 /// A block works on four blades of the result: in 2-D these are all, in 3-D grades 0 and 1, or 2
 /// and 3. In either algebra 10 triples lead to them. In a Part triples are in the order of their
@@ -33,17 +62,9 @@ struct Part {
   static constexpr int kEndGrade = A::grade(kFirstBlade + kBlades - 1) + 1;
   static_assert(A::first(kFirstGrade) == kFirstBlade && A::first(kEndGrade) == kFirstBlade + 4);
 
-  /// How many triples have a result of this grade; the i-th of them.
-  __host__ __device__ static constexpr int triples(int grade) {
-    int sum = 0;
-    for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == grade;
-    return sum;
-  }
+  __host__ __device__ static constexpr int triples(int grade) { return Order<A>::triples(grade); }
   __host__ __device__ static constexpr int triple(int grade, int i) {
-    for (int t = 0; t < A::kTriples; ++t) {
-      if (A::triple(t).result == grade && i-- == 0) return t;
-    }
-    return -1;
+    return Order<A>::triple(grade, i);
   }
   /// The part's triples before those of a grade, and its planes before those of the i-th of them.
   __host__ __device__ static constexpr int before(int grade) {
@@ -85,6 +106,11 @@ __device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int
                                                           const Layer& layer) {
   if (n >= layer.batch || f >= layer.features) return {};
   return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
+}
+
+/// How many tiles of so many rows or columns `count` takes.
+__host__ __device__ constexpr int count_tiles(int count, int tile) {
+  return (count + tile - 1) / tile;
 }
 
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
@@ -131,14 +157,19 @@ __global__ void round_weights(const float* w, float* to, int features, int strid
 }
 
 /// out = z / rms(z) for each grade, in place; keeps 1 / rms (grades, batch) for backward. A block a
-/// row, which it reads twice, the second time from a cache.
-template <typename A>
+/// row, W features a thread at a time; it reads the row twice, the second time from a cache.
+template <typename A, int W>
 __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
   __shared__ Sums<A::kGrades> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
+  const auto pack = [&](int k, int f) -> Pack<W>& {
+    return *reinterpret_cast<Pack<W>*>(out + k * plane + row + f);
+  };
   Sums<A::kGrades> squares = {};
-  for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
-    add_squares(load<A>(out + row + f, plane), squares);
+  for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
+    Multivectors<A, W> z;
+    unroll<0, A::kBlades>([&](auto k) { z.blade[k] = pack(k, f); });
+    add_squares(z, squares);
   }
   add_up_row(squares, partials, blockDim.x / 32);
   unroll<0, A::kGrades>([&](auto c) {
@@ -146,8 +177,13 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
     if (threadIdx.x == 0) inverses[static_cast<size_t>(c) * layer.batch + blockIdx.x] = r;
     squares.value[c] = r;
   });
-  for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
-    unroll<0, A::kBlades>([&](auto k) { out[k * plane + row + f] *= squares.value[A::grade(k)]; });
+  for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
+    unroll<0, A::kBlades>([&](auto k) {
+      Pack<W> z = pack(k, f);
+#pragma unroll
+      for (int e = 0; e < W; ++e) z.v[e] *= squares.value[A::grade(k)];
+      pack(k, f) = z;
+    });
   }
 }
 
@@ -268,18 +304,9 @@ __device__ __forceinline__ void finish_gradients(const float* x, const float* y,
 // groups of warps has half of them, up to 3.
 template <typename A>
 struct WeightParts {
-  __host__ __device__ static constexpr int triples(int c) {
-    int sum = 0;
-    for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == c;
-    return sum;
-  }
+  __host__ __device__ static constexpr int triples(int c) { return Order<A>::triples(c); }
   __host__ __device__ static constexpr int half(int c) { return (triples(c) + 1) / 2; }
-  __host__ __device__ static constexpr int triple(int c, int i) {
-    for (int t = 0; t < A::kTriples; ++t) {
-      if (A::triple(t).result == c && i-- == 0) return t;
-    }
-    return -1;
-  }
+  __host__ __device__ static constexpr int triple(int c, int i) { return Order<A>::triple(c, i); }
   // The most planes of a grade.
   static constexpr int most_planes() {
     int most = 0;

@@ -125,6 +125,7 @@ void tensor_store_wait_read(cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::bulk_wait_read(kNewest, site);
 }
 inline void shared_fence() { cuda_cpu::async_proxy_fence(); }
+inline void global_fence() { cuda_cpu::async_proxy_fence(); }
 
 // ---- Warpgroups and clusters -------------------------------------------------------------------
 
