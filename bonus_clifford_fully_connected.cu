@@ -12,33 +12,34 @@
 // 44 planes P (14), each (batch, features), and each plane is the left operand of a product.
 //
 // What is computed: 88 batch features^2 operations in 3-D (28 in 2-D), on tensor cores, in TF32.
-// What moves: 24 planes (12), if the 44 are never written. Whoever writes them moves 44 planes out
-// and 44 back. So the products are the limit, and the planes have to be made on the way in: lesson
-// 3's product with a prologue that computes the left operand from x and y. The planes of one triple
-// have the same right operand, so they are rows of one product; and one read of x and y serves all
-// triples.
+// What moves: 24 planes (12), if the 44 (14) are never written; 112 if they are, once, and read
+// back. Either way the products are the limit, where features are some hundreds: a plane's element
+// is 2 features operations for 8 bytes. So it is not the planes' way through memory that costs, but
+// who waits for it. The planes of all triples with a result of one grade, side by side, are the
+// left operand of one product, whose right operand is their weights, below each other.
 //
-//     unfused          planes in memory, a product of cuBLAS for each triple, norms; what stands in
+//     unfused          planes in memory, a product of cuBLAS for each grade, norms; what stands in
 //                      common/connected_unfused.cuh
 //     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
-//     two crews        on Hopper: a warpgroup makes planes while two others multiply, with wgmma
-//     clusters of 2    the same, and two blocks share what they fetch of the weights
-//     clusters, tiles  that forward, and backward in tiles
+//     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
+//     planes beside    three warps of each block make planes, while others multiply
 //
 // Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
-// y and x and adds up as soon as a tile of them is done, and dw[t] = sum over k of P_t,k^T dz_k, a
-// product whose left operand is made on the way in again. No plane ever is in memory. What is, of
-// whatever batch: the weights once more, in TF32, and dz of as many rows as fit into 64 MiB; and,
-// per row, what divided each of its grades (16 bytes; the row itself has 32 for each feature).
+// y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, a product whose left operand is
+// planes again, transposed. *planes in tiles* has no plane in memory. On Hopper, the batch goes in
+// chunks: a workspace of up to 384 MiB has the planes of one, or their gradients, whatever the
+// batch. Others hold its dz both ways round, and the weights. And, per row, what divided each of
+// its grades (16 bytes; the row itself has 32 for each feature).
 //
-// The algebra is lesson 10's, common/algebra.cuh; which triples and planes a block has is worked
-// out in common/connected.cuh, when this is compiled.
+// The algebra is lesson 10's, common/algebra.cuh; which triples lead where is worked out in
+// common/connected.cuh, when this is compiled.
 
 #include "common/algebra.cuh"
 #include "common/async_copy.cuh"
 #include "common/clifford.cuh"
 #include "common/clifford.h"
 #include "common/connected.cuh"
+#include "common/connected_gradients.cuh"
 #include "common/connected_planes.cuh"
 #include "common/connected_unfused.cuh"
 #include "common/tf32_tiles.cuh"
@@ -128,148 +129,9 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
-// dx and dy of a tile, triple by triple. The planes' gradients exist in shared memory only; the
-// sums over the triples are in memory, at places that only this block comes to.
-template <typename A>
-__global__ void __launch_bounds__(kPairThreads, 2)
-    input_gradient_tiles(const float* x, const float* y, const float* w, ResultGradients dz,
-                         float* dx, float* dy, Layer layer) {
-  extern __shared__ __align__(128) float shared[];
-  const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kGradientCols;
-  const size_t plane = layer.plane();
-  const auto for_places = [&](auto width, auto visit) {
-    constexpr int kWidth = decltype(width)::value;
-#pragma unroll 1
-    for (int e = threadIdx.x * kWidth; e < kTile * kGradientCols; e += kPairThreads * kWidth) {
-      const int row = e / kGradientCols, col = e % kGradientCols;
-      if (row0 + row >= dz.rows || col0 + col >= layer.features) continue;
-      visit(static_cast<size_t>(dz.first + row0 + row) * layer.features + col0 + col,
-            shared + row * kGradientStride + col);
-    }
-  };
-  unroll<0, A::kTriples>([&](auto t) {
-    constexpr int c = A::triple(t).result, first = A::first(c);
-    plane_gradients<A::blades_of(c)>(
-        dz.data + first * dz.pitch + static_cast<size_t>(row0) * dz.stride,
-        w + (static_cast<size_t>(t) * dz.stride + col0) * dz.stride, dz, layer.features, shared);
-    const auto add_here = [&](auto width) {
-      for_places(width, [&](size_t at, const float* d) {
-        add_plane_gradients<A, t, decltype(width)::value>(d, kTile * kGradientStride, x + at,
-                                                          y + at, dx + at, dy + at, plane);
-      });
-    };
-    if (layer.features % 4 == 0) {
-      add_here(Constant<4>());
-    } else {
-      add_here(Constant<1>());
-    }
-    __syncthreads();
-  });
-  // Here a thread finishes places of others.
-  for_places(Constant<1>(), [&](size_t at, const float*) {
-    finish_gradients<A>(x + at, y + at, dx + at, dy + at, plane);
-  });
-}
-
-constexpr int kWeightDepth = 8, kWeightPlane = kWeightDepth * kRowStride;
-template <typename A>
-constexpr int kWeightTileBytes = sizeof(float) * (WeightParts<A>::most_planes() + 3) * kWeightPlane;
-
-// Sums of P_t,k^T dz_k for triples `first` to `first` + kCount - 1 of those of grade c.
-template <typename A, int c, int first, int kCount>
-__device__ __forceinline__ void multiply_transposed(TileSum (&sums)[3], const float* planes,
-                                                    const float* results) {
-  constexpr int kBlades = A::blades_of(c);
-  const TileWarp warp;
-#pragma unroll
-  for (int blade = 0; blade < kBlades; ++blade) {
-    unsigned b[4][2];
-    warp.load_right(b, results + blade * kWeightPlane);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        unsigned a[4];
-        warp.load_left_transposed(a, planes + ((first + i) * kBlades + blade) * kWeightPlane, m);
-        TileWarp::multiply(sums[i][m], a, b);
-      }
-    }
-  }
-}
-
-// A tile (64 features of x and y, 64 of the result) of dw[t], for all triples t of grade c, summed
-// over rows `begin` to `end` - 1 of dz. Each step takes 8 rows of the batch: the planes are made as
-// in forward_tile, and are read transposed.
-template <typename A, int c>
-__device__ __forceinline__ void weight_gradient_tile(const float* x, const float* y,
-                                                     const ResultGradients& dz, float* dw,
-                                                     int begin, int end, bool adds, float* shared,
-                                                     const Layer& layer) {
-  using Parts = WeightParts<A>;
-  constexpr int kBlades = A::blades_of(c), kFirstBlade = A::first(c);
-  constexpr int kTriples = Parts::triples(c), kHalf = Parts::half(c);
-  static_assert(kWeightDepth * kTile == 2 * kPairThreads);
-  float* const planes = shared;
-  float* const results = shared + kTriples * kBlades * kWeightPlane;
-  const TileWarp warp;
-  const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kTile;
-  TileSum sums[3] = {};
-  for (int n = begin; n < end; n += kWeightDepth) {
-    for (int i = threadIdx.x; i < kBlades * kWeightDepth * 16; i += kPairThreads) {
-      const int blade = i / 16 / kWeightDepth, row = i / 16 % kWeightDepth, col = i % 16 * 4;
-      copy_async<16>(results + blade * kWeightPlane + row * kRowStride + col,
-                     dz.data + (kFirstBlade + blade) * dz.pitch +
-                         static_cast<size_t>(n + row) * dz.stride + col0 + col,
-                     n + row < end);
-    }
-    copy_async_commit();
-    const int row = threadIdx.x / (kTile / 2), f = threadIdx.x % (kTile / 2) * 2;
-    const int at = n + row < end ? dz.first + n + row : layer.batch;
-    Multivectors<A, 2> left = load_neighbours<A, 2>(x, at, row0 + f, layer);
-    const Multivectors<A, 2> right = load_neighbours<A, 2>(y, at, row0 + f, layer);
-    apply_gates(left, right);
-    unroll<0, kTriples>([&](auto i) {
-      constexpr int t = Parts::triple(c, i);
-      unroll<0, kBlades>([&](auto k) {
-        store_rounded(planes + (i * kBlades + k) * kWeightPlane + row * kRowStride + f,
-                      sum_terms<A, Of::result, t, kFirstBlade + k>(left, right));
-      });
-    });
-    copy_async_wait<0>();
-    __syncthreads();
-    if (warp.group == 0) {
-      multiply_transposed<A, c, 0, kHalf>(sums, planes, results);
-    } else {
-      multiply_transposed<A, c, kHalf, kTriples - kHalf>(sums, planes, results);
-    }
-    __syncthreads();
-  }
-  unroll<0, kTriples>([&](auto i) {
-    constexpr size_t t = Parts::triple(c, i);
-    if (warp.group != i / kHalf) return;
-    warp.for_results(sums[i % kHalf], [&](int row, int col, float value) {
-      if (row0 + row >= layer.features || col0 + col >= layer.features) return;
-      float& to = dw[(t * layer.features + row0 + row) * layer.features + col0 + col];
-      to = adds ? to + value : value;
-    });
-  });
-}
-
-// blockIdx.z: which grade of the result, and which of `splits` equal shares of the rows, each of
-// which has a sum of its own, one after the other in dw.
-template <typename A>
-__global__ void __launch_bounds__(kPairThreads, 2)
-    weight_gradient_tiles(const float* x, const float* y, ResultGradients dz, float* dw, int splits,
-                          bool adds, Layer layer) {
-  extern __shared__ __align__(128) float shared[];
-  const int grade = blockIdx.z % A::kGrades, split = blockIdx.z / A::kGrades;
-  const int share = (dz.rows + splits - 1) / splits;
-  const int begin = min(dz.rows, split * share), end = min(dz.rows, begin + share);
-  float* const to = dw + static_cast<size_t>(split) * A::kTriples * layer.features * layer.features;
-  unroll<0, A::kGrades>([&](auto c) {
-    if (grade == c) weight_gradient_tile<A, c>(x, y, dz, to, begin, end, adds, shared, layer);
-  });
-}
+// Backward in tiles is in common/connected_gradients.cuh: input_gradient_tiles makes the planes'
+// gradients dz_k w[t]^T of a tile in shared memory and takes them apart there, triple by triple,
+// into sums of dx and dy in memory; weight_gradient_tiles makes planes as above for P_t,k^T dz_k.
 
 // ---- Planes beside the product ------------------------------------------------------------------
 
@@ -277,15 +139,15 @@ __global__ void __launch_bounds__(kPairThreads, 2)
 // it makes them its tensor cores wait. Hopper's copy engine could bring finished planes while the
 // tensor cores work, if somebody made them: once, 3 instructions an element, a few per cent of what
 // a multiprocessor issues while it multiplies. So three warps of each block do that beside the
-// product (PlaneMaker, common/connected_planes.cuh) and store them to memory, where most of them are
-// read from the L2 cache. What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a
-// tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
+// product (PlaneMaker, common/connected_planes.cuh) and store them to memory, where most of them
+// are read from the L2 cache. What is left is lesson 3's product in TF32 (common/tf32_product.cuh):
+// a tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
 // and all their features, the triples' planes and weights one after the other.
 //
 // Makers and tiles go in the same order: rows for the first tiles come first, of these the first
 // features. A counter for each 128 rows and 128 features says that they are made; the thread that
-// starts the copies waits for it. *planes first* is the same with the planes made by a kernel before
-// the product.
+// starts the copies waits for it. *planes first* is the same with the planes made by a kernel
+// before the product.
 
 // z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
@@ -312,10 +174,11 @@ struct Forward {
   __host__ __device__ Place place(int tile, int rank) const {
     constexpr int kLong = A::kBlades - 2;
     const int all_long = row_tiles * cols * kLong;
-    const int count = tile < all_long ? kLong : 2;
-    if (tile >= all_long) tile -= all_long;
+    const bool is_long = tile < all_long;
+    const int count = is_long ? kLong : 2;
+    if (!is_long) tile -= all_long;
     const int row = tile / (count * cols), rest = tile % (count * cols), i = rest / cols;
-    return {(row * Tile::kBlocks + rank) * Tile::BM, count == kLong ? i + 1 : i * (A::kBlades - 1),
+    return {(row * Tile::kBlocks + rank) * Tile::BM, is_long ? i + 1 : i * (A::kBlades - 1),
             rest % cols * Tile::BN};
   }
   __host__ int64_t steps(int tile) const {
@@ -588,8 +451,8 @@ double cycles(const Work& work, const Device& device) {
   return static_cast<double>(most) * (Tile::BN == 256 ? 1024 : 620);
 }
 
-// What the products on Hopper need beside inputs and outputs, and how they are launched: the batch in
-// chunks whose planes fit into kPlaneBytes.
+// What the products on Hopper need beside inputs and outputs, and how they are launched: the batch
+// in chunks whose planes fit into kPlaneBytes.
 template <typename A, bool kBeside>
 struct Ready {
   static constexpr size_t kPlaneBytes = 384 << 20;

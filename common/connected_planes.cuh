@@ -20,8 +20,9 @@ struct Chunk {
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
 };
 
-/// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and, unless
-/// it is null, `plain` as they lie. Zeros beyond the features. A block has 32 by 32 of a matrix.
+/// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and,
+/// unless it is null, `plain` as they lie. Zeros beyond the features. A block has 32 by 32 of a
+/// matrix.
 template <typename A>
 __global__ void __launch_bounds__(256)
     turn_weights(const float* w, float* turned, float* plain, int features, int stride,
@@ -46,8 +47,8 @@ __global__ void __launch_bounds__(256)
 
 /// Makes the planes of a chunk. A unit is what a warp makes at a time, all planes of 128
 /// multivectors: of a row and 128 features (a lane has 4 of these), or, if kTransposed, of 16 rows
-/// and 8 features (a lane has 4 rows), so that reads and writes are of whole sectors either way. 128
-/// units are a part of 128 rows and 128 features, which has a counter. Parts come row by row of
+/// and 8 features (a lane has 4 rows), so that reads and writes are of whole sectors either way.
+/// 128 units are a part of 128 rows and 128 features, which has a counter. Parts come row by row of
 /// parts, or `together` rows of them column by column.
 template <typename A, bool kTransposed>
 struct PlaneMaker {

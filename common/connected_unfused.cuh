@@ -66,7 +66,8 @@ __global__ void multiply_pairs_gradient(const float* x, const float* y, const fl
   });
 }
 
-/// Matrices of `size` elements, of triples, to the order of Order, or from it: a row of blocks each.
+/// Matrices of `size` elements, of triples, to the order of Order, or from it: a row of blocks
+/// each.
 template <typename A>
 __global__ void order_weights(const float* from, float* to, size_t size, bool back,
                               const __grid_constant__ Order<A> order) {

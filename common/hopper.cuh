@@ -423,9 +423,9 @@ __device__ inline void wgmma_wait() {
   asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
                : __VA_ARGS__                                                   \
                : HOPPER_REGISTER_A)
-#define HOPPER_WGMMA_TF32_SHARED(n, registers, a, b, add, ...)                 \
-  asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
-               : __VA_ARGS__                                                   \
+#define HOPPER_WGMMA_TF32_SHARED(n, registers, left, right, adds, ...)                 \
+  asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, left, right, adds, "1, 1") \
+               : __VA_ARGS__                                                           \
                : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 #define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
   if constexpr (type_of<T> == Type::fp16) {                                      \

@@ -1,6 +1,6 @@
-// Products in TF32 for Hopper whose factors both lie in memory as wgmma takes them there: contiguous
-// along k, already rounded. What the tiles of the product are, what follows from a sum, and what
-// other warps do meanwhile is said by a `Work`:
+// Products in TF32 for Hopper whose factors both lie in memory as wgmma takes them there:
+// contiguous along k, already rounded. What the tiles of the product are, what follows from a sum,
+// and what other warps do meanwhile is said by a `Work`:
 //
 //     int tiles                              tiles of a cluster, the longest first
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
@@ -35,9 +35,9 @@ struct Tf32Tile {
   };
 };
 
-/// The way of a tile along k: for each 32 columns of the factors from step `begin` to `end` - 1, all
-/// boxes of `inner` matrices below each other. Boxes start at rows a + a_next i and b + b_next i for
-/// i = 0 to inner - 1.
+/// The way of a tile along k: for each 32 columns of the factors from step `begin` to `end` - 1,
+/// all boxes of `inner` matrices below each other. Boxes start at rows a + a_next i and b + b_next
+/// i for i = 0 to inner - 1.
 struct Walk {
   int a, a_next, b, b_next, inner, begin, end;
   int flag, flag_next;  ///< which counter says that 128 columns of A are made, and the next 128's
@@ -48,15 +48,17 @@ struct Progress {
   unsigned* made;  ///< null: all of it is there
   static constexpr unsigned kUnits = 128;
 
-#if HOPPER_CODE
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   /// All lanes of a warp call this when they have stored a unit. The fence stands between their
   /// writes and the copy engine's reads, on both sides.
   __device__ void add(int flag) const {
+#if HOPPER_CODE
     global_fence();
+#endif
     __syncwarp();
     if (threadIdx.x % 32 == 0) Counter(made[flag]).fetch_add(1, cuda::memory_order_release);
   }
+#if HOPPER_CODE
   __device__ void wait(int flag) const {
     const Counter counter(made[flag]);
     while (counter.load(cuda::memory_order_acquire) < kUnits) continue;

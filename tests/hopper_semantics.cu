@@ -641,9 +641,49 @@ void expect_tf32_shared() {
 
 // "wgmma.mma_async", .tf32, both operands by descriptors.
 CASE(wgmma_tf32_shared) {
-  expect_tf32_shared<32>();
   expect_tf32_shared<64>();
-  expect_tf32_shared<96>();
+  expect_tf32_shared<128>();
+}
+
+// A block writes a matrix, which the copy engine reads for another one.
+__global__ void write_then_copy(const __grid_constant__ CUtensorMap map, float* matrix,
+                                unsigned* written, float* out) {
+#if HOPPER_CODE
+  __shared__ alignas(1024) float box[8 * 32];
+  __shared__ Barrier barrier;
+  const cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(*written);
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < 8 * 32; i += 32) matrix[i] = static_cast<float>(i);
+    global_fence();
+    __syncwarp();
+    if (threadIdx.x == 0) count.fetch_add(1, cuda::memory_order_release);
+    return;
+  }
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    while (count.load(cuda::memory_order_acquire) == 0) continue;
+    global_fence();
+    barrier_arrive_expect(&barrier, sizeof box);
+    tensor_load(box, &map, 0, 0, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  for (int row = 0; row < 8; ++row) {
+    const int col = threadIdx.x;
+    out[row * 32 + col] = box[row * 32 + (col / 4 ^ row) * 4 + col % 4];
+  }
+#endif
+}
+
+// "membar/fence": .proxy.async establishes ordering between the generic and the async proxy.
+CASE(global_fence_before_a_copy) {
+  Array<float> matrix(8 * 32), out(8 * 32);
+  Array<unsigned> written(1);
+  write_then_copy<<<2, 32>>>(tensor_map<float>(matrix.device, 8, 32, 8), matrix.device,
+                             written.device, out.device);
+  out.get();
+  for (int i = 0; i < 8 * 32; ++i) EXPECT(out[i] == static_cast<float>(i));
 }
 
 // One warp of the four comes later than the others to the product. `seen` counts the warps that are
