@@ -334,10 +334,10 @@ void normalize(const Tensors& of, float* inverses) {
   const Layer& layer = of.layer;
   if (!layer.normed) return;
   if (layer.features % 4 == 0) {
-    normalize_rows<A, 4>
-        <<<layer.batch, layer.features <= 512 ? 128 : 256>>>(of.out, inverses, layer);
+    launch_early(normalize_rows<A, 4>, layer.batch, layer.features <= 512 ? 128 : 256, 0,
+                 of.out.data(), inverses, layer);
   } else {
-    normalize_rows<A, 1><<<layer.batch, 256>>>(of.out, inverses, layer);
+    launch_early(normalize_rows<A, 1>, layer.batch, 256, 0, of.out.data(), inverses, layer);
   }
 }
 
@@ -437,45 +437,31 @@ struct TiledBackward {
   Buffer<float> dz, partials;
 };
 
-// Large tiles of two blocks, or small ones where these would leave multiprocessors without work. A
-// step of a large one takes the tensor cores 1024 cycles, of a small one 512, and the copy engine
-// some more.
-using LargeTile = Tf32Tile<256, 2>;
-using SmallTile = Tf32Tile<128, 1>;
-
-// Cycles of the multiprocessor that has the most steps.
-template <class Tile, class Work>
-double cycles(const Work& work, const Device& device) {
-  const int clusters = std::min(work.tiles, std::max(1, device.sms / Tile::kBlocks));
-  const auto most = Turns{work.tiles, clusters}.most([&](int tile) { return work.steps(tile); });
-  return static_cast<double>(most) * (Tile::BN == 256 ? 1024 : 620);
-}
-
 // What the products on Hopper need beside inputs and outputs, and how they are launched: the batch
 // in chunks whose planes fit into kPlaneBytes.
 template <typename A, bool kBeside>
 struct Ready {
   static constexpr size_t kPlaneBytes = 384 << 20;
 
-  Ready(const Tensors& tensors, const Buffer<float>& kept, const Device& on)
+  Ready(const Tensors& tensors, const Buffer<float>& kept)
       : of(tensors),
-        device(on),
-        stride(round_up(of.layer.features, 128)),
+        stride(count_tiles(of.layer.features, 128) * 128),
         rows(rows_at_a_time(of.layer.batch, stride)),
         planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
         weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(kept),
-        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128))) {}
+        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128))),
+        plan(plan_tiles(work(largest()))) {}
 
-  static int round_up(int count, int to) { return count_tiles(count, to) * to; }
   static int rows_at_a_time(int batch, int stride) {
     const size_t row = sizeof(float) * kPlanes<A> * stride;
     const int most = std::max(1, static_cast<int>(kPlaneBytes / row) / 256) * 256;
-    return std::min(batch, round_up(count_tiles(batch, count_tiles(batch, most)), 256));
+    const int chunks = count_tiles(batch, most);
+    return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
   }
   Chunk chunk(int first) const {
     const int count = std::min(rows, of.layer.batch - first);
-    return {of.layer, first, count, round_up(count, 128), stride};
+    return {of.layer, first, count, count_tiles(count, 128) * 128, stride};
   }
   Chunk largest() const { return chunk(0); }
   double bytes() const {
@@ -484,48 +470,40 @@ struct Ready {
 
   // The planes of a chunk, or what makes them beside the product.
   template <bool kTransposed>
-  PlaneMaker<A, kTransposed> make(const Chunk& chunk, int together) const {
-    const PlaneMaker<A, kTransposed> maker{of.x, of.y, planes, chunk, together};
+  void prepare(const PlaneMaker<A, kTransposed>& maker) const {
     if constexpr (kBeside) {
       CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
     } else {
-      make_planes<A, kTransposed>
-          <<<std::min(count_tiles(maker.units(), 4), 16 * device.sms), 128>>>(maker);
+      launch_early(make_planes<A, kTransposed>, std::min(count_tiles(maker.units(), 4), 2048), 128,
+                   0, maker);
     }
-    return maker;
   }
-  template <class Tile>
-  void multiply(const Chunk& chunk) const {
+  auto work(const Chunk& chunk) const {
     constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
-    const Forward<A, Tile, kBeside> work(make<false>(chunk, kTogether), made, of.out);
-    launch_tf32_product<Tile>(planes, int64_t{kPlanes<A>} * chunk.pitch, stride, weights,
-                              int64_t{A::kTriples} * stride, stride, work);
+    return [=, this](auto tile) {
+      return Forward<A, decltype(tile), kBeside>({of.x, of.y, planes, chunk, kTogether}, made,
+                                                 of.out);
+    };
   }
   void forward(float* plain_weights) const {
     const Layer& layer = of.layer;
-    turn_weights<A><<<dim3(stride / 32, stride / 32, A::kTriples), 256>>>(
-        of.w, weights, plain_weights, layer.features, stride, Order<A>());
+    launch_early(turn_weights<A>, dim3(stride / 32, stride / 32, A::kTriples), 256, 0,
+                 static_cast<const float*>(of.w), weights.data(), plain_weights, layer.features,
+                 stride, Order<A>());
     for (int first = 0; first < layer.batch; first += rows) {
       const Chunk part = chunk(first);
-      const PlaneMaker<A, false> maker{of.x, of.y, planes, part, 1};
-      const double large =
-          cycles<LargeTile>(Forward<A, LargeTile, kBeside>(maker, made, of.out), device);
-      const double small =
-          cycles<SmallTile>(Forward<A, SmallTile, kBeside>(maker, made, of.out), device);
-      if (large <= small) {
-        multiply<LargeTile>(part);
-      } else {
-        multiply<SmallTile>(part);
-      }
+      prepare(work(part)(SmallTile()).maker);
+      multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
+                    {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
     }
     normalize<A>(of, inverses);
   }
 
   Tensors of;
-  Device device;
   int stride, rows;
   Buffer<float> planes, weights, inverses;
   Buffer<unsigned> made;
+  TilePlan plan;
 };
 
 template <typename A, bool kBeside>
@@ -533,81 +511,67 @@ struct ReadyBackward {
   ReadyBackward(const Ready<A, kBeside>& ready, const Gradients& gradients)
       : forward(ready),
         d(gradients),
-        splits(best_splits()),
         dz(forward.of.problem.template output<float>(A::kBlades * forward.largest().matrix())),
         turned_dz(forward.of.problem.template output<float>(dz.size())),
         weights(forward.of.problem.template output<float>(forward.weights.size())),
-        partials(splits > 1 ? forward.of.problem.template output<float>(splits * d.dw.size())
-                            : d.dw) {}
+        partials(d.dw),
+        plan_planes(plan_tiles(plane_work(forward.largest()))),
+        plan_weights(plan_tiles(weight_work(forward.largest()))) {
+    // Where tiles are few, clusters share the rows of one. That costs something, too: their sums
+    // are written and read once more.
+    const int most = std::min(8, forward.largest().rows / 128);
+    for (int best = splits = 1, shares = 2; shares <= most; splits = best, ++shares) {
+      splits = shares;
+      const TilePlan plan = plan_tiles(weight_work(forward.largest()));
+      if (plan.cycles < 0.9 * plan_weights.cycles) plan_weights = plan, best = shares;
+    }
+    if (splits > 1) {
+      partials =
+          forward.of.problem.template output<float>(static_cast<size_t>(splits) * d.dw.size());
+    }
+  }
 
   double bytes() const {
     return forward.bytes() + dz.bytes() + turned_dz.bytes() + weights.bytes() +
            (splits > 1 ? partials.bytes() : 0);
   }
-  template <class Tile>
-  double weight_cycles(int shares) const {
-    const PlaneMaker<A, true> maker{forward.of.x, forward.of.y, forward.planes, forward.largest(),
-                                    1};
-    return cycles<Tile>(WeightGradients<A, Tile, kBeside>(maker, forward.made, d.dw, shares),
-                        forward.device);
+  auto plane_work(const Chunk& chunk) const {
+    return
+        [=, this](auto tile) { return PlaneGradients<A, decltype(tile)>(chunk, forward.planes); };
   }
-  double weight_cycles(int shares) const {
-    return std::min(weight_cycles<LargeTile>(shares), weight_cycles<SmallTile>(shares));
-  }
-  // A share more costs something: its sums are written and read once more.
-  int best_splits() const {
-    int best = 1;
-    const int most = std::min(8, forward.largest().rows / 128);
-    for (int shares = 2; shares <= most; ++shares) {
-      if (weight_cycles(shares) < 0.9 * weight_cycles(best)) best = shares;
-    }
-    return best;
-  }
-
-  template <class Tile>
-  void differentiate_planes(const Chunk& chunk) const {
-    const PlaneGradients<A, Tile> work(chunk, forward.planes);
-    launch_tf32_product<Tile>(dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride, weights,
-                              int64_t{A::kTriples} * chunk.stride, chunk.stride, work);
+  auto weight_work(const Chunk& chunk) const {
+    return [=, this](auto tile) {
+      return WeightGradients<A, decltype(tile), kBeside>(
+          {forward.of.x, forward.of.y, forward.planes, chunk, 1}, forward.made, partials, splits);
+    };
   }
   template <int W>
   void take_apart(const Chunk& chunk) const {
     const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
-    take_planes_apart<A, W>
-        <<<blocks, 128>>>(forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk);
-  }
-  template <class Tile>
-  void differentiate_weights(const Chunk& chunk) const {
-    const auto maker = forward.template make<true>(chunk, 1);
-    const WeightGradients<A, Tile, kBeside> work(maker, forward.made, partials, splits);
-    launch_tf32_product<Tile>(forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch,
-                              turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch, work);
+    launch_early(take_planes_apart<A, W>, blocks, 128, 0, static_cast<const float*>(forward.of.x),
+                 static_cast<const float*>(forward.of.y), static_cast<const float*>(forward.planes),
+                 d.dx.data(), d.dy.data(), chunk);
   }
   void run() const {
     const Layer& layer = forward.of.layer;
     forward.forward(weights);
     for (int first = 0; first < layer.batch; first += forward.rows) {
       const Chunk chunk = forward.chunk(first);
-      turn_result_gradients<A><<<chunk.pitch / kResultRows, 32 * kResultRows>>>(
-          forward.of.out, d.d_out, forward.inverses, dz, turned_dz, chunk);
-      const double large =
-          cycles<LargeTile>(PlaneGradients<A, LargeTile>(chunk, nullptr), forward.device);
-      if (large <=
-          cycles<SmallTile>(PlaneGradients<A, SmallTile>(chunk, nullptr), forward.device)) {
-        differentiate_planes<LargeTile>(chunk);
-      } else {
-        differentiate_planes<SmallTile>(chunk);
-      }
+      launch_early(turn_result_gradients<A>, chunk.pitch / kResultRows, 32 * kResultRows, 0,
+                   static_cast<const float*>(forward.of.out), static_cast<const float*>(d.d_out),
+                   static_cast<const float*>(forward.inverses), dz.data(), turned_dz.data(), chunk);
+      multiply_tf32({dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
+                    {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
+                    plane_work(chunk));
       if (layer.features % 2 == 0) {
         take_apart<2>(chunk);
       } else {
         take_apart<1>(chunk);
       }
-      if (weight_cycles<LargeTile>(splits) <= weight_cycles<SmallTile>(splits)) {
-        differentiate_weights<LargeTile>(chunk);
-      } else {
-        differentiate_weights<SmallTile>(chunk);
-      }
+      forward.prepare(weight_work(chunk)(SmallTile()).maker);
+      multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch},
+                    {turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch}, plan_weights,
+                    weight_work(chunk));
     }
     if (splits > 1) {
       sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
@@ -617,14 +581,15 @@ struct ReadyBackward {
 
   Ready<A, kBeside> forward;
   Gradients d;
-  int splits;
+  int splits = 1;
   Buffer<float> dz, turned_dz, weights, partials;
+  TilePlan plan_planes, plan_weights;
 };
 
 // ---- The tables ---------------------------------------------------------------------------------
 
 template <typename A>
-void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas, const Device& device) {
+void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
   Problem& problem = of.problem;
   const UnfusedConnected<A> unfused(of, blas);
   problem.kernel("unfused", Role::library, [=] { unfused.forward(); })
@@ -640,8 +605,8 @@ void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas, const D
         .occupies(of.bytes() + ready.bytes())
         .hopper_only();
   };
-  add_ready("planes first", Ready<A, false>(of, tiled.inverses, device));
-  add_ready("planes beside", Ready<A, true>(of, tiled.inverses, device));
+  add_ready("planes first", Ready<A, false>(of, tiled.inverses));
+  add_ready("planes beside", Ready<A, true>(of, tiled.inverses));
 }
 
 template <typename A>
@@ -668,8 +633,8 @@ void add_backward(const Tensors& of, const Gradients& d, const std::shared_ptr<C
         .hopper_only();
   };
   const Buffer<float>& kept = tiled.forward.inverses;
-  add_ready("planes first", ReadyBackward<A, false>(Ready<A, false>(of, kept, device), d));
-  add_ready("planes beside", ReadyBackward<A, true>(Ready<A, true>(of, kept, device), d));
+  add_ready("planes first", ReadyBackward<A, false>(Ready<A, false>(of, kept), d));
+  add_ready("planes beside", ReadyBackward<A, true>(Ready<A, true>(of, kept), d));
 }
 
 template <int p, int q, int r>
@@ -680,7 +645,7 @@ int run_lesson(Lesson& lesson) {
   for (const CliffordReference& size : tables.sizes()) {
     const double flops = 2.0 * kPlanes<A> * size.shape().features;
     const Tensors forward = tables.forward(size, flops);
-    add_forward<A>(forward, blas, lesson.device());
+    add_forward<A>(forward, blas);
     if (!lesson.flag("--sweep")) {
       forward.problem.compare("planes beside", "unfused",
                               "Forward with planes made beside the product: % times as fast.");

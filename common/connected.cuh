@@ -5,6 +5,7 @@
 #include "common/algebra.cuh"
 #include "common/async_copy.cuh"
 #include "common/clifford.cuh"
+#include "common/early_launch.cuh"
 #include "common/tf32_tiles.cuh"
 
 /// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade. Slots are
@@ -165,6 +166,7 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
   const auto pack = [&](int k, int f) -> Pack<W>& {
     return *reinterpret_cast<Pack<W>*>(out + k * plane + row + f);
   };
+  wait_for_previous_kernel();
   Sums<A::kGrades> squares = {};
   for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
     Multivectors<A, W> z;

@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(256)
   __shared__ float tile[32][33];
   const size_t slot = blockIdx.z, t = order.triple_of[slot];
   const int row0 = blockIdx.y * 32, col0 = blockIdx.x * 32, lane = threadIdx.x % 32;
+  wait_for_previous_kernel();
 #pragma unroll
   for (int i = threadIdx.x / 32; i < 32; i += 8) {
     const int row = row0 + i, col = col0 + lane;
@@ -119,6 +120,7 @@ struct PlaneMaker {
 /// The planes by a kernel of their own.
 template <typename A, bool kTransposed>
 __global__ void __launch_bounds__(128) make_planes(PlaneMaker<A, kTransposed> maker) {
+  wait_for_previous_kernel();
   maker.make(blockIdx.x * 4 + threadIdx.x / 32, gridDim.x * 4, Progress{});
 }
 
@@ -139,6 +141,7 @@ __global__ void __launch_bounds__(32 * kResultRows)
     return static_cast<size_t>(chunk.first + row0 + i) * layer.features;
   };
   Sums<A::kGrades> products = {}, r = {};
+  wait_for_previous_kernel();
   const bool has_row = row0 + warp < chunk.rows;
   unroll<0, A::kGrades>([&](auto c) { r.value[c] = has_row ? 1 : 0; });
   if (has_row && layer.normed) {
@@ -196,6 +199,7 @@ __global__ void __launch_bounds__(128)
   const size_t plane = layer.plane();
   const size_t at = static_cast<size_t>(chunk.first + row) * layer.features + f;
   Multivectors<A, W> left, right, of_x, of_y;
+  wait_for_previous_kernel();
   unroll<0, A::kBlades>([&](auto k) {
     left.blade[k] = *reinterpret_cast<const Pack<W>*>(x + k * plane + at);
     right.blade[k] = *reinterpret_cast<const Pack<W>*>(y + k * plane + at);

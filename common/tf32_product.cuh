@@ -16,6 +16,7 @@
 #include <cuda/atomic>
 #include <vector>
 
+#include "common/early_launch.cuh"
 #include "common/tiles.cuh"
 
 /// 128 rows by kColumns columns a block, kBlocks such tiles below each other a cluster.
@@ -214,6 +215,7 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   } else {
     __syncthreads();
   }
+  wait_for_previous_kernel();
   if (warp_of_block() < 4) {
     registers_shrink_to<Work::kMakes ? 120 : 24>();
     if (warp_of_block() == 0) {
@@ -228,18 +230,58 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
 #endif
 }
 
-/// Launches it with factors of `a_rows` by `a_cols` and `b_rows` by `b_cols`, row-major.
-template <class Tile, class Work>
-void launch_tf32_product(const float* a, int64_t a_rows, int64_t a_cols, const float* b,
-                         int64_t b_rows, int64_t b_cols, const Work& work) {
-  constexpr int kBytes = sizeof(typename Tile::Shared);
-  const auto kernel = tf32_product<Tile, Work>;
-  allow_shared_bytes(kernel, kBytes);
-  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
-  const int clusters = std::min(work.tiles, capacity);
-  const CUtensorMap A = tensor_map<float>(a, a_rows, a_cols, Tile::BM);
-  const CUtensorMap B = tensor_map<float>(b, b_rows, b_cols, Tile::BN / Tile::kBlocks);
-  const unsigned blocks = Tile::kBlocks * (Work::kMakes ? capacity : clusters);
-  tf32_product<Tile, Work>
-      <<<blocks, Tile::kThreads, kBytes>>>(A, B, work, Turns{work.tiles, clusters});
+/// Large tiles of two blocks, or small ones where these would leave multiprocessors without work.
+using LargeTile = Tf32Tile<256, 2>;
+using SmallTile = Tf32Tile<128, 1>;
+struct TilePlan {
+  bool large;
+  int clusters;   ///< that the device holds
+  double cycles;  ///< of the multiprocessor that has the most to do
+};
+
+/// The faster tile for make(LargeTile()) or make(SmallTile()), which are the same Work. A step of a
+/// large tile takes the tensor cores 1024 cycles, of a small one 512, and the copy engine more.
+template <typename Make>
+TilePlan plan_tiles(Make make) {
+  const auto plan = [&](auto tile, double cycles) {
+    using Tile = decltype(tile);
+    const auto work = make(tile);
+    constexpr int kBytes = sizeof(typename Tile::Shared);
+    const auto kernel = tf32_product<Tile, std::remove_const_t<decltype(work)>>;
+    allow_shared_bytes(kernel, kBytes);
+    const int clusters = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+    const auto most = Turns{work.tiles, std::min(work.tiles, clusters)}.most(
+        [&](int tile) { return work.steps(tile); });
+    return TilePlan{Tile::kBlocks > 1, clusters, cycles * static_cast<double>(most)};
+  };
+  const TilePlan large = plan(LargeTile(), 1024), small = plan(SmallTile(), 620);
+  return large.cycles <= small.cycles ? large : small;
+}
+
+/// A factor in memory: (rows, cols), row-major.
+struct Tf32Factor {
+  const float* data;
+  int64_t rows, cols;
+};
+
+/// Launches the product with the tile of the plan.
+template <typename Make>
+void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& plan, Make make) {
+  const auto launch = [&](auto tile) {
+    using Tile = decltype(tile);
+    const auto work = make(tile);
+    using Work = std::remove_const_t<decltype(work)>;
+    const int clusters = std::min(work.tiles, plan.clusters);
+    launch_early(tf32_product<Tile, Work>,
+                 Tile::kBlocks * static_cast<unsigned>(Work::kMakes ? plan.clusters : clusters),
+                 Tile::kThreads, sizeof(typename Tile::Shared),
+                 tensor_map<float>(a.data, a.rows, a.cols, Tile::BM),
+                 tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work,
+                 Turns{work.tiles, clusters});
+  };
+  if (plan.large) {
+    launch(LargeTile());
+  } else {
+    launch(SmallTile());
+  }
 }
