@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kTileThreads)
 // z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
-  static constexpr bool kMakes = kBeside;
+  static constexpr bool kHelped = kBeside;
   PlaneMaker<A, false> maker;
   Progress progress;
   float* z;
@@ -203,7 +203,7 @@ struct Forward {
             exists ? at.row / 128 * maker.slices() : -1,
             1};
   }
-  __device__ void make(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = maker.chunk;
     const Place at = place(tile, rank);
@@ -216,24 +216,29 @@ struct Forward {
 };
 
 // The planes' gradients of a chunk, dz_k w[t]^T: A dz, B weights (slot, in feature, out feature).
-template <typename A, class Tile>
+// Beside it the warps take apart those of the rows that are complete.
+template <typename A, class Tile, bool kBeside>
 struct PlaneGradients {
-  static constexpr bool kMakes = false;
-  Chunk chunk;
+  static constexpr bool kHelped = kBeside;
+  static constexpr int kRows = Tile::BM * Tile::kBlocks;
+  PlaneTaker<A> taker;
+  Progress progress;
   float* d;
   int cols, tiles;
   Order<A> order;
 
-  PlaneGradients(const Chunk& of, float* to)
-      : chunk(of),
+  PlaneGradients(const PlaneTaker<A>& planes, unsigned* done, float* to)
+      : taker(planes),
+        progress{done},
         d(to),
-        cols(count_tiles(chunk.layer.features, Tile::BN)),
-        tiles(count_tiles(chunk.rows, Tile::BM * Tile::kBlocks) * kPlanes<A> * cols) {}
+        cols(count_tiles(taker.chunk.layer.features, Tile::BN)),
+        tiles(count_tiles(taker.chunk.rows, kRows) * kPlanes<A> * cols) {}
 
-  __host__ int64_t steps(int) const { return count_tiles(chunk.layer.features, 32); }
+  __host__ int64_t steps(int) const { return count_tiles(taker.chunk.layer.features, 32); }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
-    const int row = (tile / (kPlanes<A> * cols) * Tile::kBlocks + rank) * Tile::BM;
+    const Chunk& chunk = taker.chunk;
+    const int row = tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
     const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
     const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
     return {(order.blade[c] + i % blades) * chunk.pitch + row,
@@ -247,9 +252,34 @@ struct PlaneGradients {
             0};
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    const int row = (tile / (kPlanes<A> * cols) * Tile::kBlocks + rank) * Tile::BM;
+    const Chunk& chunk = taker.chunk;
+    const int rows = tile / (kPlanes<A> * cols), row = rows * kRows + rank * Tile::BM;
     store_sum(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row + row0,
               tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
+    if constexpr (kBeside) {
+      named_barrier(1 + row0 / 64, 128);
+      if (threadIdx.x % 128 == 0) progress.add(rows);
+    }
+  }
+  // A warp has a row and 64 features, or 32, at a time.
+  __device__ void help(int warp, int warps) const {
+    if (taker.chunk.layer.features % 2 == 0) {
+      take_all<2>(warp, warps);
+    } else {
+      take_all<1>(warp, warps);
+    }
+  }
+  template <int W>
+  __device__ __forceinline__ void take_all(int warp, int warps) const {
+    const int features = taker.chunk.layer.features, pieces = (features + 32 * W - 1) / (32 * W);
+    for (int u = warp; u < taker.chunk.rows * pieces; u += warps) {
+      const int row = u / pieces, f = u % pieces * 32 * W + threadIdx.x % 32 * W;
+      if (threadIdx.x % 32 == 0) {
+        progress.wait(row / kRows, 2 * Tile::kBlocks * kPlanes<A> * cols);
+      }
+      __syncwarp();
+      if (f < features) taker.template take<W>(row, f);
+    }
   }
 #endif
 };
@@ -258,7 +288,7 @@ struct PlaneGradients {
 // transposed. Where there are few tiles, `splits` clusters share the rows of one.
 template <typename A, class Tile, bool kBeside>
 struct WeightGradients {
-  static constexpr bool kMakes = kBeside;
+  static constexpr bool kHelped = kBeside;
   PlaneMaker<A, true> maker;
   Progress progress;
   float* dw;  // or partial sums, one after the other
@@ -314,7 +344,7 @@ struct WeightGradients {
             exists ? at.row / 128 : -1,
             maker.slices()};
   }
-  __device__ void make(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Place at = place(tile, rank);
     const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
@@ -468,11 +498,14 @@ struct Ready {
     return planes.bytes() + weights.bytes() + inverses.bytes() + made.bytes();
   }
 
+  void reset() const {
+    CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
+  }
   // The planes of a chunk, or what makes them beside the product.
   template <bool kTransposed>
   void prepare(const PlaneMaker<A, kTransposed>& maker) const {
     if constexpr (kBeside) {
-      CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
+      reset();
     } else {
       launch_early(make_planes<A, kTransposed>, std::min(count_tiles(maker.units(), 4), 2048), 128,
                    0, maker);
@@ -535,9 +568,13 @@ struct ReadyBackward {
     return forward.bytes() + dz.bytes() + turned_dz.bytes() + weights.bytes() +
            (splits > 1 ? partials.bytes() : 0);
   }
+  PlaneTaker<A> taker(const Chunk& chunk) const {
+    return {forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk};
+  }
   auto plane_work(const Chunk& chunk) const {
-    return
-        [=, this](auto tile) { return PlaneGradients<A, decltype(tile)>(chunk, forward.planes); };
+    return [=, this](auto tile) {
+      return PlaneGradients<A, decltype(tile), kBeside>(taker(chunk), forward.made, forward.planes);
+    };
   }
   auto weight_work(const Chunk& chunk) const {
     return [=, this](auto tile) {
@@ -548,9 +585,7 @@ struct ReadyBackward {
   template <int W>
   void take_apart(const Chunk& chunk) const {
     const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
-    launch_early(take_planes_apart<A, W>, blocks, 128, 0, static_cast<const float*>(forward.of.x),
-                 static_cast<const float*>(forward.of.y), static_cast<const float*>(forward.planes),
-                 d.dx.data(), d.dy.data(), chunk);
+    launch_early(take_planes_apart<A, W>, blocks, 128, 0, taker(chunk));
   }
   void run() const {
     const Layer& layer = forward.of.layer;
@@ -560,13 +595,16 @@ struct ReadyBackward {
       launch_early(turn_result_gradients<A>, chunk.pitch / kResultRows, 32 * kResultRows, 0,
                    static_cast<const float*>(forward.of.out), static_cast<const float*>(d.d_out),
                    static_cast<const float*>(forward.inverses), dz.data(), turned_dz.data(), chunk);
+      if constexpr (kBeside) forward.reset();
       multiply_tf32({dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
                     {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
                     plane_work(chunk));
-      if (layer.features % 2 == 0) {
-        take_apart<2>(chunk);
-      } else {
-        take_apart<1>(chunk);
+      if constexpr (!kBeside) {
+        if (layer.features % 2 == 0) {
+          take_apart<2>(chunk);
+        } else {
+          take_apart<1>(chunk);
+        }
       }
       forward.prepare(weight_work(chunk)(SmallTile()).maker);
       multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch},

@@ -62,34 +62,50 @@ struct PlaneMaker {
   __host__ __device__ int row_blocks() const { return chunk.pitch / 128; }
   __host__ __device__ int units() const { return slices() * row_blocks() * 128; }
 
-  /// All units that are this warp's, of `warps`.
+  /// All units that are this warp's, of `warps`. That a unit is there is told when the next one's x
+  /// and y are on their way: until its writes have arrived takes as long as they do. The fence is
+  /// for the copy engine, which will read them.
   __device__ __forceinline__ void make(int warp, int warps, const Progress& progress) const {
+    const auto tell = [&](int part) {
+#if HOPPER_CODE
+      global_fence();
+#endif
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) progress.add(part);
+    };
+    int last = -1;
     for (int u = warp; u < units(); u += warps) {
       const int group = u / (together * slices() * 128), rest = u % (together * slices() * 128);
       const int height = min(together, row_blocks() - group * together);
       const int slice = rest / (height * 128), block = group * together + rest / 128 % height;
-      make_unit(block * 128, slice * 128, rest % 128);
-      if (progress.made != nullptr) progress.add(block * slices() + slice);
+      Multivectors<A, 4> left, right;
+      float* const to = load_unit(left, right, block * 128, slice * 128, rest % 128);
+      if (progress.done != nullptr && last >= 0) tell(last);
+      make_unit(left, right, to);
+      last = block * slices() + slice;
     }
+    if (progress.done != nullptr && last >= 0) tell(last);
   }
 
  private:
-  __device__ __forceinline__ void make_unit(int row0, int feature0, int unit) const {
+  __device__ __forceinline__ float* load_unit(Multivectors<A, 4>& left, Multivectors<A, 4>& right,
+                                              int row0, int feature0, int unit) const {
     const int lane = threadIdx.x % 32;
-    Multivectors<A, 4> left, right;
-    float* to;
     if constexpr (kTransposed) {
       const int row = row0 + unit / 16 * 16 + lane / 8 * 4, f = feature0 + unit % 16 * 8 + lane % 8;
       load_rows(left, x, row, f);
       load_rows(right, y, row, f);
-      to = planes + static_cast<size_t>(f) * chunk.pitch + row;
+      return planes + static_cast<size_t>(f) * chunk.pitch + row;
     } else {
       const int row = row0 + unit, f = feature0 + 4 * lane;
       const int n = row < chunk.rows ? chunk.first + row : chunk.layer.batch;
       left = load_neighbours<A, 4>(x, n, f, chunk.layer);
       right = load_neighbours<A, 4>(y, n, f, chunk.layer);
-      to = planes + static_cast<size_t>(row) * chunk.stride + f;
+      return planes + static_cast<size_t>(row) * chunk.stride + f;
     }
+  }
+  __device__ __forceinline__ void make_unit(Multivectors<A, 4>& left,
+                                            const Multivectors<A, 4>& right, float* to) const {
     apply_gates(left, right);
     unroll<0, A::kGrades>([&](auto c) {
       unroll<0, Order<A>::triples(c)>([&](auto i) {
@@ -188,57 +204,68 @@ __global__ void __launch_bounds__(32 * kResultRows)
 
 /// From the planes' gradients d those of x and y. With x' = x gate(x_0), y' likewise, g and h the
 /// gates: S_i = sum of sign y_j d, dx_i = g h S_i, and dx_0 has gate'(x_0) h (sum of x_i S_i)
-/// besides; dy likewise. A thread has W neighbouring features of a row.
-template <typename A, int W>
-__global__ void __launch_bounds__(128)
-    take_planes_apart(const float* x, const float* y, const float* d, float* dx, float* dy,
-                      Chunk chunk) {
-  const Layer& layer = chunk.layer;
-  const int row = blockIdx.y, f = (blockIdx.x * 128 + threadIdx.x) * W;
-  if (f >= layer.features) return;
-  const size_t plane = layer.plane();
-  const size_t at = static_cast<size_t>(chunk.first + row) * layer.features + f;
-  Multivectors<A, W> left, right, of_x, of_y;
-  wait_for_previous_kernel();
-  unroll<0, A::kBlades>([&](auto k) {
-    left.blade[k] = *reinterpret_cast<const Pack<W>*>(x + k * plane + at);
-    right.blade[k] = *reinterpret_cast<const Pack<W>*>(y + k * plane + at);
-    of_x.blade[k] = of_y.blade[k] = empty_sum<W>();
-  });
-  const float* from = d + static_cast<size_t>(row) * chunk.stride + f;
-  unroll<0, A::kGrades>([&](auto c) {
-    unroll<0, Order<A>::triples(c)>([&](auto slot) {
-      constexpr int t = Order<A>::triple(c, slot);
-      constexpr auto grades = A::triple(t);
-      Multivectors<A, W> part;  // only one grade
-      unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-        part.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
-        from += chunk.matrix();
-      });
-      unroll<A::first(grades.x), A::first(grades.x + 1)>(
-          [&](auto i) { add(of_x.blade[i], sum_terms<A, Of::x, t, i>(part, right)); });
-      unroll<A::first(grades.y), A::first(grades.y + 1)>(
-          [&](auto j) { add(of_y.blade[j], sum_terms<A, Of::y, t, j>(part, left)); });
+/// besides; dy likewise.
+template <typename A>
+struct PlaneTaker {
+  const float *x, *y, *d;
+  float *dx, *dy;
+  Chunk chunk;
+
+  /// W features of a row, from f on.
+  template <int W>
+  __device__ __forceinline__ void take(int row, int f) const {
+    const Layer& layer = chunk.layer;
+    const size_t plane = layer.plane();
+    const size_t at = static_cast<size_t>(chunk.first + row) * layer.features + f;
+    Multivectors<A, W> left, right, of_x, of_y;
+    unroll<0, A::kBlades>([&](auto k) {
+      left.blade[k] = *reinterpret_cast<const Pack<W>*>(x + k * plane + at);
+      right.blade[k] = *reinterpret_cast<const Pack<W>*>(y + k * plane + at);
+      of_x.blade[k] = of_y.blade[k] = empty_sum<W>();
     });
-  });
-  const Gates<W> gates(left.blade[0], right.blade[0]);
-  const Pack<W> both = gates.product();
-  Pack<W> along_x = empty_sum<W>(), along_y = empty_sum<W>();
-  unroll<0, A::kBlades>([&](auto i) {
-    add_product(along_x, left.blade[i], of_x.blade[i]);
-    add_product(along_y, right.blade[i], of_y.blade[i]);
-  });
-  unroll<0, A::kBlades>([&](auto i) {
+    const float* from = d + static_cast<size_t>(row) * chunk.stride + f;
+    unroll<0, A::kGrades>([&](auto c) {
+      unroll<0, Order<A>::triples(c)>([&](auto slot) {
+        constexpr int t = Order<A>::triple(c, slot);
+        constexpr auto grades = A::triple(t);
+        Multivectors<A, W> part;  // only one grade
+        unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+          part.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
+          from += chunk.matrix();
+        });
+        unroll<A::first(grades.x), A::first(grades.x + 1)>(
+            [&](auto i) { add(of_x.blade[i], sum_terms<A, Of::x, t, i>(part, right)); });
+        unroll<A::first(grades.y), A::first(grades.y + 1)>(
+            [&](auto j) { add(of_y.blade[j], sum_terms<A, Of::y, t, j>(part, left)); });
+      });
+    });
+    const Gates<W> gates(left.blade[0], right.blade[0]);
+    const Pack<W> both = gates.product();
+    Pack<W> along_x = empty_sum<W>(), along_y = empty_sum<W>();
+    unroll<0, A::kBlades>([&](auto i) {
+      add_product(along_x, left.blade[i], of_x.blade[i]);
+      add_product(along_y, right.blade[i], of_y.blade[i]);
+    });
+    unroll<0, A::kBlades>([&](auto i) {
 #pragma unroll
-    for (int e = 0; e < W; ++e) {
-      of_x.blade[i].v[e] *= both.v[e];
-      of_y.blade[i].v[e] *= both.v[e];
-      if (i == 0) {
-        of_x.blade[i].v[e] += along_x.v[e] * gate_slope(left.blade[0].v[e]) * gates.y.v[e];
-        of_y.blade[i].v[e] += along_y.v[e] * gate_slope(right.blade[0].v[e]) * gates.x.v[e];
+      for (int e = 0; e < W; ++e) {
+        of_x.blade[i].v[e] *= both.v[e];
+        of_y.blade[i].v[e] *= both.v[e];
+        if (i == 0) {
+          of_x.blade[i].v[e] += along_x.v[e] * gate_slope(left.blade[0].v[e]) * gates.y.v[e];
+          of_y.blade[i].v[e] += along_y.v[e] * gate_slope(right.blade[0].v[e]) * gates.x.v[e];
+        }
       }
-    }
-    *reinterpret_cast<Pack<W>*>(dx + i * plane + at) = of_x.blade[i];
-    *reinterpret_cast<Pack<W>*>(dy + i * plane + at) = of_y.blade[i];
-  });
+      *reinterpret_cast<Pack<W>*>(dx + i * plane + at) = of_x.blade[i];
+      *reinterpret_cast<Pack<W>*>(dy + i * plane + at) = of_y.blade[i];
+    });
+  }
+};
+
+/// By a kernel of its own: a thread has W neighbouring features of a row.
+template <typename A, int W>
+__global__ void __launch_bounds__(128) take_planes_apart(PlaneTaker<A> taker) {
+  wait_for_previous_kernel();
+  const int f = (blockIdx.x * 128 + threadIdx.x) * W;
+  if (f < taker.chunk.layer.features) taker.template take<W>(blockIdx.y, f);
 }

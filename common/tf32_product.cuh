@@ -5,8 +5,8 @@
 //     int tiles                              tiles of a cluster, the longest first
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
-//     kMakes, make(warp, warps)              three warps of each block that make the left factor
-//     const Progress* progress               how much of it they have made
+//     kHelped, help(warp, warps)             seven warps of each block that do something beside it
+//     progress                               what they have done, if the product waits for it
 //
 // It is lesson 3's last product with another type: a producer warp, two consumer warpgroups, blocks
 // that stay, and two blocks of a cluster that share what they fetch of the right factor.
@@ -22,10 +22,9 @@
 /// 128 rows by kColumns columns a block, kBlocks such tiles below each other a cluster.
 template <int kColumns, int kClusterBlocks>
 struct Tf32Tile {
-  static constexpr int BM = 128, BN = kColumns, kBlocks = kClusterBlocks, kThreads = 384;
+  static constexpr int BM = 128, BN = kColumns, kBlocks = kClusterBlocks;
   static constexpr int kDepth =
       32;  // of a step: 128 bytes of each row, as the copy engine swizzles
-  static constexpr int kMakers = 3;  // warps beside the producer
   struct Stage {
     float a[BM * kDepth], b[BN * kDepth];
   };
@@ -44,29 +43,26 @@ struct Walk {
   int flag, flag_next;  ///< which counter says that 128 columns of A are made, and the next 128's
 };
 
-/// How much of the left factor is made: a counter for each part of it.
+/// How much of what some warps write and others read is there: a counter for each part of it.
 struct Progress {
-  unsigned* made;  ///< null: all of it is there
-  static constexpr unsigned kUnits = 128;
+  unsigned* done;  ///< null: there is nobody to tell
 
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-  /// All lanes of a warp call this when they have stored a unit. The fence stands between their
-  /// writes and the copy engine's reads, on both sides.
-  __device__ void add(int flag) const {
-#if HOPPER_CODE
-    global_fence();
-#endif
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) Counter(made[flag]).fetch_add(1, cuda::memory_order_release);
+  /// One thread calls this, after a barrier among all who have written.
+  __device__ void add(int part) const {
+    Counter(done[part]).fetch_add(1, cuda::memory_order_release);
   }
-#if HOPPER_CODE
-  __device__ void wait(int flag) const {
-    const Counter counter(made[flag]);
-    while (counter.load(cuda::memory_order_acquire) < kUnits) continue;
-    global_fence();
+  __device__ void wait(int part, unsigned count) const {
+    const Counter counter(done[part]);
+    while (counter.load(cuda::memory_order_acquire) < count) continue;
   }
-#endif
 };
+
+/// Warpgroups that do not multiply: the producer's, and with helpers another one.
+template <class Work>
+inline constexpr int kSideGroups = Work::kHelped ? 2 : 1;
+template <class Work>
+inline constexpr int kProductThreads = 128 * (kSideGroups<Work> + 2);
 
 /// Tiles that clusters take in turn, every other round from the last cluster to the first one: with
 /// the longest tiles first, who had one of the long ones then has one of the short ones.
@@ -126,9 +122,10 @@ __device__ __forceinline__ void produce_tf32(typename Tile::Shared& shared, cons
     if (tile >= turns.tiles) continue;
     const Walk walk = work.walk(tile, rank);
     for (int step = walk.begin; step < walk.end; ++step) {
-      if constexpr (Work::kMakes) {
+      if constexpr (Work::kHelped) {
         if (walk.flag >= 0 && (step == walk.begin || step % 4 == 0)) {
-          work.progress.wait(walk.flag + step / 4 * walk.flag_next);
+          work.progress.wait(walk.flag + step / 4 * walk.flag_next, 128);
+          global_fence();  // between the makers' writes and the copy engine's reads
         }
       }
       for (int i = 0; i < walk.inner; ++i, ring.advance()) {
@@ -154,7 +151,7 @@ template <class Tile, class Work>
 __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, const Work& work,
                                              Turns turns) {
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
-  const int consumer = warp_of_block() / 4 - 1;
+  const int consumer = warp_of_block() / 4 - kSideGroups<Work>;
   const auto release = [&](int stage) {
     const int thread = threadIdx.x % 128;
     if constexpr (Tile::kBlocks == 1) {
@@ -192,12 +189,12 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
 }
 #endif
 
-/// Launched with kThreads threads, kBlocks blocks for each of the clusters of `turns`, or more, of
-/// which the others only make. Makers wait for nobody and tiles only for makers, so all blocks come
-/// to their end if those that wait leave room for those that make: the grid is as large as the
-/// device, at most.
+/// Launched with kBlocks blocks for each of the clusters of `turns`, or more, of which the others
+/// only help. Either helpers wait for tiles or tiles for helpers, never both, so all blocks come to
+/// their end if those that wait leave room for the others: the grid is as large as the device, at
+/// most.
 template <class Tile, class Work>
-__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
+__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(kProductThreads<Work>, 1)
     tf32_product(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
                  const __grid_constant__ Work work, const Turns turns) {
 #if HOPPER_CODE
@@ -216,15 +213,17 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
     __syncthreads();
   }
   wait_for_previous_kernel();
-  if (warp_of_block() < 4) {
-    registers_shrink_to<Work::kMakes ? 120 : 24>();
+  constexpr int kSideWarps = 4 * kSideGroups<Work>;
+  if (warp_of_block() < kSideWarps) {
+    registers_shrink_to<Work::kHelped ? 96 : 24>();
     if (warp_of_block() == 0) {
       if (elect_one()) produce_tf32<Tile>(shared, &A, &B, work, turns);
-    } else if constexpr (Work::kMakes) {
-      work.make(blockIdx.x * Tile::kMakers + warp_of_block() - 1, gridDim.x * Tile::kMakers);
+    } else if constexpr (Work::kHelped) {
+      constexpr int kHelpers = kSideWarps - 1;
+      work.help(blockIdx.x * kHelpers + warp_of_block() - 1, gridDim.x * kHelpers);
     }
   } else {
-    registers_grow_to<Work::kMakes ? 192 : 240>();
+    registers_grow_to<Work::kHelped ? 160 : 240>();
     consume_tf32<Tile>(shared, work, turns);
   }
 #endif
@@ -249,7 +248,8 @@ TilePlan plan_tiles(Make make) {
     constexpr int kBytes = sizeof(typename Tile::Shared);
     const auto kernel = tf32_product<Tile, std::remove_const_t<decltype(work)>>;
     allow_shared_bytes(kernel, kBytes);
-    const int clusters = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+    const int clusters = resident_clusters(
+        kernel, Tile::kBlocks, kProductThreads<std::remove_const_t<decltype(work)>>, kBytes);
     const auto most = Turns{work.tiles, std::min(work.tiles, clusters)}.most(
         [&](int tile) { return work.steps(tile); });
     return TilePlan{Tile::kBlocks > 1, clusters, cycles * static_cast<double>(most)};
@@ -273,8 +273,8 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
     using Work = std::remove_const_t<decltype(work)>;
     const int clusters = std::min(work.tiles, plan.clusters);
     launch_early(tf32_product<Tile, Work>,
-                 Tile::kBlocks * static_cast<unsigned>(Work::kMakes ? plan.clusters : clusters),
-                 Tile::kThreads, sizeof(typename Tile::Shared),
+                 Tile::kBlocks * static_cast<unsigned>(Work::kHelped ? plan.clusters : clusters),
+                 kProductThreads<Work>, sizeof(typename Tile::Shared),
                  tensor_map<float>(a.data, a.rows, a.cols, Tile::BM),
                  tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work,
                  Turns{work.tiles, clusters});
