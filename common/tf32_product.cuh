@@ -5,7 +5,7 @@
 //     int tiles                              tiles of a cluster, the longest first
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
-//     kHelped, help(warp, warps)             seven warps of each block that do something beside it
+//     kHelped, help(warp, warps)             three warps of each block that do something beside it
 //     progress                               what they have done, if the product waits for it
 //
 // It is lesson 3's last product with another type: a producer warp, two consumer warpgroups, blocks
@@ -22,7 +22,7 @@
 /// 128 rows by kColumns columns a block, kBlocks such tiles below each other a cluster.
 template <int kColumns, int kClusterBlocks>
 struct Tf32Tile {
-  static constexpr int BM = 128, BN = kColumns, kBlocks = kClusterBlocks;
+  static constexpr int BM = 128, BN = kColumns, kBlocks = kClusterBlocks, kThreads = 384;
   static constexpr int kDepth =
       32;  // of a step: 128 bytes of each row, as the copy engine swizzles
   struct Stage {
@@ -57,12 +57,6 @@ struct Progress {
     while (counter.load(cuda::memory_order_acquire) < count) continue;
   }
 };
-
-/// Warpgroups that do not multiply: the producer's, and with helpers another one.
-template <class Work>
-inline constexpr int kSideGroups = Work::kHelped ? 2 : 1;
-template <class Work>
-inline constexpr int kProductThreads = 128 * (kSideGroups<Work> + 2);
 
 /// Tiles that clusters take in turn, every other round from the last cluster to the first one: with
 /// the longest tiles first, who had one of the long ones then has one of the short ones.
@@ -151,7 +145,7 @@ template <class Tile, class Work>
 __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, const Work& work,
                                              Turns turns) {
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
-  const int consumer = warp_of_block() / 4 - kSideGroups<Work>;
+  const int consumer = warp_of_block() / 4 - 1;
   const auto release = [&](int stage) {
     const int thread = threadIdx.x % 128;
     if constexpr (Tile::kBlocks == 1) {
@@ -194,7 +188,7 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
 /// their end if those that wait leave room for the others: the grid is as large as the device, at
 /// most.
 template <class Tile, class Work>
-__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(kProductThreads<Work>, 1)
+__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     tf32_product(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
                  const __grid_constant__ Work work, const Turns turns) {
 #if HOPPER_CODE
@@ -213,17 +207,15 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(kProductThreads<
     __syncthreads();
   }
   wait_for_previous_kernel();
-  constexpr int kSideWarps = 4 * kSideGroups<Work>;
-  if (warp_of_block() < kSideWarps) {
-    registers_shrink_to<Work::kHelped ? 96 : 24>();
+  if (warp_of_block() < 4) {
+    registers_shrink_to<Work::kHelped ? 152 : 24>();
     if (warp_of_block() == 0) {
       if (elect_one()) produce_tf32<Tile>(shared, &A, &B, work, turns);
     } else if constexpr (Work::kHelped) {
-      constexpr int kHelpers = kSideWarps - 1;
-      work.help(blockIdx.x * kHelpers + warp_of_block() - 1, gridDim.x * kHelpers);
+      work.help(blockIdx.x * 3 + warp_of_block() - 1, gridDim.x * 3);
     }
   } else {
-    registers_grow_to<Work::kHelped ? 160 : 240>();
+    registers_grow_to<Work::kHelped ? 176 : 240>();
     consume_tf32<Tile>(shared, work, turns);
   }
 #endif
@@ -248,8 +240,7 @@ TilePlan plan_tiles(Make make) {
     constexpr int kBytes = sizeof(typename Tile::Shared);
     const auto kernel = tf32_product<Tile, std::remove_const_t<decltype(work)>>;
     allow_shared_bytes(kernel, kBytes);
-    const int clusters = resident_clusters(
-        kernel, Tile::kBlocks, kProductThreads<std::remove_const_t<decltype(work)>>, kBytes);
+    const int clusters = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
     const auto most = Turns{work.tiles, std::min(work.tiles, clusters)}.most(
         [&](int tile) { return work.steps(tile); });
     return TilePlan{Tile::kBlocks > 1, clusters, cycles * static_cast<double>(most)};
@@ -274,7 +265,7 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
     const int clusters = std::min(work.tiles, plan.clusters);
     launch_early(tf32_product<Tile, Work>,
                  Tile::kBlocks * static_cast<unsigned>(Work::kHelped ? plan.clusters : clusters),
-                 kProductThreads<Work>, sizeof(typename Tile::Shared),
+                 Tile::kThreads, sizeof(typename Tile::Shared),
                  tensor_map<float>(a.data, a.rows, a.cols, Tile::BM),
                  tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work,
                  Turns{work.tiles, clusters});
