@@ -193,15 +193,14 @@ struct Forward {
     const int blades = order.blade[c + 1] - order.blade[c];
     const bool exists = at.row < chunk.pitch;  // else it reads zeros, beyond the last plane
     const int plane = exists ? order.plane[c] + at.blade - order.blade[c] : kPlanes<A>;
-    return {plane * chunk.pitch + (exists ? at.row : 0),
-            exists ? blades * chunk.pitch : 0,
-            order.slot[c] * chunk.stride + at.col,
-            chunk.stride,
-            order.slot[c + 1] - order.slot[c],
-            0,
-            (chunk.layer.features + 31) / 32,
-            exists ? at.row / 128 * maker.slices() : -1,
-            1};
+    return {.a = plane * chunk.pitch + (exists ? at.row : 0),
+            .a_next = exists ? blades * chunk.pitch : 0,
+            .b = order.slot[c] * chunk.stride + at.col,
+            .b_next = chunk.stride,
+            .inner = order.slot[c + 1] - order.slot[c],
+            .end = count_tiles(chunk.layer.features, 32),
+            .flag = exists ? at.row / 128 * maker.slices() : -1,
+            .flag_next = 1};
   }
   __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
@@ -241,15 +240,9 @@ struct PlaneGradients {
     const int row = tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
     const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
     const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
-    return {(order.blade[c] + i % blades) * chunk.pitch + row,
-            0,
-            (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
-            0,
-            1,
-            0,
-            (chunk.layer.features + 31) / 32,
-            -1,
-            0};
+    return {.a = (order.blade[c] + i % blades) * chunk.pitch + row,
+            .b = (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
+            .end = count_tiles(chunk.layer.features, 32)};
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = taker.chunk;
@@ -263,11 +256,8 @@ struct PlaneGradients {
   }
   // A warp has a row and 64 features, or 32, at a time.
   __device__ void help(int warp, int warps) const {
-    if (taker.chunk.layer.features % 2 == 0) {
-      take_all<2>(warp, warps);
-    } else {
-      take_all<1>(warp, warps);
-    }
+    if (taker.chunk.layer.features % 2 == 0) return take_all<2>(warp, warps);
+    take_all<1>(warp, warps);
   }
   template <int W>
   __device__ __forceinline__ void take_all(int warp, int warps) const {
@@ -334,15 +324,15 @@ struct WeightGradients {
     const int blades = order.blade[c + 1] - order.blade[c];
     const bool exists = at.row < chunk.stride;
     const int plane = order.plane[c] + (at.slot - order.slot[c]) * blades;
-    return {(exists ? plane : kPlanes<A>)*chunk.stride + (exists ? at.row : 0),
-            exists ? chunk.stride : 0,
-            order.blade[c] * chunk.stride + at.col,
-            chunk.stride,
-            blades,
-            at.split * all_steps() / splits,
-            (at.split + 1) * all_steps() / splits,
-            exists ? at.row / 128 : -1,
-            maker.slices()};
+    return {.a = (exists ? plane : kPlanes<A>)*chunk.stride + (exists ? at.row : 0),
+            .a_next = exists ? chunk.stride : 0,
+            .b = order.blade[c] * chunk.stride + at.col,
+            .b_next = chunk.stride,
+            .inner = blades,
+            .begin = at.split * all_steps() / splits,
+            .end = (at.split + 1) * all_steps() / splits,
+            .flag = exists ? at.row / 128 : -1,
+            .flag_next = maker.slices()};
   }
   __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
@@ -595,17 +585,12 @@ struct ReadyBackward {
       launch_early(turn_result_gradients<A>, chunk.pitch / kResultRows, 32 * kResultRows, 0,
                    static_cast<const float*>(forward.of.out), static_cast<const float*>(d.d_out),
                    static_cast<const float*>(forward.inverses), dz.data(), turned_dz.data(), chunk);
-      if constexpr (kBeside) forward.reset();
+      if (kBeside) forward.reset();
       multiply_tf32({dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
                     {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
                     plane_work(chunk));
-      if constexpr (!kBeside) {
-        if (layer.features % 2 == 0) {
-          take_apart<2>(chunk);
-        } else {
-          take_apart<1>(chunk);
-        }
-      }
+      if (!kBeside && layer.features % 2 == 0) take_apart<2>(chunk);
+      if (!kBeside && layer.features % 2 != 0) take_apart<1>(chunk);
       forward.prepare(weight_work(chunk)(SmallTile()).maker);
       multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch},
                     {turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch}, plan_weights,

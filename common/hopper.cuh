@@ -67,11 +67,11 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 
 /// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16 or float to the copy engine,
 /// which moves boxes of `box_rows` (at most 256) rows by 128 bytes (64 columns, of float 32) to or
-/// from shared memory. There the box is dense, 128 bytes a row, and swizzled: the 16-byte piece p of
-/// row r lies at piece p ^ (r % 8), which is how wgmma and swizzled() expect it. What a box reads
-/// outside of the matrix becomes zero; what it writes there is dropped. `matrix` must be aligned to
-/// 16 bytes, and so must its rows, which are `row_stride` elements apart (0: `cols`). With `to_tf32`,
-/// floats are rounded to TF32 on the way. CUDA Driver API, "Tensor Map Object Management".
+/// from shared memory. There the box is dense, 128 bytes a row, and swizzled: the 16-byte piece p
+/// of row r lies at piece p ^ (r % 8), as wgmma and swizzled() expect it. What a box reads outside
+/// of the matrix becomes zero; what it writes there is dropped. `matrix` must be aligned to 16
+/// bytes, and so must its rows, `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are
+/// rounded to TF32 on the way. CUDA Driver API, "Tensor Map Object Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
                        bool to_tf32 = false, int64_t row_stride = 0) {

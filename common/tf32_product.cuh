@@ -39,8 +39,8 @@ struct Tf32Tile {
 /// all boxes of `inner` matrices below each other. Boxes start at rows a + a_next i and b + b_next
 /// i for i = 0 to inner - 1.
 struct Walk {
-  int a, a_next, b, b_next, inner, begin, end;
-  int flag, flag_next;  ///< which counter says that 128 columns of A are made, and the next 128's
+  int a, a_next = 0, b, b_next = 0, inner = 1, begin = 0, end;
+  int flag = -1, flag_next = 0;  ///< which counter says that 128 columns of A are made, and the next 128's
 };
 
 /// How much of what some warps write and others read is there: a counter for each part of it.
