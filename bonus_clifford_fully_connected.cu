@@ -136,18 +136,18 @@ __global__ void __launch_bounds__(kTileThreads)
 // ---- Planes beside the product ------------------------------------------------------------------
 
 // Every block above makes its planes again, as many times as there are tiles of columns, and while
-// it makes them its tensor cores wait. Hopper's copy engine could bring finished planes while the
-// tensor cores work, if somebody made them: once, 3 instructions an element, a few per cent of what
-// a multiprocessor issues while it multiplies. So three warps of each block do that beside the
-// product (PlaneMaker, common/connected_planes.cuh) and store them to memory, where most of them
-// are read from the L2 cache. What is left is lesson 3's product in TF32 (common/tf32_product.cuh):
-// a tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
-// and all their features, the triples' planes and weights one after the other.
+// it makes them its tensor cores wait. Hopper's copy engine can bring finished planes while tensor
+// cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
+// What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a tile is 128 rows of one
+// blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
+// the triples' planes and weights one after the other. *planes beside*: three warps of each block
+// make planes during the product. Makers and tiles go in the same order: rows for the first tiles
+// come first, of these the first features. A counter for each 128 rows and 128 features says that
+// they are made; the thread that starts the copies waits for it.
 //
-// Makers and tiles go in the same order: rows for the first tiles come first, of these the first
-// features. A counter for each 128 rows and 128 features says that they are made; the thread that
-// starts the copies waits for it. *planes first* is the same with the planes made by a kernel
-// before the product.
+// It hides only a part, and where products are short (2-D, few features) it costs more than it
+// hides. Per step wgmma reads 80 KB of shared memory, and 48 KB arrive: 128 bytes a cycle, all that
+// there is; what the makers load and store goes the same way. That is counted, not measured.
 
 // z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
