@@ -4,31 +4,19 @@
 #include <map>
 
 #include "common/clifford.h"
+#include "common/clifford_connected.h"
+#include "common/clifford_fp64.cuh"
 #include "common/gradient_check.h"
 
 namespace {
 
 constexpr double kEpsilon = 1e-6;
 constexpr int kMaxBlades = 32;
-constexpr int kThreads = 128;
 constexpr double kStep = 1e-5;  // of a central difference, before norm_amplification
 constexpr double kTurn = 0.2;   // angle, rapidity or distance in each plane
 
+using fp64::blocks, fp64::direction, fp64::gate, fp64::gate_slope, fp64::kThreads, fp64::OnDevice;
 using Term = CliffordReference::Term;
-
-unsigned blocks(size_t count) { return static_cast<unsigned>((count + kThreads - 1) / kThreads); }
-
-__device__ double gate(double s) { return 0.5 * erfc(-s * sqrt(0.5)); }
-__device__ double gate_slope(double s) {
-  return exp(-s * s / 2) / sqrt(2 * 3.14159265358979323846);
-}
-
-/// +1 or -1: coordinate i of a random direction.
-__device__ double direction(size_t i) {
-  uint64_t bits = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull;
-  bits = (bits ^ (bits >> 32)) * 0xd6e8feb86659fd93ull;
-  return bits >> 63 ? 1 : -1;
-}
 
 /// One thread a (row, feature): z before the norm. Inputs are moved by `step` along the direction.
 __global__ void product_kernel(const float* x, const float* y, const float* w, double* z,
@@ -195,19 +183,6 @@ __global__ void turn_kernel(T* x, const Term* terms, int term_count, int blades,
   for (int i = 0; i < blades; ++i) x[i * count + at] = static_cast<T>(twice[i]);
 }
 
-/// A vector of the host in device memory.
-template <typename T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& values) : data_(values.size()) {
-    CUDA_CHECK(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  operator const T*() const { return data_; }
-
- private:
-  Scratch<T> data_;
-};
-
 std::vector<int> grades_of(const std::vector<std::vector<int>>& blades) {
   std::vector<int> grades;
   for (const auto& blade : blades) grades.push_back(static_cast<int>(blade.size()));
@@ -237,7 +212,18 @@ double CliffordShape::norm_amplification() const {
   return std::min(std::sqrt(std::exp(1.0)) * std::pow(1e6 * batch, 1.0 / features), 1e3);
 }
 
+// Fully connected, every sum is a product on the tensor cores, over `length` terms (of z: at most 6
+// grade triples of Cl(3,0,0), 4 of Cl(2,0,0), each with all features; of dw: the batch, for up to 3
+// blades), whose two factors are rounded to TF32. A gradient has two or three such errors: its own
+// roundings, z's, which dz has, and (of x and y) another sum over the blades.
+double CliffordShape::connected_tolerance(double length, int errors) const {
+  const int64_t terms = static_cast<int64_t>(length) + 1;
+  return errors * norm_amplification() *
+         dot_tolerance(terms, tensor_core_sum(terms), kRoundings, kRoundoffTf32);
+}
+
 double CliffordShape::tolerance() const {
+  if (connected) return connected_tolerance(3.0 * blades() / 4 * features, 1);
   return norm_amplification() * dot_tolerance(blades(), kRoundoffFp32, kRoundings);
 }
 
@@ -245,11 +231,13 @@ double CliffordShape::tolerance() const {
 // error; the gate's slope adds a sum over all blades of z dz. Twice as many terms, and twice the
 // roundings of z and once more the gates.
 double CliffordShape::gradient_tolerance() const {
+  if (connected) return connected_tolerance(3.0 * blades() / 4 * features, 3);
   return norm_amplification() * dot_tolerance(3 * blades(), kRoundoffFp32, 3 * kRoundings);
 }
 
 // Summed over the batch besides; the order does not matter for the bound.
 double CliffordShape::weight_gradient_tolerance() const {
+  if (connected) return connected_tolerance(3.0 * batch, 3);
   return norm_amplification() *
          dot_tolerance(static_cast<int64_t>(batch) * blades(), kRoundoffFp32, 3 * kRoundings);
 }
@@ -259,7 +247,9 @@ double CliffordShape::weight_gradient_tolerance() const {
 // vectors: each plane that boosts counts twice, for x and for y.
 double CliffordReference::turned_tolerance() const {
   const int stretching = shape_.p * shape_.q + shape_.r * (shape_.p + shape_.q);
-  return std::exp(2 * kTurn * stretching) * shape_.norm_amplification() *
+  const double stretched = std::exp(2 * kTurn * stretching);
+  if (shape_.connected) return stretched * shape_.tolerance();
+  return stretched * shape_.norm_amplification() *
          dot_tolerance(shape_.blades(), kRoundoffFp32, kRoundings, kRoundoffFp32);
 }
 
@@ -321,16 +311,27 @@ CliffordReference::CliffordReference(CliffordShape shape) : shape_(shape) {
   }
 }
 
+ConnectedReference CliffordReference::connected() const {
+  std::vector<std::pair<int, int>> results;
+  for (const std::vector<int>& triple : triples_) {
+    const int first = first_[static_cast<size_t>(triple[1])];
+    results.push_back({first, first_[static_cast<size_t>(triple[1]) + 1] - first});
+  }
+  return {shape_, terms_, results};
+}
+
 // ---- The operator -------------------------------------------------------------------------------
 
 double CliffordReference::scratch_bytes() const {
   const double rows = static_cast<double>(shape_.batch) * shape_.grades();
   // z, two sums per row and grade, the sums of along_direction_kernel, the tables.
-  return 8 * (static_cast<double>(shape_.elements()) * (1 + 2.0 / kChunk) + 2 * rows) + 0x1p20;
+  return 8 * (static_cast<double>(shape_.elements()) * (1 + 2.0 / kChunk) + 2 * rows) + 0x1p20 +
+         (shape_.connected ? connected().scratch_bytes() : 0);
 }
 
 void CliffordReference::product(const float* x, const float* y, const float* w, Step step,
                                 double* z) const {
+  if (shape_.connected) return connected().product(x, y, w, step.x, step.y, step.w, z);
   const OnDevice<Term> terms(terms_);
   product_kernel<<<blocks(shape_.plane()), kThreads>>>(
       x, y, w, z, terms, static_cast<int>(terms_.size()), shape_.blades(), triples(),
@@ -368,6 +369,7 @@ void CliffordReference::backward(const float* x, const float* y, const float* w,
   normalize_gradient_kernel<<<blocks(shape_.elements()), kThreads>>>(
       z, d_out, squares, products, grade_of, grades, shape_.plane(), shape_.features,
       shape_.elements(), shape_.normed);
+  if (shape_.connected) return connected().gradients(x, y, w, z, dx, dy, dw);
   input_gradient_kernel<<<blocks(shape_.plane()), kThreads>>>(x, y, w, z, dx, dy, terms, term_count,
                                                               shape_.blades(), triples(),
                                                               shape_.plane(), shape_.features);
@@ -421,7 +423,7 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
   const Part parts[] = {
       {"dx", dx, shape_.elements(), {1, 0, 0}},
       {"dy", dy, shape_.elements(), {0, 1, 0}},
-      {"dw", dw, static_cast<size_t>(shape_.features) * triples(), {0, 0, 1}},
+      {"dw", dw, weights(), {0, 0, 1}},
   };
   Scratch<double> z(shape_.elements());
   double worst = 0;
@@ -478,16 +480,23 @@ void CliffordReference::turn(double* x) const { turn_any(x); }
 // ---- The tables ---------------------------------------------------------------------------------
 
 namespace {
+constexpr int kConnectedFeaturesCpu = 48;  // of the fully connected product, unless given
 // Problems of so few multivectors take microseconds, at which the launch is part of the time.
 constexpr size_t kSmall = 1 << 18;
 const double kDeviation = std::sqrt(3.0);  // scale of numbers of variance 1, as after a norm
 }  // namespace
 
-CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples) : lesson_(lesson) {
+CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples, bool connected)
+    : lesson_(lesson) {
+  std::vector<int64_t> all_features = lesson.sizes("--features");
+  if (connected && lesson.on_cpu() && !lesson.given("--features") && all_features.size() == 1) {
+    all_features = {kConnectedFeaturesCpu};
+  }
   for (const int64_t batch : lesson.sizes()) {
-    for (const int64_t features : lesson.sizes("--features")) {
-      references_.emplace_back(CliffordShape{
-          p, q, r, static_cast<int>(batch), static_cast<int>(features), !lesson.flag("--no-norm")});
+    for (const int64_t features : all_features) {
+      references_.emplace_back(CliffordShape{p, q, r, static_cast<int>(batch),
+                                             static_cast<int>(features), !lesson.flag("--no-norm"),
+                                             connected});
     }
   }
   if (references_[0].triples() != triples) {
@@ -500,12 +509,14 @@ CliffordTensors CliffordTables::tensors(const CliffordReference& reference, cons
                                         double flops, int tensors, int weights) {
   const CliffordShape& shape = reference.shape();
   const size_t multivectors = shape.plane(), elements = shape.elements(),
-               all_weights = static_cast<size_t>(shape.features) * reference.triples();
+               all_weights = reference.weights();
   const double bytes = sizeof(float) * (tensors * static_cast<double>(elements) +
                                         weights * static_cast<double>(all_weights));
   Problem& problem = lesson_.problem(
       name, {{"batch", shape.batch}, {"features", shape.features}, {"blades", shape.blades()}},
-      "fp32", {.flops = flops * static_cast<double>(multivectors), .bytes = bytes}, Rate::fp32);
+      shape.connected ? "tf32" : "fp32",
+      {.flops = flops * static_cast<double>(multivectors), .bytes = bytes},
+      shape.connected ? Rate::tf32 : Rate::fp32);
   if (multivectors <= kSmall) problem.in_graph();
   return {problem,
           {shape.batch, shape.features, shape.normed},

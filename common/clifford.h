@@ -33,6 +33,7 @@ struct CliffordShape {
   int p, q, r;  ///< the algebra's signature
   int batch, features;
   bool normed;
+  bool connected = false;  ///< w (triples, features, features): see clifford_connected.h
 
   int blades() const { return 1 << (p + q + r); }
   int grades() const { return p + q + r + 1; }
@@ -44,9 +45,13 @@ struct CliffordShape {
   /// Of dx and dy, and of dw.
   double gradient_tolerance() const;
   double weight_gradient_tolerance() const;
+  /// Of sums of `length` products on tensor cores, with so many such errors.
+  double connected_tolerance(double length, int errors) const;
   /// How much an error of z can grow, relatively, when a row is divided by its rms.
   double norm_amplification() const;
 };
+
+class ConnectedReference;
 
 class CliffordReference {
  public:
@@ -54,6 +59,11 @@ class CliffordReference {
 
   const CliffordShape& shape() const { return shape_; }
   int triples() const { return static_cast<int>(triples_.size()); }
+  /// How many there are: one for each feature and triple, or a matrix for each triple.
+  size_t weights() const {
+    const size_t features = static_cast<size_t>(shape_.features);
+    return triples_.size() * features * (shape_.connected ? features : 1);
+  }
   /// Device memory that the functions below allocate while they run.
   double scratch_bytes() const;
 
@@ -90,6 +100,7 @@ class CliffordReference {
   void product(const float* x, const float* y, const float* w, Step step, double* z) const;
   double loss(const float* x, const float* y, const float* w, const float* d_out, Step step,
               double* z) const;
+  ConnectedReference connected() const;
   template <typename T>
   void turn_any(T* x) const;
 
@@ -118,7 +129,7 @@ struct CliffordGradients {
 class CliffordTables {
  public:
   /// Of Cl(p, q, r), of which the lesson says that it has so many grade triples.
-  CliffordTables(Lesson& lesson, int p, int q, int r, int triples);
+  CliffordTables(Lesson& lesson, int p, int q, int r, int triples, bool connected = false);
 
   const std::deque<CliffordReference>& sizes() const { return references_; }
   /// Each is a table, whose kernels take so many floating-point operations per multivector.

@@ -67,13 +67,11 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 
 /// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16 or float to the copy engine,
 /// which moves boxes of `box_rows` (at most 256) rows by 128 bytes (64 columns, of float 32) to or
-/// from shared memory. There the box is
-/// dense, 128 bytes a row, and swizzled: the 16-byte piece p of row r lies at piece p ^ (r % 8),
-/// which is how wgmma and swizzled() expect it. What a box reads outside of the matrix becomes
-/// zero; what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so
-/// must its rows, which are `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are
-/// rounded to TF32 on their way into shared memory. CUDA Driver API, "Tensor Map Object
-/// Management".
+/// from shared memory. There the box is dense, 128 bytes a row, and swizzled: the 16-byte piece p
+/// of row r lies at piece p ^ (r % 8), as wgmma and swizzled() expect it. What a box reads outside
+/// of the matrix becomes zero; what it writes there is dropped. `matrix` must be aligned to 16
+/// bytes, and so must its rows, `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are
+/// rounded to TF32 on the way. CUDA Driver API, "Tensor Map Object Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
                        bool to_tf32 = false, int64_t row_stride = 0) {
@@ -305,10 +303,12 @@ __device__ inline void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
 }
 
-/// Makes this thread's writes to shared memory visible to the copy engine and to wgmma.
+/// Makes this thread's writes to shared memory visible to the copy engine and to wgmma; below: what
+/// this thread has written to memory, or seen written, to the copy engine.
 __device__ inline void shared_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+__device__ inline void global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- Device: warpgroups and clusters ------------------------------------------------------------
 
@@ -423,6 +423,10 @@ __device__ inline void wgmma_wait() {
   asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, a, b, add, "1, 1") \
                : __VA_ARGS__                                                   \
                : HOPPER_REGISTER_A)
+#define HOPPER_WGMMA_TF32_SHARED(n, registers, left, right, adds, ...)                 \
+  asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, left, right, adds, "1, 1") \
+               : __VA_ARGS__                                                           \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 #define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
   if constexpr (type_of<T> == Type::fp16) {                                      \
     asm volatile(HOPPER_WGMMA_TEXT(n, "16", "f16", registers, a, b, add, flags)  \
@@ -511,6 +515,19 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
     static_assert(kCount == 128);
     HOPPER_WGMMA_TF32("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133",
                       HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
+  }
+}
+
+/// The same with A from shared memory: both operands as descriptor_a.
+template <int kCount>
+__device__ inline void wgmma_tf32(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
+  if constexpr (kCount == 64) {
+    HOPPER_WGMMA_TF32_SHARED("128", HOPPER_R64, "%64", "%65", "%66", HOPPER_SUM32(0),
+                             HOPPER_SUM32(32));
+  } else {
+    static_assert(kCount == 128);
+    HOPPER_WGMMA_TF32_SHARED("256", HOPPER_R128, "%128", "%129", "%130", HOPPER_SUM32(0),
+                             HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
   }
 }
 

@@ -39,6 +39,13 @@ LESSONS = {
         "2,0,0": ["--algebra", "2,0,0"],
         "small": ["1024", "--features", "128"],
     }),
+    "bonus_clifford_fully_connected": ("connected", {
+        "": [],
+        "2,0,0": ["--algebra", "2,0,0"],
+        "large": ["8192", "--features", "1024"],
+        "large-2,0,0": ["8192", "--features", "1024", "--algebra", "2,0,0"],
+        "small": ["1024", "--features", "128"],
+    }),
 }
 
 

@@ -38,6 +38,14 @@ VARIANTS = {
         "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
         "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
     },
+    "bonus_clifford_fully_connected": {
+        "2,0,0": ["--algebra", "2,0,0"],
+        "large": ["8192", "--features", "1024"],
+        "large-2,0,0": ["8192", "--features", "1024", "--algebra", "2,0,0"],
+        "small": ["1024", "--features", "128"],
+        "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
+        "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
+    },
 }
 # The arguments of each run, and which kernels.
 SHAPES = {

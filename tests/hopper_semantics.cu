@@ -587,6 +587,105 @@ CASE(wgmma_tf32) {
   expect_tf32<128>();
 }
 
+// The same product with A in shared memory, below x.
+template <int kCount>
+__global__ void __launch_bounds__(128)
+    multiply_tf32_shared(const __grid_constant__ CUtensorMap x,
+                         const __grid_constant__ CUtensorMap A, float* out) {
+#if HOPPER_CODE
+  constexpr int N = 2 * kCount;
+  extern __shared__ __align__(1024) char bytes[];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, (64 + N) * 128);
+    tensor_load(bytes, &x, 0, 0, &barrier);
+    tensor_load(bytes + N * 128, &A, 0, 0, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  float sum[kCount];
+  wgmma_fence();
+  for (int k = 0; k < 8; ++k) {
+    wgmma_tf32(sum, descriptor_a(bytes + N * 128) + 2 * (k % 4), descriptor_a(bytes) + 2 * (k % 4),
+               k % 4 > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < kCount; ++i) {
+    const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * (i / 2 % 2);
+    out[row * N + 8 * (i / 4) + threadIdx.x % 4 * 2 + i % 2] = sum[i];
+  }
+#endif
+}
+
+template <int kCount>
+void expect_tf32_shared() {
+  constexpr int N = 2 * kCount;
+  Array<float> x(N * 32), A(64 * 32), out(64 * N);
+  fill(x, 32);
+  fill(A, 32);
+  multiply_tf32_shared<kCount>
+      <<<1, 128, (64 + N) * 128>>>(tensor_map<float>(x.device, N, 32, N, true),
+                                   tensor_map<float>(A.device, 64, 32, 64, true), out.device);
+  out.get();
+  for (int row = 0; row < 64; ++row) {
+    for (int col = 0; col < N; ++col) {
+      float expected = 0;
+      for (int k = 0; k < 32; ++k) expected += number(row, k) * number(col, k);
+      EXPECT(std::fabs(out[row * N + col] - expected) < 1e-30f);
+    }
+  }
+}
+
+// "wgmma.mma_async", .tf32, both operands by descriptors.
+CASE(wgmma_tf32_shared) {
+  expect_tf32_shared<64>();
+  expect_tf32_shared<128>();
+}
+
+// A block writes a matrix, which the copy engine reads for another one.
+__global__ void write_then_copy(const __grid_constant__ CUtensorMap map, float* matrix,
+                                unsigned* written, float* out) {
+#if HOPPER_CODE
+  __shared__ alignas(1024) float box[8 * 32];
+  __shared__ Barrier barrier;
+  const cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(*written);
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < 8 * 32; i += 32) matrix[i] = static_cast<float>(i);
+    global_fence();
+    __syncwarp();
+    if (threadIdx.x == 0) count.fetch_add(1, cuda::memory_order_release);
+    return;
+  }
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    while (count.load(cuda::memory_order_acquire) == 0) continue;
+    global_fence();
+    barrier_arrive_expect(&barrier, sizeof box);
+    tensor_load(box, &map, 0, 0, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  for (int row = 0; row < 8; ++row) {
+    const int col = threadIdx.x;
+    out[row * 32 + col] = box[row * 32 + (col / 4 ^ row) * 4 + col % 4];
+  }
+#endif
+}
+
+// "membar/fence": .proxy.async establishes ordering between the generic and the async proxy.
+CASE(global_fence_before_a_copy) {
+  Array<float> matrix(8 * 32), out(8 * 32);
+  Array<unsigned> written(1);
+  write_then_copy<<<2, 32>>>(tensor_map<float>(matrix.device, 8, 32, 8), matrix.device,
+                             written.device, out.device);
+  out.get();
+  for (int i = 0; i < 8 * 32; ++i) EXPECT(out[i] == static_cast<float>(i));
+}
+
 // One warp of the four comes later than the others to the product. `seen` counts the warps that are
 // through with it before the late one has begun.
 template <bool kFragments>

@@ -108,10 +108,13 @@ SOFTMAX = "9_matmul_softmax"
 TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
+CONNECTED = "bonus_clifford_fully_connected"
 
 # Headers that mistakes are made in.
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
+    CONNECTED: ("common/connected_gradients.cuh", "common/connected.cuh", "common/algebra.cuh",
+                "common/clifford.cuh"),
     SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
               "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
@@ -130,6 +133,9 @@ DIFFUSION_ARGUMENTS = ("200", "--eigen", "64", "--width", "64")
 SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "16")
 # Several warps for a row, in packs.
 CLIFFORD_ARGUMENTS = ("3", "--features", "260")
+
+# Several steps along features and the batch.
+CONNECTED_ARGUMENTS = ("40", "--features", "72")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -177,6 +183,10 @@ BARRIERS = [
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
+    (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
 ]
 
 

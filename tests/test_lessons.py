@@ -10,6 +10,7 @@ MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus_matmul", less
 SOFTMAX = "9_matmul_softmax"
 TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
+CONNECTED = "bonus_clifford_fully_connected"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
@@ -67,6 +68,9 @@ ALGEBRAS = [
 # Batch and features: packs of 4 and single floats; one row and several in a block; more rows than
 # blocks; rows that fill no warp, one and several.
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
+
+# The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
+CONNECTED_SIZES = [(1, 1), (3, 2), (8, 48), (65, 8), (5, 70), (70, 33), (130, 136)]
 
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
 LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
@@ -412,6 +416,25 @@ def test_clifford_rows_too_long_for_the_chip(run):
         "unfused", "fused product", "one launch", "one launch each",
     }
     assert "A row that does not fit on the chip" in result.stdout
+
+
+@pytest.mark.parametrize("batch, features", CONNECTED_SIZES)
+@pytest.mark.parametrize("algebra, blades", [("2,0,0", 4), ("3,0,0", 8)])
+def test_connected(run, backend, algebra, blades, batch, features):
+    arguments = (batch, "--features", features, "--algebra", algebra)
+    result = run(CONNECTED, *arguments, "--samples", 1)
+    assert_verified(result, listed(CONNECTED, backend, *arguments), 1)
+    for dims in dims_of(result).values():
+        assert dims == {"batch": batch, "features": features, "blades": blades}
+    assert "gradients agree with finite differences" in result.stdout
+
+
+@pytest.mark.parametrize("flag", ["--no-norm", "--turned"])
+@pytest.mark.parametrize("algebra", ["2,0,0", "3,0,0"])
+def test_connected_without_norm_and_turned(run, backend, algebra, flag):
+    arguments = (9, "--features", 20, "--algebra", algebra, flag)
+    result = run(CONNECTED, *arguments, "--samples", 1)
+    assert_verified(result, listed(CONNECTED, backend, *arguments), 1)
 
 
 def test_clifford_without_norm_is_another_function(run):

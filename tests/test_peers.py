@@ -152,6 +152,8 @@ PROBLEMS = [
     ("clifford", "forward", {"batch": 10, "features": 12, "blades": 4}),
     ("clifford", "forward + backward", {"batch": 10, "features": 12, "blades": 4}),
     ("clifford", "forward + backward", {"batch": 10, "features": 12, "blades": 8}),
+    ("connected", "forward", {"batch": 10, "features": 12, "blades": 8}),
+    ("connected", "forward + backward", {"batch": 10, "features": 12, "blades": 4}),
 ]
 TOLERANCE = 1e-5  # fp32 sums of some 100 terms
 

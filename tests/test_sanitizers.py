@@ -54,8 +54,17 @@ SPATIAL_SIZES = [
 ]
 
 
+# Features are mixed: two tiles of rows, an odd number of features, more than a step. In 3-D the
+# sanitizers take minutes.
+CONNECTED_SIZES = [
+    ("66", "--features", "17", "--algebra", "2,0,0"),
+    ("3", "--features", "9", "--algebra", "2,0,0", "--no-norm"),
+]
+
+
 def sizes_of(lesson):
-    for word, sizes in [("gating", LAYER_SIZES), ("diffusion_gpus", DIFFUSION_SIZES[1:]),
+    for word, sizes in [("connected", CONNECTED_SIZES),
+                        ("gating", LAYER_SIZES), ("diffusion_gpus", DIFFUSION_SIZES[1:]),
                         ("diffusion", DIFFUSION_SIZES),
                         ("spatial", SPATIAL_SIZES), ("matmul_softmax", SOFTMAX_SIZES),
                         ("softmax_training", TRAINING_SIZES),

@@ -148,6 +148,11 @@ def test_bad_option_of_clifford(backend, arguments, message):
     refused(execute(command), BAD_USAGE, message)
 
 
+def test_connected_has_two_algebras(backend):
+    command = [program("bonus_clifford_fully_connected", backend), "--algebra", "3,0,1"]
+    refused(execute(command), BAD_USAGE, "--algebra is 3,0,0 or 2,0,0, not '3,0,1'")
+
+
 def test_help_says_how_to_get_another_algebra(backend):
     words = " ".join(execute([program("10_clifford_gp", backend), "--help"]).stdout.split())
     assert "another one: scons algebra=P,Q,R" in words
@@ -391,4 +396,4 @@ def test_rows_that_need_hopper_say_so_elsewhere(lesson):
     assert result.rc == 0, result.stdout + result.stderr
     unable = result.stdout.count("needs a GPU of compute capability 9.0")
     assert f"All {len(rows) - unable} kernels verified" in result.stdout
-    assert (unable > 0) == bool(re.match(r"3_|6_|7_|8_|9_matmul|10_", lesson))
+    assert (unable > 0) == bool(re.match(r"3_|6_|7_|8_|9_matmul|10_|bonus_clifford", lesson))

@@ -1093,6 +1093,15 @@ void convert(Wgmma type, const char* from, float* to) {
 /// The lower 13 bits of a TF32 number do not count.
 float tf32(std::uint32_t bits) { return std::bit_cast<float>(bits & ~0x1FFFu); }
 
+/// Four of them, to every `step`-th float.
+void convert_tf32(const char* from, float* to, int step) {
+  for (int i = 0; i < 4; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, from + 4 * i, 4);
+    to[i * step] = tf32(bits);
+  }
+}
+
 /// a (64 x k): from fragments as mma.sync has them, each warp 16 rows.
 void unpack_fragments(const Product& product, float* a) {
   for (int t = 0; t < 128; ++t) {
@@ -1142,8 +1151,12 @@ void land_product(Block& block, const Product& product) {
       operand.visit_rows(64, read(operand));
       for (int row = 0; row < 64; ++row) {
         for (int piece = 0; piece < 2; ++piece) {
-          convert(product.type, operand.piece(operand.of_row(row, piece)),
-                  a + row * 16 + 8 * piece);
+          const char* from = operand.piece(operand.of_row(row, piece));
+          if (product.type == Wgmma::tf32) {
+            convert_tf32(from, a + row * 8 + 4 * piece, 1);
+          } else {
+            convert(product.type, from, a + row * 16 + 8 * piece);
+          }
         }
       }
     }
@@ -1154,12 +1167,7 @@ void land_product(Block& block, const Product& product) {
     operand.visit_rows(n, read(operand));
     for (int column = 0; column < n; ++column) {
       for (int piece = 0; piece < 2; ++piece) {
-        const char* from = operand.piece(operand.of_row(column, piece));
-        for (int i = 0; i < 4; ++i) {
-          std::uint32_t bits;
-          std::memcpy(&bits, from + 4 * i, 4);
-          b[(4 * piece + i) * n + column] = tf32(bits);
-        }
+        convert_tf32(operand.piece(operand.of_row(column, piece)), b + 4 * piece * n + column, n);
       }
     }
   } else {

@@ -125,6 +125,7 @@ void tensor_store_wait_read(cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::bulk_wait_read(kNewest, site);
 }
 inline void shared_fence() { cuda_cpu::async_proxy_fence(); }
+inline void global_fence() { cuda_cpu::async_proxy_fence(); }
 
 // ---- Warpgroups and clusters -------------------------------------------------------------------
 
@@ -182,6 +183,13 @@ void wgmma_tf32(float (&sum)[kCount], const std::uint32_t (&a)[4], std::uint64_t
                 cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(kCount % 4 == 0 && kCount <= 128);
   cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, 0, a, false, b, add, site);
+}
+
+template <int kCount>
+void wgmma_tf32(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add,
+                cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  static_assert(kCount % 4 == 0 && kCount <= 128);
+  cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, a, nullptr, false, b, add, site);
 }
 
 // ---- Others ------------------------------------------------------------------------------------

@@ -1,0 +1,701 @@
+// Bonus: products of multivectors, mixed by matrices of weights
+//
+//     x' = x gate(x_0), y' = y gate(y_0)                        gates and norm as in lesson 10
+//     P_t,k = sum over blades i of grade a, j of grade b with e_i e_j = sign e_k of  sign x'_i y'_j
+//     z_k = sum over grade triples t = (a, grade of k, b) of  P_t,k w[t]
+//     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
+//
+//     x, y, out (2^n blades, batch, features) and w (triples, features, features): fp32, row-major
+//
+// Lesson 10's layer has a weight per feature and grade triple; here it is a matrix, which mixes the
+// features: the fully connected layer of a Clifford network. Its 20 triples in 3-D (10 in 2-D) make
+// 44 planes P (14), each (batch, features), and each plane is the left operand of a product.
+//
+// What is computed: 88 batch features^2 operations in 3-D (28 in 2-D), on tensor cores, in TF32.
+// What moves: 24 planes (12), if the 44 (14) are never written; 112 if they are, once, and read
+// back. Either way the products are the limit, where features are some hundreds: a plane's element
+// is 2 features operations for 8 bytes. So it is not the planes' way through memory that costs, but
+// who waits for it. The planes of all triples with a result of one grade, side by side, are the
+// left operand of one product, whose right operand is their weights, below each other.
+//
+//     unfused          planes in memory, a product of cuBLAS for each grade, norms; what stands in
+//                      common/connected_unfused.cuh
+//     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
+//     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
+//     planes beside    three warps of each block make planes, while others multiply
+//
+// Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
+// y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, a product whose left operand is
+// planes again, transposed. *planes in tiles* has no plane in memory. On Hopper, the batch goes in
+// chunks: a workspace of up to 384 MiB has the planes of one, or their gradients, whatever the
+// batch. Others hold its dz both ways round, and the weights. And, per row, what divided each of
+// its grades (16 bytes; the row itself has 32 for each feature).
+//
+// The algebra is lesson 10's, common/algebra.cuh; which triples lead where is worked out in
+// common/connected.cuh, when this is compiled.
+
+#include "common/algebra.cuh"
+#include "common/async_copy.cuh"
+#include "common/clifford.cuh"
+#include "common/clifford.h"
+#include "common/connected.cuh"
+#include "common/connected_gradients.cuh"
+#include "common/connected_planes.cuh"
+#include "common/connected_unfused.cuh"
+#include "common/tf32_tiles.cuh"
+
+// ---- Planes in tiles ----------------------------------------------------------------------------
+
+template <typename A>
+constexpr int kForwardTileBytes = sizeof(float) * (Part<A, 0>::kPlanes * kTile * 8 +
+                                                   Part<A, 0>::kTriples * 8 * kRowStride);
+
+// Four blades of z for 64 rows and 64 columns. Each step takes 8 features: a thread reads 4
+// multivectors of x and of y, all blades of them, and writes their products to the tiles of the
+// part's planes; with these, and 8 x 64 weights of each triple, the warps multiply. While one block
+// makes planes, others of the multiprocessor multiply.
+template <typename A, int part>
+__device__ __forceinline__ void forward_tile(const float* x, const float* y, const float* w,
+                                             float* z, int stride, float* shared, Layer layer) {
+  using Own = Part<A, part>;
+  constexpr int kPlane = kTile * 8;
+  float* const planes = shared;
+  float* const weights = planes + Own::kPlanes * kPlane;
+  const TileWarp warp;
+  const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kTile;
+  const int weight_row = threadIdx.x / 16, weight_col = threadIdx.x % 16 * 4;
+  TileSum sums[Own::kBlades] = {};
+  for (int k = 0; k < layer.features; k += 8) {
+    Own::for_triples([&](auto c, auto i) {
+      constexpr int t = Own::triple(c, i), slot = Own::before(c) + i;
+      copy_async<16>(
+          weights + (slot * 8 + weight_row) * kRowStride + weight_col,
+          w + (static_cast<size_t>(t) * stride + k + weight_row) * stride + col0 + weight_col,
+          true);
+    });
+    copy_async_commit();
+#pragma unroll 1
+    for (int e = threadIdx.x; e < kTile * 8; e += kTileThreads) {
+      const int row = e / 8, f = e % 8;
+      Multivectors<A, 1> left = load_inside<A>(x, row0 + row, k + f, layer);
+      const Multivectors<A, 1> right = load_inside<A>(y, row0 + row, k + f, layer);
+      apply_gates(left, right);
+      float* to = planes + TileWarp::place<2>(row, f / 4) + f % 4;
+      Own::for_triples([&](auto c, auto i) {
+        constexpr int first = A::first(c), t = Own::triple(c, i);
+        constexpr int to_first = Own::plane(c, i) - first;
+        unroll<first, A::first(c + 1)>([&](auto blade) {
+          to[(to_first + blade) * kPlane] =
+              rounded_to_tf32(sum_terms<A, Of::result, t, blade>(left, right).v[0]);
+        });
+      });
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+    Own::for_triples([&](auto c, auto i) {
+      constexpr int slot = Own::before(c) + i, plane = Own::plane(c, i);
+      constexpr int first = A::first(c) - Own::kFirstBlade;
+      unsigned b[4][2];
+      warp.load_right(b, weights + slot * 8 * kRowStride);
+      unroll<0, A::blades_of(c)>([&](auto n) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          unsigned a[4];
+          warp.load_left<2>(a, planes + (plane + n) * kPlane, m, 0);
+          TileWarp::multiply(sums[first + n][m], a, b);
+        }
+      });
+    });
+    __syncthreads();
+  }
+  unroll<0, Own::kBlades>([&](auto k) {
+    warp.for_results(sums[k], [&](int row, int col, float value) {
+      const int n = row0 + row, f = col0 + col;
+      if (n >= layer.batch || f >= layer.features) return;
+      z[(Own::kFirstBlade + k) * layer.plane() + static_cast<size_t>(n) * layer.features + f] =
+          value;
+    });
+  });
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kTileThreads)
+    forward_tiles(const float* x, const float* y, const float* w, float* z, int stride,
+                  Layer layer) {
+  extern __shared__ __align__(128) float shared[];
+  unroll<0, kParts<A>>([&](auto part) {
+    if (static_cast<int>(blockIdx.z) == part)
+      forward_tile<A, part>(x, y, w, z, stride, shared, layer);
+  });
+}
+
+// Backward in tiles is in common/connected_gradients.cuh: input_gradient_tiles makes the planes'
+// gradients dz_k w[t]^T of a tile in shared memory and takes them apart there, triple by triple,
+// into sums of dx and dy in memory; weight_gradient_tiles makes planes as above for P_t,k^T dz_k.
+
+// ---- Planes beside the product ------------------------------------------------------------------
+
+// Every block above makes its planes again, as many times as there are tiles of columns, and while
+// it makes them its tensor cores wait. Hopper's copy engine can bring finished planes while tensor
+// cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
+// What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a tile is 128 rows of one
+// blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
+// the triples' planes and weights one after the other. *planes beside*: three warps of each block
+// make planes during the product. Makers and tiles go in the same order: rows for the first tiles
+// come first, of these the first features. A counter for each 128 rows and 128 features says that
+// they are made; the thread that starts the copies waits for it.
+//
+// It hides only a part, and where products are short (2-D, few features) it costs more than it
+// hides. Per step wgmma reads 80 KB of shared memory, and 48 KB arrive: 128 bytes a cycle, all that
+// there is; what the makers load and store goes the same way. That is counted, not measured.
+
+// z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
+template <typename A, class Tile, bool kBeside>
+struct Forward {
+  static constexpr bool kHelped = kBeside;
+  PlaneMaker<A, false> maker;
+  Progress progress;
+  float* z;
+  int row_tiles, cols, tiles;
+  Order<A> order;
+
+  Forward(const PlaneMaker<A, false>& planes, unsigned* made, float* out)
+      : maker(planes),
+        progress{made},
+        z(out),
+        row_tiles(count_tiles(maker.chunk.rows, Tile::BM * Tile::kBlocks)),
+        cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
+        tiles(row_tiles * cols * A::kBlades) {}
+
+  // Blades with the most triples first: all but the scalar and the last one.
+  struct Place {
+    int row, blade, col;
+  };
+  __host__ __device__ Place place(int tile, int rank) const {
+    constexpr int kLong = A::kBlades - 2;
+    const int all_long = row_tiles * cols * kLong;
+    const bool is_long = tile < all_long;
+    const int count = is_long ? kLong : 2;
+    if (!is_long) tile -= all_long;
+    const int row = tile / (count * cols), rest = tile % (count * cols), i = rest / cols;
+    return {(row * Tile::kBlocks + rank) * Tile::BM, is_long ? i + 1 : i * (A::kBlades - 1),
+            rest % cols * Tile::BN};
+  }
+  __host__ int64_t steps(int tile) const {
+    const int c = A::kTables.grade[place(tile, 0).blade];
+    return int64_t{order.slot[c + 1] - order.slot[c]} * count_tiles(maker.chunk.layer.features, 32);
+  }
+#if HOPPER_CODE
+  __device__ Walk walk(int tile, int rank) const {
+    const Chunk& chunk = maker.chunk;
+    const Place at = place(tile, rank);
+    const int c = Order<A>::grade_of(order.blade, at.blade);
+    const int blades = order.blade[c + 1] - order.blade[c];
+    const bool exists = at.row < chunk.pitch;  // else it reads zeros, beyond the last plane
+    const int plane = exists ? order.plane[c] + at.blade - order.blade[c] : kPlanes<A>;
+    return {.a = plane * chunk.pitch + (exists ? at.row : 0),
+            .a_next = exists ? blades * chunk.pitch : 0,
+            .b = order.slot[c] * chunk.stride + at.col,
+            .b_next = chunk.stride,
+            .inner = order.slot[c + 1] - order.slot[c],
+            .end = count_tiles(chunk.layer.features, 32),
+            .flag = exists ? at.row / 128 * maker.slices() : -1,
+            .flag_next = 1};
+  }
+  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+    const Chunk& chunk = maker.chunk;
+    const Place at = place(tile, rank);
+    float* const to = z + at.blade * chunk.layer.plane() +
+                      static_cast<size_t>(chunk.first) * chunk.layer.features;
+    store_sum(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
+              chunk.layer.features, false);
+  }
+#endif
+};
+
+// The planes' gradients of a chunk, dz_k w[t]^T: A dz, B weights (slot, in feature, out feature).
+// Beside it the warps take apart those of the rows that are complete.
+template <typename A, class Tile, bool kBeside>
+struct PlaneGradients {
+  static constexpr bool kHelped = kBeside;
+  static constexpr int kRows = Tile::BM * Tile::kBlocks;
+  PlaneTaker<A> taker;
+  Progress progress;
+  float* d;
+  int cols, tiles;
+  Order<A> order;
+
+  PlaneGradients(const PlaneTaker<A>& planes, unsigned* done, float* to)
+      : taker(planes),
+        progress{done},
+        d(to),
+        cols(count_tiles(taker.chunk.layer.features, Tile::BN)),
+        tiles(count_tiles(taker.chunk.rows, kRows) * kPlanes<A> * cols) {}
+
+  __host__ int64_t steps(int) const { return count_tiles(taker.chunk.layer.features, 32); }
+#if HOPPER_CODE
+  __device__ Walk walk(int tile, int rank) const {
+    const Chunk& chunk = taker.chunk;
+    const int row = tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
+    const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
+    const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
+    return {.a = (order.blade[c] + i % blades) * chunk.pitch + row,
+            .b = (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
+            .end = count_tiles(chunk.layer.features, 32)};
+  }
+  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+    const Chunk& chunk = taker.chunk;
+    const int rows = tile / (kPlanes<A> * cols), row = rows * kRows + rank * Tile::BM;
+    store_sum(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row + row0,
+              tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
+    if constexpr (kBeside) {
+      named_barrier(1 + row0 / 64, 128);
+      if (threadIdx.x % 128 == 0) progress.add(rows);
+    }
+  }
+  // A warp has a row and 64 features, or 32, at a time.
+  __device__ void help(int warp, int warps) const {
+    if (taker.chunk.layer.features % 2 == 0) return take_all<2>(warp, warps);
+    take_all<1>(warp, warps);
+  }
+  template <int W>
+  __device__ __forceinline__ void take_all(int warp, int warps) const {
+    const int features = taker.chunk.layer.features, pieces = (features + 32 * W - 1) / (32 * W);
+    for (int u = warp; u < taker.chunk.rows * pieces; u += warps) {
+      const int row = u / pieces, f = u % pieces * 32 * W + threadIdx.x % 32 * W;
+      if (threadIdx.x % 32 == 0) {
+        progress.wait(row / kRows, 2 * Tile::kBlocks * kPlanes<A> * cols);
+      }
+      __syncwarp();
+      if (f < features) taker.template take<W>(row, f);
+    }
+  }
+#endif
+};
+
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes and B dz, both
+// transposed. Where there are few tiles, `splits` clusters share the rows of one.
+template <typename A, class Tile, bool kBeside>
+struct WeightGradients {
+  static constexpr bool kHelped = kBeside;
+  PlaneMaker<A, true> maker;
+  Progress progress;
+  float* dw;  // or partial sums, one after the other
+  int splits, row_tiles, cols, tiles;
+  bool adds;
+  Order<A> order;
+
+  WeightGradients(const PlaneMaker<A, true>& planes, unsigned* made, float* to, int shares)
+      : maker(planes),
+        progress{made},
+        dw(to),
+        splits(shares),
+        row_tiles(count_tiles(features(), Tile::BM * Tile::kBlocks)),
+        cols(count_tiles(features(), Tile::BN)),
+        tiles(A::kTriples * splits * row_tiles * cols),
+        adds(maker.chunk.first > 0) {}
+  __host__ __device__ int features() const { return maker.chunk.layer.features; }
+  __host__ __device__ int all_steps() const { return (maker.chunk.rows + 31) / 32; }
+
+  struct Place {
+    int slot, split, row, col;
+  };
+  // Slots whose grade has the most blades first: all but those of the scalar and of the last one.
+  __host__ __device__ Place place(int tile, int rank) const {
+    const int after = order.slot[A::kGrades - 1], first = order.slot[1];
+    const int i = tile / (splits * row_tiles * cols);
+    return {i < after - first ? first + i
+            : i < after       ? i - (after - first)
+                              : i,
+            tile / (row_tiles * cols) % splits,
+            (tile / cols % row_tiles * Tile::kBlocks + rank) * Tile::BM, tile % cols * Tile::BN};
+  }
+  __host__ int64_t steps(int tile) const {
+    int c = 0;
+    while (place(tile, 0).slot >= order.slot[c + 1]) ++c;
+    return int64_t{order.blade[c + 1] - order.blade[c]} * count_tiles(all_steps(), splits);
+  }
+#if HOPPER_CODE
+  __device__ Walk walk(int tile, int rank) const {
+    const Chunk& chunk = maker.chunk;
+    const Place at = place(tile, rank);
+    const int c = Order<A>::grade_of(order.slot, at.slot);
+    const int blades = order.blade[c + 1] - order.blade[c];
+    const bool exists = at.row < chunk.stride;
+    const int plane = order.plane[c] + (at.slot - order.slot[c]) * blades;
+    return {.a = (exists ? plane : kPlanes<A>)*chunk.stride + (exists ? at.row : 0),
+            .a_next = exists ? chunk.stride : 0,
+            .b = order.blade[c] * chunk.stride + at.col,
+            .b_next = chunk.stride,
+            .inner = blades,
+            .begin = at.split * all_steps() / splits,
+            .end = (at.split + 1) * all_steps() / splits,
+            .flag = exists ? at.row / 128 : -1,
+            .flag_next = maker.slices()};
+  }
+  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+    const Place at = place(tile, rank);
+    const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
+    store_sum(sum, dw + matrix * features() * features(), at.row + row0, at.col, features(),
+              features(), features(), adds);
+  }
+#endif
+};
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+using Tensors = CliffordTensors;
+using Gradients = CliffordGradients;
+
+template <typename A>
+void normalize(const Tensors& of, float* inverses) {
+  const Layer& layer = of.layer;
+  if (!layer.normed) return;
+  if (layer.features % 4 == 0) {
+    launch_early(normalize_rows<A, 4>, layer.batch, layer.features <= 512 ? 128 : 256, 0,
+                 of.out.data(), inverses, layer);
+  } else {
+    launch_early(normalize_rows<A, 1>, layer.batch, 256, 0, of.out.data(), inverses, layer);
+  }
+}
+
+// What the kernels in tiles need beside inputs and outputs, and how they are launched.
+template <typename A>
+struct Tiled {
+  static constexpr size_t kChunkBytes = 64 << 20;
+
+  explicit Tiled(const Tensors& tensors)
+      : of(tensors),
+        stride((of.layer.features + kGradientCols - 1) / kGradientCols * kGradientCols),
+        weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
+        inverses(of.problem.output<float>(static_cast<size_t>(A::kGrades) * of.layer.batch)) {
+    allow_shared_bytes(forward_tiles<A>, kForwardTileBytes<A>);
+  }
+  double bytes() const { return weights.bytes() + inverses.bytes(); }
+
+  static int tiles(int count) { return count_tiles(count, kTile); }
+
+  void round() const {
+    const int threads = std::min(stride, 256);
+    round_weights<<<dim3((stride + threads - 1) / threads, stride, A::kTriples), threads>>>(
+        of.w, weights, of.layer.features, stride);
+  }
+  void forward() const {
+    round();
+    const dim3 grid(tiles(of.layer.features), tiles(of.layer.batch), kParts<A>);
+    constexpr int kBytes = kForwardTileBytes<A>;
+    forward_tiles<A><<<grid, kTileThreads, kBytes>>>(of.x, of.y, weights, of.out, stride, of.layer);
+    normalize<A>(of, inverses);
+  }
+
+  Tensors of;
+  int stride;  // of the weights' rows
+  Buffer<float> weights, inverses;
+};
+
+template <typename A>
+struct TiledBackward {
+  TiledBackward(const Tiled<A>& tiled, const Gradients& gradients, const Device& device)
+      : forward(tiled),
+        d(gradients),
+        rows(rows_at_a_time(tiled)),
+        splits(shares_of_batch(tiled, rows, device)),
+        dz(tiled.of.problem.template output<float>(static_cast<size_t>(A::kBlades) * rows *
+                                                   tiled.stride)),
+        partials(splits > 1 ? tiled.of.problem.template output<float>(splits * d.dw.size())
+                            : d.dw) {
+    allow_shared_bytes(input_gradient_tiles<A>, kGradientTileBytes);
+    allow_shared_bytes(weight_gradient_tiles<A>, kWeightTileBytes<A>);
+  }
+  double bytes() const {
+    return forward.bytes() + dz.bytes() + (splits > 1 ? partials.bytes() : 0);
+  }
+
+  // As many rows of dz as kChunkBytes hold, a multiple of 64.
+  static int rows_at_a_time(const Tiled<A>& tiled) {
+    const size_t most = Tiled<A>::kChunkBytes / (sizeof(float) * A::kBlades * tiled.stride);
+    const int whole = std::max(1, static_cast<int>(most) / kTile);
+    return kTile * std::min(whole, Tiled<A>::tiles(tiled.of.layer.batch));
+  }
+  // So many that every multiprocessor has two blocks, if each has 128 rows at least.
+  static int shares_of_batch(const Tiled<A>& tiled, int rows, const Device& device) {
+    const int tiles = Tiled<A>::tiles(tiled.of.layer.features);
+    const int blocks = tiles * tiles * A::kGrades;
+    return std::clamp(2 * device.sms / blocks, 1, std::min(16, (rows + 127) / 128));
+  }
+
+  void backward() const {
+    const Tensors& of = forward.of;
+    const Layer& layer = of.layer;
+    const int tiles = Tiled<A>::tiles(layer.features);
+    constexpr int kWeightBytes = kWeightTileBytes<A>;
+    for (int first = 0; first < layer.batch; first += rows) {
+      const int count = std::min(rows, layer.batch - first);
+      const int row_tiles = Tiled<A>::tiles(count);
+      const ResultGradients results{dz, first, count, forward.stride,
+                                    static_cast<size_t>(rows) * forward.stride};
+      result_gradients<A><<<row_tiles * kTile, 256>>>(of.out, d.d_out, forward.inverses, dz, first,
+                                                      forward.stride, results.pitch, layer);
+      input_gradient_tiles<A>
+          <<<dim3((layer.features + kGradientCols - 1) / kGradientCols, row_tiles), kPairThreads,
+             kGradientTileBytes>>>(of.x, of.y, forward.weights, results, d.dx, d.dy, layer);
+      weight_gradient_tiles<A>
+          <<<dim3(tiles, tiles, A::kGrades * splits), kPairThreads, kWeightBytes>>>(
+              of.x, of.y, results, partials, splits, first > 0, layer);
+    }
+    if (splits > 1) {
+      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
+                                                                 d.dw.size());
+    }
+  }
+
+  Tiled<A> forward;
+  Gradients d;
+  int rows, splits;
+  Buffer<float> dz, partials;
+};
+
+// What the products on Hopper need beside inputs and outputs, and how they are launched: the batch
+// in chunks whose planes fit into kPlaneBytes.
+template <typename A, bool kBeside>
+struct Ready {
+  static constexpr size_t kPlaneBytes = 384 << 20;
+
+  Ready(const Tensors& tensors, const Buffer<float>& kept)
+      : of(tensors),
+        stride(count_tiles(of.layer.features, 128) * 128),
+        rows(rows_at_a_time(of.layer.batch, stride)),
+        planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
+        weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
+        inverses(kept),
+        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128))),
+        plan(plan_tiles(work(largest()))) {}
+
+  static int rows_at_a_time(int batch, int stride) {
+    const size_t row = sizeof(float) * kPlanes<A> * stride;
+    const int most = std::max(1, static_cast<int>(kPlaneBytes / row) / 256) * 256;
+    const int chunks = count_tiles(batch, most);
+    return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
+  }
+  Chunk chunk(int first) const {
+    const int count = std::min(rows, of.layer.batch - first);
+    return {of.layer, first, count, count_tiles(count, 128) * 128, stride};
+  }
+  Chunk largest() const { return chunk(0); }
+  double bytes() const {
+    return planes.bytes() + weights.bytes() + inverses.bytes() + made.bytes();
+  }
+
+  void reset() const {
+    CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
+  }
+  // The planes of a chunk, or what makes them beside the product.
+  template <bool kTransposed>
+  void prepare(const PlaneMaker<A, kTransposed>& maker) const {
+    if constexpr (kBeside) {
+      reset();
+    } else {
+      launch_early(make_planes<A, kTransposed>, std::min(count_tiles(maker.units(), 4), 2048), 128,
+                   0, maker);
+    }
+  }
+  auto work(const Chunk& chunk) const {
+    constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
+    return [=, this](auto tile) {
+      return Forward<A, decltype(tile), kBeside>({of.x, of.y, planes, chunk, kTogether}, made,
+                                                 of.out);
+    };
+  }
+  void forward(float* plain_weights) const {
+    const Layer& layer = of.layer;
+    launch_early(turn_weights<A>, dim3(stride / 32, stride / 32, A::kTriples), 256, 0,
+                 static_cast<const float*>(of.w), weights.data(), plain_weights, layer.features,
+                 stride, Order<A>());
+    for (int first = 0; first < layer.batch; first += rows) {
+      const Chunk part = chunk(first);
+      prepare(work(part)(SmallTile()).maker);
+      multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
+                    {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
+    }
+    normalize<A>(of, inverses);
+  }
+
+  Tensors of;
+  int stride, rows;
+  Buffer<float> planes, weights, inverses;
+  Buffer<unsigned> made;
+  TilePlan plan;
+};
+
+template <typename A, bool kBeside>
+struct ReadyBackward {
+  ReadyBackward(const Ready<A, kBeside>& ready, const Gradients& gradients)
+      : forward(ready),
+        d(gradients),
+        dz(forward.of.problem.template output<float>(A::kBlades * forward.largest().matrix())),
+        turned_dz(forward.of.problem.template output<float>(dz.size())),
+        weights(forward.of.problem.template output<float>(forward.weights.size())),
+        partials(d.dw),
+        plan_planes(plan_tiles(plane_work(forward.largest()))),
+        plan_weights(plan_tiles(weight_work(forward.largest()))) {
+    // Where tiles are few, clusters share the rows of one. That costs something, too: their sums
+    // are written and read once more.
+    const int most = std::min(8, forward.largest().rows / 128);
+    for (int best = splits = 1, shares = 2; shares <= most; splits = best, ++shares) {
+      splits = shares;
+      const TilePlan plan = plan_tiles(weight_work(forward.largest()));
+      if (plan.cycles < 0.9 * plan_weights.cycles) plan_weights = plan, best = shares;
+    }
+    if (splits > 1) {
+      partials =
+          forward.of.problem.template output<float>(static_cast<size_t>(splits) * d.dw.size());
+    }
+  }
+
+  double bytes() const {
+    return forward.bytes() + dz.bytes() + turned_dz.bytes() + weights.bytes() +
+           (splits > 1 ? partials.bytes() : 0);
+  }
+  PlaneTaker<A> taker(const Chunk& chunk) const {
+    return {forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk};
+  }
+  auto plane_work(const Chunk& chunk) const {
+    return [=, this](auto tile) {
+      return PlaneGradients<A, decltype(tile), kBeside>(taker(chunk), forward.made, forward.planes);
+    };
+  }
+  auto weight_work(const Chunk& chunk) const {
+    return [=, this](auto tile) {
+      return WeightGradients<A, decltype(tile), kBeside>(
+          {forward.of.x, forward.of.y, forward.planes, chunk, 1}, forward.made, partials, splits);
+    };
+  }
+  template <int W>
+  void take_apart(const Chunk& chunk) const {
+    const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
+    launch_early(take_planes_apart<A, W>, blocks, 128, 0, taker(chunk));
+  }
+  void run() const {
+    const Layer& layer = forward.of.layer;
+    forward.forward(weights);
+    for (int first = 0; first < layer.batch; first += forward.rows) {
+      const Chunk chunk = forward.chunk(first);
+      launch_early(turn_result_gradients<A>, chunk.pitch / kResultRows, 32 * kResultRows, 0,
+                   static_cast<const float*>(forward.of.out), static_cast<const float*>(d.d_out),
+                   static_cast<const float*>(forward.inverses), dz.data(), turned_dz.data(), chunk);
+      if (kBeside) forward.reset();
+      multiply_tf32({dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
+                    {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
+                    plane_work(chunk));
+      if (!kBeside && layer.features % 2 == 0) take_apart<2>(chunk);
+      if (!kBeside && layer.features % 2 != 0) take_apart<1>(chunk);
+      forward.prepare(weight_work(chunk)(SmallTile()).maker);
+      multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch},
+                    {turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch}, plan_weights,
+                    weight_work(chunk));
+    }
+    if (splits > 1) {
+      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
+                                                                 d.dw.size());
+    }
+  }
+
+  Ready<A, kBeside> forward;
+  Gradients d;
+  int splits = 1;
+  Buffer<float> dz, turned_dz, weights, partials;
+  TilePlan plan_planes, plan_weights;
+};
+
+// ---- The tables ---------------------------------------------------------------------------------
+
+template <typename A>
+void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
+  Problem& problem = of.problem;
+  const UnfusedConnected<A> unfused(of, blas);
+  problem.kernel("unfused", Role::library, [=] { unfused.forward(); })
+      .occupies(of.bytes() + unfused.bytes())
+      .needs(80);
+  const Tiled<A> tiled(of);
+  problem.kernel("planes in tiles", Role::ours, [=] { tiled.forward(); })
+      .resources(forward_tiles<A>, kTileThreads, kForwardTileBytes<A>)
+      .occupies(of.bytes() + tiled.bytes())
+      .needs(80);
+  const auto add_ready = [&](const char* name, const auto& ready) {
+    problem.kernel(name, Role::ours, [=] { ready.forward(nullptr); })
+        .occupies(of.bytes() + ready.bytes())
+        .hopper_only();
+  };
+  add_ready("planes first", Ready<A, false>(of, tiled.inverses));
+  add_ready("planes beside", Ready<A, true>(of, tiled.inverses));
+}
+
+template <typename A>
+void add_backward(const Tensors& of, const Gradients& d, const std::shared_ptr<Cublas>& blas,
+                  const Device& device) {
+  Problem& problem = of.problem;
+  const double ends = of.bytes() + d.bytes();
+  const UnfusedConnectedBackward<A> unfused(of, d, blas);
+  problem.kernel("unfused", Role::library, [=] { unfused.forward_and_backward(); })
+      .occupies(ends + unfused.bytes())
+      .needs(80);
+  const TiledBackward<A> tiled(Tiled<A>(of), d, device);
+  const auto both_tiled = [=] {
+    tiled.forward.forward();
+    tiled.backward();
+  };
+  problem.kernel("planes in tiles", Role::ours, both_tiled)
+      .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
+      .occupies(ends + tiled.bytes())
+      .needs(80);
+  const auto add_ready = [&](const char* name, const auto& ready) {
+    problem.kernel(name, Role::ours, [=] { ready.run(); })
+        .occupies(ends + ready.bytes())
+        .hopper_only();
+  };
+  const Buffer<float>& kept = tiled.forward.inverses;
+  add_ready("planes first", ReadyBackward<A, false>(Ready<A, false>(of, kept), d));
+  add_ready("planes beside", ReadyBackward<A, true>(Ready<A, true>(of, kept), d));
+}
+
+template <int p, int q, int r>
+int run_lesson(Lesson& lesson) {
+  using A = Cl<p, q, r>;
+  CliffordTables tables(lesson, p, q, r, A::kTriples, true);
+  const auto blas = std::make_shared<Cublas>();
+  for (const CliffordReference& size : tables.sizes()) {
+    const double flops = 2.0 * kPlanes<A> * size.shape().features;
+    const Tensors forward = tables.forward(size, flops);
+    add_forward<A>(forward, blas);
+    forward.problem.compare("planes beside", "unfused",
+                            "Forward with planes made beside the product: % times as fast.");
+    if (lesson.flag("--turned")) continue;
+    const auto [of, d] = tables.backward(size, 3 * flops);
+    add_backward<A>(of, d, blas, lesson.device());
+  }
+  return lesson.run();
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(
+      argc, argv,
+      {.name = "bonus_clifford_fully_connected",
+       .title = "gated geometric product with matrices of weights, its norm, forward and backward",
+       .n_meaning = "the batch",
+       .n_gpu = 4096,
+       .n_cpu = 8,
+       .options = {{.name = "--features",
+                    .meaning = "multivectors per batch element (CPU: 48)",
+                    .value = 512,
+                    .sweep = {.gpu = {128, 1024}, .cpu = {8, 64}}}},
+       .choices = {{"--algebra",
+                    "signature: basis vectors that square to +1, -1, 0",
+                    {"3,0,0", "2,0,0"}}},
+       .flags = {{"--no-norm", "without the norm"},
+                 {"--turned", "expect turned results of turned inputs (forward)"}},
+       .sweep = {.gpu = {1024, 8192}, .cpu = {8, 64}}});
+  if (lesson.choice("--algebra") == "2,0,0") return run_lesson<2, 0, 0>(lesson);
+  return run_lesson<3, 0, 0>(lesson);
+}
