@@ -667,6 +667,20 @@ void Lesson::State::prepare(Problem& problem) {
   CUDA_CHECK(cudaDeviceSynchronize());
 }
 
+/// The first launch of a kernel. The CPU backend says, if asked, which memory it uses.
+static void launch_watched([[maybe_unused]] const std::string& problem, const Kernel& kernel) {
+#ifdef CUDA_CPU
+  cuda_cpu::start_watching();
+#endif
+  kernel.launch();
+#ifdef CUDA_CPU
+  if (const double used = cuda_cpu::stop_watching(); used > 0 && kernel.memory_bytes > 0) {
+    fprintf(stderr, "memory of %s: %s: %.0f bytes used, %.0f claimed\n", problem.c_str(),
+            kernel.name.c_str(), used, kernel.memory_bytes);
+  }
+#endif
+}
+
 /// Every kernel, launched by `launch`, from poisoned outputs. Called before sampling, and after it
 /// with the launches that were timed: what is right must stay right.
 void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>& launch) {
@@ -682,18 +696,9 @@ void Lesson::State::verify(Problem& problem, const std::function<void(Kernel&)>&
       kernel.before();
       for (const Check& check : checks) poison(*check.output);
     }
-#ifdef CUDA_CPU
-    cuda_cpu::start_watching();
-#endif
     launch(kernel);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
-#ifdef CUDA_CPU
-    if (const double used = cuda_cpu::stop_watching(); used > 0 && kernel.memory_bytes > 0) {
-      fprintf(stderr, "memory of %s: %s: %.0f bytes used, %.0f claimed\n", problem.name_.c_str(),
-              kernel.name.c_str(), used, kernel.memory_bytes);
-    }
-#endif
     if (kernel.collect) kernel.collect();
     kernel.ok = kernel.ok || !kernel.ran;
     kernel.ran = true;
@@ -1185,7 +1190,7 @@ int Lesson::run() {
     if (state.counting) {
       state.count(problem);
     } else {
-      state.verify(problem, [](const Kernel& kernel) { kernel.launch(); });
+      state.verify(problem, [&](const Kernel& kernel) { launch_watched(problem.name_, kernel); });
       state.sample(problem, end - (Clock::now() - prepared));
     }
     for (auto* list :

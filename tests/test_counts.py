@@ -36,16 +36,14 @@ EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: vectors"): {"shared_store_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": WMMA},
-    ("3_matmul_tensorcore", "", "square: persistent"): {
-        "shared_store_requests": STMATRIX, "shared_store_conflicts": ARBITRATION},
-    ("3_matmul_tensorcore", "", "square: any shape"): {"shared_store_requests": STMATRIX},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {
         "global_load_sectors": WMMA, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS}
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
     ("6_gating_fused", "", "layer: Hopper resident"): {"shared_store_requests": STMATRIX},
-    ("6_gating_fused", "", "square: Hopper cluster"): {"shared_store_requests": STMATRIX},
+    ("6_gating_fused", "", "square: Hopper cluster"): {
+        "shared_store_requests": STMATRIX, "shared_store_conflicts": ARBITRATION},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
