@@ -40,7 +40,8 @@ struct Tf32Tile {
 /// i for i = 0 to inner - 1.
 struct Walk {
   int a, a_next = 0, b, b_next = 0, inner = 1, begin = 0, end;
-  int flag = -1, flag_next = 0;  ///< which counter says that 128 columns of A are made, and the next 128's
+  /// Which counter says that 128 columns of A are made, and how many on is that of the next 128.
+  int flag = -1, flag_next = 0;
 };
 
 /// How much of what some warps write and others read is there: a counter for each part of it.

@@ -34,7 +34,7 @@ LADDERS = {
         "cluster_columns", "exchange_columns",
     ],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
-    "bonus_clifford_fully_connected": ["forward_tile", "make_unit"],
+    "bonus_clifford_fully_connected": ["forward_tiles"],
     "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],
     "bonus_matmul_A_stationary": ["matmul_atomic", "matmul_tile_stationary"],
 }
