@@ -643,39 +643,42 @@ __global__ void __launch_bounds__(kThreads)
 // ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
-// all of them. Up to 8 blocks are a cluster; where W has more columns than those hold, it is cut
-// into slabs, and each cluster belongs to one. E comes in kParts parts of 128. The steps are
-// functions of common/gradient_tiles.cuh.
-constexpr int kMostParts = 2, kMostBlocks = 8;
+// all. Two blocks are a cluster: of larger ones fewer fit on the GPU than it has multiprocessors
+// for. So W is cut into slabs, and each cluster belongs to one. E comes in kSteps steps of 64, two of
+// which are a part; the parts follow one another through a ring of stages. What the blocks do, step
+// by step, is in common/gradient_tiles.cuh.
+constexpr int kMostSteps = 4, kMostBlocks = 2;
 
-template <int kParts>
+template <int kSteps>
 struct HopperForward {
+  static constexpr int kParts = (kSteps + 1) / 2;
   static constexpr int kStages = 2;
   static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
   static constexpr int kGroups = 2 / kParts;  // of 64 columns
-  RightFactors<64> right[kGroups][kParts][kPartSteps];
+  RightFactors<64> right[kGroups][kSteps];
   LeftFactors left[kStages];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
-  Barrier loaded[2], full[kTurns], empty[kTurns];
+  Barrier loaded[kGroups], full[kTurns], empty[kTurns];
 };
 
 // Clusters stay, and take tile after tile of 64 rows. Each block has 128 columns (64, if E has two
 // parts), all of whose right factors it keeps, 128 KB. Two consumer warpgroups take turns, tile by
 // tile: while one computes tanh and writes, the tensor cores belong to the other. A part's
 // fragments, 64 registers, serve all columns, so that its stage is free again early.
-template <int kParts>
+template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V) {
 #if HOPPER_CODE
-  using Shared = HopperForward<kParts>;
-  constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns, kGroups = Shared::kGroups;
+  using Shared = HopperForward<kSteps>;
+  constexpr int kParts = Shared::kParts, kGroups = Shared::kGroups;
+  constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
   const int first = blockIdx.y, clusters = gridDim.y;
   const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) barrier_init(&shared.loaded[i], 1);
+    for (int group = 0; group < kGroups; ++group) barrier_init(&shared.loaded[group], 1);
     for (int t = 0; t < kTurns; ++t) {
       barrier_init(&shared.full[t], 1);
       barrier_init(&shared.empty[t], 4 * blocks);  // the warps of a consumer in each block
@@ -696,21 +699,22 @@ __global__ void __launch_bounds__(384, 1)
         oldest.advance();
       };
       for (int tile = first; tile < tiles; tile += clusters) {
+#pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
+          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
           Barrier* full = &shared.full[ring.stage];
+          LeftFactors& left = shared.left[ring.stage % kStages];
           filled < kStages ? static_cast<void>(++filled) : give_back();
-          barrier_arrive_expect(full, sizeof(LeftFactors));
-          load_left_factors(shared.left[ring.stage % kStages], maps, tile, part, rank, blocks,
-                            full);
+          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
+          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
         }
         if (tile == first) {
           wait_for_previous_kernel();  // M1 and M2 are its
-          for (int i = 0; i < 2; ++i) {
-            const int group = i / kParts, part = i % kParts;
-            barrier_arrive_expect(&shared.loaded[i], sizeof shared.right[group][part]);
-            for (int step = 0; step < kPartSteps; ++step) {
-              load_right_factors(shared.right[group][part][step], maps, kPartSteps * part + step,
-                                 col0 + 64 * group, &shared.loaded[i]);
+          for (int group = 0; group < kGroups; ++group) {
+            Barrier* loaded = &shared.loaded[group];
+            barrier_arrive_expect(loaded, sizeof shared.right[group]);
+            for (int step = 0; step < kSteps; ++step) {
+              load_right_factors(shared.right[group][step], maps, step, col0 + 64 * group, loaded);
             }
           }
         }
@@ -723,41 +727,42 @@ __global__ void __launch_bounds__(384, 1)
     for (int i = 0; i < kParts * consumer; ++i) ring.advance();
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
       LeftFragments left;
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      left.load<kPartSteps>(shared.left[ring.stage % kStages]);
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
+        const RightFactors<64>* right = shared.right[group];
         Gradients<64> sums;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          if (group == 0) {
-            barrier_wait(&shared.full[ring.stage], ring.parity);
-            left.load(shared.left[ring.stage % kStages]);
-          }
-          barrier_wait(&shared.loaded[group + part], 0);
-          multiply_part(sums, left, shared.right[group][part], part > 0);
-          // Not before: an arrival at the neighbour's barrier may overtake the loads of fragments,
-          // and only a product that has used them proves that they are over.
-          if (group == 0) {
-            if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
-            ring.advance();
-          }
+        barrier_wait(&shared.loaded[group], 0);
+        multiply_part<kPartSteps>(sums, left, right, false);
+        // Not before: an arrival at the neighbour's barrier may overtake the loads of fragments,
+        // and only a product that has used them proves that they are over.
+        if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+        if constexpr (kParts > 1) {
+          constexpr int kRest = kSteps - kPartSteps;
+          ring.advance();
+          barrier_wait(&shared.full[ring.stage], ring.parity);
+          left.load<kRest>(shared.left[ring.stage % kStages]);
+          multiply_part<kRest>(sums, left, right + kPartSteps, true);
+          if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         }
-        Box<bf16, 64>& out = shared.out[consumer][group];
+        Sum<64> out;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-          sums.xr(i) = fast_tanh(sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i));
+          out.elements[i] = fast_tanh(sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i));
         }
         // This box; another may be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
-        put_columns<64>(out, 0, [&](int i) { return sums.xr(i); });
+        out.store(shared.out[consumer][group], 0, [&](int i) { return out.elements[i]; });
         shared_fence();
         named_barrier(1 + consumer, 128);
         if (thread == 0) {
-          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * group, &out);
+          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * group, &shared.out[consumer][group]);
           tensor_store_commit();
         }
       }
-      for (int i = 0; i < kParts; ++i) ring.advance();  // the other consumer's tile
+      for (int i = 0; i < kParts + 1; ++i) ring.advance();  // also over the other consumer's tile
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
@@ -765,18 +770,15 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 // A block's part of the sums is E x kCols, so that for twice as large an E it has half as many
-// columns. With two parts there is room for the products of one tile only, and none for dOut.
-template <int kParts>
+// columns.
+template <int kSteps>
 struct HopperBackward {
-  static constexpr int kStages = 2 * kParts, kCols = 64 / kParts, kBuffers = 2 / kParts;
-  RightFactors<kCols> right[kParts][kPartSteps];
+  static constexpr int kParts = (kSteps + 1) / 2;
+  static constexpr int kStages = kParts == 1 ? 3 : 4, kCols = 64 / kParts;
+  RightFactors<kCols> right[kSteps];
   LeftFactors left[kStages];
-  Products<kCols> products[kBuffers];
-  Barrier loaded, full[kStages], empty[kStages], ready[kBuffers], spent[kBuffers];
-
-  // What a stage brings: with one part also dOut, to where its tile's products will be.
-  static constexpr int kStageBytes =
-      sizeof(LeftFactors) + (kParts == 1 ? sizeof(Box<bf16, 64>) : 0);
+  Products<kCols> products;
+  Barrier loaded, full[kStages], empty[kStages], multiplied, ready, spent;
 };
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
@@ -787,17 +789,21 @@ struct HopperBackward {
 //
 //     [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S]
 //
-// 192 registers a thread. Both give the tensor cores the same amount of work, and each has other
-// work to do, or to wait for, when the other multiplies. Shared memory is nearly as busy as the
-// tensor cores: the three products with Gr^T are one instruction of 192 columns, which reads its
-// rows of Gr^T once.
-template <int kParts>
+// 192 registers a thread. Both give the tensor cores the same amount of work. They must not do it at
+// the same time: each product would take twice as long, and when both are done the tensor cores
+// would wait while the first warpgroup makes the next P, Q, R, S of its sums. So the second one
+// waits with a tile until the first one's product of the next tile is done, and has the tensor cores
+// for itself while that one computes.
+//
+// Shared memory is nearly as busy as the tensor cores: the three products with Gr^T are one
+// instruction of 192 columns, which reads its rows of Gr^T once.
+template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
                                float* partials, int V, int E, int W) {
 #if HOPPER_CODE
-  using Shared = HopperBackward<kParts>;
-  constexpr int kStages = Shared::kStages, kCols = Shared::kCols, kBuffers = Shared::kBuffers;
+  using Shared = HopperBackward<kSteps>;
+  constexpr int kParts = Shared::kParts, kStages = Shared::kStages, kCols = Shared::kCols;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
@@ -808,37 +814,34 @@ __global__ void __launch_bounds__(384, 1)
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], blocks);
     }
-    for (int b = 0; b < kBuffers; ++b) {
-      barrier_init(&shared.ready[b], 128);
-      barrier_init(&shared.spent[b], 1);
-    }
+    barrier_init(&shared.multiplied, 1);
+    barrier_init(&shared.ready, 128);
+    barrier_init(&shared.spent, 1);
     barrier_init_fence();
   }
   cluster_meet();
   start_next_kernel();
 
   Ring<kStages> ring;
-  Ring<kBuffers> buffer;
+  Ring<1> turn;  // of tiles
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
-      for (int tile = first; tile < tiles; tile += clusters, buffer.advance()) {
+      for (int tile = first; tile < tiles; tile += clusters) {
+#pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
+          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
           Barrier* full = &shared.full[ring.stage];
+          LeftFactors& left = shared.left[ring.stage];
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(full, Shared::kStageBytes);
-          load_left_factors(shared.left[ring.stage], maps, tile, part, rank, blocks, full);
-          if constexpr (kParts == 1) {
-            tensor_load(&shared.products[buffer.stage].d_out, &maps.vertices, 64 * tile, col0,
-                        full);
-          }
+          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
+          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
         }
         if (tile == first) {
           wait_for_previous_kernel();  // M1 and M2 are its
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          for (int step = 0; step < kParts * kPartSteps; ++step) {
-            load_right_factors(shared.right[step / kPartSteps][step % kPartSteps], maps, step, col0,
-                               &shared.loaded);
+          for (int step = 0; step < kSteps; ++step) {
+            load_right_factors(shared.right[step], maps, step, col0, &shared.loaded);
           }
         }
       }
@@ -847,33 +850,37 @@ __global__ void __launch_bounds__(384, 1)
   } else if (threadIdx.x < 256) {
     registers_grow_to<232>();
     barrier_wait(&shared.loaded, 0);
-    for (int tile = first; tile < tiles; tile += clusters, buffer.advance()) {
+    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       Gradients<kCols> sums;
+      LeftFragments left;
       uint32_t d_out_pairs[kCols / 4];
-      if constexpr (kParts > 1) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part, ring.advance()) {
-        LeftFragments left;
+      read_d_out<kCols>(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      left.load<kPartSteps>(shared.left[ring.stage]);
+      multiply_part<kPartSteps>(sums, left, shared.right, false);
+      ring.advance();
+      if constexpr (kParts > 1) {
+        constexpr int kRest = kSteps - kPartSteps;
         barrier_wait(&shared.full[ring.stage], ring.parity);
-        left.load(shared.left[ring.stage]);
-        multiply_part(sums, left, shared.right[part], part > 0);
+        left.load<kRest>(shared.left[ring.stage]);
+        multiply_part<kRest>(sums, left, shared.right + kPartSteps, true);
+        ring.advance();
       }
+      if (threadIdx.x == 128) barrier_arrive(&shared.multiplied);
       sums.combine();
-      Products<kCols>& products = shared.products[buffer.stage];
-      if constexpr (kParts == 1) read_d_out(d_out_pairs, products.d_out);
       multiply_by_g(sums, d_out_pairs);
-      barrier_wait(&shared.spent[buffer.stage], buffer.parity ^ 1);
-      products.store(sums);
+      barrier_wait(&shared.spent, turn.parity ^ 1);
+      shared.products.store(sums);
       shared_fence();
-      barrier_arrive(&shared.ready[buffer.stage]);
+      barrier_arrive(&shared.ready);
     }
   } else {
     registers_grow_to<232>();
     const int thread = threadIdx.x % 128;
-    Slice<kCols> slices[kParts * kPartSteps];
-    for (int tile = first; tile < tiles; tile += clusters, buffer.advance()) {
-      const Products<kCols>& products = shared.products[buffer.stage];
-      barrier_wait(&shared.ready[buffer.stage], buffer.parity);
+    Slice<kCols> slices[kSteps];
+    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
+      barrier_wait(&shared.ready, turn.parity);
+      if (tile + clusters < tiles) barrier_wait(&shared.multiplied, turn.parity ^ 1);
 #pragma unroll
       for (int part = 0; part < kParts; ++part, ring.advance()) {
         const LeftFactors& left = shared.left[ring.stage];
@@ -882,8 +889,8 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
 #pragma unroll
-          for (int step = 0; step < kPartSteps; ++step) {
-            slices[kPartSteps * part + step].add(left.Gr[step], left.Gi[step], products, k,
+          for (int step = 0; step < steps_of(part, kSteps); ++step) {
+            slices[kPartSteps * part + step].add(left.Gr[step], left.Gi[step], shared.products, k,
                                                  tile > first || k > 0);
           }
         }
@@ -891,11 +898,11 @@ __global__ void __launch_bounds__(384, 1)
         wgmma_wait<0>();
         if (thread < blocks) barrier_arrive(&shared.empty[ring.stage], thread);
       }
-      if (thread == 0) barrier_arrive(&shared.spent[buffer.stage]);
+      if (thread == 0) barrier_arrive(&shared.spent);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
-    for (int step = 0; step < kParts * kPartSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       slices[step].store(to, kStepK * step, col0, E, W);
     }
   }
@@ -1056,19 +1063,19 @@ GradientMaps gradient_maps(const GradientsProblem& table, const bf16* M) {
 }
 
 // associate starts as usual: what came before it is over when Gr, Gi and x are read.
-template <int kParts>
+template <int kSteps>
 void add_hopper_forward(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
   const auto M = table.problem.output<bf16>(3 * table.shape.coefficients());
-  constexpr int kBytes = sizeof(HopperForward<kParts>);
-  const auto kernel = hopper_features<kParts>;
+  constexpr int kBytes = sizeof(HopperForward<kSteps>);
+  const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
   const dim3 blocks =
-      clusters_for(table.shape, 64 * HopperForward<kParts>::kGroups, kernel, kBytes);
+      clusters_for(table.shape, 64 * HopperForward<kSteps>::kGroups, kernel, kBytes);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
     associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
-    launch_clusters(hopper_features<kParts>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
+    launch_clusters(hopper_features<kSteps>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
                     V);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
@@ -1078,12 +1085,13 @@ void add_hopper_forward(GradientsProblem& table) {
       .checks = table.checks(1);  // M1 and M2
 }
 
-template <int kParts>
+template <int kSteps>
 void add_hopper_backward(GradientsProblem& table) {
-  constexpr int kBytes = sizeof(HopperBackward<kParts>);
+  constexpr int kBytes = sizeof(HopperBackward<kSteps>);
+  constexpr int kParts = HopperBackward<kSteps>::kParts;
   const auto [V, E, W] = table.shape;
-  const auto kernel = hopper_accumulate_backward<kParts>;
-  const dim3 blocks = clusters_for(table.shape, HopperBackward<kParts>::kCols, kernel, kBytes);
+  const auto kernel = hopper_accumulate_backward<kSteps>;
+  const dim3 blocks = clusters_for(table.shape, HopperBackward<kSteps>::kCols, kernel, kBytes);
   // With two parts M1 and M2 lie beside each other, 32 columns of either in turn.
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
   const Layout layout = kParts == 1
@@ -1098,7 +1106,7 @@ void add_hopper_backward(GradientsProblem& table) {
     GradientMaps maps = gradient_maps(table, t.M);
     if (kParts > 1) maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
     associate<<<small, kThreads>>>(in, t.M, layout);
-    launch_clusters(hopper_accumulate_backward<kParts>, blocks.x, true, blocks, kHopperThreads,
+    launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks, kHopperThreads,
                     kBytes, maps, in.d_out, t.partials.data(), static_cast<int>(in.V), in.E, in.W);
     launch_rest(table, t);
   };
@@ -1112,11 +1120,13 @@ void add_hopper_backward(GradientsProblem& table) {
 
 // False if a block would have to keep more than it has room for.
 bool add_hopper(GradientsProblem& table) {
-  if (table.shape.E > kMostParts * kPart) return false;
-  const auto add = table.pass == Pass::forward
-                       ? table.shape.E <= kPart ? add_hopper_forward<1> : add_hopper_forward<2>
-                   : table.shape.E <= kPart ? add_hopper_backward<1>
-                                            : add_hopper_backward<2>;
+  const int steps = std::max(kPartSteps, static_cast<int>(blocks_for(table.shape.E, kStepK)));
+  if (steps > kMostSteps) return false;
+  const bool forward = table.pass == Pass::forward;
+  const auto add = steps == 2   ? forward ? add_hopper_forward<2> : add_hopper_backward<2>
+                     : steps == 3 ? forward ? add_hopper_forward<3> : add_hopper_backward<3>
+                     : forward ? add_hopper_forward<4>
+                                : add_hopper_backward<4>;
   add(table);
   return true;
 }

@@ -13,6 +13,11 @@
 
 inline constexpr int kPart = 128, kPartSteps = kPart / kStepK;
 
+/// How many of a part's steps there are if E has `steps` in all.
+__host__ __device__ constexpr int steps_of(int part, int steps) {
+  return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
+}
+
 /// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. M1 may be
 /// [M1 | M2], 32 columns of either in turn.
 struct GradientMaps {
@@ -55,13 +60,13 @@ __device__ inline void load_right_factors(RightFactors<32>& to, const GradientMa
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
 
-/// The boxes that block `rank` of a cluster of `blocks` fetches for all of them, of a tile's part.
+/// The boxes that block `rank` of a cluster of `blocks` fetches for all of them, of the first
+/// `steps` steps of a tile's part.
 __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& maps, int tile,
-                                         int part, int rank, int blocks, Barrier* full) {
-  for (int box = 0; box < 2 * kPartSteps; ++box) {
-    if ((2 * kPartSteps * part + box) % blocks != rank) continue;
-    const int step = box % kPartSteps;
-    const bool real = box < kPartSteps;
+                                         int part, int steps, int rank, int blocks, Barrier* full) {
+  for (int box = rank; box < 2 * steps; box += blocks) {
+    const int step = box / 2;
+    const bool real = box % 2 == 0;
     tensor_load_multicast(real ? &to.Gr[step] : &to.Gi[step], real ? &maps.Gr : &maps.Gi, 64 * tile,
                           kPart * part + kStepK * step, full,
                           static_cast<uint16_t>((1 << blocks) - 1));
@@ -72,9 +77,10 @@ __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& ma
 struct LeftFragments {
   uint32_t gr[kPartSteps][4][4], gi[kPartSteps][4][4];
 
+  template <int kSteps>
   __device__ void load(const LeftFactors& from) {
 #pragma unroll
-    for (int step = 0; step < kPartSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       from.Gr[step].load_fragments(gr[step]);
       from.Gi[step].load_fragments(gi[step]);
     }
@@ -155,14 +161,14 @@ struct Gradients<32> {
   }
 };
 
-/// Adds (or, if not `add`, assigns) a part's product. The left factors come from registers: from
+/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors come from registers: from
 /// shared memory, which has no bandwidth to spare, each would be read for each right factor.
-template <int kCols>
+template <int kSteps, int kCols>
 __device__ inline void multiply_part(Gradients<kCols>& sums, const LeftFragments& left,
                                      const RightFactors<kCols>* right, bool add) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kPartSteps; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       sums.add_product(left.gr[step][k], left.gi[step][k], right[step], k,
@@ -193,13 +199,12 @@ __device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
 #endif
 
 /// P, Q, R, S, -P of a tile, as right factors of products with Gr^T and Gi^T: [P | Q | R] and
-/// [Q | -P | S]. Each three lie at the same distance from one another. The gap between -P and S has
-/// room for dOut, from which they are made.
+/// [Q | -P | S]. Each three lie at the same distance from one another.
 template <int kCols>
 struct Products;
 template <>
 struct Products<64> {
-  Box<__nv_bfloat16, 64> P, Q, R, minus_P, d_out, S;
+  Box<__nv_bfloat16, 64> P, Q, R, minus_P, unused, S;
 #if HOPPER_CODE
   __device__ uint64_t by_gr(int k) const { return descriptor_b(&P, 64) + 128 * k; }
   __device__ uint64_t by_gi(int k) const { return descriptor_b(&Q, 2 * 64) + 128 * k; }
@@ -234,29 +239,19 @@ struct Products<32> {
 };
 
 #if HOPPER_CODE
-/// A thread's elements of dOut, in pairs: those of Sum<kCols>. From a tile in shared memory,
-__device__ inline void read_d_out(uint32_t (&pairs)[16], const Box<__nv_bfloat16, 64>& tile) {
-  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, piece = threadIdx.x % 32 / 16;
+/// A thread's elements of dOut (V, W), in pairs: those of Sum<kCols> from (row, col) on.
+template <int kCols>
+__device__ inline void read_d_out(uint32_t (&pairs)[kCols / 4], const __nv_bfloat16* from,
+                                  int64_t row, int col, int64_t V, int W) {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    uint32_t four[4];
-    ldmatrix_x4(four, &tile.elements[swizzled(row, 2 * c + piece)]);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) pairs[4 * c + m] = four[m];
-  }
-}
-/// or from memory (V, W), from row `row` and column `col` on.
-__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int64_t row,
-                                  int col, int64_t V, int W) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int64_t v = row + Sum<32>::row(2 * i);
-    const int w = col + Sum<32>::col(2 * i);
+  for (int i = 0; i < kCols / 4; ++i) {
+    const int64_t v = row + Sum<kCols>::row(2 * i);
+    const int w = col + Sum<kCols>::col(2 * i);
     pairs[i] = v < V && w < W ? *reinterpret_cast<const uint32_t*>(from + v * W + w) : 0;
   }
 }
 
-/// 4 / (4 + value) ^ 2 ... see multiply_by_g.
+/// 1 / value, off by a unit in the last place of fp32. "rcp".
 __device__ inline float reciprocal(float value) {
 #ifdef CUDA_CPU
   return 1 / value;

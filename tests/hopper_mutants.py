@@ -32,6 +32,7 @@ GPUS = "bonus_diffusion_gpus"
 HEADERS = {
     PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
+    "8_spatial_gradients": ("common/gradient_tiles.cuh",),
     "9_matmul_softmax": ("common/turned_product.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",

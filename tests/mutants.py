@@ -151,6 +151,7 @@ BARRIERS = [
     (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", "add_slices(", 1, SPATIAL_ARGUMENTS),
     # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
     (SOFTMAX, "fused rows, D split", "fused_narrow_rows(", 1,

@@ -307,7 +307,7 @@ def test_without_peer_access_one_gpu_is_left():
 
 def spatial_kernels(eigen, width):
     """(problem, kernel) of the rows where a block may have 227 KB of shared memory."""
-    hopper = eigen <= 128 and width <= 256
+    hopper = eigen <= 256
     kernels = [("forward", "unfused")] + [("forward", "one kernel")] * (width <= 704)
     kernels += [("forward", "associated")] * (eigen <= 960)
     kernels += [("forward", "Hopper")] * hopper + [("backward", "unfused")]
