@@ -643,15 +643,17 @@ __global__ void __launch_bounds__(kThreads)
 // ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
-// all. Two blocks are a cluster: of larger ones fewer fit on the GPU than it has multiprocessors
-// for. So W is cut into slabs, and each cluster belongs to one. E comes in kSteps steps of 64, two of
-// which are a part; the parts follow one another through a ring of stages. What the blocks do, step
-// by step, is in common/gradient_tiles.cuh.
-constexpr int kMostSteps = 4, kMostBlocks = 2;
+// all. A cluster is one block or two: of four, on a GPU of 132 multiprocessors, no more than 30 or
+// so find room. What columns are left are those of other clusters: W is cut into slabs, and each
+// cluster belongs to one. E comes in kSteps steps of 64, two of which are a part; the parts follow
+// one another through a ring of stages. What the blocks do, step by step, is in
+// common/gradient_tiles.cuh.
+constexpr int kMostSteps = 4;
 
 template <int kSteps>
 struct HopperForward {
   static constexpr int kParts = (kSteps + 1) / 2;
+  static constexpr int kMostBlocks = kParts;  // of a cluster
   static constexpr int kStages = 2;
   static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
   static constexpr int kGroups = 2 / kParts;  // of 64 columns
@@ -774,11 +776,12 @@ __global__ void __launch_bounds__(384, 1)
 template <int kSteps>
 struct HopperBackward {
   static constexpr int kParts = (kSteps + 1) / 2;
+  static constexpr int kMostBlocks = 2;
   static constexpr int kStages = kParts == 1 ? 3 : 4, kCols = 64 / kParts;
   RightFactors<kCols> right[kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Barrier loaded, full[kStages], empty[kStages], multiplied, ready, spent;
+  Barrier loaded, full[kStages], empty[kStages], ready, spent;
 };
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
@@ -789,14 +792,12 @@ struct HopperBackward {
 //
 //     [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S]
 //
-// 192 registers a thread. Both give the tensor cores the same amount of work. They must not do it at
-// the same time: each product would take twice as long, and when both are done the tensor cores
-// would wait while the first warpgroup makes the next P, Q, R, S of its sums. So the second one
-// waits with a tile until the first one's product of the next tile is done, and has the tensor cores
-// for itself while that one computes.
-//
-// Shared memory is nearly as busy as the tensor cores: the three products with Gr^T are one
-// instruction of 192 columns, which reads its rows of Gr^T once.
+// 192 registers a thread. Both give the tensor cores the same amount of work, and each has other
+// work to do, or to wait for, when the other multiplies. Shared memory is nearly as busy as the
+// tensor cores: so the three products with Gr^T are one instruction of 192 columns, which reads its
+// rows of Gr^T once. (The tensor cores are busy for two thirds of the time. That the second
+// warpgroup waits until the first one's product of the next tile is done, so that each has them for
+// itself, does not help: P, Q, R, S would have to be there twice, and there is no room.)
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
@@ -814,7 +815,6 @@ __global__ void __launch_bounds__(384, 1)
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], blocks);
     }
-    barrier_init(&shared.multiplied, 1);
     barrier_init(&shared.ready, 128);
     barrier_init(&shared.spent, 1);
     barrier_init_fence();
@@ -866,7 +866,6 @@ __global__ void __launch_bounds__(384, 1)
         multiply_part<kRest>(sums, left, shared.right + kPartSteps, true);
         ring.advance();
       }
-      if (threadIdx.x == 128) barrier_arrive(&shared.multiplied);
       sums.combine();
       multiply_by_g(sums, d_out_pairs);
       barrier_wait(&shared.spent, turn.parity ^ 1);
@@ -880,7 +879,6 @@ __global__ void __launch_bounds__(384, 1)
     Slice<kCols> slices[kSteps];
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       barrier_wait(&shared.ready, turn.parity);
-      if (tile + clusters < tiles) barrier_wait(&shared.multiplied, turn.parity ^ 1);
 #pragma unroll
       for (int part = 0; part < kParts; ++part, ring.advance()) {
         const LeftFactors& left = shared.left[ring.stage];
@@ -1039,10 +1037,12 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 constexpr int kHopperThreads = 384;
 
 // Blocks of `cols` columns: a cluster's, clusters (as many as fit, or have a tile), slabs.
-template <typename Kernel>
-dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int bytes) {
+template <typename Shared, typename Kernel>
+dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel) {
+  constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
-  const unsigned groups = blocks_for(shape.W, cols), slabs = blocks_for(groups, kMostBlocks);
+  const unsigned groups = blocks_for(shape.W, cols);
+  const unsigned slabs = blocks_for(groups, Shared::kMostBlocks);
   const unsigned blocks = blocks_for(groups, slabs);
   const int clusters = resident_clusters(kernel, blocks, kHopperThreads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
@@ -1070,8 +1070,8 @@ void add_hopper_forward(GradientsProblem& table) {
   constexpr int kBytes = sizeof(HopperForward<kSteps>);
   const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
-  const dim3 blocks =
-      clusters_for(table.shape, 64 * HopperForward<kSteps>::kGroups, kernel, kBytes);
+  using Shared = HopperForward<kSteps>;
+  const dim3 blocks = clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
     associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
@@ -1091,7 +1091,8 @@ void add_hopper_backward(GradientsProblem& table) {
   constexpr int kParts = HopperBackward<kSteps>::kParts;
   const auto [V, E, W] = table.shape;
   const auto kernel = hopper_accumulate_backward<kSteps>;
-  const dim3 blocks = clusters_for(table.shape, HopperBackward<kSteps>::kCols, kernel, kBytes);
+  using Shared = HopperBackward<kSteps>;
+  const dim3 blocks = clusters_for<Shared>(table.shape, Shared::kCols, kernel);
   // With two parts M1 and M2 lie beside each other, 32 columns of either in turn.
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
   const Layout layout = kParts == 1
