@@ -222,11 +222,11 @@ struct Matrix {
 
 // A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
 // products, a warp 16 x 16. There is so little to do that what counts is how often one waits for
-// memory: all but one of kSmallStages steps of 64 are in flight, together 256 of the inner
+// memory: all but one of kSmallStages steps of 64 are in flight, together 192 of the inner
 // dimension.
-constexpr int kSmall = 32, kSmallStages = 5;
+constexpr int kSmall = 32, kSmallStages = 4;
 constexpr int kSmallTile = kSmall * kBox;                    // elements
-constexpr int kSmallShared = kSmallStages * 2 * kSmallTile;  // elements: 40 KB
+constexpr int kSmallShared = kSmallStages * 2 * kSmallTile;  // elements: 32 KB
 
 // Where a warp's results start:
 __device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 64 * 16; }
@@ -643,24 +643,23 @@ __global__ void __launch_bounds__(kThreads)
 // ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
-// all. A cluster is one block or two: of four, on a GPU of 132 multiprocessors, no more than 30 or
+// all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30 or
 // so find room. What columns are left are those of other clusters: W is cut into slabs, and each
 // cluster belongs to one. E comes in kSteps steps of 64, two of which are a part; the parts follow
 // one another through a ring of stages. What the blocks do, step by step, is in
 // common/gradient_tiles.cuh.
-constexpr int kMostSteps = 4;
+constexpr int kMostSteps = 4, kMostBlocks = 2;
 
 template <int kSteps>
 struct HopperForward {
   static constexpr int kParts = (kSteps + 1) / 2;
-  static constexpr int kMostBlocks = kParts;  // of a cluster
   static constexpr int kStages = 2;
   static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
   static constexpr int kGroups = 2 / kParts;  // of 64 columns
   RightFactors<64> right[kGroups][kSteps];
   LeftFactors left[kStages];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
-  Barrier loaded[kGroups], full[kTurns], empty[kTurns];
+  Barrier loaded, full[kTurns], empty[kTurns];
 };
 
 // Clusters stay, and take tile after tile of 64 rows. Each block has 128 columns (64, if E has two
@@ -680,7 +679,7 @@ __global__ void __launch_bounds__(384, 1)
   const int first = blockIdx.y, clusters = gridDim.y;
   const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
   if (threadIdx.x == 0) {
-    for (int group = 0; group < kGroups; ++group) barrier_init(&shared.loaded[group], 1);
+    barrier_init(&shared.loaded, 1);
     for (int t = 0; t < kTurns; ++t) {
       barrier_init(&shared.full[t], 1);
       barrier_init(&shared.empty[t], 4 * blocks);  // the warps of a consumer in each block
@@ -712,11 +711,11 @@ __global__ void __launch_bounds__(384, 1)
         }
         if (tile == first) {
           wait_for_previous_kernel();  // M1 and M2 are its
+          barrier_arrive_expect(&shared.loaded, sizeof shared.right);
           for (int group = 0; group < kGroups; ++group) {
-            Barrier* loaded = &shared.loaded[group];
-            barrier_arrive_expect(loaded, sizeof shared.right[group]);
             for (int step = 0; step < kSteps; ++step) {
-              load_right_factors(shared.right[group][step], maps, step, col0 + 64 * group, loaded);
+              load_right_factors(shared.right[group][step], maps, step, col0 + 64 * group,
+                                 &shared.loaded);
             }
           }
         }
@@ -731,11 +730,11 @@ __global__ void __launch_bounds__(384, 1)
       LeftFragments left;
       barrier_wait(&shared.full[ring.stage], ring.parity);
       left.load<kPartSteps>(shared.left[ring.stage % kStages]);
+      barrier_wait(&shared.loaded, 0);
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
         const RightFactors<64>* right = shared.right[group];
         Gradients<64> sums;
-        barrier_wait(&shared.loaded[group], 0);
         multiply_part<kPartSteps>(sums, left, right, false);
         // Not before: an arrival at the neighbour's barrier may overtake the loads of fragments,
         // and only a product that has used them proves that they are over.
@@ -776,7 +775,6 @@ __global__ void __launch_bounds__(384, 1)
 template <int kSteps>
 struct HopperBackward {
   static constexpr int kParts = (kSteps + 1) / 2;
-  static constexpr int kMostBlocks = 2;
   static constexpr int kStages = kParts == 1 ? 3 : 4, kCols = 64 / kParts;
   RightFactors<kCols> right[kSteps];
   LeftFactors left[kStages];
@@ -1042,7 +1040,7 @@ dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel) {
   constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
   const unsigned groups = blocks_for(shape.W, cols);
-  const unsigned slabs = blocks_for(groups, Shared::kMostBlocks);
+  const unsigned slabs = blocks_for(groups, kMostBlocks);
   const unsigned blocks = blocks_for(groups, slabs);
   const int clusters = resident_clusters(kernel, blocks, kHopperThreads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
