@@ -284,8 +284,8 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
   }
 }
 
-// Where M1 and M2 lie in memory: column 32 g + c of row e of matrix i is element i * matrix + e * row
-// + g * group + c. Up to column `cols`, what W does not fill is zero.
+// Where M1 and M2 lie in memory: column 32 g + c of row e of matrix i is element i * matrix + e *
+// row + g * group + c. Up to column `cols`, what W does not fill is zero.
 struct Layout {
   int64_t matrix;
   int row, group, cols;
@@ -643,8 +643,8 @@ __global__ void __launch_bounds__(kThreads)
 // ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
-// all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30 or
-// so find room. What columns are left are those of other clusters: W is cut into slabs, and each
+// all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
+// or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
 // cluster belongs to one. E comes in kSteps steps of 64, two of which are a part; the parts follow
 // one another through a ring of stages. What the blocks do, step by step, is in
 // common/gradient_tiles.cuh.

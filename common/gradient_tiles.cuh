@@ -161,8 +161,9 @@ struct Gradients<32> {
   }
 };
 
-/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors come from registers: from
-/// shared memory, which has no bandwidth to spare, each would be read for each right factor.
+/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors
+/// come from registers: from shared memory, which has no bandwidth to spare, each would be read for
+/// each right factor.
 template <int kSteps, int kCols>
 __device__ inline void multiply_part(Gradients<kCols>& sums, const LeftFragments& left,
                                      const RightFactors<kCols>* right, bool add) {
