@@ -61,6 +61,7 @@
 #include "common/early_launch.cuh"
 #include "common/fast_tanh.cuh"
 #include "common/fragments.cuh"
+#include "common/gradient_tiles.cuh"
 #include "common/gradients.h"
 #include "common/hopper.cuh"
 #include "common/lesson.h"
@@ -283,17 +284,24 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
   }
 }
 
-// M (2, E, W) = M1 = x Lr^T, M2 = x Li^T; with a third layer of blocks M (3, E, W), the last -M2.
-__global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M) {
+// Where M1 and M2 lie in memory: column 32 g + c of row e of matrix i is element i * matrix + e *
+// row + g * group + c. Up to column `cols`, what W does not fill is zero.
+struct Layout {
+  int64_t matrix;
+  int row, group, cols;
+};
+
+// M = M1 = x Lr^T, M2 = x Li^T; with a third layer of blocks also -M2.
+__global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layout layout) {
   start_next_kernel();  // Hopper's kernels have other things to load first
   __shared__ __align__(128) bf16 stages[kSmallShared];
   const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
-  bf16* to = M + static_cast<size_t>(blockIdx.z) * in.E * in.W;
+  bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
   const float sign = blockIdx.z == 2 ? -1 : 1;
   Sums<16, 16> sum = {};
   add_small_products<kPlain, kTransposed>(sum, stages, &left, &right, 1, in.W);
-  for_pairs(sum, small_row(), small_col(), in.E, in.W, [&](int row, int col, float2 pair) {
-    *reinterpret_cast<unsigned*>(to + static_cast<size_t>(row) * in.W + col) =
+  for_pairs(sum, small_row(), small_col(), in.E, layout.cols, [&](int row, int col, float2 pair) {
+    *reinterpret_cast<unsigned*>(to + static_cast<int64_t>(row) * layout.row + col % kSmall) =
         pack2<bf16>(sign * pair.x, sign * pair.y);
   });
 }
@@ -559,19 +567,32 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 }
 
 // dM (2, E, W) = dM1, dM2 in bf16, as factors of the last products, and D (E, W) in fp32: the sums
-// of the partial sums, slice by slice, the same in every run. A thread owns 4 neighbours.
-__global__ void add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
-  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
-  if (i >= 3 * count) return;
+// of the partial sums, in the same order in every run. A thread owns 4 neighbours, and every
+// kSliceParts-th slice of them: what counts is that all loads are on their way at once.
+constexpr int kSliceParts = 4;
+__global__ void __launch_bounds__(kThreads)
+    add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
+  wait_for_previous_kernel();
+  start_next_kernel();
+  __shared__ float4 sums[kSliceParts][32];
+  const int part = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
+  const bool inside = i < 3 * count;
   float4 sum = make_float4(0, 0, 0, 0);
+  const auto add = [&sum](float4 other) {
+    sum.x += other.x;
+    sum.y += other.y;
+    sum.z += other.z;
+    sum.w += other.w;
+  };
 #pragma unroll 8
-  for (int slice = 0; slice < slices; ++slice) {
-    const float4 add = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
-    sum.x += add.x;
-    sum.y += add.y;
-    sum.z += add.z;
-    sum.w += add.w;
+  for (int slice = inside ? part : slices; slice < slices; slice += kSliceParts) {
+    add(*reinterpret_cast<const float4*>(partials + slice * 3 * count + i));
   }
+  sums[part][lane] = sum;
+  __syncthreads();
+  if (part > 0 || !inside) return;
+  for (int other = 1; other < kSliceParts; ++other) add(sums[other][lane]);
   if (i < 2 * count) {
     *reinterpret_cast<uint2*>(dM + i) =
         make_uint2(pack2<bf16>(sum.x, sum.y), pack2<bf16>(sum.z, sum.w));
@@ -583,6 +604,7 @@ __global__ void add_slices(const float* partials, int slices, bf16* dM, float* D
 // dLr = dM1^T x, dLi = dM2^T x, dx = D + dM1 Lr + dM2 Li: the small products again; z is which.
 __global__ void __launch_bounds__(kThreads)
     finish_backward(Operands in, const bf16* dM, const float* D) {
+  wait_for_previous_kernel();
   __shared__ __align__(128) bf16 stages[kSmallShared];
   const int row0 = blockIdx.y * kSmall;
   const Matrix dM1 = {dM, in.E, in.W}, dM2 = {dM + static_cast<size_t>(in.E) * in.W, in.E, in.W};
@@ -619,295 +641,206 @@ __global__ void __launch_bounds__(kThreads)
 //
 // (Products into one sum follow each other without a fence only if they are of the same shape: PTX
 // ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
-constexpr int kEigen = 128, kWidth = 256;  // at most; what is missing is zero
-constexpr int kSteps = kEigen / kStepK;
+//
+// The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
+// all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
+// or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
+// cluster belongs to one. E comes in kSteps steps of 64, two of which are a part; the parts follow
+// one another through a ring of stages. What the blocks do, step by step, is in
+// common/gradient_tiles.cuh.
+constexpr int kMostSteps = 4, kMostBlocks = 2;
 
-// 64 rows (of E) and 64 columns of each right factor.
-struct RightFactors {
-  Box<bf16, 64> minus_M2, M1, M2, x;
-};
-// 64 rows (of V) of Gr and Gi.
-struct LeftFactors {
-  LeftTile<bf16, 64> Gr[kSteps], Gi[kSteps];
-};
-
-// What both kernels read: row-major matrices in boxes of 64 rows and 64 columns.
-struct HopperMaps {
-  CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
-  CUtensorMap vertices;  // out, or dOut
-};
-
-#if HOPPER_CODE
-// A warpgroup's sums of 64 rows and 64 features: [ar | ai], xr, xi.
-struct Gradients {
-  Sum<128> a;
-  Sum<64> xr, xi;
-  __device__ float u(int i) const {
-    return xr.elements[i] * a.elements[i] + xi.elements[i] * a.elements[32 + i];
-  }
-};
-
-// The fragments of all kEigen columns of a left factor, for a warpgroup.
-__device__ inline void load_fragments(uint32_t (&fragments)[kSteps][4][4],
-                                      const LeftTile<bf16, 64>* tiles) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) tiles[step].load_fragments(fragments[step]);
-}
-
-// The left factors come from registers: from shared memory, which has no bandwidth to spare, each
-// would be read twice for each box of right factors.
-__device__ inline void multiply_associated(Gradients& sums, const uint32_t (&gr)[kSteps][4][4],
-                                           const uint32_t (&gi)[kSteps][4][4],
-                                           const RightFactors* right) {
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const RightFactors& factors = right[step];
-      const bool add = step > 0 || k > 0;
-      wgmma<bf16>(sums.a.elements, gr[step][k], factors.M1.operand_b(k), add);
-      wgmma<bf16>(sums.xr.elements, gr[step][k], factors.x.operand_b(k), add);
-      wgmma<bf16>(sums.a.elements, gi[step][k], factors.minus_M2.operand_b(k), true);
-      wgmma<bf16>(sums.xi.elements, gi[step][k], factors.x.operand_b(k), add);
-    }
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-}
-
-// Columns col to col + 63 of all right factors.
-__device__ inline void load_right_factors(RightFactors (&to)[kSteps], const HopperMaps& maps,
-                                          int col, Barrier* loaded) {
-  for (int step = 0; step < kSteps; ++step) {
-    tensor_load(&to[step].minus_M2, &maps.minus_M2, kStepK * step, col, loaded);
-    tensor_load(&to[step].M1, &maps.M1, kStepK * step, col, loaded);
-    tensor_load(&to[step].M2, &maps.M2, kStepK * step, col, loaded);
-    tensor_load(&to[step].x, &maps.x, kStepK * step, col, loaded);
-  }
-}
-#endif
-
+template <int kSteps>
 struct HopperForward {
-  static constexpr int kStages = 2;  // one for each consumer
-  RightFactors right[2][kSteps];     // of 64 columns each
+  static constexpr int kParts = (kSteps + 1) / 2;
+  static constexpr int kStages = 2;
+  static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
+  static constexpr int kGroups = 2 / kParts;  // of 64 columns
+  RightFactors<64> right[kGroups][kSteps];
   LeftFactors left[kStages];
-  Box<bf16, 64> out[2][2];  // [consumer][box]
-  Barrier loaded, full[kStages], empty[kStages];
+  Box<bf16, 64> out[2][kGroups];  // of each consumer
+  Barrier loaded, full[kTurns], empty[kTurns];
 };
 
-// Clusters of two blocks stay, and take tile after tile of 64 rows. Each block has 128 of the 256
-// columns, all of whose right factors it keeps, 128 KB, and fetches one of Gr and Gi for both. Two
-// consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor
-// cores belong to the other. A tile's fragments, 64 registers, serve all columns, so that its stage
-// is free again early.
-__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    hopper_features(const __grid_constant__ HopperMaps maps, int V) {
+// Clusters stay, and take tile after tile of 64 rows. Each block has 128 columns (64, if E has two
+// parts), all of whose right factors it keeps, 128 KB. Two consumer warpgroups take turns, tile by
+// tile: while one computes tanh and writes, the tensor cores belong to the other. A part's
+// fragments, 64 registers, serve all columns, so that its stage is free again early.
+template <int kSteps>
+__global__ void __launch_bounds__(384, 1)
+    hopper_features(const __grid_constant__ GradientMaps maps, int V) {
 #if HOPPER_CODE
-  using Shared = HopperForward;
-  constexpr int kStages = Shared::kStages;
+  using Shared = HopperForward<kSteps>;
+  constexpr int kParts = Shared::kParts, kGroups = Shared::kGroups;
+  constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = cluster_rank(), tiles = (V + 63) / 64, clusters = gridDim.x / 2;
-  const int first = blockIdx.x / 2, col0 = 128 * rank;
+  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
+  const int first = blockIdx.y, clusters = gridDim.y;
+  const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
   if (threadIdx.x == 0) {
     barrier_init(&shared.loaded, 1);
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 8);  // the four warps of a consumer in each of two blocks
+    for (int t = 0; t < kTurns; ++t) {
+      barrier_init(&shared.full[t], 1);
+      barrier_init(&shared.empty[t], 4 * blocks);  // the warps of a consumer in each block
     }
     barrier_init_fence();
   }
   cluster_meet();
 
-  Ring<kStages> ring;
+  // Each barrier has one consumer, which so sees all of its phases; turn t is in stage t % kStages.
+  Ring<kTurns> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
-      for (int tile = first; tile < tiles; tile += clusters, ring.advance()) {
-        LeftFactors& left = shared.left[ring.stage];
-        Barrier* full = &shared.full[ring.stage];
-        barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-        barrier_arrive_expect(full, sizeof left);
-        for (int step = 0; step < kSteps; ++step) {
-          tensor_load_multicast(rank == 0 ? &left.Gr[step] : &left.Gi[step],
-                                rank == 0 ? &maps.Gr : &maps.Gi, 64 * tile, kStepK * step, full, 3);
+      Ring<kTurns> oldest;
+      int filled = 0;
+      const auto give_back = [&] {
+        barrier_wait(&shared.empty[oldest.stage], oldest.parity);
+        oldest.advance();
+      };
+      for (int tile = first; tile < tiles; tile += clusters) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part, ring.advance()) {
+          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
+          Barrier* full = &shared.full[ring.stage];
+          LeftFactors& left = shared.left[ring.stage % kStages];
+          filled < kStages ? static_cast<void>(++filled) : give_back();
+          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
+          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
         }
         if (tile == first) {
           wait_for_previous_kernel();  // M1 and M2 are its
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          for (int c = 0; c < 2; ++c) {
-            load_right_factors(shared.right[c], maps, col0 + 64 * c, &shared.loaded);
+          for (int group = 0; group < kGroups; ++group) {
+            for (int step = 0; step < kSteps; ++step) {
+              load_right_factors(shared.right[group][step], maps, step, col0 + 64 * group,
+                                 &shared.loaded);
+            }
           }
         }
       }
-      wait_until_empty(shared.empty, ring);
+      for (; filled > 0; --filled) give_back();  // and all that other blocks send has come
     }
   } else {
     registers_grow_to<232>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
-    for (int i = 0; i < consumer; ++i) ring.advance();
+    for (int i = 0; i < kParts * consumer; ++i) ring.advance();
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
-      uint32_t gr[kSteps][4][4], gi[kSteps][4][4];
+      LeftFragments left;
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      load_fragments(gr, shared.left[ring.stage].Gr);
-      load_fragments(gi, shared.left[ring.stage].Gi);
+      left.load<kPartSteps>(shared.left[ring.stage % kStages]);
       barrier_wait(&shared.loaded, 0);
 #pragma unroll 1
-      for (int c = 0; c < 2; ++c) {
-        Gradients sums;
-        multiply_associated(sums, gr, gi, shared.right[c]);
+      for (int group = 0; group < kGroups; ++group) {
+        const RightFactors<64>* right = shared.right[group];
+        Gradients<64> sums;
+        multiply_part<kPartSteps>(sums, left, right, false);
         // Not before: an arrival at the neighbour's barrier may overtake the loads of fragments,
         // and only a product that has used them proves that they are over.
-        if (c == 0 && lane < 2) barrier_arrive(&shared.empty[ring.stage], lane);
+        if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+        if constexpr (kParts > 1) {
+          constexpr int kRest = kSteps - kPartSteps;
+          ring.advance();
+          barrier_wait(&shared.full[ring.stage], ring.parity);
+          left.load<kRest>(shared.left[ring.stage % kStages]);
+          multiply_part<kRest>(sums, left, right + kPartSteps, true);
+          if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+        }
         Sum<64> out;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) out.elements[i] = fast_tanh(sums.u(i));
-        if (thread == 0) tensor_store_wait_read<1>();  // this box; the other may be on its way
+        for (int i = 0; i < 32; ++i) {
+          out.elements[i] = fast_tanh(sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i));
+        }
+        // This box; another may be on its way.
+        if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
-        out.store(shared.out[consumer][c], 0, [&](int i) { return out.elements[i]; });
+        out.store(shared.out[consumer][group], 0, [&](int i) { return out.elements[i]; });
         shared_fence();
         named_barrier(1 + consumer, 128);
         if (thread == 0) {
-          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * c, &shared.out[consumer][c]);
+          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * group, &shared.out[consumer][group]);
           tensor_store_commit();
         }
       }
-      for (int i = 0; i < kStages; ++i) ring.advance();
+      for (int i = 0; i < kParts + 1; ++i) ring.advance();  // also over the other consumer's tile
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
 #endif
 }
 
+// A block's part of the sums is E x kCols, so that for twice as large an E it has half as many
+// columns.
+template <int kSteps>
 struct HopperBackward {
-  static constexpr int kStages = 2;
-  RightFactors right[kSteps];
+  static constexpr int kParts = (kSteps + 1) / 2;
+  static constexpr int kStages = kParts == 1 ? 3 : 4, kCols = 64 / kParts;
+  RightFactors<kCols> right[kSteps];
   LeftFactors left[kStages];
-  Box<bf16, 64> d_out[kStages];
-  struct Products {
-    Box<bf16, 64> P, Q, minus_P, R, S;
-  } products[2];  // of two tiles
-  Barrier loaded, full[kStages], empty[kStages], ready[2], spent[2];
+  Products<kCols> products;
+  Barrier loaded, full[kStages], empty[kStages], ready, spent;
 };
 
+// partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
+//
+// Two warpgroups work in a row, on different tiles at the same time. The first computes what the
+// forward pass did, then P, Q, R, S, which it leaves in shared memory. The second multiplies those
+// by Gr^T and Gi^T, transposed where they lie, and keeps the sums:
+//
+//     [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S]
+//
+// 192 registers a thread. Both give the tensor cores the same amount of work, and each has other
+// work to do, or to wait for, when the other multiplies. Shared memory is nearly as busy as the
+// tensor cores: so the three products with Gr^T are one instruction of 192 columns, which reads its
+// rows of Gr^T once. (The tensor cores are busy for two thirds of the time. That the second
+// warpgroup waits until the first one's product of the next tile is done, so that each has them for
+// itself, does not help: P, Q, R, S would have to be there twice, and there is no room.)
+template <int kSteps>
+__global__ void __launch_bounds__(384, 1)
+    hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
+                               float* partials, int V, int E, int W) {
 #if HOPPER_CODE
-// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2).
-__device__ inline void multiply_by_g(Gradients& sums, const Box<bf16, 64>& d_out) {
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int c = 0; c < 64; c += 16) {
-    uint32_t pairs[4];
-    ldmatrix_x4(pairs, &d_out.elements[swizzled(16 * warp + lane % 16, c / 8 + lane / 16)]);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int i = c / 2 + j;
-      const float2 pair = unpack2(pairs[j / 2]);
-      const float g = (j % 2 == 0 ? pair.x : pair.y) * tanh_slope(sums.u(i));
-      sums.a.elements[i] *= g;
-      sums.a.elements[32 + i] *= g;
-      sums.xr.elements[i] *= g;
-      sums.xi.elements[i] *= g;
-    }
-  }
-}
-
-__device__ inline void store_products(const Gradients& products, HopperBackward::Products& to) {
-  const auto &P = products.xr, &Q = products.xi;
-  const auto& R_S = products.a;
-  P.store(to.P, 0, [&](int i) { return P.elements[i]; });
-  Q.store(to.Q, 0, [&](int i) { return Q.elements[i]; });
-  P.store(to.minus_P, 0, [&](int i) { return -P.elements[i]; });
-  R_S.store(to.R, 0, [&](int i) { return R_S.elements[i]; });
-  R_S.store(to.S, 64, [&](int i) { return R_S.elements[i]; });
-}
-
-// 64 of the kEigen rows of [dM1 | dM2] and of D, and 64 columns of each.
-struct Slice {
-  Sum<128> dM;
-  Sum<64> D;
-
-  // += 16 rows of V from 16 `k` on.
-  __device__ void add(const LeftTile<bf16, 64>& Gr, const LeftTile<bf16, 64>& Gi,
-                      const HopperBackward::Products& products, int k, bool add) {
-    wgmma<bf16, true>(dM.elements, Gr.operand_b(k), products.P.operand_b(k), add);
-    wgmma<bf16, true>(D.elements, Gr.operand_b(k), products.R.operand_b(k), add);
-    wgmma<bf16, true>(dM.elements, Gi.operand_b(k), products.Q.operand_b(k), true);
-    wgmma<bf16, true>(D.elements, Gi.operand_b(k), products.S.operand_b(k), true);
-  }
-
-  // To row e0, column w0 of dM1, dM2 and D (3, E, W).
-  __device__ void store(float* to, int e0, int w0, int E, int W) const {
-#pragma unroll
-    for (int i = 0; i < 32; i += 2) {
-      const int e = e0 + D.row(i), w = w0 + D.col(i);
-      if (e >= E || w >= W) continue;
-      const size_t next = static_cast<size_t>(E) * W, at = static_cast<size_t>(e) * W + w;
-      const auto put = [&](int which, const float* pair) {
-        *reinterpret_cast<float2*>(to + which * next + at) = make_float2(pair[0], pair[1]);
-      };
-      put(0, &dM.elements[i]);
-      put(1, &dM.elements[32 + i]);
-      put(2, &D.elements[i]);
-    }
-  }
-};
-#endif
-
-// partials (clusters, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
-//
-// Clusters of four blocks with 64 columns each; a block fetches one of the four boxes of a tile of
-// Gr and Gi for all. Two warpgroups work in a row, on different tiles at the same time. The first
-// computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
-// multiplies those by Gr^T and Gi^T, transposed where they lie, and keeps the sums:
-//
-//     [dM1 | dM2] += Gr^T [P | Q] + Gi^T [Q | -P],   D += Gr^T R + Gi^T S
-//
-// 128 x 64 of each, 192 registers a thread. Both give the tensor cores the same amount of work, and
-// each has other work to do, or to wait for, when the other multiplies.
-__global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
-    hopper_accumulate_backward(const __grid_constant__ HopperMaps maps, float* partials, int V,
-                               int E, int W) {
-#if HOPPER_CODE
-  using Shared = HopperBackward;
-  constexpr int kStages = Shared::kStages;
+  using Shared = HopperBackward<kSteps>;
+  constexpr int kParts = Shared::kParts, kStages = Shared::kStages, kCols = Shared::kCols;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = cluster_rank(), tiles = (V + 63) / 64, clusters = gridDim.x / 4;
-  const int first = blockIdx.x / 4, col0 = 64 * rank;
+  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
+  const int first = blockIdx.y, clusters = gridDim.y, col0 = kCols * (blocks * blockIdx.z + rank);
   if (threadIdx.x == 0) {
     barrier_init(&shared.loaded, 1);
     for (int s = 0; s < kStages; ++s) {
       barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);
+      barrier_init(&shared.empty[s], blocks);
     }
-    for (int b = 0; b < 2; ++b) {
-      barrier_init(&shared.ready[b], 128);
-      barrier_init(&shared.spent[b], 1);
-    }
+    barrier_init(&shared.ready, 128);
+    barrier_init(&shared.spent, 1);
     barrier_init_fence();
   }
   cluster_meet();
+  start_next_kernel();
 
   Ring<kStages> ring;
-  Ring<2> buffer;
+  Ring<1> turn;  // of tiles
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
-      for (int tile = first; tile < tiles; tile += clusters, ring.advance()) {
-        LeftFactors& left = shared.left[ring.stage];
-        Box<bf16, 64>& d_out = shared.d_out[ring.stage];
-        Barrier* full = &shared.full[ring.stage];
-        barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-        barrier_arrive_expect(full, sizeof left + sizeof d_out);
-        tensor_load_multicast(rank < 2 ? &left.Gr[rank % 2] : &left.Gi[rank % 2],
-                              rank < 2 ? &maps.Gr : &maps.Gi, 64 * tile, rank % 2 * kStepK, full,
-                              15);
-        tensor_load(&d_out, &maps.vertices, 64 * tile, col0, full);
+      for (int tile = first; tile < tiles; tile += clusters) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part, ring.advance()) {
+          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
+          Barrier* full = &shared.full[ring.stage];
+          LeftFactors& left = shared.left[ring.stage];
+          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
+          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
+        }
         if (tile == first) {
           wait_for_previous_kernel();  // M1 and M2 are its
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          load_right_factors(shared.right, maps, col0, &shared.loaded);
+          for (int step = 0; step < kSteps; ++step) {
+            load_right_factors(shared.right[step], maps, step, col0, &shared.loaded);
+          }
         }
       }
       wait_until_empty(shared.empty, ring);
@@ -915,44 +848,59 @@ __global__ void HOPPER_CLUSTER(4) __launch_bounds__(384, 1)
   } else if (threadIdx.x < 256) {
     registers_grow_to<232>();
     barrier_wait(&shared.loaded, 0);
-    for (int tile = first; tile < tiles; tile += clusters, ring.advance(), buffer.advance()) {
-      uint32_t gr[kSteps][4][4], gi[kSteps][4][4];
+    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
+      Gradients<kCols> sums;
+      LeftFragments left;
+      uint32_t d_out_pairs[kCols / 4];
+      read_d_out<kCols>(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      load_fragments(gr, shared.left[ring.stage].Gr);
-      load_fragments(gi, shared.left[ring.stage].Gi);
-      Gradients sums;
-      multiply_associated(sums, gr, gi, shared.right);
-      multiply_by_g(sums, shared.d_out[ring.stage]);
-      barrier_wait(&shared.spent[buffer.stage], buffer.parity ^ 1);
-      store_products(sums, shared.products[buffer.stage]);
+      left.load<kPartSteps>(shared.left[ring.stage]);
+      multiply_part<kPartSteps>(sums, left, shared.right, false);
+      ring.advance();
+      if constexpr (kParts > 1) {
+        constexpr int kRest = kSteps - kPartSteps;
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        left.load<kRest>(shared.left[ring.stage]);
+        multiply_part<kRest>(sums, left, shared.right + kPartSteps, true);
+        ring.advance();
+      }
+      sums.combine();
+      multiply_by_g(sums, d_out_pairs);
+      barrier_wait(&shared.spent, turn.parity ^ 1);
+      shared.products.store(sums);
       shared_fence();
-      barrier_arrive(&shared.ready[buffer.stage]);
+      barrier_arrive(&shared.ready);
     }
   } else {
     registers_grow_to<232>();
-    Slice slices[kSteps];
-    for (int tile = first; tile < tiles; tile += clusters, ring.advance(), buffer.advance()) {
-      const LeftFactors& left = shared.left[ring.stage];
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      barrier_wait(&shared.ready[buffer.stage], buffer.parity);
-      wgmma_fence();
+    const int thread = threadIdx.x % 128;
+    Slice<kCols> slices[kSteps];
+    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
+      barrier_wait(&shared.ready, turn.parity);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
+      for (int part = 0; part < kParts; ++part, ring.advance()) {
+        const LeftFactors& left = shared.left[ring.stage];
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          slices[step].add(left.Gr[step], left.Gi[step], shared.products[buffer.stage], k,
-                           tile > first || k > 0);
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+          for (int step = 0; step < steps_of(part, kSteps); ++step) {
+            slices[kPartSteps * part + step].add(left.Gr[step], left.Gi[step], shared.products, k,
+                                                 tile > first || k > 0);
+          }
         }
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (thread < blocks) barrier_arrive(&shared.empty[ring.stage], thread);
       }
-      wgmma_commit();
-      wgmma_wait<0>();
-      const int thread = threadIdx.x % 128;
-      if (thread < 4) barrier_arrive(&shared.empty[ring.stage], thread);
-      if (thread == 0) barrier_arrive(&shared.spent[buffer.stage]);
+      if (thread == 0) barrier_arrive(&shared.spent);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) slices[step].store(to, 64 * step, col0, E, W);
+    for (int step = 0; step < kSteps; ++step) {
+      slices[step].store(to, kStepK * step, col0, E, W);
+    }
   }
 #endif
 }
@@ -1008,6 +956,12 @@ bool add_one_kernel(GradientsProblem& table, const Device& device) {
   return true;
 }
 
+// Matrices (E, W), one after another.
+Layout dense(const Shape& shape) {
+  const int W = static_cast<int>(shape.W);
+  return {.matrix = shape.coefficients(), .row = W, .group = kSmall, .cols = W};
+}
+
 template <typename Tiles>
 void add_associated_forward(GradientsProblem& table, const Device& device) {
   const auto [V, E, W] = table.shape;
@@ -1018,7 +972,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
   const dim3 blocks =
       slices_of(blocks_for(V, kBox), blocks_for(W, Tiles::BN), device, kernel, kThreads, bytes);
   const auto launch = [=, &table] {
-    associate<<<small, kThreads>>>(table.operands(), M);
+    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
     associated_features<Tiles><<<blocks, kThreads, bytes>>>(table.operands(), M);
   };
   table.problem.kernel("associated", Role::ours, launch)
@@ -1026,6 +980,15 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
       .occupies(table.ends() + M.bytes())
       .resources(kernel, kThreads, bytes)
       .checks = table.checks(1);  // M1 and M2
+}
+
+// What follows the partial sums: the gradients.
+void launch_rest(const GradientsProblem& table, const GradientsTemporaries& t) {
+  const auto [V, E, W] = table.shape;
+  const dim3 last = small_blocks(std::max(E, W), W, 3);
+  launch_early(add_slices, blocks_for(3 * t.count, 4 * 32), 32 * kSliceParts, 0, t.partials.data(),
+               t.slices, t.dM.data(), t.D.data(), static_cast<size_t>(t.count));
+  launch_early(finish_backward, last, kThreads, 0, table.operands(), t.dM.data(), t.D.data());
 }
 
 template <typename Tiles>
@@ -1037,13 +1000,12 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
   const dim3 blocks =
       slices_of(tiles, blocks_for(W, Tiles::BN), device, kernel, Tiles::kThreads, bytes);
   const GradientsTemporaries t(table, 2, blocks.y);
-  const dim3 small = small_blocks(E, W, 2), last = small_blocks(std::max(E, W), W, 3);
+  const dim3 small = small_blocks(E, W, 2);
   const auto launch = [=, &table] {
     const Operands in = table.operands();
-    associate<<<small, kThreads>>>(in, t.M);
+    associate<<<small, kThreads>>>(in, t.M, dense(table.shape));
     accumulate_backward<Tiles><<<blocks, Tiles::kThreads, bytes>>>(in, t.M, t.partials);
-    add_slices<<<blocks_for(3 * t.count, 4 * 128), 128>>>(t.partials, t.slices, t.dM, t.D, t.count);
-    finish_backward<<<last, kThreads>>>(in, t.dM, t.D);
+    launch_rest(table, t);
   };
   table.problem.kernel("associated", Role::ours, launch)
       .needs(80)
@@ -1071,8 +1033,22 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 }
 
 constexpr int kHopperThreads = 384;
+
+// Blocks of `cols` columns: a cluster's, clusters (as many as fit, or have a tile), slabs.
+template <typename Shared, typename Kernel>
+dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel) {
+  constexpr int bytes = sizeof(Shared);
+  allow_shared_bytes(kernel, bytes);
+  const unsigned groups = blocks_for(shape.W, cols);
+  const unsigned slabs = blocks_for(groups, kMostBlocks);
+  const unsigned blocks = blocks_for(groups, slabs);
+  const int clusters = resident_clusters(kernel, blocks, kHopperThreads, bytes);
+  const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
+  return dim3(blocks, persistent(blocks_for(shape.V, 64), of_a_slab), slabs);
+}
+
 // M: M1, M2, -M2.
-HopperMaps hopper_maps(const GradientsProblem& table, const bf16* M) {
+GradientMaps gradient_maps(const GradientsProblem& table, const bf16* M) {
   const auto [V, E, W] = table.shape;
   const int64_t count = table.shape.coefficients();
   return {.Gr = tensor_map<bf16>(table.Gr, V, E, 64),
@@ -1085,50 +1061,73 @@ HopperMaps hopper_maps(const GradientsProblem& table, const bf16* M) {
 }
 
 // associate starts as usual: what came before it is over when Gr, Gi and x are read.
+template <int kSteps>
 void add_hopper_forward(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
   const auto M = table.problem.output<bf16>(3 * table.shape.coefficients());
-  constexpr int kBytes = sizeof(HopperForward);
-  allow_shared_bytes(hopper_features, kBytes);
+  constexpr int kBytes = sizeof(HopperForward<kSteps>);
+  const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
-  const int clusters = resident_clusters(hopper_features, 2, kHopperThreads, kBytes);
-  const unsigned blocks = 2 * persistent(blocks_for(V, 64), clusters);
+  using Shared = HopperForward<kSteps>;
+  const dim3 blocks = clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel);
   const auto launch = [=, V = static_cast<int>(V), &table] {
-    const HopperMaps maps = hopper_maps(table, M);
-    associate<<<small, kThreads>>>(table.operands(), M);
-    launch_early(hopper_features, blocks, kHopperThreads, kBytes, maps, V);
+    const GradientMaps maps = gradient_maps(table, M);
+    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
+    launch_clusters(hopper_features<kSteps>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
+                    V);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + M.bytes())
-      .resources(hopper_features, kHopperThreads, kBytes)
+      .resources(kernel, kHopperThreads, kBytes)
       .checks = table.checks(1);  // M1 and M2
 }
 
+template <int kSteps>
 void add_hopper_backward(GradientsProblem& table) {
-  constexpr int kBytes = sizeof(HopperBackward);
-  allow_shared_bytes(hopper_accumulate_backward, kBytes);
+  constexpr int kBytes = sizeof(HopperBackward<kSteps>);
+  constexpr int kParts = HopperBackward<kSteps>::kParts;
   const auto [V, E, W] = table.shape;
-  const unsigned tiles = blocks_for(V, 64);
-  const unsigned clusters =
-      persistent(tiles, resident_clusters(hopper_accumulate_backward, 4, kHopperThreads, kBytes));
-  const GradientsTemporaries t(table, 3, clusters);
-  const dim3 small = small_blocks(E, W, 3), last = small_blocks(std::max(E, W), W, 3);
-  const auto launch = [=, &table] {
+  const auto kernel = hopper_accumulate_backward<kSteps>;
+  using Shared = HopperBackward<kSteps>;
+  const dim3 blocks = clusters_for<Shared>(table.shape, Shared::kCols, kernel);
+  // With two parts M1 and M2 lie beside each other, 32 columns of either in turn.
+  const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
+  const Layout layout = kParts == 1
+                            ? dense(table.shape)
+                            : Layout{.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
+  const int matrices = kParts == 1 ? 3 : static_cast<int>(blocks_for(2 * cols, W));
+  const GradientsTemporaries t(table, matrices, blocks.y);
+  const dim3 small = small_blocks(E, W, kParts == 1 ? 3 : 2);
+  const int64_t tiles = blocks_for(V, 64);
+  const auto launch = [=, E = E, &table] {
     const Operands in = table.operands();
-    const HopperMaps maps = hopper_maps(table, t.M);
-    associate<<<small, kThreads>>>(in, t.M);
-    launch_early(hopper_accumulate_backward, 4 * clusters, kHopperThreads, kBytes, maps,
-                 t.partials.data(), static_cast<int>(in.V), in.E, in.W);
-    add_slices<<<blocks_for(3 * t.count, 4 * 128), 128>>>(t.partials, t.slices, t.dM, t.D, t.count);
-    finish_backward<<<last, kThreads>>>(in, t.dM, t.D);
+    GradientMaps maps = gradient_maps(table, t.M);
+    if (kParts > 1) maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
+    associate<<<small, kThreads>>>(in, t.M, layout);
+    launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks, kHopperThreads,
+                    kBytes, maps, in.d_out, t.partials.data(), static_cast<int>(in.V), in.E, in.W);
+    launch_rest(table, t);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + t.bytes())
-      .resources(hopper_accumulate_backward, kHopperThreads, kBytes)
+      .resources(kernel, kHopperThreads, kBytes)
       // u: M1, M2. Then ar, of M1; R; dM1; the result.
-      .checks = table.checks(1, 4, (tiles + clusters - 1) / clusters * 64);
+      .checks = table.checks(1, 4, (tiles + blocks.y - 1) / blocks.y * 64);
+}
+
+// False if a block would have to keep more than it has room for.
+bool add_hopper(GradientsProblem& table) {
+  const int steps = std::max(kPartSteps, static_cast<int>(blocks_for(table.shape.E, kStepK)));
+  if (steps > kMostSteps) return false;
+  const bool forward = table.pass == Pass::forward;
+  const auto add = steps == 2   ? forward ? add_hopper_forward<2> : add_hopper_backward<2>
+                     : steps == 3 ? forward ? add_hopper_forward<3> : add_hopper_backward<3>
+                     : forward ? add_hopper_forward<4>
+                                : add_hopper_backward<4>;
+  add(table);
+  return true;
 }
 
 int main(int argc, char** argv) {
@@ -1142,24 +1141,23 @@ int main(int argc, char** argv) {
                              {"--width", "W, features of a vertex", 256, 8}},
                  .sweep = {.gpu = {1024, 1048576}, .cpu = {1024, 2048}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
-  const bool has_hopper = E <= kEigen && W <= kWidth;
   const std::vector<int64_t> sizes = lesson.sizes();
 
   Cublas blas;
   std::deque<GradientsProblem> tables;
   const Device& device = lesson.device();
   double worst = 0;
-  bool has_one_kernel = true, has_forward = true, has_backward = true;
+  bool has_one_kernel = true, has_forward = true, has_backward = true, has_hopper = true;
   for (const int64_t V : sizes) {
     GradientsProblem& forward = tables.emplace_back(lesson, blas, Pass::forward, Shape{V, E, W});
     GradientsProblem& backward = tables.emplace_back(lesson, blas, Pass::backward, Shape{V, E, W});
     add_unfused(forward);
     has_one_kernel = add_one_kernel(forward, device);
     has_forward = add_associated(forward, device);
-    if (has_hopper) add_hopper_forward(forward);
+    add_hopper(forward);
     add_unfused(backward);
     has_backward = add_associated(backward, device);
-    if (has_hopper) add_hopper_backward(backward);
+    has_hopper = add_hopper(backward);
     backward.report_difference = [&, last = V == sizes.back()](double difference) {
       worst = std::max(worst, difference);
       char text[128];
@@ -1176,8 +1174,7 @@ int main(int argc, char** argv) {
   unless(has_forward, "No \"associated\" forward: 32 columns of x, M1 and M2 do not fit on chip.");
   unless(has_backward,
          "No \"associated\" backward: its sums are in registers for up to 128 eigenvectors.");
-  unless(has_hopper,
-         "No \"Hopper\": its blocks are made for up to 128 eigenvectors and 256 features.");
+  unless(has_hopper, "No \"Hopper\": its blocks are made for up to 256 eigenvectors.");
   Problem &forward = tables.front().problem, &backward = tables.back().problem;
   forward.compare("one kernel", "unfused", "Forward: one kernel instead of 12: % times as fast.");
   forward.compare("associated", "one kernel",

@@ -32,6 +32,7 @@ GPUS = "bonus_diffusion_gpus"
 HEADERS = {
     PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
+    "8_spatial_gradients": ("common/gradient_tiles.cuh",),
     "9_matmul_softmax": ("common/turned_product.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
@@ -84,13 +85,9 @@ HARMLESS = {
         ("damp_spectrum", "tensor_store_commit() without", 0):
             "the same thread commits when it stores its next tile, and there is one",
     },
-    # There are as many stages of tiles as of products, and the second warpgroup gives both back at once.
     "8_spatial_gradients": {
         ("hopper_accumulate_backward",
-         "barrier_wait(&shared.spent[buffer.stage], buffer.parity ^ 1) without", 0):
-            "the next tile is in this stage, so the products of the last one have been used, too",
-        ("hopper_accumulate_backward",
-         "barrier_wait(&shared.full[ring.stage], ring.parity) without", 1):
+         "barrier_wait(&shared.full[ring.stage], ring.parity) without", 2):
             "the first warpgroup has waited for it before it was ready",
     },
     "9_matmul_softmax": {
@@ -131,7 +128,11 @@ RUNS = {
         (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
         (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
     ],
-    "8_spatial_gradients": [(("450", "--kernel", "^Hopper$"), 4)],
+    # A cluster of two blocks; and E in two parts.
+    "8_spatial_gradients": [
+        (("450", "--kernel", "^Hopper$"), 4),
+        (("300", "--eigen", "136", "--width", "72", "--kernel", "^Hopper$"), 4),
+    ],
     "9_matmul_softmax": [
         # Two warpgroups.
         (("70", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),

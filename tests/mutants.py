@@ -157,6 +157,7 @@ BARRIERS = [
     (SPATIAL, "associated", "void add_small_products(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
     # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
     (SOFTMAX, "fused rows, D split", "fused_narrow_rows(", 1,
@@ -337,7 +338,7 @@ MUTANTS = [
         "associated .*FAILED", "33", *NARROW,
     ),
     _wrong(
-        3, "only_the_first_slice", SPATIAL, "void add_slices(",
+        3, "only_the_first_slice", SPATIAL, " add_slices(",
         "slice < slices", "slice < 1",
         "associated .*FAILED", "192", *NARROW, "--kernel", "associated",
     ),

@@ -54,7 +54,7 @@ DIFFUSIONS = [
 SPATIALS = [
     (1, 128, 256), (1, 16, 16), (31, 16, 16), (33, 48, 80), (64, 64, 64), (129, 128, 144),
     (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16), (3, 16, 720),
-    (1, 8, 8), (40, 72, 136), (130, 24, 40), (66, 136, 264),
+    (1, 8, 8), (40, 72, 136), (130, 24, 40), (66, 136, 264), (65, 200, 40),
 ]
 
 
@@ -311,7 +311,7 @@ def test_without_peer_access_one_gpu_is_left():
 
 def spatial_kernels(eigen, width):
     """(problem, kernel) of the rows where a block may have 227 KB of shared memory."""
-    hopper = eigen <= 128 and width <= 256
+    hopper = eigen <= 256
     kernels = [("forward", "unfused")] + [("forward", "one kernel")] * (width <= 704)
     kernels += [("forward", "associated")] * (eigen <= 960)
     kernels += [("forward", "Hopper")] * hopper + [("backward", "unfused")]
