@@ -135,7 +135,7 @@ SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "16")
 CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 
 # Several steps along features and the batch.
-CONNECTED_ARGUMENTS = ("40", "--features", "72")
+CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
