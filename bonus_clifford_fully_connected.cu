@@ -25,8 +25,8 @@
 //
 // Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
 // y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again,
-// transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks: up to
-// 384 MiB have the planes of one, or their gradients; dz both ways round and weights come besides.
+// transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
+// planes, or their gradients, take up to 384 MiB; dz (both ways round) and the weights add to that.
 //
 // The algebra is lesson 10's; common/connected.cuh has which triples lead where.
 
@@ -453,8 +453,8 @@ struct TiledBackward {
   Buffer<float> dz, partials;
 };
 
-// What the products on Hopper need beside inputs and outputs, and how they are launched: the batch
-// in chunks whose planes fit into kPlaneBytes.
+// The kernels on Hopper, whose operands lie ready in memory: what they need besides inputs and
+// outputs, and how they are launched. The batch goes in chunks whose planes fit into kPlaneBytes.
 template <typename A, bool kBeside>
 struct Ready {
   static constexpr size_t kPlaneBytes = 384 << 20;

@@ -13,12 +13,12 @@
 //     fused exchange   one launch on each GPU, whose blocks write what they have into the memory of
 //                      the other GPUs, and wait there for what comes
 //
-// NCCL is how this is done in practice, and its all-reduce is fast. What it costs is the kernel
-// that ends, two that start, and the basis on chip that the second one has lost. Two GPUs are
-// joined by NVLink, which carries 450 GB/s each way and takes a good half microsecond.
+// NCCL, NVIDIA's library for several GPUs, is how this is done in practice; its all-reduce, which
+// gives every GPU the sum of all, is fast. But the kernel ends, another one starts, and it has to
+// load the basis again. NVLink joins two GPUs: 450 GB/s each way, a good half microsecond.
 //
-// --gpus G runs on 1 to as many GPUs as there are. Every GPU's rows are compared with fp64, and
-// every GPU's spectrum with that of the first, bit by bit.
+// --gpus G runs on 1 to as many GPUs as there are. All rows are compared with fp64, and every GPU's
+// spectrum (backward its dTimes) with that of the first, bit by bit.
 
 #include <deque>
 #include <optional>
@@ -38,22 +38,22 @@ constexpr int kMostGpus = 8;
 // inbox (4, gpus + 1, blocks, kQuads), one on each GPU: what came from each of the others and,
 // last, the sums of all. An empty place holds a NaN that arithmetic does not make, so a number is
 // its own flag: no other flag has to follow it, and no fence has to be waited for. Launches use the
-// four in turn, and each empties that of the launch before. Nobody sends there earlier than two
-// launches later: whoever is so far has got numbers of the launch between, and those were sent when
-// this one had ended.
+// four in turn, and launch n empties that of launch n - 1. A GPU sends there again in launch n + 3,
+// and then n is over everywhere: it has received what each other GPU sent in launch n + 2, which
+// began when n + 1 had ended. (Three would do, but launch numbers wrap at 2^16.)
 struct Gpus {
   int count, me;
-  int parts;          // of a rank's sum, each of which a block sends: as many as there are clusters
+  int parts;          // of a rank's sum: as many as the GPU with the fewest clusters has of them
   uint64_t patience;  // nanoseconds until one that waits gives up
   float4* inbox[kMostGpus];
   unsigned* silent;  // this GPU's own; 0, or 1 + the GPU that it has waited for in vain
 };
 
 #if HOPPER_CODE
-// The sum over the blocks of all GPUs, for a block. When those of its own GPU have met there is one
-// sum on each GPU, in as many parts as there are clusters, and a block sends its part.
+// What a block gets is the sum over the blocks of all GPUs. When the blocks of one GPU have met,
+// that GPU has its own sum, cut into gpus.parts parts, and the block of cluster p sends part p.
 //
-// Between two GPUs this is all. The part goes into the other GPU's inbox, and every block reads
+// With two GPUs no more is needed. The part goes into the other GPU's inbox, and every block reads
 // both sums, its own GPU's and the one that comes, and adds them; a + b = b + a, to the bit. If G
 // GPUs did this, G - 1 sums would leave each of them, and each block would read G. So from three on
 // a part is sent to one GPU only, `group` % G. Its block adds up the parts of all and sends the sum
@@ -127,7 +127,7 @@ struct GpuMeeting {
   }
 };
 
-// The same for threads that know that all of it has come.
+// What GpuMeeting::take() does, for threads that know that all quads have come.
 template <typename Part>
 struct Received {
   const GpuMeeting<Part>& meeting;
@@ -188,8 +188,8 @@ __device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
 }
 #endif
 
-// Lesson 7's kernel; on several GPUs their sums meet when the blocks of each have met. dSpectral is
-// added once, by the first GPU. dTimes and the spectrum, of all vertices, every GPU has.
+// Lesson 7's kernel; on several GPUs their sums meet when the blocks of each have met. The first
+// GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes, of all vertices.
 template <Pass kPass, int kColumns, int kStages, bool kSeveralGpus>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion(const __grid_constant__ DiffusionMaps maps, const Operands operands,
@@ -218,13 +218,12 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if constexpr (kPass == Pass::backward) {
         if (gpus.me == 0) add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);
+        while (!meeting.all_have_arrived()) {  // then phase 0 of `spare` is over, too
+        }
         if constexpr (kSeveralGpus) {
-          barrier_wait(&part.shared.spare, 0);  // the spare warps' own arrivals
-          barrier_wait(&part.shared.spare, 1);  // the consumers', who have received everything
+          barrier_wait(&part.shared.spare, 1);  // this block's consumers have received everything
           store_d_times(part, Received<Part>{all});
         } else {
-          while (!meeting.all_have_arrived()) {
-          }
           store_d_times(part, Totals{meeting.totals});
         }
       }
@@ -350,7 +349,8 @@ void add_diffusion(Mesh& mesh, Settings settings) {
     Gpus all{};
     all.count = gpus;
     all.patience = settings.patience;
-    all.parts = static_cast<int>(tile.clusters(mesh.least_rows()));
+    all.parts = static_cast<int>(
+        std::min(tile.clusters(mesh.least_rows()), tile.clusters(mesh.most_rows())));
     for (int gpu = 0; gpu < gpus; ++gpu) all.inbox[gpu] = (*state)->inbox[gpu];
     on_each_gpu(settings.silent ? gpus - 1 : gpus, [&](int gpu) {
       all.me = gpu;

@@ -128,7 +128,7 @@ __device__ inline float4 look_at_quad(float4* from) {
   for (int i = 0; i < 4; ++i) {
     const AtSystem<unsigned> number(reinterpret_cast<unsigned*>(from)[i]);
     *to[i] = __uint_as_float(number.load(cuda::memory_order_relaxed));
-    if (__float_as_uint(*to[i]) == kNothing) break;  // who waits looks at one place
+    if (__float_as_uint(*to[i]) == kNothing) break;  // one missing number is enough to know
   }
 #else
   asm volatile("ld.relaxed.sys.global.v4.f32 {%0, %1, %2, %3}, [%4];"

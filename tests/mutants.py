@@ -113,8 +113,7 @@ CONNECTED = "bonus_clifford_fully_connected"
 # Headers that mistakes are made in.
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
-    CONNECTED: ("common/connected_gradients.cuh", "common/connected.cuh", "common/algebra.cuh",
-                "common/clifford.cuh"),
+    CONNECTED: ("common/connected_gradients.cuh",),
     SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
               "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),

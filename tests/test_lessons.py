@@ -70,7 +70,8 @@ ALGEBRAS = [
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
 
 # The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
-CONNECTED_SIZES = [(1, 1), (3, 2), (8, 48), (65, 8), (5, 70), (70, 33), (130, 136)]
+CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33)] + [
+    pytest.param(*size, marks=pytest.mark.slow) for size in [(3, 2), (8, 48), (5, 70), (130, 136)]]
 
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
 LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
@@ -278,7 +279,9 @@ def test_diffusion_sweep(run, backend):
 
 # GPUs, V, E, W: a tile of 64 vertices each, more, uneven shares, fewer tiles than GPUs.
 MESHES = [(1, 130, 128, 256), (2, 128, 64, 64), (2, 520, 128, 256), (3, 200, 40, 136),
-          (3, 1000, 128, 64), (4, 129, 16, 512), (4, 1, 8, 8)]
+          (3, 1000, 128, 64), (4, 129, 16, 512), (4, 1, 8, 8),
+          # One GPU has a tile more than the other and, of two rounds, fewer clusters.
+          (2, 520, 128, 128), (2, 1088, 128, 64)]
 
 
 @pytest.mark.parametrize("gpus, n, eigen, width", MESHES)

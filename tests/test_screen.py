@@ -58,7 +58,8 @@ def test_default_is_one_screen(run, backend, lesson):
     named = re.findall(r"--[a-z-]+", last)
     assert re.fullmatch(r"Other tables: another N(?:, --\S+)*(?: or --\S+)? \(see --help\)\.", last)
     help_text = execute([program(lesson), "--help"]).stdout
-    own = re.findall(r'\{"(--[\w-]+)"', source_of(lesson))
+    source = source_of(lesson)
+    own = re.findall(r'(?:\{|\.name = )"(--[\w-]+)"', source) + ["--sweep"] * (".sweep = " in source)
     assert set(own) == set(named) - {"--help"}
     assert all(re.search(rf"^ +{option}\b", help_text, re.MULTILINE) for option in own)
 
