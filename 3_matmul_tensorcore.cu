@@ -26,7 +26,7 @@
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
 // matrix on its way to the registers (.trans), at no cost; no other copy of B is needed.
 //
-//     cuBLAS fp16     the library, lesson 4
+//     cuBLAS fp16     the library, lesson 4; "cuBLASLt, best": the fastest that it has for this N
 //     wmma global     fragments straight from memory, through the C++ interface to tensor cores
 //     wmma shared     tiles in shared memory, padded rows
 //     mma.sync        ldmatrix and mma.sync, swizzled tiles, copies and fragments loaded in advance
@@ -35,7 +35,7 @@
 //     persistent      (Hopper) blocks stay for several tiles of C, clusters share what they copy
 //     any shape       (Hopper) the same with tiles that suit N, and rows that are aligned first
 //
-// Kernels 1 to 3 need compute capability 7.5 (7.5 copies synchronously). The CPU backend runs all.
+// All without (Hopper) need compute capability 7.5 (7.5 copies synchronously); the CPU runs all.
 
 #include "common/async_copy.cuh"
 #include "common/hopper.cuh"
@@ -368,9 +368,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// In the words of common/tiles.cuh (Box, LeftTile, RightTile: tiles in shared memory, as the copy
-// engine leaves them and as wgmma reads them; Sum: a warpgroup's sum in its registers) and of
-// common/hopper.cuh, which has the PTX.
+// These kernels use the names of common/tiles.cuh: Box, LeftTile, RightTile are tiles in shared
+// memory, Sum is in the registers of a warpgroup (4 warps). common/hopper.cuh has the PTX; its
+// HOPPER_CODE is 1 where the compiler accepts it.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -396,7 +396,7 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 }
 #endif
 
-// Four steps up at once, because they only make sense together. Copies: one thread asks the copy
+// Three steps up at once, because they only make sense together. Copies: one thread asks the copy
 // engine (TMA) for a whole box and goes on; no thread computes an address, and what lies outside of
 // the matrix arrives as zeros. Arrival: an mbarrier in shared memory counts the bytes in. Products:
 // a warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction (wgmma), straight out
@@ -680,17 +680,17 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-// The kernel above has one size of tile, and N that suit it. Beside them it wastes:
+// The kernel above has one size of tile and needs aligned rows. Some N are slow, some impossible:
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them.
 //   - At N = 3072 there are 288 tiles: two rounds, and a third for 24 of them. Tiles of 192 columns
 //     need three rounds as well, but each takes three quarters of the time.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
-//     cluster has the same number of steps. One that began in the middle of a tile hands its sum
-//     through memory to the one that ends there.
+//     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
+//     its sum through memory to the cluster that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves element by element.
-// The kernel is the same but for these numbers, which are template parameters of common/product.cuh
-// and its schedule. common/product_plan.cuh guesses which tiles would be the fastest.
+// The kernel is product() of common/product.cuh: the one above, with its tiles and its schedule as
+// parameters. common/product_plan.cuh estimates which tiles are the fastest.
 struct SquareProduct {
   Problem& square;
   AlignedRows<half> A, B;

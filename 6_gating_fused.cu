@@ -6,7 +6,7 @@
 // Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were
 // temporaries, and x was read twice. A temporary exists because a kernel ends. So do not end: a
 // block that has both products of its rows in registers adds the biases, takes the sigmoid,
-// multiplies, and writes out. x is read once, out is written once; nothing else touches memory.
+// multiplies, and writes out. x is read once and out written once; no temporary touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
 // of both sums ends up in the same thread, which needs no other. Six kernels:
@@ -16,13 +16,13 @@
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
-//     Hopper cluster           lesson 3's product, with two weights and this epilogue
+//     Hopper cluster           lesson 3's last product, with two weights and the gate after it
 //
 // The first four need compute capability 7.5 (which copies synchronously), the last two 9.0. The
 // CPU backend runs all.
 //
-// Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, where memory is the
-// limit; and a square one, N x N x N, where the tensor cores are.
+// Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
+// and a square one, N x N x N, limited by tensor cores. The resident kernels are only in the first.
 
 #include "common/async_copy.cuh"
 #include "common/gating.h"
@@ -98,10 +98,9 @@ struct GateSums {
   }
 
   // out(row0.., col0..) = sigmoid(gate) * value. Fragments of one type hold the same element at the
-  // same index, whichever that is: elementwise operations need not know. For the store they do, so
-  // 16 rows at a time go through `staging` (16 x kStagingStride floats, this warp's own), from
-  // where a thread takes 4 consecutive elements, and 4 threads or more a full 32-byte sector of
-  // out.
+  // same index, so gate and value combine without knowing which element that is. The store has to
+  // know it: 16 rows at a time go through `staging` (16 x kStagingStride floats, this warp's own),
+  // from where a thread takes 4 consecutive elements; 4 threads fill a 32-byte sector of out.
   static constexpr int kWidth = 16 * kCols, kStagingStride = kWidth + 8;
   template <bool kAligned>
   __device__ void finish(float* staging, half* out, int row0, int col0, int M, int H) {
@@ -325,9 +324,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
 
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
-// From here on in the words of common/tiles.cuh and common/hopper.cuh: the copy engine (TMA),
-// barriers in shared memory (mbarrier), products of a warpgroup (wgmma). Lesson 3's last kernels
-// introduce them one by one.
+// The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
+// in shared memory (mbarrier), products of a warpgroup (wgmma). Their names in the code are those
+// of common/tiles.cuh and common/hopper.cuh.
 
 #if HOPPER_CODE
 // The gate of 64 columns of out, from col0 on. A thread keeps the biases of its own: in each group
@@ -458,9 +457,9 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
 // ---- Hopper: clusters ---------------------------------------------------------------------------
 
 // Lesson 3's product (common/product.cuh) for K and H of any size. Its right factor is W1 and W2
-// side by side: half of a tile's columns are of the one, half of the other, so a consumer's sum of
-// 64 x 256 is two sums of 64 x 128, gate and value of the same elements in the same thread. Of two
-// blocks that share such a tile one brings W1's part, the other W2's. New is only the epilogue.
+// side by side: half of a tile's columns are of W1, half of W2. So where a tile has 256 columns, a
+// consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one thread.
+// Of two blocks that share a tile of it one brings W1's part, the other W2's. New is the epilogue.
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;
@@ -479,8 +478,8 @@ struct GateEpilogue {
 
 // -------------------------------------------------------------------------------------------------
 
-// Adds the kernels that every shape can use. BM, BH, BK: the tile of a block; it fits the device's
-// shared memory for kStages stages.
+// Adds the kernels that every shape can use. BM, BH, BK: a block's tile in "async tiles", kStages
+// of which fit into the device's shared memory.
 template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
 void add_kernels(GatingProblem& layer) {
   const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;

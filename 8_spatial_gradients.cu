@@ -117,8 +117,8 @@ __device__ void add_gradient(Sums<32, 32>& xr, Sums<32, 32>& xi, const bf16* Gr_
   }
 }
 
-// ar + i ai += (xr + i xi) (Lr + i Li)^T for 64 of the inner dimension: four products, 32 of the
-// tensor cores' instructions for 8 loads, the rate of a plain product of twice the size.
+// ar + i ai += (xr + i xi) (Lr + i Li)^T for 64 of the inner dimension: four products. Each 16 of
+// it take 32 tensor core instructions and 8 loads, the ratio of a plain product of twice the size.
 __device__ void add_rotated(Sums<32, 32>& ar, Sums<32, 32>& ai, const bf16* xr_tile,
                             const bf16* xi_tile, const bf16* Lr_tile, const bf16* Li_tile) {
 #pragma unroll
@@ -291,7 +291,7 @@ struct Layout {
   int row, group, cols;
 };
 
-// M = M1 = x Lr^T, M2 = x Li^T; with a third layer of blocks also -M2.
+// M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
 __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layout layout) {
   start_next_kernel();  // Hopper's kernels have other things to load first
   __shared__ __align__(128) bf16 stages[kSmallShared];
@@ -367,9 +367,9 @@ struct ForwardTiles {
 // The blocks (four, for W = 256) that own the columns of the same rows run at the same time: memory
 // is read once.
 //
-// All that belongs to an element ends up in one lane: xr, xi, ar and ai, 128 registers of sums,
-// which 48 instructions of the tensor cores add to for 10 loads. xr and xi are not even rounded.
-// While a block is at its epilogue, the other one on the same multiprocessor multiplies.
+// One lane has all of an element: xr, xi, ar and ai, 128 registers of sums in the wide tiles. 16 of
+// E take 48 tensor core instructions and 10 loads; xr and xi are not even rounded. While a block is
+// at its epilogue, the other one on the same multiprocessor multiplies.
 template <typename Tiles>
 __global__ void __launch_bounds__(kThreads) associated_features(Operands in, const bf16* M) {
   constexpr int BN = Tiles::BN, WV = Tiles::WV, kStages = Tiles::kStages;
@@ -710,7 +710,7 @@ __global__ void __launch_bounds__(384, 1)
           load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
         }
         if (tile == first) {
-          wait_for_previous_kernel();  // M1 and M2 are its
+          wait_for_previous_kernel();  // associate, which makes M1 and M2
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
           for (int group = 0; group < kGroups; ++group) {
             for (int step = 0; step < kSteps; ++step) {
@@ -836,7 +836,7 @@ __global__ void __launch_bounds__(384, 1)
           load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
         }
         if (tile == first) {
-          wait_for_previous_kernel();  // M1 and M2 are its
+          wait_for_previous_kernel();  // associate, which makes M1 and M2
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
           for (int step = 0; step < kSteps; ++step) {
             load_right_factors(shared.right[step], maps, step, col0, &shared.loaded);
@@ -1011,11 +1011,11 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
       .needs(80)
       .occupies(table.ends() + t.bytes())
       .resources(kernel, Tiles::kThreads, bytes)
-      // u: M1, M2. Then ar, of M1; R; dM1; the result.
+      // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + t.slices - 1) / t.slices * Tiles::BV);
 }
 
-// False if x, M1 and M2, or backward the sums, of not even 32 columns fit on chip.
+// False if not even 32 columns fit on chip: of x, M1 and M2, or backward of the sums.
 bool add_associated(GradientsProblem& table, const Device& device) {
   const Shape& shape = table.shape;
   if (table.pass == Pass::forward) {
@@ -1034,7 +1034,7 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 
 constexpr int kHopperThreads = 384;
 
-// Blocks of `cols` columns: a cluster's, clusters (as many as fit, or have a tile), slabs.
+// The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
 template <typename Shared, typename Kernel>
 dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel) {
   constexpr int bytes = sizeof(Shared);
@@ -1060,7 +1060,7 @@ GradientMaps gradient_maps(const GradientsProblem& table, const bf16* M) {
           .vertices = tensor_map<bf16>(table.vertices, V, W, 64)};
 }
 
-// associate starts as usual: what came before it is over when Gr, Gi and x are read.
+// associate waits for all before it. So hopper_features may read Gr, Gi early; it waits for M1, M2.
 template <int kSteps>
 void add_hopper_forward(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
@@ -1113,7 +1113,7 @@ void add_hopper_backward(GradientsProblem& table) {
       .hopper_only()
       .occupies(table.ends() + t.bytes())
       .resources(kernel, kHopperThreads, kBytes)
-      // u: M1, M2. Then ar, of M1; R; dM1; the result.
+      // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + blocks.y - 1) / blocks.y * 64);
 }
 
@@ -1122,11 +1122,9 @@ bool add_hopper(GradientsProblem& table) {
   const int steps = std::max(kPartSteps, static_cast<int>(blocks_for(table.shape.E, kStepK)));
   if (steps > kMostSteps) return false;
   const bool forward = table.pass == Pass::forward;
-  const auto add = steps == 2   ? forward ? add_hopper_forward<2> : add_hopper_backward<2>
-                     : steps == 3 ? forward ? add_hopper_forward<3> : add_hopper_backward<3>
-                     : forward ? add_hopper_forward<4>
-                                : add_hopper_backward<4>;
-  add(table);
+  if (steps == 2) (forward ? add_hopper_forward<2> : add_hopper_backward<2>)(table);
+  if (steps == 3) (forward ? add_hopper_forward<3> : add_hopper_backward<3>)(table);
+  if (steps == 4) (forward ? add_hopper_forward<4> : add_hopper_backward<4>)(table);
   return true;
 }
 

@@ -357,7 +357,7 @@ void normalize(const Tensors& of, float* inverses) {
   }
 }
 
-// What the kernels in tiles need beside inputs and outputs, and how they are launched.
+// What the kernels in tiles need besides inputs and outputs, and how they are launched.
 template <typename A>
 struct Tiled {
   static constexpr size_t kChunkBytes = 64 << 20;

@@ -146,8 +146,8 @@ class OnEach {
   std::vector<std::unique_ptr<Scratch<T>>> arrays_;
 };
 
-/// What a row of several GPUs adds to one of one. `check` ends the
-/// program if a GPU has reported something.
+/// What a row of several GPUs has that a row of one has not. `check` ends the program if a GPU has
+/// reported something.
 inline void over_gpus(Mesh& mesh, Kernel& kernel, std::function<void()> check) {
   kernel.before = [&mesh] { mesh.poison(); };
   kernel.collect = [&mesh, check] {

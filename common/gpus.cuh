@@ -190,7 +190,7 @@ class GpuTimer {
   float time(Timing timing, const std::function<void()>& launch) {
     const bool graph = timing == Timing::graph;
     if (graph && graphs_.empty()) capture(launch);
-    // The harness has overwritten the first one's cache; here the others follow.
+    // The harness has flushed the first GPU's L2 cache; here the other GPUs' follow.
     if (timing == Timing::cold) flush();
     ++ticket_;
     on_each_gpu(gpus_, [&](int gpu) {

@@ -252,7 +252,7 @@ __device__ inline void read_d_out(uint32_t (&pairs)[kCols / 4], const __nv_bfloa
   }
 }
 
-/// 1 / value, off by a unit in the last place of fp32. "rcp".
+/// 1 / value, off by a unit in the last place of fp32 (PTX ISA, "rcp").
 __device__ inline float reciprocal(float value) {
 #ifdef CUDA_CPU
   return 1 / value;
@@ -264,8 +264,8 @@ __device__ inline float reciprocal(float value) {
 }
 
 /// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
-/// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is a power of two, and what is
-/// below 2^-126 is 0.
+/// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
+/// result below 2^-126 becomes 0.
 template <int kCols>
 __device__ inline void multiply_by_g(Gradients<kCols>& sums, const uint32_t (&d_out)[kCols / 4]) {
   constexpr float kLog2E = 1.44269504f;

@@ -201,8 +201,8 @@ struct Cluster {
       }
     }
   }
-  /// Of kCount right factors, the one that a box of their common tile is of, and, if the tile
-  /// starts at column `col` of all, the column of it where the box starts.
+  /// With kCount right factors side by side in a tile: which of them `box` is from, and at which of
+  /// its columns the box starts. `col` is where the tile starts in all of them together.
   template <int kCount>
   __device__ static int matrix_of(int box) {
     static_assert(Tile::BN % (kBoxCols * kCount) == 0 || kCount == 1);
@@ -343,8 +343,8 @@ struct StoreRounded {
 #endif
 };
 
-/// What clusters tell each other. One allocation of memory, zeros before the first launch and left
-/// as the next one needs it.
+/// What clusters tell each other, in the memory of ExchangeMemory. *pace and ready[] are 0 before
+/// the first launch and after every launch.
 struct Exchange {
   unsigned* pace;   ///< null: clusters do not keep in step
   unsigned* ready;  ///< of each consumer of the grid: its partial sum may be read

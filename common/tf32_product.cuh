@@ -1,8 +1,9 @@
 // Products in TF32 for Hopper whose factors both lie in memory as wgmma takes them there:
-// contiguous along k, already rounded. What the tiles of the product are, what follows from a sum,
-// and what other warps do meanwhile is said by a `Work`:
+// contiguous along k, already rounded. A `Work` says what the tiles of the product are, what is
+// done with a sum, and what other warps do meanwhile:
 //
-//     int tiles                              tiles of a cluster, the longest first
+//     int tiles, steps(tile)                 how many tiles clusters take, the longest first, and
+//                                            how many steps of 32 along k a tile has
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
 //     kHelped, help(warp, warps)             three warps of each block that do something beside it
@@ -184,10 +185,9 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
 }
 #endif
 
-/// Launched with kBlocks blocks for each of the clusters of `turns`, or more, of which the others
-/// only help. Either helpers wait for tiles or tiles for helpers, never both, so all blocks come to
-/// their end if those that wait leave room for the others: the grid is as large as the device, at
-/// most.
+/// Launched with kBlocks blocks for each cluster of `turns`, or with more blocks, which only help.
+/// Helpers wait for tiles, or tiles for helpers, never both. So all blocks come to their end if all
+/// of them run at the same time: the grid is at most as large as the device.
 template <class Tile, class Work>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     tf32_product(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -232,7 +232,7 @@ struct TilePlan {
 };
 
 /// The faster tile for make(LargeTile()) or make(SmallTile()), which are the same Work. A step of a
-/// large tile takes the tensor cores 1024 cycles, of a small one 512, and the copy engine more.
+/// large tile takes 1024 cycles; of a small one the tensor cores take 512, the copy engine 620.
 template <typename Make>
 TilePlan plan_tiles(Make make) {
   const auto plan = [&](auto tile, double cycles) {
