@@ -179,11 +179,17 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
   }
 }
 
-// The spare warps empty the inbox of the launch before.
+// The spare warps empty the inbox of the launch before. Others have written there, at system scope.
 template <typename Part>
 __device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
+  const Part& part = meeting.part;
+  const float nothing = __uint_as_float(kNothing);
   for (int from = 0; from <= meeting.gpus.count; ++from) {
-    fill_totals(meeting.part, meeting.slot(meeting.gpus.me, from, 1), __uint_as_float(kNothing));
+    float4* const slot = meeting.slot(meeting.gpus.me, from, 1);
+    for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
+         i += 96 * part.groups) {
+      send_quad(slot + i, make_float4(nothing, nothing, nothing, nothing));
+    }
   }
 }
 #endif
