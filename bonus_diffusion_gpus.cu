@@ -84,11 +84,8 @@ struct GpuMeeting {
   template <int n, typename Place, typename From>
   __device__ __forceinline__ void receive(float4 (&quads)[n], Place place, From from,
                                           Patience& patience) const {
-    const float nothing = __uint_as_float(kNothing);
 #pragma unroll
-    for (int k = 0; k < n; ++k) {
-      quads[k] = place(k) ? make_float4(nothing, nothing, nothing, nothing) : float4{};
-    }
+    for (int k = 0; k < n; ++k) quads[k] = place(k) ? empty_quad() : float4{};
     for (;;) {
       float4* missing = nullptr;
       int gpu = 0;
@@ -183,12 +180,11 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
 template <typename Part>
 __device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
   const Part& part = meeting.part;
-  const float nothing = __uint_as_float(kNothing);
   for (int from = 0; from <= meeting.gpus.count; ++from) {
     float4* const slot = meeting.slot(meeting.gpus.me, from, 1);
     for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
          i += 96 * part.groups) {
-      send_quad(slot + i, make_float4(nothing, nothing, nothing, nothing));
+      send_quad(slot + i, empty_quad());
     }
   }
 }

@@ -106,6 +106,11 @@ struct Patience {
 /// What memory holds where no number has come yet: a NaN that arithmetic does not make.
 inline constexpr unsigned kNothing = ~0u;
 
+__device__ inline float4 empty_quad() {
+  const float nothing = __uint_as_float(kNothing);
+  return make_float4(nothing, nothing, nothing, nothing);
+}
+
 __device__ inline bool is_whole(const float4& quad) {
   return __float_as_uint(quad.x) != kNothing && __float_as_uint(quad.y) != kNothing &&
          __float_as_uint(quad.z) != kNothing && __float_as_uint(quad.w) != kNothing;
