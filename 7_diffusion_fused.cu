@@ -391,7 +391,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       load_forth(part, phases);
       load_back<kStages>(part, phases);
     } else if (threadIdx.x >= 32) {  // the spare warps
-      fill_totals(part, meeting.next_totals, 0);
+      zero_totals(part, meeting.next_totals);
       if constexpr (kPass == Pass::backward) {
         add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);

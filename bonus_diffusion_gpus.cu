@@ -179,13 +179,9 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
 // The spare warps empty the inbox of the launch before. Others have written there, at system scope.
 template <typename Part>
 __device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
-  const Part& part = meeting.part;
   for (int from = 0; from <= meeting.gpus.count; ++from) {
     float4* const slot = meeting.slot(meeting.gpus.me, from, 1);
-    for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
-         i += 96 * part.groups) {
-      send_quad(slot + i, empty_quad());
-    }
+    visit_quads(meeting.part, [&](int i) { send_quad(slot + i, empty_quad()); });
   }
 }
 #endif
@@ -215,7 +211,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       load_forth(part, phases);
       load_back<kStages>(part, phases);
     } else if (threadIdx.x >= 32) {  // the spare warps
-      fill_totals(part, meeting.next_totals, 0);
+      zero_totals(part, meeting.next_totals);
       if constexpr (kSeveralGpus) empty_inbox(all);
       if constexpr (kPass == Pass::backward) {
         if (gpus.me == 0) add_d_spectral(part, meeting.totals);
@@ -308,7 +304,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     if (threadIdx.x == 0) {
       load_back<0>(part, phases);
     } else if (threadIdx.x >= 32) {
-      fill_totals(part, own + part.rank * part.kQuads, 0);
+      zero_totals(part, own + part.rank * part.kQuads);
       if constexpr (kPass == Pass::backward) store_d_times(part, Totals{totals});
     }
   } else {

@@ -219,13 +219,20 @@ __device__ __forceinline__ int spare_worker(const MeshPart<kEigen, kColumns, kSt
   return 3 * part.group + static_cast<int>(threadIdx.x) / 32 - 1;
 }
 
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void fill_totals(const MeshPart<kEigen, kColumns, kStages>& part,
-                                            float4* totals, float value) {
+/// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
+template <int kEigen, int kColumns, int kStages, typename Visit>
+__device__ __forceinline__ void visit_quads(const MeshPart<kEigen, kColumns, kStages>& part,
+                                            Visit visit) {
   for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
        i += 96 * part.groups) {
-    totals[i] = make_float4(value, value, value, value);
+    visit(i);
   }
+}
+
+template <int kEigen, int kColumns, int kStages>
+__device__ __forceinline__ void zero_totals(const MeshPart<kEigen, kColumns, kStages>& part,
+                                            float4* totals) {
+  visit_quads(part, [&](int i) { totals[i] = float4{}; });
 }
 
 /// Calls visit(quads, row, col, sum) for the quads that hold 8 columns, two of them at a time: the

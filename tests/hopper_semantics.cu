@@ -555,15 +555,8 @@ __global__ void __launch_bounds__(128)
 #endif
 }
 
-template <int kCount>
-void expect_tf32() {
-  constexpr int N = 2 * kCount;
-  Array<float> x(N * 32), A(64 * 32), out(64 * N);
-  fill(x, 32);
-  fill(A, 32);
-  constexpr int kBytes = N * 128;
-  multiply_tf32<kCount>
-      <<<1, 128, kBytes>>>(tensor_map<float>(x.device, N, 32, N, true), A.device, out.device);
+// What the products of `number`s below have to give.
+void expect_tf32_product(Array<float>& out, int N) {
   out.get();
   for (int row = 0; row < 64; ++row) {
     for (int col = 0; col < N; ++col) {
@@ -575,6 +568,18 @@ void expect_tf32() {
       EXPECT(std::fabs(out[row * N + col] - expected) < 1e-30f);
     }
   }
+}
+
+template <int kCount>
+void expect_tf32() {
+  constexpr int N = 2 * kCount;
+  Array<float> x(N * 32), A(64 * 32), out(64 * N);
+  fill(x, 32);
+  fill(A, 32);
+  constexpr int kBytes = N * 128;
+  multiply_tf32<kCount>
+      <<<1, 128, kBytes>>>(tensor_map<float>(x.device, N, 32, N, true), A.device, out.device);
+  expect_tf32_product(out, N);
 }
 
 // "wgmma.mma_async", .tf32: the same sections; the lower 13 bits are ignored.
@@ -629,14 +634,7 @@ void expect_tf32_shared() {
   multiply_tf32_shared<kCount>
       <<<1, 128, (64 + N) * 128>>>(tensor_map<float>(x.device, N, 32, N, true),
                                    tensor_map<float>(A.device, 64, 32, 64, true), out.device);
-  out.get();
-  for (int row = 0; row < 64; ++row) {
-    for (int col = 0; col < N; ++col) {
-      float expected = 0;
-      for (int k = 0; k < 32; ++k) expected += number(row, k) * number(col, k);
-      EXPECT(std::fabs(out[row * N + col] - expected) < 1e-30f);
-    }
-  }
+  expect_tf32_product(out, N);
 }
 
 // "wgmma.mma_async", .tf32, both operands by descriptors.
