@@ -288,7 +288,7 @@ EXERCISES = [
 """),),
         finds="^Wrong from element ", columns=600,
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
-        headers=("common/softmax_rows.cuh",),
+        headers=("common/softmax_table.cuh", "common/softmax_rows.cuh"),
     ),
     Exercise(
         "cross_entropy", "9_softmax_training", "a loss and its gradient beside the softmax",
@@ -328,7 +328,7 @@ EXERCISES = [
     return 1;
 """),),
         finds="^It does not compile: .*static assertion failed",
-        headers=("common/clifford.cuh", "common/algebra.cuh"),
+        headers=("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
     ),
     Exercise(
         "gradient", CLIFFORD, "the gradient of the geometric product",

@@ -91,8 +91,9 @@ HARMLESS = {
             "the first warpgroup has waited for it before it was ready",
     },
     "9_matmul_softmax": {
-        ("cluster_columns", "wait_for_previous_kernel() without", 0):
-            "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
+        **{(kernel, "wait_for_previous_kernel() without", 0):
+            "it reads nothing that a kernel before it writes, and what a launch before writes is the same"
+           for kernel in ("narrow_columns", "cluster_columns")},
     },
     "10_clifford_gp": {
         ("forward_streamed", "wait_for_previous_kernel() without", 0):
@@ -134,15 +135,19 @@ RUNS = {
         (("300", "--eigen", "136", "--width", "72", "--kernel", "^Hopper$"), 4),
     ],
     "9_matmul_softmax": [
-        # Two warpgroups.
-        (("70", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
+        # Two warpgroups, and two or three chunks for each block.
+        (("20", "--inputs", "4200", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
+        # Rows that start anywhere, in tiles of classes.
+        (("9", "--inputs", "1101", "--classes", "301", "--kernel", "^fused cluster"), 16),
         (("300", "--inputs", "300", "--classes", "260", "--all", "--kernel", "^fused exchange"), 4),
-        # More chunks than stages, rows that no copy of 16 bytes finds, and so many classes that a tile
-        # has maxima and sums.
-        (("9", "--inputs", "233", "--classes", "4101", "--kernel", "^fused streamed"), 8),
-        # Rows of x that start anywhere; rows with more blocks than run at a time.
-        (("70", "--inputs", "1101", "--classes", "70", "--kernel", "^fused cluster"), 8),
-        (("70", "--inputs", "300", "--classes", "4300", "--kernel", "^fused exchange"), 8),
+        # Rows with more blocks than run at a time.
+        (("70", "--inputs", "70", "--classes", "4300", "--kernel", "^fused exchange"), 8),
+        # Rows that no copy of 16 bytes finds, and more steps than stages. On 3 or 5 multiprocessors, where
+        # there is no cluster, ThreadSanitizer's build stops in a deadlock or is wrong, and no other build
+        # is: an open question.
+        (("300", "--inputs", "300", "--classes", "261", "--kernel", "^fused exchange"), 4),
+        # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
+        (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
@@ -394,8 +399,7 @@ def program_of(name, build):
 def environment_of(arguments, multiprocessors, repeat=True):
     """Where early launches come in pairs, a wait for the launch before makes a difference. But they
     cannot where the second kernel of a row turns its output into something else, in place."""
-    in_place = "^fused streamed" in arguments or "4300" in arguments
-    repeat = repeat and not in_place
+    repeat = repeat and {"4300", "301"}.isdisjoint(arguments)
     return {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
             "CUDA_CPU_REPEAT_EARLY_LAUNCHES": str(int(repeat))}
 

@@ -830,6 +830,7 @@ enum class Mistake {
   no_arrival,
   arrival_too_many,
   misaligned,
+  column_between,
   not_waited,
   barrier_overwritten,
   not_a_map
@@ -847,7 +848,8 @@ __global__ void wrong_load(const __grid_constant__ CUtensorMap map, Mistake mist
     if (mistake == Mistake::arrival_too_many) barrier_arrive(&barrier);
     CUtensorMap other = map;
     if (mistake == Mistake::not_a_map) other.opaque[0] = 0;
-    tensor_load(bytes + (mistake == Mistake::misaligned ? 64 : 0), &other, 0, 0, &barrier);
+    tensor_load(bytes + (mistake == Mistake::misaligned ? 64 : 0), &other, 0,
+                mistake == Mistake::column_between ? 4 : 0, &barrier);
   }
   __syncthreads();
   if (mistake != Mistake::not_waited) barrier_wait(&barrier, 0);
@@ -867,6 +869,7 @@ CASE(errors_of_loads) {
   expect(Mistake::no_arrival, {"deadlock", "1 of 1 arrivals and 0 bytes", "1 copies under way"});
   expect(Mistake::arrival_too_many, {"barrier_arrive()", "one arrival too many", "of phase 0"});
   expect(Mistake::misaligned, {"not aligned to 128 bytes"});
+  expect(Mistake::column_between, {"starts at column 4, no multiple of 16 bytes"});
   expect(Mistake::not_waited, {"the block ends while 1024 bytes are on their way"});
   expect(Mistake::barrier_overwritten, {"there is no barrier at this place"});
   expect(Mistake::not_a_map, {"that is no tensor map"});

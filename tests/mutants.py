@@ -114,8 +114,8 @@ CONNECTED = "bonus_clifford_fully_connected"
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
     CONNECTED: ("common/connected_gradients.cuh",),
-    SOFTMAX: ("common/turned_product.cuh", "common/softmax_rows.cuh", "common/fp32_product.cuh",
-              "common/row_parts.cuh"),
+    SOFTMAX: ("common/turned_product.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh",
+              "common/fp32_product.cuh", "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
 }
 
@@ -165,13 +165,8 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "fused few rows", "few_rows(const", 3,
-     ("3", "--inputs", "600", "--classes", "300", "--all")),
-    # W in two parts.
-    (SOFTMAX, "fused narrow", "void bring_rows(", 2,
-     ("2048", "--inputs", "600", "--classes", "81")),
-    (SOFTMAX, "fused narrow", "narrow_columns(const", 2,
-     ("2048", "--inputs", "20", "--classes", "10")),
+    (SOFTMAX, "fused one row", "one_row(const", 3,
+     ("1", "--inputs", "600", "--classes", "300", "--all")),
     (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
      ("3", "--inputs", "260", "--classes", "10", "--all")),
     # More than a step, and two slices of the batch.

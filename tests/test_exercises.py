@@ -13,6 +13,7 @@ import shutil
 import sys
 
 from conftest import CPU_BUILD, ROOT, execute, program
+from cu2cpp import TranslationError, with_headers
 import hopper_mutants
 import mutants
 import pytest
@@ -127,6 +128,11 @@ def test_piece_that_is_not_there_is_an_error(change):
            "new": "", **change}
     with pytest.raises(ValueError, match="^exercise x: "):
         exercises.Cut(**cut).where(text, "x")
+
+
+def test_header_that_another_would_bring_again_is_an_error():
+    with pytest.raises(TranslationError, match="^common/softmax_table.cuh includes common/softmax_rows.cuh again"):
+        with_headers((ROOT / "9_matmul_softmax.cu").read_text(), "common/softmax_rows.cuh")
 
 
 @pytest.mark.parametrize("exercise", [each for each in MISTAKES if each.mutant[0]],

@@ -33,6 +33,8 @@ NARROW = ("--channels", "3", "--hidden", "1")
 SQUARES = [(n, NARROW) for n in (2, 3, 31, 32, 33)] + [
     (n, (*NARROW, "--kernel", "^(?!resident)")) for n in (64, 100, 257)
 ]
+# What takes minutes on the CPU and shows nothing that smaller shapes do not.
+LONG = (pytest.mark.extensive, pytest.mark.slow)
 
 # B, D, C: what fits tiles and what does not, rows of 16, 8 and 4 bytes; few rows and a long D, which
 # several blocks share; columns in one block, in several, and too many for a softmax in registers.
@@ -47,13 +49,14 @@ SOFTMAX_SHAPES = [
 DIFFUSIONS = [
     (1, 128, 256), (31, 16, 16), (33, 48, 144), (64, 64, 64), (130, 144, 80), (1000, 16, 48),
     (70, 336, 32), (1, 16, 16), (129, 128, 128), (5, 80, 272), (257, 128, 256), (1, 8, 8),
-    (40, 136, 328), (260, 256, 520),
+    (40, 136, 328), (130, 256, 264), pytest.param(260, 256, 520, marks=LONG),
 ]
 # V, E, W: the same; E too large for the wide tiles, for backward's sums, for any tiles; W too large
 # for one kernel's rows.
 SPATIALS = [
     (1, 128, 256), (1, 16, 16), (31, 16, 16), (33, 48, 80), (64, 64, 64), (129, 128, 144),
-    (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16), (3, 16, 720),
+    (1000, 16, 48), (257, 112, 64), (5, 80, 272), (70, 464, 32), (7, 976, 16),
+    pytest.param(3, 16, 720, marks=LONG),
     (1, 8, 8), (40, 72, 136), (130, 24, 40), (66, 136, 264), (65, 200, 40),
 ]
 
@@ -71,7 +74,7 @@ CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5
 
 # The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
 CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33)] + [
-    pytest.param(*size, marks=pytest.mark.slow) for size in [(3, 2), (8, 48), (5, 70), (130, 136)]]
+    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136)]]
 
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
 LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
@@ -152,7 +155,7 @@ def test_layer(run, backend, lesson, channels, hidden):
 
 @pytest.mark.parametrize(
     "n, arguments",
-    [pytest.param(n, arguments, id=f"{n}", marks=[pytest.mark.extensive] if n > 64 else [])
+    [pytest.param(n, arguments, id=f"{n}", marks=[pytest.mark.extensive] * (n not in (2, 33)))
      for n, arguments in SQUARES],
 )
 @pytest.mark.parametrize("lesson", GATINGS)
@@ -190,7 +193,7 @@ def test_softmax(run, backend, shape):
     if shape[1] > 3 and shape[2] > 1:
         for problem, kernel in result.kernels:
             if kernel["role"] == "ours" and problem["name"].startswith("TF32"):
-                exact = kernel["name"] == "fused rows, D split" or "few rows" in kernel["name"]
+                exact = kernel["name"] == "fused rows, D split" or "one row" in kernel["name"]
                 assert (kernel["error"] > 1e-6) != exact
 
 
@@ -356,6 +359,11 @@ def test_spatial_gradients(run, backend, n, eigen, width):
     assert float(difference[1]) < 5e-9
 
 
+def test_spatial_gradients_of_rows_too_wide_for_one_kernel():
+    shape = ("--eigen", "16", "--width", "720")
+    assert listed(SPATIAL, "cpu", "3", *shape) == spatial_kernels(16, 720)
+
+
 def test_spatial_gradients_sweep(run, backend):
     narrow = ("--eigen", 16, "--width", 16)
     result = run(SPATIAL, "--sweep", *narrow, "--samples", 1)
@@ -393,7 +401,7 @@ def test_clifford_without_norm(run, backend, algebra, batch, features):
     ("2,0,0", 9, 1030), ("3,0,0", 9, 1029), ("3,0,0", 1, 4100), ("3,0,1", 9, 515), ("1,3,0", 2, 1024),
     ("4,1,0", 9, 257), ("4,1,0", 1, 2048),
 ])
-@pytest.mark.parametrize("flags", [(), ("--no-norm",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--no-norm",), marks=LONG)])
 def test_clifford_rows_of_several_blocks(run, backend, algebra, batch, features, flags):
     arguments = (batch, "--features", features, "--algebra", algebra, *flags)
     result = run(CLIFFORD, *arguments, "--kernel", "on chip|streamed|one launch", "--samples", 1)
@@ -491,9 +499,9 @@ def test_seed_decides_inputs(run, lesson):
     size = (1, "--channels", 9, "--hidden", 5) if lesson in GATINGS else (33,)
     if lesson in (SOFTMAX, TRAINING):
         size = (9, "--inputs", 20, "--classes", 10)
-
-
-    if lesson == CLIFFORD:
+    if lesson in (DIFFUSION, SPATIAL):
+        size = (9, "--eigen", 8, "--width", 16)
+    if lesson in (CLIFFORD, CONNECTED):
         size = (3, "--features", 9)
     first, again, other = (
         run(lesson, *size, "--samples", 1, "--seed", seed) for seed in (7, 7, 8)

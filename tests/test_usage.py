@@ -385,9 +385,10 @@ def test_lessons_side_by_side(tmp_path):
 @pytest.mark.parametrize("lesson", PROGRAMS)
 def test_rows_that_need_hopper_say_so_elsewhere(lesson):
     """A device of compute capability 8.0: the same rows, and those that it cannot run say why."""
-    size = ["8", "--device", "cpu", "--samples", "1"]
-    if "softmax" in lesson:
-        size += ["--inputs", "8", "--classes", "300"]
+    shapes = {"gating": ["--channels", "8", "--hidden", "8"], "softmax": ["--inputs", "8", "--classes", "300"],
+              "8_": ["--eigen", "16", "--width", "16"], "clifford": ["--features", "12"]}
+    shape = next((words for part, words in shapes.items() if part in lesson), [])
+    size = ["8", *shape, "--device", "cpu", "--samples", "1"]
     rows = execute([program(lesson), *size, "--list"]).stdout.splitlines()
     result = execute([program(lesson), *size], env={"CUDA_CPU_COMPUTE_CAPABILITY": "80"})
     if lesson == "bonus_diffusion_gpus":  # has no other rows

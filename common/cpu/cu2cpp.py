@@ -40,6 +40,7 @@ _DECLARATION = re.compile(
     r"(?P<type>.*?[\s>&*])(?P<name>[A-Za-z_]\w*)\s*(?P<extents>(?:\[.*\])?)\s*$", re.DOTALL
 )
 _PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+(?:unroll|nounroll|nv_\w+)\b[^\n]*", re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _NOINLINE = re.compile(r"(?<!\(\()\b__noinline__\b")
 
 
@@ -61,7 +62,19 @@ def with_headers(text: str, *headers: str) -> str:
         if not include:
             raise TranslationError(f"the source does not include {header}")
         text = before + body + after.replace(include, "")
+    for header in _INCLUDE.findall(text):
+        if twice := _included(header) & set(headers):
+            raise TranslationError(f"{header} includes {', '.join(twice)} again: it has to be named, too")
     return text
+
+
+def _included(header):
+    """The headers of common/ that this one includes, and those that they do."""
+    try:
+        text = (Path(__file__).resolve().parents[2] / header).read_text()
+    except FileNotFoundError:
+        return set()  # one of the compiler's, or of a library's
+    return {each for name in _INCLUDE.findall(text) for each in (name, *_included(name))}
 
 
 class _Translation:
