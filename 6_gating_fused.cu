@@ -330,24 +330,28 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
 
 #if HOPPER_CODE
 // The gate of 64 columns of out, from col0 on. A thread keeps the biases of its own: in each group
-// of 8 two neighbours, see Sum::col. Zero beyond H.
+// of 8 two neighbours, see Sum::col. Beyond H, where nothing is stored, they are the last ones: so
+// no load waits for a comparison, and all of them are on their way at once.
 struct Gate {
   float2 b1[8], b2[8];
 
   __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
+    H % 2 == 0 ? load<true>(bias1, bias2, col0, H) : load<false>(bias1, bias2, col0, H);
+  }
+  // kPairs: H is even, and two neighbours are one load.
+  template <bool kPairs>
+  __device__ void load(const half* bias1, const half* bias2, int col0, int H) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      b1[j] = two(bias1, col0 + Sum<64>::col(4 * j), H);
-      b2[j] = two(bias2, col0 + Sum<64>::col(4 * j), H);
+      const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
+      b1[j] = two<kPairs>(bias1, col, H);
+      b2[j] = two<kPairs>(bias2, col, H);
     }
   }
+  template <bool kPairs>
   __device__ static float2 two(const half* from, int col, int H) {
-    if (H % 2 == 0) {
-      const half2 both = col < H ? *reinterpret_cast<const half2*>(from + col) : half2{};
-      return make_float2(__low2float(both), __high2float(both));
-    }
-    return make_float2(col < H ? __half2float(from[col]) : 0,
-                       col + 1 < H ? __half2float(from[col + 1]) : 0);
+    if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
+    return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
   }
   // A sum has the gates in the left half of its columns, the values in the right. Puts the results
   // of 64 columns, from `first` on, into a box.

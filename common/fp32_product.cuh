@@ -3,6 +3,8 @@
 // portable kernels differ in what they do with the sums.
 #pragma once
 
+#include <algorithm>
+
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
 
@@ -189,6 +191,14 @@ struct Factors {
   int B, D, C;
   int row_bytes_x, row_bytes_W;
 };
+
+inline Factors factors_of(const float* x, const float* W, int B, int D, int C) {
+  const auto row_bytes = [](int64_t columns) {
+    const int64_t bytes = 4 * columns;
+    return static_cast<int>(std::min<int64_t>(16, bytes & -bytes));
+  };
+  return {x, W, B, D, C, row_bytes(D), row_bytes(C)};
+}
 
 // The block's kThreads threads copy a kRows x kCols tile at (row0, col0) of a matrix with `pitch`
 // elements a row to shared memory, kBytes at a time; zeros where row >= rows or col >= cols.

@@ -17,43 +17,77 @@
 #include "common/row_parts.cuh"
 
 #if HOPPER_CODE
-// What is known of the fragments of W that a thread loads.
-enum class Known {
-  pairs,   // C is even, and no d >= D
-  inside,  // no d >= D
-  nothing
-};
-
 // A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: w[k] is
 // for d0 + 8 k to d0 + 8 k + 7. All loads are under way before the first value is needed. Where d
 // >= D they are zeros; for classes that do not exist they are another one's, and nobody looks at
 // what becomes of them.
-template <Known kKnown, int kSteps>
+template <bool kInside, int kSteps>
 __device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int d0, int col, int D,
                                       int C) {
-  const int t = threadIdx.x % 4;
-  if constexpr (kKnown == Known::pairs) {
-    const float* near = W + static_cast<size_t>(d0 + t) * C + min(col, C - 2);
-    const float* far = near + 4 * static_cast<size_t>(C);
+  const int d = d0 + threadIdx.x % 4;
+  if (kInside && C % 2 == 0) {
+    const float* at = W + static_cast<size_t>(d) * C + min(col, C - 2);
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      const float2 a = *reinterpret_cast<const float2*>(near);
-      const float2 b = *reinterpret_cast<const float2*>(far);
-      w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
-      near += 8 * static_cast<size_t>(C), far += 8 * static_cast<size_t>(C);
+    for (int i = 0; i < 2 * kSteps; ++i, at += 4 * static_cast<size_t>(C)) {
+      const float2 pair = *reinterpret_cast<const float2*>(at);
+      w[i / 2][i % 2 * 2] = pair.x, w[i / 2][i % 2 * 2 + 1] = pair.y;
     }
   } else {
-    const float *first = W + min(col, C - 1), *second = W + min(col + 1, C - 1);
+    const float* at = W + static_cast<size_t>(d) * C + min(col, C - 1);
+    const int next = col + 1 < C;
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    for (int i = 0; i < 2 * kSteps; ++i, at += 4 * static_cast<size_t>(C)) {
+      const bool inside = kInside || 4 * i < D - d;
+      w[i / 2][i % 2 * 2] = inside ? at[0] : 0, w[i / 2][i % 2 * 2 + 1] = inside ? at[next] : 0;
+    }
+  }
+}
+template <int kSteps>
+__device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int d0, int col, int D,
+                                      int C) {
+  if (d0 + 8 * kSteps <= D) {
+    load_fragments<true>(w, W, d0, col, D, C);
+  } else {
+    load_fragments<false>(w, W, d0, col, D, C);
+  }
+}
+
+// 8 neighbours of a row of D floats that starts at a multiple of its row's alignment; zeros where
+// there are no `left`.
+__device__ inline void load_inputs(float (&v)[8], const float* from, int left, int D) {
+  if (left < 8) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int d = d0 + 8 * k + t + 4 * e;
-        const bool inside = kKnown == Known::inside || d < D;
-        const size_t row = static_cast<size_t>(inside ? d : D - 1) * C;
-        const float a = first[row], b = second[row];
-        w[k][2 * e] = inside ? a : 0, w[k][2 * e + 1] = inside ? b : 0;
-      }
+    for (int i = 0; i < 8; ++i) v[i] = i < left ? from[i] : 0;
+  } else if (D % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(from + i);
+      v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    }
+  } else if (D % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      const float2 two = *reinterpret_cast<const float2*>(from + i);
+      v[i] = two.x, v[i + 1] = two.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = from[i];
+  }
+}
+
+// A thread's fragments of W^T for mma.sync, of a chunk of 32 inputs: of the columns g and g + 8 of
+// each tile of 16 the inputs d0 to d0 + 7, two for each of 4 steps.
+template <int kTiles>
+__device__ inline void load_columns(unsigned (&w)[kTiles][4][4], const float* W, int d0, int D,
+                                    int C) {
+  const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int d = d0 + i / 2, col = 16 * tile + g + i % 2 * 8;
+      w[tile][i / 4][i % 4] = to_tf32(d < D && col < C ? W[static_cast<size_t>(d) * C + col] : 0);
     }
   }
 }
@@ -70,16 +104,6 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
          __uint_as_float(d.high)};
     *reinterpret_cast<float4*>(low + i) = {__uint_as_float(a.low), __uint_as_float(b.low),
                                            __uint_as_float(c.low), __uint_as_float(d.low)};
-  }
-}
-
-// Each of the elements becomes a TF32 number, rounded to nearest.
-__device__ inline void round_all(float* x, int count, int first, int threads) {
-#pragma unroll 2
-  for (int i = 4 * first; i < count; i += 4 * threads) {
-    auto& four = *reinterpret_cast<uint4*>(x + i);
-    four = {to_tf32(__uint_as_float(four.x)), to_tf32(__uint_as_float(four.y)),
-            to_tf32(__uint_as_float(four.z)), to_tf32(__uint_as_float(four.w))};
   }
 }
 
@@ -160,62 +184,101 @@ __device__ float exp_of(float value) {
 // ---- A product whose factors both come through shared memory ------------------------------------
 
 // Sums of kRows rows of x with 128 columns of W, in steps of 32 along D: lesson 3's last product,
-// turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The two
-// blocks of a cluster have the same rows of x, of which each fetches one half for both.
-template <Math kMath_, int kRows_>
+// turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The kPeers
+// blocks of a cluster (1 or 2) have the same rows of x, of which each fetches its share for both.
+//
+// W comes in four boxes of 32 columns. If its rows start anywhere (kAligned is false) it is four
+// matrices whose rows do not: of every fourth row, from the last multiple of 16 bytes before the
+// first of them on. Of each comes a box of 8 rows that has the block's columns among its own, and
+// starts 8 columns before the one of the matrix before: then four rows of W are on different banks.
+template <Math kMath_, int kRows_, int kPeers_, bool kAligned_>
 struct TurnedShared {
   static constexpr Math kMath = kMath_;
-  static constexpr int kRows = kRows_, kColumns = 128, kDepth = 32, kThreads = 384;
-  static constexpr bool kSplit = kMath == Math::split;
-  struct Stage {
+  static constexpr int kRows = kRows_, kPeers = kPeers_;
+  static constexpr bool kAligned = kAligned_, kSplit = kMath == Math::split;
+  static constexpr int kColumns = 128, kDepth = 32, kThreads = 384;
+  static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
+  static constexpr int kBox = kAligned ? 32 * kPitch : kDepth / 4 * kPitch;  // floats
+  static constexpr int kLoaded = (kRows * kDepth + 4 * kBox) * 4;            // bytes
+  struct alignas(1024) Stage {
     float x[kRows * kDepth];
-    float W[kColumns / 32][kDepth * 32];
+    float W[4 * kBox];
   };
   static constexpr int kStageBytes = sizeof(Stage) + (kSplit ? kRows * kDepth * 4 : 0);
-  static constexpr int kStages = std::min(8, (200 << 10) / kStageBytes);
+  static constexpr int kStages = std::min(8, (208 << 10) / kStageBytes);
   Stage stages[kStages];
   float x_low[kSplit ? kStages : 1][kSplit ? kRows * kDepth : 1];
   Barrier full[kStages], empty[kStages], split_done[kStages];
 };
 
+// W for the copy engine: as one matrix, or four.
+struct MapsOfW {
+  CUtensorMap of[4];
+};
+template <bool kAligned>
+MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
+  MapsOfW maps = {};
+  if constexpr (kAligned) {
+    maps.of[0] = tensor_map<float>(W, D, C, 32, to_tf32, stride);
+  } else {
+    for (int64_t i = 0; i < 4; ++i) {
+      const int64_t before = i * C % 4, rows = (D - i + 3) / 4;
+      const cuuint64_t extents[] = {static_cast<cuuint64_t>(C + before),
+                                    static_cast<cuuint64_t>(rows)};
+      const cuuint64_t strides[] = {static_cast<cuuint64_t>(C) * 16};
+      const cuuint32_t box[] = {128 + 28, 8};
+      maps.of[i] = encode_tensor_map(W + i * C - before, 2, extents, strides, box,
+                                     CU_TENSOR_MAP_SWIZZLE_NONE, to_tf32);
+    }
+  }
+  return maps;
+}
+
 #if HOPPER_CODE
 // One thread does this, before the cluster meets.
-template <Math kMath, int kRows>
-__device__ void init_barriers(TurnedShared<kMath, kRows>& shared) {
-  for (int s = 0; s < shared.kStages; ++s) {
+template <class Shared>
+__device__ void init_barriers(Shared& shared) {
+  for (int s = 0; s < Shared::kStages; ++s) {
     barrier_init(&shared.full[s], 1);
-    barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
+    barrier_init(&shared.empty[s], 2 * Shared::kPeers);  // the consumers of the cluster
     barrier_init(&shared.split_done[s], 96);
   }
   barrier_init_fence();
 }
 
-// What the producer's threads do for one strip of rows: the first starts copies, of its cluster's
-// half of x and of the block's columns of W. For 3xTF32 those of the other warps split x, all of a
+// What the producer's threads do for one strip of rows: the first starts copies, of its block's
+// share of x and of the block's columns of W. For 3xTF32 those of the other warps split x, all of a
 // stage: in whatever order it lies there.
-template <Math kMath, int kRows>
-__device__ void produce(TurnedShared<kMath, kRows>& shared,
-                        Ring<TurnedShared<kMath, kRows>::kStages>& ring, const CUtensorMap* x,
-                        const CUtensorMap* W, int row0, int col0, int steps) {
-  using Shared = TurnedShared<kMath, kRows>;
-  constexpr int kDepth = Shared::kDepth;
+template <class Shared>
+__device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const CUtensorMap* x,
+                        const MapsOfW& W, int row0, int col0, int steps) {
+  constexpr int kDepth = Shared::kDepth, kShare = Shared::kRows / Shared::kPeers;
   if (threadIdx.x == 0) {
-    const int half = cluster_rank() * kRows / 2;
+    const int first = Shared::kPeers == 1 ? 0 : cluster_rank() * kShare;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      barrier_arrive_expect(arrived, sizeof stage);
+      barrier_arrive_expect(arrived, Shared::kLoaded);
       const int k = step * kDepth;
-      tensor_load_multicast(stage.x + half * kDepth, x, row0 + half, k, arrived, 3);
-      for (int box = 0; box < Shared::kColumns / 32; ++box) {
-        tensor_load(stage.W[box], W, k, col0 + 32 * box, arrived);
+      if constexpr (Shared::kPeers == 1) {
+        tensor_load(stage.x, x, row0, k, arrived);
+      } else {
+        tensor_load_multicast(stage.x + first * kDepth, x, row0 + first, k, arrived, 3);
+      }
+      for (int i = 0; i < 4; ++i) {
+        float* box = stage.W + i * Shared::kBox;
+        if constexpr (Shared::kAligned) {
+          tensor_load(box, &W.of[0], k, col0 + 32 * i, arrived);
+        } else {
+          tensor_load(box, &W.of[i], k / 4, col0 - 8 * i, arrived);
+        }
       }
     }
   } else if (Shared::kSplit && threadIdx.x >= 32) {
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], kRows * kDepth,
+      split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], Shared::kRows * kDepth,
                 threadIdx.x - 32, 96);
       shared_fence();
       barrier_arrive(&shared.split_done[ring.stage]);
@@ -223,40 +286,58 @@ __device__ void produce(TurnedShared<kMath, kRows>& shared,
   }
 }
 
-// One of the 256 threads of the consumers. A warp has 16 columns, half of a box of 32 in shared
-// memory, and a thread two neighbours of them; which half is chosen so that reads of four rows of W
-// meet no bank twice.
-template <Math kMath, int kRows>
+// One of the 256 threads of the consumers. A warp has 16 columns, and a thread two of them. If W
+// is aligned these are neighbours, in that half of a box for which reads of four rows of W meet no
+// bank twice. Else they are columns g and g + 8 of the warp's, so that 8 lanes read, and in the
+// end write, what lies together.
+template <class Shared>
 struct TurnedConsumer {
-  using Shared = TurnedShared<kMath, kRows>;
-  static constexpr int kSums = kRows / 2, kStages = Shared::kStages;
+  static constexpr Math kMath = Shared::kMath;
+  static constexpr int kRows = Shared::kRows, kSums = kRows / 2, kStages = Shared::kStages;
+  static constexpr int kNext = Shared::kAligned ? 1 : 8;  // from the thread's first column on
   Shared& shared;
+  int D, C;
   int own = threadIdx.x - 128, g = own % 32 / 4, t = own % 4;
   int box = own / 64, piece = 2 * (own / 32 % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
-  int near = t * 32 + (piece ^ t) * 4 + half * 2;
-  int far = (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
+  int near = box * Shared::kBox + t * 32 + (piece ^ t) * 4 + half * 2;
+  int far = box * Shared::kBox + (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
+  int first = t * (Shared::kBox + 8) + t * (C % 4) % 4 + own / 32 * 16 + g;  // if not aligned
 
   // The first of its two columns among those of the block.
-  __device__ int col() const { return 32 * box + 4 * piece + 2 * half; }
-
-  // Threads 0 and 1 of a warpgroup tell the producers of blocks 0 and 1.
-  __device__ void release(int stage) const {
-    if (own % 128 < 2) barrier_arrive(&shared.empty[stage], own % 128);
+  __device__ int col() const {
+    return Shared::kAligned ? 32 * box + 4 * piece + 2 * half : own / 32 * 16 + g;
   }
+
+  // The first threads of a warpgroup tell the producers of the cluster's blocks.
+  __device__ void release(int stage) const {
+    if constexpr (Shared::kPeers == 1) {
+      if (own % 128 == 0) barrier_arrive(&shared.empty[stage]);
+    } else {
+      if (own % 128 < Shared::kPeers) barrier_arrive(&shared.empty[stage], own % 128);
+    }
+  }
+
   __device__ void load(float (&w)[4][4], const Ring<kStages>& ring) const {
     barrier_wait(&shared.full[ring.stage], ring.parity);
-    const float* from = shared.stages[ring.stage].W[box];
+    const float* from = shared.stages[ring.stage].W;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
-      const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
-      w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
+      if constexpr (Shared::kAligned) {
+        const float2 a = *reinterpret_cast<const float2*>(from + 8 * 32 * k + near);
+        const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
+        w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
+      } else {
+        const float* row = from + first + 2 * k * Shared::kPitch;
+        w[k][0] = row[0], w[k][1] = row[8];
+        w[k][2] = row[Shared::kPitch], w[k][3] = row[Shared::kPitch + 8];
+      }
     }
   }
 
   // The sums over all of D. While one step is multiplied, the fragments of the next one are loaded:
   // two sets of registers, and therefore two steps a turn.
-  __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring, int steps) const {
+  __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring) const {
+    const int steps = (D + Shared::kDepth - 1) / Shared::kDepth;
     float w[2][4][4];
     int previous = 0;
     const auto add = [&](const float(&set)[4][4], int step) {
@@ -282,9 +363,9 @@ struct TurnedConsumer {
   }
 
   // To `out`, which starts at the block's first row, of which there are `rows`, and at the thread's
-  // first column, of an even number C: the sums, each times its row's of `factors`.
+  // first column, one of the row's last `left`: the sums, each times its row's of `factors`.
   __device__ void store(const float (&sum)[kSums], const float* factors, float* out, int rows,
-                        int C) const {
+                        int left) const {
     const auto write = [&](auto put) {
       float* to = out + static_cast<size_t>(2 * t) * C;
 #pragma unroll
@@ -296,7 +377,15 @@ struct TurnedConsumer {
         to += 8 * static_cast<size_t>(C);
       }
     };
-    if (rows < kRows) {
+    if (left <= 0) return;
+    // Where TF32's rows of W are aligned those of `out` are, too; 3xTF32's may be aligned copies.
+    constexpr bool kPairs = Shared::kAligned && kMath == Math::tf32;
+    if (!kPairs && (!Shared::kAligned || C % 2 != 0)) {
+      write([&](int row, float* to, float2 pair) {
+        if (row < rows) to[0] = pair.x;
+        if (row < rows && left > kNext) to[kNext] = pair.y;
+      });
+    } else if (rows < kRows) {
       write([&](int row, float* to, float2 pair) {
         if (row < rows) *reinterpret_cast<float2*>(to) = pair;
       });

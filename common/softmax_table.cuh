@@ -1,0 +1,228 @@
+// A table of lesson 9: inputs and buffers, what its rows are held to, the library's product, and
+// how our kernels become rows.
+#pragma once
+
+#include <cublas_v2.h>
+
+#include <cmath>
+
+#include "common/softmax_rows.cuh"
+
+// What a product is made for.
+struct Layer {
+  const Lesson& lesson;
+  Problem& problem;
+  SoftmaxShape shape;
+  Buffer<float> x, W;
+  int64_t x_stride = shape.inputs, W_stride = shape.classes;  // from one row to the next
+  int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
+  int C = static_cast<int>(shape.classes), sms = lesson.device().sms;
+};
+
+// What becomes of a product's sums:
+enum class Epilogue {
+  logits,   // out = logits: the product of the unfused way
+  parts,    // the same, and of each tile's part of a row its maximum and its sum: half fused
+  softmax,  // out = probs
+};
+
+struct Results {
+  Epilogue epilogue;
+  float* out;               // (B, C)
+  float2* parts = nullptr;  // (B, tiles of C): a tile's maximum, and sum relative to it
+  // What blocks of fused tiles leave to the last one of those that share a row.
+  float* partial = nullptr;     // (splits of D, B, C): logits of a part of D
+  unsigned* arrived = nullptr;  // blocks of these rows that have ended; zero between launches
+};
+
+// One of the lesson's kernels with its tile, its grid, and what it needs besides results.
+struct Product {
+  const char* name;
+  std::function<void(Results)> launch;
+  std::function<void(Kernel&)> state_resources;
+};
+
+template <typename Function>
+Product product_of(const char* name, Function* kernel, int threads, int shared_bytes,
+                   std::function<void(Results)> launch) {
+  allow_shared_bytes(kernel, shared_bytes);
+  return {name, std::move(launch),
+          [=](Kernel& row) { row.resources(kernel, threads, shared_bytes); }};
+}
+
+// A half fused product: `launch` (results, slices) leaves logits or, of that many slices of D,
+// parts of them; and, if asked for and for one slice, the parts of rows in `tiles` tiles (0: it
+// cannot). Probabilities are made by another kernel. Where a row fits into registers, the usual
+// softmax is as good as one that knows the parts.
+template <typename Launch>
+std::function<void(Results)> half_fused(const Layer& layer, int slices, int tiles, Launch launch) {
+  const auto sums =
+      layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
+  return [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
+    if (results.epilogue == Epilogue::logits) return launch(results, 1);
+    float* out = results.out;
+    const bool parts = slices == 1 && C > 4096 && tiles > 0;
+    results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
+    if (slices > 1) results.out = sums;
+    launch(results, slices);
+    if (parts) {
+      launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks(C, kPartColumns)),
+                   kSoftmaxThreads, 0, out, out, results.parts, C, tiles);
+    } else {
+      softmax(results.out, out, shape, results.parts, slices);
+    }
+  };
+}
+
+// Copies rows, `cols` wide, into rows `stride` floats apart, a block a row: for the copy engine.
+template <int kThreads>
+__global__ void align_rows(const float* from, float* to, int cols, int64_t stride) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kAtOnce = 4;  // loads under way: the compiler must not move one before a store
+  from += static_cast<size_t>(blockIdx.x) * cols, to += blockIdx.x * stride;
+  for (int c = threadIdx.x; c < cols; c += kAtOnce * kThreads) {
+    float v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (c + i * kThreads < cols) v[i] = from[c + i * kThreads];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (c + i * kThreads < cols) to[c + i * kThreads] = v[i];
+    }
+  }
+}
+
+// The layer, and a launch that brings rows of x and, with `W_too`, of W into such as the copy
+// engine finds, if they are none. That time counts.
+inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool W_too) {
+  Layer aligned = layer;
+  std::function<void()> launch;
+  const auto align = [&](Buffer<float>& matrix, int64_t& stride, int rows, int cols) {
+    if (cols % 4 == 0) return;
+    stride = blocks(cols, 4) * 4;
+    const auto from = matrix, to = layer.problem.workspace<float>(rows * stride);
+    launch = [=, before = launch, stride = stride] {
+      if (before) before();
+      launch_early(align_rows<256>, rows, 256, 0, from, to, cols, stride);
+    };
+    matrix = to;
+  };
+  align(aligned.x, aligned.x_stride, layer.B, layer.D);
+  if (W_too) align(aligned.W, aligned.W_stride, layer.D, layer.C);
+  return {aligned, launch};
+}
+
+// A product, after a launch that its inputs need, or none.
+inline Product after(const std::function<void()>& before, Product product) {
+  if (before) {
+    product.launch = [before, launch = product.launch](Results results) {
+      before();
+      launch(results);
+    };
+  }
+  return product;
+}
+
+// logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
+inline void library_product(cublasHandle_t blas, const float* x, const float* W, float* logits,
+                            const SoftmaxShape& shape, cublasComputeType_t compute) {
+  const float one = 1, zero = 0;
+  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+            C = static_cast<int>(shape.classes);
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, C, B, D, &one, W, CUDA_R_32F, C, x,
+                            CUDA_R_32F, D, &zero, logits, CUDA_R_32F, C, compute,
+                            CUBLAS_GEMM_DEFAULT));
+}
+
+inline std::string text_of(const SoftmaxShape& shape) {
+  return std::to_string(shape.rows) + "x" + std::to_string(shape.inputs) + "x" +
+         std::to_string(shape.classes);
+}
+
+// What a table is about. only_infinite, with --hard-rows: rows of only -inf, beside others. Of
+// these tables what is verified are their NaN.
+enum class Kind { tf32, fp32, only_infinite };
+
+// A table of softmax(x W) with its buffers, and the rows that such tables have in common.
+struct SoftmaxTable : Layer {
+  Kind kind;
+  std::string name;
+  Buffer<float> probs;
+  Buffer<float> logits;  // of the unfused ways
+  Buffer<float> parts;   // of long rows
+  Buffer<float> result;  // what is verified: probs, or that with its NaN marked
+
+  SoftmaxTable(Lesson& lesson, Kind kind, const SoftmaxShape& shape)
+      : Layer(layer_of(lesson, kind, shape)),
+        kind(kind),
+        name(name_of(kind, shape)),
+        probs(problem.output<float>(shape.rows * shape.classes)),
+        logits(problem.output<float>(shape.rows * shape.classes)),
+        parts(problem.workspace<float>(C > 4096 ? 2 * shape.rows * (blocks(C, 32) + 1) : 2)),
+        result(kind == Kind::only_infinite ? problem.output<float>(probs.size()) : probs) {
+    problem.in_graph();
+  }
+
+  static std::string name_of(Kind kind, const SoftmaxShape& shape) {
+    const char* names[] = {"TF32 ", "fp32 ", "only -inf "};
+    return names[static_cast<int>(kind)] + text_of(shape);
+  }
+
+  static Layer layer_of(Lesson& lesson, Kind kind, const SoftmaxShape& shape) {
+    const bool tf32 = kind == Kind::tf32;
+    Problem& problem = lesson.problem(
+        name_of(kind, shape), {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
+        tf32 ? "tf32" : "fp32", {.flops = shape.flops(), .bytes = shape.bytes(sizeof(float))},
+        tf32 ? Rate::tf32 : Rate::fp32);
+    const auto x = problem.input<float>(shape.rows * shape.inputs);
+    const auto W = problem.input<float>(shape.inputs * shape.classes,
+                                        kWeightScale / sqrt(static_cast<double>(shape.inputs)));
+    return {lesson, problem, shape, x, W};
+  }
+
+  Kernel& add(const std::string& row, Role role, int needs_cc, std::function<void()> launch) const {
+    if (kind == Kind::only_infinite) {
+      launch = [launch, probs = probs, result = result] {
+        launch();
+        mark_nan(probs, result, probs.size());
+      };
+    }
+    return problem.kernel(row, role, launch).needs(needs_cc);
+  }
+
+  void softmax_of_logits() const {
+    softmax(logits, probs, shape, reinterpret_cast<float2*>(parts.data()));
+  }
+
+  // What every row of the table is held to.
+  void verify(cublasHandle_t blas, bool hard_rows) const {
+    const bool only_infinite = kind == Kind::only_infinite;
+    const auto expected = problem.reference(probs.size());
+    if (only_infinite) {
+      problem.adjust_inputs([=, *this] { make_only_minus_infinity(x, W, shape); });
+    } else if (hard_rows) {
+      problem.adjust_inputs([=, *this] { make_hard(x, W, shape); });
+    }
+    problem.reference_from(softmax_scratch(shape), [=, *this] {
+      reference_softmax<float>(blas, x, W, expected, shape);
+      if (only_infinite) mark_nan(expected, expected.size());
+    });
+    problem.check(
+        result, expected,
+        kind != Kind::fp32
+            ? softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32)
+            : softmax_tolerance(shape.inputs, kRoundoffFp32));
+  }
+};
+
+// A line a shape: what fusion saves.
+inline void add_bytes_note(Lesson& lesson, const SoftmaxShape& shape) {
+  char text[160];
+  snprintf(text, sizeof text,
+           "%s: logits that fusion does not write and not read: 2 x %.4g MB, of %.4g MB without.",
+           text_of(shape).c_str(), 4e-6 * shape.logits(),
+           1e-6 * (shape.bytes(sizeof(float)) + 8 * shape.logits()));
+  lesson.note(text);
+}
