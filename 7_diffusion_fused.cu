@@ -395,8 +395,6 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if constexpr (kPass == Pass::backward) {
         add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);
-        while (!meeting.all_have_arrived()) {
-        }
         store_d_times(part, Totals{meeting.totals});
       }
     }

@@ -12,6 +12,7 @@
 //     NCCL             the kernel is cut where its blocks meet, and the library adds the spectra
 //     fused exchange   one launch on each GPU, whose blocks write what they have into the memory of
 //                      the other GPUs, and wait there for what comes
+//     NCCL window      the same, in memory that the library owns: it knows who reaches whom
 //
 // NCCL, NVIDIA's library for several GPUs, is how this is done in practice; its all-reduce, which
 // gives every GPU the sum of all, is fast. But the kernel ends, another one starts, and it has to
@@ -45,8 +46,8 @@ struct Gpus {
   int count, me;
   int parts;          // of a rank's sum: as many as the GPU with the fewest clusters has of them
   uint64_t patience;  // nanoseconds until one that waits gives up
-  float4* inbox[kMostGpus];
-  unsigned* silent;  // this GPU's own; 0, or 1 + the GPU that it has waited for in vain
+  float4* inbox[kMostGpus];  // where this GPU sees it
+  unsigned* silent;          // this GPU's own; 0, or 1 + the GPU that it has waited for in vain
 };
 
 #if HOPPER_CODE
@@ -106,39 +107,32 @@ struct GpuMeeting {
 
   __device__ float4* inbox() const { return slot(gpus.me, are_two() ? 1 - gpus.me : gpus.count); }
 
-  // sums[k] = quad number place(k) of the sum of all GPUs, when it has come
+  // sums[k] = quad number place(k) of what this GPU adds to the sum of all, itself: with three GPUs
+  // and more, zero
   template <int n, typename Place>
-  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
-    float4 mine[n] = {};
-    if (are_two()) Totals{own.totals}.take(mine, place);
+  __device__ __forceinline__ void take_own(float4 (&sums)[n], Place place) const {
+#pragma unroll
+    for (int k = 0; k < n; ++k) sums[k] = float4{};
+    if (are_two()) Totals{own.totals}.take(sums, place);
+  }
+  // and of what comes, when it has come
+  template <int n, typename Place>
+  __device__ __forceinline__ void take_other(float4 (&sums)[n], Place place) const {
     float4* const from = inbox();
     // Whoever adds may be waiting for another one, which shall be named.
     Patience patience{are_two() ? gpus.patience : 2 * gpus.patience, gpus.silent};
     receive(
         sums, [&](int k) { return from + place(k); },
         [&](int k) { return are_two() ? 1 - gpus.me : adder(part_of(place(k))); }, patience);
+  }
+  template <int n, typename Place>
+  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
+    float4 mine[n];
+    take_own(mine, place);
+    take_other(sums, place);
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       if (are_two()) add(sums[k], mine[k]);
-    }
-  }
-};
-
-// What GpuMeeting::take() does, for threads that know that all quads have come.
-template <typename Part>
-struct Received {
-  const GpuMeeting<Part>& meeting;
-
-  template <int n, typename Place>
-  __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
-    float4 mine[n] = {};
-    if (meeting.are_two()) Totals{meeting.own.totals}.take(mine, place);
-    float4* const from = meeting.inbox();
-#pragma unroll
-    for (int k = 0; k < n; ++k) sums[k] = look_at_quad(from + place(k));
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-      if (meeting.are_two()) add(sums[k], mine[k]);
     }
   }
 };
@@ -187,7 +181,8 @@ __device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
 #endif
 
 // Lesson 7's kernel; on several GPUs their sums meet when the blocks of each have met. The first
-// GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes, of all vertices.
+// GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes, of all vertices. Some
+// ten registers spill in the code that waits for another GPU.
 template <Pass kPass, int kColumns, int kStages, bool kSeveralGpus>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion(const __grid_constant__ DiffusionMaps maps, const Operands operands,
@@ -216,11 +211,10 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
       if constexpr (kPass == Pass::backward) {
         if (gpus.me == 0) add_d_spectral(part, meeting.totals);
         barrier_arrive(&part.shared.spare);
-        while (!meeting.all_have_arrived()) {  // then phase 0 of `spare` is over, too
-        }
         if constexpr (kSeveralGpus) {
-          barrier_wait(&part.shared.spare, 1);  // this block's consumers have received everything
-          store_d_times(part, Received<Part>{all});
+          store_d_times(
+              part, [&](auto& sums, auto quad) { all.take_own(sums, quad); },
+              [&](auto& sums, auto quad) { all.take_other(sums, quad); });
         } else {
           store_d_times(part, Totals{meeting.totals});
         }
@@ -236,7 +230,6 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     if constexpr (kSeveralGpus) {
       send_part(all);
       damp_spectrum<kPass>(part, share, all);
-      if (threadIdx.x < 128 + kSpareThreads) barrier_arrive(&part.shared.spare);
     } else {
       damp_spectrum<kPass>(part, share, Totals{meeting.totals});
     }
@@ -296,6 +289,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
   start_next_kernel();
   wait_for_previous_kernel();
   totals += part.rank * part.kQuads;
+  if (threadIdx.x == 0) barrier_arrive(&part.shared.met);  // the end of the kernel before
   cluster_meet();
 
   Phases<kStages> phases;
@@ -327,21 +321,22 @@ struct Settings {
 
 // Lesson 7's one launch on one GPU, or the fused exchange on several.
 template <Pass kPass, typename TheTile, bool kSeveralGpus>
-void add_diffusion(Mesh& mesh, Settings settings) {
+void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settings settings) {
   constexpr auto kernel = diffusion<kPass, TheTile::kColumns, TheTile::kStages, kSeveralGpus>;
   DiffusionProblem& table = mesh.table();
   const int gpus = mesh.gpus();
   const TheTile tile(kernel, gpus, table.shape.W);
   struct State {
     OnEach<unsigned> arrivals, silent;
-    OnEach<float4> totals, inbox;
+    OnEach<float4> totals;
+    Inboxes inbox;
   };
   const auto state = std::make_shared<std::optional<State>>();
   const size_t blocks = tile.blocks;
   const size_t quads = blocks * TheTile::kQuads;
   const size_t inbox = kSeveralGpus ? 4 * (gpus + 1) * quads : 1;
   mesh.at_start([=] {
-    state->emplace(State{{gpus, blocks}, {gpus, 1}, {gpus, 2 * quads}, {gpus, inbox, 0xff}});
+    state->emplace(State{{gpus, blocks}, {gpus, 1}, {gpus, 2 * quads}, make(gpus, inbox)});
   });
   const auto launch = [=, &mesh] {
     Gpus all{};
@@ -349,9 +344,9 @@ void add_diffusion(Mesh& mesh, Settings settings) {
     all.patience = settings.patience;
     all.parts = static_cast<int>(
         std::min(tile.clusters(mesh.least_rows()), tile.clusters(mesh.most_rows())));
-    for (int gpu = 0; gpu < gpus; ++gpu) all.inbox[gpu] = (*state)->inbox[gpu];
     on_each_gpu(settings.silent ? gpus - 1 : gpus, [&](int gpu) {
       all.me = gpu;
+      for (int peer = 0; peer < gpus; ++peer) all.inbox[peer] = (*state)->inbox(gpu, peer);
       all.silent = (*state)->silent[gpu];
       tile.launch(kernel, mesh.operands(gpu), (*state)->arrivals[gpu], (*state)->totals[gpu], all);
     });
@@ -365,8 +360,6 @@ void add_diffusion(Mesh& mesh, Settings settings) {
            static_cast<unsigned long long>(settings.patience / 1000000), silent - 1);
     });
   };
-  const std::string name =
-      kSeveralGpus ? "fused exchange, " + std::to_string(gpus) + " GPUs" : "one GPU";
   Kernel& row = table.problem.kernel(name, kSeveralGpus ? Role::ours : Role::baseline, launch);
   row.hopper_only().resources(kernel, kOneLaunchThreads, TheTile::kBytes);
   row.checks = checks_of<kPass>(mesh, tile);
@@ -375,7 +368,7 @@ void add_diffusion(Mesh& mesh, Settings settings) {
 
 #if HAS_NCCL
 template <Pass kPass, typename TheTile>
-void add_nccl(Mesh& mesh, Nccl& nccl) {
+void add_nccl(Mesh& mesh, const std::shared_ptr<Nccl>& nccl) {
   constexpr auto sum = sum_vertices<kPass, TheTile::kColumns, TheTile::kStages>;
   constexpr auto expand = expand_sums<kPass, TheTile::kColumns, TheTile::kStages>;
   DiffusionProblem& table = mesh.table();
@@ -385,7 +378,7 @@ void add_nccl(Mesh& mesh, Nccl& nccl) {
   const size_t quads = tile.blocks * TheTile::kQuads;
   const auto totals = std::make_shared<std::optional<OnEach<float4>>>();
   mesh.at_start([=] { totals->emplace(gpus, 2 * quads); });
-  const auto launch = [=, &mesh, &nccl] {
+  const auto launch = [=, &mesh] {
     std::vector<float*> own, sums;
     on_each_gpu(gpus, [&](int gpu) {
       float4* const totals_here = (**totals)[gpu];
@@ -393,7 +386,7 @@ void add_nccl(Mesh& mesh, Nccl& nccl) {
       sums.push_back(reinterpret_cast<float*>(totals_here + quads));
       tile.launch(sum, mesh.operands(gpu), totals_here, gpu == 0);
     });
-    nccl.all_reduce(own, sums, 4 * quads);
+    nccl->all_reduce(own, sums, 4 * quads);
     on_each_gpu(gpus, [&](int gpu) {
       float4* const totals_here = (**totals)[gpu];
       again.launch(expand, mesh.operands(gpu), totals_here + quads, totals_here);
@@ -411,17 +404,22 @@ void add_one_gpu(Mesh& mesh) {
   const auto add = is_narrow(mesh.most_rows(), mesh.table().shape.W)
                        ? add_diffusion<kPass, Narrow, false>
                        : add_diffusion<kPass, Wide, false>;
-  add(mesh, {});
+  add(mesh, "one GPU", peer_inboxes, {});
 }
 
 template <Pass kPass>
-void add_several_gpus(Mesh& mesh, [[maybe_unused]] Nccl* nccl, bool peers, Settings settings) {
+void add_several_gpus(Mesh& mesh, [[maybe_unused]] const std::shared_ptr<Nccl>& nccl,
+                      [[maybe_unused]] bool windows, bool peers, Settings settings) {
   const bool narrow = is_narrow(mesh.most_rows(), mesh.table().shape.W);
+  const std::string gpus = ", " + std::to_string(mesh.gpus()) + " GPUs";
 #if HAS_NCCL
-  if (nccl) (narrow ? add_nccl<kPass, Narrow> : add_nccl<kPass, Wide>)(mesh, *nccl);
+  if (nccl) (narrow ? add_nccl<kPass, Narrow> : add_nccl<kPass, Wide>)(mesh, nccl);
 #endif  // HAS_NCCL
   const auto add = narrow ? add_diffusion<kPass, Narrow, true> : add_diffusion<kPass, Wide, true>;
-  if (peers) add(mesh, settings);
+  if (peers) add(mesh, "fused exchange" + gpus, peer_inboxes, settings);
+#if HAS_NCCL_WINDOWS
+  if (windows) add(mesh, "NCCL window" + gpus, window_inboxes(nccl), settings);
+#endif  // HAS_NCCL_WINDOWS
 }
 
 int main(int argc, char** argv) {
@@ -455,13 +453,20 @@ int main(int argc, char** argv) {
       .patience = 1000000 * static_cast<uint64_t>(patient ? 60000 : lesson.option("--patience")),
       .silent = lesson.flag("--silent")};
 
-  Nccl* nccl = nullptr;
+  std::shared_ptr<Nccl> nccl;
+  bool windows = false;
 #if HAS_NCCL
-  Nccl library(gpus);
-  if (library.missing().empty()) nccl = &library;
-  if (!nccl) lesson.note("NCCL's row is left out: " + library.missing());
+  nccl = std::make_shared<Nccl>(gpus);
+  if (!nccl->missing().empty()) {
+    lesson.note("NCCL's rows are left out: " + nccl->missing());
+    nccl = nullptr;
+  } else if (gpus > 1) {
+    const std::string why = why_no_window(nccl);
+    if (!why.empty()) lesson.note("NCCL's window is left out: " + why);
+    windows = why.empty();
+  }
 #else
-  if (!lesson.on_cpu()) lesson.note("NCCL's row is left out: there was no nccl.h to build with.");
+  if (!lesson.on_cpu()) lesson.note("NCCL's rows are left out: there was no nccl.h to build with.");
 #endif  // HAS_NCCL
   if (gpus < asked) {
     lesson.note("On " + std::to_string(gpus) + " of " + std::to_string(asked) +
@@ -479,7 +484,7 @@ int main(int argc, char** argv) {
     table.report_difference = [](double) {};
     add_one_gpu<kPass>(meshes.emplace_back(table, 1));
     if (several > 1) {
-      add_several_gpus<kPass>(meshes.emplace_back(table, several), nccl, peers, settings);
+      add_several_gpus<kPass>(meshes.emplace_back(table, several), nccl, windows, peers, settings);
       table.problem.compare("fused exchange, " + std::to_string(several) + " GPUs", "one GPU",
                             "Fused exchange: % times as fast as one GPU.");
     }

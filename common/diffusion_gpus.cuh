@@ -8,6 +8,7 @@
 #include "common/diffusion.h"
 #include "common/diffusion_one_launch.cuh"
 #include "common/gpus.cuh"
+#include "common/nccl.cuh"
 
 /// The vertices of a table, split over `gpus` GPUs in tiles of 64. The first one's are where the
 /// harness has put the whole mesh; the others get theirs before anything is timed, as in a network,
@@ -145,6 +146,26 @@ class OnEach {
  private:
   std::vector<std::unique_ptr<Scratch<T>>> arrays_;
 };
+
+/// Where GPU `me` sees what GPU `gpu` gets; and what makes room for so many quads, empty at first.
+using Inboxes = std::function<float4*(int me, int gpu)>;
+using MakeInboxes = std::function<Inboxes(int gpus, size_t quads)>;
+
+/// By peer access: what one GPU has allocated all see in the same place.
+inline Inboxes peer_inboxes(int gpus, size_t quads) {
+  const auto memory = std::make_shared<OnEach<float4>>(gpus, quads, 0xff);
+  return [=](int, int gpu) { return (*memory)[gpu]; };
+}
+
+#if HAS_NCCL_WINDOWS
+/// By NCCL's device API.
+inline MakeInboxes window_inboxes(const std::shared_ptr<Nccl>& nccl) {
+  return [nccl](int, size_t quads) {
+    const auto window = std::make_shared<NcclWindow<float4>>(nccl, quads, 0xff);
+    return [=](int me, int gpu) { return window->at(me, gpu); };
+  };
+}
+#endif  // HAS_NCCL_WINDOWS
 
 /// What a row of several GPUs has that a row of one has not. `check` ends the program if a GPU has
 /// reported something.

@@ -27,8 +27,8 @@ inline constexpr int kMulticastRows = 32;
 /// consumers.
 inline constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 256;
 
-// The barriers of bar.sync: of either consumer, and of both.
-inline constexpr int kConsumerBarrier = 1, kConsumersBarrier = 4;
+// The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
+inline constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
 
 /// What the copy engine moves.
 struct DiffusionMaps {
@@ -51,10 +51,11 @@ struct OneLaunchShared {
     struct {
       RightTile<__nv_bfloat16, kColumns> spectrum[kSteps];
       Box<__nv_bfloat16, 64> out[2][kBoxes];  // a tile of each consumer
+      float2 d_times[3][kColumns / 2];        // of each spare warp's rows
     } second;
   };
   alignas(128) __nv_bfloat16 mass[kStages][64];
-  Barrier full[kStages], empty[kStages], spare;
+  Barrier full[kStages], empty[kStages], spare, met;
 };
 
 // Two pairs of bf16, multiplied and rounded.
@@ -104,6 +105,11 @@ struct MeshPart {
 /// A sum of all blocks, where it is in memory.
 struct Totals {
   float4* quads;
+
+  template <int n, typename Place>
+  __device__ __forceinline__ void operator()(float4 (&sums)[n], Place place) const {
+    take(sums, place);
+  }
 
   /// sums[k] = quad number place(k)
   template <int n, typename Place>
@@ -160,6 +166,7 @@ __device__ __forceinline__ void prepare_barriers(const MeshPart<kEigen, kColumns
     barrier_init(&part.shared.empty[s], 2 * part.blocks);
   }
   barrier_init(&part.shared.spare, kSpareThreads);
+  barrier_init(&part.shared.met, 1);
   barrier_init_fence();
 }
 
@@ -213,20 +220,12 @@ __device__ __forceinline__ void load_back(const MeshPart<kEigen, kColumns, kStag
 
 // ---- The spare warps ----------------------------------------------------------------------------
 
-/// The three spare warps of all blocks share the work on a rank's sum.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ int spare_worker(const MeshPart<kEigen, kColumns, kStages>& part) {
-  return 3 * part.group + static_cast<int>(threadIdx.x) / 32 - 1;
-}
-
 /// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
 template <int kEigen, int kColumns, int kStages, typename Visit>
 __device__ __forceinline__ void visit_quads(const MeshPart<kEigen, kColumns, kStages>& part,
                                             Visit visit) {
-  for (int i = 32 * spare_worker(part) + static_cast<int>(threadIdx.x) % 32; i < part.kQuads;
-       i += 96 * part.groups) {
-    visit(i);
-  }
+  const int thread = kSpareThreads * part.group + static_cast<int>(threadIdx.x) - 32;
+  for (int i = thread; i < part.kQuads; i += kSpareThreads * part.groups) visit(i);
 }
 
 template <int kEigen, int kColumns, int kStages>
@@ -235,72 +234,103 @@ __device__ __forceinline__ void zero_totals(const MeshPart<kEigen, kColumns, kSt
   visit_quads(part, [&](int i) { totals[i] = float4{}; });
 }
 
-/// Calls visit(quads, row, col, sum) for the quads that hold 8 columns, two of them at a time: the
-/// lane has two columns, from `col` on, and of quad number quads(k) the rows `row` + 16 k and 8
-/// below. Then ends with the columns and their sums over all rows.
-template <int kEigen, int kColumns, int kStages, typename Visit, typename End>
-__device__ __forceinline__ void visit_columns(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              Visit visit, End end) {
-  static_assert(kEigen % 32 == 0);
-  const int lane = threadIdx.x % 32;
-  for (int j = spare_worker(part); j < kColumns / 8; j += 3 * part.groups) {
-    const int col = part.col0() + 8 * j + 2 * (lane % 4);
-    float2 sum = {};
-#pragma unroll 1
-    for (int i = 0; i < kEigen / 16; i += 2) {
-      const auto quads = [&](int k) { return ((i + k) * kColumns / 8 + j) * 32 + lane; };
-      visit(quads, 16 * i + lane / 4, col, sum);
-    }
-    end(col, sum);
+/// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
+/// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
+/// one 8 below it.
+template <int kEigen, int kColumns, int kStages>
+struct SpareColumns {
+  using Part = MeshPart<kEigen, kColumns, kStages>;
+  static constexpr int kMine = (kEigen / 16 + 2) / 3;
+  const Part& part;
+  int j, warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+
+  __device__ int col() const { return part.col0() + 8 * j + 2 * (lane % 4); }
+  __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
+  /// Whether there is a quad k: not all three have as many. In its place they read another one.
+  __device__ bool has(int k) const { return warp + 3 * k < kEigen / 16; }
+  __device__ int quad(int k) const {
+    return ((has(k) ? warp + 3 * k : 0) * kColumns / 8 + j) * 32 + lane;
   }
-}
+  /// These elements of a matrix (E, W); zeros outside of it.
+  __device__ void load(float4 (&quads)[kMine], const __nv_bfloat16* matrix) const {
+    const DiffusionOperands& in = part.operands;
+#pragma unroll
+    for (int k = 0; k < kMine; ++k) {
+      const float2 upper = pair_at(matrix, in.E, in.W, row(k), col());
+      const float2 lower = pair_at(matrix, in.E, in.W, row(k) + 8, col());
+      quads[k] = make_float4(upper.x, upper.y, lower.x, lower.y);
+    }
+  }
+};
 
 /// Backward: adds dSpectral to the sum of all.
 template <int kEigen, int kColumns, int kStages>
 __device__ __forceinline__ void add_d_spectral(const MeshPart<kEigen, kColumns, kStages>& part,
                                                float4* totals) {
-  const DiffusionOperands& in = part.operands;
-  const auto add = [&](auto quads, int first_row, int col, float2&) {
+  using Columns = SpareColumns<kEigen, kColumns, kStages>;
+#pragma unroll 1
+  for (int j = part.group; j < kColumns / 8; j += part.groups) {
+    const Columns mine{part, j};
+    float4 quads[Columns::kMine];
+    mine.load(quads, part.operands.d_spectral);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int row = first_row + 16 * k;
-      const float2 upper = pair_at(in.d_spectral, in.E, in.W, row, col);
-      const float2 lower = pair_at(in.d_spectral, in.E, in.W, row + 8, col);
-      atomicAdd(totals + quads(k), make_float4(upper.x, upper.y, lower.x, lower.y));
+    for (int k = 0; k < Columns::kMine; ++k) {
+      if (mine.has(k)) atomicAdd(totals + mine.quad(k), quads[k]);
     }
-  };
-  visit_columns(part, add, [](int, float2) {});
+  }
 }
 
-/// Backward: dTimes, when all have added.
-template <int kEigen, int kColumns, int kStages, typename Sums>
+/// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
+/// take(sums, quad)... loads that sum, in one term or, as dTimes is linear in it, in several, with
+/// fewer registers.
+template <int kEigen, int kColumns, int kStages, typename... Take>
 __device__ __forceinline__ void store_d_times(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              const Sums& totals) {
+                                              const Take&... take) {
+  using Columns = SpareColumns<kEigen, kColumns, kStages>;
   const DiffusionOperands& in = part.operands;
-  const auto add = [&](auto quads, int first_row, int col, float2& sum) {
-    float4 sums[2];
-    totals.take(sums, quads);
+#pragma unroll 1
+  for (int j = part.group; j < kColumns / 8; j += part.groups) {
+    const Columns mine{part, j};
+    float4 factors[Columns::kMine];
+    mine.load(factors, in.spectral);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int row = first_row + 16 * k;
-      const float2 upper = pair_at(in.spectral, in.E, in.W, row, col);
-      const float2 lower = pair_at(in.spectral, in.E, in.W, row + 8, col);
-      const float e0 = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
-      const float e1 = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
-      sum.x -= e0 * sums[k].x * upper.x + e1 * sums[k].z * lower.x;
-      sum.y -= e0 * sums[k].y * upper.y + e1 * sums[k].w * lower.y;
+    for (int k = 0; k < Columns::kMine; ++k) {
+      const int row = mine.row(k);
+      const float upper = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
+      const float lower = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+      factors[k] = make_float4(upper * factors[k].x, upper * factors[k].y, lower * factors[k].z,
+                               lower * factors[k].w);
     }
-  };
-  visit_columns(part, add, [&](int col, float2 sum) {
+    barrier_wait(&part.shared.met, 0);
+    float2 sum = {};
+    const auto add_term = [&](const auto& take_term) {
+      float4 sums[Columns::kMine];
+      take_term(sums, [&](int k) { return mine.quad(k); });
+      float2 term = {};
+#pragma unroll
+      for (int k = 0; k < Columns::kMine; ++k) {
+        term.x -= factors[k].x * sums[k].x + factors[k].z * sums[k].z;
+        term.y -= factors[k].y * sums[k].y + factors[k].w * sums[k].w;
+      }
+      sum.x += term.x;
+      sum.y += term.y;
+    };
+    (add_term(take), ...);
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) {
       sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
       sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
     }
-    if (threadIdx.x % 32 < 4 && col < in.W) {
-      *reinterpret_cast<uint32_t*>(in.d_times + col) = pack2<__nv_bfloat16>(sum.x, sum.y);
+    auto& rows = part.shared.second.d_times;
+    const int pair = 4 * j + mine.lane;
+    if (mine.lane < 4) rows[mine.warp][pair] = sum;
+    named_barrier(kSpareBarrier, kSpareThreads);
+    if (mine.warp == 0 && mine.lane < 4 && mine.col() < in.W) {
+      *reinterpret_cast<uint32_t*>(in.d_times + mine.col()) =
+          pack2<__nv_bfloat16>(rows[0][pair].x + rows[1][pair].x + rows[2][pair].x,
+                               rows[0][pair].y + rows[1][pair].y + rows[2][pair].y);
     }
-  });
+  }
 }
 
 // ---- The consumers ------------------------------------------------------------------------------
@@ -433,6 +463,7 @@ __device__ __forceinline__ void meet(const MeshPart<kEigen, kColumns, kStages>& 
       while (!meeting.all_have_arrived()) {
       }
     }
+    if constexpr (kPass == Pass::backward) barrier_arrive(&part.shared.met);
   }
   named_barrier(kConsumersBarrier, kConsumers);
 }

@@ -1,5 +1,5 @@
-// Several GPUs of one host, from one thread: who is there, who can write into whose memory, how
-// they are timed together, and NCCL, which programs find when they start.
+// Several GPUs of one host, from one thread: who is there, who can write into whose memory, and how
+// they are timed together.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,6 @@
 #include "common/event.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
-
-#if !defined(CUDA_CPU) && __has_include(<nccl.h>)
-#include <dlfcn.h>
-#include <nccl.h>
-#define HAS_NCCL 1
-#else
-#define HAS_NCCL 0
-#endif
 
 /// While one exists, GPU `gpu` is the calling thread's.
 class OnGpu {
@@ -253,63 +245,4 @@ class GpuTimer {
   std::vector<std::unique_ptr<Scratch<char>>> flushed_;
   std::vector<cudaGraphExec_t> graphs_;
 };
-#endif
-
-#if HAS_NCCL
-/// NCCL, if it is found when the program starts: PyTorch brings one, nvidia/nccl/lib below its
-/// site-packages, which LD_LIBRARY_PATH may name.
-class Nccl {
- public:
-  explicit Nccl(int gpus) : gpus_(gpus) {
-    void* library = dlopen("libnccl.so.2", RTLD_NOW);
-    if (!library) {
-      missing_ = dlerror();
-      return;
-    }
-    const auto find = [&](auto& function, const char* name) {
-      function =
-          reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
-      if (!function) missing_ = std::string(name) + " is missing";
-    };
-    find(init_, "ncclCommInitAll");
-    find(group_start_, "ncclGroupStart");
-    find(group_end_, "ncclGroupEnd");
-    find(all_reduce_, "ncclAllReduce");
-    find(error_string_, "ncclGetErrorString");
-  }
-
-  /// Why there is none; empty if there is.
-  const std::string& missing() const { return missing_; }
-
-  /// sums[gpu] (count) becomes the sum of all parts[gpu], in each GPU's own stream.
-  void all_reduce(const std::vector<float*>& parts, const std::vector<float*>& sums, size_t count) {
-    if (comms_.empty()) {
-      comms_.resize(static_cast<size_t>(gpus_));
-      check(init_(comms_.data(), gpus_, nullptr), "ncclCommInitAll");
-    }
-    check(group_start_(), "ncclGroupStart");
-    on_each_gpu(gpus_, [&](int gpu) {
-      check(all_reduce_(parts[gpu], sums[gpu], count, ncclFloat, ncclSum, comms_[gpu],
-                        cudaStreamPerThread),
-            "ncclAllReduce");
-    });
-    check(group_end_(), "ncclGroupEnd");
-  }
-
- private:
-  void check(ncclResult_t status, const char* call) const {
-    if (status != ncclSuccess) fail(kDeviceCannot, "%s: %s", call, error_string_(status));
-  }
-
-  const int gpus_;
-  std::string missing_;
-  std::vector<ncclComm_t> comms_;  // until the process ends
-  decltype(&ncclCommInitAll) init_ = nullptr;
-  decltype(&ncclGroupStart) group_start_ = nullptr;
-  decltype(&ncclGroupEnd) group_end_ = nullptr;
-  decltype(&ncclAllReduce) all_reduce_ = nullptr;
-  decltype(&ncclGetErrorString) error_string_ = nullptr;
-};
-#else
-class Nccl;
 #endif

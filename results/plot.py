@@ -574,7 +574,7 @@ def draw_gpus(folder):
     one = {v: ms for (v, row), ms in times.items() if row == "one GPU"}
     fused = {v: ms for (v, row), ms in times.items() if row == "fused exchange, 2 GPUs"}
     nccl = {v: ms for (v, row), ms in times.items() if row == "NCCL, 2 GPUs"}
-    measured = sorted(ms - one[v // 2] for v, ms in fused.items())
+    measured = sorted(ms - one[v // 2] for v, ms in fused.items() if v // 2 in one)
     exchange = measured[len(measured) // 2]
 
     def one_at(v):
@@ -589,7 +589,7 @@ def draw_gpus(folder):
     for rows, color, name in ((nccl, GREY, "NCCL, 2 GPUs"), (fused, BLUE, "fused, 2 GPUs")):
         points = sorted((v, one[v] / ms) for v, ms in rows.items())
         strong.plot(*zip(*points), marker="o", color=color, label=name)
-        points = sorted((v // 2, one[v // 2] / ms) for v, ms in rows.items())
+        points = sorted((v // 2, one[v // 2] / ms) for v, ms in rows.items() if v // 2 in one)
         weak.plot(*zip(*points), marker="o", color=color, label=name)
     for gpus, color in ((4, ORANGE), (8, VERMILLION)):
         ms = exchange_model_ms(gpus, exchange, dims["E"] * dims["W"])

@@ -2,8 +2,8 @@
 
     results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
 
-A lesson is recorded at its default N (with the arguments of DEFAULTS), at those of SIZES (RUN is
-the N), and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
+A lesson is recorded at its default N and at those of SIZES (RUN is the N), with the arguments of
+DEFAULTS, and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
 most kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels
 that matter at any shape. A lesson that fails is not recorded, and the exit code says so.
 """
@@ -74,8 +74,9 @@ SHAPES = {
 
 def runs_of(lesson):
     """(RUN, arguments) of each recording; RUN is empty for the default N."""
-    sizes = [(str(n), [str(n)]) for n in SIZES.get(lesson, [])]
-    return [("", DEFAULTS.get(lesson, [])), *sizes, *VARIANTS.get(lesson, {}).items()]
+    always = DEFAULTS.get(lesson, [])
+    sizes = [(str(n), [str(n), *always]) for n in SIZES.get(lesson, [])]
+    return [("", always), *sizes, *VARIANTS.get(lesson, {}).items()]
 
 
 def gpu_folder(name):
