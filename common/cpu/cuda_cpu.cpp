@@ -374,10 +374,15 @@ CUDA_CPU_NO_TSAN Fiber& Runner::next_unwatched() {
 }
 
 /// Takes the room of one more cluster on the device, if there is any. Under ThreadSanitizer each
-/// worker has a share of it, as it has of the blocks.
+/// worker has a share of it, of as many clusters as it has of the first that fit on the device.
 CUDA_CPU_NO_TSAN bool Runner::take_room() {
   const unsigned size = launch_->cluster_size;
-  if (kTsan && resident_.size() + size > launch_->capacity / launch_->states.size()) return false;
+  if (kTsan) {
+    const auto own = static_cast<unsigned>(worker_);
+    const auto workers = static_cast<unsigned>(launch_->workers);
+    const unsigned share = (launch_->capacity / size + workers - 1 - own) / workers;
+    if (resident_.size() / size >= share) return false;
+  }
   if (launch_->resident.fetch_add(size) + size <= launch_->capacity || kTsan) return true;
   launch_->resident.fetch_sub(size);
   return false;

@@ -127,7 +127,9 @@ def test_races_are_reported(name):
 
 
 @pytest.mark.extensive
-def test_correct_kernels_have_no_race():
+@pytest.mark.parametrize("multiprocessors", ["1", "3", "4"])
+def test_correct_kernels_have_no_race(multiprocessors, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
     result = sanitized("thread", "race_free")
     assert result.returncode == 0, result.stderr
     assert "ThreadSanitizer" not in result.stderr
