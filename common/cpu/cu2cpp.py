@@ -61,7 +61,7 @@ def with_headers(text: str, *headers: str) -> str:
         before, include, after = text.partition(f'#include "{header}"\n')
         if not include:
             raise TranslationError(f"the source does not include {header}")
-        text = before + body + after.replace(include, "")
+        text = before + body + after.replace(f"\n{include}\n", "\n").replace(include, "")
     for header in _INCLUDE.findall(text):
         if twice := _included(header) & set(headers):
             raise TranslationError(f"{header} includes {', '.join(twice)} again: it has to be named, too")
