@@ -13,11 +13,13 @@ import shutil
 import sys
 
 from conftest import CPU_BUILD, ROOT, execute, program
-from cu2cpp import TranslationError, with_headers
 import hopper_mutants
 import mutants
 import pytest
 from test_style import copy_of_sources, formatter, scons
+
+sys.path.append(str(ROOT / "common" / "cpu"))
+from cu2cpp import TranslationError, translate, with_headers
 
 
 def load(name):
@@ -439,8 +441,6 @@ def test_blade_sign_does_not_compile(tmp_path):
     file = tmp_path / "exercises" / "my" / "blade_sign.cu"
     file.parent.mkdir(parents=True)
     file.write_text(exercises.leave_out(exercise.source(), exercise.lesson))
-    sys.path.insert(0, str(ROOT / "common" / "cpu"))
-    from cu2cpp import translate
 
     code = tmp_path / "blade_sign.cc"
     code.write_text(translate(file.read_text(), "exercises/my/blade_sign.cu"))
