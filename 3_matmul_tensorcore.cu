@@ -361,8 +361,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 #pragma unroll
   for (int i = lane * 8; i < WM * WN; i += 32 * 8) {
     const int row = i / WN, col = i % WN;
-    store8<kWidth == 8>(C, row0 + warp_row + row, col0 + warp_col + col, n, n,
-                        *reinterpret_cast<const uint4*>(staging + swizzle<WN>(row, col)));
+    store_halves<kWidth == 8>(C, row0 + warp_row + row, col0 + warp_col + col, n, n,
+                              *reinterpret_cast<const uint4*>(staging + swizzle<WN>(row, col)));
   }
 }
 
@@ -721,16 +721,9 @@ struct SquareProduct {
     using Choice = TileChoice<Tiles<256, 2, 1, 4>, Tiles<256, 2, 1, 2>, Tiles<224, 2, 1, 2>,
                               Tiles<192, 2, 1, 3>, Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>,
                               Tiles<64, 2, 1, 1>>;
-    Choice::best<half, StoreRounded<half>>(
-        shape, A.stride, B.stride, [&]<class Tile>(const ProductPlan& plan) { add<Tile>(plan); });
-  }
-  template <class Tile>
-  void add(const ProductPlan& plan) const {
-    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
-    square
-        .kernel("any shape", Role::ours, [self = *this, plan] { self.template launch<Tile>(plan); })
-        .resources(product<half, Tile, StoreRounded<half>>, Tile::kThreads, kBytes)
-        .hopper_only();
+    Choice::add<half, StoreRounded<half>>(
+        square, "any shape", shape, A.stride, B.stride,
+        [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
   }
 };
 

@@ -36,48 +36,87 @@ __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); 
 // ---- one thread per element ---------------------------------------------------------------------
 
 // Lesson 1's coalesced mapping: thread (x, y) owns out(row y, column x), and both its sums.
-__global__ void gating_simple(const half* x, const half* W1, const half* b1, const half* W2,
-                              const half* b2, half* out, int M, int K, int H) {
+__global__ void gating_simple(GatingOperands in) {
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
-  if (row >= M || col >= H) return;
-  float gate = __half2float(b1[col]), value = __half2float(b2[col]);
-  for (int k = 0; k < K; ++k) {
-    const float factor = __half2float(x[static_cast<size_t>(row) * K + k]);
-    gate += factor * __half2float(W1[static_cast<size_t>(k) * H + col]);
-    value += factor * __half2float(W2[static_cast<size_t>(k) * H + col]);
+  if (row >= in.M || col >= in.H) return;
+  float gate = __half2float(in.b1[col]), value = __half2float(in.b2[col]);
+  for (int k = 0; k < in.K; ++k) {
+    const float x = __half2float(in.x[static_cast<size_t>(row) * in.K + k]);
+    gate += x * __half2float(in.W1[static_cast<size_t>(k) * in.H + col]);
+    value += x * __half2float(in.W2[static_cast<size_t>(k) * in.H + col]);
   }
-  out[static_cast<size_t>(row) * H + col] = __float2half_rn(sigmoid(gate) * value);
+  in.out[static_cast<size_t>(row) * in.H + col] = __float2half_rn(sigmoid(gate) * value);
 }
 
 // ---- tensor cores -------------------------------------------------------------------------------
 
-constexpr int kPad = 8;  // halves after each row of a tile: rows start on different banks
+// A block's tiles in shared memory: BM rows of x and out, BH columns of the weights and of out, BK
+// columns of x (rows of the weights) at a time. A warp has 16 kRows x 16 kCols elements of out.
+template <int kBlockRows, int kBlockCols, int kDepth, int kWarpsM, int kWarpsH, bool kAligned_>
+struct GateTiles {
+  static constexpr int BM = kBlockRows, BH = kBlockCols, BK = kDepth;
+  static constexpr bool kAligned = kAligned_;  // K and H are multiples of 8
+  static constexpr int kWarps = kWarpsM * kWarpsH, kThreads = 32 * kWarps;
+  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
+  // 8 halves or 4 floats after each row: so rows start on different banks.
+  static constexpr int kStrideX = BK + 8, kStrideW = BH + 8, kStrideBias = BH + 4;
+  static constexpr int kStrideStaging = 16 * kCols + 8;
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;              // halves
+  static constexpr int kBiases = 16 * kStrideBias, kStaging = 16 * kStrideStaging;  // floats
+  // A tile of x with both of the weights; both biases; a staging for each warp.
+  static constexpr int kStageBytes = 2 * (kTileX + 2 * kTileW);
+  static constexpr int kBiasBytes = 4 * 2 * kBiases, kStagingBytes = 4 * kWarps * kStaging;
 
-// A warp's share of a tile of out: 16 kRows x 16 kCols elements, both sums of each.
-template <int kRows, int kCols>
+  // The first row and column of this thread's warp in the block's tile of out.
+  __device__ static int row() { return threadIdx.x / 32 / kWarpsH * 16 * kRows; }
+  __device__ static int col() { return threadIdx.x / 32 % kWarpsH * 16 * kCols; }
+
+  __device__ static void load_x(half* to, const GatingOperands& in, int row0, int k0) {
+    copy_tile<BM, BK, kStrideX, kThreads, kAligned>(to, in.x, row0, k0, in.M, in.K);
+  }
+  // W1's tile, and W2's after it.
+  __device__ static void load_weights(half* to, const GatingOperands& in, int k0, int col0) {
+    copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to, in.W1, k0, col0, in.K, in.H);
+    copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to + kTileW, in.W2, k0, col0, in.K, in.H);
+  }
+  // The biases of W1's columns, then of W2's: 16 equal rows each, which load as fragments do.
+  __device__ static void load_biases(float* to, const GatingOperands& in, int col0) {
+    for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
+      const int col = col0 + i % BH, at = i / BH * kStrideBias + i % BH;
+      to[at] = col < in.H ? __half2float(in.b1[col]) : 0;
+      to[kBiases + at] = col < in.H ? __half2float(in.b2[col]) : 0;
+    }
+  }
+};
+
+// A warp's share of a tile of out: both sums of each element.
+template <class Tiles>
 struct GateSums {
+  static constexpr int kRows = Tiles::kRows, kCols = Tiles::kCols;
   FragmentSum gate[kRows][kCols], value[kRows][kCols];
 
-  // The sums start at the biases. In shared memory bias_tile has 16 rows, all the same, of `stride`
-  // floats, so that it loads as a fragment does.
-  __device__ void start(const float* bias1_tile, const float* bias2_tile, int stride) {
+  // The sums start at the biases.
+  __device__ explicit GateSums(const float* biases) {
+    constexpr int kStride = Tiles::kStrideBias;
+    const float *bias1 = biases + Tiles::col(), *bias2 = bias1 + Tiles::kBiases;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
-        wmma::load_matrix_sync(gate[i][j], bias1_tile + 16 * j, stride, wmma::mem_row_major);
-        wmma::load_matrix_sync(value[i][j], bias2_tile + 16 * j, stride, wmma::mem_row_major);
+        wmma::load_matrix_sync(gate[i][j], bias1 + 16 * j, kStride, wmma::mem_row_major);
+        wmma::load_matrix_sync(value[i][j], bias2 + 16 * j, kStride, wmma::mem_row_major);
       }
     }
   }
 
-  // Adds the products of a tile of x (16 kRows rows, kDepth columns) and tiles of W1 and W2 (kDepth
-  // rows, 16 kCols columns), all in shared memory. A fragment of x serves both weights.
-  template <int kDepth, int kStrideX, int kStrideW>
-  __device__ void add_products(const half* x_tile, const half* W1_tile, const half* W2_tile) {
+  // Adds the products of a tile of x with tiles of both weights. A fragment of x serves both.
+  __device__ void add_products(const half* x_tile, const half* W_tiles) {
+    constexpr int kStrideX = Tiles::kStrideX, kStrideW = Tiles::kStrideW;
+    x_tile += Tiles::row() * kStrideX;
+    W_tiles += Tiles::col();
 #pragma unroll
-    for (int k = 0; k < kDepth; k += 16) {
+    for (int k = 0; k < Tiles::BK; k += 16) {
       FragmentA x[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -86,8 +125,9 @@ struct GateSums {
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
         FragmentB w1, w2;
-        wmma::load_matrix_sync(w1, W1_tile + k * kStrideW + 16 * j, kStrideW);
-        wmma::load_matrix_sync(w2, W2_tile + k * kStrideW + 16 * j, kStrideW);
+        const half* W = W_tiles + k * kStrideW + 16 * j;
+        wmma::load_matrix_sync(w1, W, kStrideW);
+        wmma::load_matrix_sync(w2, W + Tiles::kTileW, kStrideW);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           wmma::mma_sync(gate[i][j], x[i], w1, gate[i][j]);
@@ -97,14 +137,14 @@ struct GateSums {
     }
   }
 
-  // out(row0.., col0..) = sigmoid(gate) * value. Fragments of one type hold the same element at the
-  // same index, so gate and value combine without knowing which element that is. The store has to
-  // know it: 16 rows at a time go through `staging` (16 x kStagingStride floats, this warp's own),
+  // out = sigmoid(gate) * value, for the block's tile at (row0, col0). Fragments of one type hold
+  // the same element at the same index, so gate and value combine without knowing which element
+  // that is. The store has to know it: 16 rows at a time go through the warp's part of `stagings`,
   // from where a thread takes 4 consecutive elements; 4 threads fill a 32-byte sector of out.
-  static constexpr int kWidth = 16 * kCols, kStagingStride = kWidth + 8;
-  template <bool kAligned>
-  __device__ void finish(float* staging, half* out, int row0, int col0, int M, int H) {
-    const int lane = threadIdx.x % 32;
+  __device__ void finish(float* stagings, const GatingOperands& in, int row0, int col0) {
+    constexpr int kWidth = 16 * kCols, kStride = Tiles::kStrideStaging;
+    float* staging = stagings + threadIdx.x / 32 * Tiles::kStaging;
+    row0 += Tiles::row(), col0 += Tiles::col();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -112,148 +152,86 @@ struct GateSums {
         for (int e = 0; e < gate[i][j].num_elements; ++e) {
           gate[i][j].x[e] = sigmoid(gate[i][j].x[e]) * value[i][j].x[e];
         }
-        wmma::store_matrix_sync(staging + 16 * j, gate[i][j], kStagingStride, wmma::mem_row_major);
+        wmma::store_matrix_sync(staging + 16 * j, gate[i][j], kStride, wmma::mem_row_major);
       }
       __syncwarp();
 #pragma unroll
-      for (int e = lane * 4; e < 16 * kWidth; e += 32 * 4) {
+      for (int e = threadIdx.x % 32 * 4; e < 16 * kWidth; e += 32 * 4) {
         const float4 from =
-            *reinterpret_cast<const float4*>(staging + e / kWidth * kStagingStride + e % kWidth);
-        const int row = row0 + 16 * i + e / kWidth, col = col0 + e % kWidth;
-        half* to = out + static_cast<size_t>(row) * H + col;
-        const half2 values[2] = {__floats2half2_rn(from.x, from.y),
-                                 __floats2half2_rn(from.z, from.w)};
-        if constexpr (kAligned) {
-          if (row < M && col < H) {
-            *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(values);
-          }
-        } else if (row < M) {
-          if (col < H) to[0] = __low2half(values[0]);
-          if (col + 1 < H) to[1] = __high2half(values[0]);
-          if (col + 2 < H) to[2] = __low2half(values[1]);
-          if (col + 3 < H) to[3] = __high2half(values[1]);
-        }
+            *reinterpret_cast<const float4*>(staging + e / kWidth * kStride + e % kWidth);
+        store_halves<Tiles::kAligned>(
+            in.out, row0 + 16 * i + e / kWidth, col0 + e % kWidth, in.M, in.H,
+            make_uint2(pack2<half>(from.x, from.y), pack2<half>(from.z, from.w)));
       }
       __syncwarp();
     }
   }
 };
 
-// The 16 equal rows of GateSums::start, kStride floats apart, for kCols columns from col0.
-template <int kCols, int kStride, int kThreads>
-__device__ void fill_bias_tile(float* to, const half* bias, int col0, int H) {
-  for (int i = threadIdx.x; i < 16 * kCols; i += kThreads) {
-    const int col = i % kCols;
-    to[i / kCols * kStride + col] = col0 + col < H ? __half2float(bias[col0 + col]) : 0;
-  }
-}
+// A block owns BM rows and BH columns of out, and both sums of each element in registers. Per step
+// of BK it loads a tile of x once for both weights. Then the epilogue: sigmoid and product happen
+// where the sums are, and the first thing to be written to memory is out.
+template <class Tiles>
+__global__ void __launch_bounds__(Tiles::kThreads) gating_tensor_cores(GatingOperands in) {
+  __shared__ __align__(128) half x_tile[Tiles::kTileX];
+  __shared__ __align__(128) half W_tiles[2 * Tiles::kTileW];
+  __shared__ __align__(128) float biases[2 * Tiles::kBiases];
+  __shared__ __align__(128) float stagings[Tiles::kWarps * Tiles::kStaging];
+  const int row0 = blockIdx.x * Tiles::BM, col0 = blockIdx.y * Tiles::BH;
 
-// A block of kWarpsM x kWarpsH warps owns BM rows and BH columns of out, and both sums of each
-// element in registers. Per step of BK it loads a tile of x once for both weights. Then the
-// epilogue: bias, sigmoid and product happen where the sums are, and the first thing to be written
-// to memory is out.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
-    gating_tensor_cores(const half* x, const half* W1, const half* b1, const half* W2,
-                        const half* b2, half* out, int M, int K, int H) {
-  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  __shared__ __align__(128) half x_tile[BM][BK + kPad];
-  __shared__ __align__(128) half W_tiles[2][BK][BH + kPad];
-  __shared__ __align__(128) float bias_tiles[2][16][BH + 4];
-  __shared__ __align__(128) float staging[kWarpsM * kWarpsH][16][16 * kCols + 8];
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / kWarpsH * 16 * kRows, warp_col = warp % kWarpsH * 16 * kCols;
-  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
-
-  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[0][0], b1, col0, H);
-  fill_bias_tile<BH, BH + 4, kThreads>(bias_tiles[1][0], b2, col0, H);
+  Tiles::load_biases(biases, in, col0);
   __syncthreads();
-  GateSums<kRows, kCols> sums;
-  sums.start(&bias_tiles[0][0][warp_col], &bias_tiles[1][0][warp_col], BH + 4);
-  for (int k0 = 0; k0 < K; k0 += BK) {
-    copy_tile<BM, BK, BK + kPad, kThreads, kAligned>(x_tile[0], x, row0, k0, M, K);
-    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[0][0], W1, k0, col0, K, H);
-    copy_tile<BK, BH, BH + kPad, kThreads, kAligned>(W_tiles[1][0], W2, k0, col0, K, H);
+  GateSums<Tiles> sums(biases);
+  for (int k0 = 0; k0 < in.K; k0 += Tiles::BK) {
+    Tiles::load_x(x_tile, in, row0, k0);
+    Tiles::load_weights(W_tiles, in, k0, col0);
     copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    sums.template add_products<BK, BK + kPad, BH + kPad>(x_tile[warp_row], &W_tiles[0][0][warp_col],
-                                                         &W_tiles[1][0][warp_col]);
+    sums.add_products(x_tile, W_tiles);
     __syncthreads();
   }
-  sums.template finish<kAligned>(staging[warp][0], out, row0 + warp_row, col0 + warp_col, M, H);
+  sums.finish(stagings, in, row0, col0);
 }
 
 // ---- async tiles --------------------------------------------------------------------------------
 
 // The same, but kStages sets of tiles are in flight, as in lesson 2's last kernel: the tensor cores
 // work on one while the copies of the next ones are on their way, and a step needs one barrier
-// instead of two.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages>
-struct AsyncTiles {
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  static constexpr int kStrideX = BK + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
-  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;  // halves
-  static constexpr int kStageBytes = (kTileX + 2 * kTileW) * sizeof(half);
-  static constexpr int kBiasBytes = 2 * 16 * kStrideBias * sizeof(float);
-  static constexpr int kStagingBytes = kWarpsM * kWarpsH * 16 * (16 * kCols + 8) * sizeof(float);
-  // The staging of the epilogue takes the place of the tiles.
-  static constexpr int kSharedBytes =
-      kBiasBytes + (kStages * kStageBytes > kStagingBytes ? kStages * kStageBytes : kStagingBytes);
-};
+// instead of two. In the end the stagings take the place of the tiles.
+template <class Tiles, int kStages>
+constexpr int kAsyncBytes = Tiles::kBiasBytes +
+                            std::max(kStages* Tiles::kStageBytes, Tiles::kStagingBytes);
 
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
-    gating_async(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
-                 half* out, int M, int K, int H) {
-  using Shape = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>;
+template <class Tiles, int kStages>
+__global__ void __launch_bounds__(Tiles::kThreads) gating_async(GatingOperands in) {
   extern __shared__ __align__(128) char shared[];
-  float* bias_tiles = reinterpret_cast<float*>(shared);
-  half* stages = reinterpret_cast<half*>(shared + Shape::kBiasBytes);
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
-  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
-  const int row0 = blockIdx.x * BM, col0 = blockIdx.y * BH;
-
-  const auto stage_of = [&](int step) {
-    return stages + step % kStages * (Shape::kTileX + 2 * Shape::kTileW);
-  };
-  const auto copy_step = [&](int step) {
-    half* x_tile = stage_of(step);
-    half* W1_tile = x_tile + Shape::kTileX;
-    half* W2_tile = W1_tile + Shape::kTileW;
-    const int k0 = step * BK;
-    copy_tile<BM, BK, Shape::kStrideX, Shape::kThreads, kAligned>(x_tile, x, row0, k0, M, K);
-    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, k0, col0, K, H);
-    copy_tile<BK, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, k0, col0, K, H);
-  };
-
-  const int steps = (K + BK - 1) / BK;
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) copy_step(step);
+  float* biases = reinterpret_cast<float*>(shared);
+  half* stages = reinterpret_cast<half*>(biases + 2 * Tiles::kBiases);
+  const int row0 = blockIdx.x * Tiles::BM, col0 = blockIdx.y * Tiles::BH;
+  const int steps = (in.K + Tiles::BK - 1) / Tiles::BK;
+  const auto stage_of = [&](int step) { return stages + step % kStages * Tiles::kStageBytes / 2; };
+  const auto load_step = [&](int step) {
+    if (step < steps) {
+      half* x_tile = stage_of(step);
+      Tiles::load_x(x_tile, in, row0, step * Tiles::BK);
+      Tiles::load_weights(x_tile + Tiles::kTileX, in, step * Tiles::BK, col0);
+    }
     copy_async_commit();
-  }
-  float* bias2_tile = bias_tiles + 16 * Shape::kStrideBias;
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias_tiles, b1, col0, H);
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
+  };
+
+  for (int step = 0; step < kStages - 1; ++step) load_step(step);
+  Tiles::load_biases(biases, in, col0);
   __syncthreads();
-  GateSums<Shape::kRows, Shape::kCols> sums;
-  sums.start(bias_tiles + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
+  GateSums<Tiles> sums(biases);
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
-    copy_async_commit();
-    const half* x_tile = stage_of(step);
-    const half* W_tile = x_tile + Shape::kTileX + warp_col;
-    sums.template add_products<BK, Shape::kStrideX, Shape::kStrideW>(
-        x_tile + warp_row * Shape::kStrideX, W_tile, W_tile + Shape::kTileW);
+    load_step(step + kStages - 1);
+    sums.add_products(stage_of(step), stage_of(step) + Tiles::kTileX);
   }
   __syncthreads();
-  float* staging = reinterpret_cast<float*>(stages) + warp * 16 * (16 * Shape::kCols + 8);
-  sums.template finish<kAligned>(staging, out, row0 + warp_row, col0 + warp_col, M, H);
+  sums.finish(reinterpret_cast<float*>(stages), in, row0, col0);
 }
 
 // ---- resident weights ---------------------------------------------------------------------------
@@ -262,63 +240,38 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
 // many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
 // weights and biases once, then walks over row tiles blockIdx.x, blockIdx.x + gridDim.x, ... with
 // all columns of kStages of them in flight: while one is multiplied and written, the next ones
-// arrive. Memory never waits for a block to start or to end. K is at most kDepth; what is missing
-// is filled with zeros.
-template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages>
-struct ResidentWeights {
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  static constexpr int kStrideX = kDepth + kPad, kStrideW = BH + kPad, kStrideBias = BH + 4;
-  static constexpr int kTileX = BM * kStrideX, kTileW = kDepth * kStrideW;  // halves
-  static constexpr int kBiasFloats = 16 * kStrideBias;
-  static constexpr int kStagingFloats = 16 * GateSums<kRows, kCols>::kStagingStride;  // per warp
-  static constexpr int kFloatBytes =
-      (2 * kBiasFloats + kWarpsM * kWarpsH * kStagingFloats) * sizeof(float);
-  static constexpr int kSharedBytes = kFloatBytes + (kStages * kTileX + 2 * kTileW) * sizeof(half);
-};
+// arrive. Memory never waits for a block to start or to end. K is at most BK; zeros fill it up.
+template <class Tiles, int kStages>
+constexpr int kResidentBytes = Tiles::kBiasBytes + Tiles::kStagingBytes + Tiles::kStageBytes +
+                               (kStages - 1) * Tiles::kTileX * 2;
 
-template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsH)
-    gating_resident(const half* x, const half* W1, const half* b1, const half* W2, const half* b2,
-                    half* out, int M, int K, int H) {
-  using Shape = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>;
+template <class Tiles, int kStages>
+__global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperands in) {
   extern __shared__ __align__(128) char shared[];
-  float* bias1_tile = reinterpret_cast<float*>(shared);
-  float* bias2_tile = bias1_tile + Shape::kBiasFloats;
-  float* stagings = bias2_tile + Shape::kBiasFloats;
-  half* W1_tile = reinterpret_cast<half*>(shared + Shape::kFloatBytes);
-  half* W2_tile = W1_tile + Shape::kTileW;
-  half* x_tiles = W2_tile + Shape::kTileW;
-  const int warp = threadIdx.x / 32;
-  const int warp_row = warp / kWarpsH * 16 * Shape::kRows;
-  const int warp_col = warp % kWarpsH * 16 * Shape::kCols;
-  const int col0 = blockIdx.y * BH, tiles = (M + BM - 1) / BM;
-
-  const auto copy_step = [&](int step) {
+  float* biases = reinterpret_cast<float*>(shared);
+  float* stagings = biases + 2 * Tiles::kBiases;
+  half* W_tiles = reinterpret_cast<half*>(stagings + Tiles::kWarps * Tiles::kStaging);
+  half* x_tiles = W_tiles + 2 * Tiles::kTileW;
+  const int col0 = blockIdx.y * Tiles::BH, tiles = (in.M + Tiles::BM - 1) / Tiles::BM;
+  const auto stage_of = [&](int step) { return x_tiles + step % kStages * Tiles::kTileX; };
+  const auto load_step = [&](int step) {
     const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
     if (tile < tiles) {
-      copy_tile<BM, kDepth, Shape::kStrideX, Shape::kThreads, kAligned>(
-          x_tiles + step % kStages * Shape::kTileX, x, static_cast<int>(tile) * BM, 0, M, K);
+      Tiles::load_x(stage_of(step), in, static_cast<int>(tile) * Tiles::BM, 0);
     }
     copy_async_commit();
   };
 
-  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W1_tile, W1, 0, col0, K, H);
-  copy_tile<kDepth, BH, Shape::kStrideW, Shape::kThreads, kAligned>(W2_tile, W2, 0, col0, K, H);
-  for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias1_tile, b1, col0, H);
-  fill_bias_tile<BH, Shape::kStrideBias, Shape::kThreads>(bias2_tile, b2, col0, H);
+  Tiles::load_weights(W_tiles, in, 0, col0);
+  for (int step = 0; step < kStages - 1; ++step) load_step(step);
+  Tiles::load_biases(biases, in, col0);
   for (int step = 0, tile = blockIdx.x; tile < tiles; ++step, tile += gridDim.x) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    copy_step(step + kStages - 1);
-    GateSums<Shape::kRows, Shape::kCols> sums;
-    sums.start(bias1_tile + warp_col, bias2_tile + warp_col, Shape::kStrideBias);
-    sums.template add_products<kDepth, Shape::kStrideX, Shape::kStrideW>(
-        x_tiles + step % kStages * Shape::kTileX + warp_row * Shape::kStrideX, W1_tile + warp_col,
-        W2_tile + warp_col);
-    sums.template finish<kAligned>(stagings + warp * Shape::kStagingFloats, out,
-                                   tile * BM + warp_row, col0 + warp_col, M, H);
+    load_step(step + kStages - 1);
+    GateSums<Tiles> sums(biases);
+    sums.add_products(stage_of(step), W_tiles);
+    sums.finish(stagings, in, tile * Tiles::BM, col0);
   }
 }
 
@@ -482,66 +435,55 @@ struct GateEpilogue {
 
 // -------------------------------------------------------------------------------------------------
 
-// Adds the kernels that every shape can use. BM, BH, BK: a block's tile in "async tiles", kStages
-// of which fit into the device's shared memory.
-template <int BM, int BH, int BK, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-void add_kernels(GatingProblem& layer) {
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-  const auto tiles = [](int64_t extent, int tile) {
-    return static_cast<unsigned>((extent + tile - 1) / tile);
-  };
-  layer.problem
-      .kernel("one thread per element", Role::baseline,
-              [=, &layer] {
-                gating_simple<<<dim3(tiles(M, 8), tiles(H, 32)), dim3(32, 8)>>>(
-                    layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-              })
-      .resources(gating_simple, 256);
-  layer.problem
-      .kernel("tensor cores", Role::ours,
-              [=, &layer] {
-                gating_tensor_cores<64, 64, 32, 2, 2, kAligned>
-                    <<<dim3(tiles(M, 64), tiles(H, 64)), 128>>>(
-                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-              })
-      .resources(gating_tensor_cores<64, 64, 32, 2, 2, kAligned>, 128);
-
-  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kBytes = AsyncTiles<BM, BH, BK, kWarpsM, kWarpsH, kStages>::kSharedBytes;
-  const auto kernel = gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  layer.problem
-      .kernel("async tiles", Role::ours,
-              [=, &layer] {
-                gating_async<BM, BH, BK, kWarpsM, kWarpsH, kStages, kAligned>
-                    <<<dim3(tiles(M, BM), tiles(H, BH)), kThreads, kBytes>>>(
-                        layer.x, layer.W1, layer.b1, layer.W2, layer.b2, layer.out, M, K, H);
-              })
-      .resources(kernel, kThreads, kBytes);
+unsigned blocks_for(int64_t count, int per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
 }
 
-// Adds the kernel for weights that fit into shared memory: K at most kDepth.
-template <int BM, int BH, int kDepth, int kWarpsM, int kWarpsH, int kStages, bool kAligned>
-void add_resident_kernel(GatingProblem& layer, const Device& device) {
-  constexpr int kThreads = 32 * kWarpsM * kWarpsH;
-  constexpr int kBytes = ResidentWeights<BM, BH, kDepth, kWarpsM, kWarpsH, kStages>::kSharedBytes;
+// Adds the kernels that every shape can use; kStages of Tiles fit into the device's shared memory.
+template <class Tiles, int kStages>
+void add_kernels(GatingProblem& table) {
+  const int64_t M = table.shape.rows, H = table.shape.hidden;
+  const dim3 elements(blocks_for(M, 8), blocks_for(H, 32));
+  const auto simple = [=, &table] { gating_simple<<<elements, dim3(32, 8)>>>(table.operands()); };
+  table.problem.kernel("one thread per element", Role::baseline, simple)
+      .resources(gating_simple, 256);
+
+  using Small = GateTiles<64, 64, 32, 2, 2, Tiles::kAligned>;
+  const dim3 small_tiles(blocks_for(M, Small::BM), blocks_for(H, Small::BH));
+  const auto tensor_cores = [=, &table] {
+    gating_tensor_cores<Small><<<small_tiles, Small::kThreads>>>(table.operands());
+  };
+  table.problem.kernel("tensor cores", Role::ours, tensor_cores)
+      .resources(gating_tensor_cores<Small>, Small::kThreads);
+
+  constexpr int kBytes = kAsyncBytes<Tiles, kStages>;
+  const auto kernel = gating_async<Tiles, kStages>;
+  allow_shared_bytes(kernel, kBytes);
+  const dim3 tiles(blocks_for(M, Tiles::BM), blocks_for(H, Tiles::BH));
+  const auto async = [=, &table] {
+    gating_async<Tiles, kStages><<<tiles, Tiles::kThreads, kBytes>>>(table.operands());
+  };
+  table.problem.kernel("async tiles", Role::ours, async).resources(kernel, Tiles::kThreads, kBytes);
+}
+
+// Adds the kernel for weights that fit into shared memory: K at most Tiles::BK.
+template <class Tiles, int kStages>
+void add_resident_kernel(GatingProblem& table, const Device& device) {
+  constexpr int kBytes = kResidentBytes<Tiles, kStages>;
   if (kBytes > device.shared_bytes) return;
-  const int64_t M = layer.shape.rows, K = layer.shape.channels, H = layer.shape.hidden;
-  const auto kernel = gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  const auto kernel = gating_resident<Tiles, kStages>;
+  allow_shared_bytes(kernel, kBytes);
   int per_sm = 0;
-  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, kThreads, kBytes));
-  const int64_t tiles = (M + BM - 1) / BM, resident = static_cast<int64_t>(per_sm) * device.sms;
-  const dim3 grid(static_cast<unsigned>(std::min(tiles, resident)),
-                  static_cast<unsigned>((H + BH - 1) / BH));
-  layer.problem
-      .kernel("resident weights", Role::ours,
-              [=, &layer] {
-                gating_resident<BM, BH, kDepth, kWarpsM, kWarpsH, kStages, kAligned>
-                    <<<grid, kThreads, kBytes>>>(layer.x, layer.W1, layer.b1, layer.W2, layer.b2,
-                                                 layer.out, M, K, H);
-              })
-      .resources(kernel, kThreads, kBytes);
+  CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, Tiles::kThreads, kBytes));
+  const dim3 grid(
+      std::min(blocks_for(table.shape.rows, Tiles::BM), static_cast<unsigned>(per_sm * device.sms)),
+      blocks_for(table.shape.hidden, Tiles::BH));
+  const auto launch = [=, &table] {
+    gating_resident<Tiles, kStages><<<grid, Tiles::kThreads, kBytes>>>(table.operands());
+  };
+  table.problem.kernel("resident weights", Role::ours, launch)
+      .resources(kernel, Tiles::kThreads, kBytes);
 }
 
 // Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes.
@@ -552,10 +494,8 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
   constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
   const auto kernel = gating_hopper_resident<kBoxes, kStages>;
   allow_shared_bytes(kernel, kBytes);
-  const int64_t columns = (H + 63) / 64, tiles = (M + 63) / 64;
-  const dim3 grid(
-      static_cast<unsigned>(std::min(tiles, std::max<int64_t>(1, device.sms / columns))),
-      static_cast<unsigned>(columns));
+  const unsigned columns = blocks_for(H, 64), sms = static_cast<unsigned>(device.sms);
+  const dim3 grid(std::min(blocks_for(M, 64), std::max(1u, sms / columns)), columns);
   const auto launch = [=, &table] {
     const CUtensorMap x = tensor_map<half>(table.x, M, K, 64);
     const CUtensorMap W1 = tensor_map<half>(table.W1, K, H, 64);
@@ -572,24 +512,18 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
 // rows that are, as in lesson 3; that time counts.
 struct GatedProduct {
   GatingProblem& table;
-  AlignedRows<half> x, W1, W2;
-  ExchangeMemory memory;
-  ProductShape shape;  // of x [W1 W2]
-
-  GatedProduct(GatingProblem& of, const Device& device)
-      : table(of),
-        x(of.problem, of.x, of.shape.rows, of.shape.channels),
-        W1(of.problem, of.W1, of.shape.channels, of.shape.hidden),
-        W2(of.problem, of.W2, of.shape.channels, of.shape.hidden),
-        memory(of.problem, device),
-        shape{x.rows, 2 * W1.cols, x.cols} {}
+  const Device& device;
+  AlignedRows<half> x{table.problem, table.x, table.shape.rows, table.shape.channels};
+  AlignedRows<half> W1{table.problem, table.W1, table.shape.channels, table.shape.hidden};
+  AlignedRows<half> W2{table.problem, table.W2, table.shape.channels, table.shape.hidden};
+  ExchangeMemory memory{table.problem, device};
+  ProductShape shape{x.rows, 2 * W1.cols, x.cols};  // of x [W1 W2]
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
     if (x.copied) {
-      align_rows<half>
-          <<<dim3(x.rows, 1), 256>>>(x.from, x.copy, nullptr, nullptr, x.cols, x.stride);
+      align_rows<half><<<x.rows, 256>>>(x.from, x.copy, nullptr, nullptr, x.cols, x.stride);
     }
     if (W1.copied) {
       align_rows<half>
@@ -606,17 +540,9 @@ struct GatedProduct {
 
   // Adds the row, with the tiles that should be the fastest.
   void add() const {
-    TileChoice<Tiles<256, 2, 1, 2>, Tiles<128, 2, 1, 1>>::best<half, GateEpilogue>(
-        shape, x.stride, W1.stride, [&]<class Tile>(const ProductPlan& plan) { add<Tile>(plan); });
-  }
-  template <class Tile>
-  void add(const ProductPlan& plan) const {
-    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
-    table.problem
-        .kernel("Hopper cluster", Role::ours,
-                [self = *this, plan] { self.template launch<Tile>(plan); })
-        .resources(product<half, Tile, GateEpilogue>, Tile::kThreads, kBytes)
-        .hopper_only();
+    TileChoice<Tiles<256, 2, 1, 2>, Tiles<128, 2, 1, 1>>::add<half, GateEpilogue>(
+        table.problem, "Hopper cluster", shape, x.stride, W1.stride,
+        [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
   }
 };
 
@@ -637,23 +563,24 @@ int main(int argc, char** argv) {
                       {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
   for (GatingProblem* table : {&layer, &square}) {
-    if (table->shape.channels % 8 != 0 || table->shape.hidden % 8 != 0) {
-      add_kernels<128, 64, 32, 4, 2, 2, false>(*table);
+    if (!table->shape.aligned()) {
+      add_kernels<GateTiles<128, 64, 32, 4, 2, false>, 2>(*table);
     } else if (large) {
-      add_kernels<128, 64, 64, 2, 2, 2, true>(*table);
+      add_kernels<GateTiles<128, 64, 64, 2, 2, true>, 2>(*table);
     } else {
-      add_kernels<128, 64, 32, 4, 2, 2, true>(*table);
+      add_kernels<GateTiles<128, 64, 32, 4, 2, true>, 2>(*table);
     }
   }
-  const bool aligned = layer.shape.channels % 8 == 0 && layer.shape.hidden % 8 == 0;
   const int64_t boxes = (layer.shape.channels + 63) / 64;
   if (boxes <= 2) {
-    aligned ? add_resident_kernel<64, 64, 128, 2, 2, 3, true>(layer, lesson.device())
-            : add_resident_kernel<64, 64, 128, 2, 2, 3, false>(layer, lesson.device());
+    const auto add = layer.shape.aligned()
+                         ? add_resident_kernel<GateTiles<64, 64, 128, 2, 2, true>, 3>
+                         : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
+    add(layer, lesson.device());
   }
   if (boxes > 4) {
-    GatedProduct(layer, lesson.device()).add();
-  } else if (!aligned) {
+    GatedProduct{layer, lesson.device()}.add();
+  } else if (!layer.shape.aligned()) {
     lesson.note("The layer's rows are no multiple of 16 bytes: no Hopper kernel for it.");
   } else if (boxes > 2) {
     add_hopper_resident<4, 3>(layer, lesson.device());
@@ -661,7 +588,7 @@ int main(int argc, char** argv) {
     boxes == 2 ? add_hopper_resident<2, 6>(layer, lesson.device())
                : add_hopper_resident<1, 9>(layer, lesson.device());
   }
-  GatedProduct(square, lesson.device()).add();
+  GatedProduct{square, lesson.device()}.add();
 
   layer.problem.compare("resident weights", "one thread per element",
                         "Layer: tiles, tensor cores and resident weights: % times faster.");

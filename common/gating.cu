@@ -63,6 +63,18 @@ GatingProblem::GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* na
   problem.check(out, expected, tolerance(roundings));
 }
 
+GatingOperands GatingProblem::operands() const {
+  return {x,
+          W1,
+          b1,
+          W2,
+          b2,
+          out,
+          static_cast<int>(shape.rows),
+          static_cast<int>(shape.channels),
+          static_cast<int>(shape.hidden)};
+}
+
 double GatingProblem::scratch_bytes() const {
   const double rows = static_cast<double>(std::min(shape.rows, kReferenceRows));
   const double k = static_cast<double>(shape.channels), h = static_cast<double>(shape.hidden);

@@ -10,6 +10,8 @@
 struct GatingShape {
   int64_t rows, channels, hidden;  ///< M, K, H; each below 2^31
 
+  /// Whether every row starts at a multiple of 16 bytes.
+  bool aligned() const { return channels % 8 == 0 && hidden % 8 == 0; }
   double flops() const {
     // Two products, and per output two biases, a sigmoid (negate, exp, add, divide) and a product.
     return static_cast<double>(rows) * static_cast<double>(hidden) *
@@ -23,6 +25,13 @@ struct GatingShape {
   }
 };
 
+/// What a kernel reads and writes, on the device.
+struct GatingOperands {
+  const half *x, *W1, *b1, *W2, *b2;
+  half* out;
+  int M, K, H;
+};
+
 /// Every result on the way to `out`.
 enum class GatingStep { x_w1, plus_b1, sigmoid, x_w2, plus_b2, out };
 
@@ -32,6 +41,7 @@ struct GatingProblem {
   GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* name, GatingShape shape,
                 int roundings);
 
+  GatingOperands operands() const;
   /// Fills `expected` with a step's result in fp64: products by cuBLAS, a few rows at a time.
   void compute_reference(GatingStep step) const;
   /// Device memory that compute_reference allocates while it runs.

@@ -106,17 +106,25 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
   return plan;
 }
 
-/// Calls use.operator()<Tile>(plan) with those of the tiles that should be the fastest.
+/// Adds a row to a table: the product with those of the tiles that should be the fastest, which
+/// launch.operator()<Tile>(plan) launches. The strides are those of the factors, in elements.
 template <class... Tile>
 struct TileChoice {
-  template <typename T, class Epilogue, typename Use>
-  static void best(const ProductShape& shape, int64_t stride_a, int64_t stride_b, Use use) {
+  template <typename T, class Epilogue, typename Launch>
+  static void add(Problem& problem, const char* name, const ProductShape& shape, int64_t stride_a,
+                  int64_t stride_b, Launch launch) {
     const ProductPlan plans[] = {plan_product<T, Tile, Epilogue>(shape, stride_a, stride_b)...};
     const ProductPlan* best = plans;
     for (const ProductPlan& plan : plans) {
       if (plan.microseconds < best->microseconds) best = &plan;
     }
+    const auto add_if_best = [&]<class Each>(const ProductPlan& plan) {
+      if (&plan != best) return;
+      problem.kernel(name, Role::ours, [=] { launch.template operator()<Each>(plan); })
+          .resources(product<T, Each, Epilogue>, Each::kThreads, sizeof(ProductShared<T, Each>))
+          .hopper_only();
+    };
     const ProductPlan* plan = plans;
-    (void)((plan++ == best && (use.template operator()<Tile>(*best), true)) || ...);
+    (add_if_best.template operator()<Tile>(*plan++), ...);
   }
 };

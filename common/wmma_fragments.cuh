@@ -13,18 +13,22 @@ using FragmentA = wmma::fragment<wmma::matrix_a, 16, 16, 16, half, wmma::row_maj
 using FragmentB = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row_major>;
 using FragmentSum = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
-/// Writes 8 elements of row `row` of a row-major matrix (rows x cols), from column `col`, as far as
-/// they are inside. With kAligned (cols a multiple of 8) that is one 16-byte store.
-template <bool kAligned>
-__device__ inline void store8(half* matrix, int row, int col, int rows, int cols, uint4 eight) {
+/// Writes 4 or 8 elements (Vector: uint2, uint4) of row `row` of a row-major matrix (rows x cols),
+/// from column `col`, as far as they are inside. With kAligned (cols a multiple of 8) that is one
+/// store.
+template <bool kAligned, typename Vector>
+__device__ inline void store_halves(half* matrix, int row, int col, int rows, int cols,
+                                    Vector elements) {
   if (row >= rows || col >= cols) return;
   half* to = matrix + static_cast<size_t>(row) * cols + col;
   if constexpr (kAligned) {
-    *reinterpret_cast<uint4*>(to) = eight;
+    *reinterpret_cast<Vector*>(to) = elements;
   } else {
-    const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+    constexpr int kPairs = sizeof(Vector) / 4;
+    alignas(Vector) unsigned pairs[kPairs];
+    *reinterpret_cast<Vector*>(pairs) = elements;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 2 * kPairs; ++i) {
       const unsigned element = pairs[i / 2] >> i % 2 * 16 & 0xFFFF;
       if (col + i < cols) to[i] = __ushort_as_half(static_cast<unsigned short>(element));
     }
@@ -44,8 +48,8 @@ __device__ inline void store_rounded(half* matrix, int row0, int col0, int rows,
   const float* from = staging + row * kStagingStride + col;
   const float4 low = *reinterpret_cast<const float4*>(from);
   const float4 high = *reinterpret_cast<const float4*>(from + 4);
-  store8<kAligned>(matrix, row0 + row, col0 + col, rows, cols,
-                   make_uint4(pack2<half>(low.x, low.y), pack2<half>(low.z, low.w),
-                              pack2<half>(high.x, high.y), pack2<half>(high.z, high.w)));
+  store_halves<kAligned>(matrix, row0 + row, col0 + col, rows, cols,
+                         make_uint4(pack2<half>(low.x, low.y), pack2<half>(low.z, low.w),
+                                    pack2<half>(high.x, high.y), pack2<half>(high.z, high.w)));
   __syncwarp();
 }
