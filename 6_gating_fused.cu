@@ -80,12 +80,12 @@ struct GateTiles {
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to, in.W1, k0, col0, in.K, in.H);
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to + kTileW, in.W2, k0, col0, in.K, in.H);
   }
-  // The biases of W1's columns, then of W2's: 16 equal rows each, which load as fragments do.
+  // W1's biases, then W2's, in 16 equal rows each, for fragments. Beyond H they are the last ones.
   __device__ static void load_biases(float* to, const GatingOperands& in, int col0) {
     for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
-      const int col = col0 + i % BH, at = i / BH * kStrideBias + i % BH;
-      to[at] = col < in.H ? __half2float(in.b1[col]) : 0;
-      to[kBiases + at] = col < in.H ? __half2float(in.b2[col]) : 0;
+      const int at = i / BH * kStrideBias + i % BH, col = min(col0 + i % BH, in.H - 1);
+      to[at] = __half2float(in.b1[col]);
+      to[kBiases + at] = __half2float(in.b2[col]);
     }
   }
 };

@@ -114,6 +114,7 @@ CONNECTED = "bonus_clifford_fully_connected"
 HEADERS = {
     CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
     CONNECTED: ("common/connected_gradients.cuh",),
+    FUSED: ("common/wmma_fragments.cuh",),
     SOFTMAX: ("common/turned_product.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh",
               "common/fp32_product.cuh", "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
@@ -274,8 +275,8 @@ MUTANTS = [
         OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^tile$",
     ),
     _mutant(
-        "writes_below_result", "address", FUSED, "struct GateSums {",
-        "} else if (row < M) {", "} else {",
+        "writes_below_result", "address", FUSED, "void store_halves(",
+        "row >= rows || col >= cols", "col >= cols",
         OUT_OF_BOUNDS_WRITE, "1", "--channels", "7", "--hidden", "3", "--kernel", "^async tiles$",
     ),
     # ---- What C++ leaves undefined

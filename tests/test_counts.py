@@ -30,6 +30,7 @@ ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
+NARROW = [("square", "tensor cores"), ("square", "async tiles")]  # few columns of a tile exist
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
@@ -38,7 +39,8 @@ EXPLAINED = {
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": WMMA},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {
-        "global_load_sectors": WMMA, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS}
+        "global_load_sectors": WMMA, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS,
+        **({"global_load_requests": OLDER} if (problem, kernel) in NARROW else {})}
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
