@@ -276,7 +276,7 @@ MUTANTS = [
     ),
     _mutant(
         "writes_below_result", "address", FUSED, "void store_halves(",
-        "row >= rows || col >= cols", "col >= cols",
+        "row >= rows ||", "row > rows ||",
         OUT_OF_BOUNDS_WRITE, "1", "--channels", "7", "--hidden", "3", "--kernel", "^async tiles$",
     ),
     # ---- What C++ leaves undefined
