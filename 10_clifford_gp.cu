@@ -8,11 +8,11 @@
 //
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
-// blades. x_0 is the scalar, <x>_a the part of grade a (of blades with a basis vectors). Two
-// multivectors multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2, and
-// square to +1, -1 or 0: that is the algebra's signature. Each product of grades has a weight per
-// feature, shared by the batch; there are 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of
-// squares. Backward returns dx, dy and dw from d_out.
+// blades. A blade's grade is how many basis vectors it is made of; <x>_a is what x has of grade a,
+// and x_0 is its scalar. Multivectors multiply like polynomials in e1, e2, ... which anticommute,
+// e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's signature. A product of grades
+// has a weight per feature, shared by the batch: 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the
+// plain sum of squares. Backward returns dx, dy and dw from d_out.
 //
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
 // 3-D multivectors. What is computed: 92 multiply-adds for their product and two gates. The
@@ -29,19 +29,17 @@
 //                     a cluster of blocks shares a row that is too long for one; needs compute
 //                     capability 9.0
 //
-// The last two take rows of any length that start anywhere (Place says how); a cluster of 8 blocks
-// holds 8192 features of 8 blades, 4096 of 16, 2048 of 32.
+// Rows may start anywhere (Place says how). A cluster of 8 blocks holds 8192 features of 8 blades,
+// 4096 of 16, 2048 of 32; "row on chip" forward has one block for a row, and holds fewer.
 //
 // What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
-// which gives which, with which sign and which weight, is known when the program is compiled. Other
-// implementations write these lines by hand or generate them with a symbolic package. Here the
-// compiler does, from the signature: Cl<3, 0, 0> is all that a user writes, and Cl<1, 3, 0>
-// (spacetime), Cl<3, 0, 1> (projective) and Cl<4, 1, 0> (conformal) cost nothing more. How it does
-// that is common/algebra.cuh: read weighted_product() there, and gradients(), before the kernels.
-// Gates and norms in registers: common/clifford.cuh.
+// which gives which, with which sign and which weight, is known when the program is compiled. Most
+// write these lines by hand, or generate them with a symbolic package. Here the compiler does, from
+// the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
+// (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
+// gradients() in common/algebra.cuh. Gates and norms in registers: common/clifford.cuh.
 
 #include <optional>
-#include <utility>
 
 #include "common/algebra.cuh"
 #include "common/async_copy.cuh"
@@ -94,7 +92,7 @@ constexpr int kRowThreads = 256;
 
 // z need not be written to be normalized: it can be computed again. A block owns a row, walks over
 // its features once for the sums and once for the result; the second time x and y come from the L2
-// cache, and memory sees each byte once. Works for rows of any length. But a multivector costs its
+// cache, as far as it still has them. Works for rows of any length. But a multivector costs its
 // product twice, and its weights, which are reread for every row, come through the L1 cache.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
@@ -124,8 +122,8 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// The same for backward: the first walk for both sums at once, the second for dx, dy and dw, which
-// the block adds to its own partial (triples, features): a thread meets nobody else there.
+// Backward, the same: the first walk adds up both sums of a row, the second makes dx, dy and dw, of
+// P, the product before its gates. dw goes to a partial (triples, features) of the block's own.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
@@ -187,21 +185,19 @@ struct RowsOnChip {
   }
 };
 
-// A block stays, and takes one group of rows after the other. Sized for an H200, where a
-// multiprocessor is given 33 bytes per nanosecond, so that it has to have about 40 KB on the way at
-// any time. Its registers are 128 for each of 512 threads; with 32 blades twice as many for half.
+// A block stays, and takes one group of rows after the other. Sized for an H200, which brings each
+// multiprocessor 33 bytes per nanosecond, more than a microsecond after they were asked for: about
+// 40 KB have to be on the way. A thread of 512 has 128 registers; with 32 blades, of 256, 255.
 template <typename A>
 constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
 
 // W features per thread: as many as the registers hold. Forward needs x, y and z at a time, 3 W
-// blades (of 16, 2 features where a row has over 512); backward about as much, and dw for all
-// triples.
+// multivectors; backward about as much, and dw for all triples. (Forward, rows of over 512 features
+// of 16 blades have W = 2: see kFetchAhead.)
 template <typename A>
 constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 template <typename A>
-constexpr int kBackwardWidth = A::kBlades <= 4   ? 4
-                               : A::kBlades == 8 ? 2
-                                                 : 1;
+constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
 template <typename A>
 constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
@@ -226,11 +222,11 @@ struct Place {
               : kVector         ? W
                                 : min(W, (features - first - 1) / step + 1)) {}
 
-  // Which of the row's threads has a feature of the block, as which of its own.
+  // The thread of a row that has this feature of the block, and which of the thread's W it is.
   __device__ int thread_of(int feature) const { return kVector ? feature / W : feature % step; }
   __device__ int number_of(int feature) const { return kVector ? feature % W : feature / step; }
 
-  // Its features of a blade, from or to where the first one is; only `inside` of them are there.
+  // Moves the thread's features of a blade; `from` or `to` is the first's. Only `inside` exist.
   __device__ __forceinline__ void fetch(float* to, const float* from, int inside) const {
     if constexpr (kVector) {
       copy_async<sizeof(Pack<W>)>(to, from, inside > 0);
@@ -376,10 +372,10 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     Multivectors<A, W> left, right;
     if constexpr (kFetchAhead<A, W>) {
       copy_async_wait<0>();
-      __syncwarp();  // for the compiler: not before the copy has landed,
+      __syncwarp();  // for the compiler: loads stay behind the wait,
       left = memory.template take<0>();
       right = memory.template take<A::kBlades>();
-      __syncwarp();  // and not after the next one has started
+      __syncwarp();  // and before the next copy
       if (first + step < layer.batch) fetch(n + step);
     } else {
       unroll<0, A::kBlades>([&](auto k) {
@@ -407,7 +403,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // threads had read round r - 4. So yes, it may.
 constexpr int kMaxBlocks = 8, kSlots = 4;
 
-// All have a block's sums at the same place. It lies at the start of the dynamic shared memory.
+// In every block of[slot][i] is for block i's sums. At the start of the dynamic shared memory.
 template <int kCount>
 struct alignas(128) Exchange {
   Sums<kCount> of[kSlots][kMaxBlocks];
@@ -587,20 +583,20 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // features in all of its rows, and keeps their weights in registers, too.
 //
 // A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
-// blocks take the places of this one's, one for one. The kernels above have room for several blocks
-// on a multiprocessor, and lose by it: the next ones crowd where a place gets free first.
+// blocks take the places of this one's, one for one. Kernels that have several blocks there, as
+// those above can, lose by it: the next ones crowd where a place gets free first.
 //
-// Backward that works for up to 4 blades. In 3-D a feature has 20 weights, 20 sums for dw and three
-// multivectors of 8: with them in registers there is room for half of the threads, which are too
-// few to hide each other's waiting. (Tried with two blocks a row: slower than "both on chip".)
+// Backward, this pays for up to 4 blades only. In 3-D a feature has 20 weights, 20 sums for dw and
+// three multivectors of 8: they leave registers for half of the threads, too few to hide each
+// other's waiting. (Tried with two blocks a row: slower than "both on chip".)
 
 // Bytes of shared memory for stages, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
 
 // The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
-// from multiples of 16 on. Rows start anywhere where kVector does not hold: then it brings what
-// covers them, and blade k of element 0 is at place shift(k) of its plane. (A tensor has a multiple
-// of 4 elements, since there are at least 4 blades. So nothing beyond its end is read.)
+// from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
+// and plane k of the rows begins shift(its first element) floats further on in stages[s][k]. (A
+// tensor has a multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
@@ -684,8 +680,8 @@ struct Stream {
 };
 
 #if HOPPER_CODE
-// Weights of a thread's features, in registers. Threads beyond the row's end compute as well, with
-// zeros and somebody's weights.
+// Weights of a thread's features, in registers; somebody's weights where it has fewer than W, or
+// none: there the inputs are zeros.
 template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
@@ -884,6 +880,7 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device, 
 template <typename Kernel>
 int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer,
          const Device& device) {
+  allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int resident = static_cast<int>(bytes) > device.shared_bytes ? device.sms  // does not run
                        : shape.blocks == 1
                            ? resident_blocks(kernel, shape.threads, bytes, device)
@@ -895,7 +892,6 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
 template <typename Function>
 Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
                   const Tensors& of, const Device& device) {
-  allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
   const auto run = [=] {
     launch_clusters(kernel, shape.blocks, streamed, blocks, shape.threads, bytes,  //
@@ -906,7 +902,6 @@ Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool 
 template <typename A, typename Function>
 Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
                    const Tensors& of, const Gradients& d, const Device& device) {
-  allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
   const auto partials =
       of.problem.output<float>(blocks / shape.blocks * shape.rows() * of.w.size());
@@ -945,8 +940,7 @@ Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& 
     if (!whole_packs<A, W>(of.layer, W)) return backward_on_chip_of<A, W, false>(of, d, device);
   }
   using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
-  const std::optional<RowsOnChip> shape =
-      fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
+  const auto shape = fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
   if (!shape) return {};
   const size_t exchange = kVector ? 0 : sizeof(Exchange<2 * A::kGrades>);
   return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape) + exchange,
@@ -1007,8 +1001,7 @@ bool add_forward(const Tensors& of, const Device& device) {
   return on_chip.run || streamed.run;
 }
 
-// Forward, then backward from d_out, as two calls between which a network has other work to do:
-// backward reads x and y again.
+// Forward, then backward, two calls with other layers' work between them: x and y are read twice.
 template <typename A>
 bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   Problem& problem = of.problem;
@@ -1054,12 +1047,9 @@ int run_lesson(Lesson& lesson) {
     if (lesson.flag("--turned")) continue;
     const auto [both, d] = tables.backward(size, forward_flops<A>() + backward_flops<A>());
     all_on_chip &= add_backward<A>(both, d, lesson.device());
-    both.problem.compare("both on chip", "unfused",
-                         "Forward and backward in three launches: % times faster.");
+    both.problem.compare("both on chip", "unfused", "Both in three launches: % times faster.");
   }
-  if (!all_on_chip) {
-    lesson.note("A row that does not fit on the chip, nor on 8 of them, is left to 'one launch'.");
-  }
+  if (!all_on_chip) lesson.note("Rows too long for 8 multiprocessors are left to 'one launch'.");
   tables.note_operations(A::kTriples, A::product_multiply_adds(), 2 * A::terms(),
                          A::gradient_multiply_adds());
   return lesson.run();

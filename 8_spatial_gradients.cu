@@ -42,9 +42,9 @@
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
 //     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
 //
-// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), half the work, and all that goes
-// beyond is small. What they have in common is few results and long sums, which leave a GPU idle:
-// the sums over V are cut into slices, as in lesson 7.
+// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work; the products
+// with x, Lr and Li are small. All have few results and long sums, which leave a GPU idle: so the
+// sums over V are cut into slices, as in lesson 7.
 //
 //     unfused       forward 12, backward 22 library and elementwise kernels, as a framework does it
 //                   (common/gradients.cu)
@@ -146,12 +146,12 @@ __device__ unsigned features(float2 xr, float2 xi, float2 ar, float2 ai) {
 // and Li stream through, from the L2 cache. One pipeline of copies serves both phases: while the
 // first one ends, the first tiles of Lr and Li are in flight.
 //
-// A block fetches all of x, Lr and Li, 320 KB for 64 rows. With more rows it would fetch less; but
-// then one block, not two, has room on a multiprocessor, and whenever it finishes 64 columns the
-// tensor cores wait for its epilogue.
+// A block fetches all of x, Lr and Li, 320 KB, however many rows it has. More than 64 rows would
+// share them; but then one block, not two, has room on a multiprocessor, and whenever that one
+// finishes 64 columns, the tensor cores wait for its epilogue.
 //
-// A set of tiles is Gr, Gi, x in the first phase, and Lr, Li in the second, where a set leaves its
-// third tile free: that of the first set is the staging area.
+// A stage has room for three tiles: Gr, Gi, x in the first phase, Lr, Li in the second. So in the
+// second phase the third tile of the first stage is free: it is the staging area of the results.
 int64_t one_kernel_bytes(int64_t W) {
   return (2 * static_cast<int64_t>(boxes_of(W)) + kStages * 3) * kTile * sizeof(bf16);
 }
@@ -363,7 +363,7 @@ struct ForwardTiles {
 };
 
 // out, without a temporary. Lesson 6's resident weights once more: as many blocks as fit on the GPU
-// stay, each with its columns of x, M1 and M2, and takes tile after tile of 64 rows of Gr and Gi.
+// stay, each with its columns of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi.
 // The blocks (four, for W = 256) that own the columns of the same rows run at the same time: memory
 // is read once.
 //
@@ -414,10 +414,10 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 
 // ---- associated: backward -----------------------------------------------------------------------
 
-// xr, xi, ar and ai are computed again rather than read: saved by the forward pass, they are 2 KB a
-// vertex, to be written there and read here, four times what Gr and Gi are, and four times out as
-// device memory that is occupied from one pass to the other. Computed again they cost as much as
-// the forward pass. The unfused form saves them, as a framework does; compare the memory column.
+// xr, xi, ar, ai are computed again, at the cost of the forward pass, rather than saved and read.
+// Saved, they are 2 KB a vertex: four times as many bytes as Gr and Gi, written there and read
+// here, and four times the memory of out, occupied from one pass to the other. The unfused form
+// saves them, as a framework does; compare the memory column.
 
 // A block's part: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and of
 // kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of those,
@@ -446,19 +446,19 @@ __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf1
   for (int i = 0; i < WV / 8; ++i) {
 #pragma unroll
     for (int j = 0; j < WN / 8; ++j) {
-      const float2 r = pair_of(sums.xr, i, j), m = pair_of(sums.xi, i, j);
-      const float2 a = pair_of(sums.ar, i, j), b = pair_of(sums.ai, i, j);
+      const float2 xr = pair_of(sums.xr, i, j), xi = pair_of(sums.xi, i, j);
+      const float2 ar = pair_of(sums.ar, i, j), ai = pair_of(sums.ai, i, j);
       float2 g = unpack2(*pair_in<BN>(d_out_tile, row, col, i, j));
-      g.x *= tanh_slope(r.x * a.x + m.x * b.x);
-      g.y *= tanh_slope(r.y * a.y + m.y * b.y);
+      g.x *= tanh_slope(xr.x * ar.x + xi.x * ai.x);
+      g.y *= tanh_slope(xr.y * ar.y + xi.y * ai.y);
       const auto leave = [&](int which, float2 factor) {
         *pair_in<BN>(products + which * BV * BN, row, col, i, j) =
             pack2<bf16>(g.x * factor.x, g.y * factor.y);
       };
-      leave(0, r);
-      leave(1, m);
-      leave(2, a);
-      leave(3, b);
+      leave(0, xr);
+      leave(1, xi);
+      leave(2, ar);
+      leave(3, ai);
     }
   }
 }
@@ -468,7 +468,7 @@ struct GradientSums {
   Sums<32, 32> dM1 = {}, dM2 = {}, D = {};
 };
 
-// += BV vertices, from tiles of Gr and Gi and those of P, Q, R, S.
+// sums += the part of BV vertices, from tiles of Gr and Gi and those of P, Q, R, S.
 template <int BV, int BN>
 __device__ void add_gradients(GradientSums& sums, const bf16* Gr_tile, const bf16* Gi_tile,
                               const bf16* products, int row, int col) {
@@ -601,7 +601,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// dLr = dM1^T x, dLi = dM2^T x, dx = D + dM1 Lr + dM2 Li: the small products again; z is which.
+// dLr = dM1^T x, dLi = dM2^T x, dx = D + dM1 Lr + dM2 Li: the small products again; blockIdx.z says
+// which.
 __global__ void __launch_bounds__(kThreads)
     finish_backward(Operands in, const bf16* dM, const float* D) {
   wait_for_previous_kernel();
@@ -634,13 +635,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // Associated, once more, in the words of common/tiles.cuh. A product of 64 rows of Gr and Gi with
 // 64 columns of the right factors is four sums of 64 x 64, 128 registers a thread of a warpgroup,
-// and takes 32 instructions. Side by side, and with -M2 as a factor of its own, the right factors
-// make of each pair one product of 128 columns:
+// and takes 32 instructions for E = 128. Side by side, and with -M2 as a factor of its own, the
+// right factors make of each pair one product of 128 columns:
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
-// (Products into one sum follow each other without a fence only if they are of the same shape: PTX
-// ISA, "wgmma.fence". With three shapes, 192, 128 and 64 columns, this took half as long again.)
+// (Products into one sum follow each other without a fence only if all have the same shape: PTX
+// ISA, "wgmma.fence". With Gr [M1 | M2 | x] as one product, of 192 columns, there were three, and
+// this took half as long again.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
@@ -659,7 +661,20 @@ struct HopperForward {
   RightFactors<64> right[kGroups][kSteps];
   LeftFactors left[kStages];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
+  // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
+  // sees all of their phases. Turn t is in stage t % kStages.
   Barrier loaded, full[kTurns], empty[kTurns];
+
+#if HOPPER_CODE
+  __device__ __forceinline__ void prepare_barriers(int blocks) {
+    barrier_init(&loaded, 1);
+    for (int t = 0; t < kTurns; ++t) {
+      barrier_init(&full[t], 1);
+      barrier_init(&empty[t], 4 * blocks);  // the warps of a consumer in each block
+    }
+    barrier_init_fence();
+  }
+#endif
 };
 
 // Clusters stay, and take tile after tile of 64 rows. Each block has 128 columns (64, if E has two
@@ -678,23 +693,15 @@ __global__ void __launch_bounds__(384, 1)
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
   const int first = blockIdx.y, clusters = gridDim.y;
   const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
-  if (threadIdx.x == 0) {
-    barrier_init(&shared.loaded, 1);
-    for (int t = 0; t < kTurns; ++t) {
-      barrier_init(&shared.full[t], 1);
-      barrier_init(&shared.empty[t], 4 * blocks);  // the warps of a consumer in each block
-    }
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) shared.prepare_barriers(blocks);
   cluster_meet();
 
-  // Each barrier has one consumer, which so sees all of its phases; turn t is in stage t % kStages.
   Ring<kTurns> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
-      Ring<kTurns> oldest;
-      int filled = 0;
+      Ring<kTurns> oldest;  // the oldest turn that is not given back
+      int filled = 0;       // stages that hold such a turn
       const auto give_back = [&] {
         barrier_wait(&shared.empty[oldest.stage], oldest.parity);
         oldest.advance();
@@ -720,7 +727,7 @@ __global__ void __launch_bounds__(384, 1)
           }
         }
       }
-      for (; filled > 0; --filled) give_back();  // and all that other blocks send has come
+      for (; filled > 0; --filled) give_back();  // as wait_until_empty()
     }
   } else {
     registers_grow_to<232>();
@@ -736,8 +743,8 @@ __global__ void __launch_bounds__(384, 1)
         const RightFactors<64>* right = shared.right[group];
         Gradients<64> sums;
         multiply_part<kPartSteps>(sums, left, right, false);
-        // Not before: an arrival at the neighbour's barrier may overtake the loads of fragments,
-        // and only a product that has used them proves that they are over.
+        // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
+        // fragments, and only a product that has used them proves that they are over.
         if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         if constexpr (kParts > 1) {
           constexpr int kRest = kSteps - kPartSteps;
@@ -752,7 +759,7 @@ __global__ void __launch_bounds__(384, 1)
         for (int i = 0; i < 32; ++i) {
           out.elements[i] = fast_tanh(sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i));
         }
-        // This box; another may be on its way.
+        // Until this box has been read; the other group's may still be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
         out.store(shared.out[consumer][group], 0, [&](int i) { return out.elements[i]; });
@@ -780,22 +787,35 @@ struct HopperBackward {
   LeftFactors left[kStages];
   Products<kCols> products;
   Barrier loaded, full[kStages], empty[kStages], ready, spent;
+
+#if HOPPER_CODE
+  __device__ __forceinline__ void prepare_barriers(int blocks) {
+    barrier_init(&loaded, 1);
+    for (int s = 0; s < kStages; ++s) {
+      barrier_init(&full[s], 1);
+      barrier_init(&empty[s], blocks);
+    }
+    barrier_init(&ready, 128);
+    barrier_init(&spent, 1);
+    barrier_init_fence();
+  }
+#endif
 };
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
 //
-// Two warpgroups work in a row, on different tiles at the same time. The first computes what the
-// forward pass did, then P, Q, R, S, which it leaves in shared memory. The second multiplies those
-// by Gr^T and Gi^T, transposed where they lie, and keeps the sums:
+// Two warpgroups work like an assembly line: the second is one tile behind the first. The first
+// computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
+// multiplies these by Gr^T and Gi^T, transposed where they lie, and keeps the sums,
 //
 //     [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S]
 //
-// 192 registers a thread. Both give the tensor cores the same amount of work, and each has other
-// work to do, or to wait for, when the other multiplies. Shared memory is nearly as busy as the
-// tensor cores: so the three products with Gr^T are one instruction of 192 columns, which reads its
-// rows of Gr^T once. (The tensor cores are busy for two thirds of the time. That the second
-// warpgroup waits until the first one's product of the next tile is done, so that each has them for
-// itself, does not help: P, Q, R, S would have to be there twice, and there is no room.)
+// in 192 registers a thread. Both give the tensor cores the same amount of work; while one
+// multiplies, the other loads, computes g, or waits. Shared memory is nearly as busy as the tensor
+// cores: so the three products with Gr^T are one instruction of 192 columns, which reads its rows
+// of Gr^T once. (The tensor cores are busy for two thirds of the time. To multiply in turns would
+// not help: while the first warpgroup multiplies for the next tile, P, Q, R, S of this one would
+// have to stay, beside those of the next, and there is no room for both.)
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
@@ -807,21 +827,12 @@ __global__ void __launch_bounds__(384, 1)
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
   const int first = blockIdx.y, clusters = gridDim.y, col0 = kCols * (blocks * blockIdx.z + rank);
-  if (threadIdx.x == 0) {
-    barrier_init(&shared.loaded, 1);
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], blocks);
-    }
-    barrier_init(&shared.ready, 128);
-    barrier_init(&shared.spent, 1);
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) shared.prepare_barriers(blocks);
   cluster_meet();
   start_next_kernel();
 
   Ring<kStages> ring;
-  Ring<1> turn;  // of tiles
+  Ring<1> turn;  // one phase a tile
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
@@ -923,8 +934,8 @@ bool are_suitable(const Shape& shape, const Device& device) {
   return Tiles::shared_bytes(shape.E) <= device.shared_bytes && blocks >= device.sms;
 }
 
-// A grid for `columns` groups of columns and as many slices of V's tiles as fill the GPU, at least
-// 3 (so that the CPU backend has some), but none without a tile.
+// A grid of `columns` groups of columns by slices of V: as many as fill the GPU, but at least 3
+// (the CPU backend, too, shall add several up), and no more than there are tiles.
 template <typename Function>
 dim3 slices_of(int64_t tiles, int64_t columns, const Device& device, Function* kernel, int threads,
                int bytes) {

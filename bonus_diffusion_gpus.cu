@@ -3,8 +3,8 @@
 //     spectral = exp(-evalues[:, None] * times[None, :]) * (basis^T (mass[:, None] * x))    (E, W)
 //     out      = basis spectral                                                             (V, W)
 //
-// and the gradients, see lesson 7. What to do when one GPU's memory or patience is not enough for a
-// mesh? Lesson 7's kernel has the answer in it: each of its blocks has a slice of the vertices, and
+// and the gradients, see lesson 7. What to do when a mesh is too large for one GPU, or one GPU too
+// slow? Lesson 7's kernel has the answer in it: each of its blocks has a slice of the vertices, and
 // what they tell each other is their sums for the spectrum, 128 KB. So the vertices are split over
 // the GPUs, too. Each adds up its own spectrum, the spectra are added, and everybody goes on:
 //
@@ -12,11 +12,11 @@
 //     NCCL             the kernel is cut where its blocks meet, and the library adds the spectra
 //     fused exchange   one launch on each GPU, whose blocks write what they have into the memory of
 //                      the other GPUs, and wait there for what comes
-//     NCCL window      the same, in memory that the library owns: it knows who reaches whom
+//     NCCL window      the same kernel; NCCL allocates the inboxes and says who sees them where
 //
 // NCCL, NVIDIA's library for several GPUs, is how this is done in practice; its all-reduce, which
 // gives every GPU the sum of all, is fast. But the kernel ends, another one starts, and it has to
-// load the basis again. NVLink joins two GPUs: 450 GB/s each way, a good half microsecond.
+// load the basis again. NVLink joins two GPUs: 450 GB/s each way, half a microsecond on the way.
 //
 // --gpus G runs on 1 to as many GPUs as there are. All rows are compared with fp64, and every GPU's
 // spectrum (backward its dTimes) with that of the first, bit by bit.
@@ -36,16 +36,16 @@ constexpr int kMostGpus = 8;
 
 // What a launch knows of all GPUs.
 //
-// inbox (4, gpus + 1, blocks, kQuads), one on each GPU: what came from each of the others and,
-// last, the sums of all. An empty place holds a NaN that arithmetic does not make, so a number is
-// its own flag: no other flag has to follow it, and no fence has to be waited for. Launches use the
-// four in turn, and launch n empties that of launch n - 1. A GPU sends there again in launch n + 3,
-// and then n is over everywhere: it has received what each other GPU sent in launch n + 2, which
-// began when n + 1 had ended. (Three would do, but launch numbers wrap at 2^16.)
+// inbox (4, gpus + 1, blocks, kQuads), one on each GPU, of quads of floats: what came from each GPU
+// and, last, the sums of all. An empty place holds a NaN that arithmetic does not make, so a number
+// is its own flag: no other flag follows it, no fence has to be waited for. Launches take the four
+// in turn. Launch n empties that of n - 1, and n + 3 fills it again: by then n is over everywhere,
+// for a GPU that is in n + 3 has received what each other GPU sent in n + 2, after its own n + 1
+// had ended. (Three would do, but launch numbers wrap at 2^16.)
 struct Gpus {
   int count, me;
-  int parts;          // of a rank's sum: as many as the GPU with the fewest clusters has of them
-  uint64_t patience;  // nanoseconds until one that waits gives up
+  int parts;                 // into which a rank's sum is cut: no GPU has fewer clusters
+  uint64_t patience;         // nanoseconds until one that waits gives up
   float4* inbox[kMostGpus];  // where this GPU sees it
   unsigned* silent;          // this GPU's own; 0, or 1 + the GPU that it has waited for in vain
 };
@@ -107,19 +107,19 @@ struct GpuMeeting {
 
   __device__ float4* inbox() const { return slot(gpus.me, are_two() ? 1 - gpus.me : gpus.count); }
 
-  // sums[k] = quad number place(k) of what this GPU adds to the sum of all, itself: with three GPUs
-  // and more, zero
+  // sums[k] = quad place(k) of this GPU's own sum; with three GPUs and more zero, since the sum that
+  // take_other() receives then has it
   template <int n, typename Place>
   __device__ __forceinline__ void take_own(float4 (&sums)[n], Place place) const {
 #pragma unroll
     for (int k = 0; k < n; ++k) sums[k] = float4{};
     if (are_two()) Totals{own.totals}.take(sums, place);
   }
-  // and of what comes, when it has come
+  // sums[k] = quad place(k) of what the inbox gets, when it has come
   template <int n, typename Place>
   __device__ __forceinline__ void take_other(float4 (&sums)[n], Place place) const {
     float4* const from = inbox();
-    // Whoever adds may be waiting for another one, which shall be named.
+    // The adder may wait, too: it gives up first, and names the GPU that is silent.
     Patience patience{are_two() ? gpus.patience : 2 * gpus.patience, gpus.silent};
     receive(
         sums, [&](int k) { return from + place(k); },
@@ -170,7 +170,7 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
   }
 }
 
-// The spare warps empty the inbox of the launch before. Others have written there, at system scope.
+// The spare warps empty the inbox of the launch before, by the kind of store that filled it.
 template <typename Part>
 __device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
   for (int from = 0; from <= meeting.gpus.count; ++from) {
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
   start_next_kernel();
   wait_for_previous_kernel();
   totals += part.rank * part.kQuads;
-  if (threadIdx.x == 0) barrier_arrive(&part.shared.met);  // the end of the kernel before
+  if (threadIdx.x == 0) barrier_arrive(&part.shared.met);  // all have met: see sum_vertices
   cluster_meet();
 
   Phases<kStages> phases;
@@ -319,7 +319,7 @@ struct Settings {
   bool silent;        // the last GPU is not launched
 };
 
-// Lesson 7's one launch on one GPU, or the fused exchange on several.
+// Lesson 7's one launch on one GPU; on several the fused exchange, whose inboxes `make` allocates.
 template <Pass kPass, typename TheTile, bool kSeveralGpus>
 void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settings settings) {
   constexpr auto kernel = diffusion<kPass, TheTile::kColumns, TheTile::kStages, kSeveralGpus>;
