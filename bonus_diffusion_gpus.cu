@@ -107,8 +107,8 @@ struct GpuMeeting {
 
   __device__ float4* inbox() const { return slot(gpus.me, are_two() ? 1 - gpus.me : gpus.count); }
 
-  // sums[k] = quad place(k) of this GPU's own sum; with three GPUs and more zero, since the sum that
-  // take_other() receives then has it
+  // sums[k] = quad place(k) of this GPU's own sum; with three GPUs and more zero: what take_other()
+  // receives has it then
   template <int n, typename Place>
   __device__ __forceinline__ void take_own(float4 (&sums)[n], Place place) const {
 #pragma unroll
