@@ -24,38 +24,39 @@
 // fp32 accuracy, and TF32, where the operands of the product are rounded to 10 bits of mantissa so
 // that tensor cores can multiply them. Both accumulate in fp32. The kernels:
 //
-//     fused rows      a block a row: simple; every block reads all of W
-//     ..., D split    few columns: the row's inputs are spread over the block's threads as well
+//     fused rows      a block a row: simple; every block reads all of W (fp32 tables: --all)
+//     ..., D split    at most 16 columns: a row's inputs are spread over the block's threads, too
 //     fused tiles     a block has all columns of 8 to 32 rows (all_columns() below); D is spread
 //                     over its warps and, if there are too few rows to fill the GPU, over several
 //                     blocks
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
-//                     half fused: they leave logits and, of each part of a row, maximum and sum;
-//                     a second kernel goes on from there
-//     fused one row   half fused: W is all there is to read (one_row())
+//                     half fused: they leave logits and, of each part of a row, its maximum and
+//                     its sum; a second kernel makes probabilities of them. (Up to 4096 columns
+//                     that kernel is the usual softmax, and nothing is fused)
+//     fused one row   B = 1: half fused. D is cut into slices, unlike in "unfused" (one_row())
 //
 // and on Hopper, with its copy engine and wgmma, one of these:
 //
 //     fused narrow    many rows of few columns: W stays in registers, and slabs of x stream past it
 //                     (narrow_columns(); TF32)
-//     fused cluster   few rows: the blocks that share D are a cluster (cluster_columns()): their
-//                     parts of the sums go straight into each other's shared memory
+//     fused cluster   few rows, or few columns: the blocks that share D are a cluster
+//                     (cluster_columns()): their parts of the sums go straight into each other's
+//                     shared memory
 //     fused exchange  the rest: the blocks that share a row run at the same time
 //                     (exchange_columns()), keep their logits in registers, and tell each other
-//                     only maximum and sum. Where a row has more blocks than there is room for,
-//                     half fused
+//                     only maximum and sum. Half fused where that should take less time
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
 // the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
 // each operand as the sum of two TF32 numbers, and three products instead of one. Its error is held
-// to the bound of fp32. Hopper's kernels are there as 3xTF32. All of these kernels and the softmax
-// are launched early (common/early_launch.cuh): here the time between two kernels counts.
+// to the bound of fp32. Cluster and exchange are there as 3xTF32. All kernels and the softmax are
+// launched early (common/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
 //
 // --all adds the fp32 tables, and more shapes where none is given. --hard-rows puts infinities and
-// huge numbers among the logits. What a reader may try next stands in
+// huge numbers among the logits, and adds tables of only -inf. What a reader may try next stands in
 // exercises/9_softmax_training.cu: cross-entropy, the backward pass, fp16 inputs.
 
 #include <cuda/atomic>
@@ -69,10 +70,10 @@
 // ---- fused rows ---------------------------------------------------------------------------------
 
 // A block owns a row, a thread the columns threadIdx.x, threadIdx.x + 256, ...: lesson 1's product,
-// coalesced along W. Maximum and sum grow with each logit (merge() in common/softmax_rows.cuh);
-// when the block has merged all threads' the thread goes through its own logits again, in the
-// caches. Fused it is. But W is read once per row: 2 floating-point operations for every 4 bytes
-// that come from the L2 cache.
+// coalesced along W. A thread keeps the maximum and the sum of its logits so far (merge() in
+// common/softmax_rows.cuh), and writes the logits to `probs`. When the block has merged what all
+// threads have, each reads its logits again, from the caches, and writes probabilities over them.
+// This is fused. But W is read once per row: 2 operations for every 4 bytes from the L2 cache.
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_rows(const float* x, const float* W, float* probs, int D, int C) {
   start_next_kernel();
@@ -142,8 +143,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // (common/fp32_product.cuh). `Results` says what becomes of them: logits, or of each tile's part of
 // a row its maximum and sum as well, or probabilities.
 
-// kLanes lanes have a row of one of `tiles` tiles of kLanes kValues columns: lane l its columns l,
-// l + kLanes, ... Writes what the epilogue makes of them, if the row exists.
+// kLanes lanes share a row of a tile, one of the row's `tiles`, of kLanes * kValues columns. Lane l
+// has its columns l, l + kLanes, ... Writes what the epilogue makes of them, if the row exists.
 template <int kValues, int kLanes = 32>
 __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results,
                            int tile = 0, int tiles = 1, bool exists = true) {
@@ -261,8 +262,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
 // logits and leaves their maximum and their sum relative to it, which the lanes that share a row
 // find with a few shuffles: this is "online softmax", no part has to know another one's maximum.
 // finish_columns() merges a row's parts and makes probabilities of the logits: they are read once
-// more, but not twice. (That a row's last block does so, in the same launch, loses: it has all of
-// the rows' logits to go through when the others are done. 128 rows of 50257 took 8 ms that way.)
+// more, but not twice. (A row's last block could do it in the same launch. But it would have all of
+// the row's logits to go through while other multiprocessors have nothing to do.)
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, Results results) {
   start_next_kernel();
@@ -367,11 +368,11 @@ __global__ void __launch_bounds__(256)
 // rows starts at a multiple of 16 bytes wherever a row starts: a single copy of the copy engine
 // brings it, and while one is multiplied others are on their way.
 //
-// A warp has 8 rows at a time and every `splits`-th chunk of 32 inputs, with all columns: rows of
-// x^T are columns for mma.sync, and the columns of W are its rows, 16 a tile. Which input is which
-// k is ours to say: lanes with the same l % 4 take 8 neighbours of a chunk, two of them a step.
-// Then 8 rows at any distance are on different banks, if they are read in pieces as large as their
-// starts allow. Parts of the sums meet in shared memory, where 8 lanes finish a row.
+// A warp multiplies 8 rows of x at a time, with every `splits`-th chunk of 32 inputs and with all
+// columns. mma.sync's left factor is W^T: 16 columns of W are its rows. Its right factor is x^T:
+// the 8 rows of x are its columns. The order of the inputs in a chunk does not change a sum, so we
+// choose it: of the 4 lanes of a row each takes 8 neighbours, two of them a step. Parts of the sums
+// meet in shared memory, where 8 lanes finish a row.
 constexpr int kNarrowWarps = 8, kNarrowStages = 4;
 
 template <int kTiles>  // of 16 columns
@@ -380,9 +381,9 @@ struct Narrow {
   static constexpr int kStride = 16 * kTiles + 4;  // of sums: 4 pairs of rows on different banks
 };
 
-// How many warps share rows, rows of 8 a slab has, slabs there is room for, and bytes in all.
 struct Slabs {
-  int splits, groups, stages, bytes;
+  int splits, groups;  // warps that share rows, each with a part of D; groups of 8 rows in a slab
+  int stages, bytes;   // slabs that there is room for; shared memory of a block
 };
 
 #if HOPPER_CODE
@@ -497,10 +498,10 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
 
 // A block's shared memory. kSplits: the blocks of a cluster, over which D is split. kDepth: how
-// many of the D inputs are taken at a time. kSplit: whether operands are in two parts (3xTF32).
+// many of the D inputs are taken at a time. kTwoParts: whether operands are (3xTF32).
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 struct ClusterShared {
-  static constexpr bool kSplit = kMath == Math::split;
+  static constexpr bool kTwoParts = kMath == Math::split;
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
   // The floats of a row that one block sends to another: some padding, so that 4 rows start on
@@ -509,7 +510,7 @@ struct ClusterShared {
     return ((C < kClasses ? C : kClasses) + 7) / 8 * 8 + 4;
   }
   float x[kDepth / 32][kRows * 32];  // boxes of kRows x 32, as the copy engine leaves them
-  float x_low[kSplit ? kDepth / 32 : 1][kSplit ? kRows * 32 : 1];
+  float x_low[kTwoParts ? kDepth / 32 : 1][kTwoParts ? kRows * 32 : 1];
   // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own part
   // stays in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * stride(kClasses)];
@@ -644,13 +645,13 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // pays for is that no block knows them in time, so that each writes logits that are read again.
 // Here the blocks of some rows run at the same time, keep their logits in registers, leave each
 // row's maximum and sum in memory, wait until all of the others have, and then write probabilities,
-// once. (Where a row has more blocks than can run at a time, it is online: logits and parts. Where
-// it has but one, as for few classes of many rows, nobody has to wait.)
+// once. (Where a row has more blocks than can run at a time, or so many that writing the logits
+// should take less time, it is half fused. Where it has but one, nobody has to wait.)
 //
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
 // that copies, two that multiply, several stages, and clusters of two, or of one. For all of the D
 // inputs W has no room in registers: it comes through the stages, too, and from there to the
-// registers. (Rows that the copy engine does not find are copied once into such as it does.)
+// registers. (Rows that are not aligned to 16 bytes, but W's in TF32, are first copied each time.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 struct ExchangeShared : TurnedShared<kMath, kRows, kPeers, kAligned> {
   alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
@@ -717,28 +718,28 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
   return all;
 }
 
-// The thread's first column is one of the row's last `left`. Its sums become exponentials relative
-// to the maximum of the row in this block; that and their sum is what thread `row` returns.
+// Turns the block's logits into exponentials relative to the row's maximum in this block. Thread
+// r < kRows returns row r's maximum and sum. `columns_left` of a row: from the thread's first on.
 template <class Shared, int kSums>
 __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
-                               float (&sum)[kSums], int left) {
+                               float (&sum)[kSums], int columns_left) {
   constexpr Math kMath = Shared::kMath;
   constexpr int kRows = Shared::kRows, kNext = TurnedConsumer<Shared>::kNext;
   constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
   const int own = of.own, g = of.g, t = of.t;
-  const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);
+  const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);  // see combine_quads()
   float of_row[kPairs];
-  const auto leave_parts = [&] {
+  const auto share = [&] {
 #pragma unroll
     for (int i = 0; i < kLeft; ++i) {
       const int at = reversed * kLeft + i;
       shared.parts[own / 32][at / 2 * 8 + 2 * t + at % 2] = of_row[i];
     }
   };
-  if (left <= kNext) {
+  if (columns_left <= kNext) {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
-      if (left < 1 || i % 4 >= 2) sum[i] = minus_infinity();
+      if (columns_left < 1 || i % 4 >= 2) sum[i] = minus_infinity();
     }
   }
 #pragma unroll
@@ -746,7 +747,7 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
     of_row[i] = fmaxf(sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]);
   }
   combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
-  leave_parts();
+  share();
   named_barrier(1, 256);
   MaxSum row = {minus_infinity(), 0};
   if (own < kRows) {
@@ -763,7 +764,7 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
     of_row[i] = a + b;
   }
   combine_quads(of_row, [](float a, float b) { return a + b; });
-  leave_parts();
+  share();
   named_barrier(1, 256);
   if (own < kRows) {
 #pragma unroll
@@ -773,8 +774,8 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
 }
 #endif
 
-// The clusters side by side have all columns of a strip of kRows rows; in a round they take
-// strips_at_once strips, which is as many as have all of their blocks running.
+// The clusters side by side have all columns of a strip of kRows rows. At any time strips_at_once
+// strips are under way: so many that all of their blocks run at the same time.
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     exchange_columns(const __grid_constant__ CUtensorMap x, const __grid_constant__ MapsOfW W,
@@ -883,21 +884,21 @@ constexpr int kManyRows = 2048;
 template <Math kMath>
 Product make_product(const Layer& layer) {
   const int C = layer.C;
-  // Compute capability 8.0 has 163 KB of shared memory for a block, 8.6 99 KB, 7.5 64 KB: where a
-  // tile does not fit, smaller ones of column_tiles() do.
+  // A block of compute capability 9.0 has 227 KB of shared memory, of 8.0 163 KB, of 8.6 99 KB, of
+  // 7.5 64 KB: where all columns of a row do not fit, they are spread over column_tiles().
   const bool large = layer.lesson.device().shared_bytes >= 220 << 10;
-  const bool medium = layer.lesson.device().shared_bytes >= 110 << 10;
+  const bool medium = layer.lesson.device().shared_bytes >= 126 << 10;
   if (C <= 16) {
     return make_all_columns<Tile<kMath, kMath == Math::fp32 ? 8 : 16, 16, 64, 1, 1, 8, 3>>(layer);
   }
   constexpr int kCols = kMath == Math::fp32 ? 64 : 56;
-  if (C <= kCols && large) return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(layer);
+  if (C <= kCols && medium) return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(layer);
   if (C <= 104 && large) return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(layer);
   if (C <= 256 && large) return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(layer);
   if (large || (medium && C > 256)) {
-    // Of a warp: 64 x 32 where W comes from shared memory as single floats; 32 x 64 where both
-    // factors come as vectors of 4; 32 x 32, of twice as many warps, where it also has to have
-    // the sums of a step, and the parts of split operands.
+    // A warp's sums. TF32: 64 x 32, as W comes from shared memory in single floats. fp32: 32 x 64,
+    // as both factors come as vectors of 4. 3xTF32: 32 x 32 of twice as many warps, as a thread
+    // also has the sums of a step, and the parts of split operands.
     constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
     constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
     return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);
@@ -907,7 +908,7 @@ Product make_product(const Layer& layer) {
 
 template <int kParts>
 Product make_one_row(const Layer& layer) {
-  // As many slices of D as give each multiprocessor seven blocks, of 16 inputs a thread or more.
+  // Slices of D: 7 blocks a multiprocessor; where kParts threads share a column 1, and at most 4.
   const int columns = static_cast<int>(blocks(layer.C, 256 / kParts));
   const int most = std::max(1, layer.D / (kParts > 1 ? 16 * kParts : 64));
   const int wanted = kParts > 1 ? std::min(4, layer.sms / columns) : 7 * layer.sms / columns;
@@ -984,13 +985,13 @@ Product make_cluster(const Layer& layer) {
 // a time, and more blocks.
 template <Math kMath, int kClasses>
 Product choose_cluster(const Layer& layer) {
-  constexpr bool kSplit = kMath == Math::split;
+  constexpr bool kTwoParts = kMath == Math::split;
   if (layer.B <= 32 || (layer.B <= 512 && layer.C <= kClasses)) {
     return make_cluster<kMath, 8, 16, kClasses, 64>(layer);
   }
   if (layer.B > 1536 || layer.C > kClasses) return make_cluster<kMath, 8, 64, kClasses, 64>(layer);
-  return make_cluster < kMath, kSplit ? 8 : 4, kSplit ? 80 : 40, kClasses,
-         kSplit ? 128 : 256 > (layer);
+  return make_cluster < kMath, kTwoParts ? 8 : 4, kTwoParts ? 80 : 40, kClasses,
+         kTwoParts ? 128 : 256 > (layer);
 }
 
 // fused exchange in strips of kRows rows, of which `at_once` have all of their blocks running;
@@ -1024,9 +1025,9 @@ struct Plan {
   std::function<Product()> make;
 };
 
-// Exchange, or half fused: what should take the least time. A block multiplies some 2.9 TFLOP/s, of
-// 48 rows more than it has, and is brought 50 GB/s; half fused, logits are written and read once
-// more. (Blocks are counted for a GPU that this launch has to itself, as in lesson 7.)
+// Exchange, or half fused: what should take less time. On an H200 a block does 2.9 TFLOP/s, as if
+// on 48 rows more, and gets 50 GB/s; half fused, 8 bytes a logit more move at 4 TB/s, and a launch
+// takes 1 us. (Blocks are counted for a GPU that this launch has to itself, as in lesson 7.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 void consider_exchange(const Layer& layer, Plan& best) {
   using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
@@ -1062,23 +1063,24 @@ Product choose_exchange(const Layer& layer) {
   return best.make();
 }
 
-// What Hopper has for a shape: fused narrow for many rows of few columns; fused cluster for few
-// columns, and where there are few tiles, or so few rows that W is nearly all there is to read.
+// What Hopper has for a shape: fused narrow for many rows of few columns; fused cluster for other
+// few columns, but not for very many rows, and where there are few tiles, or so few rows that W is
+// nearly all there is to read; else fused exchange. (D < 4: W's four matrices would have no row.)
 template <Math kMath>
 std::optional<Product> make_hopper_product(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 512;  // where a tile ends is an int, too
-  if (layer.shape.rows > kMost || layer.shape.inputs > kMost) return {};
-  const bool many = layer.B >= kManyRows, narrow = layer.C <= 128;
+  if (layer.shape.rows > kMost || layer.C > 65535 * 128) return {};  // the grid's y: its tiles
+  const bool many = layer.B >= kManyRows, few_columns = layer.C <= 128;
   if constexpr (kMath == Math::tf32) {
-    const auto product = many && narrow && layer.D >= 4 ? choose_narrow(layer) : std::nullopt;
+    const auto product = many && few_columns && layer.D >= 4 ? choose_narrow(layer) : std::nullopt;
     if (product) return product;
   }
   const int64_t tiles =
       int64_t{1} * blocks(layer.B, layer.B <= 32 ? 16 : 64) * blocks(layer.C, 128);
   const bool anywhere = kMath == Math::tf32 && layer.C % 4 != 0;
-  const bool cluster =
-      (anywhere && layer.D < 4) || (narrow ? !many || layer.B <= 8 * int64_t{layer.D}
-                                           : layer.B <= 16 || 8 * tiles <= 2 * int64_t{layer.sms});
+  const bool cluster = (anywhere && layer.D < 4) ||
+                       (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
+                                    : layer.B <= 16 || 8 * tiles <= 2 * int64_t{layer.sms});
   const auto [aligned, align] = with_aligned_rows(layer, !cluster && !anywhere);
   if (cluster) {
     return after(align, layer.C <= 64 ? choose_cluster<kMath, 64>(aligned)

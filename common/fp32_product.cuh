@@ -8,8 +8,7 @@
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
 
-// Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3. How they are
-// computed; all accumulate in fp32.
+// How logits are computed; all accumulate in fp32.
 enum class Math {
   fp32,   // multiply-adds on the CUDA cores
   tf32,   // tensor cores, operands rounded to TF32

@@ -117,13 +117,12 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   }
 }
 
-// A block turns a row of any length into its softmax: reads it twice. If its logits are the sums of
-
 /// Long rows are cut into parts of so many columns.
 constexpr int kPartColumns = 4096;
 
-/// The maximum and the sum of a part of row blockIdx.x, one of gridDim.y, go to `parts`. What is
-/// the sum of `slices` rows of logits is first added up, and written to `out`.
+/// The maximum and the sum of a part of a row go to `parts`: part blockIdx.y (of gridDim.y) of row
+/// blockIdx.x. If `slices` > 1, a logit is the sum of `slices` numbers, gridDim.x * C apart: the
+/// block adds them up first, and writes the logit to `out`.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     sum_row_parts(const float* logits, float* out, float2* parts, int C, int slices) {

@@ -51,9 +51,11 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 }
 
 // A half fused product: `launch` (results, slices) leaves logits or, of that many slices of D,
-// parts of them; and, if asked for and for one slice, the parts of rows in `tiles` tiles (0: it
-// cannot). Probabilities are made by another kernel. Where a row fits into registers, the usual
-// softmax is as good as one that knows the parts.
+// parts of them. Another kernel makes probabilities of them. For rows of up to kLeastForParts
+// columns that is the usual softmax, which reads a logit once: maxima and sums would save nothing.
+// Of longer rows `launch` also leaves the maximum and the sum of each of a row's `tiles` tiles (0:
+// it cannot), and finish_columns() uses them.
+constexpr int kLeastForParts = 4096;
 template <typename Launch>
 std::function<void(Results)> half_fused(const Layer& layer, int slices, int tiles, Launch launch) {
   const auto sums =
@@ -61,7 +63,7 @@ std::function<void(Results)> half_fused(const Layer& layer, int slices, int tile
   return [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
-    const bool parts = slices == 1 && C > 4096 && tiles > 0;
+    const bool parts = slices == 1 && C > kLeastForParts && tiles > 0;
     results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
     if (slices > 1) results.out = sums;
     launch(results, slices);
@@ -94,8 +96,8 @@ __global__ void align_rows(const float* from, float* to, int cols, int64_t strid
   }
 }
 
-// The layer, and a launch that brings rows of x and, with `W_too`, of W into such as the copy
-// engine finds, if they are none. That time counts.
+// The layer, and a launch that copies rows of x and, with `W_too`, of W, where they do not start at
+// multiples of 16 bytes, into rows that do. That time counts.
 inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool W_too) {
   Layer aligned = layer;
   std::function<void()> launch;
@@ -160,7 +162,8 @@ struct SoftmaxTable : Layer {
         name(name_of(kind, shape)),
         probs(problem.output<float>(shape.rows * shape.classes)),
         logits(problem.output<float>(shape.rows * shape.classes)),
-        parts(problem.workspace<float>(C > 4096 ? 2 * shape.rows * (blocks(C, 32) + 1) : 2)),
+        parts(problem.workspace<float>(C > kLeastForParts ? 2 * shape.rows * (blocks(C, 32) + 1)
+                                                          : 2)),
         result(kind == Kind::only_infinite ? problem.output<float>(probs.size()) : probs) {
     problem.in_graph();
   }
@@ -171,6 +174,12 @@ struct SoftmaxTable : Layer {
   }
 
   static Layer layer_of(Lesson& lesson, Kind kind, const SoftmaxShape& shape) {
+    // Where a block's steps end is an int, too; and a grid's y counts the parts of a row.
+    constexpr int64_t kMostInputs = INT32_MAX - 1023, kMostClasses = int64_t{65535} * kPartColumns;
+    if (shape.inputs > kMostInputs || shape.classes > kMostClasses) {
+      fail(kBadUsage, "at most %lld inputs and %lld classes", static_cast<long long>(kMostInputs),
+           static_cast<long long>(kMostClasses));
+    }
     const bool tf32 = kind == Kind::tf32;
     Problem& problem = lesson.problem(
         name_of(kind, shape), {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},

@@ -52,8 +52,8 @@ __device__ inline void load_fragments(float (&w)[kSteps][4], const float* W, int
   }
 }
 
-// 8 neighbours of a row of D floats that starts at a multiple of its row's alignment; zeros where
-// there are no `left`.
+// 8 neighbours of a row of D floats, of which `left` exist; zeros for the others. `from` is a
+// multiple of 8 floats behind the row's start.
 __device__ inline void load_inputs(float (&v)[8], const float* from, int left, int D) {
   if (left < 8) {
 #pragma unroll
@@ -121,7 +121,8 @@ __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4],
       for (int e = 0; e < 4; ++e) {
         const SplitTf32 parts = split_tf32(w[k][e]);
         high[k][e] = parts.high, low[k][e] = parts.low;
-        finite[k][e] = is_infinite(parts.high) ? 0 : parts.high;  // as for mma.sync, above
+        finite[k][e] =
+            is_infinite(parts.high) ? 0 : parts.high;  // see add_products() of fp32_product.cuh
       }
     }
     float step[kSums];
@@ -195,7 +196,7 @@ template <Math kMath_, int kRows_, int kPeers_, bool kAligned_>
 struct TurnedShared {
   static constexpr Math kMath = kMath_;
   static constexpr int kRows = kRows_, kPeers = kPeers_;
-  static constexpr bool kAligned = kAligned_, kSplit = kMath == Math::split;
+  static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
   static constexpr int kColumns = 128, kDepth = 32, kThreads = 384;
   static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
   static constexpr int kBox = kAligned ? 32 * kPitch : kDepth / 4 * kPitch;  // floats
@@ -204,10 +205,10 @@ struct TurnedShared {
     float x[kRows * kDepth];
     float W[4 * kBox];
   };
-  static constexpr int kStageBytes = sizeof(Stage) + (kSplit ? kRows * kDepth * 4 : 0);
+  static constexpr int kStageBytes = sizeof(Stage) + (kTwoParts ? kRows * kDepth * 4 : 0);
   static constexpr int kStages = std::min(8, (208 << 10) / kStageBytes);
   Stage stages[kStages];
-  float x_low[kSplit ? kStages : 1][kSplit ? kRows * kDepth : 1];
+  float x_low[kTwoParts ? kStages : 1][kTwoParts ? kRows * kDepth : 1];
   Barrier full[kStages], empty[kStages], split_done[kStages];
 };
 
@@ -275,7 +276,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const CUten
         }
       }
     }
-  } else if (Shared::kSplit && threadIdx.x >= 32) {
+  } else if (Shared::kTwoParts && threadIdx.x >= 32) {
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
       split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], Shared::kRows * kDepth,
@@ -341,9 +342,9 @@ struct TurnedConsumer {
     float w[2][4][4];
     int previous = 0;
     const auto add = [&](const float(&set)[4][4], int step) {
-      if constexpr (Shared::kSplit) barrier_wait(&shared.split_done[ring.stage], ring.parity);
+      if constexpr (Shared::kTwoParts) barrier_wait(&shared.split_done[ring.stage], ring.parity);
       add_products<kMath, kMath == Math::tf32>(sum, set, shared.stages[ring.stage].x,
-                                               shared.x_low[Shared::kSplit ? ring.stage : 0],
+                                               shared.x_low[Shared::kTwoParts ? ring.stage : 0],
                                                step > 0);
       wgmma_wait<1>();
       if (step > 0) release(previous);

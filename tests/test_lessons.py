@@ -426,7 +426,7 @@ def test_clifford_rows_too_long_for_the_chip(run):
     assert {kernel["name"] for _, kernel in result.kernels} == {
         "unfused", "fused product", "one launch", "one launch each",
     }
-    assert "A row that does not fit on the chip" in result.stdout
+    assert "Rows too long for 8 multiprocessors" in result.stdout
 
 
 @pytest.mark.parametrize("batch, features", CONNECTED_SIZES)
