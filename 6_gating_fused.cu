@@ -578,10 +578,8 @@ int main(int argc, char** argv) {
                          : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
     add(layer, lesson.device());
   }
-  if (boxes > 4) {
+  if (boxes > 4 || !layer.shape.aligned()) {
     GatedProduct{layer, lesson.device()}.add();
-  } else if (!layer.shape.aligned()) {
-    lesson.note("The layer's rows are no multiple of 16 bytes: no Hopper kernel for it.");
   } else if (boxes > 2) {
     add_hopper_resident<4, 3>(layer, lesson.device());
   } else {

@@ -1,13 +1,13 @@
 """Lesson 10: gates, weighted geometric product, norm per grade; forward, and with backward."""
 import functools
+import importlib
 
 import torch
 
-from operators import Case, compiled, forward_peers, in_fp64
+from operators import Case, compiled, forward_peers
 
 SIGNATURES = {4: (2, 0, 0), 8: (3, 0, 0)}  # of the lesson's recorded runs, by blades
 EPSILON = 1e-6
-REFERENCE_ROWS = 1024  # of the batch, at a time: autograd keeps every term of these in fp64
 
 
 class Algebra:
@@ -93,23 +93,20 @@ def product_of_blades(a, b, squares):
     return sign, tuple(vectors)
 
 
-def reference(x, y, w):
-    """In fp64, with tables made another way: for each pair of blades a sign, a result, a triple."""
-    p, q, r = SIGNATURES[x.shape[0]]
+def tables(count):
+    """Of the algebra with so many blades, made another way: the blades as tuples of basis vectors, sign
+    and blade of each pair's product, and the grade triples."""
+    p, q, r = SIGNATURES[count]
     squares = [1] * p + [-1] * q + [0] * r
     vectors = range(p + q + r)
     blades = [tuple(v for v in vectors if bits >> v & 1) for bits in range(1 << len(vectors))]
     blades.sort(key=len)  # stable: within a grade the order stays that of the bits
     products = {(a, b): product_of_blades(a, b, squares) for a in blades for b in blades}
     triples = sorted({(len(a), len(c), len(b)) for (a, b), (sign, c) in products.items() if sign})
-    x, y = x * gate(x[0]), y * gate(y[0])
-    z = [torch.zeros_like(x[0]) for _ in blades]
-    for (a, b), (sign, c) in products.items():
-        if sign:
-            weight = w[:, triples.index((len(a), len(c), len(b)))]
-            k = blades.index(c)
-            z[k] = z[k] + sign * weight * x[blades.index(a)] * y[blades.index(b)]
-    z = torch.stack(z)
+    return blades, products, triples
+
+
+def normed(z, blades):
     norms = []
     for blade in blades:
         same = [k for k, other in enumerate(blades) if len(other) == len(blade)]
@@ -117,15 +114,28 @@ def reference(x, y, w):
     return z / torch.sqrt(torch.stack(norms) + EPSILON)
 
 
-def reference_with_backward(x, y, w, d_out=None):
-    """out, and with d_out also dx, dy, dw, by autograd in fp64, a part of the batch at a time. A
-    row does not depend on others."""
+def reference(x, y, w):
+    """In fp64: for each pair of blades a sign, a result, a triple."""
+    blades, products, triples = tables(x.shape[0])
+    x, y = x * gate(x[0]), y * gate(y[0])
+    z = [torch.zeros_like(x[0]) for _ in blades]
+    for (a, b), (sign, c) in products.items():
+        if sign:
+            weight = w[:, triples.index((len(a), len(c), len(b)))]
+            k = blades.index(c)
+            z[k] = z[k] + sign * weight * x[blades.index(a)] * y[blades.index(b)]
+    return normed(torch.stack(z), blades)
+
+
+def reference_with_backward(of, at_a_time, x, y, w, d_out=None):
+    """out of reference `of`, and with d_out also dx, dy, dw, by autograd in fp64, `at_a_time` rows of
+    the batch at a time. A row does not depend on others."""
     parts = []
     d_w = torch.zeros_like(w, dtype=torch.float64)
-    for start in range(0, x.shape[1], REFERENCE_ROWS):
-        rows = slice(start, start + REFERENCE_ROWS)
+    for start in range(0, x.shape[1], at_a_time):
+        rows = slice(start, start + at_a_time)
         leaves = [tensor.double().requires_grad_() for tensor in (x[:, rows], y[:, rows], w)]
-        out = reference(*leaves)
+        out = of(*leaves)
         part = [out.detach()]
         if d_out is not None:
             d_x, d_y, d_w_part = torch.autograd.grad(out, leaves, d_out[:, rows].double())
@@ -136,25 +146,24 @@ def reference_with_backward(x, y, w, d_out=None):
     return joined + ([d_w] if d_out is not None else [])
 
 
-def case(problem, draw):
+def case_of(problem, draw, eager, reference, at_a_time, shape_of_w, kernels_of):
+    """A case of a layer of multivectors, whose w has the shape_of_w(features, triples). `kernels_of`
+    names the module with its kernels in Triton."""
     shape = [problem["dims"][name] for name in ("blades", "batch", "features")]
     blades, features = shape[0], shape[2]
     x, y = draw(*shape, scale=3**0.5), draw(*shape, scale=3**0.5)
-    w = draw(features, len(algebra_of(blades).triples))
+    w = draw(*shape_of_w(features, len(algebra_of(blades).triples)))
+    expected = functools.partial(reference_with_backward, reference, at_a_time, x, y, w)
 
     def kernels():
-        import clifford_triton
-
-        return clifford_triton.layer(algebra_of(blades))
+        return importlib.import_module(kernels_of).layer(algebra_of(blades))
 
     if problem["name"] == "forward":
-        expected = reference_with_backward(x, y, w)
-
         def triton_forward():
             layer = kernels()
             return lambda *inputs: layer.forward(*inputs)[:1]
 
-        return Case(expected, forward_peers(eager(blades), [x, y, w], {"Triton": triton_forward}))
+        return Case(expected(), forward_peers(eager(blades), [x, y, w], {"Triton": triton_forward}))
 
     d_out = draw(*shape)
 
@@ -176,8 +185,14 @@ def case(problem, draw):
 
         return call
 
-    return Case(reference_with_backward(x, y, w, d_out), {
+    return Case(expected(d_out), {
         "PyTorch": lambda: by_autograd(eager(blades)),
         "torch.compile": lambda: by_autograd(compiled(eager(blades))),
         "Triton": triton,
     })
+
+
+def case(problem, draw):
+    # Autograd keeps every term of a part of the batch in fp64.
+    return case_of(problem, draw, eager, reference, 1024, lambda features, triples: (features, triples),
+                   "clifford_triton")
