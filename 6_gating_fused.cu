@@ -6,12 +6,12 @@
 // Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were
 // temporaries, and x was read twice. A temporary exists because a kernel ends. So do not end: a
 // block that has both products of its rows in registers adds the biases, takes the sigmoid,
-// multiplies, and writes out. x is read once and out written once; no temporary touches memory.
+// multiplies, and writes out. With H up to 64 x is read once; no temporary touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
-// of both sums ends up in the same thread, which needs no other. Six kernels:
+// of both sums, gate and value, ends up in the same thread, which needs no other. Six kernels:
 //
-//     one thread per element   fused, but on the CUDA cores and without tiles: not fast for that
+//     one thread per element   fused, but on the CUDA cores and without tiles, and so slow
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
@@ -29,15 +29,15 @@
 #include "common/product_plan.cuh"
 #include "common/wmma_fragments.cuh"
 
-// 1 / (1 + e^-s), by the approximate exponential and division: both within 2 units in the last
-// place of fp32 here, and the result is rounded to fp16.
+// 1 / (1 + e^-s), by the approximate exponential and division: they are wrong by some units in the
+// last place of fp32, far less than the rounding to fp16 of the result.
 __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); }
 
 // ---- one thread per element ---------------------------------------------------------------------
 
-// Lesson 1's coalesced mapping: thread (x, y) owns out(row y, column x), and both its sums.
+// Thread (x, y) owns out(row y, column x), and both its sums: gate = x W1 + b1, value = x W2 + b2.
 __global__ void gating_simple(GatingOperands in) {
-  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;  // a grid's y ends at 65535
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
   if (row >= in.M || col >= in.H) return;
   float gate = __half2float(in.b1[col]), value = __half2float(in.b2[col]);
@@ -59,12 +59,12 @@ struct GateTiles {
   static constexpr bool kAligned = kAligned_;  // K and H are multiples of 8
   static constexpr int kWarps = kWarpsM * kWarpsH, kThreads = 32 * kWarps;
   static constexpr int kRows = BM / kWarpsM / 16, kCols = BH / kWarpsH / 16;
-  // 8 halves or 4 floats after each row: so rows start on different banks.
+  // 8 halves, or 4 or 8 floats, after each row: so rows start on different banks.
   static constexpr int kStrideX = BK + 8, kStrideW = BH + 8, kStrideBias = BH + 4;
   static constexpr int kStrideStaging = 16 * kCols + 8;
   static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;              // halves
   static constexpr int kBiases = 16 * kStrideBias, kStaging = 16 * kStrideStaging;  // floats
-  // A tile of x with both of the weights; both biases; a staging for each warp.
+  // Bytes of a stage: x's tile and both weights'; of both biases; of all warps' stagings.
   static constexpr int kStageBytes = 2 * (kTileX + 2 * kTileW);
   static constexpr int kBiasBytes = 4 * 2 * kBiases, kStagingBytes = 4 * kWarps * kStaging;
 
@@ -80,7 +80,7 @@ struct GateTiles {
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to, in.W1, k0, col0, in.K, in.H);
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to + kTileW, in.W2, k0, col0, in.K, in.H);
   }
-  // W1's biases, then W2's, in 16 equal rows each, for fragments. Beyond H they are the last ones.
+  // b1, then b2, in 16 equal rows each, as a fragment has 16. Beyond H the last bias repeats.
   __device__ static void load_biases(float* to, const GatingOperands& in, int col0) {
     for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
       const int at = i / BH * kStrideBias + i % BH, col = min(col0 + i % BH, in.H - 1);
@@ -168,9 +168,9 @@ struct GateSums {
   }
 };
 
-// A block owns BM rows and BH columns of out, and both sums of each element in registers. Per step
-// of BK it loads a tile of x once for both weights. Then the epilogue: sigmoid and product happen
-// where the sums are, and the first thing to be written to memory is out.
+// A block of GateTiles owns BM rows and BH columns of out, and both sums of each in registers. Per
+// step of BK it loads a tile of x once for both weights. Then the epilogue: sigmoid and product
+// happen where the sums are, and the first thing to be written to memory is out.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads) gating_tensor_cores(GatingOperands in) {
   __shared__ __align__(128) half x_tile[Tiles::kTileX];
@@ -238,9 +238,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_async(GatingOperands i
 
 // The layer's weights are 32 KB: they fit into shared memory, next to several tiles of x. So as
 // many blocks as fit on the GPU at once stay there until the end. Each loads its BH columns of the
-// weights and biases once, then walks over row tiles blockIdx.x, blockIdx.x + gridDim.x, ... with
-// all columns of kStages of them in flight: while one is multiplied and written, the next ones
-// arrive. Memory never waits for a block to start or to end. K is at most BK; zeros fill it up.
+// weights and biases once, then takes row tiles blockIdx.x, blockIdx.x + gridDim.x, ..., K columns
+// wide. While one is multiplied and written, the next ones arrive. Memory never waits for a block
+// to start or to end. K is at most BK: zeros fill the tiles up.
 template <class Tiles, int kStages>
 constexpr int kResidentBytes = Tiles::kBiasBytes + Tiles::kStagingBytes + Tiles::kStageBytes +
                                (kStages - 1) * Tiles::kTileX * 2;
@@ -282,9 +282,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // of common/tiles.cuh and common/hopper.cuh.
 
 #if HOPPER_CODE
-// The gate of 64 columns of out, from col0 on. A thread keeps the biases of its own: in each group
-// of 8 two neighbours, see Sum::col. Beyond H, where nothing is stored, they are the last ones: so
-// no load waits for a comparison, and all of them are on their way at once.
+// The gate of 64 columns of out, from col0 on. A thread keeps the biases of its columns, two
+// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
+// last bias, so that no load depends on a condition, and all of them are on their way at once.
 struct Gate {
   float2 b1[8], b2[8];
 
@@ -325,7 +325,7 @@ constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copi
 // kBoxes: K in units of 64 columns. kStages tiles of x, 64 rows each, are in flight.
 template <int kBoxes, int kStages>
 struct HopperResidentShared {
-  // A stage always belongs to the same consumer, which therefore never is two phases behind.
+  // A stage always has the same consumer: it has seen one phase end before it waits for the next.
   static_assert(kStages % kConsumers == 0);
   RightTile<half, 128> W[kBoxes];  // W1's 64 columns and W2's side by side
   LeftTile<half, 64> x[kStages][kBoxes];
@@ -416,7 +416,7 @@ __global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
 // Lesson 3's product (common/product.cuh) for K and H of any size. Its right factor is W1 and W2
 // side by side: half of a tile's columns are of W1, half of W2. So where a tile has 256 columns, a
 // consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one thread.
-// Of two blocks that share a tile of it one brings W1's part, the other W2's. New is the epilogue.
+// Of two blocks that share a tile of this factor one brings W1's part, the other W2's.
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;
@@ -470,15 +470,18 @@ void add_kernels(GatingProblem& table) {
 template <class Tiles, int kStages>
 void add_resident_kernel(GatingProblem& table, const Device& device) {
   constexpr int kBytes = kResidentBytes<Tiles, kStages>;
-  if (kBytes > device.shared_bytes) return;
+  if (kBytes > device.shared_bytes) {
+    if constexpr (kStages > 2) add_resident_kernel<Tiles, kStages - 1>(table, device);
+    return;
+  }
   const auto kernel = gating_resident<Tiles, kStages>;
   allow_shared_bytes(kernel, kBytes);
   int per_sm = 0;
   CUDA_CHECK(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, Tiles::kThreads, kBytes));
-  const dim3 grid(
-      std::min(blocks_for(table.shape.rows, Tiles::BM), static_cast<unsigned>(per_sm * device.sms)),
-      blocks_for(table.shape.hidden, Tiles::BH));
+  const unsigned columns = blocks_for(table.shape.hidden, Tiles::BH);
+  const unsigned fit = std::max(1u, static_cast<unsigned>(per_sm * device.sms) / columns);
+  const dim3 grid(std::min(blocks_for(table.shape.rows, Tiles::BM), fit), columns);
   const auto launch = [=, &table] {
     gating_resident<Tiles, kStages><<<grid, Tiles::kThreads, kBytes>>>(table.operands());
   };
@@ -508,8 +511,7 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
   row.resources(kernel, kThreads, kBytes).hopper_only();
 }
 
-// The product for any K and H. Where rows are not aligned to 16 bytes they are first copied into
-// rows that are, as in lesson 3; that time counts.
+// The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.
 struct GatedProduct {
   GatingProblem& table;
   const Device& device;
@@ -538,7 +540,7 @@ struct GatedProduct {
         memory.exchange<half>(shape));
   }
 
-  // Adds the row, with the tiles that should be the fastest.
+  // Adds the row, with those of lesson 3's tiles (common/product.cuh) that should be the fastest.
   void add() const {
     TileChoice<Tiles<256, 2, 1, 2>, Tiles<128, 2, 1, 1>>::add<half, GateEpilogue>(
         table.problem, "Hopper cluster", shape, x.stride, W1.stride,
@@ -578,7 +580,7 @@ int main(int argc, char** argv) {
                          : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
     add(layer, lesson.device());
   }
-  if (boxes > 4 || !layer.shape.aligned()) {
+  if (boxes > 4 || !layer.shape.aligned()) {  // the weights do not stay on chip: lesson 3's product
     GatedProduct{layer, lesson.device()}.add();
   } else if (boxes > 2) {
     add_hopper_resident<4, 3>(layer, lesson.device());

@@ -38,6 +38,10 @@ Problem& declare(Lesson& lesson, const char* name, const GatingShape& shape) {
     fail(kBadUsage, "M = 1024 N = %lld rows are more than an int can count",
          static_cast<long long>(shape.rows));
   }
+  if (shape.hidden > 32 * 65535) {
+    fail(kBadUsage, "H = %lld columns are more than %d", static_cast<long long>(shape.hidden),
+         32 * 65535);
+  }
   return lesson.problem(name, {{"M", shape.rows}, {"K", shape.channels}, {"H", shape.hidden}},
                         "fp16", {.flops = shape.flops(), .bytes = shape.bytes()}, Rate::fp16);
 }

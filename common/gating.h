@@ -8,7 +8,7 @@
 #include "common/numerics.h"
 
 struct GatingShape {
-  int64_t rows, channels, hidden;  ///< M, K, H; each below 2^31
+  int64_t rows, channels, hidden;  ///< M, K, H; below 2^31, H up to 32 * 65535: a grid's y
 
   /// Whether every row starts at a multiple of 16 bytes.
   bool aligned() const { return channels % 8 == 0 && hidden % 8 == 0; }

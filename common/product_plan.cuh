@@ -106,8 +106,8 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
   return plan;
 }
 
-/// Adds a row to a table: the product with those of the tiles that should be the fastest, which
-/// launch.operator()<Tile>(plan) launches. The strides are those of the factors, in elements.
+/// Adds one row to a table: the plan that should take the least time, of those for each Tile. Its
+/// launch is launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements.
 template <class... Tile>
 struct TileChoice {
   template <typename T, class Epilogue, typename Launch>
