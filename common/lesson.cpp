@@ -376,6 +376,8 @@ struct Lesson::State {
   void add_sweep(CLI::App& app);
   void check_sweep() const;
   bool can_run(const Kernel& kernel) const;
+  /// What the kernel needs that the device does not have, if anything.
+  std::string why_not(const Kernel& kernel) const;
   bool matches(const Kernel& kernel) const;  // --kernel
   bool selected(const Kernel& kernel) const { return can_run(kernel) && matches(kernel); }
   void require_memory();
@@ -614,9 +616,18 @@ Problem& Lesson::problem(std::string name, std::vector<Dim> dims, std::string dt
   return problem;
 }
 
-bool Lesson::State::can_run(const Kernel& kernel) const {
-  const int cc = 10 * device.major + device.minor;
-  return kernel.hopper ? cc == kernel.needs_cc : cc >= kernel.needs_cc;
+bool Lesson::State::can_run(const Kernel& kernel) const { return why_not(kernel).empty(); }
+
+std::string Lesson::State::why_not(const Kernel& kernel) const {
+  const int cc = 10 * device.major + device.minor, needed = kernel.needs_cc;
+  if (kernel.hopper ? cc != needed : cc < needed) {
+    return "a GPU of compute capability " + std::to_string(needed / 10) + "." +
+           std::to_string(needed % 10);
+  }
+  if (kernel.needs_shared > device.shared_bytes) {
+    return std::to_string((kernel.needs_shared + 1023) / 1024) + " KB of shared memory a block";
+  }
+  return "";
 }
 
 bool Lesson::State::matches(const Kernel& kernel) const {
@@ -873,8 +884,7 @@ void Lesson::State::print(const Problem& problem) {
     if (!kernel.ran && !matches(kernel)) continue;
     print_name(kernel.name.c_str());
     if (!kernel.ran) {
-      printf(" needs a GPU of compute capability %d.%d\n", kernel.needs_cc / 10,
-             kernel.needs_cc % 10);
+      printf(" needs %s\n", why_not(kernel).c_str());
       continue;
     }
     for (const Column& column : columns) printf(" %*s", column.width, column.text(kernel).c_str());
@@ -1152,7 +1162,14 @@ int Lesson::run() {
     for (const Kernel& kernel : problem.kernels_) selected += state.selected(kernel);
   }
   if (selected == 0 && state.kernel_pattern.empty()) {
-    fail(kDeviceCannot, "every kernel of this lesson needs a GPU of compute capability 9.0 (H100)");
+    const Kernel* least = nullptr;
+    for (const Problem& problem : state.problems) {
+      for (const Kernel& kernel : problem.kernels_) {
+        if (!least || kernel.needs_cc < least->needs_cc) least = &kernel;
+      }
+    }
+    fail(kDeviceCannot, "every kernel of this lesson needs %s%s", state.why_not(*least).c_str(),
+         least->hopper ? " (H100, H200)" : " or later");
   }
   if (selected == 0) {
     fail(kBadUsage, "no kernel that this device can run matches --kernel '%s' (see --list)",

@@ -141,6 +141,7 @@ struct Kernel {
   double memory_bytes = 0;  ///< device memory that this way of computing needs; 0: not stated
   int needs_cc = 0;         ///< least compute capability of a GPU, times 10
   bool hopper = false;      ///< and it must be 9.0
+  int needs_shared = 0;     ///< bytes of shared memory for a block
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
   /// that `compute_reference` puts into `reference`.
@@ -170,12 +171,14 @@ struct Kernel {
   Kernel& hopper_only() { return needs(90); }
 
   /// What one block of `function` takes, for the record: registers, spills, and how many fit on a
-  /// multiprocessor. Unknown (and nothing is asked) on the CPU backend.
+  /// multiprocessor. Unknown (and nothing is asked) on the CPU backend. Where a block may not have
+  /// so much shared memory the row says so instead.
   template <typename Function>
   Kernel& resources([[maybe_unused]] Function* function, [[maybe_unused]] int block,
-                    [[maybe_unused]] size_t shared_bytes = 0) {
+                    size_t shared_bytes = 0) {
+    needs_shared = static_cast<int>(shared_bytes);
 #ifndef CUDA_CPU
-    if (static_cast<int>(shared_bytes) > most_shared_bytes()) return *this;  // for other devices
+    if (needs_shared > most_shared_bytes()) return *this;
     cudaFuncAttributes attributes;
     CUDA_CHECK(cudaFuncGetAttributes(&attributes, function));
     threads = block;

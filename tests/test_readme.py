@@ -182,12 +182,14 @@ def explained(message, text):
         ("error: N = ... needs ... of device memory ..., ... are free", "1_matmul_basic",
          ["200000", "--device", "cpu"], 3),
         ("needs a GPU of compute capability 9.0", "3_matmul_tensorcore", ["8"], 0),
+        ("needs 102 KB of shared memory a block", "bonus_clifford_fully_connected",
+         ["8", "--features", "12"], 0),
         ("FAILED (tolerance ...)", "tests/broken_kernels", ["8", "--samples", "1"], 1),
         ("error: ... (see --help)", "1_matmul_basic", ["--size", "8"], 2),
     ],
 )
 def test_message_is_explained(message, name, arguments, rc):
-    result = execute([program(name), *arguments], env={"CUDA_CPU_COMPUTE_CAPABILITY": "80"})
+    result = execute([program(name), *arguments], env={"CUDA_CPU_COMPUTE_CAPABILITY": "86"})
     assert result.rc == rc
     assert explained(message, result.stdout + result.stderr)
 

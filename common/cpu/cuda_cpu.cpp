@@ -836,6 +836,15 @@ int compute_capability() {
   return capability;
 }
 
+std::size_t max_shared_bytes() {
+  const int capability = compute_capability();
+  const int kilobytes = capability < 80                        ? 64
+                        : capability == 80 || capability == 87 ? 163
+                        : capability < 90                      ? 99
+                                                               : 227;
+  return static_cast<std::size_t>(kilobytes) * 1024;
+}
+
 namespace {
 /// Whether every early launch is made twice, the second one early behind the first, as in a loop:
 /// CUDA_CPU_REPEAT_EARLY_LAUNCHES=1 in the environment.

@@ -33,7 +33,6 @@ namespace cuda_cpu {
 
 inline constexpr unsigned kMaxThreadsPerBlock = 1024;
 inline constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
-inline constexpr std::size_t kMaxSharedBytes = 227 * 1024;
 
 /// How many multiprocessors the device has, each of which holds one block at a time:
 /// CUDA_CPU_MULTIPROCESSORS in the environment, or else 8.
@@ -42,6 +41,10 @@ int multiprocessors();
 /// Ten times the device's compute capability: CUDA_CPU_COMPUTE_CAPABILITY in the environment, or
 /// else 90. Kernels that need more are left out, as on such a GPU.
 int compute_capability();
+
+/// How much shared memory a block may have on such a device (CUDA C++ Programming Guide, "Technical
+/// Specifications per Compute Capability").
+std::size_t max_shared_bytes();
 
 /// A place in the source code.
 struct Site {

@@ -213,7 +213,7 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
       break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = kMaxSharedBytes;
+      *value = static_cast<int>(max_shared_bytes());
       break;
     case cudaDevAttrTotalConstantMemory:
     case cudaDevAttrMaxRegistersPerBlock:
@@ -373,8 +373,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   name.copy(properties->name, sizeof properties->name - 1);
   properties->totalGlobalMem = cuda_cpu::meminfo_bytes("MemTotal");
   properties->sharedMemPerBlock = cuda_cpu::kDefaultSharedBytes;
-  properties->sharedMemPerBlockOptin = cuda_cpu::kMaxSharedBytes;
-  properties->sharedMemPerMultiprocessor = cuda_cpu::kMaxSharedBytes;
+  properties->sharedMemPerBlockOptin = cuda_cpu::max_shared_bytes();
+  properties->sharedMemPerMultiprocessor = cuda_cpu::max_shared_bytes();
   properties->major = get(cudaDevAttrComputeCapabilityMajor);
   properties->minor = get(cudaDevAttrComputeCapabilityMinor);
   properties->clusterLaunch = get(cudaDevAttrClusterLaunch);
@@ -568,7 +568,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
   if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
-    if (value < 0 || static_cast<std::size_t>(value) > cuda_cpu::kMaxSharedBytes) {
+    if (value < 0 || static_cast<std::size_t>(value) > cuda_cpu::max_shared_bytes()) {
       return result(cudaErrorInvalidValue);
     }
     std::lock_guard lock(device().mutex);
