@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part::kTiles, kColumns> share;
+    SpectrumShare<Part> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);
     add_to_totals(part, share, meeting.totals);

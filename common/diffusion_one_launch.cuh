@@ -76,8 +76,9 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
 
 /// A block's part of the work: 64-row tiles `first` to `first` + tiles - 1, as one of `groups`
 /// clusters, and kColumns columns from rank kColumns on, as one of the `blocks` of its cluster.
-template <int kEigen, int kColumns, int kStages>
+template <int kTheEigen, int kTheColumns, int kTheStages>
 struct MeshPart {
+  static constexpr int kEigen = kTheEigen, kColumns = kTheColumns, kStages = kTheStages;
   using Shared = OneLaunchShared<kEigen, kColumns, kStages>;
   static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
   static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
@@ -148,9 +149,9 @@ struct Meeting {
 };
 
 /// Asks for a tile of x, whose stage it announces: the basis will come, too.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void load_x(const MeshPart<kEigen, kColumns, kStages>& part, int t) {
-  const int s = t % kStages, row = 64 * (part.first + t);
+template <typename Part>
+__device__ __forceinline__ void load_x(const Part& part, int t) {
+  const int s = t % Part::kStages, row = 64 * (part.first + t);
   barrier_arrive_expect(&part.shared.full[s], part.kFirstBytes);
   // x is not needed again, the basis is.
   for (int box = 0; box < part.shared.kBoxes; ++box) {
@@ -159,9 +160,9 @@ __device__ __forceinline__ void load_x(const MeshPart<kEigen, kColumns, kStages>
   }
 }
 
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void prepare_barriers(const MeshPart<kEigen, kColumns, kStages>& part) {
-  for (int s = 0; s < kStages; ++s) {
+template <typename Part>
+__device__ __forceinline__ void prepare_barriers(const Part& part) {
+  for (int s = 0; s < Part::kStages; ++s) {
     barrier_init(&part.shared.full[s], 1);
     barrier_init(&part.shared.empty[s], 2 * part.blocks);
   }
@@ -171,10 +172,10 @@ __device__ __forceinline__ void prepare_barriers(const MeshPart<kEigen, kColumns
 }
 
 /// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void load_basis(const MeshPart<kEigen, kColumns, kStages>& part, int t) {
+template <typename Part>
+__device__ __forceinline__ void load_basis(const Part& part, int t) {
   auto& shared = part.shared;
-  const int s = t % kStages, row = 64 * (part.first + t);
+  const int s = t % Part::kStages, row = 64 * (part.first + t);
   tensor_load(shared.mass[s], &part.maps.mass, row, &shared.full[s]);
   for (int box = part.rank; box < shared.kSteps * 64 / kMulticastRows; box += part.blocks) {
     const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
@@ -196,23 +197,25 @@ struct Phases {
 };
 
 /// The producer's thread loads the tiles of the first product, the first x of which is under way.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void load_forth(const MeshPart<kEigen, kColumns, kStages>& part,
-                                           Phases<kStages>& empty) {
+template <typename Part>
+__device__ __forceinline__ void load_forth(const Part& part, Phases<Part::kStages>& empty) {
   for (int t = 0; t < part.tiles; ++t) {
-    if (t >= kStages) barrier_wait(&part.shared.empty[t % kStages], empty.next(t % kStages));
+    if (t >= Part::kStages) {
+      barrier_wait(&part.shared.empty[t % Part::kStages], empty.next(t % Part::kStages));
+    }
     if (t > 0) load_x(part, t);
     load_basis(part, t);
   }
 }
 
 /// And then those of the second product, in reverse, without the last kKept, which are still there.
-template <int kKept, int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void load_back(const MeshPart<kEigen, kColumns, kStages>& part,
-                                          Phases<kStages>& empty) {
+template <int kKept, typename Part>
+__device__ __forceinline__ void load_back(const Part& part, Phases<Part::kStages>& empty) {
   for (int t = part.tiles - 1 - kKept; t >= 0; --t) {
-    const int s = t % kStages;
-    if (kKept > 0 || t + kStages < part.tiles) barrier_wait(&part.shared.empty[s], empty.next(s));
+    const int s = t % Part::kStages;
+    if (kKept > 0 || t + Part::kStages < part.tiles) {
+      barrier_wait(&part.shared.empty[s], empty.next(s));
+    }
     barrier_arrive_expect(&part.shared.full[s], part.kBasisBytes);
     load_basis(part, t);
   }
@@ -221,35 +224,32 @@ __device__ __forceinline__ void load_back(const MeshPart<kEigen, kColumns, kStag
 // ---- The spare warps ----------------------------------------------------------------------------
 
 /// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
-template <int kEigen, int kColumns, int kStages, typename Visit>
-__device__ __forceinline__ void visit_quads(const MeshPart<kEigen, kColumns, kStages>& part,
-                                            Visit visit) {
+template <typename Part, typename Visit>
+__device__ __forceinline__ void visit_quads(const Part& part, Visit visit) {
   const int thread = kSpareThreads * part.group + static_cast<int>(threadIdx.x) - 32;
   for (int i = thread; i < part.kQuads; i += kSpareThreads * part.groups) visit(i);
 }
 
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void zero_totals(const MeshPart<kEigen, kColumns, kStages>& part,
-                                            float4* totals) {
+template <typename Part>
+__device__ __forceinline__ void zero_totals(const Part& part, float4* totals) {
   visit_quads(part, [&](int i) { totals[i] = float4{}; });
 }
 
 /// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
 /// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
 /// one 8 below it.
-template <int kEigen, int kColumns, int kStages>
+template <typename Part>
 struct SpareColumns {
-  using Part = MeshPart<kEigen, kColumns, kStages>;
-  static constexpr int kMine = (kEigen / 16 + 2) / 3;
+  static constexpr int kMine = (Part::kEigen / 16 + 2) / 3;
   const Part& part;
   int j, warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
 
   __device__ int col() const { return part.col0() + 8 * j + 2 * (lane % 4); }
   __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
   /// Whether there is a quad k: not all three have as many. In its place they read another one.
-  __device__ bool has(int k) const { return warp + 3 * k < kEigen / 16; }
+  __device__ bool has(int k) const { return warp + 3 * k < Part::kEigen / 16; }
   __device__ int quad(int k) const {
-    return ((has(k) ? warp + 3 * k : 0) * kColumns / 8 + j) * 32 + lane;
+    return ((has(k) ? warp + 3 * k : 0) * Part::kColumns / 8 + j) * 32 + lane;
   }
   /// These elements of a matrix (E, W); zeros outside of it.
   __device__ void load(float4 (&quads)[kMine], const __nv_bfloat16* matrix) const {
@@ -264,12 +264,11 @@ struct SpareColumns {
 };
 
 /// Backward: adds dSpectral to the sum of all.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void add_d_spectral(const MeshPart<kEigen, kColumns, kStages>& part,
-                                               float4* totals) {
-  using Columns = SpareColumns<kEigen, kColumns, kStages>;
+template <typename Part>
+__device__ __forceinline__ void add_d_spectral(const Part& part, float4* totals) {
+  using Columns = SpareColumns<Part>;
 #pragma unroll 1
-  for (int j = part.group; j < kColumns / 8; j += part.groups) {
+  for (int j = part.group; j < Part::kColumns / 8; j += part.groups) {
     const Columns mine{part, j};
     float4 quads[Columns::kMine];
     mine.load(quads, part.operands.d_spectral);
@@ -283,13 +282,12 @@ __device__ __forceinline__ void add_d_spectral(const MeshPart<kEigen, kColumns, 
 /// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
 /// take(sums, quad)... loads that sum, in one term or, as dTimes is linear in it, in several, with
 /// fewer registers.
-template <int kEigen, int kColumns, int kStages, typename... Take>
-__device__ __forceinline__ void store_d_times(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              const Take&... take) {
-  using Columns = SpareColumns<kEigen, kColumns, kStages>;
+template <typename Part, typename... Take>
+__device__ __forceinline__ void store_d_times(const Part& part, const Take&... take) {
+  using Columns = SpareColumns<Part>;
   const DiffusionOperands& in = part.operands;
 #pragma unroll 1
-  for (int j = part.group; j < kColumns / 8; j += part.groups) {
+  for (int j = part.group; j < Part::kColumns / 8; j += part.groups) {
     const Columns mine{part, j};
     float4 factors[Columns::kMine];
     mine.load(factors, in.spectral);
@@ -337,26 +335,26 @@ __device__ __forceinline__ void store_d_times(const MeshPart<kEigen, kColumns, k
 
 /// What a thread of a consumer holds of kTiles tiles of the spectrum: its share, and
 /// exp(-evalue time) of the same elements.
-template <int kTiles, int kColumns>
+template <typename Part>
 struct SpectrumShare {
-  Sum<kColumns> sum[kTiles];
-  float factors[kTiles][kColumns / 2];
+  Sum<Part::kColumns> sum[Part::kTiles];
+  float factors[Part::kTiles][Part::kColumns / 2];
 };
 
 __device__ inline int consumer() { return static_cast<int>(threadIdx.x) / 128 - 1; }
 
-template <int kEigen, int kColumns, int kStages, int kTiles>
-__device__ __forceinline__ void damping_factors(const MeshPart<kEigen, kColumns, kStages>& part,
-                                                SpectrumShare<kTiles, kColumns>& share) {
+template <typename Part>
+__device__ __forceinline__ void damping_factors(const Part& part, SpectrumShare<Part>& share) {
   const DiffusionOperands& in = part.operands;
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    const int row0 = 64 * (kTiles * consumer() + m) + Sum<kColumns>::row(0);
+  for (int m = 0; m < Part::kTiles; ++m) {
+    const int row0 = 64 * (Part::kTiles * consumer() + m) + Sum<Part::kColumns>::row(0);
     const float upper = row0 < in.E ? __bfloat162float(in.evalues[row0]) : 0;
     const float lower = row0 + 8 < in.E ? __bfloat162float(in.evalues[row0 + 8]) : 0;
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const float2 times = pair_at(in.times, 1, in.W, 0, part.col0() + Sum<kColumns>::col(4 * j));
+    for (int j = 0; j < Part::kColumns / 8; ++j) {
+      const float2 times =
+          pair_at(in.times, 1, in.W, 0, part.col0() + Sum<Part::kColumns>::col(4 * j));
       share.factors[m][4 * j] = damping(upper, times.x);
       share.factors[m][4 * j + 1] = damping(upper, times.y);
       share.factors[m][4 * j + 2] = damping(lower, times.x);
@@ -366,26 +364,26 @@ __device__ __forceinline__ void damping_factors(const MeshPart<kEigen, kColumns,
 }
 
 /// Gives a stage back, in all blocks of the cluster: they fill it together.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void release_stage(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              int s) {
+template <typename Part>
+__device__ __forceinline__ void release_stage(const Part& part, int s) {
   const int thread = threadIdx.x % 128;
   if (thread < part.blocks) barrier_arrive(&part.shared.empty[s], thread);
 }
 
 /// The left factor's fragments for one tile: the basis, transposed, and forward multiplied by the
 /// masses.
-template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles>
-__device__ __forceinline__ void load_transposed_basis(
-    const MeshPart<kEigen, kColumns, kStages>& part, int s, uint32_t (&a)[kTiles][4][4]) {
+template <Pass kPass, typename Part>
+__device__ __forceinline__ void load_transposed_basis(const Part& part, int s,
+                                                      uint32_t (&a)[Part::kTiles][4][4]) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
+  for (int m = 0; m < Part::kTiles; ++m) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int row = 16 * k + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
       ldmatrix_x4_trans(
-          a[m][k], &part.shared.basis[s][kTiles * consumer() + m].elements[swizzled(row, piece)]);
+          a[m][k],
+          &part.shared.basis[s][Part::kTiles * consumer() + m].elements[swizzled(row, piece)]);
       if constexpr (kPass == Pass::forward) {
         const auto* factor =
             reinterpret_cast<const unsigned*>(part.shared.mass[s] + 16 * k + 2 * (lane % 4));
@@ -399,18 +397,17 @@ __device__ __forceinline__ void load_transposed_basis(
 }
 
 /// First product: this block's share of basis^T (mass x).
-template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles>
-__device__ __forceinline__ void project(const MeshPart<kEigen, kColumns, kStages>& part,
-                                        SpectrumShare<kTiles, kColumns>& share,
-                                        Phases<kStages>& full) {
+template <Pass kPass, typename Part>
+__device__ __forceinline__ void project(const Part& part, SpectrumShare<Part>& share,
+                                        Phases<Part::kStages>& full) {
   for (int t = 0; t < part.tiles; ++t) {
-    const int s = t % kStages;
+    const int s = t % Part::kStages;
     barrier_wait(&part.shared.full[s], full.next(s));
-    uint32_t a[kTiles][4][4];
+    uint32_t a[Part::kTiles][4][4];
     load_transposed_basis<kPass>(part, s, a);
     wgmma_fence();
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < Part::kTiles; ++m) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         wgmma<__nv_bfloat16>(share.sum[m].elements, a[m][k], part.shared.x[s].operand(k),
@@ -419,27 +416,25 @@ __device__ __forceinline__ void project(const MeshPart<kEigen, kColumns, kStages
     }
     wgmma_commit();
     wgmma_wait<0>();
-    if (t + kStages < part.tiles) release_stage(part, s);
+    if (t + Part::kStages < part.tiles) release_stage(part, s);
   }
 }
 
 /// The number of the quad of the thread's elements 4 j to 4 j + 3 of tile m.
-template <int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ int quad_of(const MeshPart<kEigen, kColumns, kStages>& part, int m,
-                                       int j) {
+template <typename Part>
+__device__ __forceinline__ int quad_of(const Part& part, int m, int j) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  return ((4 * (part.kTiles * consumer() + m) + warp) * kColumns / 8 + j) * 32 + lane;
+  return ((4 * (part.kTiles * consumer() + m) + warp) * Part::kColumns / 8 + j) * 32 + lane;
 }
 
 /// Adds the share to the sum of all.
-template <int kEigen, int kColumns, int kStages, int kTiles>
-__device__ __forceinline__ void add_to_totals(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              const SpectrumShare<kTiles, kColumns>& share,
+template <typename Part>
+__device__ __forceinline__ void add_to_totals(const Part& part, const SpectrumShare<Part>& share,
                                               float4* totals) {
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
+  for (int m = 0; m < Part::kTiles; ++m) {
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int j = 0; j < Part::kColumns / 8; ++j) {
       const float* four = share.sum[m].elements + 4 * j;
       atomicAdd(totals + quad_of(part, m, j), make_float4(four[0], four[1], four[2], four[3]));
     }
@@ -448,13 +443,12 @@ __device__ __forceinline__ void add_to_totals(const MeshPart<kEigen, kColumns, k
 
 /// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
 /// when its spare warps have added, too.
-template <Pass kPass, int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void meet(const MeshPart<kEigen, kColumns, kStages>& part,
-                                     const Meeting<MeshPart<kEigen, kColumns, kStages>>& meeting) {
+template <Pass kPass, typename Part>
+__device__ __forceinline__ void meet(const Part& part, const Meeting<Part>& meeting) {
   named_barrier(kConsumersBarrier, kConsumers);
   if (threadIdx.x == 128) {
     if constexpr (kPass == Pass::backward) barrier_wait(&part.shared.spare, 0);
-    typename Meeting<MeshPart<kEigen, kColumns, kStages>>::Counter arrivals(*meeting.arrivals);
+    typename Meeting<Part>::Counter arrivals(*meeting.arrivals);
     const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
     if (before + 1 == meeting.groups) {
       // The last one: on to the next launch's number.
@@ -470,18 +464,17 @@ __device__ __forceinline__ void meet(const MeshPart<kEigen, kColumns, kStages>& 
 
 /// The spectrum, from the sum of all, is damped and becomes the right factor of the second product,
 /// in shared memory; forward the first group stores it, too.
-template <Pass kPass, int kEigen, int kColumns, int kStages, int kTiles, typename Sums>
-__device__ __forceinline__ void damp_spectrum(const MeshPart<kEigen, kColumns, kStages>& part,
-                                              SpectrumShare<kTiles, kColumns>& share,
+template <Pass kPass, typename Part, typename Sums>
+__device__ __forceinline__ void damp_spectrum(const Part& part, SpectrumShare<Part>& share,
                                               const Sums& totals) {
   auto& shared = part.shared;
-  constexpr int kQuads = kColumns / 8;
-  float4 sums[kTiles * kQuads];
+  constexpr int kQuads = Part::kColumns / 8;
+  float4 sums[Part::kTiles * kQuads];
   totals.take(sums, [&](int k) { return quad_of(part, k / kQuads, k % kQuads); });
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
+  for (int m = 0; m < Part::kTiles; ++m) {
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
+    for (int j = 0; j < Part::kColumns / 8; ++j) {
       const float4 total = sums[m * kQuads + j];
       float* four = share.sum[m].elements + 4 * j;
       const float* factor = share.factors[m] + 4 * j;
@@ -492,8 +485,8 @@ __device__ __forceinline__ void damp_spectrum(const MeshPart<kEigen, kColumns, k
     }
 #pragma unroll
     for (int box = 0; box < shared.kBoxes; ++box) {
-      share.sum[m].store(shared.second.spectrum[kTiles * consumer() + m].boxes[box], kBoxCols * box,
-                         [&](int i) { return share.sum[m].elements[i]; });
+      share.sum[m].store(shared.second.spectrum[Part::kTiles * consumer() + m].boxes[box],
+                         kBoxCols * box, [&](int i) { return share.sum[m].elements[i]; });
     }
   }
   shared_fence();
@@ -510,16 +503,15 @@ __device__ __forceinline__ void damp_spectrum(const MeshPart<kEigen, kColumns, k
 }
 
 /// Second product, over the same tiles in reverse; the last kKept of them are in shared memory.
-template <Pass kPass, int kKept, int kEigen, int kColumns, int kStages>
-__device__ __forceinline__ void expand(const MeshPart<kEigen, kColumns, kStages>& part,
-                                       Phases<kStages>& full) {
+template <Pass kPass, int kKept, typename Part>
+__device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& full) {
   auto& shared = part.shared;
   const int thread = threadIdx.x % 128;
-  Sum<kColumns> sum;
+  Sum<Part::kColumns> sum;
   for (int t = part.tiles - 1; t >= 0; --t) {
-    const int s = t % kStages;
+    const int s = t % Part::kStages;
     if (s % 2 != consumer()) continue;
-    if (kKept == 0 || t + kStages < part.tiles) barrier_wait(&shared.full[s], full.next(s));
+    if (kKept == 0 || t + Part::kStages < part.tiles) barrier_wait(&shared.full[s], full.next(s));
     float above = 1, below = 1;
     if constexpr (kPass == Pass::backward) {
       above = __bfloat162float(shared.mass[s][sum.row(0)]);
@@ -532,7 +524,7 @@ __device__ __forceinline__ void expand(const MeshPart<kEigen, kColumns, kStages>
     wgmma_wait<0>();
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
-    if (t >= kStages) {                                 // for both consumers
+    if (t >= Part::kStages) {                           // for both consumers
       release_stage(part, s);
       release_stage(part, s);
     }
