@@ -8,10 +8,13 @@
 // they take turns, tile by tile, so that one multiplies while the other writes out. Three spare
 // warps beside the producer work on the sum of all: they zero the next launch's and, backward, add
 // dSpectral and compute dTimes.
+//
+// In a batch of meshes each mesh has clusters of its own, which meet at a sum of their own.
 #pragma once
 
 #include <cuda/atomic>
 
+#include "common/batched_tensors.cuh"
 #include "common/diffusion.h"
 #include "common/early_launch.cuh"
 #include "common/lesson.h"
@@ -30,6 +33,11 @@ inline constexpr int kOneLaunchThreads = 384, kSpareThreads = 96, kConsumers = 2
 // The barriers of bar.sync: of either consumer, of the spare warps, and of both consumers.
 inline constexpr int kConsumerBarrier = 1, kSpareBarrier = 3, kConsumersBarrier = 4;
 
+// The masses that come with a tile. In a batch a mesh's may start at any address, but a copy at
+// multiples of 16 bytes: up to 7 masses come before them.
+template <bool kBatch>
+inline constexpr int kMassBox = kBatch ? 72 : 64;
+
 /// What the copy engine moves.
 struct DiffusionMaps {
   CUtensorMap x, basis, mass, out, spectral;
@@ -40,9 +48,15 @@ struct DiffusionMaps {
         mass(tensor_map<__nv_bfloat16>(in.mass, in.V)),
         out(tensor_map<__nv_bfloat16>(in.result, in.V, in.W, 64)),
         spectral(tensor_map<__nv_bfloat16>(in.spectrum, in.E, in.W, 64)) {}
+  DiffusionMaps(const DiffusionOperands& in, int64_t meshes)
+      : x(batch_map<__nv_bfloat16>(in.values, meshes, in.V, in.W, 64)),
+        basis(batch_map<__nv_bfloat16>(in.basis, meshes, in.V, in.E, kMulticastRows)),
+        mass(tensor_map<__nv_bfloat16>(in.mass, meshes * in.V, kMassBox<true>)),
+        out(batch_map<__nv_bfloat16>(in.result, meshes, in.V, in.W, 64)),
+        spectral(batch_map<__nv_bfloat16>(in.spectrum, meshes, in.E, in.W, 64)) {}
 };
 
-template <int kEigen, int kColumns, int kStages>
+template <int kEigen, int kColumns, int kStages, bool kBatch = false>
 struct OneLaunchShared {
   static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
   LeftTile<__nv_bfloat16, 64> basis[kStages][kSteps];  // 64 rows, all columns
@@ -54,7 +68,7 @@ struct OneLaunchShared {
       float2 d_times[3][kColumns / 2];        // of each spare warp's rows
     } second;
   };
-  alignas(128) __nv_bfloat16 mass[kStages][64];
+  alignas(128) __nv_bfloat16 mass[kStages][kBatch ? 128 : 64];
   Barrier full[kStages], empty[kStages], spare, met;
 };
 
@@ -76,12 +90,14 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
 
 /// A block's part of the work: 64-row tiles `first` to `first` + tiles - 1, as one of `groups`
 /// clusters, and kColumns columns from rank kColumns on, as one of the `blocks` of its cluster.
-template <int kTheEigen, int kTheColumns, int kTheStages>
+/// In a batch it is a part of mesh blockIdx.z, whose dTimes go to time_parts (meshes, W).
+template <int kTheEigen, int kTheColumns, int kTheStages, bool kIsBatch = false>
 struct MeshPart {
   static constexpr int kEigen = kTheEigen, kColumns = kTheColumns, kStages = kTheStages;
-  using Shared = OneLaunchShared<kEigen, kColumns, kStages>;
+  static constexpr bool kBatch = kIsBatch;
+  using Shared = OneLaunchShared<kEigen, kColumns, kStages, kBatch>;
   static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
-  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + sizeof(Shared::mass[0]);
+  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + 2 * kMassBox<kBatch>;
   static constexpr int kFirstBytes = kBasisBytes + sizeof(Shared::x[0]);
   // The shares of a block's columns add up in the layout of the registers that hold them: quad
   // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
@@ -90,17 +106,31 @@ struct MeshPart {
   Shared& shared;
   const DiffusionMaps& maps;
   const DiffusionOperands& operands;
+  float* time_parts;
   int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
   int first, tiles;
 
   __device__ __forceinline__ MeshPart(char* bytes, const DiffusionMaps& maps,
-                                      const DiffusionOperands& operands)
-      : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
+                                      const DiffusionOperands& operands,
+                                      float* time_parts = nullptr)
+      : shared(*reinterpret_cast<Shared*>(bytes)),
+        maps(maps),
+        operands(operands),
+        time_parts(time_parts) {
     const int64_t all_tiles = (operands.V + 63) / 64;
     first = static_cast<int>(all_tiles * group / groups);
     tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
   }
   __device__ int col0() const { return rank * kColumns; }
+  __device__ int mesh() const { return kBatch ? blockIdx.z : 0; }
+  /// Where the mesh's first mass is, of all; and in the box that it comes with.
+  __device__ int mass0() const { return mesh() * static_cast<int>(operands.V); }
+  __device__ int mass_shift() const { return mass0() % 8; }
+  /// The mesh's own, of (meshes, E) and of (meshes, E, W).
+  __device__ const __nv_bfloat16* evalues() const { return operands.evalues + mesh() * operands.E; }
+  __device__ const __nv_bfloat16* own(const __nv_bfloat16* spectra) const {
+    return spectra + static_cast<size_t>(mesh()) * operands.E * operands.W;
+  }
 };
 
 /// A sum of all blocks, where it is in memory.
@@ -126,7 +156,8 @@ struct Totals {
 /// the next one with the same template arguments and W, whatever V and the grid are. One launch at
 /// a time: two streams need one of each. arrivals (blocks of a cluster): for each rank, in the
 /// lower half how many have come, in the upper half how many launches there were. all_totals (2,
-/// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one.
+/// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one. In a batch
+/// each mesh has both.
 template <typename Part>
 struct Meeting {
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
@@ -137,7 +168,8 @@ struct Meeting {
   // A block reads this before it arrives, and the number changes when the last one has arrived: all
   // blocks of a launch read the same.
   __device__ __forceinline__ Meeting(const Part& part, unsigned* all_arrivals, float4* all_totals)
-      : arrivals(all_arrivals + part.rank), groups(part.groups) {
+      : arrivals(all_arrivals + part.mesh() * part.blocks + part.rank), groups(part.groups) {
+    all_totals += static_cast<size_t>(part.mesh()) * 2 * part.blocks * Part::kQuads;
     start = Counter(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
     const int turn = start >> 16 & 1;
     totals = all_totals + (turn * part.blocks + part.rank) * Part::kQuads;
@@ -155,8 +187,8 @@ __device__ __forceinline__ void load_x(const Part& part, int t) {
   barrier_arrive_expect(&part.shared.full[s], part.kFirstBytes);
   // x is not needed again, the basis is.
   for (int box = 0; box < part.shared.kBoxes; ++box) {
-    tensor_load(&part.shared.x[s].boxes[box], &part.maps.x, row, part.col0() + kBoxCols * box,
-                &part.shared.full[s], evict_first());
+    load_box<Part::kBatch>(&part.shared.x[s].boxes[box], &part.maps.x, part.mesh(), row,
+                           part.col0() + kBoxCols * box, &part.shared.full[s], evict_first());
   }
 }
 
@@ -176,12 +208,13 @@ template <typename Part>
 __device__ __forceinline__ void load_basis(const Part& part, int t) {
   auto& shared = part.shared;
   const int s = t % Part::kStages, row = 64 * (part.first + t);
-  tensor_load(shared.mass[s], &part.maps.mass, row, &shared.full[s]);
+  tensor_load(shared.mass[s], &part.maps.mass, part.mass0() - part.mass_shift() + row,
+              &shared.full[s]);
   for (int box = part.rank; box < shared.kSteps * 64 / kMulticastRows; box += part.blocks) {
     const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
-    tensor_load_multicast(shared.basis[s][step].row(within), &part.maps.basis, row + within,
-                          kStepK * step, &shared.full[s],
-                          static_cast<uint16_t>((1 << part.blocks) - 1));
+    multicast_box<Part::kBatch>(shared.basis[s][step].row(within), &part.maps.basis, part.mesh(),
+                                row + within, kStepK * step, &shared.full[s],
+                                static_cast<uint16_t>((1 << part.blocks) - 1));
   }
 }
 
@@ -271,7 +304,7 @@ __device__ __forceinline__ void add_d_spectral(const Part& part, float4* totals)
   for (int j = part.group; j < Part::kColumns / 8; j += part.groups) {
     const Columns mine{part, j};
     float4 quads[Columns::kMine];
-    mine.load(quads, part.operands.d_spectral);
+    mine.load(quads, part.own(part.operands.d_spectral));
 #pragma unroll
     for (int k = 0; k < Columns::kMine; ++k) {
       if (mine.has(k)) atomicAdd(totals + mine.quad(k), quads[k]);
@@ -290,12 +323,12 @@ __device__ __forceinline__ void store_d_times(const Part& part, const Take&... t
   for (int j = part.group; j < Part::kColumns / 8; j += part.groups) {
     const Columns mine{part, j};
     float4 factors[Columns::kMine];
-    mine.load(factors, in.spectral);
+    mine.load(factors, part.own(in.spectral));
 #pragma unroll
     for (int k = 0; k < Columns::kMine; ++k) {
       const int row = mine.row(k);
-      const float upper = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
-      const float lower = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+      const float upper = row < in.E ? __bfloat162float(part.evalues()[row]) : 0;
+      const float lower = row + 8 < in.E ? __bfloat162float(part.evalues()[row + 8]) : 0;
       factors[k] = make_float4(upper * factors[k].x, upper * factors[k].y, lower * factors[k].z,
                                lower * factors[k].w);
     }
@@ -324,9 +357,14 @@ __device__ __forceinline__ void store_d_times(const Part& part, const Take&... t
     if (mine.lane < 4) rows[mine.warp][pair] = sum;
     named_barrier(kSpareBarrier, kSpareThreads);
     if (mine.warp == 0 && mine.lane < 4 && mine.col() < in.W) {
-      *reinterpret_cast<uint32_t*>(in.d_times + mine.col()) =
-          pack2<__nv_bfloat16>(rows[0][pair].x + rows[1][pair].x + rows[2][pair].x,
-                               rows[0][pair].y + rows[1][pair].y + rows[2][pair].y);
+      const float2 all = {rows[0][pair].x + rows[1][pair].x + rows[2][pair].x,
+                          rows[0][pair].y + rows[1][pair].y + rows[2][pair].y};
+      if constexpr (Part::kBatch) {
+        float* const to = part.time_parts + static_cast<size_t>(part.mesh()) * in.W;
+        *reinterpret_cast<float2*>(to + mine.col()) = all;
+      } else {
+        *reinterpret_cast<uint32_t*>(in.d_times + mine.col()) = pack2<__nv_bfloat16>(all.x, all.y);
+      }
     }
   }
 }
@@ -349,8 +387,8 @@ __device__ __forceinline__ void damping_factors(const Part& part, SpectrumShare<
 #pragma unroll
   for (int m = 0; m < Part::kTiles; ++m) {
     const int row0 = 64 * (Part::kTiles * consumer() + m) + Sum<Part::kColumns>::row(0);
-    const float upper = row0 < in.E ? __bfloat162float(in.evalues[row0]) : 0;
-    const float lower = row0 + 8 < in.E ? __bfloat162float(in.evalues[row0 + 8]) : 0;
+    const float upper = row0 < in.E ? __bfloat162float(part.evalues()[row0]) : 0;
+    const float lower = row0 + 8 < in.E ? __bfloat162float(part.evalues()[row0 + 8]) : 0;
 #pragma unroll
     for (int j = 0; j < Part::kColumns / 8; ++j) {
       const float2 times =
@@ -370,12 +408,27 @@ __device__ __forceinline__ void release_stage(const Part& part, int s) {
   if (thread < part.blocks) barrier_arrive(&part.shared.empty[s], thread);
 }
 
+/// The masses of rows `row` and row + 1 of tile t; zeros outside of the mesh, which the copy fills in
+/// only where all masses end.
+template <typename Part>
+__device__ __forceinline__ unsigned two_masses(const Part& part, int t, int row) {
+  const __nv_bfloat16* masses = part.shared.mass[t % Part::kStages] + row;
+  if constexpr (Part::kBatch) {
+    masses += part.mass_shift();
+    const int64_t left = part.operands.V - 64 * static_cast<int64_t>(part.first + t) - row;
+    return pack2<__nv_bfloat16>(left > 0 ? __bfloat162float(masses[0]) : 0,
+                                left > 1 ? __bfloat162float(masses[1]) : 0);
+  } else {
+    return *reinterpret_cast<const unsigned*>(masses);
+  }
+}
+
 /// The left factor's fragments for one tile: the basis, transposed, and forward multiplied by the
 /// masses.
 template <Pass kPass, typename Part>
-__device__ __forceinline__ void load_transposed_basis(const Part& part, int s,
+__device__ __forceinline__ void load_transposed_basis(const Part& part, int t,
                                                       uint32_t (&a)[Part::kTiles][4][4]) {
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int s = t % Part::kStages, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < Part::kTiles; ++m) {
 #pragma unroll
@@ -385,12 +438,11 @@ __device__ __forceinline__ void load_transposed_basis(const Part& part, int s,
           a[m][k],
           &part.shared.basis[s][Part::kTiles * consumer() + m].elements[swizzled(row, piece)]);
       if constexpr (kPass == Pass::forward) {
-        const auto* factor =
-            reinterpret_cast<const unsigned*>(part.shared.mass[s] + 16 * k + 2 * (lane % 4));
-        a[m][k][0] = multiply2(a[m][k][0], factor[0]);
-        a[m][k][1] = multiply2(a[m][k][1], factor[0]);
-        a[m][k][2] = multiply2(a[m][k][2], factor[4]);
-        a[m][k][3] = multiply2(a[m][k][3], factor[4]);
+        const int v = 16 * k + 2 * (lane % 4);
+        a[m][k][0] = multiply2(a[m][k][0], two_masses(part, t, v));
+        a[m][k][1] = multiply2(a[m][k][1], two_masses(part, t, v));
+        a[m][k][2] = multiply2(a[m][k][2], two_masses(part, t, v + 8));
+        a[m][k][3] = multiply2(a[m][k][3], two_masses(part, t, v + 8));
       }
     }
   }
@@ -404,7 +456,7 @@ __device__ __forceinline__ void project(const Part& part, SpectrumShare<Part>& s
     const int s = t % Part::kStages;
     barrier_wait(&part.shared.full[s], full.next(s));
     uint32_t a[Part::kTiles][4][4];
-    load_transposed_basis<kPass>(part, s, a);
+    load_transposed_basis<kPass>(part, t, a);
     wgmma_fence();
 #pragma unroll
     for (int m = 0; m < Part::kTiles; ++m) {
@@ -494,8 +546,9 @@ __device__ __forceinline__ void damp_spectrum(const Part& part, SpectrumShare<Pa
   if (kPass == Pass::forward && part.group == 0 && threadIdx.x == 128) {
     for (int step = 0; step < shared.kSteps; ++step) {
       for (int box = 0; box < shared.kBoxes; ++box) {
-        tensor_store(&part.maps.spectral, kStepK * step, part.col0() + kBoxCols * box,
-                     &shared.second.spectrum[step].boxes[box]);
+        store_box<Part::kBatch>(&part.maps.spectral, part.mesh(), kStepK * step,
+                                part.col0() + kBoxCols * box,
+                                &shared.second.spectrum[step].boxes[box]);
       }
     }
     tensor_store_commit();
@@ -514,8 +567,8 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
     if (kKept == 0 || t + Part::kStages < part.tiles) barrier_wait(&shared.full[s], full.next(s));
     float above = 1, below = 1;
     if constexpr (kPass == Pass::backward) {
-      above = __bfloat162float(shared.mass[s][sum.row(0)]);
-      below = __bfloat162float(shared.mass[s][sum.row(2)]);
+      above = __bfloat162float(shared.mass[s][part.mass_shift() + sum.row(0)]);
+      below = __bfloat162float(shared.mass[s][part.mass_shift() + sum.row(2)]);
     }
 #pragma unroll
     for (int step = 0; step < shared.kSteps; ++step) {
@@ -537,8 +590,8 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
     named_barrier(kConsumerBarrier + consumer(), 128);
     if (thread == 0) {
       for (int box = 0; box < shared.kBoxes; ++box) {
-        tensor_store(&part.maps.out, 64 * (part.first + t), part.col0() + kBoxCols * box,
-                     &shared.second.out[consumer()][box]);
+        store_box<Part::kBatch>(&part.maps.out, part.mesh(), 64 * (part.first + t),
+                                part.col0() + kBoxCols * box, &shared.second.out[consumer()][box]);
       }
       tensor_store_commit();
     }
