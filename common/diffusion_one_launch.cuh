@@ -106,17 +106,15 @@ struct MeshPart {
   Shared& shared;
   const DiffusionMaps& maps;
   const DiffusionOperands& operands;
-  float* time_parts;
+  float* time_parts;  // of a batch
   int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
   int first, tiles;
 
   __device__ __forceinline__ MeshPart(char* bytes, const DiffusionMaps& maps,
                                       const DiffusionOperands& operands,
                                       float* time_parts = nullptr)
-      : shared(*reinterpret_cast<Shared*>(bytes)),
-        maps(maps),
-        operands(operands),
-        time_parts(time_parts) {
+      : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
+    this->time_parts = time_parts;
     const int64_t all_tiles = (operands.V + 63) / 64;
     first = static_cast<int>(all_tiles * group / groups);
     tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
@@ -408,8 +406,8 @@ __device__ __forceinline__ void release_stage(const Part& part, int s) {
   if (thread < part.blocks) barrier_arrive(&part.shared.empty[s], thread);
 }
 
-/// The masses of rows `row` and row + 1 of tile t; zeros outside of the mesh, which the copy fills in
-/// only where all masses end.
+/// The masses of rows `row` and row + 1 of tile t; outside of the mesh zeros, which in a batch the
+/// copy only leaves behind the last one.
 template <typename Part>
 __device__ __forceinline__ unsigned two_masses(const Part& part, int t, int row) {
   const __nv_bfloat16* masses = part.shared.mass[t % Part::kStages] + row;
