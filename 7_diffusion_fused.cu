@@ -435,6 +435,8 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 // dTimes (W), the sum of the meshes' parts (meshes, W). A thread owns a column.
 __global__ void add_time_parts(const float* parts, int meshes, bf16* d_times, int W) {
   const int w = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  start_next_kernel();
+  wait_for_previous_kernel();
   if (w >= W) return;
   float sum = 0;
   for (int mesh = 0; mesh < meshes; ++mesh) sum += parts[static_cast<size_t>(mesh) * W + w];
