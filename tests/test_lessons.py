@@ -274,7 +274,7 @@ def test_diffusion(run, backend, n, eigen, width):
 # one; several clusters for each mesh, one each, more meshes than clusters; every form of the one
 # launch.
 BATCHES = [(1, 8, 8, 7, 4), (64, 64, 64, 2, 4), (75, 24, 72, 3, 4), (70, 16, 16, 9, 4),
-           (129, 136, 72, 2, 8), pytest.param(1030, 8, 72, 32, 4, marks=LONG)]
+           (65, 136, 72, 2, 8), pytest.param(1030, 8, 72, 32, 4, marks=LONG)]
 
 
 @pytest.mark.parametrize("n, eigen, width, meshes, multiprocessors", BATCHES)
