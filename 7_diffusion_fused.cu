@@ -16,6 +16,9 @@
 //
 // which has the same shape: a product with basis^T, something elementwise, a product with basis.
 //
+// --batch N: N meshes of V vertices each in the same launches, as DiffusionNet takes them. All of
+// the above but times is each mesh's own, x is (N, V, W), and dTimes is a sum over the meshes, too.
+//
 // What moves is x, out and the basis; what is computed is 4 V E W operations. With E = 128 and
 // W = 256 that is 100 operations per byte, half of what would keep a GPU's tensor cores busy:
 // memory is the limit, and temporaries would cost what they cost in lesson 5. But the fusion of
@@ -84,8 +87,8 @@ struct ProjectTile {
   static constexpr int kSharedBytes = kStages * (kStage + kV) * sizeof(bf16);
 };
 
-// sums (gridDim.y, E, W), fp32: in slice s the sum of basis^T (mass[:, None] * values), backward of
-// basis^T values, over part s of gridDim.y of the vertices. Block (tile, slice).
+// sums (N, gridDim.y, E, W), fp32: in slice s the sum of basis^T (mass[:, None] * values), backward
+// of basis^T values, over part s of gridDim.y of the vertices. Block (tile, slice, mesh).
 //
 // One slice for all, which is *half fused*, keeps eight multiprocessors busy for a spectrum of 128
 // by 256, and a multiprocessor only receives what it has asked for: with 32 KB under way and most
@@ -100,7 +103,7 @@ struct ProjectTile {
 // neighbours of a row, two vertices, to which the same two masses belong in a[0] and a[1], and two
 // others in a[2] and a[3]. That is one instruction a register, and it rounds to bf16 once, as a
 // kernel for mass * x alone does.
-template <Pass kPass, typename Tile>
+template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
   constexpr int kV = Tile::kV, kStages = Tile::kStages;
@@ -115,6 +118,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const int64_t all_steps = (in.V + kV - 1) / kV;
   const int64_t first = all_steps * blockIdx.y / gridDim.y;
   const int steps = static_cast<int>(all_steps * (blockIdx.y + 1) / gridDim.y - first);
+  const int mesh = kBatch ? blockIdx.z : 0;
+  const int64_t vertex0 = mesh * in.V;
+  in.values += vertex0 * in.W;
+  in.basis += vertex0 * in.E;
+  in.mass += vertex0;
   const auto copy_step = [&](int step) {
     if (step < steps) {
       bf16* basis = shared + step % kStages * Tile::kStage;
@@ -125,9 +133,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       if (kPass == Pass::forward && threadIdx.x < kV / 8) {
         const int64_t v = v0 + 8 * threadIdx.x;
         bf16* to = masses + step % kStages * kV + 8 * threadIdx.x;
-        if (v + 8 <= in.V) {
+        if (v + 8 <= in.V && vertex0 % 8 == 0) {
           copy_async<16>(to, in.mass + v, true);
-        } else {  // V ends here
+        } else {  // V ends here, or the mesh's masses are not aligned to 16 bytes
           for (int i = 0; i < 8; ++i)
             to[i] = v + i < in.V ? in.mass[v + i] : __float2bfloat16_rn(0);
         }
@@ -166,7 +174,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
   }
 
-  float* slice = sums + static_cast<size_t>(blockIdx.y) * in.E * in.W;
+  float* slice = sums + (static_cast<size_t>(mesh) * gridDim.y + blockIdx.y) * in.E * in.W;
   for_pairs(sum, e0 + warp_e, w0 + warp_w, in.E, in.W, [&](int e, int w, float2 pair) {
     *reinterpret_cast<float2*>(slice + static_cast<size_t>(e) * in.W + w) = pair;
   });
@@ -189,12 +197,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //
 // (A published split-K kernel for this very operator has a relative error of 0.8.)
 //
-// A block owns 4 rows and 32 columns of the spectrum: a warp one of the rows, and an eighth of the
-// slices, whose sums meet in shared memory. So all 32 warps read at the same time, 128 neighbouring
-// bytes each. Backward it adds its rows' part of dTimes, over e, and the next kernel adds those of
-// all blocks of a column.
+// A block owns 4 rows and 32 columns of a mesh's spectrum: a warp one of the rows, and an eighth of
+// the slices, whose sums meet in shared memory. So all 32 warps read at the same time, 128
+// neighbouring bytes each. Backward it adds its rows' part of dTimes, over e, and the next kernel
+// adds those of all blocks of a column.
 constexpr int kSumRows = 4, kSumParts = 8;
-template <Pass kPass>
+template <Pass kPass, bool kBatch>
 __global__ void __launch_bounds__(32 * kSumRows * kSumParts)
     add_slices(Operands in, const float* sums, int slices, float* time_sums) {
   __shared__ float parts[kSumParts][kSumRows][32];
@@ -203,6 +211,9 @@ __global__ void __launch_bounds__(32 * kSumRows * kSumParts)
   const int w = blockIdx.x * 32 + lane, e = blockIdx.y * kSumRows + row;
   const bool inside = e < in.E && w < in.W;
   const size_t at = static_cast<size_t>(e) * in.W + w, stride = static_cast<size_t>(in.E) * in.W;
+  const int mesh = kBatch ? blockIdx.z : 0;
+  const size_t here = mesh * stride + at;  // in the spectra of all meshes
+  sums += mesh * stride * slices;
   start_next_kernel();
   wait_for_previous_kernel();
   float sum = 0;
@@ -219,19 +230,19 @@ __global__ void __launch_bounds__(32 * kSumRows * kSumParts)
   if (part == 0 && inside) {
     float s = 0;
     for (int i = 0; i < kSumParts; ++i) s += parts[i][row][lane];
-    const float evalue = __bfloat162float(in.evalues[e]);
+    const float evalue = __bfloat162float(in.evalues[mesh * in.E + e]);
     if constexpr (kPass == Pass::backward) {
-      s += __bfloat162float(in.d_spectral[at]);
-      time_sum = evalue * s * __bfloat162float(in.spectral[at]);
+      s += __bfloat162float(in.d_spectral[here]);
+      time_sum = evalue * s * __bfloat162float(in.spectral[here]);
     }
-    in.spectrum[at] = __float2bfloat16_rn(damping(evalue, __bfloat162float(in.times[w])) * s);
+    in.spectrum[here] = __float2bfloat16_rn(damping(evalue, __bfloat162float(in.times[w])) * s);
   }
   if constexpr (kPass == Pass::backward) {
     if (part == 0) parts[0][row][lane] = time_sum;  // where this thread alone has read
     __syncthreads();
     if (part > 0 || row > 0 || w >= in.W) return;
     for (int i = 1; i < kSumRows; ++i) time_sum += parts[0][i][lane];
-    time_sums[static_cast<size_t>(blockIdx.y) * in.W + w] = time_sum;
+    time_sums[(static_cast<size_t>(mesh) * gridDim.y + blockIdx.y) * in.W + w] = time_sum;
   }
 }
 
@@ -249,13 +260,13 @@ struct ExpandTile {
   }
 };
 
-// result (V, W) = basis spectrum, and backward mass[:, None] * that. Lesson 6's resident weights
-// again: the spectrum is small, so every block keeps kW columns of it in shared memory for good,
-// and the basis streams by, tile blockIdx.x, blockIdx.x + gridDim.x, ... of its rows. Each warp's
-// results go through a staging area of its own, so that they leave as 16 bytes a lane.
-// Backward, the blocks with the first tile also add up the time_rows parts of dTimes for their
-// columns.
-template <Pass kPass, typename Tile>
+// result (V, W) = basis spectrum, and backward mass[:, None] * that, of mesh blockIdx.z. Lesson 6's
+// resident weights again: the spectrum is small, so every block keeps kW columns of it in shared
+// memory for good, and the basis streams by, tile blockIdx.x, blockIdx.x + gridDim.x, ... of its
+// rows. Each warp's results go through a staging area of its own, so that they leave as 16 bytes a
+// lane. Backward, the first mesh's blocks with the first tile also add up the time_rows parts of
+// dTimes for their columns.
+template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads)
     expand_spectrum(Operands in, const float* time_sums, int time_rows) {
   constexpr int kV = Tile::kV, kW = Tile::kW, kStages = Tile::kStages;
@@ -268,6 +279,12 @@ __global__ void __launch_bounds__(Tile::kThreads)
   bf16* stages = spectrum + rows * kW;
   bf16* staging = stages + kStages * boxes * Tile::kBox + warp * kWarpV * kWarpW;
   const int64_t tiles = (in.V + kV - 1) / kV;
+  const int mesh = kBatch ? blockIdx.z : 0;
+  const int64_t vertex0 = mesh * in.V;
+  in.basis += vertex0 * in.E;
+  in.mass += vertex0;
+  in.result += vertex0 * in.W;
+  in.spectrum += static_cast<size_t>(mesh) * in.E * in.W;
   const auto stage_of = [&](int step) { return stages + step % kStages * boxes * Tile::kBox; };
   const auto copy_step = [&](int step) {
     const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
@@ -284,7 +301,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     copy_swizzled<16, kW, Tile::kThreads>(spectrum + e * kW, in.spectrum, e, w0, in.E, in.W);
   }
   for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  if (kPass == Pass::backward && blockIdx.x == 0) {
+  if (kPass == Pass::backward && blockIdx.x == 0 && mesh == 0) {
     for (int w = w0 + threadIdx.x; w < min(w0 + kW, in.W); w += Tile::kThreads) {
       float sum = 0;
       for (int row = 0; row < time_rows; ++row) {
@@ -368,15 +385,19 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // asks for, up to 8; and all have the whole basis, of up to kEigen columns, which they fetch
 // together, each its part, by multicast. What E and W do not fill is zero.
 //
+// In a batch each mesh has clusters, a sum and a meeting of its own, and leaves a part of dTimes,
+// for another kernel to add. With more meshes than clusters find room, each has one: it waits for
+// no other, so that they need not all be there at the same time.
+//
 // The steps are in common/diffusion_one_launch.cuh, a function each, in this order.
-template <Pass kPass, int kEigen, int kColumns, int kStages>
+template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion_one_launch(const __grid_constant__ DiffusionMaps maps, const Operands operands,
-                         unsigned* arrivals, float4* totals) {
+                         unsigned* arrivals, float4* totals, float* time_parts) {
 #if HOPPER_CODE
-  using Part = MeshPart<kEigen, kColumns, kStages>;
+  using Part = MeshPart<kEigen, kColumns, kStages, kBatch>;
   extern __shared__ __align__(1024) char bytes[];
-  const Part part(bytes, maps, operands);
+  const Part part(bytes, maps, operands, time_parts);
   if (threadIdx.x == 0) prepare_barriers(part);
   start_next_kernel();
   wait_for_previous_kernel();
@@ -400,7 +421,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part::kTiles, kColumns> share;
+    SpectrumShare<Part> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);
     add_to_totals(part, share, meeting.totals);
@@ -409,6 +430,17 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     expand<kPass, kStages>(part, phases);
   }
 #endif
+}
+
+// dTimes (W), the sum of the meshes' parts (meshes, W). A thread owns a column.
+__global__ void add_time_parts(const float* parts, int meshes, bf16* d_times, int W) {
+  const int w = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  start_next_kernel();
+  wait_for_previous_kernel();
+  if (w >= W) return;
+  float sum = 0;
+  for (int mesh = 0; mesh < meshes; ++mesh) sum += parts[static_cast<size_t>(mesh) * W + w];
+  d_times[w] = __float2bfloat16_rn(sum);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -426,24 +458,25 @@ int64_t project_tiles(const Shape& shape) {
   return static_cast<int64_t>(blocks_for(shape.E, Tile::kE)) * blocks_for(shape.W, Tile::kW);
 }
 
-// Slices of split-K: blocks for all multiprocessors, but none without a step.
+// Slices of split-K: with all meshes' blocks for all multiprocessors, but none without a step.
 template <typename Tile>
 int64_t slices_for(const Shape& shape, int multiprocessors) {
-  const int64_t fill = Tile::kBlocks * multiprocessors / project_tiles<Tile>(shape);
+  const int64_t fill =
+      Tile::kBlocks * multiprocessors / (project_tiles<Tile>(shape) * shape.meshes);
   return std::clamp<int64_t>(fill, 1, blocks_for(shape.V, Tile::kV));
 }
 
-template <Pass kPass, typename Project, typename Expand>
+template <Pass kPass, typename Project, typename Expand, bool kBatch>
 void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, int multiprocessors) {
-  const auto [V, E, W] = table.shape;
+  const auto [V, E, W, meshes] = table.shape;
   const auto sums = table.problem.output<float>(slices * table.shape.spectrum_values());
   const dim3 tiles(static_cast<unsigned>(project_tiles<Project>(table.shape)),
-                   static_cast<unsigned>(slices));
-  const dim3 parts(blocks_for(W, 32), blocks_for(E, kSumRows));
-  // Backward: the parts of dTimes.
-  const auto time_sums = table.problem.output<float>(kPass == Pass::backward ? parts.y * W : 1);
-  const auto first = project_slices<kPass, Project>;
-  const auto last = expand_spectrum<kPass, Expand>;
+                   static_cast<unsigned>(slices), static_cast<unsigned>(meshes));
+  const dim3 parts(blocks_for(W, 32), blocks_for(E, kSumRows), tiles.z);
+  const int64_t time_rows = parts.y * meshes;  // backward: the parts of dTimes
+  const auto time_sums = table.problem.output<float>(kPass == Pass::backward ? time_rows * W : 1);
+  const auto first = project_slices<kPass, Project, kBatch>;
+  const auto last = expand_spectrum<kPass, Expand, kBatch>;
   const int bytes = static_cast<int>(Expand::shared_bytes(E));
   allow_shared_bytes(first, Project::kSharedBytes);
   allow_shared_bytes(last, bytes);
@@ -451,16 +484,16 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   int per_sm = 0;
   CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, last, Expand::kThreads, bytes));
   const unsigned columns = blocks_for(W, Expand::kW);
-  const unsigned fit = std::max(1u, static_cast<unsigned>(per_sm * multiprocessors) / columns);
-  const dim3 rows(std::min(blocks_for(V, Expand::kV), fit), columns);
+  const auto fit = static_cast<unsigned>(per_sm * multiprocessors) / (columns * tiles.z);
+  const dim3 rows(std::min(blocks_for(V, Expand::kV), std::max(1u, fit)), columns, tiles.z);
   const auto launch = [=, slices = static_cast<int>(slices), &table] {
     const Operands in = table.operands();
-    launch_early(project_slices<kPass, Project>, tiles, Project::kThreads, Project::kSharedBytes,
-                 in, sums.data());
-    launch_early(add_slices<kPass>, parts, 32 * kSumRows * kSumParts, 0, in, sums.data(), slices,
-                 time_sums.data());
-    launch_early(expand_spectrum<kPass, Expand>, rows, Expand::kThreads, bytes, in,
-                 time_sums.data(), static_cast<int>(parts.y));
+    launch_early(project_slices<kPass, Project, kBatch>, tiles, Project::kThreads,
+                 Project::kSharedBytes, in, sums.data());
+    launch_early(add_slices<kPass, kBatch>, parts, 32 * kSumRows * kSumParts, 0, in, sums.data(),
+                 slices, time_sums.data());
+    launch_early(expand_spectrum<kPass, Expand, kBatch>, rows, Expand::kThreads, bytes, in,
+                 time_sums.data(), static_cast<int>(time_rows));
   };
   const double temporary = kPass == Pass::forward ? 0 : table.spectrum.bytes() + time_sums.bytes();
   const int64_t steps = blocks_for(V, Project::kV);
@@ -473,44 +506,55 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
                              kPass == Pass::forward ? 2 : 1, 1);
 }
 
-template <typename Project, typename Expand>
+template <typename Project, typename Expand, bool kBatch>
 void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
                           int multiprocessors) {
   const int64_t slices = slices_for<Project>(forward.shape, multiprocessors);
   add_unfused(forward);
-  add_slices_of<Pass::forward, Project, Expand>(forward, "half fused", 1, multiprocessors);
-  add_slices_of<Pass::forward, Project, Expand>(forward, "split-K", slices, multiprocessors);
+  add_slices_of<Pass::forward, Project, Expand, kBatch>(forward, "half fused", 1, multiprocessors);
+  add_slices_of<Pass::forward, Project, Expand, kBatch>(forward, "split-K", slices,
+                                                        multiprocessors);
   add_unfused(backward);
-  add_slices_of<Pass::backward, Project, Expand>(backward, "split-K", slices, multiprocessors);
+  add_slices_of<Pass::backward, Project, Expand, kBatch>(backward, "split-K", slices,
+                                                         multiprocessors);
 }
 
-template <Pass kPass, int kEigen, int kColumns, int kStages>
+template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
 void add_one_launch(DiffusionProblem& table) {
-  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages>);
+  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages, kBatch>);
   constexpr int kThreads = kOneLaunchThreads;
-  const auto [V, E, W] = table.shape;
-  const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages>;
+  const auto [V, E, W, meshes] = table.shape;
+  const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>;
   allow_shared_bytes(kernel, kBytes);
   // As many clusters as fit on the device at once, or as there are tiles: none may wait for one
-  // that cannot start. (Counted for a GPU that this launch has to itself: other kernels end
-  // sometime, but two of these at the same time, in two streams, might wait for each other for
-  // good. In one stream they cannot, although launched early: the next one's blocks start when all
-  // of this one's run.)
+  // that cannot start. In a batch each mesh has its share of them, at least one. (Counted for a GPU
+  // that this launch has to itself: other kernels end sometime, but two of these at the same time,
+  // in two streams, might wait for each other for good. In one stream they cannot, although started
+  // early: the next one's blocks start when all of this one's run.)
   const unsigned blocks = blocks_for(W, kColumns);
   const int64_t tiles = blocks_for(V, 64);
-  const unsigned clusters = persistent(tiles, resident_clusters(kernel, blocks, kThreads, kBytes));
-  const auto arrivals = table.problem.workspace<unsigned>(blocks);
-  const auto totals = table.problem.workspace<float>(2 * kEigen * kColumns * blocks);
-  const auto launch = [=, V = V, E = E, W = W, &table] {
+  const int64_t fit = resident_clusters(kernel, blocks, kThreads, kBytes) / meshes;
+  const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit));
+  const auto arrivals = table.problem.workspace<unsigned>(blocks * meshes);
+  const auto totals = table.problem.workspace<float>(2 * kEigen * kColumns * blocks * meshes);
+  constexpr bool kTimeParts = kBatch && kPass == Pass::backward;
+  const auto time_parts = table.problem.output<float>(kTimeParts ? meshes * W : 1);
+  const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
+  const auto launch = [=, W = static_cast<int>(W), &table] {
     const Operands in = table.operands();
-    const DiffusionMaps maps(in);
-    launch_clusters(diffusion_one_launch<kPass, kEigen, kColumns, kStages>, blocks, true,
-                    dim3(blocks, clusters), kThreads, kBytes, maps, in, arrivals.data(),
-                    reinterpret_cast<float4*>(totals.data()));
+    const DiffusionMaps maps = kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);
+    launch_clusters(diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>, blocks, true,
+                    grid, kThreads, kBytes, maps, in, arrivals.data(),
+                    reinterpret_cast<float4*>(totals.data()), time_parts.data());
+    if constexpr (kTimeParts) {
+      launch_early(add_time_parts, blocks_for(W, 64), 64, 0, time_parts.data(),
+                   static_cast<int>(grid.z), in.d_times, W);
+    }
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()
-      .occupies(table.ends() + arrivals.bytes() + totals.bytes())
+      .occupies(table.ends() + arrivals.bytes() + totals.bytes() +
+                (kTimeParts ? time_parts.bytes() : 0))
       .resources(kernel, kThreads, kBytes)
       .checks =
       table.checks((tiles + clusters - 1) / clusters * 64, 0, kPass == Pass::forward ? 2 : 1, 1);
@@ -518,18 +562,33 @@ void add_one_launch(DiffusionProblem& table) {
 
 // The one launch, for the shapes that it is made for. Few rows: narrow blocks, so that 64 rows keep
 // more multiprocessors busy, and a thread has half as much to add to the totals. Many: wide ones,
-// which read the basis less often.
-template <Pass kPass>
+// which read the basis less often. In a batch it depends on a cluster's rows, likewise, as if 32 of
+// them fitted on the GPU; that is not tuned.
+template <Pass kPass, bool kBatch>
 void add_one_launch(DiffusionProblem& table) {
-  const auto [V, E, W] = table.shape;
+  const auto [V, E, W, meshes] = table.shape;
   if (E > kMostEigen || W > kMostWidth) return;
   if (E > 128) {
-    add_one_launch<kPass, 256, 64, 5>(table);
-  } else if (V <= 32768 || W <= 64) {
-    add_one_launch<kPass, 128, 64, 9>(table);
+    add_one_launch<kPass, 256, 64, 5, kBatch>(table);
+  } else if (V * std::min<int64_t>(meshes, 32) <= 32768 || W <= 64) {
+    add_one_launch<kPass, 128, 64, 9, kBatch>(table);
   } else {
-    add_one_launch<kPass, 128, 128, 6>(table);
+    add_one_launch<kPass, 128, 128, 6, kBatch>(table);
   }
+}
+
+template <bool kBatch>
+void add_kernels(DiffusionProblem& forward, DiffusionProblem& backward, const Device& device) {
+  const Shape& shape = forward.shape;
+  const bool wide = WideTile::shared_bytes(shape.E) <= device.shared_bytes;
+  const auto add = shape.vertices() > 131072
+                       ? wide ? add_portable_kernels<LargeTile, WideTile, kBatch>
+                              : add_portable_kernels<LargeTile, NarrowTile, kBatch>
+                   : wide ? add_portable_kernels<SmallTile, WideTile, kBatch>
+                          : add_portable_kernels<SmallTile, NarrowTile, kBatch>;
+  add(forward, backward, device.sms);
+  add_one_launch<Pass::forward, kBatch>(forward);
+  add_one_launch<Pass::backward, kBatch>(backward);
 }
 
 int main(int argc, char** argv) {
@@ -540,9 +599,11 @@ int main(int argc, char** argv) {
                  .n_gpu = 131072,
                  .n_cpu = 512,
                  .options = {{"--eigen", "E, eigenvectors", 128, 8},
-                             {"--width", "W, features of a vertex", 256, 8}},
+                             {"--width", "W, features of a vertex", 256, 8},
+                             {"--batch", "meshes in the same launches", 1}},
                  .sweep = {.gpu = {256, 4194304}, .cpu = {256, 1024}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
+  const int64_t meshes = lesson.option("--batch");
   const int64_t shared_bytes = lesson.device().shared_bytes;
   if (NarrowTile::shared_bytes(E) > shared_bytes) {
     fail(kDeviceCannot,
@@ -552,21 +613,21 @@ int main(int argc, char** argv) {
          static_cast<long long>(shared_bytes));
   }
   const std::vector<int64_t> sizes = lesson.sizes();
+  const int64_t most = std::min<int64_t>(65535, 0x7fffffff / sizes.back());
+  if (meshes > most) {
+    fail(kBadUsage, "--batch: %lld meshes at most, with %lld vertices each",
+         static_cast<long long>(most), static_cast<long long>(sizes.back()));
+  }
 
   Cublas blas;
   std::deque<DiffusionProblem> tables;
   double worst = 0;
   for (const int64_t V : sizes) {
-    DiffusionProblem& forward = tables.emplace_back(lesson, blas, Pass::forward, Shape{V, E, W});
-    DiffusionProblem& backward = tables.emplace_back(lesson, blas, Pass::backward, Shape{V, E, W});
-    const bool wide = WideTile::shared_bytes(E) <= shared_bytes;
-    const auto add = V > 131072 ? wide ? add_portable_kernels<LargeTile, WideTile>
-                                       : add_portable_kernels<LargeTile, NarrowTile>
-                     : wide ? add_portable_kernels<SmallTile, WideTile>
-                                : add_portable_kernels<SmallTile, NarrowTile>;
-    add(forward, backward, lesson.device().sms);
-    add_one_launch<Pass::forward>(forward);
-    add_one_launch<Pass::backward>(backward);
+    const Shape shape{V, E, W, meshes};
+    DiffusionProblem& forward = tables.emplace_back(lesson, blas, Pass::forward, shape);
+    DiffusionProblem& backward = tables.emplace_back(lesson, blas, Pass::backward, shape);
+    const auto add = meshes > 1 ? add_kernels<true> : add_kernels<false>;
+    add(forward, backward, lesson.device());
     backward.report_difference = [&, last = V == sizes.back()](double difference) {
       worst = std::max(worst, difference);
       char text[128];
@@ -584,6 +645,7 @@ int main(int argc, char** argv) {
   forward.compare("split-K", "unfused", "Forward: three launches instead of five: % times faster.");
   forward.compare("one launch", "unfused", "Forward: one launch instead of five: % times faster.");
   backward.compare("one launch", "unfused",
-                   "Backward: one launch instead of seven: % times faster.");
+                   meshes > 1 ? "Backward: two launches instead of seven: % times faster."
+                              : "Backward: one launch instead of seven: % times faster.");
   return lesson.run();
 }

@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part::kTiles, kColumns> share;
+    SpectrumShare<Part> share;
     damping_factors(part, share);  // while the first tiles are on their way
     project<kPass>(part, share, phases);
     add_to_totals(part, share, meeting.totals);
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part::kTiles, kColumns> share;
+    SpectrumShare<Part> share;
     project<kPass>(part, share, phases);
     add_to_totals(part, share, totals);
   }
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part::kTiles, kColumns> share;
+    SpectrumShare<Part> share;
     damping_factors(part, share);
     damp_spectrum<kPass>(part, share, Totals{totals});
     expand<kPass, 0>(part, phases);

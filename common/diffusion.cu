@@ -30,7 +30,7 @@ __global__ void damp_fp64(double* spectrum, const bf16* evalues, const T* times,
 }
 
 // spectrum (E, W) comes as basis^T dOut, and becomes s = dSpectral + that; one thread a column, for
-// which it also computes dTimes.
+// which it also computes dTimes. E: all rows, of all meshes.
 template <typename T>
 __global__ void spectrum_gradient_fp64(double* spectrum, const T* d_spectral, const T* spectral,
                                        const bf16* evalues, double* d_times, int64_t E, int64_t W) {
@@ -47,42 +47,46 @@ __global__ void spectrum_gradient_fp64(double* spectrum, const T* d_spectral, co
 
 int64_t reference_rows(const DiffusionShape& shape) { return std::min(shape.V, kReferenceRows); }
 
-// spectrum (E, W) = basis^T (mass[:, None] * values), without the mass if it is null.
+// For each mesh spectrum (E, W) = basis^T (mass[:, None] * values), without the mass if it is null.
 template <typename T>
 void project_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16* basis,
                   const bf16* mass, const T* values, double* spectrum) {
-  const auto [V, E, W] = shape;
+  const auto [V, E, W, meshes] = shape;
   const int64_t chunk = reference_rows(shape);
   Scratch<double> basis64(chunk * E), values64(chunk * W);
-  for (int64_t v = 0; v < V; v += chunk) {
-    const int64_t rows = std::min(chunk, V - v);
-    to_fp64(basis + v * E, Type::bf16, rows * E, basis64);
-    to_fp64(values + v * W, type_of<T>, rows * W, values64);
-    if (mass) {
-      scale_rows_fp64<<<blocks_for(rows * W, kThreads), kThreads>>>(values64, mass + v, rows * W,
-                                                                    W);
-      CUDA_CHECK(cudaGetLastError());
+  for (int64_t mesh = 0; mesh < meshes; ++mesh) {
+    for (int64_t v = 0; v < V; v += chunk) {
+      const int64_t row = mesh * V + v, rows = std::min(chunk, V - v);
+      to_fp64(basis + row * E, Type::bf16, rows * E, basis64);
+      to_fp64(values + row * W, type_of<T>, rows * W, values64);
+      if (mass) {
+        scale_rows_fp64<<<blocks_for(rows * W, kThreads), kThreads>>>(values64, mass + row,
+                                                                      rows * W, W);
+        CUDA_CHECK(cudaGetLastError());
+      }
+      product_fp64(blas, 1, basis64, kTransposed, values64, kPlain, v > 0 ? 1 : 0,
+                   spectrum + mesh * E * W, E, W, rows);
     }
-    product_fp64(blas, 1, basis64, kTransposed, values64, kPlain, v > 0 ? 1 : 0, spectrum, E, W,
-                 rows);
   }
 }
 
-// result (V, W) = mass[:, None] * (basis spectrum), without the mass if it is null.
+// For each mesh result (V, W) = mass[:, None] * (basis spectrum), without the mass if it is null.
 void expand_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16* basis,
                  const bf16* mass, const double* spectrum, double* result) {
-  const auto [V, E, W] = shape;
+  const auto [V, E, W, meshes] = shape;
   const int64_t chunk = reference_rows(shape);
   Scratch<double> basis64(chunk * E);
-  for (int64_t v = 0; v < V; v += chunk) {
-    const int64_t rows = std::min(chunk, V - v);
-    to_fp64(basis + v * E, Type::bf16, rows * E, basis64);
-    matmul_fp64(blas, basis64, spectrum, result + v * W, rows, W, E);
-    if (mass) {
-      scale_rows_fp64<<<blocks_for(rows * W, kThreads), kThreads>>>(result + v * W, mass + v,
-                                                                    rows * W, W);
-      CUDA_CHECK(cudaGetLastError());
+  for (int64_t mesh = 0; mesh < meshes; ++mesh) {
+    for (int64_t v = 0; v < V; v += chunk) {
+      const int64_t row = mesh * V + v, rows = std::min(chunk, V - v);
+      to_fp64(basis + row * E, Type::bf16, rows * E, basis64);
+      matmul_fp64(blas, basis64, spectrum + mesh * E * W, result + row * W, rows, W, E);
     }
+  }
+  if (mass) {
+    const int64_t count = shape.vertex_values();
+    scale_rows_fp64<<<blocks_for(count, kThreads), kThreads>>>(result, mass, count, W);
+    CUDA_CHECK(cudaGetLastError());
   }
 }
 
@@ -104,8 +108,8 @@ void backward_fp64(cublasHandle_t blas, const DiffusionShape& shape, const bf16*
   const int64_t count = shape.spectrum_values();
   Scratch<double> s(count);
   project_fp64<T>(blas, shape, basis, nullptr, d_out, s);
-  spectrum_gradient_fp64<T><<<blocks_for(shape.W, 32), 32>>>(s, d_spectral, spectral, evalues,
-                                                             d_times, shape.E, shape.W);
+  spectrum_gradient_fp64<T><<<blocks_for(shape.W, 32), 32>>>(
+      s, d_spectral, spectral, evalues, d_times, shape.meshes * shape.E, shape.W);
   damp_fp64<T><<<blocks_for(count, kThreads), kThreads>>>(s, evalues, times, count, shape.W);
   CUDA_CHECK(cudaGetLastError());
   expand_fp64(blas, shape, basis, mass, s, d_x);
@@ -132,15 +136,20 @@ double reference_bytes(const DiffusionShape& shape) {
 //     independently.
 //
 // With fp64's roundoff of 2^-53, h = 2^-16 makes both parts about 10^-9.
-constexpr int64_t kDifferenceRows = 256;  // of V: enough to run the same code
+constexpr int64_t kDifferenceRows = 256, kDifferenceMeshes = 3;  // enough to run the same code
 constexpr double kStep = 0x1p-16;
 
-// The larger of both gradients' differences to finite differences. Of shape.V vertices the first
-// kDifferenceRows take part.
-double check_gradients(cublasHandle_t blas, DiffusionShape shape, const bf16* basis,
+// As many of the inputs take part, whichever: they are random numbers.
+DiffusionShape difference_shape(DiffusionShape shape) {
+  shape.V = std::min(shape.V, kDifferenceRows);
+  shape.meshes = std::min(shape.meshes, kDifferenceMeshes);
+  return shape;
+}
+
+// The larger of both gradients' differences to finite differences.
+double check_gradients(cublasHandle_t blas, const DiffusionShape& shape, const bf16* basis,
                        const bf16* mass, const bf16* evalues, const bf16* d_out,
                        const bf16* d_spectral) {
-  shape.V = std::min(shape.V, kDifferenceRows);
   const size_t vertex_values = shape.vertex_values(), spectrum_values = shape.spectrum_values();
   Scratch<double> x64(vertex_values), times64(shape.W), out64(vertex_values);
   Scratch<double> spectral64(spectrum_values);
@@ -179,8 +188,7 @@ double check_gradients(cublasHandle_t blas, DiffusionShape shape, const bf16* ba
                               loss(x, moved(times, along_times, -kStep)), bound));
 }
 
-double check_gradients_bytes(const DiffusionShape& shape) {
-  const DiffusionShape few{std::min(shape.V, kDifferenceRows), shape.E, shape.W};
+double check_gradients_bytes(const DiffusionShape& few) {
   return 8.0 * (5 * static_cast<double>(few.vertex_values()) +
                 2 * static_cast<double>(few.spectrum_values()) + 4 * static_cast<double>(few.W)) +
          reference_bytes(few);
@@ -190,9 +198,10 @@ double check_gradients_bytes(const DiffusionShape& shape) {
 
 double bytes_of_ends(Pass pass, const DiffusionShape& shape) {
   const double V = static_cast<double>(shape.V), E = static_cast<double>(shape.E);
-  const double W = static_cast<double>(shape.W);
-  const double small = pass == Pass::forward ? E * W : 2 * E * W + W;
-  return sizeof(bf16) * (2 * V * W + V * E + V + E + W + small);
+  const double W = static_cast<double>(shape.W), meshes = static_cast<double>(shape.meshes);
+  const double small = pass == Pass::forward ? E * W : 2 * E * W;
+  const double times = pass == Pass::forward ? W : 2 * W;
+  return sizeof(bf16) * (meshes * (2 * V * W + V * E + V + E + small) + times);
 }
 
 Problem& declare(Lesson& lesson, Pass pass, const DiffusionShape& shape) {
@@ -202,11 +211,12 @@ Problem& declare(Lesson& lesson, Pass pass, const DiffusionShape& shape) {
   const double elementwise =
       values + (pass == Pass::forward ? 4 : 8) * static_cast<double>(shape.spectrum_values());
   const double products = 4 * values * static_cast<double>(shape.E);
+  std::vector<Dim> dims = {{"V", shape.V}, {"E", shape.E}, {"W", shape.W}};
+  if (shape.meshes > 1) dims.push_back({"meshes", shape.meshes});
   Problem& problem = lesson.problem(
-      pass == Pass::forward ? "forward" : "backward",
-      {{"V", shape.V}, {"E", shape.E}, {"W", shape.W}}, "bf16",
+      pass == Pass::forward ? "forward" : "backward", dims, "bf16",
       {.flops = products + elementwise, .bytes = bytes_of_ends(pass, shape)}, Rate::fp16);
-  if (shape.V <= 16384) problem.in_graph();
+  if (shape.vertices() <= 16384) problem.in_graph();
   return problem;
 }
 
@@ -241,8 +251,9 @@ __global__ void damping_factors(const bf16* evalues, const bf16* times, bf16* ou
   *reinterpret_cast<Pack*>(out + i) = pack;
 }
 
-// dTimes (W) = -(evalues[:, None] * s * spectral).sum(0), again several kernels in a framework. A
-// warp owns 8 columns: lane l adds up every fourth row from l / 8 on of column l % 8.
+// dTimes (W) = -(evalues[:, None] * s * spectral).sum(0), again several kernels in a framework. E:
+// all rows, of all meshes. A warp owns 8 columns: lane l adds up every fourth row from l / 8 on of
+// column l % 8.
 __global__ void times_gradient(const bf16* evalues, const bf16* s, const bf16* spectral,
                                bf16* d_times, int E, int W) {
   const int warp = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32;
@@ -258,20 +269,22 @@ __global__ void times_gradient(const bf16* evalues, const bf16* s, const bf16* s
   if (lane < 8) d_times[w] = __float2bfloat16_rn(-sum);
 }
 
-// c (E, W) = basis^T values
+// c (E, W) = basis^T values; for each mesh
 void project(cublasHandle_t blas, const bf16* basis, const bf16* values, bf16* c,
              DiffusionShape shape) {
-  library_product(blas, basis, kTransposed, values, kPlain, c, shape.E, shape.W, shape.V);
+  library_products(blas, shape.meshes, basis, kTransposed, values, kPlain, c, shape.E, shape.W,
+                   shape.V);
 }
 
-// c (V, W) = basis spectrum
+// c (V, W) = basis spectrum; for each mesh
 void expand(cublasHandle_t blas, const bf16* basis, const bf16* spectrum, bf16* c,
             DiffusionShape shape) {
-  library_product(blas, basis, kPlain, spectrum, kPlain, c, shape.V, shape.W, shape.E);
+  library_products(blas, shape.meshes, basis, kPlain, spectrum, kPlain, c, shape.V, shape.W,
+                   shape.E);
 }
 
 void add_unfused_forward(DiffusionProblem& table) {
-  const auto [V, E, W] = table.shape;
+  const auto [V, E, W, meshes] = table.shape;
   const int64_t values = table.shape.vertex_values(), small = table.shape.spectrum_values();
   const auto weighted = table.problem.output<bf16>(values);
   const auto projected = table.problem.output<bf16>(small);
@@ -295,19 +308,19 @@ void add_unfused_forward(DiffusionProblem& table) {
 }
 
 void add_unfused_backward(DiffusionProblem& table) {
-  const auto [V, E, W] = table.shape;
+  const auto [V, E, W, meshes] = table.shape;
   const int64_t values = table.shape.vertex_values(), small = table.shape.spectrum_values();
   const auto projected = table.problem.output<bf16>(small);
   const auto s = table.problem.output<bf16>(small);
   const auto factors = table.problem.output<bf16>(small);
   const auto expanded = table.problem.output<bf16>(values);
-  const auto launch = [=, E = static_cast<int>(E), W = static_cast<int>(W), &table] {
+  const auto launch = [=, rows = static_cast<int>(meshes * E), W = static_cast<int>(W), &table] {
     const DiffusionOperands in = table.operands();
     project(table.blas, in.basis, in.values, projected, table.shape);
     elementwise<Add>
         <<<blocks_for(small, kPerBlock), kThreads>>>(in.d_spectral, projected, s, small);
     times_gradient<<<blocks_for(4 * W, kThreads), kThreads>>>(in.evalues, s, in.spectral,
-                                                              in.d_times, E, W);
+                                                              in.d_times, rows, W);
     damping_factors<<<blocks_for(small, kPerBlock), kThreads>>>(in.evalues, in.times, factors,
                                                                 small, W);
     elementwise<Multiply>
@@ -334,9 +347,10 @@ DiffusionProblem::DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pas
       problem(declare(lesson, pass, shape)),
       values(problem.input<bf16>(shape.vertex_values())),
       // Each element of spectral adds up V terms and has a variance of 0.4, if not damped.
-      basis(problem.input<bf16>(shape.V * shape.E, sqrt(3.0 / static_cast<double>(shape.V)))),
-      mass(problem.input<bf16>(shape.V, 0.9, 1)),
-      evalues(problem.input<bf16>(shape.E, 1, 1)),
+      basis(problem.input<bf16>(shape.vertices() * shape.E,
+                                sqrt(3.0 / static_cast<double>(shape.V)))),
+      mass(problem.input<bf16>(shape.vertices(), 0.9, 1)),
+      evalues(problem.input<bf16>(shape.meshes * shape.E, 1, 1)),
       times(problem.input<bf16>(shape.W, 0.5, 0.5)),
       spectrum(problem.output<bf16>(shape.spectrum_values())),
       result(problem.output<bf16>(shape.vertex_values())),
@@ -353,9 +367,10 @@ DiffusionProblem::DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pas
   // What forward saved. The formulas hold for any: random numbers of a variance of 1.
   spectral = problem.input<bf16>(shape.spectrum_values(), sqrt(3.0));
   d_times = problem.output<bf16>(shape.W);
-  problem.reference_from(std::max(reference_bytes(shape), check_gradients_bytes(shape)), [this] {
-    report_difference(
-        check_gradients(this->blas, this->shape, basis, mass, evalues, values, *d_spectral));
+  const DiffusionShape few = difference_shape(shape);
+  const double bytes = std::max(reference_bytes(shape), check_gradients_bytes(few));
+  problem.reference_from(bytes, [this, few] {
+    report_difference(check_gradients(this->blas, few, basis, mass, evalues, values, *d_spectral));
     backward_fp64<bf16>(this->blas, this->shape, basis, mass, evalues, times, *spectral, values,
                         *d_spectral, expected_small, expected_result);
   });
@@ -392,7 +407,7 @@ std::vector<Check> DiffusionProblem::checks(int64_t chain, int sum_roundings,
     return {{spectrum.storage(), expected_small.storage(), in_spectrum}, result_check};
   }
   const double in_times = hypot(rounded(chain, tensor_core_sum(chain), sum_roundings),
-                                rounded(shape.E, kRoundoffFp32, 1));
+                                rounded(shape.meshes * shape.E, kRoundoffFp32, 1));
   return {result_check, {d_times->storage(), expected_small.storage(), in_times}};
 }
 

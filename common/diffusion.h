@@ -13,14 +13,17 @@
 #include "common/lesson.h"
 
 struct DiffusionShape {
-  int64_t V, E, W;  ///< vertices, eigenvectors, features; each below 2^31
+  int64_t V, E, W;     ///< vertices, eigenvectors, features; each below 2^31
+  int64_t meshes = 1;  ///< of this shape, in a batch; meshes * V is below 2^31
 
-  int64_t vertex_values() const { return V * W; }
-  int64_t spectrum_values() const { return E * W; }
+  int64_t vertices() const { return meshes * V; }
+  int64_t vertex_values() const { return vertices() * W; }
+  int64_t spectrum_values() const { return meshes * E * W; }
 };
 
 /// What a pass reads and writes, for a kernel: row-major, dense, on the device. What only the other
-/// pass has is null.
+/// pass has is null. In a batch all but times and d_times, which the meshes share, begin with the
+/// number of the mesh: values (meshes, V, W).
 struct DiffusionOperands {
   const __nv_bfloat16* values;      ///< (V, W): x; backward dOut
   const __nv_bfloat16* basis;       ///< (V, E)

@@ -46,7 +46,7 @@ class Mesh {
 
   // Fills the other GPUs' results with NaN, as the harness does the first one's.
   void poison() const {
-    const auto [V, E, W] = table_.shape;
+    const auto [V, E, W, meshes] = table_.shape;
     on_each_gpu(gpus_, [&, E = E, W = W](int gpu) {
       if (gpu == 0) return;
       CUDA_CHECK(cudaMemset(others_[gpu].result, 0xff, rows(gpu) * W * sizeof(bf16)));
@@ -60,7 +60,7 @@ class Mesh {
   // bit that differs makes the first one's a NaN, which fails verification.
   void collect() const {
     const Operands first = table_.operands();
-    const auto [V, E, W] = table_.shape;
+    const auto [V, E, W, meshes] = table_.shape;
     const bool forward = table_.pass == Pass::forward;
     const size_t count = forward ? E * W : W;
     for (int gpu = 1; gpu < gpus_; ++gpu) {
@@ -86,7 +86,7 @@ class Mesh {
   void start() {
     CUDA_CHECK(cudaDeviceSynchronize());
     const Operands all = table_.operands();
-    const auto [V, E, W] = table_.shape;
+    const auto [V, E, W, meshes] = table_.shape;
     on_each_gpu(gpus_, [&, E = E, W = W](int gpu) {
       if (gpu == 0) return;
       const auto copy = [&](const bf16* from, size_t count) {

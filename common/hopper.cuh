@@ -48,7 +48,7 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
     if (result != cudaDriverEntryPointSuccess) fail(kDeviceCannot, "the driver has no tensor maps");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  const cuuint32_t steps[2] = {1, 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
   const CUtensorMapDataType type = to_tf32                    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
                                    : type_of<T> == Type::fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                    : type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -82,12 +82,11 @@ CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box
   return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, to_tf32);
 }
 
-/// The same for a vector of `count` elements, moved 64 at a time, without a swizzle.
+/// The same for a vector of `count` elements, moved `box` at a time, without a swizzle.
 template <typename T>
-CUtensorMap tensor_map(const T* vector, int64_t count) {
+CUtensorMap tensor_map(const T* vector, int64_t count, cuuint32_t box = 64) {
   const cuuint64_t extent = static_cast<cuuint64_t>(count);
   const cuuint64_t strides[1] = {};  // one dimension has none, but the driver wants an address
-  const cuuint32_t box = 64;
   return encode_tensor_map(vector, 1, &extent, strides, &box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 

@@ -54,3 +54,17 @@ inline void library_product(cublasHandle_t blas, const __nv_bfloat16* a, Transpo
       static_cast<int>(b_is ? k : n), a, CUDA_R_16BF, static_cast<int>(a_is ? m : k), &zero, c,
       CUDA_R_16BF, static_cast<int>(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
 }
+
+/// `batch` of these products; the matrices of each follow those of the one before.
+inline void library_products(cublasHandle_t blas, int64_t batch, const __nv_bfloat16* a,
+                             Transposed a_is, const __nv_bfloat16* b, Transposed b_is,
+                             __nv_bfloat16* c, int64_t m, int64_t n, int64_t k) {
+  if (batch == 1) return library_product(blas, a, a_is, b, b_is, c, m, n, k);
+  const float one = 1, zero = 0;
+  CUBLAS_CHECK(cublasGemmStridedBatchedEx(
+      blas, b_is ? CUBLAS_OP_T : CUBLAS_OP_N, a_is ? CUBLAS_OP_T : CUBLAS_OP_N, static_cast<int>(n),
+      static_cast<int>(m), static_cast<int>(k), &one, b, CUDA_R_16BF,
+      static_cast<int>(b_is ? k : n), k * n, a, CUDA_R_16BF, static_cast<int>(a_is ? m : k), m * k,
+      &zero, c, CUDA_R_16BF, static_cast<int>(n), m * n, static_cast<int>(batch),
+      CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+}

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "common/batched_tensors.cuh"
 #include "common/early_launch.cuh"
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
@@ -195,6 +196,40 @@ CASE(loads_swizzled_and_padded) {
   expect_box<half>(40, 72, -8, -16, 64);  // before both
   expect_box<bf16>(8, 8, 100, 0, 8);      // nothing of it
   expect_box<float>(30, 36, 8, 32, 64);
+}
+
+__global__ void copy_box(const __grid_constant__ CUtensorMap from,
+                         const __grid_constant__ CUtensorMap to, int matrix, int row, int col) {
+#if HOPPER_CODE
+  __shared__ __align__(1024) half box[2][16 * 64];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, sizeof box);
+    tensor_load(box[0], &from, matrix, row, col, &barrier, evict_first());
+    tensor_load_multicast(box[1], &from, matrix, row + 16, col, &barrier, 1);
+    barrier_wait(&barrier, 0);
+    shared_fence();
+    for (int i = 0; i < 2; ++i) tensor_store(&to, matrix, row + 16 * i, col, box[i]);
+    tensor_store_commit();
+    tensor_store_wait_read<0>();
+  }
+#endif
+}
+
+// "cp.async.bulk.tensor", .3d: a box ends where its matrix does.
+CASE(copies_of_a_matrix_of_a_batch) {
+  constexpr int kRows = 36, kCols = 72, kMatrix = kRows * kCols;
+  Array<half> from(3 * kMatrix), to(3 * kMatrix, __float2half_rn(-1));
+  fill(from, kCols);
+  copy_box<<<1, 1>>>(batch_map<half>(from.device, 3, kRows, kCols, 16),
+                     batch_map<half>(to.device, 3, kRows, kCols, 16), 1, 8, 16);
+  to.get();
+  for (int i = 0; i < 3 * kMatrix; ++i) {
+    const bool copied = i / kMatrix == 1 && i % kMatrix / kCols >= 8 && i % kCols >= 16;
+    EXPECT(static_cast<float>(to[i]) == (copied ? number(i / kCols, i % kCols) : -1));
+  }
 }
 
 __global__ void load_vector(const __grid_constant__ CUtensorMap map, int first, half* out) {

@@ -1,5 +1,6 @@
 """Every lesson computes what it says, at sizes that fit its tiles and at others."""
 
+import json
 import random
 import re
 
@@ -265,6 +266,32 @@ def test_diffusion(run, backend, n, eigen, width):
         assert problem["min_bytes"] == 2 * (values + rest[problem["name"]])
         for kernel in problem["kernels"]:
             assert kernel["memory_bytes"] >= problem["min_bytes"]
+    difference = re.search(r"agree with finite differences to within (\S+)\.$", result.stdout, re.M)
+    assert float(difference[1]) < 2e-9
+
+
+# V, E, W, meshes, multiprocessors: masses of a mesh at any address, part of a tile and more than
+# one; several clusters for each mesh, one each, more meshes than clusters; every form of the one
+# launch.
+BATCHES = [(1, 8, 8, 7, 4), (64, 64, 64, 2, 4), (75, 24, 72, 3, 4), (70, 16, 16, 9, 4),
+           (65, 136, 72, 2, 8), pytest.param(1030, 8, 72, 32, 4, marks=LONG)]
+
+
+@pytest.mark.parametrize("n, eigen, width, meshes, multiprocessors", BATCHES)
+def test_batch_of_meshes(n, eigen, width, meshes, multiprocessors, tmp_path):
+    """On the CPU's device: a GPU has room for many clusters."""
+    shape = (n, "--eigen", eigen, "--width", width, "--batch", meshes)
+    record = tmp_path / "record.json"
+    result = execute([program(DIFFUSION, "cpu"), *shape, "--device", "cpu", "--samples", 1,
+                      "--json", record],
+                     env={"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)})
+    assert result.rc == 0, result.stdout + result.stderr
+    for problem in json.loads(record.read_text())["problems"]:
+        assert problem["dims"] == {"V": n, "E": eigen, "W": width, "meshes": meshes}
+        assert [kernel["name"] for kernel in problem["kernels"]][-2:] == ["split-K", "one launch"]
+        values = meshes * (2 * n * width + n * eigen + n + eigen) + width
+        rest = {"forward": meshes * eigen * width, "backward": 2 * meshes * eigen * width + width}
+        assert problem["min_bytes"] == 2 * (values + rest[problem["name"]])
     difference = re.search(r"agree with finite differences to within (\S+)\.$", result.stdout, re.M)
     assert float(difference[1]) < 2e-9
 

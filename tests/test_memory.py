@@ -16,6 +16,7 @@ RUNS = [
     ("5_gating_unfused", "1 --channels 7 --hidden 3"),
     ("7_diffusion_fused", "200 --eigen 64 --width 64"),
     ("7_diffusion_fused", "200 --eigen 24 --width 320"),
+    ("7_diffusion_fused", "75 --eigen 24 --width 72 --batch 3"),
     ("8_spatial_gradients", "100 --eigen 48 --width 32"),
     ("8_spatial_gradients", "40 --eigen 160 --width 16"),
     ("10_clifford_gp", "3 --features 40"),

@@ -46,7 +46,8 @@ struct alignas(64) CUtensorMap {
   cuuint64_t opaque[16];
 };
 
-/// As the driver's, for 1 to 5 dimensions: also what it refuses is refused. No interleaving.
+/// As the driver's, for 1 to 3 dimensions: also what it refuses is refused. No interleaving, and of
+/// three dimensions only boxes of one matrix.
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
                                 void* address, const cuuint64_t* extents, const cuuint64_t* strides,
                                 const cuuint32_t* box, const cuuint32_t* element_strides,

@@ -129,12 +129,15 @@ struct RowInside {
 RowInside row_inside(const TensorMap& map, const int* at, std::size_t row) {
   RowInside inside = {0, 0, nullptr};
   const std::int64_t x = at[0], y = map.rank == 1 ? 0 : at[1] + static_cast<std::int64_t>(row);
-  if (map.rank == 2 && (y < 0 || y >= map.extents[1])) return inside;
+  const std::int64_t z = map.rank == 3 ? at[2] : 0;
+  if (map.rank >= 2 && (y < 0 || y >= map.extents[1])) return inside;
+  if (map.rank == 3 && (z < 0 || z >= map.extents[2])) return inside;
   const std::int64_t first = std::max<std::int64_t>(0, -x);
   const std::int64_t end = std::min<std::int64_t>(map.box[0], map.extents[0] - x);
   if (first >= end) return inside;
   const std::int64_t offset = (x + first) * map.element_bytes +
-                              (map.rank == 1 ? 0 : y * static_cast<std::int64_t>(map.strides[0]));
+                              y * static_cast<std::int64_t>(map.strides[0]) +
+                              z * static_cast<std::int64_t>(map.strides[1]);
   inside = {static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(end),
             map.address + offset};
   return inside;
@@ -148,7 +151,7 @@ struct MBarrier;
 struct Transfer {
   /// Not valid (magic 0): bytes that lie one after another.
   TensorMap map;
-  int at[2];
+  int at[3];
   const char* source;
   char* target;
   std::size_t window;
@@ -190,7 +193,7 @@ constexpr long kMaxBytes = (1 << 20) - 1;
 /// A box, or several, of a thread's bulk group.
 struct Store {
   TensorMap map;
-  int at[2];
+  int at[3];
   SharedPlace from;
 };
 using Stores = std::vector<Store>;
@@ -1604,9 +1607,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
              type != CU_TENSOR_MAP_DATA_TYPE_UINT32 && type != CU_TENSOR_MAP_DATA_TYPE_INT32) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  // Of the modes only those that hopper.cuh uses.
-  if (!map || !strides || rank < 1 || rank > 2 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
-      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
+  // Of the modes only those that hopper.cuh uses, and of three dimensions boxes of one matrix.
+  if (!map || !strides || rank < 1 || rank > 3 || (rank == 3 && box[2] != 1) ||
+      interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
       (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && swizzle != CU_TENSOR_MAP_SWIZZLE_128B)) {
     return CUDA_ERROR_INVALID_VALUE;
   }

@@ -96,6 +96,12 @@ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col, std:
                         std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   tensor_load(to, map, row, col, barrier, site);
 }
+inline void tensor_load(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                        std::uint64_t* barrier, std::uint64_t /*policy*/,
+                        cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const int coordinates[3] = {col, row, matrix};
+  cuda_cpu::tensor_load(to, map, 3, coordinates, barrier, 0, site);
+}
 inline void tensor_load(void* to, const CUtensorMap* map, int first, std::uint64_t* barrier,
                         cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::tensor_load(to, map, 1, &first, barrier, 0, site);
@@ -105,6 +111,12 @@ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int
                                   cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const int coordinates[2] = {col, row};
   cuda_cpu::tensor_load(to, map, 2, coordinates, barrier, ranks, site);
+}
+inline void tensor_load_multicast(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                  std::uint64_t* barrier, std::uint16_t ranks,
+                                  cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const int coordinates[3] = {col, row, matrix};
+  cuda_cpu::tensor_load(to, map, 3, coordinates, barrier, ranks, site);
 }
 inline void bulk_load(void* to, const void* from, int bytes, std::uint64_t* barrier,
                       cuda_cpu::Site site = cuda_cpu::Site::here()) {
@@ -118,6 +130,11 @@ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* f
                          cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const int coordinates[2] = {col, row};
   cuda_cpu::tensor_store(map, 2, coordinates, from, site);
+}
+inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col, const void* from,
+                         cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const int coordinates[3] = {col, row, matrix};
+  cuda_cpu::tensor_store(map, 3, coordinates, from, site);
 }
 inline void tensor_store_commit() { cuda_cpu::bulk_commit(); }
 template <int kNewest>

@@ -1,0 +1,85 @@
+// The tensor maps and copies of common/hopper.cuh for a batch of matrices: maps of three
+// dimensions. A box is of one matrix, and ends where that ends: what it reads beyond is zero, not
+// the next matrix, and what it writes there is dropped.
+#pragma once
+
+#include "common/hopper.cuh"
+
+/// tensor_map() of `matrices` matrices (rows, cols), one after another.
+template <typename T>
+CUtensorMap batch_map(const T* batch, int64_t matrices, int64_t rows, int64_t cols,
+                      unsigned box_rows) {
+  const cuuint64_t extents[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
+                                 static_cast<cuuint64_t>(matrices)};
+  const cuuint64_t strides[2] = {extents[0] * sizeof(T), extents[0] * extents[1] * sizeof(T)};
+  const cuuint32_t box[3] = {128 / sizeof(T), box_rows, 1};
+  return encode_tensor_map(batch, 3, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// The CPU backend has these in common/cpu/hopper_device.h.
+#if HOPPER_CODE && !defined(CUDA_CPU)
+
+/// tensor_load() of a box of matrix `matrix`, with a cache policy.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                   Barrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+/// tensor_load_multicast() of such a box.
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int matrix, int row,
+                                             int col, Barrier* barrier, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+}
+
+/// tensor_store() of a box to matrix `matrix`.
+__device__ inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col,
+                                    const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+      "r"(col), "r"(row), "r"(matrix), "r"(shared_address(from))
+      : "memory");
+}
+
+#endif
+
+#if HOPPER_CODE
+// The same for kernels that are compiled for a batch and for one matrix, whose `matrix` is 0.
+
+template <bool kBatch>
+__device__ inline void load_box(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                Barrier* barrier, uint64_t policy) {
+  if constexpr (kBatch) {
+    tensor_load(to, map, matrix, row, col, barrier, policy);
+  } else {
+    tensor_load(to, map, row, col, barrier, policy);
+  }
+}
+
+template <bool kBatch>
+__device__ inline void multicast_box(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                     Barrier* barrier, uint16_t ranks) {
+  if constexpr (kBatch) {
+    tensor_load_multicast(to, map, matrix, row, col, barrier, ranks);
+  } else {
+    tensor_load_multicast(to, map, row, col, barrier, ranks);
+  }
+}
+
+template <bool kBatch>
+__device__ inline void store_box(const CUtensorMap* map, int matrix, int row, int col,
+                                 const void* from) {
+  if constexpr (kBatch) {
+    tensor_store(map, matrix, row, col, from);
+  } else {
+    tensor_store(map, row, col, from);
+  }
+}
+#endif
