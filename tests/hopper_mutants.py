@@ -145,6 +145,8 @@ RUNS = {
         # Rows that no copy of 16 bytes finds, and more steps than stages. On 3 multiprocessors blocks come
         # one by one, not in clusters.
         (("300", "--inputs", "300", "--classes", "261", "--kernel", "^fused exchange"), 3),
+        # A block has one strip: its threads have not met since they began.
+        (("130", "--inputs", "70", "--classes", "261", "--kernel", "^fused exchange"), 8),
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
     ],
