@@ -1187,7 +1187,7 @@ int main(int argc, char** argv) {
   }
 
   Cublas blas;
-  const bool has_tf32 = lesson.on_cpu() || lesson.device().major >= 8;
+  const bool has_tf32 = lesson.device().major >= 8;
   for (const SoftmaxShape& shape : shapes) {
     if (all || has_tf32) add_table(lesson, blas, Kind::tf32, shape);
     if (all || !has_tf32) add_table(lesson, blas, Kind::fp32, shape);
