@@ -435,10 +435,6 @@ struct GateEpilogue {
 
 // -------------------------------------------------------------------------------------------------
 
-unsigned blocks_for(int64_t count, int per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
 // Adds the kernels that every shape can use; kStages of Tiles fit into the device's shared memory.
 template <class Tiles, int kStages>
 void add_kernels(GatingProblem& table) {

@@ -62,10 +62,6 @@ using bf16 = __nv_bfloat16;
 using Shape = DiffusionShape;
 using Operands = DiffusionOperands;
 
-constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
 // ---- half fused, split-K ------------------------------------------------------------------------
 
 // Three kernels, for both passes: the product to the spectrum in slices, their sum, the product

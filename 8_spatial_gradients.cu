@@ -73,10 +73,6 @@ using bf16 = __nv_bfloat16;
 using Shape = GradientsShape;
 using Operands = GradientsOperands;
 
-constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
 // 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. The same
 // is 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, which is relatively accurate for all u; __expf and
 // __fdividef, whose denominator is from 1 to 4, are off by a few units in the last place of fp32.

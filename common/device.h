@@ -48,6 +48,11 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
+/// How many blocks it takes for `count` of something, if one has `per_block` of them.
+constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
 /// The grid of a kernel whose blocks stay: how many of them the device holds at once.
 template <typename Kernel>
 int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes, const Device& device) {

@@ -6,10 +6,6 @@
 
 #include "common/numerics.h"
 
-inline unsigned blocks_for(int64_t count, unsigned per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
 /// A thread owns 8 neighbouring elements of its result and moves them as 16 bytes.
 struct alignas(16) Pack {
   __nv_bfloat16 values[8];
