@@ -1169,7 +1169,7 @@ int Lesson::run() {
       }
     }
     fail(kDeviceCannot, "every kernel of this lesson needs %s%s", state.why_not(*least).c_str(),
-         least->hopper ? " (H100, H200)" : " or later");
+         least->hopper ? " (H100, H200)" : "");
   }
   if (selected == 0) {
     fail(kBadUsage, "no kernel that this device can run matches --kernel '%s' (see --list)",
