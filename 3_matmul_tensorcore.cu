@@ -681,9 +681,11 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 }
 
 // The kernel above has one size of tile and needs aligned rows. Some N are slow, some impossible:
-//   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them.
+//   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them: of
+//     64 x 128 there are 128. A block of 64 rows has one warpgroup that multiplies, one of 192 three.
 //   - At N = 3072 there are 288 tiles: two rounds, and a third for 24 of them. Tiles of 192 columns
-//     need three rounds as well, but each takes three quarters of the time.
+//     need three rounds as well, but each takes three quarters of the time. At N = 3000 tiles of
+//     192 x 192 need two rounds, each an eighth longer.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
 //     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
 //     its sum through memory to the cluster that ends there.
@@ -718,9 +720,11 @@ struct SquareProduct {
 
   // Adds the row, with the tiles that should be the fastest.
   void add() const {
-    using Choice = TileChoice<Tiles<256, 2, 1, 4>, Tiles<256, 2, 1, 2>, Tiles<224, 2, 1, 2>,
-                              Tiles<192, 2, 1, 3>, Tiles<144, 2, 1, 3>, Tiles<128, 2, 1, 2>,
-                              Tiles<64, 2, 1, 1>>;
+    using Choice =
+        TileChoice<Tiles<128, 256, 2, 1, 4>, Tiles<128, 256, 2, 1, 2>, Tiles<128, 224, 2, 1, 2>,
+                   Tiles<128, 192, 2, 1, 3>, Tiles<128, 144, 2, 1, 3>, Tiles<128, 128, 2, 1, 2>,
+                   Tiles<192, 192, 1, 2, 1>, Tiles<64, 192, 2, 2, 3>, Tiles<64, 128, 2, 1, 2>,
+                   Tiles<64, 64, 2, 1, 1>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

@@ -36,7 +36,7 @@ __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); 
 // ---- one thread per element ---------------------------------------------------------------------
 
 // Thread (x, y) owns out(row y, column x), and both its sums: gate = x W1 + b1, value = x W2 + b2.
-__global__ void gating_simple(GatingOperands in) {
+__global__ void gating_simple(const __grid_constant__ GatingOperands in) {
   const int row = blockIdx.x * blockDim.y + threadIdx.y;  // a grid's y ends at 65535
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
   if (row >= in.M || col >= in.H) return;
@@ -114,7 +114,7 @@ struct GateSums {
   __device__ void add_products(const half* x_tile, const half* W_tiles) {
     constexpr int kStrideX = Tiles::kStrideX, kStrideW = Tiles::kStrideW;
     x_tile += Tiles::row() * kStrideX;
-    W_tiles += Tiles::col();
+    const half *W1_tile = W_tiles + Tiles::col(), *W2_tile = W1_tile + Tiles::kTileW;
 #pragma unroll
     for (int k = 0; k < Tiles::BK; k += 16) {
       FragmentA x[kRows];
@@ -125,9 +125,8 @@ struct GateSums {
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
         FragmentB w1, w2;
-        const half* W = W_tiles + k * kStrideW + 16 * j;
-        wmma::load_matrix_sync(w1, W, kStrideW);
-        wmma::load_matrix_sync(w2, W + Tiles::kTileW, kStrideW);
+        wmma::load_matrix_sync(w1, W1_tile + k * kStrideW + 16 * j, kStrideW);
+        wmma::load_matrix_sync(w2, W2_tile + k * kStrideW + 16 * j, kStrideW);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           wmma::mma_sync(gate[i][j], x[i], w1, gate[i][j]);
@@ -172,7 +171,8 @@ struct GateSums {
 // step of BK it loads a tile of x once for both weights. Then the epilogue: sigmoid and product
 // happen where the sums are, and the first thing to be written to memory is out.
 template <class Tiles>
-__global__ void __launch_bounds__(Tiles::kThreads) gating_tensor_cores(GatingOperands in) {
+__global__ void __launch_bounds__(Tiles::kThreads)
+    gating_tensor_cores(const __grid_constant__ GatingOperands in) {
   __shared__ __align__(128) half x_tile[Tiles::kTileX];
   __shared__ __align__(128) half W_tiles[2 * Tiles::kTileW];
   __shared__ __align__(128) float biases[2 * Tiles::kBiases];
@@ -204,7 +204,8 @@ constexpr int kAsyncBytes = Tiles::kBiasBytes +
                             std::max(kStages* Tiles::kStageBytes, Tiles::kStagingBytes);
 
 template <class Tiles, int kStages>
-__global__ void __launch_bounds__(Tiles::kThreads) gating_async(GatingOperands in) {
+__global__ void __launch_bounds__(Tiles::kThreads)
+    gating_async(const __grid_constant__ GatingOperands in) {
   extern __shared__ __align__(128) char shared[];
   float* biases = reinterpret_cast<float*>(shared);
   half* stages = reinterpret_cast<half*>(biases + 2 * Tiles::kBiases);
@@ -212,8 +213,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_async(GatingOperands i
   const int steps = (in.K + Tiles::BK - 1) / Tiles::BK;
   const auto stage_of = [&](int step) { return stages + step % kStages * Tiles::kStageBytes / 2; };
   const auto load_step = [&](int step) {
+    half* x_tile = stage_of(step);
     if (step < steps) {
-      half* x_tile = stage_of(step);
       Tiles::load_x(x_tile, in, row0, step * Tiles::BK);
       Tiles::load_weights(x_tile + Tiles::kTileX, in, step * Tiles::BK, col0);
     }
@@ -228,7 +229,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_async(GatingOperands i
     copy_async_wait<kStages - 2>();
     __syncthreads();
     load_step(step + kStages - 1);
-    sums.add_products(stage_of(step), stage_of(step) + Tiles::kTileX);
+    const half* x_tile = stage_of(step);
+    sums.add_products(x_tile, x_tile + Tiles::kTileX);
   }
   __syncthreads();
   sums.finish(reinterpret_cast<float*>(stages), in, row0, col0);
@@ -538,7 +540,8 @@ struct GatedProduct {
 
   // Adds the row, with those of lesson 3's tiles (common/product.cuh) that should be the fastest.
   void add() const {
-    TileChoice<Tiles<256, 2, 1, 2>, Tiles<128, 2, 1, 1>>::add<half, GateEpilogue>(
+    TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>::add<
+        half, GateEpilogue>(
         table.problem, "Hopper cluster", shape, x.stride, W1.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
   }

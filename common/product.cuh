@@ -6,13 +6,13 @@
 
 #include "common/tiles.cuh"
 
-/// Tiles of C, 128 rows by kColumns (a multiple of 16, as wgmma has it), one a block at a time. The
-/// blocks of a cluster own kStackedTiles tiles below each other, which share what they copy of B,
-/// by kSideTiles next to each other, which share what they copy of A. kOutBoxes boxes of 64 columns
-/// are room for results of each consumer on their way out.
-template <int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+/// Tiles of C, kRows (64, 128 or 192) by kColumns (a multiple of 16, as wgmma has it), one a block
+/// at a time. The blocks of a cluster own kStackedTiles tiles below each other, which share what
+/// they copy of B, by kSideTiles next to each other, which share what they copy of A. kOutBoxes
+/// boxes of 64 columns are room for results of each consumer on their way out.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
 struct Tiles {
-  static constexpr int BM = 128, BN = kColumns, kStack = kStackedTiles, kSide = kSideTiles;
+  static constexpr int BM = kRows, BN = kColumns, kStack = kStackedTiles, kSide = kSideTiles;
   static constexpr int kOut = kOutBoxes, kBlocks = kStack * kSide;
   static constexpr int kPeers = kStack + kSide - 1;  // who share A or B with a block, and itself
   static constexpr int kConsumers = BM / 64, kThreads = 128 * (1 + kConsumers);
@@ -214,21 +214,21 @@ struct Cluster {
                        : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
   }
 
-  /// Has the lines of this block's first stage brought into the L2 cache; 256 threads call it.
+  /// Has the lines of this block's first stage brought into the L2 cache; the consumers call it.
   template <typename T, int kCount>
   __device__ void prefetch_first(const Factor<T>& A, const Factor<T, kCount>& B,
                                  const Schedule<Tile>& schedule) const {
     const auto at = schedule.place(index, stack, side);
-    const int thread = threadIdx.x % 128;
-    if (threadIdx.x < 256) {
-      const int row = at.row + side * kRowsA + thread;
-      if (thread < kRowsA && row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
-    } else {
+    constexpr int kThreads = Tile::kThreads - 128, kLines = kRowsA + Tile::kRowsB * Tile::kBoxesB;
 #pragma unroll
-      for (int i = thread; i < Tile::kRowsB * Tile::kBoxesB; i += 128) {
+    for (int i = threadIdx.x - 128; i < kLines; i += kThreads) {
+      if (i < kRowsA) {
+        const int row = at.row + side * kRowsA + i;
+        if (row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
+      } else {
         const int part = stack * (Tile::kShareBoxes ? Tile::kBoxesB : Tile::kRowsB);
-        const int k = i / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
-        const int box = i % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0);
+        const int k = (i - kRowsA) / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
+        const int box = (i - kRowsA) % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0);
         const int col = col_of<kCount>(at.col, box);
         if (k < schedule.shape.depth && col < schedule.shape.cols / kCount) {
           prefetch_l2(B.data[matrix_of<kCount>(box)] + k * B.stride + col);
@@ -495,12 +495,12 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
     __syncthreads();
   }
   if (warp_of_block() < 4) {
-    registers_shrink_to<24>();
+    if constexpr (Tile::kConsumers > 1) registers_shrink_to<24>();
     if (warp_of_block() == 0 && elect_one()) {
       produce(shared, A, B, schedule, exchange.pace);
     }
   } else {
-    registers_grow_to<240>();
+    if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
     consume(shared, schedule, epilogue, exchange);
   }
 #endif

@@ -52,15 +52,16 @@ StoreRounded<T> rounded_to(T* C, int rows, int cols) {
   return epilogue;
 }
 
-/// The memory for an Exchange. A grid has two consumers for each multiprocessor at most.
+/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most, with
+/// sums of 192 columns; or two, with 256.
 struct ExchangeMemory {
   Buffer<unsigned> flags;
   Buffer<float> partial;
   int64_t l2_bytes;
 
   ExchangeMemory(Problem& problem, const Device& device)
-      : flags(problem.workspace<unsigned>(1 + 2 * device.sms)),
-        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 128 * 256)),
+      : flags(problem.workspace<unsigned>(1 + 3 * device.sms)),
+        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 192 * 192)),
         l2_bytes(device.l2_bytes) {}
 
   /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many
@@ -79,23 +80,27 @@ struct ProductPlan {
   double microseconds;
 };
 
-/// What a step costs was measured on an H200: the tensor cores take 3 ns for each column of a tile,
-/// some per cent more if it is narrow, but at least 250; the copy engine, where rows are not
-/// multiples of 128 bytes, 2.8 for each piece of 128 bytes that a block fetches, because such a
-/// piece lies on two lines. To begin and to end takes 5 us, to share tiles 9 more.
+/// What a step costs was measured on an H200, in nanoseconds: the tensor cores take 3 for 128 rows
+/// of each column of a tile, some per cent more if it is narrow, but for small tiles others count,
+/// too; the copy engine, where rows are not multiples of 128 bytes, 3.1 for each piece of 128 bytes
+/// that a block fetches, because such a piece lies on two lines: if all multiprocessors do so, since
+/// it is the L2 cache that is slow. To begin and to end takes 5 us, to share tiles 9 more.
 template <typename T, class Tile, class Epilogue>
 ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
   const auto kernel = product<T, Tile, Epilogue>;
   allow_shared_bytes(kernel, kBytes);
   const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   constexpr int kFetched =
       Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
   const bool whole_lines = stride_a * sizeof(T) % 128 == 0 && stride_b * sizeof(T) % 128 == 0;
-  const double column = 3.0 * (1 + 0.02 * (256 - Tile::BN) / 64);
-  const double step = std::max({250.0, column * Tile::BN, whole_lines ? 0.0 : 2.8 * kFetched});
+  constexpr double kArea = Tile::BM / 128.0 * Tile::BN;
+  constexpr double kNarrow = 1 + 0.02 * (256 - Tile::BN) / 64;
+  const double busy = std::min(1.0, 1.0 * whole.tiles / capacity);
+  const double lines = whole_lines ? 0.0 : 3.1 * kFetched * busy;
+  const double step = std::max({80 + 2.35 * kArea, 3.0 * kNarrow * kArea, lines});
   const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
-  const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
                    5 + microseconds(whole.rounds, whole.steps)};
   const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);

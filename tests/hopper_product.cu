@@ -114,9 +114,9 @@ int main(int argc, char** argv) {
     return 2;
   }
   const ProductShape shape{std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3])};
-  bool ok = right<Tiles<64, 1, 1, 1>>(shape, true, false);
-  ok = right<Tiles<144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
-  ok = right<Tiles<128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
-  ok = right<Tiles<64, 1, 2, 1>>(shape, false, false) && ok;
+  bool ok = right<Tiles<64, 64, 1, 1, 1>>(shape, true, false);
+  ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
+  ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
+  ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
   return ok ? 0 : 1;
 }
