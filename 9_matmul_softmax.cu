@@ -651,7 +651,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
 // that copies, two that multiply, several stages, and clusters of two, or of one. For all of the D
 // inputs W has no room in registers: it comes through the stages, too, and from there to the
-// registers. (Rows that are not aligned to 16 bytes, but W's in TF32, are first copied each time.)
+// registers. (Rows that start anywhere: see RowsOfX and MapsOfW; in 3xTF32 W's are copied first.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 struct ExchangeShared : TurnedShared<kMath, kRows, kPeers, kAligned> {
   alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
@@ -778,13 +778,13 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
 // strips are under way: so many that all of their blocks run at the same time.
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
-    exchange_columns(const __grid_constant__ CUtensorMap x, const __grid_constant__ MapsOfW W,
-                     int B, int D, int C, Exchange others, Results results) {
+    exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
+                     Exchange others, Results results) {
 #if HOPPER_CODE
   using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int steps = (D + Shared::kDepth - 1) / Shared::kDepth, strips = (B + kRows - 1) / kRows;
+  const int strips = RowsOfX::strips<kRows>(x.B, x.shift);
   const int tiles = (C + kPeers * Shared::kColumns - 1) / (kPeers * Shared::kColumns) * kPeers;
   const int tile = blockIdx.x % tiles, col0 = tile * Shared::kColumns;
   if (threadIdx.x == 0) init_barriers(shared);
@@ -797,12 +797,12 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
-      produce(shared, ring, &x, W, strip * kRows, col0, steps);
+      produce(shared, ring, x, W, strip, col0);
     }
     if (threadIdx.x == 0) wait_until_empty(shared.empty, ring);
   } else {
     registers_grow_to<232>();
-    const TurnedConsumer<Shared> consumer{shared, D, C};
+    TurnedConsumer<Shared> consumer{shared, x.D, C};
     const int own = consumer.own, col = col0 + consumer.col();
     const bool softmax = results.epilogue == Epilogue::softmax;
     float sum[kRows / 2];
@@ -811,8 +811,9 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       named_barrier(1, 256);
     }
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
+      const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
+      consumer.before = x.before(matrix);
       consumer.multiply(sum, ring);
-      const int row0 = strip * kRows;
       if (softmax) {
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < kRows) {
@@ -824,11 +825,11 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
         named_barrier(1, 256);
       }
       float* out = results.out + static_cast<size_t>(row0) * C + col;
-      consumer.store(sum, shared.rows, out, B - row0, C - col);
+      consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
       if (results.epilogue == Epilogue::parts) {  // then a block has one strip
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
-        if (own < min(kRows, B - row0)) {
-          results.parts[static_cast<size_t>(row0 + own) * tiles + tile] = {row.largest, row.sum};
+        if (own < min(kRows, x.rows_from(row0))) {
+          results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
         }
       }
     }
@@ -980,9 +981,8 @@ Product make_cluster(const Layer& layer) {
                     2 * kClasses, kBytes, tiles > 1 ? half_fused(layer, 1, tiles, half) : launch);
 }
 
-// Few rows: D is split over more blocks. 40 rows: of 1024 rows 26 clusters of 4, which is about as
-// many as fit on the GPU at a time. Split operands take twice the registers for W: fewer inputs at
-// a time, and more blocks.
+// Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
+// at a time. Split operands take twice the registers for W: fewer inputs at a time, more blocks.
 template <Math kMath, int kClasses>
 Product choose_cluster(const Layer& layer) {
   constexpr bool kTwoParts = kMath == Math::split;
@@ -1000,7 +1000,7 @@ template <Math kMath, int kRows, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int at_once) {
   using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
   const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * Shared::kColumns));
-  const int strips = static_cast<int>(blocks(layer.B, kRows));
+  const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.D));
   const int count = at_once > 0 ? static_cast<int>(persistent(strips, at_once)) : strips;
   const size_t exchanged = at_once > 0 ? static_cast<size_t>(strips) * tiles * kRows : 1;
   const auto left = layer.problem.workspace<float>(2 * exchanged);
@@ -1011,8 +1011,8 @@ Product make_exchange(const Layer& layer, int at_once) {
     const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches, count};
     launch_early(exchange_columns<kMath, kRows, kPeers, kAligned>, count * tiles, Shared::kThreads,
                  sizeof(Shared),  //
-                 map_of_x<kMath>(layer, kRows / kPeers), W, layer.B, layer.D, layer.C, others,
-                 results);
+                 RowsOfX(layer.x, layer.B, layer.D, kRows / kPeers, kMath == Math::tf32), W,
+                 layer.C, others, results);
   };
   const auto half = [=](Results results, int) { launch(results); };
   return product_of("exchange", exchange_columns<kMath, kRows, kPeers, kAligned>, Shared::kThreads,
@@ -1034,7 +1034,7 @@ void consider_exchange(const Layer& layer, Plan& best) {
   const auto kernel = exchange_columns<kMath, kRows, kPeers, kAligned>;
   allow_shared_bytes(kernel, sizeof(Shared));
   const int64_t tiles = kPeers * blocks(layer.C, kPeers * Shared::kColumns);
-  const int64_t strips = blocks(layer.B, kRows);
+  const int64_t strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.D));
   const int64_t all = kPeers * resident_clusters(kernel, kPeers, Shared::kThreads, sizeof(Shared));
   const double step = std::max(2.0 * (kRows + 48) * Shared::kColumns * Shared::kDepth / 2.9e12,
                                4.0 * Shared::kDepth * (kRows / kPeers + Shared::kColumns) / 50e9);
@@ -1068,7 +1068,7 @@ Product choose_exchange(const Layer& layer) {
 // nearly all there is to read; else fused exchange. (D < 4: W's four matrices would have no row.)
 template <Math kMath>
 std::optional<Product> make_hopper_product(const Layer& layer) {
-  constexpr int64_t kMost = INT32_MAX - 512;  // where a tile ends is an int, too
+  constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
   if (layer.shape.rows > kMost || layer.C > 65535 * 128) return {};  // the grid's y: its tiles
   const bool many = layer.B >= kManyRows, few_columns = layer.C <= 128;
   if constexpr (kMath == Math::tf32) {
@@ -1081,7 +1081,7 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const bool cluster = (anywhere && layer.D < 4) ||
                        (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
                                     : layer.B <= 16 || 8 * tiles <= 2 * int64_t{layer.sms});
-  const auto [aligned, align] = with_aligned_rows(layer, !cluster && !anywhere);
+  const auto [aligned, align] = with_aligned_rows(layer, cluster, !cluster && !anywhere);
   if (cluster) {
     return after(align, layer.C <= 64 ? choose_cluster<kMath, 64>(aligned)
                                       : choose_cluster<kMath, 128>(aligned));

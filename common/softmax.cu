@@ -108,11 +108,11 @@ __global__ void make_W_hard(float* W, int C) {
   W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? minus_infinity() : 0;
 }
 
-/// One thread an element of x or of W's first row.
+/// One thread an element of x or of W's last row.
 __global__ void make_only_minus_infinity_kernel(float* x, float* W, int B, int D, int C) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < B && i % 2 == 0) x[static_cast<size_t>(i) * D] = minus_infinity();
-  if (i < C) W[i] = 1;
+  if (i < B && i % 2 == 0) x[(i + size_t{1}) * D - 1] = minus_infinity();
+  if (i < C) W[(D - size_t{1}) * C + i] = 1;
 }
 
 __global__ void mark_nan_kernel(const float* in, float* out, size_t count) {

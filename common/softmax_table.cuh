@@ -96,9 +96,10 @@ __global__ void align_rows(const float* from, float* to, int cols, int64_t strid
   }
 }
 
-// The layer, and a launch that copies rows of x and, with `W_too`, of W, where they do not start at
+// The layer, and a launch that copies rows of x, of W, or of both, where they do not start at
 // multiples of 16 bytes, into rows that do. That time counts.
-inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool W_too) {
+inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool of_x,
+                                                                 bool of_W) {
   Layer aligned = layer;
   std::function<void()> launch;
   const auto align = [&](Buffer<float>& matrix, int64_t& stride, int rows, int cols) {
@@ -111,8 +112,8 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
     };
     matrix = to;
   };
-  align(aligned.x, aligned.x_stride, layer.B, layer.D);
-  if (W_too) align(aligned.W, aligned.W_stride, layer.D, layer.C);
+  if (of_x) align(aligned.x, aligned.x_stride, layer.B, layer.D);
+  if (of_W) align(aligned.W, aligned.W_stride, layer.D, layer.C);
   return {aligned, launch};
 }
 

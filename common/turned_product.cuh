@@ -192,6 +192,7 @@ __device__ float exp_of(float value) {
 // matrices whose rows do not: of every fourth row, from the last multiple of 16 bytes before the
 // first of them on. Of each comes a box of 8 rows that has the block's columns among its own, and
 // starts 8 columns before the one of the matrix before: then four rows of W are on different banks.
+// With x it is alike (RowsOfX): a strip is of every row, every second, or every fourth one.
 template <Math kMath_, int kRows_, int kPeers_, bool kAligned_>
 struct TurnedShared {
   static constexpr Math kMath = kMath_;
@@ -235,7 +236,46 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
   return maps;
 }
 
+// x (B, D) for the copy engine, to which a row has to start at a multiple of 16 bytes. Of 2^shift
+// neighbours (1, 2 or 4) the first does, and the others start before(i) elements behind such a
+// multiple. So x is that many matrices: of the rows i, i + 2^shift, ..., from the multiple on. Their
+// inputs come `before` places late, then, in a tile, and so do the rows of W; what is before them,
+// the end of another row, has to be blanked.
+struct RowsOfX {
+  CUtensorMap of[4];
+  int B, D, shift;
+
+  RowsOfX(const float* x, int rows, int inputs, unsigned box_rows, bool to_tf32)
+      : B(rows), D(inputs), shift(shift_of(inputs)) {
+    for (int i = 0; i < 1 << shift; ++i) {
+      of[i] = tensor_map<float>(x + int64_t{i} * D - before(i), rows_from(i), D + before(i),
+                                box_rows, to_tf32, int64_t{D} << shift);
+    }
+  }
+  static int shift_of(int D) { return D % 4 == 0 ? 0 : D % 2 == 0 ? 1 : 2; }
+  // Strips of kRows rows, if there are `rows` rows: strip s is of the matrix s % 2^shift.
+  template <int kRows>
+  __host__ __device__ static int strips(int rows, int shift) {
+    return (rows + (kRows << shift) - 1) / (kRows << shift) << shift;
+  }
+  __host__ __device__ int before(int i) const { return i * (D % 4) % 4; }
+  // How many rows there are of row `first`'s matrix, from it on.
+  __host__ __device__ int rows_from(int first) const {
+    return (B - first + (1 << shift) - 1) >> shift;
+  }
+  __device__ int matrix(int strip) const { return strip & ((1 << shift) - 1); }
+};
+
 #if HOPPER_CODE
+// Zeros for the first `before` elements (at most 3) of each row of a tile of x, kRows by 32. Thread
+// `own` of `threads` does it for some rows.
+template <int kRows>
+__device__ void blank_before(float* tile, int before, int own, int threads) {
+  for (int row = own; row < kRows; row += threads) {
+    for (int i = 0; i < before; ++i) tile[row * 32 + row % 8 * 4 + i] = 0;
+  }
+}
+
 // One thread does this, before the cluster meets.
 template <class Shared>
 __device__ void init_barriers(Shared& shared) {
@@ -251,11 +291,14 @@ __device__ void init_barriers(Shared& shared) {
 // share of x and of the block's columns of W. For 3xTF32 those of the other warps split x, all of a
 // stage: in whatever order it lies there.
 template <class Shared>
-__device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const CUtensorMap* x,
-                        const MapsOfW& W, int row0, int col0, int steps) {
+__device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsOfX& x,
+                        const MapsOfW& W, int strip, int col0) {
   constexpr int kDepth = Shared::kDepth, kShare = Shared::kRows / Shared::kPeers;
+  const int matrix = x.matrix(strip), before = x.before(matrix);
+  const int steps = (before + x.D + kDepth - 1) / kDepth;
   if (threadIdx.x == 0) {
     const int first = Shared::kPeers == 1 ? 0 : cluster_rank() * kShare;
+    const int row = (strip >> x.shift) * Shared::kRows + first;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
@@ -263,22 +306,27 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const CUten
       barrier_arrive_expect(arrived, Shared::kLoaded);
       const int k = step * kDepth;
       if constexpr (Shared::kPeers == 1) {
-        tensor_load(stage.x, x, row0, k, arrived);
+        tensor_load(stage.x, &x.of[matrix], row, k, arrived);
       } else {
-        tensor_load_multicast(stage.x + first * kDepth, x, row0 + first, k, arrived, 3);
+        tensor_load_multicast(stage.x + first * kDepth, &x.of[matrix], row, k, arrived, 3);
       }
       for (int i = 0; i < 4; ++i) {
         float* box = stage.W + i * Shared::kBox;
         if constexpr (Shared::kAligned) {
-          tensor_load(box, &W.of[0], k, col0 + 32 * i, arrived);
-        } else {
-          tensor_load(box, &W.of[i], k / 4, col0 - 8 * i, arrived);
+          tensor_load(box, &W.of[0], k - before, col0 + 32 * i, arrived);
+        } else {  // from row k + i - before of W on
+          const int fourth = k / 4 - (i < before);
+          tensor_load(box, &W.of[(i - before) & 3], fourth, col0 - 8 * i, arrived);
         }
       }
     }
   } else if (Shared::kTwoParts && threadIdx.x >= 32) {
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
+      if (step == 0 && before > 0) {
+        blank_before<Shared::kRows>(shared.stages[ring.stage].x, before, threadIdx.x - 32, 96);
+        named_barrier(2, 96);
+      }
       split_all(shared.stages[ring.stage].x, shared.x_low[ring.stage], Shared::kRows * kDepth,
                 threadIdx.x - 32, 96);
       shared_fence();
@@ -297,12 +345,11 @@ struct TurnedConsumer {
   static constexpr int kRows = Shared::kRows, kSums = kRows / 2, kStages = Shared::kStages;
   static constexpr int kNext = Shared::kAligned ? 1 : 8;  // from the thread's first column on
   Shared& shared;
-  int D, C;
+  int D, C, before = 0;  // how many places the strip's inputs come late
   int own = threadIdx.x - 128, g = own % 32 / 4, t = own % 4;
   int box = own / 64, piece = 2 * (own / 32 % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
   int near = box * Shared::kBox + t * 32 + (piece ^ t) * 4 + half * 2;
   int far = box * Shared::kBox + (t + 4) * 32 + (piece ^ t ^ 4) * 4 + half * 2;
-  int first = t * (Shared::kBox + 8) + t * (C % 4) % 4 + own / 32 * 16 + g;  // if not aligned
 
   // The first of its two columns among those of the block.
   __device__ int col() const {
@@ -328,6 +375,7 @@ struct TurnedConsumer {
         const float2 b = *reinterpret_cast<const float2*>(from + 8 * 32 * k + far);
         w[k][0] = a.x, w[k][1] = a.y, w[k][2] = b.x, w[k][3] = b.y;
       } else {
+        const int first = t * (Shared::kBox + 8) + ((t - before) & 3) * (C % 4) % 4 + col();
         const float* row = from + first + 2 * k * Shared::kPitch;
         w[k][0] = row[0], w[k][1] = row[8];
         w[k][2] = row[Shared::kPitch], w[k][3] = row[Shared::kPitch + 8];
@@ -338,7 +386,7 @@ struct TurnedConsumer {
   // The sums over all of D. While one step is multiplied, the fragments of the next one are loaded:
   // two sets of registers, and therefore two steps a turn.
   __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring) const {
-    const int steps = (D + Shared::kDepth - 1) / Shared::kDepth;
+    const int steps = (before + D + Shared::kDepth - 1) / Shared::kDepth;
     float w[2][4][4];
     int previous = 0;
     const auto add = [&](const float(&set)[4][4], int step) {
@@ -352,6 +400,11 @@ struct TurnedConsumer {
       ring.advance();
     };
     load(w[0], ring);
+    if (!Shared::kTwoParts && before > 0) {
+      blank_before<kRows>(shared.stages[ring.stage].x, before, own, 256);
+      shared_fence();
+      named_barrier(1, 256);
+    }
     for (int step = 0; step < steps; step += 2) {
       add(w[0], step);
       if (step + 1 == steps) break;
@@ -363,19 +416,20 @@ struct TurnedConsumer {
     release(previous);
   }
 
-  // To `out`, which starts at the block's first row, of which there are `rows`, and at the thread's
-  // first column, one of the row's last `left`: the sums, each times its row's of `factors`.
-  __device__ void store(const float (&sum)[kSums], const float* factors, float* out, int rows,
-                        int left) const {
+  // To `out`, which starts at the block's first row, of which there are `rows`, each `stride`
+  // behind the one before, and at the thread's first column, one of the row's last `left`: the
+  // sums, each times its row's of `factors`.
+  __device__ void store(const float (&sum)[kSums], const float* factors, float* out, int64_t stride,
+                        int rows, int left) const {
     const auto write = [&](auto put) {
-      float* to = out + static_cast<size_t>(2 * t) * C;
+      float* to = out + 2 * t * stride;
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
         const int row = 8 * j + 2 * t;
         const float2 of = *reinterpret_cast<const float2*>(&factors[row]);
         put(row, to, float2{sum[4 * j] * of.x, sum[4 * j + 2] * of.x});
-        put(row + 1, to + C, float2{sum[4 * j + 1] * of.y, sum[4 * j + 3] * of.y});
-        to += 8 * static_cast<size_t>(C);
+        put(row + 1, to + stride, float2{sum[4 * j + 1] * of.y, sum[4 * j + 3] * of.y});
+        to += 8 * stride;
       }
     };
     if (left <= 0) return;

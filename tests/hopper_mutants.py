@@ -40,8 +40,12 @@ LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_ma
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: program -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or part that is not added, or nothing that is sent; a
-# gradient that each GPU adds.
+# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
+    "9_matmul_softmax": [
+        (r"kTwoParts && (before > 0)", "false"),
+        (r"step == 0 && (before > 0)", "false"),
+    ],
     GPUS: [
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
@@ -145,6 +149,9 @@ RUNS = {
         # Rows that no copy of 16 bytes finds, and more steps than stages. On 3 multiprocessors blocks come
         # one by one, not in clusters.
         (("300", "--inputs", "300", "--classes", "261", "--kernel", "^fused exchange"), 3),
+        # Rows of x that start anywhere, and a -inf at the end of the row before.
+        (("70", "--inputs", "33", "--classes", "300", "--all", "--hard-rows", "--kernel", "^fused exchange"),
+         8),
         # A block has one strip: its threads have not met since they began.
         (("130", "--inputs", "70", "--classes", "261", "--kernel", "^fused exchange"), 8),
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
