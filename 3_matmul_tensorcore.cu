@@ -723,7 +723,7 @@ struct SquareProduct {
     using Choice =
         TileChoice<Tiles<128, 256, 2, 1, 4>, Tiles<128, 256, 2, 1, 2>, Tiles<128, 224, 2, 1, 2>,
                    Tiles<128, 192, 2, 1, 3>, Tiles<128, 144, 2, 1, 3>, Tiles<128, 128, 2, 1, 2>,
-                   Tiles<192, 192, 1, 2, 1>, Tiles<64, 192, 2, 2, 3>, Tiles<64, 128, 2, 1, 2>,
+                   Tiles<192, 192, 1, 2, 1>, Tiles<64, 192, 1, 1, 3>, Tiles<64, 128, 2, 1, 2>,
                    Tiles<64, 64, 2, 1, 1>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,

@@ -219,16 +219,20 @@ struct Cluster {
   __device__ void prefetch_first(const Factor<T>& A, const Factor<T, kCount>& B,
                                  const Schedule<Tile>& schedule) const {
     const auto at = schedule.place(index, stack, side);
-    constexpr int kThreads = Tile::kThreads - 128, kLines = kRowsA + Tile::kRowsB * Tile::kBoxesB;
+    const int thread = threadIdx.x % 128, consumer = threadIdx.x / 128 - 1;
+    if (consumer == 0) {
 #pragma unroll
-    for (int i = threadIdx.x - 128; i < kLines; i += kThreads) {
-      if (i < kRowsA) {
+      for (int i = thread; i < kRowsA; i += 128) {
         const int row = at.row + side * kRowsA + i;
         if (row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
-      } else {
+      }
+    }
+    if (consumer == Tile::kConsumers - 1) {
+#pragma unroll
+      for (int i = thread; i < Tile::kRowsB * Tile::kBoxesB; i += 128) {
         const int part = stack * (Tile::kShareBoxes ? Tile::kBoxesB : Tile::kRowsB);
-        const int k = (i - kRowsA) / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
-        const int box = (i - kRowsA) % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0);
+        const int k = i / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
+        const int box = i % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0);
         const int col = col_of<kCount>(at.col, box);
         if (k < schedule.shape.depth && col < schedule.shape.cols / kCount) {
           prefetch_l2(B.data[matrix_of<kCount>(box)] + k * B.stride + col);

@@ -80,11 +80,12 @@ struct ProductPlan {
   double microseconds;
 };
 
-/// What a step costs was measured on an H200, in nanoseconds: the tensor cores take 3 for 128 rows
-/// of each column of a tile, some per cent more if it is narrow, but for small tiles others count,
-/// too; the copy engine, where rows are not multiples of 128 bytes, 3.1 for each piece of 128 bytes
-/// that a block fetches, because such a piece lies on two lines: if all multiprocessors do so, since
-/// it is the L2 cache that is slow. To begin and to end takes 5 us, to share tiles 9 more.
+/// What a step costs was measured on an H200, in nanoseconds. The tensor cores take 2.5 to 3 for 128
+/// rows of each column of a tile, since a GPU with much to do gets less clock; some per cent more if
+/// the tile is narrow, and small tiles have other costs. Where rows are not multiples of 128 bytes,
+/// a piece of 128 bytes lies on two lines, and the L2 cache takes 2.2 for it, or 3 if rows are no
+/// multiples of a sector of 32 bytes either, while all multiprocessors fetch them. To begin and to
+/// end takes 5 us, to share tiles 9 more.
 template <typename T, class Tile, class Epilogue>
 ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
@@ -94,20 +95,24 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   constexpr int kFetched =
       Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
-  const bool whole_lines = stride_a * sizeof(T) % 128 == 0 && stride_b * sizeof(T) % 128 == 0;
+  const auto rows_are = [&](int64_t bytes) {
+    return stride_a * sizeof(T) % bytes == 0 && stride_b * sizeof(T) % bytes == 0;
+  };
   constexpr double kArea = Tile::BM / 128.0 * Tile::BN;
   constexpr double kNarrow = 1 + 0.02 * (256 - Tile::BN) / 64;
+  const double flops = 2.0 * shape.rows * shape.cols * shape.depth;
+  const double column = kNarrow * (2.5 + 0.5 * std::min(1.0, flops / 1e11));
+  const double piece = rows_are(128) ? 0 : rows_are(32) ? 2.2 : 3;
   const double busy = std::min(1.0, 1.0 * whole.tiles / capacity);
-  const double lines = whole_lines ? 0.0 : 3.1 * kFetched * busy;
-  const double step = std::max({80 + 2.35 * kArea, 3.0 * kNarrow * kArea, lines});
+  const double step = std::max({80 + 2.35 * kArea, column * kArea, piece * kFetched * busy});
   const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
   ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
                    5 + microseconds(whole.rounds, whole.steps)};
   const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
   if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
-  // Where a cluster has several whole tiles, room for all of a tile's results beats another stage.
-  if (!plan.split && whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
-  if ((plan.split || whole.rounds == 1) && Tile::kOut > 3) plan.microseconds *= 1.005;
+  // Where a cluster has several tiles, room for all of a tile's results beats another stage.
+  if (whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
+  if (whole.rounds == 1 && Tile::kOut > 3) plan.microseconds *= 1.005;
   return plan;
 }
 

@@ -310,6 +310,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
       } else {
         tensor_load_multicast(stage.x + first * kDepth, &x.of[matrix], row, k, arrived, 3);
       }
+#pragma unroll(Shared::kAligned ? 4 : 1)
       for (int i = 0; i < 4; ++i) {
         float* box = stage.W + i * Shared::kBox;
         if constexpr (Shared::kAligned) {
