@@ -795,13 +795,13 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   const unsigned turn = ~others.launches[0] & 1;
   Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
-    registers_shrink_to<40>();
+    registers_shrink_to<kRows == 256 ? 40 : 56>();
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
       produce(shared, ring, x, W, strip, col0);
     }
-    if (threadIdx.x == 0) wait_until_empty(shared.empty, ring);
+    if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
   } else {
-    registers_grow_to<232>();
+    registers_grow_to<kRows == 256 ? 232 : 224>();
     TurnedConsumer<Shared> consumer{shared, x.D, C};
     const int own = consumer.own, col = col0 + consumer.col();
     const bool softmax = results.epilogue == Epilogue::softmax;

@@ -287,7 +287,7 @@ __device__ void init_barriers(Shared& shared) {
   barrier_init_fence();
 }
 
-// What the producer's threads do for one strip of rows: the first starts copies, of its block's
+// What the producer's threads do for one strip of rows: one starts copies, of its block's
 // share of x and of the block's columns of W. For 3xTF32 those of the other warps split x, all of a
 // stage: in whatever order it lies there.
 template <class Shared>
@@ -296,7 +296,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
   constexpr int kDepth = Shared::kDepth, kShare = Shared::kRows / Shared::kPeers;
   const int matrix = x.matrix(strip), before = x.before(matrix);
   const int steps = (before + x.D + kDepth - 1) / kDepth;
-  if (threadIdx.x == 0) {
+  if (warp_of_block() == 0 && elect_one()) {
     const int first = Shared::kPeers == 1 ? 0 : cluster_rank() * kShare;
     const int row = (strip >> x.shift) * Shared::kRows + first;
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -310,7 +310,6 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
       } else {
         tensor_load_multicast(stage.x + first * kDepth, &x.of[matrix], row, k, arrived, 3);
       }
-#pragma unroll(Shared::kAligned ? 4 : 1)
       for (int i = 0; i < 4; ++i) {
         float* box = stage.W + i * Shared::kBox;
         if constexpr (Shared::kAligned) {
