@@ -682,7 +682,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // The kernel above has one size of tile and needs aligned rows. Some N are slow, some impossible:
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them: of
-//     64 x 128 there are 128. A block of 64 rows has one warpgroup that multiplies, one of 192 three.
+//     64 x 128 there are 128. (64 rows are multiplied by one warpgroup, 192 by three.)
 //   - At N = 3072 there are 288 tiles: two rounds, and a third for 24 of them. Tiles of 192 columns
 //     need three rounds as well, but each takes three quarters of the time. At N = 3000 tiles of
 //     192 x 192 need two rounds, each an eighth longer.

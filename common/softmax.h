@@ -103,8 +103,8 @@ double cross_entropy_scratch(const SoftmaxShape& shape);
 inline constexpr int kSpecialInputs = 3;
 void make_hard(float* x, float* W, const SoftmaxShape& shape);
 
-/// Every other row of logits becomes -inf: x has -inf at its end, where the next row begins, and that
-/// row of W only 1.
+/// Every other row of logits becomes -inf: x has -inf at its end, where the next row begins, and
+/// that row of W only 1.
 void make_only_minus_infinity(float* x, float* W, const SoftmaxShape& shape);
 
 /// Verification takes NaN for an error. Where it is what should come out, it becomes -1 first; but

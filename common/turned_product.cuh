@@ -238,9 +238,9 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
 
 // x (B, D) for the copy engine, to which a row has to start at a multiple of 16 bytes. Of 2^shift
 // neighbours (1, 2 or 4) the first does, and the others start before(i) elements behind such a
-// multiple. So x is that many matrices: of the rows i, i + 2^shift, ..., from the multiple on. Their
-// inputs come `before` places late, then, in a tile, and so do the rows of W; what is before them,
-// the end of another row, has to be blanked.
+// multiple. So x is that many matrices: of the rows i, i + 2^shift, ..., each from the multiple on.
+// Their inputs come `before` places late, then, in a tile, and so do the rows of W; what is before
+// them, the end of another row, has to be blanked.
 struct RowsOfX {
   CUtensorMap of[4];
   int B, D, shift;
