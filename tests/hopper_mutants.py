@@ -38,11 +38,11 @@ HEADERS = {
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp", GPUS)
 PROGRAMS = (*LESSONS, PRODUCT)
-# What is found in no list of words: program -> (where, with the piece in parentheses; the mistake).
+# What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or part that is not added, or nothing that is sent; a
 # gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
-    "9_matmul_softmax": [
+    "turned_product": [
         (r"kTwoParts && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
     ],
@@ -288,7 +288,7 @@ def derive(text, file, before=0):
             edits.append((match.start(), close + 1, f"({made} ? static_cast<void>(0) : {call})"))
     for pattern, new in OTHERS.get(Path(file).stem, ()):
         match = re.search(pattern, code)
-        made = add(match.start(1), "the exchange", match[1], f"as {new}")
+        made = add(match.start(1), "no word", match[1], f"as {new}")
         edits.append((*match.span(1), f"({made} ? ({new}) : ({match[1]}))"))
     return found, edits
 
