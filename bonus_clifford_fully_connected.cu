@@ -148,16 +148,16 @@ __global__ void __launch_bounds__(kTileThreads)
 // z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
-  static constexpr bool kHelped = kBeside;
-  PlaneMaker<A, false> maker;
+  static constexpr bool kHelped = kBeside, kTurned = false;
+  PlaneMaker<A> maker;
   Progress progress;
   float* z;
   int row_tiles, cols, tiles;
   Order<A> order;
 
-  Forward(const PlaneMaker<A, false>& planes, unsigned* made, float* out)
+  Forward(const PlaneMaker<A>& planes, const Progress& made, float* out)
       : maker(planes),
-        progress{made},
+        progress(made),
         z(out),
         row_tiles(count_tiles(maker.chunk.rows, Tile::BM * Tile::kBlocks)),
         cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
@@ -195,104 +195,81 @@ struct Forward {
             .b_next = chunk.stride,
             .inner = order.slot[c + 1] - order.slot[c],
             .end = count_tiles(chunk.layer.features, 32),
-            .flag = exists ? at.row / 128 * maker.slices() : -1,
-            .flag_next = 1};
+            .flag = exists ? maker.first_part(at.row / 128) : -1,
+            .flag_next = maker.next_part(at.row / 128)};
   }
-  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void help(int warp, int warps) const {
+    maker.make(warp, warps, maker.before, maker.units(), progress);
+  }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = maker.chunk;
     const Place at = place(tile, rank);
     float* const to = z + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
-    store_sum(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
-              chunk.layer.features, false);
+    store_sum<kTurned>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
+                       chunk.layer.features, false);
   }
 #endif
 };
 
-// The planes' gradients of a chunk, dz_k w[t]^T: A dz, B weights (slot, in feature, out feature).
-// Beside it the warps take apart those of the rows that are complete.
-template <typename A, class Tile, bool kBeside>
+// The planes' gradients of a chunk, dz_k w[t]^T: A dz, turned, B weights (slot, in feature, out
+// feature).
+template <typename A, class Tile>
 struct PlaneGradients {
-  static constexpr bool kHelped = kBeside;
+  static constexpr bool kHelped = false, kTurned = true;
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
-  PlaneTaker<A> taker;
-  Progress progress;
+  Chunk chunk;
   float* d;
   int cols, tiles;
   Order<A> order;
 
-  PlaneGradients(const PlaneTaker<A>& planes, unsigned* done, float* to)
-      : taker(planes),
-        progress{done},
+  PlaneGradients(const Chunk& rows, float* to)
+      : chunk(rows),
         d(to),
-        cols(count_tiles(taker.chunk.layer.features, Tile::BN)),
-        tiles(count_tiles(taker.chunk.rows, kRows) * kPlanes<A> * cols) {}
+        cols(count_tiles(chunk.layer.features, Tile::BN)),
+        tiles(count_tiles(chunk.rows, kRows) * kPlanes<A> * cols) {}
 
-  __host__ int64_t steps(int) const { return count_tiles(taker.chunk.layer.features, 32); }
+  __host__ int64_t steps(int) const { return count_tiles(chunk.layer.features, 32); }
 #if HOPPER_CODE
+  __device__ int row(int tile, int rank) const {
+    return tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
+  }
   __device__ Walk walk(int tile, int rank) const {
-    const Chunk& chunk = taker.chunk;
-    const int row = tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
     const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
     const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
-    return {.a = (order.blade[c] + i % blades) * chunk.pitch + row,
+    return {.a = (order.blade[c] + i % blades) * chunk.stride,
+            .a_col = row(tile, rank),
             .b = (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
             .end = count_tiles(chunk.layer.features, 32)};
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    const Chunk& chunk = taker.chunk;
-    const int rows = tile / (kPlanes<A> * cols), row = rows * kRows + rank * Tile::BM;
-    store_sum(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row + row0,
-              tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
-    if constexpr (kBeside) {
-      named_barrier(1 + row0 / 64, 128);
-      if (threadIdx.x % 128 == 0) progress.add(rows);
-    }
-  }
-  // A warp has a row and 64 features, or 32, at a time.
-  __device__ void help(int warp, int warps) const {
-    if (taker.chunk.layer.features % 2 == 0) return take_all<2>(warp, warps);
-    take_all<1>(warp, warps);
-  }
-  template <int W>
-  __device__ __forceinline__ void take_all(int warp, int warps) const {
-    const int features = taker.chunk.layer.features, pieces = (features + 32 * W - 1) / (32 * W);
-    for (int u = warp; u < taker.chunk.rows * pieces; u += warps) {
-      const int row = u / pieces, f = u % pieces * 32 * W + threadIdx.x % 32 * W;
-      if (threadIdx.x % 32 == 0) {
-        progress.wait(row / kRows, 2 * Tile::kBlocks * kPlanes<A> * cols);
-      }
-      __syncwarp();
-      if (f < features) taker.template take<W>(row, f);
-    }
+    store_sum<kTurned>(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row(tile, rank) + row0,
+                       tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
   }
 #endif
 };
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes and B dz, both
-// transposed. Where there are few tiles, `splits` clusters share the rows of one.
-template <typename A, class Tile, bool kBeside>
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, turned, B dz.
+// Where there are few tiles, `splits` clusters share the rows of one.
+template <typename A, class Tile>
 struct WeightGradients {
-  static constexpr bool kHelped = kBeside;
-  PlaneMaker<A, true> maker;
-  Progress progress;
+  static constexpr bool kHelped = false, kTurned = true;
+  Chunk chunk;
   float* dw;  // or partial sums, one after the other
   int splits, row_tiles, cols, tiles;
   bool adds;
   Order<A> order;
 
-  WeightGradients(const PlaneMaker<A, true>& planes, unsigned* made, float* to, int shares)
-      : maker(planes),
-        progress{made},
+  WeightGradients(const Chunk& rows, float* to, int shares, bool adds_up)
+      : chunk(rows),
         dw(to),
         splits(shares),
         row_tiles(count_tiles(features(), Tile::BM * Tile::kBlocks)),
         cols(count_tiles(features(), Tile::BN)),
         tiles(A::kTriples * splits * row_tiles * cols),
-        adds(maker.chunk.first > 0) {}
-  __host__ __device__ int features() const { return maker.chunk.layer.features; }
-  __host__ __device__ int all_steps() const { return (maker.chunk.rows + 31) / 32; }
+        adds(adds_up) {}
+  __host__ __device__ int features() const { return chunk.layer.features; }
+  __host__ __device__ int all_steps() const { return (chunk.rows + 31) / 32; }
 
   struct Place {
     int slot, split, row, col;
@@ -314,28 +291,24 @@ struct WeightGradients {
   }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
-    const Chunk& chunk = maker.chunk;
     const Place at = place(tile, rank);
     const int c = Order<A>::grade_of(order.slot, at.slot);
     const int blades = order.blade[c + 1] - order.blade[c];
-    const bool exists = at.row < chunk.stride;
     const int plane = order.plane[c] + (at.slot - order.slot[c]) * blades;
-    return {.a = (exists ? plane : kPlanes<A>)*chunk.stride + (exists ? at.row : 0),
-            .a_next = exists ? chunk.stride : 0,
+    return {.a = plane * chunk.pitch,
+            .a_next = chunk.pitch,
+            .a_col = at.row,
             .b = order.blade[c] * chunk.stride + at.col,
             .b_next = chunk.stride,
             .inner = blades,
             .begin = at.split * all_steps() / splits,
-            .end = (at.split + 1) * all_steps() / splits,
-            .flag = exists ? at.row / 128 : -1,
-            .flag_next = maker.slices()};
+            .end = (at.split + 1) * all_steps() / splits};
   }
-  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Place at = place(tile, rank);
     const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
-    store_sum(sum, dw + matrix * features() * features(), at.row + row0, at.col, features(),
-              features(), features(), adds);
+    store_sum<kTurned>(sum, dw + matrix * features() * features(), at.row + row0, at.col,
+                       features(), features(), features(), adds);
   }
 #endif
 };
@@ -457,7 +430,7 @@ struct TiledBackward {
 // outputs, and how they are launched. The batch goes in chunks whose planes fit into kPlaneBytes.
 template <typename A, bool kBeside>
 struct Ready {
-  static constexpr size_t kPlaneBytes = 384 << 20;
+  static constexpr size_t kPlaneBytes = 512 << 20;
 
   Ready(const Tensors& tensors, const Buffer<float>& kept)
       : of(tensors),
@@ -485,34 +458,34 @@ struct Ready {
            (kBeside ? made.bytes() : 0);
   }
 
-  void reset() const {
-    CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
+  PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
+    constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
+    PlaneMaker<A> result{of.x, of.y, planes, chunk, kTogether, 0};
+    result.before = result.units();
+    static const int percent = getenv("PERCENT") ? atoi(getenv("PERCENT")) : 34;
+    if (beside) result.before = result.units() / 128 * percent / 100 * 128;
+    return result;
   }
-  // The planes of a chunk, or what makes them beside the product.
-  template <bool kTransposed>
-  void prepare(const PlaneMaker<A, kTransposed>& maker) const {
-    if constexpr (kBeside) {
-      reset();
-    } else {
-      launch_early(make_planes<A, kTransposed>, std::min(count_tiles(maker.units(), 4), 2048), 128,
-                   0, maker);
-    }
+  Progress progress(const PlaneMaker<A>& maker) const { return {made, maker.before / 128}; }
+  // The planes of a chunk, or those of them that are made before the product, and, with the first
+  // ones, weights.
+  void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
+    const PlaneMaker<A> planes_of = maker(chunk, beside);
+    const int plane_blocks = std::clamp(planes_of.before / 4, 1, 2048);
+    const WeightTurner<A> turner{of.w, weights, plain_weights, of.layer.features, stride, {}};
+    launch_early(make_ready<A>, plane_blocks + (first ? turner.blocks() : 0), 128, 0, planes_of,
+                 plane_blocks, turner, beside ? progress(planes_of) : Progress{});
   }
   auto work(const Chunk& chunk) const {
-    constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
     return [=, this](auto tile) {
-      return Forward<A, decltype(tile), kBeside>({of.x, of.y, planes, chunk, kTogether}, made,
-                                                 of.out);
+      const PlaneMaker<A> planes_of = maker(chunk, kBeside);
+      return Forward<A, decltype(tile), kBeside>(planes_of, progress(planes_of), of.out);
     };
   }
   void forward(float* plain_weights) const {
-    const Layer& layer = of.layer;
-    launch_early(turn_weights<A>, dim3(stride / 32, stride / 32, A::kTriples), 256, 0,
-                 static_cast<const float*>(of.w), weights.data(), plain_weights, layer.features,
-                 stride, Order<A>());
-    for (int first = 0; first < layer.batch; first += rows) {
+    for (int first = 0; first < of.layer.batch; first += rows) {
       const Chunk part = chunk(first);
-      prepare(work(part)(SmallTile()).maker);
+      prepare(part, kBeside, first == 0, plain_weights);
       multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
     }
@@ -526,13 +499,14 @@ struct Ready {
   TilePlan plan;
 };
 
+// Backward begins with the chunk that forward ended with: its planes are still there. The planes'
+// gradients then take their place.
 template <typename A, bool kBeside>
 struct ReadyBackward {
   ReadyBackward(const Ready<A, kBeside>& ready, const Gradients& gradients)
       : forward(ready),
         d(gradients),
         dz(forward.of.problem.template output<float>(A::kBlades * forward.largest().matrix())),
-        turned_dz(forward.of.problem.template output<float>(dz.size())),
         weights(forward.of.problem.template output<float>(forward.weights.size())),
         partials(d.dw),
         plan_planes(plan_tiles(plane_work(forward.largest()))),
@@ -552,46 +526,54 @@ struct ReadyBackward {
   }
 
   double bytes() const {
-    return forward.bytes() + dz.bytes() + turned_dz.bytes() + weights.bytes() +
-           (splits > 1 ? partials.bytes() : 0);
+    return forward.bytes() + dz.bytes() + weights.bytes() + (splits > 1 ? partials.bytes() : 0);
   }
-  PlaneTaker<A> taker(const Chunk& chunk) const {
-    return {forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk};
-  }
+  int last_chunk() const { return (forward.of.layer.batch - 1) / forward.rows * forward.rows; }
   auto plane_work(const Chunk& chunk) const {
-    return [=, this](auto tile) {
-      return PlaneGradients<A, decltype(tile), kBeside>(taker(chunk), forward.made, forward.planes);
-    };
+    return
+        [=, this](auto tile) { return PlaneGradients<A, decltype(tile)>(chunk, forward.planes); };
   }
   auto weight_work(const Chunk& chunk) const {
     return [=, this](auto tile) {
-      return WeightGradients<A, decltype(tile), kBeside>(
-          {forward.of.x, forward.of.y, forward.planes, chunk, 1}, forward.made, partials, splits);
+      return WeightGradients<A, decltype(tile)>(chunk, partials, splits,
+                                                chunk.first != last_chunk());
     };
+  }
+  // W neighbours at a time.
+  template <int W>
+  void turn_dz(const Chunk& chunk) const {
+    launch_early(turn_result_gradients<A, W>, dim3(chunk.pitch / kResultRows, A::kGrades),
+                 kResultThreads, 0, static_cast<const float*>(forward.of.out),
+                 static_cast<const float*>(d.d_out), static_cast<const float*>(forward.inverses),
+                 dz.data(), chunk);
   }
   template <int W>
   void take_apart(const Chunk& chunk) const {
     const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
-    launch_early(take_planes_apart<A, W>, blocks, 128, 0, taker(chunk));
+    const PlaneTaker<A> taker{forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk};
+    launch_early(take_planes_apart<A, W>, blocks, 128, 0, taker);
   }
   void run() const {
-    const Layer& layer = forward.of.layer;
+    const int features = forward.of.layer.features;
     forward.forward(weights);
-    for (int first = 0; first < layer.batch; first += forward.rows) {
+    for (int first = last_chunk(); first >= 0; first -= forward.rows) {
       const Chunk chunk = forward.chunk(first);
-      launch_early(turn_result_gradients<A>, chunk.pitch / kResultRows, 32 * kResultRows, 0,
-                   static_cast<const float*>(forward.of.out), static_cast<const float*>(d.d_out),
-                   static_cast<const float*>(forward.inverses), dz.data(), turned_dz.data(), chunk);
-      if (kBeside) forward.reset();
-      multiply_tf32({dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
-                    {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
-                    plane_work(chunk));
-      if (!kBeside && layer.features % 2 == 0) take_apart<2>(chunk);
-      if (!kBeside && layer.features % 2 != 0) take_apart<1>(chunk);
-      forward.prepare(weight_work(chunk)(SmallTile()).maker);
-      multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch},
-                    {turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch}, plan_weights,
-                    weight_work(chunk));
+      const Tf32Factor dz_of{dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch};
+      if (features % 4 == 0) {
+        turn_dz<4>(chunk);
+      } else {
+        turn_dz<1>(chunk);
+      }
+      if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
+      multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, dz_of,
+                    plan_weights, weight_work(chunk));
+      multiply_tf32(dz_of, {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride},
+                    plan_planes, plane_work(chunk));
+      if (features % 2 == 0) {
+        take_apart<2>(chunk);
+      } else {
+        take_apart<1>(chunk);
+      }
     }
     if (splits > 1) {
       sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
@@ -602,7 +584,7 @@ struct ReadyBackward {
   Ready<A, kBeside> forward;
   Gradients d;
   int splits = 1;
-  Buffer<float> dz, turned_dz, weights, partials;
+  Buffer<float> dz, weights, partials;
   TilePlan plan_planes, plan_weights;
 };
 

@@ -1,12 +1,13 @@
-// What stands around the products of the fully connected layer on Hopper: planes and gradients of
-// results in memory, in TF32, both ways round, because wgmma takes TF32 only with k contiguous; and
-// the gradients of x and y from those of the planes.
+// What stands around the products of the fully connected layer on Hopper: planes, gradients of
+// results and weights in memory, in TF32, and the gradients of x and y from those of the planes.
+// Right factors have k contiguous (common/tf32_product.cuh); that is why dz is transposed: it is the
+// right factor of the weights' gradients, and the planes' gradients take it as a turned left one.
 //
 // A chunk of the batch has `rows` rows. Matrices have rows of `pitch` elements for the chunk (rows
 // rounded up to 128), `stride` for features (likewise):
 //
-//     planes  (44 planes, pitch, stride), or transposed (44, stride, pitch), in the order of Order
-//     dz      (blades, pitch, stride), and transposed (blades, stride, pitch)
+//     planes  (44 planes, pitch, stride), in the order of Order
+//     dz      (blades, stride, pitch)
 //     w       (20, stride, stride) in the order of Order, and each matrix transposed
 #pragma once
 
@@ -21,51 +22,66 @@ struct Chunk {
 };
 
 /// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and,
-/// unless it is null, `plain` as they lie. Zeros beyond the features. A block has 32 by 32 of a
-/// matrix.
+/// unless it is null, `plain` (slots, in feature, out feature). Zeros beyond the features. Rows of
+/// both are in the order of place_of_column(), and so are out features of `plain`, as those of dz.
+/// A block has 32 by 32 of a matrix.
 template <typename A>
-__global__ void __launch_bounds__(256)
-    turn_weights(const float* w, float* turned, float* plain, int features, int stride,
-                 const __grid_constant__ Order<A> order) {
-  __shared__ float tile[32][33];
-  const size_t slot = blockIdx.z, t = order.triple_of[slot];
-  const int row0 = blockIdx.y * 32, col0 = blockIdx.x * 32, lane = threadIdx.x % 32;
-  wait_for_previous_kernel();
-#pragma unroll
-  for (int i = threadIdx.x / 32; i < 32; i += 8) {
-    const int row = row0 + i, col = col0 + lane;
-    const bool inside = row < features && col < features;
-    const float value = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
-    tile[i][lane] = value;
-    if (plain != nullptr) plain[(slot * stride + row) * stride + col] = value;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = threadIdx.x / 32; i < 32; i += 8) {
-    turned[(slot * stride + col0 + i) * stride + row0 + lane] = tile[lane][i];
-  }
-}
+struct WeightTurner {
+  const float* w;
+  float *turned, *plain;
+  int features, stride;
+  Order<A> order;
 
-/// Makes the planes of a chunk. A unit is what a warp makes at a time, all planes of 128
-/// multivectors: of a row and 128 features (a lane has 4 of these), or, if kTransposed, of 16 rows
-/// and 8 features (a lane has 4 rows), so that reads and writes are of whole sectors either way.
-/// 128 units are a part of 128 rows and 128 features, which has a counter. Parts come row by row of
-/// parts, or `together` rows of them column by column.
-template <typename A, bool kTransposed>
+  __host__ __device__ int blocks() const { return A::kTriples * (stride / 32) * (stride / 32); }
+  __device__ void turn(int block, float (&tile)[32][33]) const {
+    const int pieces = stride / 32, lane = threadIdx.x % 32;
+    const size_t slot = block / (pieces * pieces), t = order.triple_of[slot];
+    const int row0 = block / pieces % pieces * 32, col0 = block % pieces * 32;
+#pragma unroll
+    for (int i = threadIdx.x / 32; i < 32; i += 4) {
+      const int row = row0 + i, col = col0 + lane;
+      const bool inside = row < features && col < features;
+      const float value = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
+      tile[i][lane] = value;
+      if (plain != nullptr) {
+        plain[(slot * stride + place_of_column(row)) * stride + place_of_column(col)] = value;
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = threadIdx.x / 32; i < 32; i += 4) {
+      turned[(slot * stride + place_of_column(col0 + i)) * stride + row0 + lane] = tile[lane][i];
+    }
+  }
+};
+
+/// Makes the planes of a chunk. A unit is what a warp makes at a time, all planes of a row's 128
+/// multivectors, of which a lane has 4. 128 units are a part, 128 rows of 128 features. Parts come
+/// `together` rows of them at a time, of these column by column. The first units are made `before`
+/// the product, the others beside it; a counter for each part says which of these are there.
+template <typename A>
 struct PlaneMaker {
   const float *x, *y;
   float* planes;
   Chunk chunk;
-  int together;
+  int together, before;
 
   __host__ __device__ int slices() const { return chunk.stride / 128; }
   __host__ __device__ int row_blocks() const { return chunk.pitch / 128; }
   __host__ __device__ int units() const { return slices() * row_blocks() * 128; }
+  /// The first part of a row of parts, and how many on its next one is.
+  __device__ int first_part(int block) const {
+    return block / together * together * slices() + block % together;
+  }
+  __device__ int next_part(int block) const {
+    return min(together, row_blocks() - block / together * together);
+  }
 
-  /// All units that are this warp's, of `warps`. That a unit is there is told when the next one's x
-  /// and y are on their way: until its writes have arrived takes as long as they do. The fence is
-  /// for the copy engine, which will read them.
-  __device__ __forceinline__ void make(int warp, int warps, const Progress& progress) const {
+  /// The units from `first` to `end` - 1 that are this warp's, of `warps`. That a unit is there is
+  /// told when the next one's x and y are on their way: until its writes have arrived takes as long
+  /// as they do. The fence is for the copy engine, which will read them.
+  __device__ __forceinline__ void make(int warp, int warps, int first, int end,
+                                       const Progress& progress) const {
     const auto tell = [&](int part) {
 #if HOPPER_CODE
       global_fence();
@@ -74,36 +90,22 @@ struct PlaneMaker {
       if (threadIdx.x % 32 == 0) progress.add(part);
     };
     int last = -1;
-    for (int u = warp; u < units(); u += warps) {
+    for (int u = first + warp; u < end; u += warps) {
       const int group = u / (together * slices() * 128), rest = u % (together * slices() * 128);
-      const int height = min(together, row_blocks() - group * together);
+      const int height = next_part(group * together);
       const int slice = rest / (height * 128), block = group * together + rest / 128 % height;
-      Multivectors<A, 4> left, right;
-      float* const to = load_unit(left, right, block * 128, slice * 128, rest % 128);
+      const int row = block * 128 + rest % 128, f = slice * 128 + threadIdx.x % 32 * 4;
+      const int n = row < chunk.rows ? chunk.first + row : chunk.layer.batch;
+      Multivectors<A, 4> left = load_neighbours<A, 4>(x, n, f, chunk.layer);
+      const Multivectors<A, 4> right = load_neighbours<A, 4>(y, n, f, chunk.layer);
       if (progress.done != nullptr && last >= 0) tell(last);
-      make_unit(left, right, to);
-      last = block * slices() + slice;
+      make_unit(left, right, planes + static_cast<size_t>(row) * chunk.stride + f);
+      last = u / 128;
     }
     if (progress.done != nullptr && last >= 0) tell(last);
   }
 
  private:
-  __device__ __forceinline__ float* load_unit(Multivectors<A, 4>& left, Multivectors<A, 4>& right,
-                                              int row0, int feature0, int unit) const {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kTransposed) {
-      const int row = row0 + unit / 16 * 16 + lane / 8 * 4, f = feature0 + unit % 16 * 8 + lane % 8;
-      load_rows(left, x, row, f);
-      load_rows(right, y, row, f);
-      return planes + static_cast<size_t>(f) * chunk.pitch + row;
-    } else {
-      const int row = row0 + unit, f = feature0 + 4 * lane;
-      const int n = row < chunk.rows ? chunk.first + row : chunk.layer.batch;
-      left = load_neighbours<A, 4>(x, n, f, chunk.layer);
-      right = load_neighbours<A, 4>(y, n, f, chunk.layer);
-      return planes + static_cast<size_t>(row) * chunk.stride + f;
-    }
-  }
   __device__ __forceinline__ void make_unit(Multivectors<A, 4>& left,
                                             const Multivectors<A, 4>& right, float* to) const {
     apply_gates(left, right);
@@ -117,89 +119,96 @@ struct PlaneMaker {
       });
     });
   }
-  // Four rows of one feature; zeros where there is nothing.
-  __device__ __forceinline__ void load_rows(Multivectors<A, 4>& to, const float* from, int row,
-                                            int f) const {
-    const int features = chunk.layer.features;
-    const float* const at = from + static_cast<size_t>(chunk.first + row) * features + f;
-    unroll<0, A::kBlades>([&](auto k) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const bool inside = row + e < chunk.rows && f < features;
-        to.blade[k].v[e] =
-            inside ? at[k * chunk.layer.plane() + static_cast<size_t>(e) * features] : 0;
-      }
-    });
-  }
 };
 
-/// The planes by a kernel of their own.
-template <typename A, bool kTransposed>
-__global__ void __launch_bounds__(128) make_planes(PlaneMaker<A, kTransposed> maker) {
+/// What comes before the product: the first `plane_blocks` blocks make planes, the others turn
+/// weights.
+template <typename A>
+__global__ void __launch_bounds__(128)
+    make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
+               const __grid_constant__ WeightTurner<A> turner, Progress progress) {
+  __shared__ float tile[32][33];
+  const int block = blockIdx.x;
   wait_for_previous_kernel();
-  maker.make(blockIdx.x * 4 + threadIdx.x / 32, gridDim.x * 4, Progress{});
+  if (block < plane_blocks) {
+    maker.make(block * 4 + threadIdx.x / 32, plane_blocks * 4, 0, maker.before, Progress{});
+  } else {
+    turner.turn(block - plane_blocks, tile);
+  }
+  if (block == 0 && progress.done != nullptr) {
+    for (int i = threadIdx.x; i < maker.units() / 128; i += 128) progress.done[i] = 0;
+  }
 }
 
-constexpr int kResultRows = 8;
-/// dz of 8 rows a block, in TF32, both ways round: with out = r z, dz = r d_out - r out mean(d_out
-/// out). A warp adds up a row; then a thread has 8 rows of a feature, of which it writes a whole
-/// sector to the transposed dz.
-template <typename A>
-__global__ void __launch_bounds__(32 * kResultRows)
-    turn_result_gradients(const float* out, const float* d_out, const float* inverses, float* dz,
-                          float* turned, Chunk chunk) {
-  __shared__ Sums<A::kGrades> scale[kResultRows];
-  __shared__ Sums<A::kGrades> mean[kResultRows];
+constexpr int kResultRows = 8, kResultThreads = 512;
+/// dz of 8 rows and one grade c a block, in TF32, transposed: with out = r z, dz = r d_out - r out
+/// mean(d_out out). Two warps add up a row, W neighbours at a time; then a thread has 8 rows of a
+/// feature, which is a whole sector of dz. What is read again is still in the cache.
+template <typename A, int c, int W>
+__device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
+                                           const float* inverses, float* turned, float* partials,
+                                           const Chunk& chunk) {
   const Layer& layer = chunk.layer;
   const size_t plane = layer.plane();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = blockIdx.x * kResultRows;
+  const int row0 = blockIdx.x * kResultRows;
   const auto start = [&](int i) {
     return static_cast<size_t>(chunk.first + row0 + i) * layer.features;
   };
-  Sums<A::kGrades> products = {}, r = {};
-  wait_for_previous_kernel();
-  const bool has_row = row0 + warp < chunk.rows;
-  unroll<0, A::kGrades>([&](auto c) { r.value[c] = has_row ? 1 : 0; });
-  if (has_row && layer.normed) {
-    const int n = chunk.first + row0 + warp;
-#pragma unroll 2
-    for (int f = lane; f < layer.features; f += 32) {
-      unroll<0, A::kBlades>([&](auto k) {
-        const size_t at = k * plane + start(warp) + f;
-        products.value[A::grade(k)] += out[at] * d_out[at];
+  const int own = threadIdx.x / 64;
+  Sums<1> product = {};
+  if (layer.normed && row0 + own < chunk.rows) {
+    for (int f = threadIdx.x % 64 * W; f < layer.features; f += 64 * W) {
+      unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+        const size_t at = k * plane + start(own) + f;
+        const auto a = *reinterpret_cast<const Pack<W>*>(out + at);
+        const auto b = *reinterpret_cast<const Pack<W>*>(d_out + at);
+#pragma unroll
+        for (int e = 0; e < W; ++e) product.value[0] += a.v[e] * b.v[e];
       });
     }
-    add_up_lanes(products, 32);
-    unroll<0, A::kGrades>(
-        [&](auto c) { r.value[c] = inverses[static_cast<size_t>(c) * layer.batch + n]; });
   }
-  if (lane == 0) {
-    unroll<0, A::kGrades>([&](auto c) {
-      scale[warp].value[c] = r.value[c];
-      mean[warp].value[c] = r.value[c] * products.value[c] * layer.inverse_features;
-    });
-  }
+  add_up_lanes(product, 32);
+  if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = product.value[0];
   __syncthreads();
-  for (int f = threadIdx.x; f < chunk.stride; f += blockDim.x) {
-    unroll<0, A::kBlades>([&](auto k) {
+  float scale[kResultRows], mean[kResultRows];
+#pragma unroll
+  for (int i = 0; i < kResultRows; ++i) {
+    const bool scaled = layer.normed && row0 + i < chunk.rows;
+    const size_t at = static_cast<size_t>(c) * layer.batch + chunk.first + row0 + i;
+    scale[i] = scaled ? inverses[at] : 1;
+    mean[i] = scale[i] * (partials[2 * i] + partials[2 * i + 1]) * layer.inverse_features;
+  }
+  for (int f = threadIdx.x; f < chunk.stride; f += kResultThreads) {
+    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
       alignas(16) float eight[kResultRows];
 #pragma unroll
       for (int i = 0; i < kResultRows; ++i) {
         const bool inside = row0 + i < chunk.rows && f < layer.features;
         const size_t at = k * plane + start(i) + f;
-        const float value = !inside        ? 0
-                            : layer.normed ? scale[i].value[A::grade(k)] * d_out[at] -
-                                                 mean[i].value[A::grade(k)] * out[at]
-                                           : d_out[at];
+        float value = inside ? scale[i] * d_out[at] : 0;
+        if (inside && layer.normed) value -= mean[i] * out[at];
         eight[i] = rounded_to_tf32(value);
-        dz[k * chunk.matrix() + static_cast<size_t>(row0 + i) * chunk.stride + f] = eight[i];
       }
-      float4* const to = reinterpret_cast<float4*>(turned + k * chunk.matrix() +
-                                                   static_cast<size_t>(f) * chunk.pitch + row0);
+      float4* const to = reinterpret_cast<float4*>(
+          turned + (static_cast<size_t>(k) * chunk.stride + place_of_column(f)) * chunk.pitch +
+          row0);
       to[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
       to[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
     });
   }
+}
+
+template <typename A, int W>
+__global__ void __launch_bounds__(kResultThreads, 2)
+    turn_result_gradients(const float* out, const float* d_out, const float* inverses,
+                          float* turned, Chunk chunk) {
+  __shared__ float partials[kResultThreads / 32];
+  wait_for_previous_kernel();
+  unroll<0, A::kGrades>([&](auto c) {
+    if (static_cast<int>(blockIdx.y) == c) {
+      turn_grade<A, c, W>(out, d_out, inverses, turned, partials, chunk);
+    }
+  });
 }
 
 /// From the planes' gradients d those of x and y. With x' = x gate(x_0), y' likewise, g and h the
