@@ -149,17 +149,20 @@ __global__ void __launch_bounds__(kTileThreads)
 template <typename A, class Tile, bool kBeside>
 struct Forward {
   static constexpr bool kHelped = kBeside, kTurned = false;
+  static constexpr int kRows = Tile::BM * Tile::kBlocks;
   PlaneMaker<A> maker;
   Progress progress;
-  float* z;
+  float *z, *inverses;
+  bool norms = getenv("NORM") == nullptr;
   int row_tiles, cols, tiles;
   Order<A> order;
 
-  Forward(const PlaneMaker<A>& planes, const Progress& made, float* out)
+  Forward(const PlaneMaker<A>& planes, unsigned* made, float* out, float* inverse_rms)
       : maker(planes),
-        progress(made),
+        progress{made, maker.before / 128},
         z(out),
-        row_tiles(count_tiles(maker.chunk.rows, Tile::BM * Tile::kBlocks)),
+        inverses(inverse_rms),
+        row_tiles(count_tiles(maker.chunk.rows, kRows)),
         cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
         tiles(row_tiles * cols * A::kBlades) {}
 
@@ -198,8 +201,33 @@ struct Forward {
             .flag = exists ? maker.first_part(at.row / 128) : -1,
             .flag_next = maker.next_part(at.row / 128)};
   }
+  // When all planes are made, the norm of the grades that come first, as soon as a tile's rows are
+  // complete; a warp has a row.
   __device__ void help(int warp, int warps) const {
     maker.make(warp, warps, maker.before, maker.units(), progress);
+    const Layer& layer = maker.chunk.layer;
+    if (!layer.normed || !norms) return;
+    if (layer.features % 4 == 0) return normalize<4>(warp, warps);
+    normalize<1>(warp, warps);
+  }
+  Progress complete() const { return {progress.done + maker.units() / 128}; }
+  template <int W>
+  __device__ __forceinline__ void normalize(int warp, int warps) const {
+    constexpr int kLong = A::kGrades - 2;
+    const Chunk& chunk = maker.chunk;
+    for (int u = warp; u < row_tiles * kLong * kRows; u += warps) {
+      const int tile = u / (kLong * kRows), grade = 1 + u / kRows % kLong;
+      const int row = tile * kRows + u % kRows;
+      if (row >= chunk.rows) continue;
+      unroll<1, A::kGrades - 1>([&](auto c) {
+        if (grade != c) return;
+        if (threadIdx.x % 32 == 0) {
+          complete().wait(tile * kLong + c - 1, 2 * Tile::kBlocks * A::blades_of(c) * cols);
+        }
+        __syncwarp();
+        normalize_grade_of_row<A, c, W>(z, inverses, chunk.first + row, chunk.layer);
+      });
+    }
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = maker.chunk;
@@ -208,6 +236,12 @@ struct Forward {
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
     store_sum<kTurned>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
                        chunk.layer.features, false);
+    if constexpr (kBeside) {
+      const int c = Order<A>::grade_of(order.blade, at.blade);
+      if (c == 0 || c == A::kGrades - 1 || !norms) return;
+      named_barrier(1 + row0 / 64, 128);
+      if (threadIdx.x % 128 == 0) complete().add(at.row / kRows * (A::kGrades - 2) + c - 1);
+    }
   }
 #endif
 };
@@ -318,10 +352,16 @@ struct WeightGradients {
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
+// All grades, or those that are not done beside the product.
 template <typename A>
-void normalize(const Tensors& of, float* inverses) {
+void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
   const Layer& layer = of.layer;
   if (!layer.normed) return;
+  if (only_ends) {
+    const auto kernel = layer.features % 4 == 0 ? normalize_ends<A, 4> : normalize_ends<A, 1>;
+    return launch_early(kernel, count_tiles(layer.batch, 2), 128, 0, of.out.data(), inverses,
+                        layer);
+  }
   if (layer.features % 4 == 0) {
     launch_early(normalize_rows<A, 4>, layer.batch, layer.features <= 512 ? 128 : 256, 0,
                  of.out.data(), inverses, layer);
@@ -435,38 +475,60 @@ struct Ready {
   Ready(const Tensors& tensors, const Buffer<float>& kept)
       : of(tensors),
         stride(count_tiles(of.layer.features, 128) * 128),
-        rows(rows_at_a_time(of.layer.batch, stride)),
+        rows(rows_at_a_time()),
         planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
         weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(kept),
-        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128))),
-        plan(plan_tiles(work(largest()))) {}
+        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128) +
+                                            largest().pitch / 128 * A::kGrades)),
+        plan(plan_of(largest())) {}
 
-  static int rows_at_a_time(int batch, int stride) {
+  // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
+  int rows_at_a_time() const {
+    const int batch = of.layer.batch;
     const size_t row = sizeof(float) * kPlanes<A> * stride;
     const int most = std::max(1, static_cast<int>(kPlaneBytes / row) / 256) * 256;
-    const int chunks = count_tiles(batch, most);
-    return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
+    const int least = count_tiles(batch, most);
+    const auto rows_of = [&](int chunks) {
+      return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
+    };
+    const auto cycles = [&](int rows) {
+      const int whole = batch / rows, rest = batch % rows;
+      return whole * plan_of(chunk(0, rows)).cycles +
+             (rest > 0 ? plan_of(chunk(0, rest)).cycles : 0);
+    };
+    const int fewest = rows_of(least), more = rows_of(least + 1);
+    return least > 1 && cycles(more) < 0.97 * cycles(fewest) ? more : fewest;
   }
-  Chunk chunk(int first) const {
-    const int count = std::min(rows, of.layer.batch - first);
+  Chunk chunk(int first, int count) const {
     return {of.layer, first, count, count_tiles(count, 128) * 128, stride};
   }
+  Chunk chunk(int first) const { return chunk(first, std::min(rows, of.layer.batch - first)); }
   Chunk largest() const { return chunk(0); }
   double bytes() const {
     return planes.bytes() + weights.bytes() + (of.layer.normed ? inverses.bytes() : 0) +
            (kBeside ? made.bytes() : 0);
   }
 
+  static TilePlan plan_of(const Chunk& chunk) {
+    return plan_tiles([=](auto tile) {
+      return Forward<A, decltype(tile), kBeside>({nullptr, nullptr, nullptr, chunk, 1, 0}, nullptr,
+                                                 nullptr, nullptr);
+    });
+  }
   PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
-    constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
-    PlaneMaker<A> result{of.x, of.y, planes, chunk, kTogether, 0};
+    // Rows of parts for the first tiles of all clusters.
+    const int cols = count_tiles(of.layer.features, plan.large ? LargeTile::BN : SmallTile::BN);
+    const int blocks = plan.clusters * (plan.large ? LargeTile::kBlocks : 1);
+    PlaneMaker<A> result{of.x, of.y, planes, chunk, count_tiles(blocks, (A::kBlades - 2) * cols),
+                         0};
+    static const int together = getenv("TOGETHER") ? atoi(getenv("TOGETHER")) : 0;
+    if (together) result.together = together;
     result.before = result.units();
     static const int percent = getenv("PERCENT") ? atoi(getenv("PERCENT")) : 34;
     if (beside) result.before = result.units() / 128 * percent / 100 * 128;
     return result;
   }
-  Progress progress(const PlaneMaker<A>& maker) const { return {made, maker.before / 128}; }
   // The planes of a chunk, or those of them that are made before the product, and, with the first
   // ones, weights.
   void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
@@ -474,12 +536,11 @@ struct Ready {
     const int plane_blocks = std::clamp(planes_of.before / 4, 1, 2048);
     const WeightTurner<A> turner{of.w, weights, plain_weights, of.layer.features, stride, {}};
     launch_early(make_ready<A>, plane_blocks + (first ? turner.blocks() : 0), 128, 0, planes_of,
-                 plane_blocks, turner, beside ? progress(planes_of) : Progress{});
+                 plane_blocks, turner, made.data(), beside ? static_cast<int>(made.size()) : 0);
   }
   auto work(const Chunk& chunk) const {
     return [=, this](auto tile) {
-      const PlaneMaker<A> planes_of = maker(chunk, kBeside);
-      return Forward<A, decltype(tile), kBeside>(planes_of, progress(planes_of), of.out);
+      return Forward<A, decltype(tile), kBeside>(maker(chunk, kBeside), made, of.out, inverses);
     };
   }
   void forward(float* plain_weights) const {
@@ -489,7 +550,7 @@ struct Ready {
       multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
     }
-    normalize<A>(of, inverses);
+    normalize<A>(of, inverses, kBeside && getenv("NORM") == nullptr);
   }
 
   Tensors of;

@@ -24,33 +24,38 @@ struct Chunk {
 /// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and,
 /// unless it is null, `plain` (slots, in feature, out feature). Zeros beyond the features. Rows of
 /// both are in the order of place_of_column(), and so are out features of `plain`, as those of dz.
-/// A block has 32 by 32 of a matrix.
+/// A block of 128 threads has 32 rows and 128 columns of a matrix.
 template <typename A>
 struct WeightTurner {
+  using Piece = float[32][128 + 1];
   const float* w;
   float *turned, *plain;
   int features, stride;
   Order<A> order;
 
-  __host__ __device__ int blocks() const { return A::kTriples * (stride / 32) * (stride / 32); }
-  __device__ void turn(int block, float (&tile)[32][33]) const {
-    const int pieces = stride / 32, lane = threadIdx.x % 32;
-    const size_t slot = block / (pieces * pieces), t = order.triple_of[slot];
-    const int row0 = block / pieces % pieces * 32, col0 = block % pieces * 32;
+  __host__ __device__ int blocks() const { return A::kTriples * (stride / 32) * (stride / 128); }
+  __device__ __forceinline__ void turn(int block, Piece& piece) const {
+    const int across = stride / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row0 = block / across % (stride / 32) * 32, col0 = block % across * 128;
+    const size_t slot = block / (across * (stride / 32)), t = order.triple_of[slot];
 #pragma unroll
-    for (int i = threadIdx.x / 32; i < 32; i += 4) {
-      const int row = row0 + i, col = col0 + lane;
-      const bool inside = row < features && col < features;
-      const float value = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
-      tile[i][lane] = value;
-      if (plain != nullptr) {
-        plain[(slot * stride + place_of_column(row)) * stride + place_of_column(col)] = value;
+    for (int i = warp; i < 32; i += 4) {
+#pragma unroll
+      for (int j = lane; j < 128; j += 32) {
+        const int row = row0 + i, col = col0 + j;
+        const bool inside = row < features && col < features;
+        piece[i][j] = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
       }
     }
     __syncthreads();
+    for (int i = warp; plain != nullptr && i < 32; i += 4) {
+      float* const to = plain + (slot * stride + place_of_column(row0 + i)) * stride + col0;
 #pragma unroll
-    for (int i = threadIdx.x / 32; i < 32; i += 4) {
-      turned[(slot * stride + place_of_column(col0 + i)) * stride + row0 + lane] = tile[lane][i];
+      for (int j = lane; j < 128; j += 32) to[place_of_column(j)] = piece[i][j];
+    }
+#pragma unroll 8
+    for (int j = warp; j < 128; j += 4) {
+      turned[(slot * stride + place_of_column(col0 + j)) * stride + row0 + lane] = piece[lane][j];
     }
   }
 };
@@ -126,17 +131,58 @@ struct PlaneMaker {
 template <typename A>
 __global__ void __launch_bounds__(128)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
-               const __grid_constant__ WeightTurner<A> turner, Progress progress) {
-  __shared__ float tile[32][33];
+               const __grid_constant__ WeightTurner<A> turner, unsigned* counters,
+               int counter_count) {
+  __shared__ typename WeightTurner<A>::Piece piece;
   const int block = blockIdx.x;
   wait_for_previous_kernel();
   if (block < plane_blocks) {
     maker.make(block * 4 + threadIdx.x / 32, plane_blocks * 4, 0, maker.before, Progress{});
   } else {
-    turner.turn(block - plane_blocks, tile);
+    turner.turn(block - plane_blocks, piece);
   }
-  if (block == 0 && progress.done != nullptr) {
-    for (int i = threadIdx.x; i < maker.units() / 128; i += 128) progress.done[i] = 0;
+  if (block == 0) {
+    for (int i = threadIdx.x; i < counter_count; i += 128) counters[i] = 0;
+  }
+}
+
+/// out = z / rms(z) of a row and a grade c, by a warp, in place; keeps 1 / rms.
+template <typename A, int c, int W>
+__device__ __forceinline__ void normalize_grade_of_row(float* out, float* inverses, int n,
+                                                       const Layer& layer) {
+  const size_t row = static_cast<size_t>(n) * layer.features;
+  const auto for_packs = [&](auto visit) {
+#pragma unroll 4
+    for (int f = threadIdx.x % 32 * W; f < layer.features; f += 32 * W) {
+      unroll<A::first(c), A::first(c + 1)>(
+          [&](auto k) { visit(*reinterpret_cast<Pack<W>*>(out + k * layer.plane() + row + f)); });
+    }
+  };
+  Sums<1> squares = {};
+  for_packs([&](const Pack<W>& z) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) squares.value[0] += z.v[e] * z.v[e];
+  });
+  add_up_lanes(squares, 32);
+  const float r = inverse_rms(squares.value[0], layer);
+  if (threadIdx.x % 32 == 0) inverses[static_cast<size_t>(c) * layer.batch + n] = r;
+  for_packs([&](Pack<W>& z) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) z.v[e] *= r;
+  });
+}
+
+/// The norm of the first and the last grade, of one blade each; a warp has one of them of a row.
+/// The last rows come first, which are still in the cache.
+template <typename A, int W>
+__global__ void __launch_bounds__(128) normalize_ends(float* out, float* inverses, Layer layer) {
+  const int u = blockIdx.x * 4 + threadIdx.x / 32, n = layer.batch - 1 - u / 2;
+  if (n < 0) return;
+  wait_for_previous_kernel();
+  if (u % 2 == 0) {
+    normalize_grade_of_row<A, 0, W>(out, inverses, n, layer);
+  } else {
+    normalize_grade_of_row<A, A::kGrades - 1, W>(out, inverses, n, layer);
   }
 }
 
@@ -154,6 +200,12 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
   const auto start = [&](int i) {
     return static_cast<size_t>(chunk.first + row0 + i) * layer.features;
   };
+  float scale[kResultRows];
+#pragma unroll
+  for (int i = 0; i < kResultRows; ++i) {
+    const size_t at = static_cast<size_t>(c) * layer.batch + chunk.first + row0 + i;
+    scale[i] = layer.normed && row0 + i < chunk.rows ? inverses[at] : 1;
+  }
   const int own = threadIdx.x / 64;
   Sums<1> product = {};
   if (layer.normed && row0 + own < chunk.rows) {
@@ -170,14 +222,12 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
   add_up_lanes(product, 32);
   if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = product.value[0];
   __syncthreads();
-  float scale[kResultRows], mean[kResultRows];
+  float mean[kResultRows];
 #pragma unroll
   for (int i = 0; i < kResultRows; ++i) {
-    const bool scaled = layer.normed && row0 + i < chunk.rows;
-    const size_t at = static_cast<size_t>(c) * layer.batch + chunk.first + row0 + i;
-    scale[i] = scaled ? inverses[at] : 1;
     mean[i] = scale[i] * (partials[2 * i] + partials[2 * i + 1]) * layer.inverse_features;
   }
+  const int odd = threadIdx.x % 2;
   for (int f = threadIdx.x; f < chunk.stride; f += kResultThreads) {
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
       alignas(16) float eight[kResultRows];
@@ -189,11 +239,19 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
         if (inside && layer.normed) value -= mean[i] * out[at];
         eight[i] = rounded_to_tf32(value);
       }
-      float4* const to = reinterpret_cast<float4*>(
-          turned + (static_cast<size_t>(k) * chunk.stride + place_of_column(f)) * chunk.pitch +
-          row0);
-      to[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
-      to[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
+      // A lane and the next one exchange halves, so that together they store a whole sector.
+      float other[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        other[i] = __shfl_xor_sync(0xffffffffu, odd ? eight[i] : eight[4 + i], 1);
+        if (odd) eight[i] = eight[4 + i];
+      }
+      const int place = k * chunk.stride + place_of_column(f - odd);
+      float* const to = turned + static_cast<size_t>(place) * chunk.pitch + row0 + 4 * odd;
+      const float4 own4 = make_float4(eight[0], eight[1], eight[2], eight[3]);
+      const float4 other4 = make_float4(other[0], other[1], other[2], other[3]);
+      *reinterpret_cast<float4*>(to) = odd ? other4 : own4;
+      *reinterpret_cast<float4*>(to + chunk.pitch) = odd ? own4 : other4;
     });
   }
 }
@@ -271,10 +329,11 @@ struct PlaneTaker {
   }
 };
 
-/// By a kernel of its own: a thread has W neighbouring features of a row.
+/// A thread has W neighbouring features of a row. The last rows come first: what the product has
+/// written last is still in the cache.
 template <typename A, int W>
 __global__ void __launch_bounds__(128) take_planes_apart(PlaneTaker<A> taker) {
   wait_for_previous_kernel();
   const int f = (blockIdx.x * 128 + threadIdx.x) * W;
-  if (f < taker.chunk.layer.features) taker.template take<W>(blockIdx.y, f);
+  if (f < taker.chunk.layer.features) taker.template take<W>(taker.chunk.rows - 1 - blockIdx.y, f);
 }
