@@ -210,7 +210,7 @@ struct Forward {
     if (layer.features % 4 == 0) return normalize<4>(warp, warps);
     normalize<1>(warp, warps);
   }
-  Progress complete() const { return {progress.done + maker.units() / 128}; }
+  __device__ Progress complete() const { return {progress.done + maker.units() / 128}; }
   template <int W>
   __device__ __forceinline__ void normalize(int warp, int warps) const {
     constexpr int kLong = A::kGrades - 2;

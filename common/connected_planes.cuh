@@ -187,26 +187,29 @@ __global__ void __launch_bounds__(128) normalize_ends(float* out, float* inverse
 }
 
 constexpr int kResultRows = 8, kResultThreads = 512;
+/// Sums of d_out out of each warp; of each row r and r mean(d_out out).
+struct ResultFactors {
+  float products[kResultThreads / 32];
+  float2 factors[kResultRows];
+};
 /// dz of 8 rows and one grade c a block, in TF32, transposed: with out = r z, dz = r d_out - r out
 /// mean(d_out out). Two warps add up a row, W neighbours at a time; then a thread has 8 rows of a
 /// feature, which is a whole sector of dz. What is read again is still in the cache.
 template <typename A, int c, int W>
 __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
-                                           const float* inverses, float* turned, float* partials,
-                                           const Chunk& chunk) {
+                                           const float* inverses, float* turned,
+                                           ResultFactors& shared, const Chunk& chunk) {
   const Layer& layer = chunk.layer;
   const size_t plane = layer.plane();
   const int row0 = blockIdx.x * kResultRows;
   const auto start = [&](int i) {
     return static_cast<size_t>(chunk.first + row0 + i) * layer.features;
   };
-  float scale[kResultRows];
-#pragma unroll
-  for (int i = 0; i < kResultRows; ++i) {
-    const size_t at = static_cast<size_t>(c) * layer.batch + chunk.first + row0 + i;
-    scale[i] = layer.normed && row0 + i < chunk.rows ? inverses[at] : 1;
+  const int thread = threadIdx.x, own = thread / 64;
+  float r = 1;
+  if (thread < kResultRows && layer.normed && row0 + thread < chunk.rows) {
+    r = inverses[static_cast<size_t>(c) * layer.batch + chunk.first + row0 + thread];
   }
-  const int own = threadIdx.x / 64;
   Sums<1> product = {};
   if (layer.normed && row0 + own < chunk.rows) {
     for (int f = threadIdx.x % 64 * W; f < layer.features; f += 64 * W) {
@@ -220,13 +223,13 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
     }
   }
   add_up_lanes(product, 32);
-  if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = product.value[0];
+  if (threadIdx.x % 32 == 0) shared.products[threadIdx.x / 32] = product.value[0];
   __syncthreads();
-  float mean[kResultRows];
-#pragma unroll
-  for (int i = 0; i < kResultRows; ++i) {
-    mean[i] = scale[i] * (partials[2 * i] + partials[2 * i + 1]) * layer.inverse_features;
+  if (thread < kResultRows) {
+    const float sum = shared.products[2 * thread] + shared.products[2 * thread + 1];
+    shared.factors[thread] = make_float2(r, r * sum * layer.inverse_features);
   }
+  __syncthreads();
   const int odd = threadIdx.x % 2;
   for (int f = threadIdx.x; f < chunk.stride; f += kResultThreads) {
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
@@ -235,8 +238,9 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
       for (int i = 0; i < kResultRows; ++i) {
         const bool inside = row0 + i < chunk.rows && f < layer.features;
         const size_t at = k * plane + start(i) + f;
-        float value = inside ? scale[i] * d_out[at] : 0;
-        if (inside && layer.normed) value -= mean[i] * out[at];
+        const float2 factors = shared.factors[i];
+        float value = inside ? factors.x * d_out[at] : 0;
+        if (inside && layer.normed) value -= factors.y * out[at];
         eight[i] = rounded_to_tf32(value);
       }
       // A lane and the next one exchange halves, so that together they store a whole sector.
@@ -260,11 +264,11 @@ template <typename A, int W>
 __global__ void __launch_bounds__(kResultThreads, 2)
     turn_result_gradients(const float* out, const float* d_out, const float* inverses,
                           float* turned, Chunk chunk) {
-  __shared__ float partials[kResultThreads / 32];
+  __shared__ ResultFactors shared;
   wait_for_previous_kernel();
   unroll<0, A::kGrades>([&](auto c) {
     if (static_cast<int>(blockIdx.y) == c) {
-      turn_grade<A, c, W>(out, d_out, inverses, turned, partials, chunk);
+      turn_grade<A, c, W>(out, d_out, inverses, turned, shared, chunk);
     }
   });
 }
