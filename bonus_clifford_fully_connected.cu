@@ -152,19 +152,17 @@ struct Forward {
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
   PlaneMaker<A> maker;
   Progress progress;
-  float *z, *inverses;
-  bool norms = getenv("NORM") == nullptr;
   int row_tiles, cols, tiles;
+  GradeNormalizer<A> norm;
   Order<A> order;
 
-  Forward(const PlaneMaker<A>& planes, unsigned* made, float* out, float* inverse_rms)
+  Forward(const PlaneMaker<A>& planes, unsigned* made, float* out, float* inverses)
       : maker(planes),
         progress{made, maker.before / 128},
-        z(out),
-        inverses(inverse_rms),
         row_tiles(count_tiles(maker.chunk.rows, kRows)),
         cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
-        tiles(row_tiles * cols * A::kBlades) {}
+        tiles(row_tiles * cols * A::kBlades),
+        norm{out, inverses, maker.chunk, kRows, kRows / 64 * cols, {made + maker.parts()}} {}
 
   // Blades with the most triples first: all but the scalar and the last one.
   struct Place {
@@ -201,47 +199,18 @@ struct Forward {
             .flag = exists ? maker.first_part(at.row / 128) : -1,
             .flag_next = maker.next_part(at.row / 128)};
   }
-  // When all planes are made, the norm of the grades that come first, as soon as a tile's rows are
-  // complete; a warp has a row.
   __device__ void help(int warp, int warps) const {
     maker.make(warp, warps, maker.before, maker.units(), progress);
-    const Layer& layer = maker.chunk.layer;
-    if (!layer.normed || !norms) return;
-    if (layer.features % 4 == 0) return normalize<4>(warp, warps);
-    normalize<1>(warp, warps);
-  }
-  __device__ Progress complete() const { return {progress.done + maker.units() / 128}; }
-  template <int W>
-  __device__ __forceinline__ void normalize(int warp, int warps) const {
-    constexpr int kLong = A::kGrades - 2;
-    const Chunk& chunk = maker.chunk;
-    for (int u = warp; u < row_tiles * kLong * kRows; u += warps) {
-      const int tile = u / (kLong * kRows), grade = 1 + u / kRows % kLong;
-      const int row = tile * kRows + u % kRows;
-      if (row >= chunk.rows) continue;
-      unroll<1, A::kGrades - 1>([&](auto c) {
-        if (grade != c) return;
-        if (threadIdx.x % 32 == 0) {
-          complete().wait(tile * kLong + c - 1, 2 * Tile::kBlocks * A::blades_of(c) * cols);
-        }
-        __syncwarp();
-        normalize_grade_of_row<A, c, W>(z, inverses, chunk.first + row, chunk.layer);
-      });
-    }
+    norm.normalize(warp, warps);
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = maker.chunk;
     const Place at = place(tile, rank);
-    float* const to = z + at.blade * chunk.layer.plane() +
+    float* const to = norm.out + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
     store_sum<kTurned>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
                        chunk.layer.features, false);
-    if constexpr (kBeside) {
-      const int c = Order<A>::grade_of(order.blade, at.blade);
-      if (c == 0 || c == A::kGrades - 1 || !norms) return;
-      named_barrier(1 + row0 / 64, 128);
-      if (threadIdx.x % 128 == 0) complete().add(at.row / kRows * (A::kGrades - 2) + c - 1);
-    }
+    if (kBeside) norm.stored(at.row, Order<A>::grade_of(order.blade, at.blade), 1 + row0 / 64);
   }
 #endif
 };
@@ -352,6 +321,21 @@ struct WeightGradients {
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
+// If there are several: dw is the sum of so many partial sums.
+void add_partials(const Buffer<float>& dw, const Buffer<float>& partials, int splits) {
+  if (splits == 1) return;
+  const size_t size = dw.size();
+  const auto launch = [&](auto kernel, int width) {
+    launch_early(kernel, blocks_of(size / width, 256), 256, 0, static_cast<const float*>(partials),
+                 dw.data(), splits, size);
+  };
+  if (size % 4 == 0) {
+    launch(sum_weight_gradients<4>, 4);
+  } else {
+    launch(sum_weight_gradients<1>, 1);
+  }
+}
+
 // All grades, or those that are not done beside the product.
 template <typename A>
 void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
@@ -454,10 +438,7 @@ struct TiledBackward {
           <<<dim3(tiles, tiles, A::kGrades * splits), kPairThreads, kWeightBytes>>>(
               of.x, of.y, results, partials, splits, first > 0, layer);
     }
-    if (splits > 1) {
-      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
-                                                                 d.dw.size());
-    }
+    add_partials(d.dw, partials, splits);
   }
 
   Tiled<A> forward;
@@ -516,24 +497,22 @@ struct Ready {
                                                  nullptr, nullptr);
     });
   }
+  // Before the product come all planes, or those of the first tiles of all clusters; none if the
+  // product is long enough to hide them all.
   PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
-    // Rows of parts for the first tiles of all clusters.
-    const int cols = count_tiles(of.layer.features, plan.large ? LargeTile::BN : SmallTile::BN);
-    const int blocks = plan.clusters * (plan.large ? LargeTile::kBlocks : 1);
+    const int features = of.layer.features, cols = count_tiles(features, plan.large ? 256 : 128);
+    const int blocks = plan.clusters * (plan.large ? 2 : 1);
     PlaneMaker<A> result{of.x, of.y, planes, chunk, count_tiles(blocks, (A::kBlades - 2) * cols),
                          0};
-    static const int together = getenv("TOGETHER") ? atoi(getenv("TOGETHER")) : 0;
-    if (together) result.together = together;
-    result.before = result.units();
-    static const int percent = getenv("PERCENT") ? atoi(getenv("PERCENT")) : 34;
-    if (beside) result.before = result.units() / 128 * percent / 100 * 128;
+    const int first = features < 1024 ? result.together * result.slices() * 128 : 0;
+    result.before = beside ? std::min(first, result.units()) : result.units();
     return result;
   }
   // The planes of a chunk, or those of them that are made before the product, and, with the first
   // ones, weights.
   void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
     const PlaneMaker<A> planes_of = maker(chunk, beside);
-    const int plane_blocks = std::clamp(planes_of.before / 4, 1, 2048);
+    const int plane_blocks = std::max(planes_of.before / 4, 1);
     const WeightTurner<A> turner{of.w, weights, plain_weights, of.layer.features, stride, {}};
     launch_early(make_ready<A>, plane_blocks + (first ? turner.blocks() : 0), 128, 0, planes_of,
                  plane_blocks, turner, made.data(), beside ? static_cast<int>(made.size()) : 0);
@@ -550,7 +529,7 @@ struct Ready {
       multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
     }
-    normalize<A>(of, inverses, kBeside && getenv("NORM") == nullptr);
+    normalize<A>(of, inverses, kBeside);
   }
 
   Tensors of;
@@ -636,10 +615,7 @@ struct ReadyBackward {
         take_apart<1>(chunk);
       }
     }
-    if (splits > 1) {
-      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
-                                                                 d.dw.size());
-    }
+    add_partials(d.dw, partials, splits);
   }
 
   Ready<A, kBeside> forward;

@@ -189,11 +189,17 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
   }
 }
 
-/// dw = the sum of `count` partial sums, in their order; a thread an element.
+/// dw = the sum of `count` partial sums, in their order; a thread W neighbouring elements.
+template <int W>
 __global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
-  const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const size_t at = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
+  wait_for_previous_kernel();
   if (at >= size) return;
-  float sum = 0;
-  for (int i = 0; i < count; ++i) sum += partials[i * size + at];
-  dw[at] = sum;
+  Pack<W> sum = empty_sum<W>();
+  for (int i = 0; i < count; ++i) {
+    const auto part = *reinterpret_cast<const Pack<W>*>(partials + i * size + at);
+#pragma unroll
+    for (int e = 0; e < W; ++e) sum.v[e] += part.v[e];
+  }
+  *reinterpret_cast<Pack<W>*>(dw + at) = sum;
 }

@@ -24,7 +24,7 @@ struct Chunk {
 /// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and,
 /// unless it is null, `plain` (slots, in feature, out feature). Zeros beyond the features. Rows of
 /// both are in the order of place_of_column(), and so are out features of `plain`, as those of dz.
-/// A block of 128 threads has 32 rows and 128 columns of a matrix.
+/// A block of 128 threads has 32 rows and 128 columns of a matrix, or 32 where there are few.
 template <typename A>
 struct WeightTurner {
   using Piece = float[32][128 + 1];
@@ -33,15 +33,23 @@ struct WeightTurner {
   int features, stride;
   Order<A> order;
 
-  __host__ __device__ int blocks() const { return A::kTriples * (stride / 32) * (stride / 128); }
+  __host__ __device__ int width() const { return stride < 512 ? 32 : 128; }
+  __host__ __device__ int blocks() const {
+    return A::kTriples * (stride / 32) * (stride / width());
+  }
   __device__ __forceinline__ void turn(int block, Piece& piece) const {
-    const int across = stride / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int row0 = block / across % (stride / 32) * 32, col0 = block % across * 128;
+    if (width() == 32) return turn<32>(block, piece);
+    turn<128>(block, piece);
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void turn(int block, Piece& piece) const {
+    const int across = stride / kWidth, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row0 = block / across % (stride / 32) * 32, col0 = block % across * kWidth;
     const size_t slot = block / (across * (stride / 32)), t = order.triple_of[slot];
 #pragma unroll
     for (int i = warp; i < 32; i += 4) {
 #pragma unroll
-      for (int j = lane; j < 128; j += 32) {
+      for (int j = lane; j < kWidth; j += 32) {
         const int row = row0 + i, col = col0 + j;
         const bool inside = row < features && col < features;
         piece[i][j] = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
@@ -51,10 +59,10 @@ struct WeightTurner {
     for (int i = warp; plain != nullptr && i < 32; i += 4) {
       float* const to = plain + (slot * stride + place_of_column(row0 + i)) * stride + col0;
 #pragma unroll
-      for (int j = lane; j < 128; j += 32) to[place_of_column(j)] = piece[i][j];
+      for (int j = lane; j < kWidth; j += 32) to[place_of_column(j)] = piece[i][j];
     }
 #pragma unroll 8
-    for (int j = warp; j < 128; j += 4) {
+    for (int j = warp; j < kWidth; j += 4) {
       turned[(slot * stride + place_of_column(col0 + j)) * stride + row0 + lane] = piece[lane][j];
     }
   }
@@ -73,7 +81,8 @@ struct PlaneMaker {
 
   __host__ __device__ int slices() const { return chunk.stride / 128; }
   __host__ __device__ int row_blocks() const { return chunk.pitch / 128; }
-  __host__ __device__ int units() const { return slices() * row_blocks() * 128; }
+  __host__ __device__ int parts() const { return slices() * row_blocks(); }
+  __host__ __device__ int units() const { return parts() * 128; }
   /// The first part of a row of parts, and how many on its next one is.
   __device__ int first_part(int block) const {
     return block / together * together * slices() + block % together;
@@ -129,7 +138,7 @@ struct PlaneMaker {
 /// What comes before the product: the first `plane_blocks` blocks make planes, the others turn
 /// weights.
 template <typename A>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
                const __grid_constant__ WeightTurner<A> turner, unsigned* counters,
                int counter_count) {
@@ -171,6 +180,49 @@ __device__ __forceinline__ void normalize_grade_of_row(float* out, float* invers
     for (int e = 0; e < W; ++e) z.v[e] *= r;
   });
 }
+
+/// The norm beside the product, of all grades but the first and the last one, whose tiles come at
+/// the product's end: as soon as a tile's rows are complete, a warp a row.
+template <typename A>
+struct GradeNormalizer {
+  static constexpr int kCount = A::kGrades - 2;
+  float *out, *inverses;
+  Chunk chunk;
+  int tile_rows, stores;  ///< how often 64 rows of all columns of a blade are stored in tile_rows
+  Progress complete;      ///< for each tile_rows and grade
+
+  /// A warpgroup calls this when it has stored its part of a tile.
+  __device__ void stored(int row, int grade, int barrier) const {
+    if (!chunk.layer.normed || grade == 0 || grade > kCount) return;
+#if HOPPER_CODE
+    named_barrier(barrier, 128);
+#endif
+    if (threadIdx.x % 128 == 0) complete.add(row / tile_rows * kCount + grade - 1);
+  }
+  __device__ void normalize(int warp, int warps) const {
+    if (!chunk.layer.normed) return;
+    if (chunk.layer.features % 4 == 0) return normalize<4>(warp, warps);
+    normalize<1>(warp, warps);
+  }
+
+ private:
+  template <int W>
+  __device__ __forceinline__ void normalize(int warp, int warps) const {
+    for (int u = warp; u < count_tiles(chunk.rows, tile_rows) * kCount * tile_rows; u += warps) {
+      const int tile = u / (kCount * tile_rows), i = u / tile_rows % kCount;
+      const int row = tile * tile_rows + u % tile_rows;
+      if (row >= chunk.rows) continue;
+      unroll<1, kCount + 1>([&](auto c) {
+        if (i + 1 != c) return;
+        if (threadIdx.x % 32 == 0) {
+          complete.wait(tile * kCount + i, static_cast<unsigned>(stores) * A::blades_of(c));
+        }
+        __syncwarp();
+        normalize_grade_of_row<A, c, W>(out, inverses, chunk.first + row, chunk.layer);
+      });
+    }
+  }
+};
 
 /// The norm of the first and the last grade, of one blade each; a warp has one of them of a row.
 /// The last rows come first, which are still in the cache.
