@@ -200,7 +200,7 @@ struct Forward {
             .flag_next = maker.next_part(at.row / 128)};
   }
   __device__ void help(int warp, int warps) const {
-    maker.make(warp, warps, maker.before, maker.units(), progress);
+    maker.make_beside(warp, warps, progress);
     norm.normalize(warp, warps);
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {

@@ -70,8 +70,9 @@ struct WeightTurner {
 
 /// Makes the planes of a chunk. A unit is what a warp makes at a time, all planes of a row's 128
 /// multivectors, of which a lane has 4. 128 units are a part, 128 rows of 128 features. Parts come
-/// `together` rows of them at a time, of these column by column. The first units are made `before`
-/// the product, the others beside it; a counter for each part says which of these are there.
+/// `together` rows of them at a time, of these column by column. The first units, of whole rows,
+/// are made `before` the product, the others beside it; a counter for each part says which of these
+/// are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -91,11 +92,17 @@ struct PlaneMaker {
     return min(together, row_blocks() - block / together * together);
   }
 
-  /// The units from `first` to `end` - 1 that are this warp's, of `warps`. That a unit is there is
-  /// told when the next one's x and y are on their way: until its writes have arrived takes as long
-  /// as they do. The fence is for the copy engine, which will read them.
-  __device__ __forceinline__ void make(int warp, int warps, int first, int end,
-                                       const Progress& progress) const {
+  /// Unit u of those before the product. There nobody waits for a part, and rows are whole:
+  /// neighbouring warps write what lies together.
+  __device__ __forceinline__ void make_before(int u) const {
+    if (u >= before) return;
+    Unit unit = load(u / slices(), u % slices());
+    make(unit);
+  }
+  /// Those of the others that are this warp's, of `warps`. That a unit is there is told when the
+  /// next one's x and y are on their way: until its writes have arrived takes as long as they do.
+  /// The fence is for the copy engine, which will read them.
+  __device__ __forceinline__ void make_beside(int warp, int warps, const Progress& progress) const {
     const auto tell = [&](int part) {
 #if HOPPER_CODE
       global_fence();
@@ -104,31 +111,38 @@ struct PlaneMaker {
       if (threadIdx.x % 32 == 0) progress.add(part);
     };
     int last = -1;
-    for (int u = first + warp; u < end; u += warps) {
+    for (int u = before + warp; u < units(); u += warps) {
       const int group = u / (together * slices() * 128), rest = u % (together * slices() * 128);
-      const int height = next_part(group * together);
-      const int slice = rest / (height * 128), block = group * together + rest / 128 % height;
-      const int row = block * 128 + rest % 128, f = slice * 128 + threadIdx.x % 32 * 4;
-      const int n = row < chunk.rows ? chunk.first + row : chunk.layer.batch;
-      Multivectors<A, 4> left = load_neighbours<A, 4>(x, n, f, chunk.layer);
-      const Multivectors<A, 4> right = load_neighbours<A, 4>(y, n, f, chunk.layer);
-      if (progress.done != nullptr && last >= 0) tell(last);
-      make_unit(left, right, planes + static_cast<size_t>(row) * chunk.stride + f);
+      const int height = next_part(group * together),
+                block = group * together + rest / 128 % height;
+      Unit unit = load(block * 128 + rest % 128, rest / (height * 128));
+      if (last >= 0) tell(last);
+      make(unit);
       last = u / 128;
     }
-    if (progress.done != nullptr && last >= 0) tell(last);
+    if (last >= 0) tell(last);
   }
 
  private:
-  __device__ __forceinline__ void make_unit(Multivectors<A, 4>& left,
-                                            const Multivectors<A, 4>& right, float* to) const {
-    apply_gates(left, right);
+  struct Unit {
+    Multivectors<A, 4> left, right;
+    float* to;
+  };
+  __device__ __forceinline__ Unit load(int row, int slice) const {
+    const int f = slice * 128 + threadIdx.x % 32 * 4;
+    const int n = row < chunk.rows ? chunk.first + row : chunk.layer.batch;
+    return {load_neighbours<A, 4>(x, n, f, chunk.layer),
+            load_neighbours<A, 4>(y, n, f, chunk.layer),
+            planes + static_cast<size_t>(row) * chunk.stride + f};
+  }
+  __device__ __forceinline__ void make(Unit& unit) const {
+    apply_gates(unit.left, unit.right);
     unroll<0, A::kGrades>([&](auto c) {
       unroll<0, Order<A>::triples(c)>([&](auto i) {
         constexpr int t = Order<A>::triple(c, i);
         unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-          store_rounded(to, sum_terms<A, Of::result, t, k>(left, right));
-          to += chunk.matrix();
+          store_rounded(unit.to, sum_terms<A, Of::result, t, k>(unit.left, unit.right));
+          unit.to += chunk.matrix();
         });
       });
     });
@@ -146,7 +160,7 @@ __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
   const int block = blockIdx.x;
   wait_for_previous_kernel();
   if (block < plane_blocks) {
-    maker.make(block * 4 + threadIdx.x / 32, plane_blocks * 4, 0, maker.before, Progress{});
+    maker.make_before(block * 4 + threadIdx.x / 32);
   } else {
     turner.turn(block - plane_blocks, piece);
   }
