@@ -21,12 +21,12 @@
 //     unfused          planes in memory, a product of cuBLAS for each grade, a kernel for the norms
 //     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
 //     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
-//     planes beside    three warps of each block make planes, while others multiply
+//     planes beside    three warps of each block make most planes, while others multiply
 //
 // Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
 // y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again,
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
-// planes, or their gradients, take up to 384 MiB; dz (both ways round) and the weights add to that.
+// planes, or later their gradients, take up to 512 MiB; dz and the weights (twice) add to that.
 //
 // The algebra is lesson 10's; common/connected.cuh has which triples lead where.
 
@@ -139,11 +139,16 @@ __global__ void __launch_bounds__(kTileThreads)
 // the triples' planes and weights one after the other. *planes beside*: three warps of each block
 // make planes during the product. Makers and tiles go in the same order: rows for the first tiles
 // come first, of these the first features. A counter for each 128 rows and 128 features says that
-// they are made; the thread that starts the copies waits for it.
+// they are made; the thread that starts the copies waits for it. Where a product has few features,
+// planes for the first tiles are made before it. Once all are made, the same warps normalize what
+// is complete: by then nobody waits for them.
 //
 // It hides only a part, and where products are short (2-D, few features) it costs more than it
 // hides. Per step wgmma reads 80 KB of shared memory, and 48 KB arrive: 128 bytes a cycle, all that
 // there is; what the makers load and store goes the same way. That is counted, not measured.
+//
+// Backward has the same product for both gradients. Their left operands, dz and planes, are turned:
+// wgmma takes those from registers, so that neither has to be in memory both ways round.
 
 // z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
@@ -321,37 +326,26 @@ struct WeightGradients {
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
-// If there are several: dw is the sum of so many partial sums.
-void add_partials(const Buffer<float>& dw, const Buffer<float>& partials, int splits) {
-  if (splits == 1) return;
-  const size_t size = dw.size();
-  const auto launch = [&](auto kernel, int width) {
-    launch_early(kernel, blocks_of(size / width, 256), 256, 0, static_cast<const float*>(partials),
-                 dw.data(), splits, size);
-  };
-  if (size % 4 == 0) {
-    launch(sum_weight_gradients<4>, 4);
-  } else {
-    launch(sum_weight_gradients<1>, 1);
-  }
-}
-
-// All grades, or those that are not done beside the product.
+// The norm of all grades, or of those that is not done beside the product.
 template <typename A>
 void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
   const Layer& layer = of.layer;
   if (!layer.normed) return;
+  const bool fours = layer.features % 4 == 0;
   if (only_ends) {
-    const auto kernel = layer.features % 4 == 0 ? normalize_ends<A, 4> : normalize_ends<A, 1>;
-    return launch_early(kernel, count_tiles(layer.batch, 2), 128, 0, of.out.data(), inverses,
-                        layer);
-  }
-  if (layer.features % 4 == 0) {
-    launch_early(normalize_rows<A, 4>, layer.batch, layer.features <= 512 ? 128 : 256, 0,
-                 of.out.data(), inverses, layer);
+    launch_early(fours ? normalize_ends<A, 4> : normalize_ends<A, 1>, count_tiles(layer.batch, 2),
+                 128, 0, of.out.data(), inverses, layer);
   } else {
-    launch_early(normalize_rows<A, 1>, layer.batch, 256, 0, of.out.data(), inverses, layer);
+    launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
+                 fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
   }
+}
+
+// Where several have shared the batch: dw is the sum of theirs.
+void add_partials(const Gradients& d, const Buffer<float>& partials, int splits) {
+  if (splits == 1) return;
+  launch_early(sum_weight_gradients, blocks_of(d.dw.size(), 4 * 256), 256, 0,
+               static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
 }
 
 // What the kernels in tiles need besides inputs and outputs, and how they are launched.
@@ -438,7 +432,7 @@ struct TiledBackward {
           <<<dim3(tiles, tiles, A::kGrades * splits), kPairThreads, kWeightBytes>>>(
               of.x, of.y, results, partials, splits, first > 0, layer);
     }
-    add_partials(d.dw, partials, splits);
+    add_partials(d, partials, splits);
   }
 
   Tiled<A> forward;
@@ -579,43 +573,28 @@ struct ReadyBackward {
                                                 chunk.first != last_chunk());
     };
   }
-  // W neighbours at a time.
-  template <int W>
-  void turn_dz(const Chunk& chunk) const {
-    launch_early(turn_result_gradients<A, W>, dim3(chunk.pitch / kResultRows, A::kGrades),
-                 kResultThreads, 0, static_cast<const float*>(forward.of.out),
-                 static_cast<const float*>(d.d_out), static_cast<const float*>(forward.inverses),
-                 dz.data(), chunk);
-  }
-  template <int W>
-  void take_apart(const Chunk& chunk) const {
-    const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
-    const PlaneTaker<A> taker{forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk};
-    launch_early(take_planes_apart<A, W>, blocks, 128, 0, taker);
-  }
   void run() const {
-    const int features = forward.of.layer.features;
+    const Tensors& of = forward.of;
+    const int features = of.layer.features;
     forward.forward(weights);
     for (int first = last_chunk(); first >= 0; first -= forward.rows) {
       const Chunk chunk = forward.chunk(first);
       const Tf32Factor dz_of{dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch};
-      if (features % 4 == 0) {
-        turn_dz<4>(chunk);
-      } else {
-        turn_dz<1>(chunk);
-      }
+      launch_early(features % 4 == 0 ? turn_result_gradients<A, 4> : turn_result_gradients<A, 1>,
+                   dim3(chunk.pitch / kResultRows, A::kGrades), kResultThreads, 0,
+                   static_cast<const float*>(of.out), static_cast<const float*>(d.d_out),
+                   static_cast<const float*>(forward.inverses), dz.data(), chunk);
       if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
       multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, dz_of,
                     plan_weights, weight_work(chunk));
       multiply_tf32(dz_of, {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride},
                     plan_planes, plane_work(chunk));
-      if (features % 2 == 0) {
-        take_apart<2>(chunk);
-      } else {
-        take_apart<1>(chunk);
-      }
+      const int width = features % 2 == 0 ? 2 : 1;
+      launch_early(width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>,
+                   dim3(count_tiles(features, 128 * width), chunk.rows), 128, 0,
+                   PlaneTaker<A>{of.x, of.y, forward.planes, d.dx, d.dy, chunk});
     }
-    add_partials(d.dw, partials, splits);
+    add_partials(d, partials, splits);
   }
 
   Ready<A, kBeside> forward;

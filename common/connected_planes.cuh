@@ -1,7 +1,7 @@
 // What stands around the products of the fully connected layer on Hopper: planes, gradients of
 // results and weights in memory, in TF32, and the gradients of x and y from those of the planes.
-// Right factors have k contiguous (common/tf32_product.cuh); that is why dz is transposed: it is the
-// right factor of the weights' gradients, and the planes' gradients take it as a turned left one.
+// Right factors have k contiguous (common/tf32_product.cuh); that is why dz is transposed: it is
+// one for the weights' gradients. For the planes' gradients it is a left one, turned.
 //
 // A chunk of the batch has `rows` rows. Matrices have rows of `pitch` elements for the chunk (rows
 // rounded up to 128), `stride` for features (likewise):
