@@ -156,7 +156,7 @@ RUNS = {
     # Small tiles; clusters of two blocks, with planes and the norm beside.
     CONNECTED: [
         (("300", "--features", "140", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
-        (("500", "--features", "256", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
+        (("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
