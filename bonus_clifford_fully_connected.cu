@@ -21,12 +21,12 @@
 //     unfused          planes in memory, a product of cuBLAS for each grade, a kernel for the norms
 //     planes in tiles  a block makes its planes in shared memory and multiplies them, mma.sync
 //     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
-//     planes beside    three warps of each block make planes, while others multiply
+//     planes beside    three warps of each block make most planes, while others multiply
 //
 // Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
 // y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again,
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
-// planes, or their gradients, take up to 384 MiB; dz (both ways round) and the weights add to that.
+// planes, or later their gradients, take up to 512 MiB; dz and the weights (twice) add to that.
 //
 // The algebra is lesson 10's; common/connected.cuh has which triples lead where.
 
@@ -139,29 +139,35 @@ __global__ void __launch_bounds__(kTileThreads)
 // the triples' planes and weights one after the other. *planes beside*: three warps of each block
 // make planes during the product. Makers and tiles go in the same order: rows for the first tiles
 // come first, of these the first features. A counter for each 128 rows and 128 features says that
-// they are made; the thread that starts the copies waits for it.
+// they are made; the thread that starts the copies waits for it. Where a product has few features,
+// planes for the first tiles are made before it. Once all are made, the same warps normalize what
+// is complete: by then nobody waits for them.
 //
 // It hides only a part, and where products are short (2-D, few features) it costs more than it
 // hides. Per step wgmma reads 80 KB of shared memory, and 48 KB arrive: 128 bytes a cycle, all that
 // there is; what the makers load and store goes the same way. That is counted, not measured.
+//
+// Backward has the same product for both gradients. Their left operands, dz and planes, are turned:
+// wgmma takes those from registers, so that neither has to be in memory both ways round.
 
 // z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
-  static constexpr bool kHelped = kBeside;
-  PlaneMaker<A, false> maker;
+  static constexpr bool kHelped = kBeside, kTurned = false;
+  static constexpr int kRows = Tile::BM * Tile::kBlocks;
+  PlaneMaker<A> maker;
   Progress progress;
-  float* z;
   int row_tiles, cols, tiles;
+  GradeNormalizer<A> norm;
   Order<A> order;
 
-  Forward(const PlaneMaker<A, false>& planes, unsigned* made, float* out)
+  Forward(const PlaneMaker<A>& planes, unsigned* made, float* out, float* inverses)
       : maker(planes),
-        progress{made},
-        z(out),
-        row_tiles(count_tiles(maker.chunk.rows, Tile::BM * Tile::kBlocks)),
+        progress{made, maker.before / 128},
+        row_tiles(count_tiles(maker.chunk.rows, kRows)),
         cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
-        tiles(row_tiles * cols * A::kBlades) {}
+        tiles(row_tiles * cols * A::kBlades),
+        norm{out, inverses, maker.chunk, kRows, kRows / 64 * cols, {made + maker.parts()}} {}
 
   // Blades with the most triples first: all but the scalar and the last one.
   struct Place {
@@ -195,104 +201,83 @@ struct Forward {
             .b_next = chunk.stride,
             .inner = order.slot[c + 1] - order.slot[c],
             .end = count_tiles(chunk.layer.features, 32),
-            .flag = exists ? at.row / 128 * maker.slices() : -1,
-            .flag_next = 1};
+            .flag = exists ? maker.first_part(at.row / 128) : -1,
+            .flag_next = maker.next_part(at.row / 128)};
   }
-  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
+  __device__ void help(int warp, int warps) const {
+    maker.make_beside(warp, warps, progress);
+    norm.normalize(warp, warps);
+  }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = maker.chunk;
     const Place at = place(tile, rank);
-    float* const to = z + at.blade * chunk.layer.plane() +
+    float* const to = norm.out + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
-    store_sum(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
-              chunk.layer.features, false);
+    store_sum<kTurned>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
+                       chunk.layer.features, false);
+    if (kBeside) norm.stored(at.row, Order<A>::grade_of(order.blade, at.blade), 1 + row0 / 64);
   }
 #endif
 };
 
-// The planes' gradients of a chunk, dz_k w[t]^T: A dz, B weights (slot, in feature, out feature).
-// Beside it the warps take apart those of the rows that are complete.
-template <typename A, class Tile, bool kBeside>
+// The planes' gradients of a chunk, dz_k w[t]^T: A dz, turned, B weights (slot, in feature, out
+// feature).
+template <typename A, class Tile>
 struct PlaneGradients {
-  static constexpr bool kHelped = kBeside;
+  static constexpr bool kHelped = false, kTurned = true;
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
-  PlaneTaker<A> taker;
-  Progress progress;
+  Chunk chunk;
   float* d;
   int cols, tiles;
   Order<A> order;
 
-  PlaneGradients(const PlaneTaker<A>& planes, unsigned* done, float* to)
-      : taker(planes),
-        progress{done},
+  PlaneGradients(const Chunk& rows, float* to)
+      : chunk(rows),
         d(to),
-        cols(count_tiles(taker.chunk.layer.features, Tile::BN)),
-        tiles(count_tiles(taker.chunk.rows, kRows) * kPlanes<A> * cols) {}
+        cols(count_tiles(chunk.layer.features, Tile::BN)),
+        tiles(count_tiles(chunk.rows, kRows) * kPlanes<A> * cols) {}
 
-  __host__ int64_t steps(int) const { return count_tiles(taker.chunk.layer.features, 32); }
+  __host__ int64_t steps(int) const { return count_tiles(chunk.layer.features, 32); }
 #if HOPPER_CODE
+  __device__ int row(int tile, int rank) const {
+    return tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
+  }
   __device__ Walk walk(int tile, int rank) const {
-    const Chunk& chunk = taker.chunk;
-    const int row = tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
     const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
     const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
-    return {.a = (order.blade[c] + i % blades) * chunk.pitch + row,
+    return {.a = (order.blade[c] + i % blades) * chunk.stride,
+            .a_col = row(tile, rank),
             .b = (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
             .end = count_tiles(chunk.layer.features, 32)};
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    const Chunk& chunk = taker.chunk;
-    const int rows = tile / (kPlanes<A> * cols), row = rows * kRows + rank * Tile::BM;
-    store_sum(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row + row0,
-              tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
-    if constexpr (kBeside) {
-      named_barrier(1 + row0 / 64, 128);
-      if (threadIdx.x % 128 == 0) progress.add(rows);
-    }
-  }
-  // A warp has a row and 64 features, or 32, at a time.
-  __device__ void help(int warp, int warps) const {
-    if (taker.chunk.layer.features % 2 == 0) return take_all<2>(warp, warps);
-    take_all<1>(warp, warps);
-  }
-  template <int W>
-  __device__ __forceinline__ void take_all(int warp, int warps) const {
-    const int features = taker.chunk.layer.features, pieces = (features + 32 * W - 1) / (32 * W);
-    for (int u = warp; u < taker.chunk.rows * pieces; u += warps) {
-      const int row = u / pieces, f = u % pieces * 32 * W + threadIdx.x % 32 * W;
-      if (threadIdx.x % 32 == 0) {
-        progress.wait(row / kRows, 2 * Tile::kBlocks * kPlanes<A> * cols);
-      }
-      __syncwarp();
-      if (f < features) taker.template take<W>(row, f);
-    }
+    store_sum<kTurned>(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row(tile, rank) + row0,
+                       tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
   }
 #endif
 };
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes and B dz, both
-// transposed. Where there are few tiles, `splits` clusters share the rows of one.
-template <typename A, class Tile, bool kBeside>
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, turned, B dz.
+// Where there are few tiles, `splits` clusters share the rows of one.
+template <typename A, class Tile>
 struct WeightGradients {
-  static constexpr bool kHelped = kBeside;
-  PlaneMaker<A, true> maker;
-  Progress progress;
+  static constexpr bool kHelped = false, kTurned = true;
+  Chunk chunk;
   float* dw;  // or partial sums, one after the other
   int splits, row_tiles, cols, tiles;
   bool adds;
   Order<A> order;
 
-  WeightGradients(const PlaneMaker<A, true>& planes, unsigned* made, float* to, int shares)
-      : maker(planes),
-        progress{made},
+  WeightGradients(const Chunk& rows, float* to, int shares, bool adds_up)
+      : chunk(rows),
         dw(to),
         splits(shares),
         row_tiles(count_tiles(features(), Tile::BM * Tile::kBlocks)),
         cols(count_tiles(features(), Tile::BN)),
         tiles(A::kTriples * splits * row_tiles * cols),
-        adds(maker.chunk.first > 0) {}
-  __host__ __device__ int features() const { return maker.chunk.layer.features; }
-  __host__ __device__ int all_steps() const { return (maker.chunk.rows + 31) / 32; }
+        adds(adds_up) {}
+  __host__ __device__ int features() const { return chunk.layer.features; }
+  __host__ __device__ int all_steps() const { return (chunk.rows + 31) / 32; }
 
   struct Place {
     int slot, split, row, col;
@@ -314,28 +299,24 @@ struct WeightGradients {
   }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
-    const Chunk& chunk = maker.chunk;
     const Place at = place(tile, rank);
     const int c = Order<A>::grade_of(order.slot, at.slot);
     const int blades = order.blade[c + 1] - order.blade[c];
-    const bool exists = at.row < chunk.stride;
     const int plane = order.plane[c] + (at.slot - order.slot[c]) * blades;
-    return {.a = (exists ? plane : kPlanes<A>)*chunk.stride + (exists ? at.row : 0),
-            .a_next = exists ? chunk.stride : 0,
+    return {.a = plane * chunk.pitch,
+            .a_next = chunk.pitch,
+            .a_col = at.row,
             .b = order.blade[c] * chunk.stride + at.col,
             .b_next = chunk.stride,
             .inner = blades,
             .begin = at.split * all_steps() / splits,
-            .end = (at.split + 1) * all_steps() / splits,
-            .flag = exists ? at.row / 128 : -1,
-            .flag_next = maker.slices()};
+            .end = (at.split + 1) * all_steps() / splits};
   }
-  __device__ void help(int warp, int warps) const { maker.make(warp, warps, progress); }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Place at = place(tile, rank);
     const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
-    store_sum(sum, dw + matrix * features() * features(), at.row + row0, at.col, features(),
-              features(), features(), adds);
+    store_sum<kTurned>(sum, dw + matrix * features() * features(), at.row + row0, at.col,
+                       features(), features(), features(), adds);
   }
 #endif
 };
@@ -345,16 +326,26 @@ struct WeightGradients {
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
+// The norm of all grades, or of those that is not done beside the product.
 template <typename A>
-void normalize(const Tensors& of, float* inverses) {
+void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
   const Layer& layer = of.layer;
   if (!layer.normed) return;
-  if (layer.features % 4 == 0) {
-    launch_early(normalize_rows<A, 4>, layer.batch, layer.features <= 512 ? 128 : 256, 0,
-                 of.out.data(), inverses, layer);
+  const bool fours = layer.features % 4 == 0;
+  if (only_ends) {
+    launch_early(fours ? normalize_ends<A, 4> : normalize_ends<A, 1>, count_tiles(layer.batch, 2),
+                 128, 0, of.out.data(), inverses, layer);
   } else {
-    launch_early(normalize_rows<A, 1>, layer.batch, 256, 0, of.out.data(), inverses, layer);
+    launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
+                 fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
   }
+}
+
+// Where several have shared the batch: dw is the sum of theirs.
+void add_partials(const Gradients& d, const Buffer<float>& partials, int splits) {
+  if (splits == 1) return;
+  launch_early(sum_weight_gradients, blocks_of(d.dw.size(), 4 * 256), 256, 0,
+               static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
 }
 
 // What the kernels in tiles need besides inputs and outputs, and how they are launched.
@@ -441,10 +432,7 @@ struct TiledBackward {
           <<<dim3(tiles, tiles, A::kGrades * splits), kPairThreads, kWeightBytes>>>(
               of.x, of.y, results, partials, splits, first > 0, layer);
     }
-    if (splits > 1) {
-      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
-                                                                 d.dw.size());
-    }
+    add_partials(d, partials, splits);
   }
 
   Tiled<A> forward;
@@ -457,66 +445,85 @@ struct TiledBackward {
 // outputs, and how they are launched. The batch goes in chunks whose planes fit into kPlaneBytes.
 template <typename A, bool kBeside>
 struct Ready {
-  static constexpr size_t kPlaneBytes = 384 << 20;
+  static constexpr size_t kPlaneBytes = 512 << 20;
 
   Ready(const Tensors& tensors, const Buffer<float>& kept)
       : of(tensors),
         stride(count_tiles(of.layer.features, 128) * 128),
-        rows(rows_at_a_time(of.layer.batch, stride)),
+        rows(rows_at_a_time()),
         planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
         weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(kept),
-        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128))),
-        plan(plan_tiles(work(largest()))) {}
+        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128) +
+                                            largest().pitch / 128 * A::kGrades)),
+        plan(plan_of(largest())) {}
 
-  static int rows_at_a_time(int batch, int stride) {
+  // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
+  int rows_at_a_time() const {
+    const int batch = of.layer.batch;
     const size_t row = sizeof(float) * kPlanes<A> * stride;
     const int most = std::max(1, static_cast<int>(kPlaneBytes / row) / 256) * 256;
-    const int chunks = count_tiles(batch, most);
-    return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
+    const int least = count_tiles(batch, most);
+    const auto rows_of = [&](int chunks) {
+      return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
+    };
+    const auto cycles = [&](int rows) {
+      const int whole = batch / rows, rest = batch % rows;
+      return whole * plan_of(chunk(0, rows)).cycles +
+             (rest > 0 ? plan_of(chunk(0, rest)).cycles : 0);
+    };
+    const int fewest = rows_of(least), more = rows_of(least + 1);
+    return least > 1 && cycles(more) < 0.97 * cycles(fewest) ? more : fewest;
   }
-  Chunk chunk(int first) const {
-    const int count = std::min(rows, of.layer.batch - first);
+  Chunk chunk(int first, int count) const {
     return {of.layer, first, count, count_tiles(count, 128) * 128, stride};
   }
+  Chunk chunk(int first) const { return chunk(first, std::min(rows, of.layer.batch - first)); }
   Chunk largest() const { return chunk(0); }
   double bytes() const {
     return planes.bytes() + weights.bytes() + (of.layer.normed ? inverses.bytes() : 0) +
            (kBeside ? made.bytes() : 0);
   }
 
-  void reset() const {
-    CUDA_CHECK(cudaMemsetAsync(made, 0, made.size() * sizeof(unsigned), cudaStreamPerThread));
+  static TilePlan plan_of(const Chunk& chunk) {
+    return plan_tiles([=](auto tile) {
+      return Forward<A, decltype(tile), kBeside>({nullptr, nullptr, nullptr, chunk, 1, 0}, nullptr,
+                                                 nullptr, nullptr);
+    });
   }
-  // The planes of a chunk, or what makes them beside the product.
-  template <bool kTransposed>
-  void prepare(const PlaneMaker<A, kTransposed>& maker) const {
-    if constexpr (kBeside) {
-      reset();
-    } else {
-      launch_early(make_planes<A, kTransposed>, std::min(count_tiles(maker.units(), 4), 2048), 128,
-                   0, maker);
-    }
+  // Before the product come all planes, or those of the first tiles of all clusters; none if the
+  // product is long enough to hide them all.
+  PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
+    const int features = of.layer.features, cols = count_tiles(features, plan.large ? 256 : 128);
+    const int blocks = plan.clusters * (plan.large ? 2 : 1);
+    PlaneMaker<A> result{of.x, of.y, planes, chunk, count_tiles(blocks, (A::kBlades - 2) * cols),
+                         0};
+    const int first = features < 1024 ? result.together * result.slices() * 128 : 0;
+    result.before = beside ? std::min(first, result.units()) : result.units();
+    return result;
+  }
+  // The planes of a chunk, or those of them that are made before the product, and, with the first
+  // ones, weights.
+  void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
+    const PlaneMaker<A> planes_of = maker(chunk, beside);
+    const int plane_blocks = std::max(planes_of.before / 4, 1);
+    const WeightTurner<A> turner{of.w, weights, plain_weights, of.layer.features, stride, {}};
+    launch_early(make_ready<A>, plane_blocks + (first ? turner.blocks() : 0), 128, 0, planes_of,
+                 plane_blocks, turner, made.data(), beside ? static_cast<int>(made.size()) : 0);
   }
   auto work(const Chunk& chunk) const {
-    constexpr int kTogether = 11;  // 128 rows each: those of the first tiles of all clusters
     return [=, this](auto tile) {
-      return Forward<A, decltype(tile), kBeside>({of.x, of.y, planes, chunk, kTogether}, made,
-                                                 of.out);
+      return Forward<A, decltype(tile), kBeside>(maker(chunk, kBeside), made, of.out, inverses);
     };
   }
   void forward(float* plain_weights) const {
-    const Layer& layer = of.layer;
-    launch_early(turn_weights<A>, dim3(stride / 32, stride / 32, A::kTriples), 256, 0,
-                 static_cast<const float*>(of.w), weights.data(), plain_weights, layer.features,
-                 stride, Order<A>());
-    for (int first = 0; first < layer.batch; first += rows) {
+    for (int first = 0; first < of.layer.batch; first += rows) {
       const Chunk part = chunk(first);
-      prepare(work(part)(SmallTile()).maker);
+      prepare(part, kBeside, first == 0, plain_weights);
       multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
     }
-    normalize<A>(of, inverses);
+    normalize<A>(of, inverses, kBeside);
   }
 
   Tensors of;
@@ -526,13 +533,14 @@ struct Ready {
   TilePlan plan;
 };
 
+// Backward begins with the chunk that forward ended with: its planes are still there. The planes'
+// gradients then take their place.
 template <typename A, bool kBeside>
 struct ReadyBackward {
   ReadyBackward(const Ready<A, kBeside>& ready, const Gradients& gradients)
       : forward(ready),
         d(gradients),
         dz(forward.of.problem.template output<float>(A::kBlades * forward.largest().matrix())),
-        turned_dz(forward.of.problem.template output<float>(dz.size())),
         weights(forward.of.problem.template output<float>(forward.weights.size())),
         partials(d.dw),
         plan_planes(plan_tiles(plane_work(forward.largest()))),
@@ -552,57 +560,47 @@ struct ReadyBackward {
   }
 
   double bytes() const {
-    return forward.bytes() + dz.bytes() + turned_dz.bytes() + weights.bytes() +
-           (splits > 1 ? partials.bytes() : 0);
+    return forward.bytes() + dz.bytes() + weights.bytes() + (splits > 1 ? partials.bytes() : 0);
   }
-  PlaneTaker<A> taker(const Chunk& chunk) const {
-    return {forward.of.x, forward.of.y, forward.planes, d.dx, d.dy, chunk};
-  }
+  int last_chunk() const { return (forward.of.layer.batch - 1) / forward.rows * forward.rows; }
   auto plane_work(const Chunk& chunk) const {
-    return [=, this](auto tile) {
-      return PlaneGradients<A, decltype(tile), kBeside>(taker(chunk), forward.made, forward.planes);
-    };
+    return
+        [=, this](auto tile) { return PlaneGradients<A, decltype(tile)>(chunk, forward.planes); };
   }
   auto weight_work(const Chunk& chunk) const {
     return [=, this](auto tile) {
-      return WeightGradients<A, decltype(tile), kBeside>(
-          {forward.of.x, forward.of.y, forward.planes, chunk, 1}, forward.made, partials, splits);
+      return WeightGradients<A, decltype(tile)>(chunk, partials, splits,
+                                                chunk.first != last_chunk());
     };
   }
-  template <int W>
-  void take_apart(const Chunk& chunk) const {
-    const dim3 blocks(count_tiles(chunk.layer.features, 128 * W), chunk.rows);
-    launch_early(take_planes_apart<A, W>, blocks, 128, 0, taker(chunk));
-  }
   void run() const {
-    const Layer& layer = forward.of.layer;
+    const Tensors& of = forward.of;
+    const int features = of.layer.features;
     forward.forward(weights);
-    for (int first = 0; first < layer.batch; first += forward.rows) {
+    for (int first = last_chunk(); first >= 0; first -= forward.rows) {
       const Chunk chunk = forward.chunk(first);
-      launch_early(turn_result_gradients<A>, chunk.pitch / kResultRows, 32 * kResultRows, 0,
-                   static_cast<const float*>(forward.of.out), static_cast<const float*>(d.d_out),
-                   static_cast<const float*>(forward.inverses), dz.data(), turned_dz.data(), chunk);
-      if (kBeside) forward.reset();
-      multiply_tf32({dz, int64_t{A::kBlades} * chunk.pitch, chunk.stride},
-                    {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride}, plan_planes,
-                    plane_work(chunk));
-      if (!kBeside && layer.features % 2 == 0) take_apart<2>(chunk);
-      if (!kBeside && layer.features % 2 != 0) take_apart<1>(chunk);
-      forward.prepare(weight_work(chunk)(SmallTile()).maker);
-      multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.stride, chunk.pitch},
-                    {turned_dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch}, plan_weights,
-                    weight_work(chunk));
+      const Tf32Factor dz_of{dz, int64_t{A::kBlades} * chunk.stride, chunk.pitch};
+      launch_early(features % 4 == 0 ? turn_result_gradients<A, 4> : turn_result_gradients<A, 1>,
+                   dim3(chunk.pitch / kResultRows, A::kGrades), kResultThreads, 0,
+                   static_cast<const float*>(of.out), static_cast<const float*>(d.d_out),
+                   static_cast<const float*>(forward.inverses), dz.data(), chunk);
+      if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
+      multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, dz_of,
+                    plan_weights, weight_work(chunk));
+      multiply_tf32(dz_of, {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride},
+                    plan_planes, plane_work(chunk));
+      const int width = features % 2 == 0 ? 2 : 1;
+      launch_early(width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>,
+                   dim3(count_tiles(features, 128 * width), chunk.rows), 128, 0,
+                   PlaneTaker<A>{of.x, of.y, forward.planes, d.dx, d.dy, chunk});
     }
-    if (splits > 1) {
-      sum_weight_gradients<<<blocks_of(d.dw.size(), 256), 256>>>(partials, d.dw, splits,
-                                                                 d.dw.size());
-    }
+    add_partials(d, partials, splits);
   }
 
   Ready<A, kBeside> forward;
   Gradients d;
   int splits = 1;
-  Buffer<float> dz, turned_dz, weights, partials;
+  Buffer<float> dz, weights, partials;
   TilePlan plan_planes, plan_weights;
 };
 

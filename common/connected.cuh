@@ -189,11 +189,24 @@ __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
   }
 }
 
-/// dw = the sum of `count` partial sums, in their order; a thread an element.
+/// dw = the sum of `count` partial sums, in their order; a thread four neighbours.
 __global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
-  const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (at >= size) return;
-  float sum = 0;
-  for (int i = 0; i < count; ++i) sum += partials[i * size + at];
-  dw[at] = sum;
+  const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+  wait_for_previous_kernel();
+  if (size % 4 == 0) {
+    if (first >= size) return;
+    Pack<4> sum = empty_sum<4>();
+    for (int i = 0; i < count; ++i) {
+      const auto part = *reinterpret_cast<const Pack<4>*>(partials + i * size + first);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum.v[e] += part.v[e];
+    }
+    *reinterpret_cast<Pack<4>*>(dw + first) = sum;
+  } else {
+    for (size_t at = first; at < first + 4 && at < size; ++at) {
+      float sum = 0;
+      for (int i = 0; i < count; ++i) sum += partials[i * size + at];
+      dw[at] = sum;
+    }
+  }
 }

@@ -1,9 +1,11 @@
-// Products in TF32 for Hopper whose factors both lie in memory as wgmma takes them there:
-// contiguous along k, already rounded. A `Work` says what the tiles of the product are, what is
-// done with a sum, and what other warps do meanwhile:
+// Products in TF32 for Hopper whose factors lie in memory, already rounded. In TF32 wgmma takes
+// factors from shared memory only if they are contiguous along k. The right one always is; a left
+// one that is not, *turned*, goes through registers. A `Work` says what the tiles of the product
+// are, what is done with a sum, and what other warps do meanwhile:
 //
 //     int tiles, steps(tile)                 how many tiles clusters take, the longest first, and
 //                                            how many steps of 32 along k a tile has
+//     kTurned                                the left factor is (k, rows), not (rows, k)
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
 //     kHelped, help(warp, warps)             three warps of each block that do something beside it
@@ -38,9 +40,10 @@ struct Tf32Tile {
 
 /// The way of a tile along k: for each 32 columns of the factors from step `begin` to `end` - 1,
 /// all boxes of `inner` matrices below each other. Boxes start at rows a + a_next i and b + b_next
-/// i for i = 0 to inner - 1.
+/// i for i = 0 to inner - 1. Of a left factor that is turned steps are 32 rows, of columns a_col
+/// on.
 struct Walk {
-  int a, a_next = 0, b, b_next = 0, inner = 1, begin = 0, end;
+  int a, a_next = 0, a_col = 0, b, b_next = 0, inner = 1, begin = 0, end;
   /// Which counter says that 128 columns of A are made, and how many on is that of the next 128.
   int flag = -1, flag_next = 0;
 };
@@ -48,6 +51,7 @@ struct Walk {
 /// How much of what some warps write and others read is there: a counter for each part of it.
 struct Progress {
   unsigned* done;  ///< null: there is nobody to tell
+  int before = 0;  ///< the first parts were there before, and have no count
 
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   /// One thread calls this, after a barrier among all who have written.
@@ -55,6 +59,7 @@ struct Progress {
     Counter(done[part]).fetch_add(1, cuda::memory_order_release);
   }
   __device__ void wait(int part, unsigned count) const {
+    if (part < before) return;
     const Counter counter(done[part]);
     while (counter.load(cuda::memory_order_acquire) < count) continue;
   }
@@ -81,28 +86,66 @@ struct Turns {
   }
 };
 
+/// A right factor's rows, which are columns of the result, are stored in this order: wgmma gives a
+/// thread columns 2 t and 2 t + 1 of each 8, t = 0 to 3. Of each 16 the four that it has are to be
+/// neighbours, so that it can store 16 bytes.
+__host__ __device__ constexpr int place_of_column(int col) {
+  return col / 16 * 16 + col % 4 / 2 * 8 + col % 16 / 4 * 2 + col % 2;
+}
+
 #if HOPPER_CODE
+/// What a thread holds of 64 columns of a left factor that is turned. The columns, of which a warp
+/// has 16, are rows for wgmma, and thread l has rows l / 4 and l / 4 + 8. Which column is which row
+/// is ours to say: these two are neighbours, in that half of a box for which the reads of 8 bytes
+/// of four rows meet no bank twice.
+struct TurnedLeft {
+  int thread = threadIdx.x % 128, g = thread % 32 / 4, t = thread % 4, box = thread / 64;
+  int piece = thread / 32 % 2 * 2 + g / 2 % 2 * 4 + g / 4, half = g % 2;
+
+  /// The first of its two columns.
+  __device__ int column() const { return 32 * box + 4 * piece + 2 * half; }
+  /// Its fragments of 32 rows (k), from two boxes of 32 columns.
+  __device__ void load(uint32_t (&fragments)[4][4], const float* boxes) const {
+    const float* const from = boxes + box * 32 * 32 + half * 2;
+    const float *const near = from + t * 32 + (piece ^ t) * 4, *const far = from + (t + 4) * 32 +
+                                                                            (piece ^ t ^ 4) * 4;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint2 a = *reinterpret_cast<const uint2*>(near + 8 * 32 * k);
+      const uint2 b = *reinterpret_cast<const uint2*>(far + 8 * 32 * k);
+      fragments[k][0] = a.x, fragments[k][1] = a.y, fragments[k][2] = b.x, fragments[k][3] = b.y;
+    }
+  }
+};
+
 /// Stores a warpgroup's sum to (row0, col0) of a row-major matrix (rows, cols), `stride` elements a
 /// row, or adds it to what is there.
-template <int kCols>
+template <bool kTurned, int kCols>
 __device__ __forceinline__ void store_sum(const Sum<kCols>& sum, float* to, int row0, int col0,
                                           int rows, int cols, int stride, bool add) {
-  const bool pairs = stride % 2 == 0;
+  const int first = row0 + (kTurned ? TurnedLeft().column() : sum.row(0));
+  const bool fours = stride % 4 == 0 && cols % 4 == 0;
 #pragma unroll
-  for (int i = 0; i < kCols / 2; i += 2) {
-    const int row = row0 + sum.row(i), col = col0 + sum.col(i);
-    if (row >= rows || col >= cols) continue;
-    float* const at = to + static_cast<size_t>(row) * stride + col;
-    if (pairs) {
-      float2 value = make_float2(sum.elements[i], sum.elements[i + 1]);
-      if (add) {
-        const float2 old = *reinterpret_cast<const float2*>(at);
-        value.x += old.x, value.y += old.y;
+  for (int i = 0; i < kCols / 2; i += 8) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int row = first + below * (kTurned ? 1 : 8), col = col0 + 2 * i + threadIdx.x % 4 * 4;
+      if (row >= rows || col >= cols) continue;
+      float* const at = to + static_cast<size_t>(row) * stride + col;
+      const float* const sums = sum.elements + i + 2 * below;
+      float4 value = make_float4(sums[0], sums[1], sums[4], sums[5]);
+      if (fours) {
+        if (add) {
+          const float4 old = *reinterpret_cast<const float4*>(at);
+          value.x += old.x, value.y += old.y, value.z += old.z, value.w += old.w;
+        }
+        *reinterpret_cast<float4*>(at) = value;
+      } else {
+        at[0] = add ? at[0] + value.x : value.x;
+        if (col + 1 < cols) at[1] = add ? at[1] + value.y : value.y;
+        if (col + 2 < cols) at[2] = add ? at[2] + value.z : value.z;
+        if (col + 3 < cols) at[3] = add ? at[3] + value.w : value.w;
       }
-      *reinterpret_cast<float2*>(at) = value;
-    } else {
-      at[0] = add ? at[0] + sum.elements[i] : sum.elements[i];
-      if (col + 1 < cols) at[1] = add ? at[1] + sum.elements[i + 1] : sum.elements[i + 1];
     }
   }
 }
@@ -130,7 +173,14 @@ __device__ __forceinline__ void produce_tf32(typename Tile::Shared& shared, cons
         const int col = step * Tile::kDepth, row = walk.b + i * walk.b_next + own;
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
         barrier_arrive_expect(full, sizeof stage);
-        tensor_load(stage.a, A, walk.a + i * walk.a_next, col, full);
+        if constexpr (Work::kTurned) {
+          for (int box = 0; box < Tile::BM; box += 32) {
+            tensor_load(stage.a + box * Tile::kDepth, A, walk.a + i * walk.a_next + col,
+                        walk.a_col + box, full);
+          }
+        } else {
+          tensor_load(stage.a, A, walk.a + i * walk.a_next, col, full);
+        }
         if constexpr (Tile::kBlocks == 1) {
           tensor_load(stage.b, B, row, col, full);
         } else {
@@ -147,7 +197,7 @@ template <class Tile, class Work>
 __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, const Work& work,
                                              Turns turns) {
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
-  const int consumer = warp_of_block() / 4 - 1;
+  const int consumer = warp_of_block() / 4 - 1, row0 = 64 * consumer;
   const auto release = [&](int stage) {
     const int thread = threadIdx.x % 128;
     if constexpr (Tile::kBlocks == 1) {
@@ -156,6 +206,7 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
       if (thread < Tile::kBlocks) barrier_arrive(&shared.empty[stage], thread);
     }
   };
+  const TurnedLeft left;
   Ring<Tile::kStages> ring;
   for (int round = 0; round < turns.rounds(); ++round) {
     const int tile = turns.tile(round, blockIdx.x / Tile::kBlocks);
@@ -164,23 +215,49 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
     const int steps = (walk.end - walk.begin) * walk.inner;
     Sum<Tile::BN> sum;
     int previous = 0;
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      const auto& stage = shared.stages[ring.stage];
-      barrier_wait(&shared.full[ring.stage], ring.parity);
+    const auto left_of = [&] { return shared.stages[ring.stage].a + row0 * Tile::kDepth; };
+    // The products of a step with what left(slice) gives; those of the step before are done then.
+    const auto multiply = [&](int step, const auto& left) {
       wgmma_fence();
 #pragma unroll
       for (int slice = 0; slice < 4; ++slice) {
-        wgmma_tf32(sum.elements, descriptor_a(stage.a + 64 * Tile::kDepth * consumer) + 2 * slice,
-                   descriptor_a(stage.b) + 2 * slice, step > 0 || slice > 0);
+        wgmma_tf32(sum.elements, left(slice), descriptor_a(shared.stages[ring.stage].b) + 2 * slice,
+                   step > 0 || slice > 0);
       }
       wgmma_commit();
       wgmma_wait<1>();
       if (step > 0) release(previous);
       previous = ring.stage;
+      ring.advance();
+    };
+    if constexpr (Work::kTurned) {
+      // While one step is multiplied, the fragments of the next one are loaded: two sets of
+      // registers, and therefore two steps a turn.
+      uint32_t fragments[2][4][4];
+      const auto load = [&](uint32_t(&set)[4][4]) {
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        left.load(set, left_of());
+      };
+      const auto multiply_set = [&](int step, const uint32_t(&set)[4][4]) {
+        multiply(step, [&](int slice) -> const uint32_t(&)[4] { return set[slice]; });
+      };
+      load(fragments[0]);
+      for (int step = 0; step < steps; step += 2) {
+        multiply_set(step, fragments[0]);
+        if (step + 1 == steps) break;
+        load(fragments[1]);
+        multiply_set(step + 1, fragments[1]);
+        if (step + 2 < steps) load(fragments[0]);
+      }
+    } else {
+      for (int step = 0; step < steps; ++step) {
+        barrier_wait(&shared.full[ring.stage], ring.parity);
+        multiply(step, [&](int slice) { return descriptor_a(left_of()) + 2 * slice; });
+      }
     }
     wgmma_wait<0>();
     release(previous);
-    work.store(sum, tile, rank, 64 * consumer);
+    work.store(sum, tile, rank, row0);
   }
 }
 #endif
@@ -267,7 +344,7 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
     launch_early(tf32_product<Tile, Work>,
                  Tile::kBlocks * static_cast<unsigned>(Work::kHelped ? plan.clusters : clusters),
                  Tile::kThreads, sizeof(typename Tile::Shared),
-                 tensor_map<float>(a.data, a.rows, a.cols, Tile::BM),
+                 tensor_map<float>(a.data, a.rows, a.cols, Work::kTurned ? 32 : Tile::BM),
                  tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work,
                  Turns{work.tiles, clusters});
   };

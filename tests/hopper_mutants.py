@@ -28,24 +28,28 @@ from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 PRODUCT = "hopper_product"
 # Of lesson 7 it has the one launch, too, whose steps are in a header.
 GPUS = "bonus_diffusion_gpus"
+CONNECTED = "bonus_clifford_fully_connected"
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
     PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
     "8_spatial_gradients": ("common/gradient_tiles.cuh",),
     "9_matmul_softmax": ("common/turned_product.cuh",),
+    CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh"),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
-           "10_clifford_gp", GPUS)
+           "10_clifford_gp", GPUS, CONNECTED)
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or part that is not added, or nothing that is sent; a
-# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
+# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked. Planes, or rows
+# for the norm, that nobody waits for.
 OTHERS = {
     "turned_product": [
         (r"kTwoParts && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
     ],
+    "tf32_product": [(r"if \((part < before)\) return", "true")],
     GPUS: [
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
@@ -156,6 +160,11 @@ RUNS = {
         (("130", "--inputs", "70", "--classes", "261", "--kernel", "^fused exchange"), 8),
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
+    ],
+    # Small tiles; clusters of two blocks, with planes and the norm beside.
+    CONNECTED: [
+        (("300", "--features", "140", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+        (("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
@@ -407,7 +416,7 @@ def program_of(name, build):
 def environment_of(arguments, multiprocessors, repeat=True):
     """Where early launches come in pairs, a wait for the launch before makes a difference. But they
     cannot where the second kernel of a row turns its output into something else, in place."""
-    repeat = repeat and {"4300", "301"}.isdisjoint(arguments)
+    repeat = repeat and {"4300", "301", "^planes beside$"}.isdisjoint(arguments)
     return {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
             "CUDA_CPU_REPEAT_EARLY_LAUNCHES": str(int(repeat))}
 
