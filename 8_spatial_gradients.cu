@@ -218,11 +218,14 @@ struct Matrix {
 
 // A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
 // products, a warp 16 x 16. There is so little to do that what counts is how often one waits for
-// memory: all but one of kSmallStages steps of 64 are in flight, together 192 of the inner
+// memory: all but one of kSmallStages steps of 64 are in flight, together 448 of the inner
 // dimension.
-constexpr int kSmall = 32, kSmallStages = 4;
-constexpr int kSmallTile = kSmall * kBox;                    // elements
-constexpr int kSmallShared = kSmallStages * 2 * kSmallTile;  // elements: 32 KB
+#ifndef SMALL_STAGES
+#define SMALL_STAGES 8
+#endif
+constexpr int kSmall = 32, kSmallStages = SMALL_STAGES;
+constexpr int kSmallTile = kSmall * kBox;  // elements
+constexpr int kSmallBytes = kSmallStages * 2 * kSmallTile * sizeof(bf16);
 
 // Where a warp's results start:
 __device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 64 * 16; }
@@ -237,30 +240,45 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
   const int row0 = blockIdx.y * kSmall, col0 = blockIdx.x * kSmall;
   const int row = small_row() % kSmall, col = small_col() % kSmall;
   const auto stage_of = [&](int step) { return stages + step % kSmallStages * 2 * kSmallTile; };
-  const auto copy_step = [&](int step) {
-    if (step < steps) {
-      bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
-      const Matrix a = left[step / boxes], b = right[step / boxes];
-      const int k0 = step % boxes * kBox;
-      if constexpr (kLeft == kTransposed) {
-        copy_swizzled<kBox, kSmall, kThreads>(left_tile, a.data, k0, row0, a.rows, a.cols);
-      } else {
-        copy_swizzled<kSmall, kBox, kThreads>(left_tile, a.data, row0, k0, a.rows, a.cols);
-      }
-      if constexpr (kRight == kTransposed) {
-        copy_swizzled<kSmall, kBox, kThreads>(right_tile, b.data, col0, k0, b.rows, b.cols);
-      } else {
-        copy_swizzled<kBox, kSmall, kThreads>(right_tile, b.data, k0, col0, b.rows, b.cols);
-      }
+  const auto copy_left = [&](int step) {
+    const Matrix a = left[step / boxes];
+    const int k0 = step % boxes * kBox;
+    if constexpr (kLeft == kTransposed) {
+      copy_swizzled<kBox, kSmall, kThreads>(stage_of(step), a.data, k0, row0, a.rows, a.cols);
+    } else {
+      copy_swizzled<kSmall, kBox, kThreads>(stage_of(step), a.data, row0, k0, a.rows, a.cols);
     }
-    copy_async_commit();
+  };
+  const auto copy_right = [&](int step) {
+    bf16* tile = stage_of(step) + kSmallTile;
+    const Matrix b = right[step / boxes];
+    const int k0 = step % boxes * kBox;
+    if constexpr (kRight == kTransposed) {
+      copy_swizzled<kSmall, kBox, kThreads>(tile, b.data, col0, k0, b.rows, b.cols);
+    } else {
+      copy_swizzled<kBox, kSmall, kThreads>(tile, b.data, k0, col0, b.rows, b.cols);
+    }
   };
 
-  for (int step = 0; step < kSmallStages - 1; ++step) copy_step(step);
+#ifdef LATE_RIGHT
+  wait_for_previous_kernel();
+#endif
+  for (int step = 0; step < (steps < kSmallStages ? steps : kSmallStages - 1); ++step) copy_right(step);
+#ifndef LATE_RIGHT
+  wait_for_previous_kernel();
+#endif
+  for (int step = 0; step < kSmallStages - 1; ++step) {
+    if (step < steps) copy_left(step);
+    copy_async_commit();
+  }
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kSmallStages - 2>();
     __syncthreads();
-    copy_step(step + kSmallStages - 1);
+    if (step + kSmallStages - 1 < steps) {
+      copy_left(step + kSmallStages - 1);
+      copy_right(step + kSmallStages - 1);
+    }
+    copy_async_commit();
     const bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
 #pragma unroll
     for (int k = 0; k < kBox; k += 16) {
@@ -290,12 +308,12 @@ struct Layout {
 // M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
 __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layout layout) {
   start_next_kernel();  // Hopper's kernels have other things to load first
-  __shared__ __align__(128) bf16 stages[kSmallShared];
+  extern __shared__ __align__(128) bf16 tiles[];
   const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
   bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
   const float sign = blockIdx.z == 2 ? -1 : 1;
   Sums<16, 16> sum = {};
-  add_small_products<kPlain, kTransposed>(sum, stages, &left, &right, 1, in.W);
+  add_small_products<kPlain, kTransposed>(sum, tiles, &left, &right, 1, in.W);
   for_pairs(sum, small_row(), small_col(), in.E, layout.cols, [&](int row, int col, float2 pair) {
     *reinterpret_cast<unsigned*>(to + static_cast<int64_t>(row) * layout.row + col % kSmall) =
         pack2<bf16>(sign * pair.x, sign * pair.y);
@@ -601,8 +619,7 @@ __global__ void __launch_bounds__(kThreads)
 // which.
 __global__ void __launch_bounds__(kThreads)
     finish_backward(Operands in, const bf16* dM, const float* D) {
-  wait_for_previous_kernel();
-  __shared__ __align__(128) bf16 stages[kSmallShared];
+  extern __shared__ __align__(128) bf16 tiles[];
   const int row0 = blockIdx.y * kSmall;
   const Matrix dM1 = {dM, in.E, in.W}, dM2 = {dM + static_cast<size_t>(in.E) * in.W, in.E, in.W};
   Sums<16, 16> sum = {};
@@ -610,7 +627,7 @@ __global__ void __launch_bounds__(kThreads)
     if (row0 >= in.W) return;
     const Matrix left = blockIdx.z == 0 ? dM1 : dM2, right = {in.x, in.E, in.W};
     bf16* to = blockIdx.z == 0 ? in.d_Lr : in.d_Li;
-    add_small_products<kTransposed, kPlain>(sum, stages, &left, &right, 1, in.E);
+    add_small_products<kTransposed, kPlain>(sum, tiles, &left, &right, 1, in.E);
     for_pairs(sum, small_row(), small_col(), in.W, in.W, [&](int row, int col, float2 pair) {
       *reinterpret_cast<unsigned*>(to + static_cast<size_t>(row) * in.W + col) =
           pack2<bf16>(pair.x, pair.y);
@@ -618,7 +635,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     if (row0 >= in.E) return;
     const Matrix left[2] = {dM1, dM2}, right[2] = {{in.Lr, in.W, in.W}, {in.Li, in.W, in.W}};
-    add_small_products<kPlain, kPlain>(sum, stages, left, right, 2, in.W);
+    add_small_products<kPlain, kPlain>(sum, tiles, left, right, 2, in.W);
     for_pairs(sum, small_row(), small_col(), in.E, in.W, [&](int row, int col, float2 pair) {
       const size_t at = static_cast<size_t>(row) * in.W + col;
       const float2 rest = *reinterpret_cast<const float2*>(D + at);
@@ -655,7 +672,7 @@ struct HopperForward {
   static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
   static constexpr int kGroups = 2 / kParts;  // of 64 columns
   RightFactors<64> right[kGroups][kSteps];
-  LeftFactors left[kStages];
+  LeftFactors left[kStages][kPartSteps];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
   // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
   // sees all of their phases. Turn t is in stage t % kStages.
@@ -705,12 +722,13 @@ __global__ void __launch_bounds__(384, 1)
       for (int tile = first; tile < tiles; tile += clusters) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
-          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
           Barrier* full = &shared.full[ring.stage];
-          LeftFactors& left = shared.left[ring.stage % kStages];
           filled < kStages ? static_cast<void>(++filled) : give_back();
-          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
-          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
+          barrier_arrive_expect(full, steps_of(part, kSteps) * sizeof(LeftFactors));
+          for (int step = 0; step < steps_of(part, kSteps); ++step) {
+            load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
+                              kPartSteps * part + step, rank, blocks, full);
+          }
         }
         if (tile == first) {
           wait_for_previous_kernel();  // associate, which makes M1 and M2
@@ -730,24 +748,27 @@ __global__ void __launch_bounds__(384, 1)
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
     for (int i = 0; i < kParts * consumer; ++i) ring.advance();
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
-      LeftFragments left;
+      LeftFragments left[kPartSteps];
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      left.load<kPartSteps>(shared.left[ring.stage % kStages]);
+      for (int i = 0; i < kPartSteps; ++i) left[i].load(shared.left[ring.stage % kStages][i]);
       barrier_wait(&shared.loaded, 0);
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
         const RightFactors<64>* right = shared.right[group];
         Gradients<64> sums;
-        multiply_part<kPartSteps>(sums, left, right, false);
+        for (int i = 0; i < kPartSteps; ++i) start_product<64>(sums, left[i], right[i], i > 0);
+        wgmma_wait<0>();
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
         if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         if constexpr (kParts > 1) {
-          constexpr int kRest = kSteps - kPartSteps;
           ring.advance();
           barrier_wait(&shared.full[ring.stage], ring.parity);
-          left.load<kRest>(shared.left[ring.stage % kStages]);
-          multiply_part<kRest>(sums, left, right + kPartSteps, true);
+          for (int i = 0; i < kSteps - kPartSteps; ++i) {
+            left[i].load(shared.left[ring.stage % kStages][i]);
+            start_product<64>(sums, left[i], right[kPartSteps + i], true);
+          }
+          wgmma_wait<0>();
           if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         }
         Sum<64> out;
@@ -777,12 +798,12 @@ __global__ void __launch_bounds__(384, 1)
 // columns.
 template <int kSteps>
 struct HopperBackward {
-  static constexpr int kParts = (kSteps + 1) / 2;
-  static constexpr int kStages = kParts == 1 ? 3 : 4, kCols = 64 / kParts;
+  static constexpr int kCols = kSteps == 2 ? 64 : 32;
+  static constexpr int kStages = kSteps == 2 ? 7 : kSteps == 3 ? 9 : 8;  // as many as fit
   RightFactors<kCols> right[kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Barrier loaded, full[kStages], empty[kStages], ready, spent;
+  Barrier loaded, full[kStages], empty[kStages], ready, spent[4];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
@@ -792,7 +813,7 @@ struct HopperBackward {
       barrier_init(&empty[s], blocks);
     }
     barrier_init(&ready, 128);
-    barrier_init(&spent, 1);
+    for (int k = 0; k < 4; ++k) barrier_init(&spent[k], 1);
     barrier_init_fence();
   }
 #endif
@@ -804,21 +825,25 @@ struct HopperBackward {
 // computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
 // multiplies these by Gr^T and Gi^T, transposed where they lie, and keeps the sums,
 //
-//     [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S]
+//     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
 //
-// in 192 registers a thread. Both give the tensor cores the same amount of work; while one
-// multiplies, the other loads, computes g, or waits. Shared memory is nearly as busy as the tensor
-// cores: so the three products with Gr^T are one instruction of 192 columns, which reads its rows
-// of Gr^T once. (The tensor cores are busy for two thirds of the time. To multiply in turns would
-// not help: while the first warpgroup multiplies for the next tile, P, Q, R, S of this one would
-// have to stay, beside those of the next, and there is no room for both.)
+// in 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the three
+// products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once.
+//
+// Both give the tensor cores the same amount of work, and they take turns at it. If they multiplied
+// at the same time, both would be done at the same time, and the tensor cores would wait while the
+// first one makes P, Q, R, S. So it says that those of a tile are ready only when its product for
+// the next tile is nearly done. What it makes of that product then takes less time than the second
+// one's. There is room for one tile's P, Q, R, S, but the second one is done with 16 vertices after
+// the other, and 16 vertices are a warp's: each of the first one's warps stores as soon as it can,
+// and only the last of them keeps the tensor cores waiting.
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
                                float* partials, int V, int E, int W) {
 #if HOPPER_CODE
   using Shared = HopperBackward<kSteps>;
-  constexpr int kParts = Shared::kParts, kStages = Shared::kStages, kCols = Shared::kCols;
+  constexpr int kStages = Shared::kStages, kCols = Shared::kCols;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
@@ -833,14 +858,19 @@ __global__ void __launch_bounds__(384, 1)
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
       for (int tile = first; tile < tiles; tile += clusters) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part, ring.advance()) {
-          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
+#ifndef NO_PREFETCH
+        prefetch_l2(&maps.vertices, 64 * tile, col0);
+#endif
+#ifdef PREFETCH_LEFT
+        for (int step = 0; step < kSteps; ++step) {
+          prefetch_l2(rank == 0 ? &maps.Gr : &maps.Gi, 64 * (tile + PREFETCH_LEFT * clusters), 64 * step);
+        }
+#endif
+        for (int step = 0; step < kSteps; ++step, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
-          LeftFactors& left = shared.left[ring.stage];
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
-          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
+          barrier_arrive_expect(full, sizeof(LeftFactors));
+          load_left_factors(shared.left[ring.stage], maps, tile, step, rank, blocks, full);
         }
         if (tile == first) {
           wait_for_previous_kernel();  // associate, which makes M1 and M2
@@ -854,54 +884,69 @@ __global__ void __launch_bounds__(384, 1)
     }
   } else if (threadIdx.x < 256) {
     registers_grow_to<232>();
+    LeftFragments left[2];
+    const auto load_step = [&](LeftFragments& to) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      to.load(shared.left[ring.stage]);
+      ring.advance();
+    };
+    load_step(left[0]);
     barrier_wait(&shared.loaded, 0);
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       Gradients<kCols> sums;
-      LeftFragments left;
       uint32_t d_out_pairs[kCols / 4];
       read_d_out<kCols>(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      left.load<kPartSteps>(shared.left[ring.stage]);
-      multiply_part<kPartSteps>(sums, left, shared.right, false);
-      ring.advance();
-      if constexpr (kParts > 1) {
-        constexpr int kRest = kSteps - kPartSteps;
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        left.load<kRest>(shared.left[ring.stage]);
-        multiply_part<kRest>(sums, left, shared.right + kPartSteps, true);
-        ring.advance();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        start_product<kCols>(sums, left[step % 2], shared.right[step], step > 0);
+        wgmma_wait<1>();  // the step before, whose fragments make room for the next one's
+        if (step < kSteps - 1) load_step(left[(step + 1) % 2]);
       }
+#ifndef NO_TURN
+      if (tile > first) barrier_arrive(&shared.ready);  // the products of the tile before
+#endif
+      wgmma_wait<0>();
       sums.combine();
       multiply_by_g(sums, d_out_pairs);
-      barrier_wait(&shared.spent, turn.parity ^ 1);
+      if (tile + clusters < tiles) load_step(left[0]);
+      barrier_wait(&shared.spent[threadIdx.x / 32 % 4], turn.parity ^ 1);
       shared.products.store(sums);
       shared_fence();
+#ifdef NO_TURN
       barrier_arrive(&shared.ready);
+#endif
     }
+#ifndef NO_TURN
+    barrier_arrive(&shared.ready);
+#endif
   } else {
     registers_grow_to<232>();
     const int thread = threadIdx.x % 128;
     Slice<kCols> slices[kSteps];
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       barrier_wait(&shared.ready, turn.parity);
+      Barrier* used = nullptr;  // of the step before
+      const auto release = [&] {
+        if (thread < blocks) barrier_arrive(used, thread);
+      };
 #pragma unroll
-      for (int part = 0; part < kParts; ++part, ring.advance()) {
+      for (int step = 0; step < kSteps; ++step, ring.advance()) {
         const LeftFactors& left = shared.left[ring.stage];
         barrier_wait(&shared.full[ring.stage], ring.parity);
-        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-#pragma unroll
-          for (int step = 0; step < steps_of(part, kSteps); ++step) {
-            slices[kPartSteps * part + step].add(left.Gr[step], left.Gi[step], shared.products, k,
-                                                 tile > first || k > 0);
-          }
+          wgmma_fence();
+          slices[step].add(left, shared.products, k, tile > first || k > 0);
+          wgmma_commit();
+          wgmma_wait<1>();  // all but these 16 vertices
+          if (k == 0 && step > 0) release();
+          if (k > 0 && step == kSteps - 1 && thread == 0) barrier_arrive(&shared.spent[k - 1]);
         }
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (thread < blocks) barrier_arrive(&shared.empty[ring.stage], thread);
+        used = &shared.empty[ring.stage];
       }
-      if (thread == 0) barrier_arrive(&shared.spent);
+      wgmma_wait<0>();
+      release();
+      if (thread == 0) barrier_arrive(&shared.spent[3]);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
@@ -944,6 +989,8 @@ dim3 slices_of(int64_t tiles, int64_t columns, const Device& device, Function* k
 
 // For a kernel of small products with `layers` results of up to rows x cols.
 dim3 small_blocks(int64_t rows, int64_t cols, unsigned layers) {
+  allow_shared_bytes(associate, kSmallBytes);
+  allow_shared_bytes(finish_backward, kSmallBytes);
   return dim3(blocks_for(cols, kSmall), blocks_for(rows, kSmall), layers);
 }
 
@@ -979,7 +1026,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
   const dim3 blocks =
       slices_of(blocks_for(V, kBox), blocks_for(W, Tiles::BN), device, kernel, kThreads, bytes);
   const auto launch = [=, &table] {
-    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
     associated_features<Tiles><<<blocks, kThreads, bytes>>>(table.operands(), M);
   };
   table.problem.kernel("associated", Role::ours, launch)
@@ -995,7 +1042,7 @@ void launch_rest(const GradientsProblem& table, const GradientsTemporaries& t) {
   const dim3 last = small_blocks(std::max(E, W), W, 3);
   launch_early(add_slices, blocks_for(3 * t.count, 4 * 32), 32 * kSliceParts, 0, t.partials.data(),
                t.slices, t.dM.data(), t.D.data(), static_cast<size_t>(t.count));
-  launch_early(finish_backward, last, kThreads, 0, table.operands(), t.dM.data(), t.D.data());
+  launch_early(finish_backward, last, kThreads, kSmallBytes, table.operands(), t.dM.data(), t.D.data());
 }
 
 template <typename Tiles>
@@ -1010,7 +1057,7 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
   const dim3 small = small_blocks(E, W, 2);
   const auto launch = [=, &table] {
     const Operands in = table.operands();
-    associate<<<small, kThreads>>>(in, t.M, dense(table.shape));
+    associate<<<small, kThreads, kSmallBytes>>>(in, t.M, dense(table.shape));
     accumulate_backward<Tiles><<<blocks, Tiles::kThreads, bytes>>>(in, t.M, t.partials);
     launch_rest(table, t);
   };
@@ -1079,7 +1126,7 @@ void add_hopper_forward(GradientsProblem& table) {
   const dim3 blocks = clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
-    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
     launch_clusters(hopper_features<kSteps>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
                     V);
   };
@@ -1093,25 +1140,24 @@ void add_hopper_forward(GradientsProblem& table) {
 template <int kSteps>
 void add_hopper_backward(GradientsProblem& table) {
   constexpr int kBytes = sizeof(HopperBackward<kSteps>);
-  constexpr int kParts = HopperBackward<kSteps>::kParts;
+  constexpr bool kOnePart = kSteps == kPartSteps;
   const auto [V, E, W] = table.shape;
   const auto kernel = hopper_accumulate_backward<kSteps>;
   using Shared = HopperBackward<kSteps>;
   const dim3 blocks = clusters_for<Shared>(table.shape, Shared::kCols, kernel);
   // With two parts M1 and M2 lie beside each other, 32 columns of either in turn.
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
-  const Layout layout = kParts == 1
-                            ? dense(table.shape)
-                            : Layout{.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
-  const int matrices = kParts == 1 ? 3 : static_cast<int>(blocks_for(2 * cols, W));
+  const Layout layout = kOnePart ? dense(table.shape)
+                                 : Layout{.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
+  const int matrices = kOnePart ? 3 : static_cast<int>(blocks_for(2 * cols, W));
   const GradientsTemporaries t(table, matrices, blocks.y);
-  const dim3 small = small_blocks(E, W, kParts == 1 ? 3 : 2);
+  const dim3 small = small_blocks(E, W, kOnePart ? 3 : 2);
   const int64_t tiles = blocks_for(V, 64);
   const auto launch = [=, E = E, &table] {
     const Operands in = table.operands();
     GradientMaps maps = gradient_maps(table, t.M);
-    if (kParts > 1) maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
-    associate<<<small, kThreads>>>(in, t.M, layout);
+    if (!kOnePart) maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
+    associate<<<small, kThreads, kSmallBytes>>>(in, t.M, layout);
     launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks, kHopperThreads,
                     kBytes, maps, in.d_out, t.partials.data(), static_cast<int>(in.V), in.E, in.W);
     launch_rest(table, t);

@@ -37,9 +37,9 @@ struct RightFactors<32> {
   Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
 };
 
-/// 64 rows (of V) and 128 columns of Gr and Gi.
+/// 64 rows (of V) and 64 columns of Gr and Gi.
 struct LeftFactors {
-  LeftTile<__nv_bfloat16, 64> Gr[kPartSteps], Gi[kPartSteps];
+  LeftTile<__nv_bfloat16, 64> Gr, Gi;
 };
 
 #if HOPPER_CODE
@@ -60,30 +60,26 @@ __device__ inline void load_right_factors(RightFactors<32>& to, const GradientMa
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
 
-/// The boxes that block `rank` of a cluster of `blocks` fetches for all of them, of the first
-/// `steps` steps of a tile's part.
+/// Of a tile's columns from 64 `step` on, the box that block `rank` of a cluster of two fetches for
+/// both; a block on its own fetches both boxes.
 __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& maps, int tile,
-                                         int part, int steps, int rank, int blocks, Barrier* full) {
-  for (int box = rank; box < 2 * steps; box += blocks) {
-    const int step = box / 2;
-    const bool real = box % 2 == 0;
-    tensor_load_multicast(real ? &to.Gr[step] : &to.Gi[step], real ? &maps.Gr : &maps.Gi, 64 * tile,
-                          kPart * part + kStepK * step, full,
-                          static_cast<uint16_t>((1 << blocks) - 1));
+                                         int step, int rank, int blocks, Barrier* full) {
+  const uint16_t all = static_cast<uint16_t>((1 << blocks) - 1);
+  if (rank == 0) {
+    tensor_load_multicast(&to.Gr, &maps.Gr, 64 * tile, kStepK * step, full, all);
+  }
+  if (rank == blocks - 1) {
+    tensor_load_multicast(&to.Gi, &maps.Gi, 64 * tile, kStepK * step, full, all);
   }
 }
 
-/// What a warpgroup's thread holds of a LeftFactors, as fragments.
+/// What a warpgroup's thread holds of LeftFactors, as fragments.
 struct LeftFragments {
-  uint32_t gr[kPartSteps][4][4], gi[kPartSteps][4][4];
+  uint32_t gr[4][4], gi[4][4];
 
-  template <int kSteps>
   __device__ void load(const LeftFactors& from) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      from.Gr[step].load_fragments(gr[step]);
-      from.Gi[step].load_fragments(gi[step]);
-    }
+    from.Gr.load_fragments(gr);
+    from.Gi.load_fragments(gi);
   }
 };
 
@@ -161,23 +157,18 @@ struct Gradients<32> {
   }
 };
 
-/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors
-/// come from registers: from shared memory, which has no bandwidth to spare, each would be read for
-/// each right factor.
-template <int kSteps, int kCols>
-__device__ inline void multiply_part(Gradients<kCols>& sums, const LeftFragments& left,
-                                     const RightFactors<kCols>* right, bool add) {
+/// Starts to add (or, if not `add`, to assign) the product of a step, as one group of wgmma. The
+/// left factors come from registers: from shared memory, which has no bandwidth to spare, each would
+/// be read for each right factor.
+template <int kCols>
+__device__ inline void start_product(Gradients<kCols>& sums, const LeftFragments& left,
+                                     const RightFactors<kCols>& right, bool add) {
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      sums.add_product(left.gr[step][k], left.gi[step][k], right[step], k,
-                       add || step > 0 || k > 0);
-    }
+  for (int k = 0; k < 4; ++k) {
+    sums.add_product(left.gr[k], left.gi[k], right, k, add || k > 0);
   }
   wgmma_commit();
-  wgmma_wait<0>();
 }
 
 // ---- Backward: the factors of the gradients -----------------------------------------------------
@@ -199,42 +190,23 @@ __device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
 }
 #endif
 
-/// P, Q, R, S, -P of a tile, as right factors of products with Gr^T and Gi^T: [P | Q | R] and
-/// [Q | -P | S]. Each three lie at the same distance from one another.
+/// P, R, Q, S and -P of a tile, side by side: [P | R | Q] is the right factor of Gr^T, [Q | S | -P]
+/// that of Gi^T.
 template <int kCols>
-struct Products;
-template <>
-struct Products<64> {
-  Box<__nv_bfloat16, 64> P, Q, R, minus_P, unused, S;
+struct Products {
+  Box<__nv_bfloat16, 64> boxes[(5 * kCols + 63) / 64];
 #if HOPPER_CODE
-  __device__ uint64_t by_gr(int k) const { return descriptor_b(&P, 64) + 128 * k; }
-  __device__ uint64_t by_gi(int k) const { return descriptor_b(&Q, 2 * 64) + 128 * k; }
-  __device__ void store(Gradients<64>& from) {
-    put_columns<64>(P, 0, [&](int e) { return from.xr(e); });
-    put_columns<64>(Q, 0, [&](int e) { return from.xi(e); });
-    put_columns<64>(R, 0, [&](int e) { return from.ar(e); });
-    put_columns<64>(minus_P, 0, [&](int e) { return -from.xr(e); });
-    put_columns<64>(S, 0, [&](int e) { return from.ai(e); });
-  }
-#endif
-};
-/// Two side by side in a box; S, the right half of its box, is 32 columns further than R.
-template <>
-struct Products<32> {
-  Box<__nv_bfloat16, 64> Q_minus_P, P_Q, R_S;
-#if HOPPER_CODE
-  __device__ uint64_t by_gr(int k) const { return descriptor_b(&P_Q, 64) + 128 * k; }
-  __device__ uint64_t by_gi(int k) const {
-    constexpr uint64_t kHalf = uint64_t{64 >> 4} << 16;  // in the distance to the next 64 columns
-    return descriptor_b(&Q_minus_P, 2 * 64) + kHalf + 128 * k;
-  }
-  __device__ void store(Gradients<32>& from) {
-    put_columns<32>(Q_minus_P, 0, [&](int e) { return from.xi(e); });
-    put_columns<32>(Q_minus_P, 32, [&](int e) { return -from.xr(e); });
-    put_columns<32>(P_Q, 0, [&](int e) { return from.xr(e); });
-    put_columns<32>(P_Q, 32, [&](int e) { return from.xi(e); });
-    put_columns<32>(R_S, 0, [&](int e) { return from.ar(e); });
-    put_columns<32>(R_S, 32, [&](int e) { return from.ai(e); });
+  __device__ uint64_t by_gr(int k) const { return boxes[0].operand_b(k); }
+  __device__ uint64_t by_gi(int k) const { return boxes[2 * kCols / 64].operand_b(k); }
+  __device__ void store(Gradients<kCols>& from) {
+    const auto put = [&](int which, auto f) {
+      put_columns<kCols>(boxes[which * kCols / 64], which * kCols % 64, f);
+    };
+    put(0, [&](int e) { return from.xr(e); });
+    put(1, [&](int e) { return from.ar(e); });
+    put(2, [&](int e) { return from.xi(e); });
+    put(3, [&](int e) { return from.ai(e); });
+    put(4, [&](int e) { return -from.xr(e); });
   }
 #endif
 };
@@ -285,16 +257,15 @@ __device__ inline void multiply_by_g(Gradients<kCols>& sums, const uint32_t (&d_
 
 // ---- Backward: the gradients --------------------------------------------------------------------
 
-/// 64 rows of E and kCols columns of each of dM1, dM2 and D, side by side.
+/// 64 rows of E and kCols columns of each of dM1, D and dM2, side by side.
 template <int kCols>
 struct Slice {
   Sum<3 * kCols> sum;
 
-  /// += 16 vertices from 16 `k` on: [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S].
-  __device__ void add(const LeftTile<__nv_bfloat16, 64>& Gr, const LeftTile<__nv_bfloat16, 64>& Gi,
-                      const Products<kCols>& products, int k, bool add) {
-    wgmma<__nv_bfloat16, true>(sum.elements, Gr.operand_b(k), products.by_gr(k), add);
-    wgmma<__nv_bfloat16, true>(sum.elements, Gi.operand_b(k), products.by_gi(k), true);
+  /// += 16 vertices from 16 `k` on: [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P].
+  __device__ void add(const LeftFactors& left, const Products<kCols>& products, int k, bool add) {
+    wgmma<__nv_bfloat16, true>(sum.elements, left.Gr.operand_b(k), products.by_gr(k), add);
+    wgmma<__nv_bfloat16, true>(sum.elements, left.Gi.operand_b(k), products.by_gi(k), true);
   }
 
   /// To row e0, column w0 of dM1, dM2 and D (3, E, W).
@@ -306,7 +277,7 @@ struct Slice {
       const size_t next = static_cast<size_t>(E) * W, at = static_cast<size_t>(e) * W + w;
 #pragma unroll
       for (int which = 0; which < 3; ++which) {
-        const float* pair = sum.elements + which * kCols / 2 + i;
+        const float* pair = sum.elements + which * 2 % 3 * kCols / 2 + i;
         *reinterpret_cast<float2*>(to + which * next + at) = make_float2(pair[0], pair[1]);
       }
     }
