@@ -218,22 +218,20 @@ struct Matrix {
 
 // A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
 // products, a warp 16 x 16. There is so little to do that what counts is how often one waits for
-// memory: all but one of kSmallStages steps of 64 are in flight, together 448 of the inner
+// memory: all but one of kSmallStages steps of 64 are in flight, together 192 of the inner
 // dimension.
-#ifndef SMALL_STAGES
-#define SMALL_STAGES 8
-#endif
-constexpr int kSmall = 32, kSmallStages = SMALL_STAGES;
-constexpr int kSmallTile = kSmall * kBox;  // elements
-constexpr int kSmallBytes = kSmallStages * 2 * kSmallTile * sizeof(bf16);
+constexpr int kSmall = 32, kSmallStages = 4;
+constexpr int kSmallTile = kSmall * kBox;                    // elements
+constexpr int kSmallShared = kSmallStages * 2 * kSmallTile;  // elements: 32 KB
 
 // Where a warp's results start:
 __device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 64 * 16; }
 __device__ int small_col() { return blockIdx.x * kSmall + threadIdx.x / 32 % 2 * 16; }
 
 // sum += left[0] right[0], and if there are 2 terms, left[1] right[1]. Either factor may be
-// transposed in memory; `depth` is the inner dimension.
-template <Transposed kLeft, Transposed kRight>
+// transposed in memory; `depth` is the inner dimension. If kEarly, the left factors are results of
+// the kernel before this one, and while it ends, the right ones are on their way.
+template <Transposed kLeft, Transposed kRight, bool kEarly>
 __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix* left,
                                    const Matrix* right, int terms, int depth) {
   const int boxes = boxes_of(depth), steps = terms * boxes;
@@ -260,13 +258,8 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
     }
   };
 
-#ifdef LATE_RIGHT
-  wait_for_previous_kernel();
-#endif
-  for (int step = 0; step < (steps < kSmallStages ? steps : kSmallStages - 1); ++step) copy_right(step);
-#ifndef LATE_RIGHT
-  wait_for_previous_kernel();
-#endif
+  for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
+  if constexpr (kEarly) wait_for_previous_kernel();
   for (int step = 0; step < kSmallStages - 1; ++step) {
     if (step < steps) copy_left(step);
     copy_async_commit();
@@ -274,9 +267,9 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kSmallStages - 2>();
     __syncthreads();
-    if (step + kSmallStages - 1 < steps) {
-      copy_left(step + kSmallStages - 1);
-      copy_right(step + kSmallStages - 1);
+    if (const int next = step + kSmallStages - 1; next < steps) {
+      copy_left(next);
+      copy_right(next);
     }
     copy_async_commit();
     const bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
@@ -305,15 +298,15 @@ struct Layout {
   int row, group, cols;
 };
 
-// M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
+// M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2, with a fourth M1 again.
 __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layout layout) {
   start_next_kernel();  // Hopper's kernels have other things to load first
-  extern __shared__ __align__(128) bf16 tiles[];
-  const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
+  __shared__ __align__(128) bf16 stages[kSmallShared];
+  const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z % 3 == 0 ? in.Lr : in.Li, in.W, in.W};
   bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
   const float sign = blockIdx.z == 2 ? -1 : 1;
   Sums<16, 16> sum = {};
-  add_small_products<kPlain, kTransposed>(sum, tiles, &left, &right, 1, in.W);
+  add_small_products<kPlain, kTransposed, false>(sum, stages, &left, &right, 1, in.W);
   for_pairs(sum, small_row(), small_col(), in.E, layout.cols, [&](int row, int col, float2 pair) {
     *reinterpret_cast<unsigned*>(to + static_cast<int64_t>(row) * layout.row + col % kSmall) =
         pack2<bf16>(sign * pair.x, sign * pair.y);
@@ -619,7 +612,7 @@ __global__ void __launch_bounds__(kThreads)
 // which.
 __global__ void __launch_bounds__(kThreads)
     finish_backward(Operands in, const bf16* dM, const float* D) {
-  extern __shared__ __align__(128) bf16 tiles[];
+  __shared__ __align__(128) bf16 stages[kSmallShared];
   const int row0 = blockIdx.y * kSmall;
   const Matrix dM1 = {dM, in.E, in.W}, dM2 = {dM + static_cast<size_t>(in.E) * in.W, in.E, in.W};
   Sums<16, 16> sum = {};
@@ -627,7 +620,7 @@ __global__ void __launch_bounds__(kThreads)
     if (row0 >= in.W) return;
     const Matrix left = blockIdx.z == 0 ? dM1 : dM2, right = {in.x, in.E, in.W};
     bf16* to = blockIdx.z == 0 ? in.d_Lr : in.d_Li;
-    add_small_products<kTransposed, kPlain>(sum, tiles, &left, &right, 1, in.E);
+    add_small_products<kTransposed, kPlain, true>(sum, stages, &left, &right, 1, in.E);
     for_pairs(sum, small_row(), small_col(), in.W, in.W, [&](int row, int col, float2 pair) {
       *reinterpret_cast<unsigned*>(to + static_cast<size_t>(row) * in.W + col) =
           pack2<bf16>(pair.x, pair.y);
@@ -635,7 +628,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     if (row0 >= in.E) return;
     const Matrix left[2] = {dM1, dM2}, right[2] = {{in.Lr, in.W, in.W}, {in.Li, in.W, in.W}};
-    add_small_products<kPlain, kPlain>(sum, tiles, left, right, 2, in.W);
+    add_small_products<kPlain, kPlain, true>(sum, stages, left, right, 2, in.W);
     for_pairs(sum, small_row(), small_col(), in.E, in.W, [&](int row, int col, float2 pair) {
       const size_t at = static_cast<size_t>(row) * in.W + col;
       const float2 rest = *reinterpret_cast<const float2*>(D + at);
@@ -671,7 +664,7 @@ struct HopperForward {
   static constexpr int kStages = 2;
   static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
   static constexpr int kGroups = 2 / kParts;  // of 64 columns
-  RightFactors<64> right[kGroups][kSteps];
+  RightFactors right[kGroups][kSteps];
   LeftFactors left[kStages][kPartSteps];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
   // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
@@ -723,9 +716,10 @@ __global__ void __launch_bounds__(384, 1)
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
+          const int steps = steps_of(part, kSteps);
           filled < kStages ? static_cast<void>(++filled) : give_back();
-          barrier_arrive_expect(full, steps_of(part, kSteps) * sizeof(LeftFactors));
-          for (int step = 0; step < steps_of(part, kSteps); ++step) {
+          barrier_arrive_expect(full, steps * sizeof(LeftFactors));
+          for (int step = 0; step < steps; ++step) {
             load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
                               kPartSteps * part + step, rank, blocks, full);
           }
@@ -750,25 +744,22 @@ __global__ void __launch_bounds__(384, 1)
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
       LeftFragments left[kPartSteps];
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      for (int i = 0; i < kPartSteps; ++i) left[i].load(shared.left[ring.stage % kStages][i]);
+      load_fragments<kPartSteps>(left, shared.left[ring.stage % kStages]);
       barrier_wait(&shared.loaded, 0);
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
-        const RightFactors<64>* right = shared.right[group];
-        Gradients<64> sums;
-        for (int i = 0; i < kPartSteps; ++i) start_product<64>(sums, left[i], right[i], i > 0);
-        wgmma_wait<0>();
+        const RightFactors* right = shared.right[group];
+        Gradients sums;
+        multiply_part<kPartSteps>(sums, left, right, false);
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
         if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         if constexpr (kParts > 1) {
+          constexpr int kRest = kSteps - kPartSteps;
           ring.advance();
           barrier_wait(&shared.full[ring.stage], ring.parity);
-          for (int i = 0; i < kSteps - kPartSteps; ++i) {
-            left[i].load(shared.left[ring.stage % kStages][i]);
-            start_product<64>(sums, left[i], right[kPartSteps + i], true);
-          }
-          wgmma_wait<0>();
+          load_fragments<kRest>(left, shared.left[ring.stage % kStages]);
+          multiply_part<kRest>(sums, left, right + kPartSteps, true);
           if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         }
         Sum<64> out;
@@ -799,11 +790,11 @@ __global__ void __launch_bounds__(384, 1)
 template <int kSteps>
 struct HopperBackward {
   static constexpr int kCols = kSteps == 2 ? 64 : 32;
-  static constexpr int kStages = kSteps == 2 ? 7 : kSteps == 3 ? 9 : 8;  // as many as fit
-  RightFactors<kCols> right[kSteps];
+  static constexpr int kStages = kSteps == 2 ? 6 : kSteps == 3 ? 9 : 8;  // as many as fit
+  BackwardFactors<kCols> right[kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Barrier loaded, full[kStages], empty[kStages], ready, spent[4];
+  Barrier loaded, full[kStages], empty[kStages], ready, spent;
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
@@ -813,11 +804,111 @@ struct HopperBackward {
       barrier_init(&empty[s], blocks);
     }
     barrier_init(&ready, 128);
-    for (int k = 0; k < 4; ++k) barrier_init(&spent[k], 1);
+    barrier_init(&spent, 1);
     barrier_init_fence();
   }
 #endif
 };
+
+// How a cluster goes through its tiles: every `clusters`-th from `first` on.
+struct Walk {
+  int first, clusters, tiles;
+};
+
+// The first warpgroup's part, for E up to 128. A product is three groups of wgmma: ar and ai of the
+// first 32 features; xr and xi; ar and ai of the other 32. While the tensor cores are at the third
+// one, it makes P, Q, R, S of the first half, and those of the other half while they are at the
+// first group of the next tile.
+__device__ void make_products(HopperBackward<2>& shared, Walk walk, const bf16* d_out, int col0,
+                              int V, int W) {
+#if HOPPER_CODE
+  Ring<HopperBackward<2>::kStages> ring;
+  Ring<1> turn;
+  LeftFragments left[2];
+  GradientHalves sums;
+  uint32_t d_out_pairs[2][8];
+  const auto start_tile = [&](int tile) {
+#pragma unroll
+    for (int step = 0; step < 2; ++step, ring.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      left[step].load(shared.left[ring.stage]);
+    }
+    read_d_out(d_out_pairs[0], d_out, int64_t{64} * tile, col0, V, W);
+    sums.start_a<0>(left, shared.right);
+  };
+  const auto leave_second_half = [&] {
+    multiply_by_g(GradientHalves::Half<1>{sums}, d_out_pairs[1]);
+    shared.products.store(GradientHalves::Half<1>{sums}, 32);
+    shared_fence();
+    barrier_arrive(&shared.ready);
+  };
+  barrier_wait(&shared.loaded, 0);
+  start_tile(walk.first);
+  for (int tile = walk.first;; leave_second_half(), turn.advance()) {
+    sums.start_x(left, shared.right);
+    read_d_out(d_out_pairs[1], d_out, int64_t{64} * tile, col0 + 32, V, W);
+    sums.start_a<1>(left, shared.right);
+    wgmma_wait<1>();  // all but the last
+    products_done(sums.a[0].elements);
+    products_done(sums.r.elements);
+    products_done(sums.i.elements);
+    multiply_by_g(GradientHalves::Half<0>{sums}, d_out_pairs[0]);
+    barrier_wait(&shared.spent, turn.parity ^ 1);
+    shared.products.store(GradientHalves::Half<0>{sums}, 0);
+    wgmma_wait<0>();
+    products_done(sums.a[1].elements);
+    if ((tile += walk.clusters) >= walk.tiles) break;
+    start_tile(tile);
+  }
+  leave_second_half();
+#endif
+}
+
+// For larger E there are no registers left to work like that; there a step's fragments are loaded
+// while the tensor cores are at the step before.
+template <int kSteps>
+__device__ void make_products(HopperBackward<kSteps>& shared, Walk walk, const bf16* d_out,
+                              int col0, int V, int W) {
+#if HOPPER_CODE
+  Ring<HopperBackward<kSteps>::kStages> ring;
+  Ring<1> turn;
+  LeftFragments left[2];
+  const auto load_step = [&](LeftFragments& to) {
+    barrier_wait(&shared.full[ring.stage], ring.parity);
+    to.load(shared.left[ring.stage]);
+    ring.advance();
+  };
+  load_step(left[0]);
+  barrier_wait(&shared.loaded, 0);
+  for (int tile = walk.first; tile < walk.tiles; tile += walk.clusters, turn.advance()) {
+    GradientPairs sums;
+    uint32_t d_out_pairs[8];
+    read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      sums.start_product(left[step % 2], shared.right[step], step > 0);
+      wgmma_wait<1>();  // the step before, whose fragments make room for the next one's
+      if (step < kSteps - 1) load_step(left[(step + 1) % 2]);
+    }
+#ifdef TURN32
+    if (tile > walk.first) barrier_arrive(&shared.ready);
+#endif
+    wgmma_wait<0>();
+    sums.combine();
+    multiply_by_g(sums, d_out_pairs);
+    if (tile + walk.clusters < walk.tiles) load_step(left[0]);
+    barrier_wait(&shared.spent, turn.parity ^ 1);
+    shared.products.store(sums, 0);
+    shared_fence();
+#ifndef TURN32
+    barrier_arrive(&shared.ready);
+#endif
+  }
+#ifdef TURN32
+    barrier_arrive(&shared.ready);
+#endif
+#endif
+}
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
 //
@@ -830,13 +921,8 @@ struct HopperBackward {
 // in 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the three
 // products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once.
 //
-// Both give the tensor cores the same amount of work, and they take turns at it. If they multiplied
-// at the same time, both would be done at the same time, and the tensor cores would wait while the
-// first one makes P, Q, R, S. So it says that those of a tile are ready only when its product for
-// the next tile is nearly done. What it makes of that product then takes less time than the second
-// one's. There is room for one tile's P, Q, R, S, but the second one is done with 16 vertices after
-// the other, and 16 vertices are a warp's: each of the first one's warps stores as soon as it can,
-// and only the last of them keeps the tensor cores waiting.
+// Both give the tensor cores the same amount of work. If the first one had none under way while it
+// makes P, Q, R, S, they would wait for it: the second one is done with the tile before by then.
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
@@ -853,21 +939,18 @@ __global__ void __launch_bounds__(384, 1)
   start_next_kernel();
 
   Ring<kStages> ring;
-  Ring<1> turn;  // one phase a tile
   if (threadIdx.x < 128) {
-    registers_shrink_to<40>();
+    registers_shrink_to<24>();
     if (threadIdx.x == 0) {
       for (int tile = first; tile < tiles; tile += clusters) {
-#ifndef NO_PREFETCH
-        prefetch_l2(&maps.vertices, 64 * tile, col0);
-#endif
-#ifdef PREFETCH_LEFT
-        for (int step = 0; step < kSteps; ++step) {
-          prefetch_l2(rank == 0 ? &maps.Gr : &maps.Gi, 64 * (tile + PREFETCH_LEFT * clusters), 64 * step);
-        }
-#endif
+        prefetch_l2(&maps.vertices, 64 * tile, col0);  // dOut
         for (int step = 0; step < kSteps; ++step, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
+#ifndef NO_PREFETCH_LEFT
+          if constexpr (kSteps > 2) {  // the ring has room for two tiles, no more
+            prefetch_l2(rank == 0 ? &maps.Gr : &maps.Gi, 64 * (tile + clusters), kStepK * step);
+          }
+#endif
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
           barrier_arrive_expect(full, sizeof(LeftFactors));
           load_left_factors(shared.left[ring.stage], maps, tile, step, rank, blocks, full);
@@ -883,70 +966,33 @@ __global__ void __launch_bounds__(384, 1)
       wait_until_empty(shared.empty, ring);
     }
   } else if (threadIdx.x < 256) {
-    registers_grow_to<232>();
-    LeftFragments left[2];
-    const auto load_step = [&](LeftFragments& to) {
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      to.load(shared.left[ring.stage]);
-      ring.advance();
-    };
-    load_step(left[0]);
-    barrier_wait(&shared.loaded, 0);
-    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
-      Gradients<kCols> sums;
-      uint32_t d_out_pairs[kCols / 4];
-      read_d_out<kCols>(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        start_product<kCols>(sums, left[step % 2], shared.right[step], step > 0);
-        wgmma_wait<1>();  // the step before, whose fragments make room for the next one's
-        if (step < kSteps - 1) load_step(left[(step + 1) % 2]);
-      }
-#ifndef NO_TURN
-      if (tile > first) barrier_arrive(&shared.ready);  // the products of the tile before
-#endif
-      wgmma_wait<0>();
-      sums.combine();
-      multiply_by_g(sums, d_out_pairs);
-      if (tile + clusters < tiles) load_step(left[0]);
-      barrier_wait(&shared.spent[threadIdx.x / 32 % 4], turn.parity ^ 1);
-      shared.products.store(sums);
-      shared_fence();
-#ifdef NO_TURN
-      barrier_arrive(&shared.ready);
-#endif
-    }
-#ifndef NO_TURN
-    barrier_arrive(&shared.ready);
-#endif
+    registers_grow_to<240>();
+    make_products(shared, Walk{first, clusters, tiles}, d_out, col0, V, W);
   } else {
-    registers_grow_to<232>();
+    registers_grow_to<240>();
     const int thread = threadIdx.x % 128;
+    Ring<1> turn;  // one phase a tile
     Slice<kCols> slices[kSteps];
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       barrier_wait(&shared.ready, turn.parity);
       Barrier* used = nullptr;  // of the step before
-      const auto release = [&] {
-        if (thread < blocks) barrier_arrive(used, thread);
-      };
 #pragma unroll
       for (int step = 0; step < kSteps; ++step, ring.advance()) {
         const LeftFactors& left = shared.left[ring.stage];
         barrier_wait(&shared.full[ring.stage], ring.parity);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          wgmma_fence();
           slices[step].add(left, shared.products, k, tile > first || k > 0);
-          wgmma_commit();
-          wgmma_wait<1>();  // all but these 16 vertices
-          if (k == 0 && step > 0) release();
-          if (k > 0 && step == kSteps - 1 && thread == 0) barrier_arrive(&shared.spent[k - 1]);
         }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0 && thread < blocks) barrier_arrive(used, thread);
         used = &shared.empty[ring.stage];
       }
       wgmma_wait<0>();
-      release();
-      if (thread == 0) barrier_arrive(&shared.spent[3]);
+      if (thread < blocks) barrier_arrive(used, thread);
+      if (thread == 0) barrier_arrive(&shared.spent);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
@@ -989,8 +1035,6 @@ dim3 slices_of(int64_t tiles, int64_t columns, const Device& device, Function* k
 
 // For a kernel of small products with `layers` results of up to rows x cols.
 dim3 small_blocks(int64_t rows, int64_t cols, unsigned layers) {
-  allow_shared_bytes(associate, kSmallBytes);
-  allow_shared_bytes(finish_backward, kSmallBytes);
   return dim3(blocks_for(cols, kSmall), blocks_for(rows, kSmall), layers);
 }
 
@@ -1026,7 +1070,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
   const dim3 blocks =
       slices_of(blocks_for(V, kBox), blocks_for(W, Tiles::BN), device, kernel, kThreads, bytes);
   const auto launch = [=, &table] {
-    associate<<<small, kThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
     associated_features<Tiles><<<blocks, kThreads, bytes>>>(table.operands(), M);
   };
   table.problem.kernel("associated", Role::ours, launch)
@@ -1042,7 +1086,7 @@ void launch_rest(const GradientsProblem& table, const GradientsTemporaries& t) {
   const dim3 last = small_blocks(std::max(E, W), W, 3);
   launch_early(add_slices, blocks_for(3 * t.count, 4 * 32), 32 * kSliceParts, 0, t.partials.data(),
                t.slices, t.dM.data(), t.D.data(), static_cast<size_t>(t.count));
-  launch_early(finish_backward, last, kThreads, kSmallBytes, table.operands(), t.dM.data(), t.D.data());
+  launch_early(finish_backward, last, kThreads, 0, table.operands(), t.dM.data(), t.D.data());
 }
 
 template <typename Tiles>
@@ -1057,7 +1101,7 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
   const dim3 small = small_blocks(E, W, 2);
   const auto launch = [=, &table] {
     const Operands in = table.operands();
-    associate<<<small, kThreads, kSmallBytes>>>(in, t.M, dense(table.shape));
+    associate<<<small, kThreads>>>(in, t.M, dense(table.shape));
     accumulate_backward<Tiles><<<blocks, Tiles::kThreads, bytes>>>(in, t.M, t.partials);
     launch_rest(table, t);
   };
@@ -1126,7 +1170,7 @@ void add_hopper_forward(GradientsProblem& table) {
   const dim3 blocks = clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
-    associate<<<small, kThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
     launch_clusters(hopper_features<kSteps>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
                     V);
   };
@@ -1140,24 +1184,24 @@ void add_hopper_forward(GradientsProblem& table) {
 template <int kSteps>
 void add_hopper_backward(GradientsProblem& table) {
   constexpr int kBytes = sizeof(HopperBackward<kSteps>);
-  constexpr bool kOnePart = kSteps == kPartSteps;
   const auto [V, E, W] = table.shape;
   const auto kernel = hopper_accumulate_backward<kSteps>;
   using Shared = HopperBackward<kSteps>;
   const dim3 blocks = clusters_for<Shared>(table.shape, Shared::kCols, kernel);
-  // With two parts M1 and M2 lie beside each other, 32 columns of either in turn.
+  // [M1 | M2 | -M2 | M1] or [M1 | M2], 32 columns of each in turn.
+  constexpr int kLayers = kSteps == kPartSteps ? 4 : 2;
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
-  const Layout layout = kOnePart ? dense(table.shape)
-                                 : Layout{.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
-  const int matrices = kOnePart ? 3 : static_cast<int>(blocks_for(2 * cols, W));
+  const Layout layout = {
+      .matrix = 32, .row = kLayers * cols, .group = 32 * kLayers, .cols = cols};
+  const int matrices = static_cast<int>(blocks_for(kLayers * cols, W));
   const GradientsTemporaries t(table, matrices, blocks.y);
-  const dim3 small = small_blocks(E, W, kOnePart ? 3 : 2);
+  const dim3 small = small_blocks(E, W, kLayers);
   const int64_t tiles = blocks_for(V, 64);
   const auto launch = [=, E = E, &table] {
     const Operands in = table.operands();
     GradientMaps maps = gradient_maps(table, t.M);
-    if (!kOnePart) maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
-    associate<<<small, kThreads, kSmallBytes>>>(in, t.M, layout);
+    maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
+    associate<<<small, kThreads>>>(in, t.M, layout);
     launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks, kHopperThreads,
                     kBytes, maps, in.d_out, t.partials.data(), static_cast<int>(in.V), in.E, in.W);
     launch_rest(table, t);

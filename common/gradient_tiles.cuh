@@ -18,23 +18,28 @@ __host__ __device__ constexpr int steps_of(int part, int steps) {
   return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
 }
 
-/// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. M1 may be
-/// [M1 | M2], 32 columns of either in turn.
+/// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
+/// is [M1 | M2], or [M1 | M2 | -M2 | M1], 32 columns of each in turn.
 struct GradientMaps {
   CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
   CUtensorMap vertices;  // out, or dOut
 };
 
-/// 64 rows (of E) and kCols columns of each right factor.
-template <int kCols>
-struct RightFactors;
-template <>
-struct RightFactors<64> {
+/// 64 rows (of E) and 64 columns of each right factor, forward.
+struct RightFactors {
   Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;
 };
+
+/// The same backward, kCols columns, in pieces of 32: by_gr is [M1 | M2], by_gi [-M2 | M1].
+template <int kCols>
+struct BackwardFactors;
 template <>
-struct RightFactors<32> {
-  Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
+struct BackwardFactors<64> {
+  Box<__nv_bfloat16, 64> by_gr[2], by_gi[2], x;
+};
+template <>
+struct BackwardFactors<32> {
+  Box<__nv_bfloat16, 64> by_gr, x;  // of this x the first 32 columns
 };
 
 /// 64 rows (of V) and 64 columns of Gr and Gi.
@@ -46,17 +51,26 @@ struct LeftFactors {
 
 // ---- Load ---------------------------------------------------------------------------------------
 
-/// Rows 64 `step` to 64 `step` + 63, columns `col` to `col` + kCols - 1 of all right factors.
-__device__ inline void load_right_factors(RightFactors<64>& to, const GradientMaps& maps, int step,
+/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of all right factors.
+__device__ inline void load_right_factors(RightFactors& to, const GradientMaps& maps, int step,
                                           int col, Barrier* loaded) {
   tensor_load(&to.minus_M2, &maps.minus_M2, kStepK * step, col, loaded);
   tensor_load(&to.M1, &maps.M1, kStepK * step, col, loaded);
   tensor_load(&to.M2, &maps.M2, kStepK * step, col, loaded);
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
-__device__ inline void load_right_factors(RightFactors<32>& to, const GradientMaps& maps, int step,
-                                          int col, Barrier* loaded) {
-  tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
+__device__ inline void load_right_factors(BackwardFactors<64>& to, const GradientMaps& maps,
+                                          int step, int col, Barrier* loaded) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    tensor_load(&to.by_gr[half], &maps.M1, kStepK * step, 4 * col + 128 * half, loaded);
+    tensor_load(&to.by_gi[half], &maps.M1, kStepK * step, 4 * col + 128 * half + 64, loaded);
+  }
+  tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
+}
+__device__ inline void load_right_factors(BackwardFactors<32>& to, const GradientMaps& maps,
+                                          int step, int col, Barrier* loaded) {
+  tensor_load(&to.by_gr, &maps.M1, kStepK * step, 2 * col, loaded);
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
 
@@ -83,6 +97,12 @@ struct LeftFragments {
   }
 };
 
+template <int kSteps>
+__device__ inline void load_fragments(LeftFragments (&to)[kPartSteps], const LeftFactors* from) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) to[step].load(from[step]);
+}
+
 // ---- Multiply -----------------------------------------------------------------------------------
 
 #ifndef CUDA_CPU
@@ -108,14 +128,12 @@ __device__ inline void wgmma<__nv_bfloat16, 48>(float (&sum)[48], const uint32_t
 }
 #endif
 
-/// A warpgroup's sums of 64 vertices and kCols features, fp32: ar(i), ai(i), xr(i), xi(i) belong to
-/// one vertex and feature, those of Sum<kCols>::row(i) and col(i).
-template <int kCols>
-struct Gradients;
+// A warpgroup's sums of 64 vertices and of features, fp32: ar(i), ai(i), xr(i), xi(i) belong to one
+// vertex and feature, those of Sum::row(i) and col(i).
 
-/// [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x: 128 registers.
-template <>
-struct Gradients<64> {
+/// Forward, 64 features: [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x: 128
+/// registers.
+struct Gradients {
   Sum<128> a;
   Sum<64> r, i;
 
@@ -124,29 +142,104 @@ struct Gradients<64> {
   __device__ float& xr(int e) { return r.elements[e]; }
   __device__ float& xi(int e) { return i.elements[e]; }
   __device__ void add_product(const uint32_t (&gr)[4], const uint32_t (&gi)[4],
-                              const RightFactors<64>& right, int k, bool add) {
+                              const RightFactors& right, int k, bool add) {
     wgmma<__nv_bfloat16>(a.elements, gr, right.M1.operand_b(k), add);
     wgmma<__nv_bfloat16>(r.elements, gr, right.x.operand_b(k), add);
     wgmma<__nv_bfloat16>(a.elements, gi, right.minus_M2.operand_b(k), true);
     wgmma<__nv_bfloat16>(i.elements, gi, right.x.operand_b(k), add);
   }
-  __device__ void combine() {}
 };
 
-/// Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine() makes ar and ai. That is
-/// half as many registers again for a feature, but M2 is on chip only once.
-template <>
-struct Gradients<32> {
+/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors
+/// come from registers: from shared memory, which has no bandwidth to spare, each would be read for
+/// each right factor.
+template <int kSteps>
+__device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left)[kPartSteps],
+                                     const RightFactors* right, bool add) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      sums.add_product(left[step].gr[k], left[step].gi[k], right[step], k,
+                       add || step > 0 || k > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+/// Keeps the compiler from using a sum before the wait for its product, which names no registers.
+template <int kCount>
+__device__ inline void products_done([[maybe_unused]] float (&sum)[kCount]) {
+#ifndef CUDA_CPU
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+#endif
+}
+
+/// Backward: 64 features in two halves of 32, which take turns: the products of one are made while
+/// the other's sums are being used. Also 128 registers.
+struct GradientHalves {
+  Sum<64> a[2];  // [ar | ai] of each half
+  Sum<64> r, i;  // of both
+
+  template <int kHalf>
+  struct Half {
+    GradientHalves& of;
+    __device__ float& ar(int e) { return of.a[kHalf].elements[e]; }
+    __device__ float& ai(int e) { return of.a[kHalf].elements[16 + e]; }
+    __device__ float& xr(int e) { return of.r.elements[16 * kHalf + e]; }
+    __device__ float& xi(int e) { return of.i.elements[16 * kHalf + e]; }
+  };
+
+  /// Starts to make ar and ai of a half, as one group of wgmma.
+  template <int kHalf>
+  __device__ void start_a(const LeftFragments (&left)[2], const BackwardFactors<64> (&right)[2]) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const LeftFragments& from = left[k / 4];
+      wgmma<__nv_bfloat16>(a[kHalf].elements, from.gr[k % 4],
+                           right[k / 4].by_gr[kHalf].operand_b(k % 4), k > 0);
+      wgmma<__nv_bfloat16>(a[kHalf].elements, from.gi[k % 4],
+                           right[k / 4].by_gi[kHalf].operand_b(k % 4), true);
+    }
+    wgmma_commit();
+  }
+  /// The same of xr and xi.
+  __device__ void start_x(const LeftFragments (&left)[2], const BackwardFactors<64> (&right)[2]) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const LeftFragments& from = left[k / 4];
+      const uint64_t x = right[k / 4].x.operand_b(k % 4);
+      wgmma<__nv_bfloat16>(r.elements, from.gr[k % 4], x, k > 0);
+      wgmma<__nv_bfloat16>(i.elements, from.gi[k % 4], x, k > 0);
+    }
+    wgmma_commit();
+  }
+};
+
+/// Backward, 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine()
+/// makes ar and ai. That is half as many registers again for a feature, but M2 is on chip only once.
+struct GradientPairs {
   Sum<96> by_gr, by_gi;
 
   __device__ float& ar(int e) { return by_gr.elements[e]; }
   __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
   __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
-  __device__ void add_product(const uint32_t (&gr)[4], const uint32_t (&gi)[4],
-                              const RightFactors<32>& right, int k, bool add) {
-    wgmma<__nv_bfloat16>(by_gr.elements, gr, right.M1_M2.operand_b(k), add);
-    wgmma<__nv_bfloat16>(by_gi.elements, gi, right.M1_M2.operand_b(k), add);
+  /// Starts to add (or, if not `add`, to assign) the product of a step, as one group of wgmma.
+  __device__ void start_product(const LeftFragments& left, const BackwardFactors<32>& right,
+                                bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma<__nv_bfloat16>(by_gr.elements, left.gr[k], right.by_gr.operand_b(k), add || k > 0);
+      wgmma<__nv_bfloat16>(by_gi.elements, left.gi[k], right.by_gr.operand_b(k), add || k > 0);
+    }
+    wgmma_commit();
   }
   __device__ void combine() {
 #pragma unroll
@@ -157,29 +250,14 @@ struct Gradients<32> {
   }
 };
 
-/// Starts to add (or, if not `add`, to assign) the product of a step, as one group of wgmma. The
-/// left factors come from registers: from shared memory, which has no bandwidth to spare, each would
-/// be read for each right factor.
-template <int kCols>
-__device__ inline void start_product(Gradients<kCols>& sums, const LeftFragments& left,
-                                     const RightFactors<kCols>& right, bool add) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    sums.add_product(left.gr[k], left.gi[k], right, k, add || k > 0);
-  }
-  wgmma_commit();
-}
-
 // ---- Backward: the factors of the gradients -----------------------------------------------------
 
-/// Puts f(e), for a warpgroup's elements e of kCols columns, rounded, into columns `at` to `at` +
-/// kCols - 1 of the box.
-template <int kCols, typename F>
+/// Puts f(e), for a warpgroup's elements e of 32 columns, rounded, into columns from `at` on.
+template <typename F>
 __device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
 #pragma unroll
-  for (int c = 0; c < kCols; c += 16) {
+  for (int c = 0; c < 32; c += 16) {
     uint32_t registers[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -198,9 +276,12 @@ struct Products {
 #if HOPPER_CODE
   __device__ uint64_t by_gr(int k) const { return boxes[0].operand_b(k); }
   __device__ uint64_t by_gi(int k) const { return boxes[2 * kCols / 64].operand_b(k); }
-  __device__ void store(Gradients<kCols>& from) {
+  /// Those of 32 features from column `col` on.
+  template <typename Sums>
+  __device__ void store(Sums from, int col) {
     const auto put = [&](int which, auto f) {
-      put_columns<kCols>(boxes[which * kCols / 64], which * kCols % 64, f);
+      const int at = which * kCols + col;
+      put_columns(boxes[at / 64], at % 64, f);
     };
     put(0, [&](int e) { return from.xr(e); });
     put(1, [&](int e) { return from.ar(e); });
@@ -212,14 +293,13 @@ struct Products {
 };
 
 #if HOPPER_CODE
-/// A thread's elements of dOut (V, W), in pairs: those of Sum<kCols> from (row, col) on.
-template <int kCols>
-__device__ inline void read_d_out(uint32_t (&pairs)[kCols / 4], const __nv_bfloat16* from,
-                                  int64_t row, int col, int64_t V, int W) {
+/// A thread's elements of dOut (V, W), in pairs: those of Sum<32> from (row, col) on.
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int64_t row,
+                                  int col, int64_t V, int W) {
 #pragma unroll
-  for (int i = 0; i < kCols / 4; ++i) {
-    const int64_t v = row + Sum<kCols>::row(2 * i);
-    const int w = col + Sum<kCols>::col(2 * i);
+  for (int i = 0; i < 8; ++i) {
+    const int64_t v = row + Sum<32>::row(2 * i);
+    const int w = col + Sum<32>::col(2 * i);
     pairs[i] = v < V && w < W ? *reinterpret_cast<const uint32_t*>(from + v * W + w) : 0;
   }
 }
@@ -238,11 +318,11 @@ __device__ inline float reciprocal(float value) {
 /// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
 /// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
 /// result below 2^-126 becomes 0.
-template <int kCols>
-__device__ inline void multiply_by_g(Gradients<kCols>& sums, const uint32_t (&d_out)[kCols / 4]) {
+template <typename Sums>
+__device__ inline void multiply_by_g(Sums&& sums, const uint32_t (&d_out)[8]) {
   constexpr float kLog2E = 1.44269504f;
 #pragma unroll
-  for (int i = 0; i < kCols / 2; ++i) {
+  for (int i = 0; i < 16; ++i) {
     const float2 pair = unpack2(d_out[i / 2]);
     const float u = sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i);
     const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
