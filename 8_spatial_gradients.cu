@@ -258,10 +258,15 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
     }
   };
 
-  for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
-  if constexpr (kEarly) wait_for_previous_kernel();
+  if constexpr (kEarly) {
+    for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
+    wait_for_previous_kernel();
+  }
   for (int step = 0; step < kSmallStages - 1; ++step) {
-    if (step < steps) copy_left(step);
+    if (step < steps) {
+      copy_left(step);
+      if constexpr (!kEarly) copy_right(step);
+    }
     copy_async_commit();
   }
   for (int step = 0; step < steps; ++step) {
@@ -298,11 +303,11 @@ struct Layout {
   int row, group, cols;
 };
 
-// M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2, with a fourth M1 again.
+// M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
 __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layout layout) {
   start_next_kernel();  // Hopper's kernels have other things to load first
   __shared__ __align__(128) bf16 stages[kSmallShared];
-  const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z % 3 == 0 ? in.Lr : in.Li, in.W, in.W};
+  const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
   bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
   const float sign = blockIdx.z == 2 ? -1 : 1;
   Sums<16, 16> sum = {};
@@ -789,12 +794,13 @@ __global__ void __launch_bounds__(384, 1)
 // columns.
 template <int kSteps>
 struct HopperBackward {
-  static constexpr int kCols = kSteps == 2 ? 64 : 32;
+  static constexpr int kCols = kSteps == 2 ? 64 : 32, kHalves = kCols / 32;
   static constexpr int kStages = kSteps == 2 ? 6 : kSteps == 3 ? 9 : 8;  // as many as fit
-  BackwardFactors<kCols> right[kSteps];
+  BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Barrier loaded, full[kStages], empty[kStages], ready, spent;
+  Box<bf16, 64> d_out[kHalves == 2 ? 3 : 1];  // comes with its tile's first step
+  Barrier loaded, full[kStages], empty[kStages], ready, spent[2];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
@@ -803,8 +809,8 @@ struct HopperBackward {
       barrier_init(&full[s], 1);
       barrier_init(&empty[s], blocks);
     }
-    barrier_init(&ready, 128);
-    barrier_init(&spent, 1);
+    barrier_init(&ready, 128 * kHalves);
+    for (Barrier& each : spent) barrier_init(&each, 1);
     barrier_init_fence();
   }
 #endif
@@ -815,116 +821,69 @@ struct Walk {
   int first, clusters, tiles;
 };
 
-// The first warpgroup's part, for E up to 128. A product is three groups of wgmma: ar and ai of the
-// first 32 features; xr and xi; ar and ai of the other 32. While the tensor cores are at the third
-// one, it makes P, Q, R, S of the first half, and those of the other half while they are at the
-// first group of the next tile.
-__device__ void make_products(HopperBackward<2>& shared, Walk walk, const bf16* d_out, int col0,
-                              int V, int W) {
-#if HOPPER_CODE
-  Ring<HopperBackward<2>::kStages> ring;
-  Ring<1> turn;
-  LeftFragments left[2];
-  GradientHalves sums;
-  uint32_t d_out_pairs[2][8];
-  const auto start_tile = [&](int tile) {
-#pragma unroll
-    for (int step = 0; step < 2; ++step, ring.advance()) {
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      left[step].load(shared.left[ring.stage]);
-    }
-    read_d_out(d_out_pairs[0], d_out, int64_t{64} * tile, col0, V, W);
-    sums.start_a<0>(left, shared.right);
-  };
-  const auto leave_second_half = [&] {
-    multiply_by_g(GradientHalves::Half<1>{sums}, d_out_pairs[1]);
-    shared.products.store(GradientHalves::Half<1>{sums}, 32);
-    shared_fence();
-    barrier_arrive(&shared.ready);
-  };
-  barrier_wait(&shared.loaded, 0);
-  start_tile(walk.first);
-  for (int tile = walk.first;; leave_second_half(), turn.advance()) {
-    sums.start_x(left, shared.right);
-    read_d_out(d_out_pairs[1], d_out, int64_t{64} * tile, col0 + 32, V, W);
-    sums.start_a<1>(left, shared.right);
-    wgmma_wait<1>();  // all but the last
-    products_done(sums.a[0].elements);
-    products_done(sums.r.elements);
-    products_done(sums.i.elements);
-    multiply_by_g(GradientHalves::Half<0>{sums}, d_out_pairs[0]);
-    barrier_wait(&shared.spent, turn.parity ^ 1);
-    shared.products.store(GradientHalves::Half<0>{sums}, 0);
-    wgmma_wait<0>();
-    products_done(sums.a[1].elements);
-    if ((tile += walk.clusters) >= walk.tiles) break;
-    start_tile(tile);
-  }
-  leave_second_half();
-#endif
-}
-
-// For larger E there are no registers left to work like that; there a step's fragments are loaded
-// while the tensor cores are at the step before.
+// What the two warpgroups do that make P, Q, R, S. Of 64 columns either has one half, of 32 columns
+// every second tile.
 template <int kSteps>
 __device__ void make_products(HopperBackward<kSteps>& shared, Walk walk, const bf16* d_out,
                               int col0, int V, int W) {
 #if HOPPER_CODE
+  constexpr bool kShare = HopperBackward<kSteps>::kHalves == 2;
+  const int maker = threadIdx.x / 128 - 1, half = kShare ? maker : 0;
   Ring<HopperBackward<kSteps>::kStages> ring;
   Ring<1> turn;
-  LeftFragments left[2];
-  const auto load_step = [&](LeftFragments& to) {
-    barrier_wait(&shared.full[ring.stage], ring.parity);
-    to.load(shared.left[ring.stage]);
-    ring.advance();
+  const auto skip_tile = [&] {
+    for (int step = 0; step < kSteps; ++step) ring.advance();
   };
-  load_step(left[0]);
+  if (!kShare && maker == 1) skip_tile();
   barrier_wait(&shared.loaded, 0);
-  for (int tile = walk.first; tile < walk.tiles; tile += walk.clusters, turn.advance()) {
+  const int first = walk.first + (kShare ? 0 : maker * walk.clusters);
+  for (int tile = first; tile < walk.tiles; tile += (kShare ? 1 : 2) * walk.clusters) {
     GradientPairs sums;
     uint32_t d_out_pairs[8];
-    read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+    const int stage = ring.stage;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      sums.start_product(left[step % 2], shared.right[step], step > 0);
-      wgmma_wait<1>();  // the step before, whose fragments make room for the next one's
-      if (step < kSteps - 1) load_step(left[(step + 1) % 2]);
+    for (int step = 0; step < kSteps; ++step, ring.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      sums.start_product(shared.left[ring.stage], shared.right[half][step], step > 0);
     }
-#ifdef TURN32
-    if (tile > walk.first) barrier_arrive(&shared.ready);
-#endif
     wgmma_wait<0>();
+#ifndef NO_TURN
+    if (kShare && tile > first) barrier_arrive(&shared.ready);
+#endif
+    if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[stage / kSteps], 32 * half);
     sums.combine();
     multiply_by_g(sums, d_out_pairs);
-    if (tile + walk.clusters < walk.tiles) load_step(left[0]);
-    barrier_wait(&shared.spent, turn.parity ^ 1);
-    shared.products.store(sums, 0);
+    // The products before these, in the same place: of two warpgroups that take turns, the other's.
+    barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
+    shared.products.store(sums, 32 * half);
     shared_fence();
-#ifndef TURN32
+#ifdef NO_TURN
     barrier_arrive(&shared.ready);
+#else
+    if (!kShare) barrier_arrive(&shared.ready);
 #endif
+    turn.advance();
+    if (!kShare) skip_tile();
   }
-#ifdef TURN32
-    barrier_arrive(&shared.ready);
+#ifndef NO_TURN
+  if (kShare) barrier_arrive(&shared.ready);
 #endif
 #endif
 }
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
 //
-// Two warpgroups work like an assembly line: the second is one tile behind the first. The first
-// computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
-// multiplies these by Gr^T and Gi^T, transposed where they lie, and keeps the sums,
+// Three warpgroups work like an assembly line. Two compute what the forward pass did, then P, Q, R,
+// S, which they leave in shared memory. The third multiplies these by Gr^T and Gi^T, transposed
+// where they lie, and keeps the sums,
 //
 //     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
 //
 // in 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the three
 // products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once.
-//
-// Both give the tensor cores the same amount of work. If the first one had none under way while it
-// makes P, Q, R, S, they would wait for it: the second one is done with the tile before by then.
 template <int kSteps>
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
                                float* partials, int V, int E, int W) {
 #if HOPPER_CODE
@@ -943,33 +902,35 @@ __global__ void __launch_bounds__(384, 1)
     registers_shrink_to<24>();
     if (threadIdx.x == 0) {
       for (int tile = first; tile < tiles; tile += clusters) {
-        prefetch_l2(&maps.vertices, 64 * tile, col0);  // dOut
         for (int step = 0; step < kSteps; ++step, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
-#ifndef NO_PREFETCH_LEFT
-          if constexpr (kSteps > 2) {  // the ring has room for two tiles, no more
-            prefetch_l2(rank == 0 ? &maps.Gr : &maps.Gi, 64 * (tile + clusters), kStepK * step);
-          }
-#endif
+          const bool with_d_out = Shared::kHalves == 2 && step == 0;
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(full, sizeof(LeftFactors));
+          barrier_arrive_expect(full,
+                                sizeof(LeftFactors) + (with_d_out ? sizeof shared.d_out[0] : 0));
           load_left_factors(shared.left[ring.stage], maps, tile, step, rank, blocks, full);
+          if (with_d_out) {
+            tensor_load(&shared.d_out[ring.stage / kSteps], &maps.vertices, 64 * tile, col0, full);
+          }
         }
+        if (Shared::kHalves == 1) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
         if (tile == first) {
           wait_for_previous_kernel();  // associate, which makes M1 and M2
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          for (int step = 0; step < kSteps; ++step) {
-            load_right_factors(shared.right[step], maps, step, col0, &shared.loaded);
+          for (int half = 0; half < Shared::kHalves; ++half) {
+            for (int step = 0; step < kSteps; ++step) {
+              load_right_factors(shared.right[half][step], maps, step, col0 + 32 * half,
+                                 &shared.loaded);
+            }
           }
         }
       }
       wait_until_empty(shared.empty, ring);
     }
-  } else if (threadIdx.x < 256) {
-    registers_grow_to<240>();
-    make_products(shared, Walk{first, clusters, tiles}, d_out, col0, V, W);
+  } else if (threadIdx.x < 384) {
+    make_products<kSteps>(shared, Walk{first, clusters, tiles}, d_out, col0, V, W);
   } else {
-    registers_grow_to<240>();
+    registers_grow_to<224>();
     const int thread = threadIdx.x % 128;
     Ring<1> turn;  // one phase a tile
     Slice<kCols> slices[kSteps];
@@ -992,7 +953,7 @@ __global__ void __launch_bounds__(384, 1)
       }
       wgmma_wait<0>();
       if (thread < blocks) barrier_arrive(used, thread);
-      if (thread == 0) barrier_arrive(&shared.spent);
+      if (thread == 0) barrier_arrive(&shared.spent[Shared::kHalves == 2 ? 0 : turn.parity]);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
@@ -1130,17 +1091,17 @@ bool add_associated(GradientsProblem& table, const Device& device) {
   return true;
 }
 
-constexpr int kHopperThreads = 384;
+constexpr int kHopperThreads = 384, kHopperBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
 template <typename Shared, typename Kernel>
-dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel) {
+dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
   const unsigned groups = blocks_for(shape.W, cols);
   const unsigned slabs = blocks_for(groups, kMostBlocks);
   const unsigned blocks = blocks_for(groups, slabs);
-  const int clusters = resident_clusters(kernel, blocks, kHopperThreads, bytes);
+  const int clusters = resident_clusters(kernel, blocks, threads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
   return dim3(blocks, persistent(blocks_for(shape.V, 64), of_a_slab), slabs);
 }
@@ -1167,7 +1128,8 @@ void add_hopper_forward(GradientsProblem& table) {
   const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
   using Shared = HopperForward<kSteps>;
-  const dim3 blocks = clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel);
+  const dim3 blocks =
+      clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel, kHopperThreads);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
     associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
@@ -1187,29 +1149,29 @@ void add_hopper_backward(GradientsProblem& table) {
   const auto [V, E, W] = table.shape;
   const auto kernel = hopper_accumulate_backward<kSteps>;
   using Shared = HopperBackward<kSteps>;
-  const dim3 blocks = clusters_for<Shared>(table.shape, Shared::kCols, kernel);
-  // [M1 | M2 | -M2 | M1] or [M1 | M2], 32 columns of each in turn.
-  constexpr int kLayers = kSteps == kPartSteps ? 4 : 2;
+  const dim3 blocks =
+      clusters_for<Shared>(table.shape, Shared::kCols, kernel, kHopperBackwardThreads);
+  // [M1 | M2], 32 columns of either in turn.
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
-  const Layout layout = {
-      .matrix = 32, .row = kLayers * cols, .group = 32 * kLayers, .cols = cols};
-  const int matrices = static_cast<int>(blocks_for(kLayers * cols, W));
+  const Layout layout = {.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
+  const int matrices = static_cast<int>(blocks_for(2 * cols, W));
   const GradientsTemporaries t(table, matrices, blocks.y);
-  const dim3 small = small_blocks(E, W, kLayers);
+  const dim3 small = small_blocks(E, W, 2);
   const int64_t tiles = blocks_for(V, 64);
   const auto launch = [=, E = E, &table] {
     const Operands in = table.operands();
     GradientMaps maps = gradient_maps(table, t.M);
     maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
     associate<<<small, kThreads>>>(in, t.M, layout);
-    launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks, kHopperThreads,
-                    kBytes, maps, in.d_out, t.partials.data(), static_cast<int>(in.V), in.E, in.W);
+    launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks,
+                    kHopperBackwardThreads, kBytes, maps, in.d_out, t.partials.data(),
+                    static_cast<int>(in.V), in.E, in.W);
     launch_rest(table, t);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + t.bytes())
-      .resources(kernel, kHopperThreads, kBytes)
+      .resources(kernel, kHopperBackwardThreads, kBytes)
       // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + blocks.y - 1) / blocks.y * 64);
 }

@@ -19,7 +19,7 @@ __host__ __device__ constexpr int steps_of(int part, int steps) {
 }
 
 /// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
-/// is [M1 | M2], or [M1 | M2 | -M2 | M1], 32 columns of each in turn.
+/// is [M1 | M2], 32 columns of either in turn.
 struct GradientMaps {
   CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
   CUtensorMap vertices;  // out, or dOut
@@ -30,16 +30,9 @@ struct RightFactors {
   Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;
 };
 
-/// The same backward, kCols columns, in pieces of 32: by_gr is [M1 | M2], by_gi [-M2 | M1].
-template <int kCols>
-struct BackwardFactors;
-template <>
-struct BackwardFactors<64> {
-  Box<__nv_bfloat16, 64> by_gr[2], by_gi[2], x;
-};
-template <>
-struct BackwardFactors<32> {
-  Box<__nv_bfloat16, 64> by_gr, x;  // of this x the first 32 columns
+/// The same backward, 32 columns.
+struct BackwardFactors {
+  Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
 };
 
 /// 64 rows (of V) and 64 columns of Gr and Gi.
@@ -59,18 +52,9 @@ __device__ inline void load_right_factors(RightFactors& to, const GradientMaps& 
   tensor_load(&to.M2, &maps.M2, kStepK * step, col, loaded);
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
-__device__ inline void load_right_factors(BackwardFactors<64>& to, const GradientMaps& maps,
-                                          int step, int col, Barrier* loaded) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    tensor_load(&to.by_gr[half], &maps.M1, kStepK * step, 4 * col + 128 * half, loaded);
-    tensor_load(&to.by_gi[half], &maps.M1, kStepK * step, 4 * col + 128 * half + 64, loaded);
-  }
-  tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
-}
-__device__ inline void load_right_factors(BackwardFactors<32>& to, const GradientMaps& maps,
-                                          int step, int col, Barrier* loaded) {
-  tensor_load(&to.by_gr, &maps.M1, kStepK * step, 2 * col, loaded);
+__device__ inline void load_right_factors(BackwardFactors& to, const GradientMaps& maps, int step,
+                                          int col, Barrier* loaded) {
+  tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
 
@@ -107,25 +91,21 @@ __device__ inline void load_fragments(LeftFragments (&to)[kPartSteps], const Lef
 
 #ifndef CUDA_CPU
 // wgmma of 96 columns, which no other lesson has.
-#define GRADIENTS_R48 \
-  HOPPER_R32          \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define GRADIENTS_SUM48 HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40)
-template <>
-__device__ inline void wgmma<__nv_bfloat16, true, 48>(float (&sum)[48], uint64_t a, uint64_t b,
-                                                      bool add) {
-  using T = __nv_bfloat16;
-  constexpr bool kTransposed = true;
-  HOPPER_WGMMA("96", GRADIENTS_R48, "%48", "%49", "%50", "1, 1, %51, 1", HOPPER_SHARED_A,
-               GRADIENTS_SUM48)
-}
-template <>
-__device__ inline void wgmma<__nv_bfloat16, 48>(float (&sum)[48], const uint32_t (&a)[4],
-                                                uint64_t b, bool add) {
-  using T = __nv_bfloat16;
-  HOPPER_WGMMA("96", GRADIENTS_R48, "{%48, %49, %50, %51}", "%52", "%53", "1, 1, 1",
-               HOPPER_REGISTER_A, GRADIENTS_SUM48)
-}
+#define GRADIENTS_WGMMA96(kIsTransposed)                                                         \
+  template <>                                                                                    \
+  __device__ inline void wgmma<__nv_bfloat16, kIsTransposed, 48>(float(&sum)[48], uint64_t a,    \
+                                                                 uint64_t b, bool add) {         \
+    using T = __nv_bfloat16;                                                                     \
+    constexpr bool kTransposed = kIsTransposed;                                                  \
+    HOPPER_WGMMA("96",                                                                           \
+                 HOPPER_R32                                                                      \
+                 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
+                 "%47",                                                                          \
+                 "%48", "%49", "%50", "1, 1, %51, 1", HOPPER_SHARED_A, HOPPER_SUM32(0),          \
+                 HOPPER_SUM8(32), HOPPER_SUM8(40))                                               \
+  }
+GRADIENTS_WGMMA96(false)
+GRADIENTS_WGMMA96(true)
 #endif
 
 // A warpgroup's sums of 64 vertices and of features, fp32: ar(i), ai(i), xr(i), xi(i) belong to one
@@ -169,58 +149,6 @@ __device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left
   wgmma_wait<0>();
 }
 
-/// Keeps the compiler from using a sum before the wait for its product, which names no registers.
-template <int kCount>
-__device__ inline void products_done([[maybe_unused]] float (&sum)[kCount]) {
-#ifndef CUDA_CPU
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
-#endif
-}
-
-/// Backward: 64 features in two halves of 32, which take turns: the products of one are made while
-/// the other's sums are being used. Also 128 registers.
-struct GradientHalves {
-  Sum<64> a[2];  // [ar | ai] of each half
-  Sum<64> r, i;  // of both
-
-  template <int kHalf>
-  struct Half {
-    GradientHalves& of;
-    __device__ float& ar(int e) { return of.a[kHalf].elements[e]; }
-    __device__ float& ai(int e) { return of.a[kHalf].elements[16 + e]; }
-    __device__ float& xr(int e) { return of.r.elements[16 * kHalf + e]; }
-    __device__ float& xi(int e) { return of.i.elements[16 * kHalf + e]; }
-  };
-
-  /// Starts to make ar and ai of a half, as one group of wgmma.
-  template <int kHalf>
-  __device__ void start_a(const LeftFragments (&left)[2], const BackwardFactors<64> (&right)[2]) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const LeftFragments& from = left[k / 4];
-      wgmma<__nv_bfloat16>(a[kHalf].elements, from.gr[k % 4],
-                           right[k / 4].by_gr[kHalf].operand_b(k % 4), k > 0);
-      wgmma<__nv_bfloat16>(a[kHalf].elements, from.gi[k % 4],
-                           right[k / 4].by_gi[kHalf].operand_b(k % 4), true);
-    }
-    wgmma_commit();
-  }
-  /// The same of xr and xi.
-  __device__ void start_x(const LeftFragments (&left)[2], const BackwardFactors<64> (&right)[2]) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const LeftFragments& from = left[k / 4];
-      const uint64_t x = right[k / 4].x.operand_b(k % 4);
-      wgmma<__nv_bfloat16>(r.elements, from.gr[k % 4], x, k > 0);
-      wgmma<__nv_bfloat16>(i.elements, from.gi[k % 4], x, k > 0);
-    }
-    wgmma_commit();
-  }
-};
-
 /// Backward, 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine()
 /// makes ar and ai. That is half as many registers again for a feature, but M2 is on chip only once.
 struct GradientPairs {
@@ -231,13 +159,13 @@ struct GradientPairs {
   __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
   /// Starts to add (or, if not `add`, to assign) the product of a step, as one group of wgmma.
-  __device__ void start_product(const LeftFragments& left, const BackwardFactors<32>& right,
-                                bool add) {
+  __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      wgmma<__nv_bfloat16>(by_gr.elements, left.gr[k], right.by_gr.operand_b(k), add || k > 0);
-      wgmma<__nv_bfloat16>(by_gi.elements, left.gi[k], right.by_gr.operand_b(k), add || k > 0);
+      const uint64_t b = right.M1_M2.operand_b(k);
+      wgmma<__nv_bfloat16>(by_gr.elements, left.Gr.operand(0, k), b, add || k > 0);
+      wgmma<__nv_bfloat16>(by_gi.elements, left.Gi.operand(0, k), b, add || k > 0);
     }
     wgmma_commit();
   }
@@ -277,8 +205,7 @@ struct Products {
   __device__ uint64_t by_gr(int k) const { return boxes[0].operand_b(k); }
   __device__ uint64_t by_gi(int k) const { return boxes[2 * kCols / 64].operand_b(k); }
   /// Those of 32 features from column `col` on.
-  template <typename Sums>
-  __device__ void store(Sums from, int col) {
+  __device__ void store(GradientPairs& from, int col) {
     const auto put = [&](int which, auto f) {
       const int at = which * kCols + col;
       put_columns(boxes[at / 64], at % 64, f);
@@ -293,7 +220,18 @@ struct Products {
 };
 
 #if HOPPER_CODE
-/// A thread's elements of dOut (V, W), in pairs: those of Sum<32> from (row, col) on.
+/// A thread's elements of dOut, in pairs: those of Sum<32> in columns from `at` on of a tile.
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const Box<__nv_bfloat16, 64>& tile,
+                                  int at) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int piece = at / 8 + 2 * c + threadIdx.x % 32 / 16;
+    ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[4 * c]),
+                &tile.elements[swizzled(row, piece)]);
+  }
+}
+/// The same from (row, col) on of all of dOut (V, W).
 __device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int64_t row,
                                   int col, int64_t V, int W) {
 #pragma unroll
@@ -318,8 +256,7 @@ __device__ inline float reciprocal(float value) {
 /// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
 /// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
 /// result below 2^-126 becomes 0.
-template <typename Sums>
-__device__ inline void multiply_by_g(Sums&& sums, const uint32_t (&d_out)[8]) {
+__device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out)[8]) {
   constexpr float kLog2E = 1.44269504f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
