@@ -794,13 +794,18 @@ __global__ void __launch_bounds__(384, 1)
 // columns.
 template <int kSteps>
 struct HopperBackward {
+#ifdef ALT
+  static constexpr int kCols = 32, kHalves = kCols / 32;
+  static constexpr int kStages = kSteps == 2 ? 10 : kSteps == 3 ? 9 : 8;  // as many as fit
+#else
   static constexpr int kCols = kSteps == 2 ? 64 : 32, kHalves = kCols / 32;
   static constexpr int kStages = kSteps == 2 ? 6 : kSteps == 3 ? 9 : 8;  // as many as fit
+#endif
   BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
   Box<bf16, 64> d_out[kHalves == 2 ? 3 : 1];  // comes with its tile's first step
-  Barrier loaded, full[kStages], empty[kStages], ready, spent[2];
+  Barrier loaded, full[kStages], empty[kStages], ready, spent[4];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
@@ -828,7 +833,7 @@ __device__ void make_products(HopperBackward<kSteps>& shared, Walk walk, const b
                               int col0, int V, int W) {
 #if HOPPER_CODE
   constexpr bool kShare = HopperBackward<kSteps>::kHalves == 2;
-  const int maker = threadIdx.x / 128 - 1, half = kShare ? maker : 0;
+  const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
   Ring<HopperBackward<kSteps>::kStages> ring;
   Ring<1> turn;
   const auto skip_tile = [&] {
@@ -855,7 +860,11 @@ __device__ void make_products(HopperBackward<kSteps>& shared, Walk walk, const b
     sums.combine();
     multiply_by_g(sums, d_out_pairs);
     // The products before these, in the same place: of two warpgroups that take turns, the other's.
+#ifdef QUARTER
+    barrier_wait(&shared.spent[kShare ? threadIdx.x / 32 % 4 : 1 - maker], turn.parity ^ (kShare || maker == 0));
+#else
     barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
+#endif
     shared.products.store(sums, 32 * half);
     shared_fence();
 #ifdef NO_TURN
@@ -936,7 +945,12 @@ __global__ void __launch_bounds__(512, 1)
     Slice<kCols> slices[kSteps];
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       barrier_wait(&shared.ready, turn.parity);
-      Barrier* used = nullptr;  // of the step before
+#ifdef QUARTER
+      constexpr bool kQuarters = Shared::kHalves == 2;
+#else
+      constexpr bool kQuarters = false;
+#endif
+      int used = 0;  // the stage of the step before
 #pragma unroll
       for (int step = 0; step < kSteps; ++step, ring.advance()) {
         const LeftFactors& left = shared.left[ring.stage];
@@ -944,16 +958,27 @@ __global__ void __launch_bounds__(512, 1)
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
+          if (kQuarters && step == kSteps - 1 && k > 0) wgmma_fence();
           slices[step].add(left, shared.products, k, tile > first || k > 0);
+          if (kQuarters && step == kSteps - 1 && k < 3) {
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (k == 0 && thread < blocks) barrier_arrive(&shared.empty[used], thread);
+            if (k > 0 && thread == 0) barrier_arrive(&shared.spent[k - 1]);
+          }
         }
         wgmma_commit();
         wgmma_wait<1>();
-        if (step > 0 && thread < blocks) barrier_arrive(used, thread);
-        used = &shared.empty[ring.stage];
+        if (kQuarters && step == kSteps - 1) {
+          if (thread == 0) barrier_arrive(&shared.spent[2]);
+        } else {
+          if (step > 0 && thread < blocks) barrier_arrive(&shared.empty[used], thread);
+        }
+        used = ring.stage;
       }
       wgmma_wait<0>();
-      if (thread < blocks) barrier_arrive(used, thread);
-      if (thread == 0) barrier_arrive(&shared.spent[Shared::kHalves == 2 ? 0 : turn.parity]);
+      if (thread < blocks) barrier_arrive(&shared.empty[used], thread);
+      if (thread == 0) barrier_arrive(&shared.spent[kQuarters ? 3 : Shared::kHalves == 2 ? 0 : turn.parity]);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll

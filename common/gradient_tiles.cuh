@@ -207,8 +207,7 @@ struct Products {
   /// Those of 32 features from column `col` on.
   __device__ void store(GradientPairs& from, int col) {
     const auto put = [&](int which, auto f) {
-      const int at = which * kCols + col;
-      put_columns(boxes[at / 64], at % 64, f);
+      put_columns(boxes[which * kCols / 64], which * kCols % 64 + col, f);
     };
     put(0, [&](int e) { return from.xr(e); });
     put(1, [&](int e) { return from.ar(e); });
