@@ -790,22 +790,16 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// A block's part of the sums is E x kCols, so that for twice as large an E it has half as many
-// columns.
-template <int kSteps>
+// A block's part of the sums is E x kCols: 32 columns, or up to E = 128 also 64.
+template <int kStepCount, int kColCount>
 struct HopperBackward {
-#ifdef ALT
-  static constexpr int kCols = 32, kHalves = kCols / 32;
-  static constexpr int kStages = kSteps == 2 ? 10 : kSteps == 3 ? 9 : 8;  // as many as fit
-#else
-  static constexpr int kCols = kSteps == 2 ? 64 : 32, kHalves = kCols / 32;
-  static constexpr int kStages = kSteps == 2 ? 6 : kSteps == 3 ? 9 : 8;  // as many as fit
-#endif
+  static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
+  static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
   BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Box<bf16, 64> d_out[kHalves == 2 ? 3 : 1];  // comes with its tile's first step
-  Barrier loaded, full[kStages], empty[kStages], ready, spent[4];
+  Box<bf16, 64> d_out[kCols == 64 ? 3 : 1];  // of 64 columns: comes with a tile's first step
+  Barrier loaded, full[kStages], empty[kStages], ready, spent[2];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
@@ -821,83 +815,27 @@ struct HopperBackward {
 #endif
 };
 
-// How a cluster goes through its tiles: every `clusters`-th from `first` on.
-struct Walk {
-  int first, clusters, tiles;
-};
-
-// What the two warpgroups do that make P, Q, R, S. Of 64 columns either has one half, of 32 columns
-// every second tile.
-template <int kSteps>
-__device__ void make_products(HopperBackward<kSteps>& shared, Walk walk, const bf16* d_out,
-                              int col0, int V, int W) {
-#if HOPPER_CODE
-  constexpr bool kShare = HopperBackward<kSteps>::kHalves == 2;
-  const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
-  Ring<HopperBackward<kSteps>::kStages> ring;
-  Ring<1> turn;
-  const auto skip_tile = [&] {
-    for (int step = 0; step < kSteps; ++step) ring.advance();
-  };
-  if (!kShare && maker == 1) skip_tile();
-  barrier_wait(&shared.loaded, 0);
-  const int first = walk.first + (kShare ? 0 : maker * walk.clusters);
-  for (int tile = first; tile < walk.tiles; tile += (kShare ? 1 : 2) * walk.clusters) {
-    GradientPairs sums;
-    uint32_t d_out_pairs[8];
-    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
-    const int stage = ring.stage;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step, ring.advance()) {
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      sums.start_product(shared.left[ring.stage], shared.right[half][step], step > 0);
-    }
-    wgmma_wait<0>();
-#ifndef NO_TURN
-    if (kShare && tile > first) barrier_arrive(&shared.ready);
-#endif
-    if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[stage / kSteps], 32 * half);
-    sums.combine();
-    multiply_by_g(sums, d_out_pairs);
-    // The products before these, in the same place: of two warpgroups that take turns, the other's.
-#ifdef QUARTER
-    barrier_wait(&shared.spent[kShare ? threadIdx.x / 32 % 4 : 1 - maker], turn.parity ^ (kShare || maker == 0));
-#else
-    barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
-#endif
-    shared.products.store(sums, 32 * half);
-    shared_fence();
-#ifdef NO_TURN
-    barrier_arrive(&shared.ready);
-#else
-    if (!kShare) barrier_arrive(&shared.ready);
-#endif
-    turn.advance();
-    if (!kShare) skip_tile();
-  }
-#ifndef NO_TURN
-  if (kShare) barrier_arrive(&shared.ready);
-#endif
-#endif
-}
-
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
 //
-// Three warpgroups work like an assembly line. Two compute what the forward pass did, then P, Q, R,
-// S, which they leave in shared memory. The third multiplies these by Gr^T and Gi^T, transposed
-// where they lie, and keeps the sums,
+// Three warpgroups work like an assembly line. Two make P, Q, R, S. The third multiplies these by
+// Gr^T and Gi^T, transposed where they lie, and keeps the sums,
 //
 //     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
 //
-// in 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the three
-// products with Gr^T are one instruction of 192 columns, which reads its rows of Gr^T once.
-template <int kSteps>
+// in up to 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the
+// three products with Gr^T are one instruction of up to 192 columns, which reads its rows of Gr^T
+// once.
+//
+// To make P, Q, R, S of their sums takes as long as to multiply, the more so while the tensor cores
+// use the registers, too. One warpgroup that does both keeps them waiting: two have half as much to
+// do each, or one multiplies while the other one does that. There is room for two, with 96 of 128
+// registers for sums, as no fragments are in registers: the left factors come from shared memory.
+template <int kSteps, int kCols>
 __global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
                                float* partials, int V, int E, int W) {
 #if HOPPER_CODE
-  using Shared = HopperBackward<kSteps>;
-  constexpr int kStages = Shared::kStages, kCols = Shared::kCols;
+  using Shared = HopperBackward<kSteps, kCols>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
@@ -906,14 +844,14 @@ __global__ void __launch_bounds__(512, 1)
   cluster_meet();
   start_next_kernel();
 
-  Ring<kStages> ring;
+  Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<24>();
     if (threadIdx.x == 0) {
       for (int tile = first; tile < tiles; tile += clusters) {
         for (int step = 0; step < kSteps; ++step, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
-          const bool with_d_out = Shared::kHalves == 2 && step == 0;
+          const bool with_d_out = kCols == 64 && step == 0;
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
           barrier_arrive_expect(full,
                                 sizeof(LeftFactors) + (with_d_out ? sizeof shared.d_out[0] : 0));
@@ -922,7 +860,7 @@ __global__ void __launch_bounds__(512, 1)
             tensor_load(&shared.d_out[ring.stage / kSteps], &maps.vertices, 64 * tile, col0, full);
           }
         }
-        if (Shared::kHalves == 1) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
+        if (kCols == 32) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
         if (tile == first) {
           wait_for_previous_kernel();  // associate, which makes M1 and M2
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
@@ -936,8 +874,8 @@ __global__ void __launch_bounds__(512, 1)
       }
       wait_until_empty(shared.empty, ring);
     }
-  } else if (threadIdx.x < 384) {
-    make_products<kSteps>(shared, Walk{first, clusters, tiles}, d_out, col0, V, W);
+  } else if (threadIdx.x < 384) {  // these keep the 128 registers that all start with
+    make_products<Shared>(shared, d_out, col0, V, W);
   } else {
     registers_grow_to<224>();
     const int thread = threadIdx.x % 128;
@@ -945,40 +883,18 @@ __global__ void __launch_bounds__(512, 1)
     Slice<kCols> slices[kSteps];
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       barrier_wait(&shared.ready, turn.parity);
-#ifdef QUARTER
-      constexpr bool kQuarters = Shared::kHalves == 2;
-#else
-      constexpr bool kQuarters = false;
-#endif
-      int used = 0;  // the stage of the step before
+      int last_stage = 0;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step, ring.advance()) {
-        const LeftFactors& left = shared.left[ring.stage];
         barrier_wait(&shared.full[ring.stage], ring.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (kQuarters && step == kSteps - 1 && k > 0) wgmma_fence();
-          slices[step].add(left, shared.products, k, tile > first || k > 0);
-          if (kQuarters && step == kSteps - 1 && k < 3) {
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (k == 0 && thread < blocks) barrier_arrive(&shared.empty[used], thread);
-            if (k > 0 && thread == 0) barrier_arrive(&shared.spent[k - 1]);
-          }
-        }
-        wgmma_commit();
+        slices[step].start_product(shared.left[ring.stage], shared.products, tile > first);
         wgmma_wait<1>();
-        if (kQuarters && step == kSteps - 1) {
-          if (thread == 0) barrier_arrive(&shared.spent[2]);
-        } else {
-          if (step > 0 && thread < blocks) barrier_arrive(&shared.empty[used], thread);
-        }
-        used = ring.stage;
+        if (step > 0 && thread < blocks) barrier_arrive(&shared.empty[last_stage], thread);
+        last_stage = ring.stage;
       }
       wgmma_wait<0>();
-      if (thread < blocks) barrier_arrive(&shared.empty[used], thread);
-      if (thread == 0) barrier_arrive(&shared.spent[kQuarters ? 3 : Shared::kHalves == 2 ? 0 : turn.parity]);
+      if (thread < blocks) barrier_arrive(&shared.empty[last_stage], thread);
+      if (thread == 0) barrier_arrive(&shared.spent[kCols == 64 ? 0 : turn.parity]);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
@@ -1116,7 +1032,7 @@ bool add_associated(GradientsProblem& table, const Device& device) {
   return true;
 }
 
-constexpr int kHopperThreads = 384, kHopperBackwardThreads = 512;
+constexpr int kHopperThreads = 384, kBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
 template <typename Shared, typename Kernel>
@@ -1168,14 +1084,13 @@ void add_hopper_forward(GradientsProblem& table) {
       .checks = table.checks(1);  // M1 and M2
 }
 
-template <int kSteps>
+template <int kSteps, int kCols>
 void add_hopper_backward(GradientsProblem& table) {
-  constexpr int kBytes = sizeof(HopperBackward<kSteps>);
+  constexpr int kBytes = sizeof(HopperBackward<kSteps, kCols>);
   const auto [V, E, W] = table.shape;
-  const auto kernel = hopper_accumulate_backward<kSteps>;
-  using Shared = HopperBackward<kSteps>;
-  const dim3 blocks =
-      clusters_for<Shared>(table.shape, Shared::kCols, kernel, kHopperBackwardThreads);
+  const auto kernel = hopper_accumulate_backward<kSteps, kCols>;
+  using Shared = HopperBackward<kSteps, kCols>;
+  const dim3 blocks = clusters_for<Shared>(table.shape, kCols, kernel, kBackwardThreads);
   // [M1 | M2], 32 columns of either in turn.
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
   const Layout layout = {.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
@@ -1188,27 +1103,33 @@ void add_hopper_backward(GradientsProblem& table) {
     GradientMaps maps = gradient_maps(table, t.M);
     maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
     associate<<<small, kThreads>>>(in, t.M, layout);
-    launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks,
-                    kHopperBackwardThreads, kBytes, maps, in.d_out, t.partials.data(),
+    launch_clusters(hopper_accumulate_backward<kSteps, kCols>, blocks.x, true, blocks,
+                    kBackwardThreads, kBytes, maps, in.d_out, t.partials.data(),
                     static_cast<int>(in.V), in.E, in.W);
     launch_rest(table, t);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + t.bytes())
-      .resources(kernel, kHopperBackwardThreads, kBytes)
+      .resources(kernel, kBackwardThreads, kBytes)
       // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + blocks.y - 1) / blocks.y * 64);
 }
 
 // False if a block would have to keep more than it has room for.
-bool add_hopper(GradientsProblem& table) {
+bool add_hopper(GradientsProblem& table, const Device& device) {
   const int steps = std::max(kPartSteps, static_cast<int>(blocks_for(table.shape.E, kStepK)));
   if (steps > kMostSteps) return false;
   const bool forward = table.pass == Pass::forward;
-  if (steps == 2) (forward ? add_hopper_forward<2> : add_hopper_backward<2>)(table);
-  if (steps == 3) (forward ? add_hopper_forward<3> : add_hopper_backward<3>)(table);
-  if (steps == 4) (forward ? add_hopper_forward<4> : add_hopper_backward<4>)(table);
+  // With half as many columns there are half as many partial sums, which is less to do at the end;
+  // but more to fetch for each tile.
+  const bool wide = table.shape.V >= int64_t{256} * device.sms;
+  const auto two = forward ? add_hopper_forward<2>
+                   : wide  ? add_hopper_backward<2, 64>
+                           : add_hopper_backward<2, 32>;
+  if (steps == 2) two(table);
+  if (steps == 3) (forward ? add_hopper_forward<3> : add_hopper_backward<3, 32>)(table);
+  if (steps == 4) (forward ? add_hopper_forward<4> : add_hopper_backward<4, 32>)(table);
   return true;
 }
 
@@ -1236,10 +1157,10 @@ int main(int argc, char** argv) {
     add_unfused(forward);
     has_one_kernel = add_one_kernel(forward, device);
     has_forward = add_associated(forward, device);
-    add_hopper(forward);
+    add_hopper(forward, device);
     add_unfused(backward);
     has_backward = add_associated(backward, device);
-    has_hopper = add_hopper(backward);
+    has_hopper = add_hopper(backward, device);
     backward.report_difference = [&, last = V == sizes.back()](double difference) {
       worst = std::max(worst, difference);
       char text[128];

@@ -271,6 +271,46 @@ __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out
   }
 }
 
+/// What two warpgroups do: they compute what the forward pass did, then P, Q, R, S, and leave these
+/// in shared memory. Of 64 columns either has one half, of 32 columns every second tile.
+template <typename Shared>
+__device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out, int col0, int V,
+                                     int W) {
+  constexpr int kSteps = Shared::kSteps;
+  constexpr bool kShare = Shared::kCols == 64;
+  const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
+  const int clusters = gridDim.y, tiles = (V + 63) / 64;
+  Ring<Shared::kStages> ring;
+  Ring<1> turn;  // one phase a tile of its own
+  const auto skip_tile = [&] {
+    for (int step = 0; step < kSteps; ++step) ring.advance();
+  };
+  int tile = blockIdx.y;
+  if (!kShare && maker == 1) skip_tile(), tile += clusters;
+  barrier_wait(&shared.loaded, 0);
+  for (; tile < tiles; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
+    GradientPairs sums;
+    uint32_t d_out_pairs[8];
+    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+    const int first_stage = ring.stage;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step, ring.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      sums.start_product(shared.left[ring.stage], shared.right[half][step], step > 0);
+    }
+    wgmma_wait<0>();
+    if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
+    sums.combine();
+    multiply_by_g(sums, d_out_pairs);
+    // The tile before this one is the other warpgroup's, if they have not the same.
+    barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
+    shared.products.store(sums, 32 * half);
+    shared_fence();
+    barrier_arrive(&shared.ready);
+    if (!kShare) skip_tile();
+  }
+}
+
 // ---- Backward: the gradients --------------------------------------------------------------------
 
 /// 64 rows of E and kCols columns of each of dM1, D and dM2, side by side.
@@ -278,10 +318,18 @@ template <int kCols>
 struct Slice {
   Sum<3 * kCols> sum;
 
-  /// += 16 vertices from 16 `k` on: [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P].
-  __device__ void add(const LeftFactors& left, const Products<kCols>& products, int k, bool add) {
-    wgmma<__nv_bfloat16, true>(sum.elements, left.Gr.operand_b(k), products.by_gr(k), add);
-    wgmma<__nv_bfloat16, true>(sum.elements, left.Gi.operand_b(k), products.by_gi(k), true);
+  /// Starts to add (or, if not `add`, to assign) [dM1 | D | dM2] of a tile, Gr^T [P | R | Q] + Gi^T
+  /// [Q | S | -P], as one group of wgmma.
+  __device__ void start_product(const LeftFactors& left, const Products<kCols>& products,
+                                bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma<__nv_bfloat16, true>(sum.elements, left.Gr.operand_b(k), products.by_gr(k),
+                                 add || k > 0);
+      wgmma<__nv_bfloat16, true>(sum.elements, left.Gi.operand_b(k), products.by_gi(k), true);
+    }
+    wgmma_commit();
   }
 
   /// To row e0, column w0 of dM1, dM2 and D (3, E, W).
