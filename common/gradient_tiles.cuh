@@ -279,7 +279,7 @@ __device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out,
   constexpr int kSteps = Shared::kSteps;
   constexpr bool kShare = Shared::kCols == 64;
   const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
-  const int clusters = gridDim.y, tiles = (V + 63) / 64;
+  const int clusters = gridDim.y;
   Ring<Shared::kStages> ring;
   Ring<1> turn;  // one phase a tile of its own
   const auto skip_tile = [&] {
@@ -288,7 +288,7 @@ __device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out,
   int tile = blockIdx.y;
   if (!kShare && maker == 1) skip_tile(), tile += clusters;
   barrier_wait(&shared.loaded, 0);
-  for (; tile < tiles; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
+  for (; 64 * tile < V; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
     GradientPairs sums;
     uint32_t d_out_pairs[8];
     if constexpr (!kShare) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
