@@ -658,8 +658,8 @@ __global__ void __launch_bounds__(kThreads)
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
 // or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
-// cluster belongs to one. E comes in kSteps steps of 64, two of which are a part; the parts follow
-// one another through a ring of stages. What the blocks do, step by step, is in
+// cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
+// stages, forward two at a time, a part. What the blocks do, step by step, is in
 // common/gradient_tiles.cuh.
 constexpr int kMostSteps = 4, kMostBlocks = 2;
 

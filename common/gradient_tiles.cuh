@@ -2,9 +2,8 @@
 // backward make a tile's sums the factors of the gradients, and add those up. The kernels in
 // 8_spatial_gradients.cu are their order.
 //
-// All work on 64 vertices at a time. E comes in parts of 128: a stage of a block's ring has 64 rows
-// and 128 columns of Gr and of Gi, and its fragments are as many as a thread can hold beside its
-// sums. What E and W do not fill is zero.
+// All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a part: its
+// fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
 #pragma once
 
 #include "common/gradients.h"
@@ -150,7 +149,8 @@ __device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left
 }
 
 /// Backward, 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine()
-/// makes ar and ai. That is half as many registers again for a feature, but M2 is on chip only once.
+/// makes ar and ai. That is half as many registers again for a feature, but M1 and M2 are on chip
+/// only once, and a left factor from shared memory is read once for all three right ones.
 struct GradientPairs {
   Sum<96> by_gr, by_gi;
 
