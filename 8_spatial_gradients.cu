@@ -229,38 +229,54 @@ __device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 64 * 16;
 __device__ int small_col() { return blockIdx.x * kSmall + threadIdx.x / 32 % 2 * 16; }
 
 // sum += left[0] right[0], and if there are 2 terms, left[1] right[1]. Either factor may be
-// transposed in memory; `depth` is the inner dimension.
-template <Transposed kLeft, Transposed kRight>
+// transposed in memory; `depth` is the inner dimension. If kEarly, the left factors are results of
+// the kernel before this one, and while it ends, the right ones are on their way.
+template <Transposed kLeft, Transposed kRight, bool kEarly>
 __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix* left,
                                    const Matrix* right, int terms, int depth) {
   const int boxes = boxes_of(depth), steps = terms * boxes;
   const int row0 = blockIdx.y * kSmall, col0 = blockIdx.x * kSmall;
   const int row = small_row() % kSmall, col = small_col() % kSmall;
   const auto stage_of = [&](int step) { return stages + step % kSmallStages * 2 * kSmallTile; };
-  const auto copy_step = [&](int step) {
-    if (step < steps) {
-      bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
-      const Matrix a = left[step / boxes], b = right[step / boxes];
-      const int k0 = step % boxes * kBox;
-      if constexpr (kLeft == kTransposed) {
-        copy_swizzled<kBox, kSmall, kThreads>(left_tile, a.data, k0, row0, a.rows, a.cols);
-      } else {
-        copy_swizzled<kSmall, kBox, kThreads>(left_tile, a.data, row0, k0, a.rows, a.cols);
-      }
-      if constexpr (kRight == kTransposed) {
-        copy_swizzled<kSmall, kBox, kThreads>(right_tile, b.data, col0, k0, b.rows, b.cols);
-      } else {
-        copy_swizzled<kBox, kSmall, kThreads>(right_tile, b.data, k0, col0, b.rows, b.cols);
-      }
+  const auto copy_left = [&](int step) {
+    const Matrix a = left[step / boxes];
+    const int k0 = step % boxes * kBox;
+    if constexpr (kLeft == kTransposed) {
+      copy_swizzled<kBox, kSmall, kThreads>(stage_of(step), a.data, k0, row0, a.rows, a.cols);
+    } else {
+      copy_swizzled<kSmall, kBox, kThreads>(stage_of(step), a.data, row0, k0, a.rows, a.cols);
     }
-    copy_async_commit();
+  };
+  const auto copy_right = [&](int step) {
+    bf16* tile = stage_of(step) + kSmallTile;
+    const Matrix b = right[step / boxes];
+    const int k0 = step % boxes * kBox;
+    if constexpr (kRight == kTransposed) {
+      copy_swizzled<kSmall, kBox, kThreads>(tile, b.data, col0, k0, b.rows, b.cols);
+    } else {
+      copy_swizzled<kBox, kSmall, kThreads>(tile, b.data, k0, col0, b.rows, b.cols);
+    }
   };
 
-  for (int step = 0; step < kSmallStages - 1; ++step) copy_step(step);
+  if constexpr (kEarly) {
+    for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
+    wait_for_previous_kernel();
+  }
+  for (int step = 0; step < kSmallStages - 1; ++step) {
+    if (step < steps) {
+      copy_left(step);
+      if constexpr (!kEarly) copy_right(step);
+    }
+    copy_async_commit();
+  }
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kSmallStages - 2>();
     __syncthreads();
-    copy_step(step + kSmallStages - 1);
+    if (const int next = step + kSmallStages - 1; next < steps) {
+      copy_left(next);
+      copy_right(next);
+    }
+    copy_async_commit();
     const bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
 #pragma unroll
     for (int k = 0; k < kBox; k += 16) {
@@ -295,7 +311,7 @@ __global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layo
   bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
   const float sign = blockIdx.z == 2 ? -1 : 1;
   Sums<16, 16> sum = {};
-  add_small_products<kPlain, kTransposed>(sum, stages, &left, &right, 1, in.W);
+  add_small_products<kPlain, kTransposed, false>(sum, stages, &left, &right, 1, in.W);
   for_pairs(sum, small_row(), small_col(), in.E, layout.cols, [&](int row, int col, float2 pair) {
     *reinterpret_cast<unsigned*>(to + static_cast<int64_t>(row) * layout.row + col % kSmall) =
         pack2<bf16>(sign * pair.x, sign * pair.y);
@@ -601,7 +617,6 @@ __global__ void __launch_bounds__(kThreads)
 // which.
 __global__ void __launch_bounds__(kThreads)
     finish_backward(Operands in, const bf16* dM, const float* D) {
-  wait_for_previous_kernel();
   __shared__ __align__(128) bf16 stages[kSmallShared];
   const int row0 = blockIdx.y * kSmall;
   const Matrix dM1 = {dM, in.E, in.W}, dM2 = {dM + static_cast<size_t>(in.E) * in.W, in.E, in.W};
@@ -610,7 +625,7 @@ __global__ void __launch_bounds__(kThreads)
     if (row0 >= in.W) return;
     const Matrix left = blockIdx.z == 0 ? dM1 : dM2, right = {in.x, in.E, in.W};
     bf16* to = blockIdx.z == 0 ? in.d_Lr : in.d_Li;
-    add_small_products<kTransposed, kPlain>(sum, stages, &left, &right, 1, in.E);
+    add_small_products<kTransposed, kPlain, true>(sum, stages, &left, &right, 1, in.E);
     for_pairs(sum, small_row(), small_col(), in.W, in.W, [&](int row, int col, float2 pair) {
       *reinterpret_cast<unsigned*>(to + static_cast<size_t>(row) * in.W + col) =
           pack2<bf16>(pair.x, pair.y);
@@ -618,7 +633,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     if (row0 >= in.E) return;
     const Matrix left[2] = {dM1, dM2}, right[2] = {{in.Lr, in.W, in.W}, {in.Li, in.W, in.W}};
-    add_small_products<kPlain, kPlain>(sum, stages, left, right, 2, in.W);
+    add_small_products<kPlain, kPlain, true>(sum, stages, left, right, 2, in.W);
     for_pairs(sum, small_row(), small_col(), in.E, in.W, [&](int row, int col, float2 pair) {
       const size_t at = static_cast<size_t>(row) * in.W + col;
       const float2 rest = *reinterpret_cast<const float2*>(D + at);
@@ -643,8 +658,8 @@ __global__ void __launch_bounds__(kThreads)
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
 // or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
-// cluster belongs to one. E comes in kSteps steps of 64, two of which are a part; the parts follow
-// one another through a ring of stages. What the blocks do, step by step, is in
+// cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
+// stages, forward two at a time, a part. What the blocks do, step by step, is in
 // common/gradient_tiles.cuh.
 constexpr int kMostSteps = 4, kMostBlocks = 2;
 
@@ -654,8 +669,8 @@ struct HopperForward {
   static constexpr int kStages = 2;
   static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
   static constexpr int kGroups = 2 / kParts;  // of 64 columns
-  RightFactors<64> right[kGroups][kSteps];
-  LeftFactors left[kStages];
+  RightFactors right[kGroups][kSteps];
+  LeftFactors left[kStages][kPartSteps];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
   // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
   // sees all of their phases. Turn t is in stage t % kStages.
@@ -705,12 +720,14 @@ __global__ void __launch_bounds__(384, 1)
       for (int tile = first; tile < tiles; tile += clusters) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
-          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
           Barrier* full = &shared.full[ring.stage];
-          LeftFactors& left = shared.left[ring.stage % kStages];
+          const int steps = steps_of(part, kSteps);
           filled < kStages ? static_cast<void>(++filled) : give_back();
-          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
-          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
+          barrier_arrive_expect(full, steps * sizeof(LeftFactors));
+          for (int step = 0; step < steps; ++step) {
+            load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
+                              kPartSteps * part + step, rank, blocks, full);
+          }
         }
         if (tile == first) {
           wait_for_previous_kernel();  // associate, which makes M1 and M2
@@ -730,14 +747,14 @@ __global__ void __launch_bounds__(384, 1)
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
     for (int i = 0; i < kParts * consumer; ++i) ring.advance();
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
-      LeftFragments left;
+      LeftFragments left[kPartSteps];
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      left.load<kPartSteps>(shared.left[ring.stage % kStages]);
+      load_fragments<kPartSteps>(left, shared.left[ring.stage % kStages]);
       barrier_wait(&shared.loaded, 0);
 #pragma unroll 1
       for (int group = 0; group < kGroups; ++group) {
-        const RightFactors<64>* right = shared.right[group];
-        Gradients<64> sums;
+        const RightFactors* right = shared.right[group];
+        Gradients sums;
         multiply_part<kPartSteps>(sums, left, right, false);
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
@@ -746,7 +763,7 @@ __global__ void __launch_bounds__(384, 1)
           constexpr int kRest = kSteps - kPartSteps;
           ring.advance();
           barrier_wait(&shared.full[ring.stage], ring.parity);
-          left.load<kRest>(shared.left[ring.stage % kStages]);
+          load_fragments<kRest>(left, shared.left[ring.stage % kStages]);
           multiply_part<kRest>(sums, left, right + kPartSteps, true);
           if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         }
@@ -773,16 +790,16 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// A block's part of the sums is E x kCols, so that for twice as large an E it has half as many
-// columns.
-template <int kSteps>
+// A block's part of the sums is E x kCols: 32 columns, or up to E = 128 also 64.
+template <int kStepCount, int kColCount>
 struct HopperBackward {
-  static constexpr int kParts = (kSteps + 1) / 2;
-  static constexpr int kStages = kParts == 1 ? 3 : 4, kCols = 64 / kParts;
-  RightFactors<kCols> right[kSteps];
+  static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
+  static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
+  BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Barrier loaded, full[kStages], empty[kStages], ready, spent;
+  Box<bf16, 64> d_out[kCols == 64 ? 3 : 1];  // of 64 columns: comes with a tile's first step
+  Barrier loaded, full[kStages], empty[kStages], ready, spent[2];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
@@ -791,8 +808,8 @@ struct HopperBackward {
       barrier_init(&full[s], 1);
       barrier_init(&empty[s], blocks);
     }
-    barrier_init(&ready, 128);
-    barrier_init(&spent, 1);
+    barrier_init(&ready, 128 * kHalves);
+    for (Barrier& each : spent) barrier_init(&each, 1);
     barrier_init_fence();
   }
 #endif
@@ -800,25 +817,25 @@ struct HopperBackward {
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
 //
-// Two warpgroups work like an assembly line: the second is one tile behind the first. The first
-// computes what the forward pass did, then P, Q, R, S, which it leaves in shared memory. The second
-// multiplies these by Gr^T and Gi^T, transposed where they lie, and keeps the sums,
+// Three warpgroups work like an assembly line. Two make P, Q, R, S. The third multiplies these by
+// Gr^T and Gi^T, transposed where they lie, and keeps the sums,
 //
-//     [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S]
+//     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
 //
-// in 192 registers a thread. Both give the tensor cores the same amount of work; while one
-// multiplies, the other loads, computes g, or waits. Shared memory is nearly as busy as the tensor
-// cores: so the three products with Gr^T are one instruction of 192 columns, which reads its rows
-// of Gr^T once. (The tensor cores are busy for two thirds of the time. To multiply in turns would
-// not help: while the first warpgroup multiplies for the next tile, P, Q, R, S of this one would
-// have to stay, beside those of the next, and there is no room for both.)
-template <int kSteps>
-__global__ void __launch_bounds__(384, 1)
+// in up to 192 registers a thread. Shared memory is nearly as busy as the tensor cores: so the
+// three products with Gr^T are one instruction of up to 192 columns, which reads its rows of Gr^T
+// once.
+//
+// To make P, Q, R, S of their sums takes as long as to multiply, the more so while the tensor cores
+// use the registers, too. One warpgroup that does both keeps them waiting: two have half as much to
+// do each, or one multiplies while the other one does that. There is room for two, with 96 of 128
+// registers for sums, as no fragments are in registers: the left factors come from shared memory.
+template <int kSteps, int kCols>
+__global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
                                float* partials, int V, int E, int W) {
 #if HOPPER_CODE
-  using Shared = HopperBackward<kSteps>;
-  constexpr int kParts = Shared::kParts, kStages = Shared::kStages, kCols = Shared::kCols;
+  using Shared = HopperBackward<kSteps, kCols>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
@@ -827,81 +844,57 @@ __global__ void __launch_bounds__(384, 1)
   cluster_meet();
   start_next_kernel();
 
-  Ring<kStages> ring;
-  Ring<1> turn;  // one phase a tile
+  Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
-    registers_shrink_to<40>();
+    registers_shrink_to<24>();
     if (threadIdx.x == 0) {
       for (int tile = first; tile < tiles; tile += clusters) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part, ring.advance()) {
-          constexpr int kBoxes = sizeof(LeftFactors) / kPartSteps;
+        for (int step = 0; step < kSteps; ++step, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
-          LeftFactors& left = shared.left[ring.stage];
+          const bool with_d_out = kCols == 64 && step == 0;
           barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(full, steps_of(part, kSteps) * kBoxes);
-          load_left_factors(left, maps, tile, part, steps_of(part, kSteps), rank, blocks, full);
+          barrier_arrive_expect(full,
+                                sizeof(LeftFactors) + (with_d_out ? sizeof shared.d_out[0] : 0));
+          load_left_factors(shared.left[ring.stage], maps, tile, step, rank, blocks, full);
+          if (with_d_out) {
+            tensor_load(&shared.d_out[ring.stage / kSteps], &maps.vertices, 64 * tile, col0, full);
+          }
         }
+        if (kCols == 32) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
         if (tile == first) {
           wait_for_previous_kernel();  // associate, which makes M1 and M2
           barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          for (int step = 0; step < kSteps; ++step) {
-            load_right_factors(shared.right[step], maps, step, col0, &shared.loaded);
+          for (int half = 0; half < Shared::kHalves; ++half) {
+            for (int step = 0; step < kSteps; ++step) {
+              load_right_factors(shared.right[half][step], maps, step, col0 + 32 * half,
+                                 &shared.loaded);
+            }
           }
         }
       }
       wait_until_empty(shared.empty, ring);
     }
-  } else if (threadIdx.x < 256) {
-    registers_grow_to<232>();
-    barrier_wait(&shared.loaded, 0);
-    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
-      Gradients<kCols> sums;
-      LeftFragments left;
-      uint32_t d_out_pairs[kCols / 4];
-      read_d_out<kCols>(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      left.load<kPartSteps>(shared.left[ring.stage]);
-      multiply_part<kPartSteps>(sums, left, shared.right, false);
-      ring.advance();
-      if constexpr (kParts > 1) {
-        constexpr int kRest = kSteps - kPartSteps;
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        left.load<kRest>(shared.left[ring.stage]);
-        multiply_part<kRest>(sums, left, shared.right + kPartSteps, true);
-        ring.advance();
-      }
-      sums.combine();
-      multiply_by_g(sums, d_out_pairs);
-      barrier_wait(&shared.spent, turn.parity ^ 1);
-      shared.products.store(sums);
-      shared_fence();
-      barrier_arrive(&shared.ready);
-    }
+  } else if (threadIdx.x < 384) {  // these keep the 128 registers that all start with
+    make_products<Shared>(shared, d_out, col0, V, W);
   } else {
-    registers_grow_to<232>();
+    registers_grow_to<224>();
     const int thread = threadIdx.x % 128;
+    Ring<1> turn;  // one phase a tile
     Slice<kCols> slices[kSteps];
     for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
       barrier_wait(&shared.ready, turn.parity);
+      int last_stage = 0;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part, ring.advance()) {
-        const LeftFactors& left = shared.left[ring.stage];
+      for (int step = 0; step < kSteps; ++step, ring.advance()) {
         barrier_wait(&shared.full[ring.stage], ring.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-#pragma unroll
-          for (int step = 0; step < steps_of(part, kSteps); ++step) {
-            slices[kPartSteps * part + step].add(left.Gr[step], left.Gi[step], shared.products, k,
-                                                 tile > first || k > 0);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (thread < blocks) barrier_arrive(&shared.empty[ring.stage], thread);
+        slices[step].start_product(shared.left[ring.stage], shared.products, tile > first);
+        wgmma_wait<1>();
+        if (step > 0 && thread < blocks) barrier_arrive(&shared.empty[last_stage], thread);
+        last_stage = ring.stage;
       }
-      if (thread == 0) barrier_arrive(&shared.spent);
+      wgmma_wait<0>();
+      if (thread < blocks) barrier_arrive(&shared.empty[last_stage], thread);
+      if (thread == 0) barrier_arrive(&shared.spent[kCols == 64 ? 0 : turn.parity]);
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll
@@ -1039,17 +1032,17 @@ bool add_associated(GradientsProblem& table, const Device& device) {
   return true;
 }
 
-constexpr int kHopperThreads = 384;
+constexpr int kHopperThreads = 384, kBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
 template <typename Shared, typename Kernel>
-dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel) {
+dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
   const unsigned groups = blocks_for(shape.W, cols);
   const unsigned slabs = blocks_for(groups, kMostBlocks);
   const unsigned blocks = blocks_for(groups, slabs);
-  const int clusters = resident_clusters(kernel, blocks, kHopperThreads, bytes);
+  const int clusters = resident_clusters(kernel, blocks, threads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
   return dim3(blocks, persistent(blocks_for(shape.V, 64), of_a_slab), slabs);
 }
@@ -1076,7 +1069,8 @@ void add_hopper_forward(GradientsProblem& table) {
   const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
   using Shared = HopperForward<kSteps>;
-  const dim3 blocks = clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel);
+  const dim3 blocks =
+      clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel, kHopperThreads);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
     associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
@@ -1090,48 +1084,52 @@ void add_hopper_forward(GradientsProblem& table) {
       .checks = table.checks(1);  // M1 and M2
 }
 
-template <int kSteps>
+template <int kSteps, int kCols>
 void add_hopper_backward(GradientsProblem& table) {
-  constexpr int kBytes = sizeof(HopperBackward<kSteps>);
-  constexpr int kParts = HopperBackward<kSteps>::kParts;
+  constexpr int kBytes = sizeof(HopperBackward<kSteps, kCols>);
   const auto [V, E, W] = table.shape;
-  const auto kernel = hopper_accumulate_backward<kSteps>;
-  using Shared = HopperBackward<kSteps>;
-  const dim3 blocks = clusters_for<Shared>(table.shape, Shared::kCols, kernel);
-  // With two parts M1 and M2 lie beside each other, 32 columns of either in turn.
+  const auto kernel = hopper_accumulate_backward<kSteps, kCols>;
+  using Shared = HopperBackward<kSteps, kCols>;
+  const dim3 blocks = clusters_for<Shared>(table.shape, kCols, kernel, kBackwardThreads);
+  // [M1 | M2], 32 columns of either in turn.
   const int cols = static_cast<int>(blocks_for(W, 32)) * 32;
-  const Layout layout = kParts == 1
-                            ? dense(table.shape)
-                            : Layout{.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
-  const int matrices = kParts == 1 ? 3 : static_cast<int>(blocks_for(2 * cols, W));
+  const Layout layout = {.matrix = 32, .row = 2 * cols, .group = 64, .cols = cols};
+  const int matrices = static_cast<int>(blocks_for(2 * cols, W));
   const GradientsTemporaries t(table, matrices, blocks.y);
-  const dim3 small = small_blocks(E, W, kParts == 1 ? 3 : 2);
+  const dim3 small = small_blocks(E, W, 2);
   const int64_t tiles = blocks_for(V, 64);
   const auto launch = [=, E = E, &table] {
     const Operands in = table.operands();
     GradientMaps maps = gradient_maps(table, t.M);
-    if (kParts > 1) maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
+    maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
     associate<<<small, kThreads>>>(in, t.M, layout);
-    launch_clusters(hopper_accumulate_backward<kSteps>, blocks.x, true, blocks, kHopperThreads,
-                    kBytes, maps, in.d_out, t.partials.data(), static_cast<int>(in.V), in.E, in.W);
+    launch_clusters(hopper_accumulate_backward<kSteps, kCols>, blocks.x, true, blocks,
+                    kBackwardThreads, kBytes, maps, in.d_out, t.partials.data(),
+                    static_cast<int>(in.V), in.E, in.W);
     launch_rest(table, t);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + t.bytes())
-      .resources(kernel, kHopperThreads, kBytes)
+      .resources(kernel, kBackwardThreads, kBytes)
       // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + blocks.y - 1) / blocks.y * 64);
 }
 
 // False if a block would have to keep more than it has room for.
-bool add_hopper(GradientsProblem& table) {
+bool add_hopper(GradientsProblem& table, const Device& device) {
   const int steps = std::max(kPartSteps, static_cast<int>(blocks_for(table.shape.E, kStepK)));
   if (steps > kMostSteps) return false;
   const bool forward = table.pass == Pass::forward;
-  if (steps == 2) (forward ? add_hopper_forward<2> : add_hopper_backward<2>)(table);
-  if (steps == 3) (forward ? add_hopper_forward<3> : add_hopper_backward<3>)(table);
-  if (steps == 4) (forward ? add_hopper_forward<4> : add_hopper_backward<4>)(table);
+  // With half as many columns there are half as many partial sums, which is less to do at the end;
+  // but more to fetch for each tile.
+  const bool wide = table.shape.V >= int64_t{256} * device.sms;
+  const auto two = forward ? add_hopper_forward<2>
+                   : wide  ? add_hopper_backward<2, 64>
+                           : add_hopper_backward<2, 32>;
+  if (steps == 2) two(table);
+  if (steps == 3) (forward ? add_hopper_forward<3> : add_hopper_backward<3, 32>)(table);
+  if (steps == 4) (forward ? add_hopper_forward<4> : add_hopper_backward<4, 32>)(table);
   return true;
 }
 
@@ -1159,10 +1157,10 @@ int main(int argc, char** argv) {
     add_unfused(forward);
     has_one_kernel = add_one_kernel(forward, device);
     has_forward = add_associated(forward, device);
-    add_hopper(forward);
+    add_hopper(forward, device);
     add_unfused(backward);
     has_backward = add_associated(backward, device);
-    has_hopper = add_hopper(backward);
+    has_hopper = add_hopper(backward, device);
     backward.report_difference = [&, last = V == sizes.back()](double difference) {
       worst = std::max(worst, difference);
       char text[128];

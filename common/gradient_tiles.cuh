@@ -2,9 +2,8 @@
 // backward make a tile's sums the factors of the gradients, and add those up. The kernels in
 // 8_spatial_gradients.cu are their order.
 //
-// All work on 64 vertices at a time. E comes in parts of 128: a stage of a block's ring has 64 rows
-// and 128 columns of Gr and of Gi, and its fragments are as many as a thread can hold beside its
-// sums. What E and W do not fill is zero.
+// All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a part: its
+// fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
 #pragma once
 
 #include "common/gradients.h"
@@ -18,108 +17,102 @@ __host__ __device__ constexpr int steps_of(int part, int steps) {
   return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
 }
 
-/// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. M1 may be
-/// [M1 | M2], 32 columns of either in turn.
+/// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
+/// is [M1 | M2], 32 columns of either in turn.
 struct GradientMaps {
   CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
   CUtensorMap vertices;  // out, or dOut
 };
 
-/// 64 rows (of E) and kCols columns of each right factor.
-template <int kCols>
-struct RightFactors;
-template <>
-struct RightFactors<64> {
+/// 64 rows (of E) and 64 columns of each right factor, forward.
+struct RightFactors {
   Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;
 };
-template <>
-struct RightFactors<32> {
+
+/// The same backward, 32 columns.
+struct BackwardFactors {
   Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
 };
 
-/// 64 rows (of V) and 128 columns of Gr and Gi.
+/// 64 rows (of V) and 64 columns of Gr and Gi.
 struct LeftFactors {
-  LeftTile<__nv_bfloat16, 64> Gr[kPartSteps], Gi[kPartSteps];
+  LeftTile<__nv_bfloat16, 64> Gr, Gi;
 };
 
 #if HOPPER_CODE
 
 // ---- Load ---------------------------------------------------------------------------------------
 
-/// Rows 64 `step` to 64 `step` + 63, columns `col` to `col` + kCols - 1 of all right factors.
-__device__ inline void load_right_factors(RightFactors<64>& to, const GradientMaps& maps, int step,
+/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of all right factors.
+__device__ inline void load_right_factors(RightFactors& to, const GradientMaps& maps, int step,
                                           int col, Barrier* loaded) {
   tensor_load(&to.minus_M2, &maps.minus_M2, kStepK * step, col, loaded);
   tensor_load(&to.M1, &maps.M1, kStepK * step, col, loaded);
   tensor_load(&to.M2, &maps.M2, kStepK * step, col, loaded);
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
-__device__ inline void load_right_factors(RightFactors<32>& to, const GradientMaps& maps, int step,
+__device__ inline void load_right_factors(BackwardFactors& to, const GradientMaps& maps, int step,
                                           int col, Barrier* loaded) {
   tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
   tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
 
-/// The boxes that block `rank` of a cluster of `blocks` fetches for all of them, of the first
-/// `steps` steps of a tile's part.
+/// Of a tile's columns from 64 `step` on, the box that block `rank` of a cluster of two fetches for
+/// both; a block on its own fetches both boxes.
 __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& maps, int tile,
-                                         int part, int steps, int rank, int blocks, Barrier* full) {
-  for (int box = rank; box < 2 * steps; box += blocks) {
-    const int step = box / 2;
-    const bool real = box % 2 == 0;
-    tensor_load_multicast(real ? &to.Gr[step] : &to.Gi[step], real ? &maps.Gr : &maps.Gi, 64 * tile,
-                          kPart * part + kStepK * step, full,
-                          static_cast<uint16_t>((1 << blocks) - 1));
+                                         int step, int rank, int blocks, Barrier* full) {
+  const uint16_t all = static_cast<uint16_t>((1 << blocks) - 1);
+  if (rank == 0) {
+    tensor_load_multicast(&to.Gr, &maps.Gr, 64 * tile, kStepK * step, full, all);
+  }
+  if (rank == blocks - 1) {
+    tensor_load_multicast(&to.Gi, &maps.Gi, 64 * tile, kStepK * step, full, all);
   }
 }
 
-/// What a warpgroup's thread holds of a LeftFactors, as fragments.
+/// What a warpgroup's thread holds of LeftFactors, as fragments.
 struct LeftFragments {
-  uint32_t gr[kPartSteps][4][4], gi[kPartSteps][4][4];
+  uint32_t gr[4][4], gi[4][4];
 
-  template <int kSteps>
   __device__ void load(const LeftFactors& from) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      from.Gr[step].load_fragments(gr[step]);
-      from.Gi[step].load_fragments(gi[step]);
-    }
+    from.Gr.load_fragments(gr);
+    from.Gi.load_fragments(gi);
   }
 };
+
+template <int kSteps>
+__device__ inline void load_fragments(LeftFragments (&to)[kPartSteps], const LeftFactors* from) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) to[step].load(from[step]);
+}
 
 // ---- Multiply -----------------------------------------------------------------------------------
 
 #ifndef CUDA_CPU
 // wgmma of 96 columns, which no other lesson has.
-#define GRADIENTS_R48 \
-  HOPPER_R32          \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define GRADIENTS_SUM48 HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40)
-template <>
-__device__ inline void wgmma<__nv_bfloat16, true, 48>(float (&sum)[48], uint64_t a, uint64_t b,
-                                                      bool add) {
-  using T = __nv_bfloat16;
-  constexpr bool kTransposed = true;
-  HOPPER_WGMMA("96", GRADIENTS_R48, "%48", "%49", "%50", "1, 1, %51, 1", HOPPER_SHARED_A,
-               GRADIENTS_SUM48)
-}
-template <>
-__device__ inline void wgmma<__nv_bfloat16, 48>(float (&sum)[48], const uint32_t (&a)[4],
-                                                uint64_t b, bool add) {
-  using T = __nv_bfloat16;
-  HOPPER_WGMMA("96", GRADIENTS_R48, "{%48, %49, %50, %51}", "%52", "%53", "1, 1, 1",
-               HOPPER_REGISTER_A, GRADIENTS_SUM48)
-}
+#define GRADIENTS_WGMMA96(kIsTransposed)                                                         \
+  template <>                                                                                    \
+  __device__ inline void wgmma<__nv_bfloat16, kIsTransposed, 48>(float(&sum)[48], uint64_t a,    \
+                                                                 uint64_t b, bool add) {         \
+    using T = __nv_bfloat16;                                                                     \
+    constexpr bool kTransposed = kIsTransposed;                                                  \
+    HOPPER_WGMMA("96",                                                                           \
+                 HOPPER_R32                                                                      \
+                 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
+                 "%47",                                                                          \
+                 "%48", "%49", "%50", "1, 1, %51, 1", HOPPER_SHARED_A, HOPPER_SUM32(0),          \
+                 HOPPER_SUM8(32), HOPPER_SUM8(40))                                               \
+  }
+GRADIENTS_WGMMA96(false)
+GRADIENTS_WGMMA96(true)
 #endif
 
-/// A warpgroup's sums of 64 vertices and kCols features, fp32: ar(i), ai(i), xr(i), xi(i) belong to
-/// one vertex and feature, those of Sum<kCols>::row(i) and col(i).
-template <int kCols>
-struct Gradients;
+// A warpgroup's sums of 64 vertices and of features, fp32: ar(i), ai(i), xr(i), xi(i) belong to one
+// vertex and feature, those of Sum::row(i) and col(i).
 
-/// [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x: 128 registers.
-template <>
-struct Gradients<64> {
+/// Forward, 64 features: [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x: 128
+/// registers.
+struct Gradients {
   Sum<128> a;
   Sum<64> r, i;
 
@@ -128,29 +121,53 @@ struct Gradients<64> {
   __device__ float& xr(int e) { return r.elements[e]; }
   __device__ float& xi(int e) { return i.elements[e]; }
   __device__ void add_product(const uint32_t (&gr)[4], const uint32_t (&gi)[4],
-                              const RightFactors<64>& right, int k, bool add) {
+                              const RightFactors& right, int k, bool add) {
     wgmma<__nv_bfloat16>(a.elements, gr, right.M1.operand_b(k), add);
     wgmma<__nv_bfloat16>(r.elements, gr, right.x.operand_b(k), add);
     wgmma<__nv_bfloat16>(a.elements, gi, right.minus_M2.operand_b(k), true);
     wgmma<__nv_bfloat16>(i.elements, gi, right.x.operand_b(k), add);
   }
-  __device__ void combine() {}
 };
 
-/// Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine() makes ar and ai. That is
-/// half as many registers again for a feature, but M2 is on chip only once.
-template <>
-struct Gradients<32> {
+/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors
+/// come from registers: from shared memory, which has no bandwidth to spare, each would be read for
+/// each right factor.
+template <int kSteps>
+__device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left)[kPartSteps],
+                                     const RightFactors* right, bool add) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      sums.add_product(left[step].gr[k], left[step].gi[k], right[step], k,
+                       add || step > 0 || k > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+/// Backward, 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine()
+/// makes ar and ai. That is half as many registers again for a feature, but M1 and M2 are on chip
+/// only once, and a left factor from shared memory is read once for all three right ones.
+struct GradientPairs {
   Sum<96> by_gr, by_gi;
 
   __device__ float& ar(int e) { return by_gr.elements[e]; }
   __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
   __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
-  __device__ void add_product(const uint32_t (&gr)[4], const uint32_t (&gi)[4],
-                              const RightFactors<32>& right, int k, bool add) {
-    wgmma<__nv_bfloat16>(by_gr.elements, gr, right.M1_M2.operand_b(k), add);
-    wgmma<__nv_bfloat16>(by_gi.elements, gi, right.M1_M2.operand_b(k), add);
+  /// Starts to add (or, if not `add`, to assign) the product of a step, as one group of wgmma.
+  __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint64_t b = right.M1_M2.operand_b(k);
+      wgmma<__nv_bfloat16>(by_gr.elements, left.Gr.operand(0, k), b, add || k > 0);
+      wgmma<__nv_bfloat16>(by_gi.elements, left.Gi.operand(0, k), b, add || k > 0);
+    }
+    wgmma_commit();
   }
   __device__ void combine() {
 #pragma unroll
@@ -161,34 +178,14 @@ struct Gradients<32> {
   }
 };
 
-/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors
-/// come from registers: from shared memory, which has no bandwidth to spare, each would be read for
-/// each right factor.
-template <int kSteps, int kCols>
-__device__ inline void multiply_part(Gradients<kCols>& sums, const LeftFragments& left,
-                                     const RightFactors<kCols>* right, bool add) {
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      sums.add_product(left.gr[step][k], left.gi[step][k], right[step], k,
-                       add || step > 0 || k > 0);
-    }
-  }
-  wgmma_commit();
-  wgmma_wait<0>();
-}
-
 // ---- Backward: the factors of the gradients -----------------------------------------------------
 
-/// Puts f(e), for a warpgroup's elements e of kCols columns, rounded, into columns `at` to `at` +
-/// kCols - 1 of the box.
-template <int kCols, typename F>
+/// Puts f(e), for a warpgroup's elements e of 32 columns, rounded, into columns from `at` on.
+template <typename F>
 __device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
 #pragma unroll
-  for (int c = 0; c < kCols; c += 16) {
+  for (int c = 0; c < 32; c += 16) {
     uint32_t registers[4];
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -199,55 +196,47 @@ __device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
 }
 #endif
 
-/// P, Q, R, S, -P of a tile, as right factors of products with Gr^T and Gi^T: [P | Q | R] and
-/// [Q | -P | S]. Each three lie at the same distance from one another.
+/// P, R, Q, S and -P of a tile, side by side: [P | R | Q] is the right factor of Gr^T, [Q | S | -P]
+/// that of Gi^T.
 template <int kCols>
-struct Products;
-template <>
-struct Products<64> {
-  Box<__nv_bfloat16, 64> P, Q, R, minus_P, unused, S;
+struct Products {
+  Box<__nv_bfloat16, 64> boxes[(5 * kCols + 63) / 64];
 #if HOPPER_CODE
-  __device__ uint64_t by_gr(int k) const { return descriptor_b(&P, 64) + 128 * k; }
-  __device__ uint64_t by_gi(int k) const { return descriptor_b(&Q, 2 * 64) + 128 * k; }
-  __device__ void store(Gradients<64>& from) {
-    put_columns<64>(P, 0, [&](int e) { return from.xr(e); });
-    put_columns<64>(Q, 0, [&](int e) { return from.xi(e); });
-    put_columns<64>(R, 0, [&](int e) { return from.ar(e); });
-    put_columns<64>(minus_P, 0, [&](int e) { return -from.xr(e); });
-    put_columns<64>(S, 0, [&](int e) { return from.ai(e); });
-  }
-#endif
-};
-/// Two side by side in a box; S, the right half of its box, is 32 columns further than R.
-template <>
-struct Products<32> {
-  Box<__nv_bfloat16, 64> Q_minus_P, P_Q, R_S;
-#if HOPPER_CODE
-  __device__ uint64_t by_gr(int k) const { return descriptor_b(&P_Q, 64) + 128 * k; }
-  __device__ uint64_t by_gi(int k) const {
-    constexpr uint64_t kHalf = uint64_t{64 >> 4} << 16;  // in the distance to the next 64 columns
-    return descriptor_b(&Q_minus_P, 2 * 64) + kHalf + 128 * k;
-  }
-  __device__ void store(Gradients<32>& from) {
-    put_columns<32>(Q_minus_P, 0, [&](int e) { return from.xi(e); });
-    put_columns<32>(Q_minus_P, 32, [&](int e) { return -from.xr(e); });
-    put_columns<32>(P_Q, 0, [&](int e) { return from.xr(e); });
-    put_columns<32>(P_Q, 32, [&](int e) { return from.xi(e); });
-    put_columns<32>(R_S, 0, [&](int e) { return from.ar(e); });
-    put_columns<32>(R_S, 32, [&](int e) { return from.ai(e); });
+  __device__ uint64_t by_gr(int k) const { return boxes[0].operand_b(k); }
+  __device__ uint64_t by_gi(int k) const { return boxes[2 * kCols / 64].operand_b(k); }
+  /// Those of 32 features from column `col` on.
+  __device__ void store(GradientPairs& from, int col) {
+    const auto put = [&](int which, auto f) {
+      put_columns(boxes[which * kCols / 64], which * kCols % 64 + col, f);
+    };
+    put(0, [&](int e) { return from.xr(e); });
+    put(1, [&](int e) { return from.ar(e); });
+    put(2, [&](int e) { return from.xi(e); });
+    put(3, [&](int e) { return from.ai(e); });
+    put(4, [&](int e) { return -from.xr(e); });
   }
 #endif
 };
 
 #if HOPPER_CODE
-/// A thread's elements of dOut (V, W), in pairs: those of Sum<kCols> from (row, col) on.
-template <int kCols>
-__device__ inline void read_d_out(uint32_t (&pairs)[kCols / 4], const __nv_bfloat16* from,
-                                  int64_t row, int col, int64_t V, int W) {
+/// A thread's elements of dOut, in pairs: those of Sum<32> in columns from `at` on of a tile.
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const Box<__nv_bfloat16, 64>& tile,
+                                  int at) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
 #pragma unroll
-  for (int i = 0; i < kCols / 4; ++i) {
-    const int64_t v = row + Sum<kCols>::row(2 * i);
-    const int w = col + Sum<kCols>::col(2 * i);
+  for (int c = 0; c < 2; ++c) {
+    const int piece = at / 8 + 2 * c + threadIdx.x % 32 / 16;
+    ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[4 * c]),
+                &tile.elements[swizzled(row, piece)]);
+  }
+}
+/// The same from (row, col) on of all of dOut (V, W).
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int64_t row,
+                                  int col, int64_t V, int W) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int64_t v = row + Sum<32>::row(2 * i);
+    const int w = col + Sum<32>::col(2 * i);
     pairs[i] = v < V && w < W ? *reinterpret_cast<const uint32_t*>(from + v * W + w) : 0;
   }
 }
@@ -266,11 +255,10 @@ __device__ inline float reciprocal(float value) {
 /// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
 /// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
 /// result below 2^-126 becomes 0.
-template <int kCols>
-__device__ inline void multiply_by_g(Gradients<kCols>& sums, const uint32_t (&d_out)[kCols / 4]) {
+__device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out)[8]) {
   constexpr float kLog2E = 1.44269504f;
 #pragma unroll
-  for (int i = 0; i < kCols / 2; ++i) {
+  for (int i = 0; i < 16; ++i) {
     const float2 pair = unpack2(d_out[i / 2]);
     const float u = sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i);
     const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
@@ -283,18 +271,65 @@ __device__ inline void multiply_by_g(Gradients<kCols>& sums, const uint32_t (&d_
   }
 }
 
+/// What two warpgroups do: they compute what the forward pass did, then P, Q, R, S, and leave these
+/// in shared memory. Of 64 columns either has one half, of 32 columns every second tile.
+template <typename Shared>
+__device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out, int col0, int V,
+                                     int W) {
+  constexpr int kSteps = Shared::kSteps;
+  constexpr bool kShare = Shared::kCols == 64;
+  const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
+  const int clusters = gridDim.y;
+  Ring<Shared::kStages> ring;
+  Ring<1> turn;  // one phase a tile of its own
+  const auto skip_tile = [&] {
+    for (int step = 0; step < kSteps; ++step) ring.advance();
+  };
+  int tile = blockIdx.y;
+  if (!kShare && maker == 1) skip_tile(), tile += clusters;
+  barrier_wait(&shared.loaded, 0);
+  for (; 64 * tile < V; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
+    GradientPairs sums;
+    uint32_t d_out_pairs[8];
+    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+    const int first_stage = ring.stage;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step, ring.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      sums.start_product(shared.left[ring.stage], shared.right[half][step], step > 0);
+    }
+    wgmma_wait<0>();
+    if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
+    sums.combine();
+    multiply_by_g(sums, d_out_pairs);
+    // The tile before this one is the other warpgroup's, if they have not the same.
+    barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
+    shared.products.store(sums, 32 * half);
+    shared_fence();
+    barrier_arrive(&shared.ready);
+    if (!kShare) skip_tile();
+  }
+}
+
 // ---- Backward: the gradients --------------------------------------------------------------------
 
-/// 64 rows of E and kCols columns of each of dM1, dM2 and D, side by side.
+/// 64 rows of E and kCols columns of each of dM1, D and dM2, side by side.
 template <int kCols>
 struct Slice {
   Sum<3 * kCols> sum;
 
-  /// += 16 vertices from 16 `k` on: [dM1 | dM2 | D] += Gr^T [P | Q | R] + Gi^T [Q | -P | S].
-  __device__ void add(const LeftTile<__nv_bfloat16, 64>& Gr, const LeftTile<__nv_bfloat16, 64>& Gi,
-                      const Products<kCols>& products, int k, bool add) {
-    wgmma<__nv_bfloat16, true>(sum.elements, Gr.operand_b(k), products.by_gr(k), add);
-    wgmma<__nv_bfloat16, true>(sum.elements, Gi.operand_b(k), products.by_gi(k), true);
+  /// Starts to add (or, if not `add`, to assign) [dM1 | D | dM2] of a tile, Gr^T [P | R | Q] + Gi^T
+  /// [Q | S | -P], as one group of wgmma.
+  __device__ void start_product(const LeftFactors& left, const Products<kCols>& products,
+                                bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma<__nv_bfloat16, true>(sum.elements, left.Gr.operand_b(k), products.by_gr(k),
+                                 add || k > 0);
+      wgmma<__nv_bfloat16, true>(sum.elements, left.Gi.operand_b(k), products.by_gi(k), true);
+    }
+    wgmma_commit();
   }
 
   /// To row e0, column w0 of dM1, dM2 and D (3, E, W).
@@ -306,7 +341,7 @@ struct Slice {
       const size_t next = static_cast<size_t>(E) * W, at = static_cast<size_t>(e) * W + w;
 #pragma unroll
       for (int which = 0; which < 3; ++which) {
-        const float* pair = sum.elements + which * kCols / 2 + i;
+        const float* pair = sum.elements + which * 2 % 3 * kCols / 2 + i;
         *reinterpret_cast<float2*>(to + which * next + at) = make_float2(pair[0], pair[1]);
       }
     }

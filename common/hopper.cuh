@@ -214,6 +214,13 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
+/// Has the box that tensor_load would copy brought into the L2 cache.
+__device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(col), "r"(row)
+               : "memory");
+}
+
 /// Has the cache line of `from` brought into the L2 cache. "prefetch".
 __device__ inline void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");

@@ -95,8 +95,8 @@ HARMLESS = {
     },
     "8_spatial_gradients": {
         ("hopper_accumulate_backward",
-         "barrier_wait(&shared.full[ring.stage], ring.parity) without", 2):
-            "the first warpgroup has waited for it before it was ready",
+         "barrier_wait(&shared.full[ring.stage], ring.parity) without", 0):
+            "those who make the products have waited for it before they were ready",
     },
     "9_matmul_softmax": {
         **{(kernel, "wait_for_previous_kernel() without", 0):
@@ -137,9 +137,10 @@ RUNS = {
         (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
         (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
     ],
-    # A cluster of two blocks; and E in two parts.
+    # A cluster of two blocks, which has 64 columns each, or backward 32; and E in more than two steps.
     "8_spatial_gradients": [
-        (("450", "--kernel", "^Hopper$"), 4),
+        (("520", "--width", "128", "--kernel", "^Hopper$"), 2),
+        (("450", "--width", "72", "--kernel", "^Hopper$"), 4),
         (("300", "--eigen", "136", "--width", "72", "--kernel", "^Hopper$"), 4),
     ],
     "9_matmul_softmax": [

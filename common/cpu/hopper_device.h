@@ -91,6 +91,7 @@ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col, std:
   cuda_cpu::tensor_load(to, map, 2, coordinates, barrier, 0, site);
 }
 inline void prefetch_l2(const void*) {}
+inline void prefetch_l2(const CUtensorMap*, int, int) {}
 inline std::uint64_t evict_first() { return 0; }
 inline void tensor_load(void* to, const CUtensorMap* map, int row, int col, std::uint64_t* barrier,
                         std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
