@@ -24,8 +24,7 @@
 #define HOPPER_CODE 0
 #endif
 
-/// On a kernel: its blocks come in clusters of `blocks`. Architectures without clusters compile it
-/// as well.
+/// On a kernel: its blocks come in clusters of `blocks`, where the architecture has clusters.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define HOPPER_CLUSTER(blocks)
 #else
@@ -123,8 +122,7 @@ inline unsigned persistent(int64_t tiles, int64_t capacity) {
 /// An mbarrier; it lives in shared memory.
 using Barrier = uint64_t;
 
-/// Where a pipeline of kStages stages stands: at which stage, and in which of the two alternating
-/// phases of the stage's barriers.
+/// Where a pipeline stands: at which of kStages stages, and in which of its barriers' two phases.
 template <int kStages>
 struct Ring {
   int stage = 0, parity = 0;
@@ -184,8 +182,7 @@ __device__ inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
       : "memory");
 }
 
-/// Waits until the phase of this parity (0, 1, 0, ...) is over. Parity 1 on a new barrier returns
-/// at once.
+/// Waits until the phase of this parity (0, 1, 0, ...) is over; on a new barrier 1 is over.
 __device__ inline void barrier_wait(Barrier* barrier, int parity) {
   asm volatile(
       "{\n"
@@ -200,8 +197,7 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
 
 // ---- Device: tensor copies ----------------------------------------------------------------------
 //
-// "Data Movement and Conversion Instructions: cp.async.bulk.tensor". One thread starts a copy of a
-// whole box.
+// "Data Movement and Conversion Instructions: cp.async.bulk.tensor". One thread copies a whole box.
 
 /// Copies the box whose first element is (row, col) to `to` (aligned to 1024 bytes) in shared
 /// memory; its bytes count at `barrier`.
@@ -252,8 +248,7 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, 
       : "memory");
 }
 
-/// Copies a matrix's box into all blocks of the cluster whose bit is set in `ranks`, at the same
-/// place in each, counting at each one's own barrier.
+/// tensor_load into all blocks of the cluster that have a bit in `ranks`; each one's barrier counts.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks) {
   asm volatile(
@@ -263,8 +258,7 @@ __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, i
       : "memory");
 }
 
-/// Copies `bytes` that lie one after another; both addresses and `bytes` are multiples of 16.
-/// "cp.async.bulk".
+/// Copies `bytes` in a row; both addresses and `bytes` are multiples of 16. "cp.async.bulk".
 __device__ inline void bulk_load(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
