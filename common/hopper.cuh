@@ -248,7 +248,7 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, 
       : "memory");
 }
 
-/// tensor_load into all blocks of the cluster that have a bit in `ranks`; each one's barrier counts.
+/// tensor_load into all blocks of the cluster with a bit in `ranks`; each one's barrier counts.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks) {
   asm volatile(
