@@ -537,7 +537,7 @@ struct PersistentShared {
 };
 
 #if HOPPER_CODE
-// The boxes of consumer `consumer` may be written: the copy engine has read what it stores.
+// Waits until the boxes of consumer `consumer` may be written: the copy engine has read them.
 __device__ inline void wait_for_stores(int consumer) {
   if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
   named_barrier(1 + consumer, 128);
@@ -610,7 +610,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
     }
     barrier_init_fence();
-  } else if (threadIdx.x >= 128) {  // a line each: of 128 rows of A, and of 32 rows of B
+  } else if (threadIdx.x >= 128) {  // a line each: of 128 rows of A; 4 of each of 32 rows of B
     const int thread = threadIdx.x % 128, row = first.row + thread;
     const int k = rank * 32 + thread / 4, col = first.col + thread % 4 * 64;
     if (threadIdx.x < 256) {
@@ -684,8 +684,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them: of
 //     64 x 128 there are 128. (64 rows are multiplied by one warpgroup, 192 by three.)
 //   - At N = 3072 there are 288 tiles: two rounds, and a third for 24 of them. Tiles of 192 columns
-//     need three rounds as well, but each takes three quarters of the time. At N = 3000 tiles of
-//     192 x 192 need two rounds, each an eighth longer.
+//     need three rounds as well, but each takes three quarters of the time. Tiles of 192 x 192 need
+//     two, each an eighth longer, and read less: better where rows are not whole lines (N = 3000).
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
 //     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
 //     its sum through memory to the cluster that ends there.

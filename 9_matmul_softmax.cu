@@ -651,7 +651,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
 // that copies, two that multiply, several stages, and clusters of two, or of one. For all of the D
 // inputs W has no room in registers: it comes through the stages, too, and from there to the
-// registers. (Rows that start anywhere: see RowsOfX and MapsOfW; in 3xTF32 W's are copied first.)
+// registers. (Rows of x and W may start anywhere: see RowsOfX and MapsOfW. 3xTF32 first copies W.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 struct ExchangeShared : TurnedShared<kMath, kRows, kPeers, kAligned> {
   alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
@@ -1025,9 +1025,9 @@ struct Plan {
   std::function<Product()> make;
 };
 
-// Exchange, or half fused: what should take less time. On an H200 a block does 2.9 TFLOP/s, as if
-// on 48 rows more, and gets 50 GB/s; half fused, 8 bytes a logit more move at 4 TB/s, and a launch
-// takes 1 us. (Blocks are counted for a GPU that this launch has to itself, as in lesson 7.)
+// Exchange, or half fused: what should take less time. On an H200 a block does 2.9 TFLOP/s, but a
+// strip takes as long as one with 48 rows more; and it gets 50 GB/s. Half fused, 8 bytes more per
+// logit move, at 4 TB/s, and a launch takes 1 us. (Counted for a GPU without other work: lesson 7.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 void consider_exchange(const Layer& layer, Plan& best) {
   using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
@@ -1065,7 +1065,7 @@ Product choose_exchange(const Layer& layer) {
 
 // What Hopper has for a shape: fused narrow for many rows of few columns; fused cluster for other
 // few columns, but not for very many rows, and where there are few tiles, or so few rows that W is
-// nearly all there is to read; else fused exchange. (D < 4: W's four matrices would have no row.)
+// nearly all there is to read; else fused exchange. (D < 4: not all of W's matrices have a row.)
 template <Math kMath>
 std::optional<Product> make_hopper_product(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too

@@ -23,7 +23,7 @@
 //     planes first     on Hopper: a kernel makes planes, lesson 3's product, in TF32, reads them
 //     planes beside    three warps of each block make most planes, while others multiply
 //
-// Backward needs, of the gradients dz: the planes' gradients dz_k w[t]^T, which it multiplies with
+// From the gradients dz backward needs the planes' gradients dz_k w[t]^T, which it multiplies with
 // y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again,
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
 // planes, or later their gradients, take up to 512 MiB; dz and the weights (twice) add to that.
@@ -138,10 +138,10 @@ __global__ void __launch_bounds__(kTileThreads)
 // blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
 // the triples' planes and weights one after the other. *planes beside*: three warps of each block
 // make planes during the product. Makers and tiles go in the same order: rows for the first tiles
-// come first, of these the first features. A counter for each 128 rows and 128 features says that
-// they are made; the thread that starts the copies waits for it. Where a product has few features,
-// planes for the first tiles are made before it. Once all are made, the same warps normalize what
-// is complete: by then nobody waits for them.
+// come first, of these the first features. For each 128 rows and 128 features a counter says how
+// many rows are made; the thread that starts the copies waits for all. Where a product has few
+// features, planes for the first tiles are made before it. A warp that has made all of its planes
+// normalizes rows that are complete: by then nobody waits for that warp.
 //
 // It hides only a part, and where products are short (2-D, few features) it costs more than it
 // hides. Per step wgmma reads 80 KB of shared memory, and 48 KB arrive: 128 bytes a cycle, all that
@@ -326,7 +326,7 @@ struct WeightGradients {
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
-// The norm of all grades, or of those that is not done beside the product.
+// The norm of all grades, or only of those whose norm is not made beside the product.
 template <typename A>
 void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
   const Layer& layer = of.layer;
@@ -341,7 +341,7 @@ void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
   }
 }
 
-// Where several have shared the batch: dw is the sum of theirs.
+// Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
 void add_partials(const Gradients& d, const Buffer<float>& partials, int splits) {
   if (splits == 1) return;
   launch_early(sum_weight_gradients, blocks_of(d.dw.size(), 4 * 256), 256, 0,
@@ -461,8 +461,8 @@ struct Ready {
   // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
   int rows_at_a_time() const {
     const int batch = of.layer.batch;
-    const size_t row = sizeof(float) * kPlanes<A> * stride;
-    const int most = std::max(1, static_cast<int>(kPlaneBytes / row) / 256) * 256;
+    const size_t fit = kPlaneBytes / (sizeof(float) * kPlanes<A> * stride);
+    const int most = std::clamp(static_cast<int>(fit) / 256, 1, 255) * 256;  // rows: a grid's y
     const int least = count_tiles(batch, most);
     const auto rows_of = [&](int chunks) {
       return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
@@ -545,14 +545,14 @@ struct ReadyBackward {
         partials(d.dw),
         plan_planes(plan_tiles(plane_work(forward.largest()))),
         plan_weights(plan_tiles(weight_work(forward.largest()))) {
-    // Where tiles are few, clusters share the rows of one. That costs something, too: their sums
-    // are written and read once more.
-    const int most = std::min(8, forward.largest().rows / 128);
-    for (int best = splits = 1, shares = 2; shares <= most; splits = best, ++shares) {
-      splits = shares;
+    // Where tiles are few, clusters share the rows of one: if that saves more than adding up costs.
+    const int most = std::min(8, forward.chunk(last_chunk()).rows / 128);
+    int best = 1;
+    for (splits = 2; splits <= most; ++splits) {
       const TilePlan plan = plan_tiles(weight_work(forward.largest()));
-      if (plan.cycles < 0.9 * plan_weights.cycles) plan_weights = plan, best = shares;
+      if (plan.cycles < 0.9 * plan_weights.cycles) plan_weights = plan, best = splits;
     }
+    splits = best;
     if (splits > 1) {
       partials =
           forward.of.problem.template output<float>(static_cast<size_t>(splits) * d.dw.size());

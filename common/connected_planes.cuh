@@ -8,7 +8,7 @@
 //
 //     planes  (44 planes, pitch, stride), in the order of Order
 //     dz      (blades, stride, pitch)
-//     w       (20, stride, stride) in the order of Order, and each matrix transposed
+//     w       (20, stride, stride) in the order of Order: transposed; for backward also as it is
 #pragma once
 
 #include "common/connected.cuh"
@@ -68,11 +68,11 @@ struct WeightTurner {
   }
 };
 
-/// Makes the planes of a chunk. A unit is what a warp makes at a time, all planes of a row's 128
-/// multivectors, of which a lane has 4. 128 units are a part, 128 rows of 128 features. Parts come
-/// `together` rows of them at a time, of these column by column. The first units, of whole rows,
-/// are made `before` the product, the others beside it; a counter for each part says which of these
-/// are there.
+/// Makes the planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
+/// features, 4 of them a lane. A part is 128 units: 128 rows of 128 features. Parts come in groups
+/// of `together` rows of parts, in a group column by column. The first `before` units, of whole
+/// rows, are made before the product, the others beside it; for these each part has a counter of
+/// the units that are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -99,9 +99,9 @@ struct PlaneMaker {
     Unit unit = load(u / slices(), u % slices());
     make(unit);
   }
-  /// Those of the others that are this warp's, of `warps`. That a unit is there is told when the
-  /// next one's x and y are on their way: until its writes have arrived takes as long as they do.
-  /// The fence is for the copy engine, which will read them.
+  /// The other units that are this warp's, of `warps`. A warp reports a unit only when it has begun
+  /// to load the next one's x and y: it waits for its writes and those loads at the same time. The
+  /// fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps, const Progress& progress) const {
     const auto tell = [&](int part) {
 #if HOPPER_CODE
@@ -202,7 +202,7 @@ struct GradeNormalizer {
   static constexpr int kCount = A::kGrades - 2;
   float *out, *inverses;
   Chunk chunk;
-  int tile_rows, stores;  ///< how often 64 rows of all columns of a blade are stored in tile_rows
+  int tile_rows, stores;  ///< stores: calls of stored() for tile_rows rows of a blade
   Progress complete;      ///< for each tile_rows and grade
 
   /// A warpgroup calls this when it has stored its part of a tile.
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(128) normalize_ends(float* out, float* inverse
 }
 
 constexpr int kResultRows = 8, kResultThreads = 512;
-/// Sums of d_out out of each warp; of each row r and r mean(d_out out).
+/// products: each warp's sum of d_out out. factors: each row's r, and r mean(d_out out).
 struct ResultFactors {
   float products[kResultThreads / 32];
   float2 factors[kResultRows];

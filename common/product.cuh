@@ -214,7 +214,7 @@ struct Cluster {
                        : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
   }
 
-  /// Has the lines of this block's first stage brought into the L2 cache; the consumers call it.
+  /// The consumers call it: lines of this block's first stage to the L2 cache, if it starts a tile.
   template <typename T, int kCount>
   __device__ void prefetch_first(const Factor<T>& A, const Factor<T, kCount>& B,
                                  const Schedule<Tile>& schedule) const {

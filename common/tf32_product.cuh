@@ -26,8 +26,7 @@
 template <int kColumns, int kClusterBlocks>
 struct Tf32Tile {
   static constexpr int BM = 128, BN = kColumns, kBlocks = kClusterBlocks, kThreads = 384;
-  static constexpr int kDepth =
-      32;  // of a step: 128 bytes of each row, as the copy engine swizzles
+  static constexpr int kDepth = 32;  // of a step: 128 bytes of a row, as the copy engine swizzles
   struct Stage {
     float a[BM * kDepth], b[BN * kDepth];
   };
@@ -38,20 +37,20 @@ struct Tf32Tile {
   };
 };
 
-/// The way of a tile along k: for each 32 columns of the factors from step `begin` to `end` - 1,
-/// all boxes of `inner` matrices below each other. Boxes start at rows a + a_next i and b + b_next
-/// i for i = 0 to inner - 1. Of a left factor that is turned steps are 32 rows, of columns a_col
-/// on.
+/// The way of a tile along k. Step s, from `begin` to `end` - 1, takes columns 32 s to 32 s + 31 of
+/// `inner` pairs of matrices, pair after pair: a box of each, which starts at row a + a_next i or
+/// b + b_next i, i = 0 to inner - 1. Of a left factor that is turned, a step takes 32 rows instead,
+/// 32 s further down, and columns from a_col on.
 struct Walk {
   int a, a_next = 0, a_col = 0, b, b_next = 0, inner = 1, begin = 0, end;
-  /// Which counter says that 128 columns of A are made, and how many on is that of the next 128.
+  /// The counter of the first 128 columns of A (-1: no waiting), and how far the next 128's is.
   int flag = -1, flag_next = 0;
 };
 
 /// How much of what some warps write and others read is there: a counter for each part of it.
 struct Progress {
-  unsigned* done;  ///< null: there is nobody to tell
-  int before = 0;  ///< the first parts were there before, and have no count
+  unsigned* done;  ///< for each part, how much of it is there
+  int before = 0;  ///< so many first parts were there before the launch: they are not counted
 
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   /// One thread calls this, after a barrier among all who have written.
@@ -263,8 +262,8 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
 #endif
 
 /// Launched with kBlocks blocks for each cluster of `turns`, or with more blocks, which only help.
-/// Helpers wait for tiles, or tiles for helpers, never both. So all blocks come to their end if all
-/// of them run at the same time: the grid is at most as large as the device.
+/// Tiles may wait for helpers. A helper waits for tiles only after it has done all that tiles wait
+/// for. So all blocks end if all run at the same time: the grid is at most as large as the device.
 template <class Tile, class Work>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     tf32_product(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,

@@ -188,11 +188,11 @@ __device__ float exp_of(float value) {
 // turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The kPeers
 // blocks of a cluster (1 or 2) have the same rows of x, of which each fetches its share for both.
 //
-// W comes in four boxes of 32 columns. If its rows start anywhere (kAligned is false) it is four
-// matrices whose rows do not: of every fourth row, from the last multiple of 16 bytes before the
-// first of them on. Of each comes a box of 8 rows that has the block's columns among its own, and
-// starts 8 columns before the one of the matrix before: then four rows of W are on different banks.
-// With x it is alike (RowsOfX): a strip is of every row, every second, or every fourth one.
+// W comes in four boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
+// four matrices: matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i
+// on, so that all of its rows start at such multiples. Of each comes a box of 8 rows that has the
+// block's columns among its own, 8 columns before that of the last matrix: then four rows of W are
+// on different banks. A strip of x is alike: of every row, every second, or every fourth (RowsOfX).
 template <Math kMath_, int kRows_, int kPeers_, bool kAligned_>
 struct TurnedShared {
   static constexpr Math kMath = kMath_;
@@ -236,13 +236,13 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
   return maps;
 }
 
-// x (B, D) for the copy engine, to which a row has to start at a multiple of 16 bytes. Of 2^shift
-// neighbours (1, 2 or 4) the first does, and the others start before(i) elements behind such a
-// multiple. So x is that many matrices: of the rows i, i + 2^shift, ..., each from the multiple on.
-// Their inputs come `before` places late, then, in a tile, and so do the rows of W; what is before
-// them, the end of another row, has to be blanked.
+// x (B, D) for the copy engine, for which a row has to start at a multiple of 16 bytes. Of 2^shift
+// neighbouring rows (1, 2 or 4) row i starts before(i) elements after such a multiple. So x is
+// 2^shift matrices: matrix i has rows i, i + 2^shift, ..., each from that multiple on. In a tile of
+// it all inputs stand `before` columns further right, so rows of W stand as many rows lower. The
+// first `before` columns are the end of another row of x, and have to become zeros.
 struct RowsOfX {
-  CUtensorMap of[4];
+  CUtensorMap of[4] = {};
   int B, D, shift;
 
   RowsOfX(const float* x, int rows, int inputs, unsigned box_rows, bool to_tf32)
@@ -287,9 +287,9 @@ __device__ void init_barriers(Shared& shared) {
   barrier_init_fence();
 }
 
-// What the producer's threads do for one strip of rows: one starts copies, of its block's
-// share of x and of the block's columns of W. For 3xTF32 those of the other warps split x, all of a
-// stage: in whatever order it lies there.
+// What the producer's threads do for one strip of rows. One starts copies, of its block's share of
+// x and of the block's columns of W. In 3xTF32 the other warps put zeros before the rows of x, and
+// split x, all of a stage: in whatever order it lies there.
 template <class Shared>
 __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsOfX& x,
                         const MapsOfW& W, int strip, int col0) {
@@ -416,9 +416,9 @@ struct TurnedConsumer {
     release(previous);
   }
 
-  // To `out`, which starts at the block's first row, of which there are `rows`, each `stride`
-  // behind the one before, and at the thread's first column, one of the row's last `left`: the
-  // sums, each times its row's of `factors`.
+  // Writes the sums, each times its row's factor. `out` is where the block's first row has the
+  // thread's first column. There are `rows` rows, `stride` elements apart; from that column on a
+  // row has `left` columns left.
   __device__ void store(const float (&sum)[kSums], const float* factors, float* out, int64_t stride,
                         int rows, int left) const {
     const auto write = [&](auto put) {
