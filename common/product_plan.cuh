@@ -110,6 +110,9 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
                    5 + microseconds(whole.rounds, whole.steps)};
   const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
   if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
+  // Rows that are not aligned leave element by element: with little room that takes long.
+  constexpr int kOutputs = Tile::BN / Epilogue::kRightFactors;
+  if (shape.cols % 8 != 0 && 3 * 64 * Tile::kOut <= kOutputs) plan.microseconds *= 1.3;
   // Where a cluster has several tiles, room for all of a tile's results beats another stage.
   if (whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
   if (whole.rounds == 1 && Tile::kOut > 3) plan.microseconds *= 1.005;
