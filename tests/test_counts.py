@@ -22,15 +22,12 @@ SPLIT = "zeros of a whole float4 are four stores for the CPU's compiler"
 ARBITRATION = "the profiler's conflicts are also the times that loads and stores wait for each other"
 WMMA = "for wmma's loads from shared memory the profiler counts a sector of global memory, too"
 BIAS = "the rows of the fragment are the same row of biases, which nvcc loads once"
-STMATRIX = "recorded without stmatrix"
-OLDER = "recorded before biases beyond H were loaded, too"
 SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
 POLLING = "loads of those who wait for others: as many as it takes"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
-NARROW = [("square", "tensor cores"), ("square", "async tiles")]  # few columns of a tile exist
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
@@ -39,15 +36,10 @@ EXPLAINED = {
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": WMMA},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {
-        "global_load_sectors": WMMA, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS,
-        **({"global_load_requests": OLDER} if (problem, kernel) in NARROW else {})}
+        "global_load_sectors": WMMA, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS}
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
-    ("6_gating_fused", "", "layer: Hopper resident"): {"shared_store_requests": STMATRIX},
-    ("6_gating_fused", "", "square: Hopper cluster"): {
-        "global_load_requests": OLDER, "global_load_sectors": OLDER,
-        "shared_store_requests": STMATRIX, "shared_store_conflicts": ARBITRATION},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
