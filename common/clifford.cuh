@@ -5,8 +5,6 @@
 
 #include <cuda_runtime.h>
 
-#include <bit>
-
 #include "common/algebra.cuh"
 #include "common/clifford.h"
 
@@ -74,65 +72,6 @@ __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* par
   __syncthreads();
   sums = partials[warp / warps * warps + lane % warps];
   add_up_lanes(sums, warps);
-}
-
-// Adds up kCount numbers over the lanes of a warp. Lanes 16 apart halve their work: each hands the
-// other one half of its numbers, and goes on with the sums of the other half; then lanes 8 apart,
-// and so on, until a lane has one number, of which it returns the sum: number lane / kLanesEach.
-// This takes 9 shuffles for 8 numbers; to add up all of them in all lanes would take 40.
-template <int kCount>
-struct LaneSums {
-  static constexpr int kPadded = static_cast<int>(std::bit_ceil(static_cast<unsigned>(kCount)));
-  static constexpr int kLanesEach = 32 / kPadded;
-
-  template <int kNumbers = kPadded, int kThere = kCount>
-  __device__ static __forceinline__ float add_up(float* numbers) {
-    constexpr int other = 16 * kNumbers / kPadded, half = kNumbers / 2;
-    if constexpr (kNumbers == 1) {
-      return add_up_same(numbers[0]);
-    } else {
-      const bool upper = (threadIdx.x & other) != 0;
-#pragma unroll
-      for (int i = 0; i < half; ++i) {
-        const float high = i + half < kThere ? numbers[i + half] : 0;
-        const float handed = upper ? numbers[i] : high;
-        numbers[i] = (upper ? high : numbers[i]) + __shfl_xor_sync(0xffffffffu, handed, other);
-      }
-      return add_up<half, half>(numbers);
-    }
-  }
-  // Over the lanes that have the same number.
-  __device__ static __forceinline__ float add_up_same(float sum) {
-#pragma unroll
-    for (int other = kLanesEach / 2; other > 0; other /= 2) {
-      sum += __shfl_xor_sync(0xffffffffu, sum, other);
-    }
-    return sum;
-  }
-};
-
-// The same, adding up a row's numbers by halves: for kernels whose warps have no other work while
-// they shuffle. For 4 numbers it does not pay: what it takes to choose is as much as it saves.
-template <int kCount>
-__device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
-                                                     int warps) {
-  if constexpr (kCount <= 4) return add_up_row(sums, partials, warps);
-  using Lanes = LaneSums<kCount>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int number = lane / Lanes::kLanesEach, first = lane % Lanes::kLanesEach;
-  float sum = Lanes::add_up(sums.value);
-  if (first == 0 && number < kCount) partials[warp].value[number] = sum;
-  __syncthreads();
-  sum = 0;
-  if (number < kCount) {
-    const Sums<kCount>* row = partials + warp / warps * warps;
-    for (int i = first; i < warps; i += Lanes::kLanesEach) sum += row[i].value[number];
-  }
-  sum = Lanes::add_up_same(sum);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    sums.value[i] = __shfl_sync(0xffffffffu, sum, i * Lanes::kLanesEach);
-  }
 }
 
 // sums[c] += the squares of z of grade c.
