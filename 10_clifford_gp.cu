@@ -39,7 +39,9 @@
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
 // gradients() in common/algebra.cuh. Gates and norms in registers: common/clifford.cuh.
 
+#include <cstdlib>
 #include <optional>
+#include <string>
 
 #include "common/algebra.cuh"
 #include "common/async_copy.cuh"
@@ -174,14 +176,15 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// How a block works in the kernels below: `threads`, `per_row` (a power of two, at least a warp)
-// for each row that it has at a time. A row that is too long for one has several `blocks`, with
-// `share` features each.
+// How a block works in the kernels below: `threads`, `per_row` (whole warps) for each row that it
+// has at a time. A row that is too long for one has several `blocks`, with `share` features each.
+// The rows of a block may be those of several `teams`, which take groups of rows each on its own.
 struct RowsOnChip {
-  int threads, per_row, blocks, share;
+  int threads, per_row, blocks, share, teams = 1;
   __host__ __device__ int rows() const { return threads / per_row; }
+  __host__ __device__ int team_rows() const { return rows() / teams; }
   __host__ __device__ int groups(const Layer& layer) const {
-    return (layer.batch - 1) / rows() + 1;
+    return (layer.batch - 1) / team_rows() + 1;
   }
 };
 
@@ -203,28 +206,32 @@ constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
 // A thread's place: its row, of those that its block has at a time, and its W features. With
 // kVector these are neighbours, moved as one access, for rows that all start at a multiple of its
-// size. In other rows they are as far apart as the row has threads: then neighbouring threads have
-// neighbouring features, and a warp moves 128 bytes in a row, wherever the row starts.
+// size. In other rows they are 32 apart: neighbouring threads have neighbouring features, and a
+// warp moves 128 bytes in a row, wherever the row starts.
 template <int W, bool kVector>
 struct Place {
-  int row, blocks;         // which of its block's rows; how many blocks share a row
-  int start, features;     // the block has `features` of the row's features, from `start` on
-  int first, step, count;  // of the thread's own: its first of these, and how many are there
+  static constexpr int kStep = kVector ? 1 : 32;
+  int row, blocks;      // which of its block's rows; how many blocks share a row
+  int start, features;  // the block has `features` of the row's features, from `start` on
+  int first, count;     // of the thread's own: its first of these, and how many are there
 
   __device__ Place(const RowsOnChip& shape, const Layer& layer)
       : row(threadIdx.x / shape.per_row),
         blocks(kVector ? 1 : shape.blocks),
         start(kVector ? 0 : blockIdx.x % blocks * shape.share),
         features(kVector ? layer.features : min(shape.share, layer.features - start)),
-        first(threadIdx.x % shape.per_row * (kVector ? W : 1)),
-        step(kVector ? 1 : shape.per_row),
+        first(first_of(threadIdx.x % shape.per_row)),
         count(first >= features ? 0
               : kVector         ? W
-                                : min(W, (features - first - 1) / step + 1)) {}
+                                : min(W, (features - first - 1) / kStep + 1)) {}
 
-  // The thread of a row that has this feature of the block, and which of the thread's W it is.
-  __device__ int thread_of(int feature) const { return kVector ? feature / W : feature % step; }
-  __device__ int number_of(int feature) const { return kVector ? feature % W : feature / step; }
+  // Thread t of a row has features first_of(t), first_of(t) + kStep... of the block's; and the
+  // thread that has this feature, and which of the thread's W it is.
+  __device__ static int first_of(int t) { return t / kStep * kStep * W + t % kStep; }
+  __device__ static int thread_of(int feature) {
+    return feature / (kStep * W) * kStep + feature % kStep;
+  }
+  __device__ static int number_of(int feature) { return feature / kStep % W; }
 
   // Moves the thread's features of a blade; `from` or `to` is the first's. Only `inside` exist.
   __device__ __forceinline__ void fetch(float* to, const float* from, int inside) const {
@@ -232,7 +239,7 @@ struct Place {
       copy_async<sizeof(Pack<W>)>(to, from, inside > 0);
     } else {
 #pragma unroll
-      for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * step, e < inside);
+      for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * kStep, e < inside);
     }
   }
   __device__ __forceinline__ Pack<W> load(const float* from, int inside) const {
@@ -241,7 +248,7 @@ struct Place {
       if (inside > 0) result = *reinterpret_cast<const Pack<W>*>(from);
     } else {
 #pragma unroll
-      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * step] : 0;
+      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * kStep] : 0;
     }
     return result;
   }
@@ -251,7 +258,7 @@ struct Place {
     } else {
 #pragma unroll
       for (int e = 0; e < W; ++e) {
-        if (e < inside) to[e * step] = pack.v[e];
+        if (e < inside) to[e * kStep] = pack.v[e];
       }
     }
   }
@@ -411,24 +418,27 @@ struct alignas(128) Exchange {
 };
 
 template <int kCount>
-__device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int blocks) {
+__device__ __forceinline__ void open_exchanges(Exchange<kCount>* exchanges, int blocks, int teams) {
 #if HOPPER_CODE
   if (blocks == 1) return;
   if (threadIdx.x == 0) {
-    for (Barrier& come : exchange.come) barrier_init(&come, 1);
+    for (int team = 0; team < teams; ++team) {
+      for (Barrier& come : exchanges[team].come) barrier_init(&come, 1);
+    }
     barrier_init_fence();
   }
   cluster_sync();
 #endif
 }
 
-// The block's sums of a row, which all of its threads know, to the other blocks.
+// The block's sums of a row, which all of its threads know, to the other blocks. `thread` counts
+// the threads that have the row.
 template <int kCount>
 __device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                          int blocks, int round) {
+                                          int blocks, int round, int thread) {
 #if HOPPER_CODE
-  if (blocks == 1 || threadIdx.x >= 32) return;
-  const int slot = round % kSlots, to = threadIdx.x, rank = cluster_rank();
+  if (blocks == 1 || thread >= 32) return;
+  const int slot = round % kSlots, to = thread, rank = cluster_rank();
   Sums<kCount>& own = exchange.of[slot][rank];
   if (to == 0) {
     own = sums;
@@ -542,7 +552,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
-  open_exchange(*exchange, place.blocks);
+  open_exchanges(exchange, place.blocks, 1);
   Pack<W> dw[A::kTriples] = {};
   int round = 0;
   for (; first < layer.batch; first += step, n += step, ++round) {
@@ -559,7 +569,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
       add_up_row(sums, partials[round % 2], shape.per_row / 32);
-      send_sums(sums, *exchange, place.blocks, round);
+      send_sums(sums, *exchange, place.blocks, round, threadIdx.x);
       receive_sums(sums, *exchange, place.blocks, round);
     }
     Pack<W> dg;
@@ -590,91 +600,126 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // three multivectors of 8: they leave registers for half of the threads, too few to hide each
 // other's waiting. (Tried with two blocks a row: slower than "both on chip".)
 
-// Bytes of shared memory for stages, beside what is static.
+// Bytes of shared memory for stages and weights, beside what is static; and into how many teams the
+// rows of a block may be divided.
 constexpr size_t kStreamBytes = 208 << 10;
+constexpr int kMaxTeams = 5;
 
-// The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
-// from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
-// and plane k of the rows begins shift(its first element) floats further on in stages[s][k]. (A
-// tensor has a multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
+// The planes of kTensors tensors for a team's rows; teams' rows lie side by side in a stage. The
+// copy engine copies multiples of 16 bytes, from multiples of 16 on. Without kVector rows start
+// anywhere: then it brings what covers them, and plane k of the rows begins shift(k) floats further
+// on in stages[s][k]. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing
+// beyond it is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
-  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
+  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 8 * kMaxTeams);
   using Stage = float[kPlanes][kElements];
   using Others = Exchange<(kTensors - 1) * A::kGrades>;
-  static constexpr int kFront = kVector ? 0 : sizeof(Others) / sizeof(float);
-  static constexpr int kStages = kStreamBytes / sizeof(Stage);
-  static constexpr int kBytes = kStages * sizeof(Stage) + kFront * sizeof(float);
-  static_assert(kStages >= 2);
+  using SharedWeights = OnChipMemory<A, W, kVector, 0>;
+  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades > 4;
+  static constexpr size_t kMostWeights =
+      kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
+  static constexpr int kStages = (kStreamBytes - kMostWeights) / sizeof(Stage);
+  static_assert(kStages >= 1);
+  static size_t bytes(const RowsOnChip& shape) {
+    return shape.teams * sizeof(Others) + kStages * sizeof(Stage) +
+           (kSharedWeights ? SharedWeights::bytes(shape) : 0);
+  }
 
 #if HOPPER_CODE
+  Place<W, kVector> place;
+  Layer layer;
+  int team, thread, threads;  // which of the team's threads this one is
+  int rows, groups;           // rows at a time
   Others& exchange;
   Stage* stages;
   Barrier* full;
-  Layer layer;
-  Place<W, kVector> place;
-  int rows, groups;  // rows at a time
+  int first;  // of the thread's features in a plane of a stage
 
-  __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
+  __device__ Stream(float* shared, Barrier (&all_full)[kMaxTeams][kStages], const Layer& layer,
                     const RowsOnChip& shape)
-      : exchange(*reinterpret_cast<Others*>(shared)),
-        stages(reinterpret_cast<Stage*>(shared + kFront)),
-        full(full),
+      : place(shape, layer),
         layer(layer),
-        place(shape, layer),
-        rows(shape.rows()),
-        groups(shape.groups(layer)) {
+        team(place.row / shape.team_rows()),
+        thread(threadIdx.x - team * shape.team_rows() * shape.per_row),
+        threads(shape.team_rows() * shape.per_row),
+        rows(shape.team_rows()),
+        groups(shape.groups(layer)),
+        exchange(reinterpret_cast<Others*>(shared)[team]),
+        stages(reinterpret_cast<Stage*>(reinterpret_cast<Others*>(shared) + shape.teams)),
+        full(all_full[team]),
+        first(team * part() + place.row % rows * place.features + place.first) {
     if (threadIdx.x == 0) {
-      for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
+      for (int t = 0; t < shape.teams; ++t) {
+        for (int s = 0; s < kStages; ++s) barrier_init(&all_full[t][s], 1);
+      }
       barrier_init_fence();
     }
     __syncthreads();
+    open_exchanges(reinterpret_cast<Others*>(shared), place.blocks, shape.teams);
   }
 
+  // A team's floats of a plane of a stage.
+  __device__ int part() const {
+    return kVector ? rows * place.features : (rows * place.features + 7) / 4 * 4;
+  }
   __device__ size_t element(int group) const {
     return static_cast<size_t>(group) * rows * layer.features + place.start;
   }
   __device__ int inside(int group) const {
-    return group * rows + place.row < layer.batch ? place.count : 0;
+    return group * rows + place.row % rows < layer.batch ? place.count : 0;
   }
-  __device__ int shift(size_t element) const { return kVector ? 0 : element % 4; }
+  // Four planes have all the shifts that there are.
+  __device__ int shift(int group, int plane) const {
+    const unsigned all = static_cast<unsigned>(layer.plane());
+    return kVector ? 0 : (static_cast<unsigned>(element(group)) + plane % 4 * all) % 4;
+  }
 
-  // The first warp orders a group's rows, if they are there. One lane tells the barrier how many
-  // bytes come: lanes that arrive at one barrier would do so one after the other.
+  // Orders a group's rows, if they are there. Few planes are ordered by the team's first warp, with
+  // one instruction; many by all of its warps, as one instruction is one copy after the other. One
+  // lane tells the barrier how many bytes come, maybe after the first of them.
   __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
                                         int s) const {
-    if (threadIdx.x >= 32 || group >= groups) return;
+    const int warps = kPlanes <= 16 ? 1 : threads / 32;
+    if (thread / 32 >= warps || group >= groups) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
-    const auto from = [&](int plane) { return plane * layer.plane() + element(group); };
     const auto bytes = [&](int plane) {
-      return (count + shift(from(plane)) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
+      return (count + shift(group, plane) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
     };
-    if (threadIdx.x == 0) {  // four planes have all the shifts that there are
+    if (thread == 0) {
       barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
     }
     __syncwarp();
-#pragma unroll
-    for (int first = 0; first < kPlanes; first += 32) {
-      const int p = first + threadIdx.x, plane = p % A::kBlades;
-      if (p >= kPlanes) break;
+    for (int p = thread / 32 + thread % 32 * warps; p < kPlanes; p += 32 * warps) {
+      const int plane = p % A::kBlades;
       const float* tensor = tensors[0];
 #pragma unroll
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
-      bulk_load(stages[s][p], tensor + from(plane) - shift(from(plane)), bytes(plane), &full[s]);
+      const float* from = tensor + plane * layer.plane() + element(group) - shift(group, plane);
+      bulk_load(&stages[s][p][team * part()], from, bytes(plane), &full[s]);
     }
   }
   // A thread's multivectors of a tensor.
   template <int tensor>
   __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int inside) const {
     Multivectors<A, W> result;
-    const int at = place.row * place.features + place.first;
+    const float* planes = stages[s][tensor * A::kBlades] + first;
     unroll<0, A::kBlades>([&](auto k) {
-      const int shifted = at + shift(k * layer.plane() + element(group));
-      result.blade[k] = place.load(&stages[s][tensor * A::kBlades + k][shifted], inside);
+      result.blade[k] = place.load(planes + shift(group, k) + k * kElements, inside);
     });
     return result;
+  }
+  // Where the group's thread's first feature is in a plane of a tensor.
+  __device__ size_t at(int group) const {
+    return element(group) + place.row % rows * layer.features + place.first;
+  }
+  // Adds up a row's sums over the block, then tells the others that share the row.
+  template <int kCount>
+  __device__ __forceinline__ void add_up(Sums<kCount>& sums, Sums<kCount> (&partials)[2][kMaxWarps],
+                                         int per_row, int round) const {
+    add_up_row(sums, partials[round % 2], per_row / 32, [&] { named_barrier(1 + team, threads); });
   }
 #endif
 };
@@ -689,7 +734,7 @@ struct RegisterWeights {
   __device__ __forceinline__ RegisterWeights(const float* w, const Place<W, kVector>& place) {
 #pragma unroll
     for (int e = 0; e < W; ++e) {
-      const int feature = e < place.count ? place.start + place.first + e * place.step : 0;
+      const int feature = e < place.count ? place.start + place.first + e * place.kStep : 0;
       const Weights<A> weights(w + static_cast<size_t>(feature) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
@@ -715,16 +760,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   using Rows = Stream<A, W, kVector, 2>;
   extern __shared__ __align__(128) float streamed[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
-  __shared__ Barrier full[Rows::kStages];
+  __shared__ Barrier full[kMaxTeams][Rows::kStages];
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y};
-  const int step = gridDim.x / place.blocks;
+  const int step = gridDim.x / place.blocks * shape.teams;
 
-  open_exchange(stream.exchange, place.blocks);
   start_next_kernel();
   wait_for_previous_kernel();
-  int group = blockIdx.x / place.blocks;
+  int group = blockIdx.x / place.blocks + gridDim.x / place.blocks * stream.team;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
   const RegisterWeights<A, W> weights(w, place);
   Ring<Rows::kStages> ring;
@@ -732,8 +776,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   const auto finish = [&](const Multivectors<A, W>& z, Sums<A::kGrades> sums, int group,
                           int round) {
     receive_sums(sums, stream.exchange, place.blocks, round);
-    const size_t at = stream.element(group) + place.row * layer.features + place.first;
-    store_normed(z, sums, layer, out + at, place, stream.inside(group));
+    store_normed(z, sums, layer, out + stream.at(group), place, stream.inside(group));
   };
   Multivectors<A, W> last_z = {};
   Sums<A::kGrades> last_sums = {};
@@ -741,17 +784,17 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const int inside = stream.inside(group);
     Multivectors<A, W> z = {};
     Sums<A::kGrades> sums = {};
-    barrier_wait(&full[ring.stage], ring.parity);
+    barrier_wait(&full[stream.team][ring.stage], ring.parity);
     if (inside > 0) {
       const auto left = stream.template take<0>(group, ring.stage, inside);
       const auto right = stream.template take<1>(group, ring.stage, inside);
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
-    // add_up_row has a barrier: behind it all threads have taken their part of the stage.
-    add_up_row(sums, partials[round % 2], shape.per_row / 32);
+    // It has a barrier: behind it all threads have taken their part of the stage.
+    stream.add_up(sums, partials, shape.per_row, round);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
-    send_sums(sums, stream.exchange, place.blocks, round);
+    send_sums(sums, stream.exchange, place.blocks, round, stream.thread);
     if constexpr (kStoresLater<A>) {
       if (round > 0) finish(last_z, last_sums, group - step, round - 1);
       last_z = z;
@@ -774,22 +817,33 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   using Rows = Stream<A, W, kVector, 3>;
   extern __shared__ __align__(128) float streamed[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  __shared__ Barrier full[Rows::kStages];
+  __shared__ Barrier full[kMaxTeams][Rows::kStages];
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y, d_out};
-  const int step = gridDim.x / place.blocks;
+  const int step = gridDim.x / place.blocks * shape.teams;
 
-  open_exchange(stream.exchange, place.blocks);
-  int group = blockIdx.x / place.blocks;
+  int group = blockIdx.x / place.blocks + gridDim.x / place.blocks * stream.team;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
-  const RegisterWeights<A, W> weights(w, place);
+  const auto weights = [&] {
+    if constexpr (Rows::kSharedWeights) {
+      const typename Rows::SharedWeights shared(
+          reinterpret_cast<float*>(stream.stages + Rows::kStages), shape);
+      shared.fetch_weights(w, shape, place);
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncthreads();
+      return shared;
+    } else {
+      return RegisterWeights<A, W>(w, place);
+    }
+  }();
   Pack<W> dw[A::kTriples] = {};
   Ring<Rows::kStages> ring;
   int round = 0;
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
-    barrier_wait(&full[ring.stage], ring.parity);
+    barrier_wait(&full[stream.team][ring.stage], ring.parity);
     const auto left = stream.template take<0>(group, ring.stage, inside);
     const auto right = stream.template take<1>(group, ring.stage, inside);
     const auto d = stream.template take<2>(group, ring.stage, inside);
@@ -797,16 +851,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
-    add_up_row(sums, partials[round % 2], shape.per_row / 32);
+    stream.add_up(sums, partials, shape.per_row, round);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
-    send_sums(sums, stream.exchange, place.blocks, round);
+    send_sums(sums, stream.exchange, place.blocks, round, stream.thread);
     receive_sums(sums, stream.exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    const size_t at = stream.element(group) + place.row * layer.features + place.first;
-    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
-                    inside);
+    store_gradients(left, right, dP, dg, gates, weights, dw, dx + stream.at(group),
+                    dy + stream.at(group), layer.plane(), place, inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
   close_exchange(place.blocks);
@@ -851,12 +904,24 @@ Launch backward_once(const Tensors& of, const Gradients& d, const Device& device
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
 }
 
-// Blocks of kThreads for rows of W features a thread: several where one has too few threads.
+// Blocks of kThreads or less for rows of W features a thread: several where one has too few.
 template <typename A, int W>
-RowsOnChip rows_on_chip(const Layer& layer) {
-  const int blocks = blocks_of(layer.features, kThreads<A> * W);
-  RowsOnChip shape{kThreads<A>, 32, blocks, blocks_of(layer.features, blocks)};
-  while (shape.per_row * W < shape.share) shape.per_row *= 2;
+RowsOnChip rows_on_chip(const Layer& layer, int most = kThreads<A>) {
+  const int blocks = blocks_of(layer.features, most * W);
+  const int share = blocks_of(layer.features, blocks), per_row = blocks_of(share, 32 * W) * 32;
+  return {kThreads<A> / per_row * per_row, per_row, blocks, share};
+}
+
+template <typename A, int W, bool kVector>
+RowsOnChip streamed_rows(const Layer& layer, const char* which) {
+  const auto number = [&](const char* name, int otherwise) {
+    const char* value = std::getenv((std::string(which) + name).c_str());
+    return value ? std::atoi(value) : otherwise;
+  };
+  RowsOnChip shape = rows_on_chip<A, W>(layer, kThreads<A> / (kVector ? 1 : number("_LONG", 1)));
+  if (shape.blocks > kMaxBlocks) shape = rows_on_chip<A, W>(layer);
+  shape.teams = number("_TEAMS", kMaxTeams);
+  while (shape.rows() % shape.teams != 0) --shape.teams;
   return shape;
 }
 
@@ -872,7 +937,9 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device, 
            Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
   };
   const auto too_few = [&] { return shape.groups(layer) < device.sms; };
-  while (shape.threads > std::max(shape.per_row, 128) && (!fits() || too_few())) shape.threads /= 2;
+  while (shape.rows() > 1 && shape.threads > 128 && (!fits() || too_few())) {
+    shape.threads = (shape.rows() + 1) / 2 * shape.per_row;
+  }
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
@@ -885,7 +952,7 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
                        : shape.blocks == 1
                            ? resident_blocks(kernel, shape.threads, bytes, device)
                            : resident_clusters(kernel, shape.blocks, shape.threads, bytes);
-  return shape.blocks * std::min(shape.groups(layer), resident);
+  return shape.blocks * std::min((shape.groups(layer) - 1) / shape.teams + 1, resident);
 }
 
 // Such kernels' launches. Those that are `streamed` need Hopper, and so do all with clusters.
@@ -953,23 +1020,20 @@ Launch forward_streamed_of(const Tensors& of, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return forward_streamed_of<A, W, false>(of, device);
   }
-  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
+  const RowsOnChip shape = streamed_rows<A, W, kVector>(of.layer, "F");
   if (shape.blocks > kMaxBlocks) return {};
-  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::kBytes, true,
-                    of, device);
+  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
+                    true, of, device);
 }
 template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
   }
-  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
-  if constexpr (A::kBlades <= 4) {
-    if (shape.blocks > kMaxBlocks) return {};
-    return backward_by<A>(backward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 3>::kBytes,
-                          true, of, d, device);
-  }
-  return {};
+  const RowsOnChip shape = streamed_rows<A, W, kVector>(of.layer, "B");
+  if (shape.blocks > kMaxBlocks) return {};
+  return backward_by<A>(backward_streamed<A, W, kVector>, shape,
+                        Stream<A, W, kVector, 3>::bytes(shape), true, of, d, device);
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -1027,11 +1091,8 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   if (backward.run && (on_chip.run || !backward.hopper)) {
     add("both on chip", on_chip.run ? on_chip : once, backward);
   }
-  if (backward_streamed.run) {
-    add("both streamed", streamed, backward_streamed);
-  } else if (streamed.run && backward.run) {
-    add("streamed, on chip", streamed, backward);
-  }
+  if (backward_streamed.run) add("both streamed", streamed, backward_streamed);
+  if (streamed.run && backward.run) add("streamed, on chip", streamed, backward);
   return static_cast<bool>(backward.run);
 }
 
