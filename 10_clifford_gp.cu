@@ -615,14 +615,16 @@ struct Stream {
   static_assert(A::kBlades % 4 == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
   static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 8 * kMaxTeams);
-  using Stage = float[kPlanes][kElements];
+  // Where registers are scarce y is taken twice: its next row has other planes.
+  static constexpr bool kTakesTwice = kSharedWeights && A::kBlades <= 16;
+  using Stage = float[kPlanes + (kTakesTwice ? A::kBlades : 0)][kElements];
   using Others = Exchange<(kTensors - 1) * A::kGrades>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
-  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades > 4;
+  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades * W > 8;
   static constexpr size_t kMostWeights =
       kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
-  static constexpr int kStages = (kStreamBytes - kMostWeights) / sizeof(Stage);
-  static_assert(kStages >= 1);
+  static constexpr int kStages = std::max<int>(1, (kStreamBytes - kMostWeights) / sizeof(Stage));
+  static_assert(kStages == 1 || !kTakesTwice);
   static size_t bytes(const RowsOnChip& shape) {
     return shape.teams * sizeof(Others) + kStages * sizeof(Stage) +
            (kSharedWeights ? SharedWeights::bytes(shape) : 0);
@@ -680,8 +682,8 @@ struct Stream {
   // Orders a group's rows, if they are there. Few planes are ordered by the team's first warp, with
   // one instruction; many by all of its warps, as one instruction is one copy after the other. One
   // lane tells the barrier how many bytes come, maybe after the first of them.
-  __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
-                                        int s) const {
+  __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group, int s,
+                                        int round) const {
     const int warps = kPlanes <= 16 ? 1 : threads / 32;
     if (thread / 32 >= warps || group >= groups) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
@@ -692,20 +694,25 @@ struct Stream {
       barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
     }
     __syncwarp();
+#pragma unroll 1
     for (int p = thread / 32 + thread % 32 * warps; p < kPlanes; p += 32 * warps) {
       const int plane = p % A::kBlades;
       const float* tensor = tensors[0];
 #pragma unroll
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
       const float* from = tensor + plane * layer.plane() + element(group) - shift(group, plane);
-      bulk_load(&stages[s][p][team * part()], from, bytes(plane), &full[s]);
+      const int to = p / A::kBlades == 1 ? p + other(round) : p;
+      bulk_load(&stages[s][to][team * part()], from, bytes(plane), &full[s]);
     }
   }
+  // How many planes further on the y of this round is.
+  __device__ int other(int round) const { return kTakesTwice ? round % 2 * (2 * A::kBlades) : 0; }
   // A thread's multivectors of a tensor.
   template <int tensor>
-  __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int inside) const {
+  __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int round,
+                                                     int inside) const {
     Multivectors<A, W> result;
-    const float* planes = stages[s][tensor * A::kBlades] + first;
+    const float* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? other(round) : 0)] + first;
     unroll<0, A::kBlades>([&](auto k) {
       result.blade[k] = place.load(planes + shift(group, k) + k * kElements, inside);
     });
@@ -769,7 +776,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   start_next_kernel();
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks + gridDim.x / place.blocks * stream.team;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const RegisterWeights<A, W> weights(w, place);
   Ring<Rows::kStages> ring;
   int round = 0;
@@ -786,14 +793,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     Sums<A::kGrades> sums = {};
     barrier_wait(&full[stream.team][ring.stage], ring.parity);
     if (inside > 0) {
-      const auto left = stream.template take<0>(group, ring.stage, inside);
-      const auto right = stream.template take<1>(group, ring.stage, inside);
+      const auto left = stream.template take<0>(group, ring.stage, round, inside);
+      const auto right = stream.template take<1>(group, ring.stage, round, inside);
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
     // It has a barrier: behind it all threads have taken their part of the stage.
     stream.add_up(sums, partials, shape.per_row, round);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
+    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
     send_sums(sums, stream.exchange, place.blocks, round, stream.thread);
     if constexpr (kStoresLater<A>) {
       if (round > 0) finish(last_z, last_sums, group - step, round - 1);
@@ -824,7 +831,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   const int step = gridDim.x / place.blocks * shape.teams;
 
   int group = blockIdx.x / place.blocks + gridDim.x / place.blocks * stream.team;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const auto weights = [&] {
     if constexpr (Rows::kSharedWeights) {
       const typename Rows::SharedWeights shared(
@@ -844,20 +851,21 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
     barrier_wait(&full[stream.team][ring.stage], ring.parity);
-    const auto left = stream.template take<0>(group, ring.stage, inside);
-    const auto right = stream.template take<1>(group, ring.stage, inside);
-    const auto d = stream.template take<2>(group, ring.stage, inside);
+    const auto left = stream.template take<0>(group, ring.stage, round, inside);
+    auto right = stream.template take<1>(group, ring.stage, round, inside);
+    const auto d = stream.template take<2>(group, ring.stage, round, inside);
     const Multivectors<A, W> P = weighted_product(left, right, weights);
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
     stream.add_up(sums, partials, shape.per_row, round);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
+    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
     send_sums(sums, stream.exchange, place.blocks, round, stream.thread);
     receive_sums(sums, stream.exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
+    if (Rows::kTakesTwice) right = stream.template take<1>(group, ring.stage, round, inside);
     store_gradients(left, right, dP, dg, gates, weights, dw, dx + stream.at(group),
                     dy + stream.at(group), layer.plane(), place, inside);
   }
@@ -1025,7 +1033,10 @@ Launch forward_streamed_of(const Tensors& of, const Device& device) {
   return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
                     true, of, device);
 }
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
+#ifndef BW
+#define BW kStreamedWidth<A>
+#endif
+template <typename A, int W = BW, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);

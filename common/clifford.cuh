@@ -62,6 +62,10 @@ __device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
 
 constexpr int kMaxWarps = 16;  // of a block
 
+// The next one, for numbers that are none.
+template <int kCount>
+constexpr int kPowerOfTwo = static_cast<int>(std::bit_ceil(static_cast<unsigned>(kCount)));
+
 // Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
 // row's `warps`, any number; a block has one row or several. Lanes hand each other half of what
 // they hold: each adds up fewer of the sums, of more lanes, until lane i has sum i of its warp (and
@@ -72,7 +76,7 @@ constexpr int kMaxWarps = 16;  // of a block
 template <int kCount, typename Meet>
 __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps,
                                            const Meet& meet) {
-  constexpr int kPlaces = std::bit_ceil(static_cast<unsigned>(kCount));
+  constexpr int kPlaces = kPowerOfTwo<kCount>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % kPlaces;
   float held[kPlaces];
 #pragma unroll
