@@ -39,9 +39,8 @@
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
 // gradients() in common/algebra.cuh. Gates and norms in registers: common/clifford.cuh.
 
-#include <cstdlib>
+#include <algorithm>
 #include <optional>
-#include <string>
 
 #include "common/algebra.cuh"
 #include "common/async_copy.cuh"
@@ -178,13 +177,11 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // How a block works in the kernels below: `threads`, `per_row` (whole warps) for each row that it
 // has at a time. A row that is too long for one has several `blocks`, with `share` features each.
-// The rows of a block may be those of several `teams`, which take groups of rows each on its own.
 struct RowsOnChip {
-  int threads, per_row, blocks, share, teams = 1;
+  int threads, per_row, blocks, share;
   __host__ __device__ int rows() const { return threads / per_row; }
-  __host__ __device__ int team_rows() const { return rows() / teams; }
   __host__ __device__ int groups(const Layer& layer) const {
-    return (layer.batch - 1) / team_rows() + 1;
+    return (layer.batch - 1) / rows() + 1;
   }
 };
 
@@ -418,27 +415,24 @@ struct alignas(128) Exchange {
 };
 
 template <int kCount>
-__device__ __forceinline__ void open_exchanges(Exchange<kCount>* exchanges, int blocks, int teams) {
+__device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int blocks) {
 #if HOPPER_CODE
   if (blocks == 1) return;
   if (threadIdx.x == 0) {
-    for (int team = 0; team < teams; ++team) {
-      for (Barrier& come : exchanges[team].come) barrier_init(&come, 1);
-    }
+    for (Barrier& come : exchange.come) barrier_init(&come, 1);
     barrier_init_fence();
   }
   cluster_sync();
 #endif
 }
 
-// The block's sums of a row, which all of its threads know, to the other blocks. `thread` counts
-// the threads that have the row.
+// The block's sums of a row, which all of its threads know, to the other blocks.
 template <int kCount>
 __device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                          int blocks, int round, int thread) {
+                                          int blocks, int round) {
 #if HOPPER_CODE
-  if (blocks == 1 || thread >= 32) return;
-  const int slot = round % kSlots, to = thread, rank = cluster_rank();
+  if (blocks == 1 || threadIdx.x >= 32) return;
+  const int slot = round % kSlots, to = threadIdx.x, rank = cluster_rank();
   Sums<kCount>& own = exchange.of[slot][rank];
   if (to == 0) {
     own = sums;
@@ -552,7 +546,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
-  open_exchanges(exchange, place.blocks, 1);
+  open_exchange(*exchange, place.blocks);
   Pack<W> dw[A::kTriples] = {};
   int round = 0;
   for (; first < layer.batch; first += step, n += step, ++round) {
@@ -569,7 +563,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
       add_up_row(sums, partials[round % 2], shape.per_row / 32);
-      send_sums(sums, *exchange, place.blocks, round, threadIdx.x);
+      send_sums(sums, *exchange, place.blocks, round);
       receive_sums(sums, *exchange, place.blocks, round);
     }
     Pack<W> dg;
@@ -600,133 +594,115 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // three multivectors of 8: they leave registers for half of the threads, too few to hide each
 // other's waiting. (Tried with two blocks a row: slower than "both on chip".)
 
-// Bytes of shared memory for stages and weights, beside what is static; and into how many teams the
-// rows of a block may be divided.
+// Bytes of shared memory for stages and weights, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
-constexpr int kMaxTeams = 5;
 
-// The planes of kTensors tensors for a team's rows; teams' rows lie side by side in a stage. The
-// copy engine copies multiples of 16 bytes, from multiples of 16 on. Without kVector rows start
-// anywhere: then it brings what covers them, and plane k of the rows begins shift(k) floats further
-// on in stages[s][k]. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing
-// beyond it is read.)
+// The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
+// from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
+// and plane k of the rows begins shift(k) floats further on in stages[s][k]. (A tensor has a
+// multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
-  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 8 * kMaxTeams);
-  // Where registers are scarce y is taken twice: its next row has other planes.
-  static constexpr bool kTakesTwice = kSharedWeights && A::kBlades <= 16;
-  using Stage = float[kPlanes + (kTakesTwice ? A::kBlades : 0)][kElements];
+  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
   using Others = Exchange<(kTensors - 1) * A::kGrades>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
-  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades * W > 8;
-  static constexpr size_t kMostWeights =
+  // Backward has no registers for the weights of 16 blades and more. With 16 it takes y twice, so
+  // that the next row's y has other planes; 32 blades leave no shared memory for that.
+  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades > 8;
+  static constexpr int kTakesTwice = kSharedWeights && A::kBlades == 16;
+  using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
+  static constexpr int kFront = kVector ? 0 : sizeof(Others) / sizeof(float);
+  static constexpr size_t kWeights =
       kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
-  static constexpr int kStages = std::max<int>(1, (kStreamBytes - kMostWeights) / sizeof(Stage));
-  static_assert(kStages == 1 || !kTakesTwice);
+  static constexpr int kStages = std::max<int>(1, (kStreamBytes - kWeights) / sizeof(Stage));
+  static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
-    return shape.teams * sizeof(Others) + kStages * sizeof(Stage) +
+    return kFront * sizeof(float) + kStages * sizeof(Stage) +
            (kSharedWeights ? SharedWeights::bytes(shape) : 0);
   }
 
 #if HOPPER_CODE
-  Place<W, kVector> place;
-  Layer layer;
-  int team, thread, threads;  // which of the team's threads this one is
-  int rows, groups;           // rows at a time
   Others& exchange;
   Stage* stages;
   Barrier* full;
-  int first;  // of the thread's features in a plane of a stage
+  Layer layer;
+  Place<W, kVector> place;
+  int rows, groups;  // rows at a time
 
-  __device__ Stream(float* shared, Barrier (&all_full)[kMaxTeams][kStages], const Layer& layer,
+  __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
                     const RowsOnChip& shape)
-      : place(shape, layer),
+      : exchange(*reinterpret_cast<Others*>(shared)),
+        stages(reinterpret_cast<Stage*>(shared + kFront)),
+        full(full),
         layer(layer),
-        team(place.row / shape.team_rows()),
-        thread(threadIdx.x - team * shape.team_rows() * shape.per_row),
-        threads(shape.team_rows() * shape.per_row),
-        rows(shape.team_rows()),
-        groups(shape.groups(layer)),
-        exchange(reinterpret_cast<Others*>(shared)[team]),
-        stages(reinterpret_cast<Stage*>(reinterpret_cast<Others*>(shared) + shape.teams)),
-        full(all_full[team]),
-        first(team * part() + place.row % rows * place.features + place.first) {
+        place(shape, layer),
+        rows(shape.rows()),
+        groups(shape.groups(layer)) {
     if (threadIdx.x == 0) {
-      for (int t = 0; t < shape.teams; ++t) {
-        for (int s = 0; s < kStages; ++s) barrier_init(&all_full[t][s], 1);
-      }
+      for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
       barrier_init_fence();
     }
     __syncthreads();
-    open_exchanges(reinterpret_cast<Others*>(shared), place.blocks, shape.teams);
   }
 
-  // A team's floats of a plane of a stage.
-  __device__ int part() const {
-    return kVector ? rows * place.features : (rows * place.features + 7) / 4 * 4;
-  }
   __device__ size_t element(int group) const {
     return static_cast<size_t>(group) * rows * layer.features + place.start;
   }
   __device__ int inside(int group) const {
-    return group * rows + place.row % rows < layer.batch ? place.count : 0;
+    return group * rows + place.row < layer.batch ? place.count : 0;
   }
   // Four planes have all the shifts that there are.
   __device__ int shift(int group, int plane) const {
     const unsigned all = static_cast<unsigned>(layer.plane());
     return kVector ? 0 : (static_cast<unsigned>(element(group)) + plane % 4 * all) % 4;
   }
+  // How many planes further on this round's y is.
+  __device__ int turn(int round) const { return kTakesTwice * (round % 2) * 2 * A::kBlades; }
 
-  // Orders a group's rows, if they are there. Few planes are ordered by the team's first warp, with
-  // one instruction; many by all of its warps, as one instruction is one copy after the other. One
-  // lane tells the barrier how many bytes come, maybe after the first of them.
+  // Orders the rows that a round works on, if they are there. A warp's copies start one after the
+  // other, and it is late for its own work: many planes are ordered by all warps, a few each; up to
+  // 16 by the first warp. One lane tells the barrier how many bytes come, maybe after some came:
+  // lanes that arrive at one barrier would do so one after the other.
   __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group, int s,
                                         int round) const {
-    const int warps = kPlanes <= 16 ? 1 : threads / 32;
-    if (thread / 32 >= warps || group >= groups) return;
+    const int warps = kPlanes <= 16 ? 1 : blockDim.x / 32, warp = threadIdx.x / 32;
+    if (warp >= warps || group >= groups) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
     const auto bytes = [&](int plane) {
       return (count + shift(group, plane) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
     };
-    if (thread == 0) {
+    if (threadIdx.x == 0) {
       barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
     }
     __syncwarp();
-#pragma unroll 1
-    for (int p = thread / 32 + thread % 32 * warps; p < kPlanes; p += 32 * warps) {
-      const int plane = p % A::kBlades;
+    const auto order = [&](int p) {
+      const int plane = p % A::kBlades, to = p / A::kBlades == 1 ? p + turn(round) : p;
       const float* tensor = tensors[0];
 #pragma unroll
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
-      const float* from = tensor + plane * layer.plane() + element(group) - shift(group, plane);
-      const int to = p / A::kBlades == 1 ? p + other(round) : p;
-      bulk_load(&stages[s][to][team * part()], from, bytes(plane), &full[s]);
+      const float* from = tensor + plane * layer.plane() + element(group);
+      bulk_load(stages[s][to], from - shift(group, plane), bytes(plane), &full[s]);
+    };
+    if constexpr (kPlanes <= 16) {
+      if (threadIdx.x < kPlanes) order(threadIdx.x);
+    } else {
+#pragma unroll 1
+      for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += 32 * warps) order(p);
     }
   }
-  // How many planes further on the y of this round is.
-  __device__ int other(int round) const { return kTakesTwice ? round % 2 * (2 * A::kBlades) : 0; }
   // A thread's multivectors of a tensor.
   template <int tensor>
   __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int round,
                                                      int inside) const {
     Multivectors<A, W> result;
-    const float* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? other(round) : 0)] + first;
+    const float* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? turn(round) : 0)] +
+                          place.row * place.features + place.first;
     unroll<0, A::kBlades>([&](auto k) {
       result.blade[k] = place.load(planes + shift(group, k) + k * kElements, inside);
     });
     return result;
-  }
-  // Where the group's thread's first feature is in a plane of a tensor.
-  __device__ size_t at(int group) const {
-    return element(group) + place.row % rows * layer.features + place.first;
-  }
-  // Adds up a row's sums over the block, then tells the others that share the row.
-  template <int kCount>
-  __device__ __forceinline__ void add_up(Sums<kCount>& sums, Sums<kCount> (&partials)[2][kMaxWarps],
-                                         int per_row, int round) const {
-    add_up_row(sums, partials[round % 2], per_row / 32, [&] { named_barrier(1 + team, threads); });
   }
 #endif
 };
@@ -767,15 +743,16 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   using Rows = Stream<A, W, kVector, 2>;
   extern __shared__ __align__(128) float streamed[];
   __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
-  __shared__ Barrier full[kMaxTeams][Rows::kStages];
+  __shared__ Barrier full[Rows::kStages];
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y};
-  const int step = gridDim.x / place.blocks * shape.teams;
+  const int step = gridDim.x / place.blocks;
 
+  open_exchange(stream.exchange, place.blocks);
   start_next_kernel();
   wait_for_previous_kernel();
-  int group = blockIdx.x / place.blocks + gridDim.x / place.blocks * stream.team;
+  int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const RegisterWeights<A, W> weights(w, place);
   Ring<Rows::kStages> ring;
@@ -783,7 +760,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   const auto finish = [&](const Multivectors<A, W>& z, Sums<A::kGrades> sums, int group,
                           int round) {
     receive_sums(sums, stream.exchange, place.blocks, round);
-    store_normed(z, sums, layer, out + stream.at(group), place, stream.inside(group));
+    const size_t at = stream.element(group) + place.row * layer.features + place.first;
+    store_normed(z, sums, layer, out + at, place, stream.inside(group));
   };
   Multivectors<A, W> last_z = {};
   Sums<A::kGrades> last_sums = {};
@@ -791,17 +769,17 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const int inside = stream.inside(group);
     Multivectors<A, W> z = {};
     Sums<A::kGrades> sums = {};
-    barrier_wait(&full[stream.team][ring.stage], ring.parity);
+    barrier_wait(&full[ring.stage], ring.parity);
     if (inside > 0) {
       const auto left = stream.template take<0>(group, ring.stage, round, inside);
       const auto right = stream.template take<1>(group, ring.stage, round, inside);
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
-    // It has a barrier: behind it all threads have taken their part of the stage.
-    stream.add_up(sums, partials, shape.per_row, round);
+    // add_up_row has a barrier: behind it all threads have taken their part of the stage.
+    add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-    send_sums(sums, stream.exchange, place.blocks, round, stream.thread);
+    send_sums(sums, stream.exchange, place.blocks, round);
     if constexpr (kStoresLater<A>) {
       if (round > 0) finish(last_z, last_sums, group - step, round - 1);
       last_z = z;
@@ -824,13 +802,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   using Rows = Stream<A, W, kVector, 3>;
   extern __shared__ __align__(128) float streamed[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  __shared__ Barrier full[kMaxTeams][Rows::kStages];
+  __shared__ Barrier full[Rows::kStages];
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y, d_out};
-  const int step = gridDim.x / place.blocks * shape.teams;
+  const int step = gridDim.x / place.blocks;
 
-  int group = blockIdx.x / place.blocks + gridDim.x / place.blocks * stream.team;
+  open_exchange(stream.exchange, place.blocks);
+  int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const auto weights = [&] {
     if constexpr (Rows::kSharedWeights) {
@@ -850,7 +829,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   int round = 0;
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
-    barrier_wait(&full[stream.team][ring.stage], ring.parity);
+    barrier_wait(&full[ring.stage], ring.parity);
     const auto left = stream.template take<0>(group, ring.stage, round, inside);
     auto right = stream.template take<1>(group, ring.stage, round, inside);
     const auto d = stream.template take<2>(group, ring.stage, round, inside);
@@ -858,16 +837,17 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
-    stream.add_up(sums, partials, shape.per_row, round);
+    add_up_row(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-    send_sums(sums, stream.exchange, place.blocks, round, stream.thread);
+    send_sums(sums, stream.exchange, place.blocks, round);
     receive_sums(sums, stream.exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
     if (Rows::kTakesTwice) right = stream.template take<1>(group, ring.stage, round, inside);
-    store_gradients(left, right, dP, dg, gates, weights, dw, dx + stream.at(group),
-                    dy + stream.at(group), layer.plane(), place, inside);
+    const size_t at = stream.element(group) + place.row * layer.features + place.first;
+    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
+                    inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
   close_exchange(place.blocks);
@@ -914,22 +894,18 @@ Launch backward_once(const Tensors& of, const Gradients& d, const Device& device
 
 // Blocks of kThreads or less for rows of W features a thread: several where one has too few.
 template <typename A, int W>
-RowsOnChip rows_on_chip(const Layer& layer, int most = kThreads<A>) {
-  const int blocks = blocks_of(layer.features, most * W);
+RowsOnChip rows_on_chip(const Layer& layer) {
+  const int blocks = blocks_of(layer.features, kThreads<A> * W);
   const int share = blocks_of(layer.features, blocks), per_row = blocks_of(share, 32 * W) * 32;
   return {kThreads<A> / per_row * per_row, per_row, blocks, share};
 }
 
-template <typename A, int W, bool kVector>
-RowsOnChip streamed_rows(const Layer& layer, const char* which) {
-  const auto number = [&](const char* name, int otherwise) {
-    const char* value = std::getenv((std::string(which) + name).c_str());
-    return value ? std::atoi(value) : otherwise;
-  };
-  RowsOnChip shape = rows_on_chip<A, W>(layer, kThreads<A> / (kVector ? 1 : number("_LONG", 1)));
-  if (shape.blocks > kMaxBlocks) shape = rows_on_chip<A, W>(layer);
-  shape.teams = number("_TEAMS", kMaxTeams);
-  while (shape.rows() % shape.teams != 0) --shape.teams;
+// Of these, no more rows at a time than are needed to be done in as many rounds.
+template <typename A, int W>
+RowsOnChip streamed_rows(const Layer& layer, const Device& device) {
+  RowsOnChip shape = rows_on_chip<A, W>(layer);
+  const int rounds = blocks_of(shape.groups(layer), device.sms);
+  shape.threads = blocks_of(layer.batch, rounds * device.sms) * shape.per_row;
   return shape;
 }
 
@@ -960,7 +936,7 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
                        : shape.blocks == 1
                            ? resident_blocks(kernel, shape.threads, bytes, device)
                            : resident_clusters(kernel, shape.blocks, shape.threads, bytes);
-  return shape.blocks * std::min((shape.groups(layer) - 1) / shape.teams + 1, resident);
+  return shape.blocks * std::min(shape.groups(layer), resident);
 }
 
 // Such kernels' launches. Those that are `streamed` need Hopper, and so do all with clusters.
@@ -1028,20 +1004,20 @@ Launch forward_streamed_of(const Tensors& of, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return forward_streamed_of<A, W, false>(of, device);
   }
-  const RowsOnChip shape = streamed_rows<A, W, kVector>(of.layer, "F");
+  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
   if (shape.blocks > kMaxBlocks) return {};
   return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
                     true, of, device);
 }
-#ifndef BW
-#define BW kStreamedWidth<A>
-#endif
-template <typename A, int W = BW, bool kVector = (W > 1)>
+// Of 8 blades a thread has one feature here, in registers that leave no room for two; where "row on
+// chip" moves whole packs, its two are faster.
+template <typename A, int W = A::kBlades == 8 ? 1 : kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
   }
-  const RowsOnChip shape = streamed_rows<A, W, kVector>(of.layer, "B");
+  if (A::kBlades == 8 && whole_packs<A, kBackwardWidth<A>>(of.layer, kBackwardWidth<A>)) return {};
+  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
   if (shape.blocks > kMaxBlocks) return {};
   return backward_by<A>(backward_streamed<A, W, kVector>, shape,
                         Stream<A, W, kVector, 3>::bytes(shape), true, of, d, device);
@@ -1102,8 +1078,11 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   if (backward.run && (on_chip.run || !backward.hopper)) {
     add("both on chip", on_chip.run ? on_chip : once, backward);
   }
-  if (backward_streamed.run) add("both streamed", streamed, backward_streamed);
-  if (streamed.run && backward.run) add("streamed, on chip", streamed, backward);
+  if (backward_streamed.run) {
+    add("both streamed", streamed, backward_streamed);
+  } else if (streamed.run && backward.run) {
+    add("streamed, on chip", streamed, backward);
+  }
   return static_cast<bool>(backward.run);
 }
 

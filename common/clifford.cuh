@@ -62,42 +62,41 @@ __device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
 
 constexpr int kMaxWarps = 16;  // of a block
 
-// The next one, for numbers that are none.
-template <int kCount>
-constexpr int kPowerOfTwo = static_cast<int>(std::bit_ceil(static_cast<unsigned>(kCount)));
+// The power of two that is not smaller, or its logarithm.
+template <int kCount, bool kLogarithm = false>
+constexpr int kPowerOfTwo = kLogarithm ? std::bit_width(kCount - 1u)
+                                       : 1 << std::bit_width(kCount - 1u);
 
 // Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
-// row's `warps`, any number; a block has one row or several. Lanes hand each other half of what
-// they hold: each adds up fewer of the sums, of more lanes, until lane i has sum i of its warp (and
-// so have lanes i + kPlaces...). All of them add up the same number over the warps, and tell it to
-// the others. Always in the same order. One barrier of the row's threads, meet(), is enough if
-// calls take turns with two `partials`: who writes one has passed the barrier of the other, and so
-// has everybody who read it.
-template <int kCount, typename Meet>
-__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps,
-                                           const Meet& meet) {
-  constexpr int kPlaces = kPowerOfTwo<kCount>;
+// row's `warps`, any number; a block has one row or several. Lanes give each other half of what
+// they hold: each adds up fewer of the sums, of more lanes, until lane i has sum i of its warp (as
+// have lanes i + kPlaces...). They add up this sum over the warps, and tell the others. Always in
+// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
+// passed the barrier of the other, and so has everybody who read it.
+template <int kCount>
+__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
+  constexpr int kPlaces = kPowerOfTwo<kCount>, kSteps = kPowerOfTwo<kCount, true>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % kPlaces;
   float held[kPlaces];
-#pragma unroll
-  for (int i = 0; i < kPlaces; ++i) held[i] = i < kCount ? sums.value[i] : 0;
-#pragma unroll
-  for (int half = kPlaces / 2; half > 0; half /= 2) {
+  unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
+  unroll<0, kSteps>([&](auto step) {
+    constexpr int half = kPlaces >> (step + 1);
     const bool upper = (lane & half) != 0;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
+    unroll<0, half>([&](auto i) {
       const float given = upper ? held[i] : held[i + half];
       held[i] = (upper ? held[i + half] : held[i]) + __shfl_xor_sync(0xffffffffu, given, half);
-    }
-  }
+    });
+  });
   const auto add_up_places = [](float sum) {
 #pragma unroll
-    for (int other = kPlaces; other < 32; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    for (int other = kPlaces; other < 32; other *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    }
     return sum;
   };
   const float of_warp = add_up_places(held[0]);
   if (lane < kCount) partials[warp].value[lane] = of_warp;
-  meet();
+  __syncthreads();
   const Sums<kCount>* row = partials + warp / warps * warps;
   float sum = 0;
 #pragma unroll
@@ -106,12 +105,7 @@ __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* par
     if (of < warps && place < kCount) sum += row[of].value[place];
   }
   sum = add_up_places(sum);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sums.value[i] = __shfl_sync(0xffffffffu, sum, i);
-}
-template <int kCount>
-__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
-  add_up_row(sums, partials, warps, [] { __syncthreads(); });
+  unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
 }
 
 // sums[c] += the squares of z of grade c.
