@@ -25,12 +25,13 @@
 //     one launch      a block owns a row (all features of a batch element) and reads it twice
 //     row on chip     the row stays in registers while its norm is reduced, the weights in shared
 //                     memory, and the next row is on its way
-//     rows streamed   the copy engine brings several rows ahead, the weights are in registers, and
-//                     a cluster of blocks shares a row that is too long for one; needs compute
+//     rows streamed   the copy engine brings the next rows, the weights are in registers, and a
+//                     cluster of blocks shares a row that is too long for one; needs compute
 //                     capability 9.0
 //
-// Rows may start anywhere (Place says how). A cluster of 8 blocks holds 8192 features of 8 blades,
-// 4096 of 16, 2048 of 32; "row on chip" forward has one block for a row, and holds fewer.
+// Rows may start anywhere (Place says how), and any number of warps shares one. A cluster of 8
+// blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" forward has one
+// block for a row, and holds fewer.
 //
 // What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Most
@@ -49,6 +50,7 @@
 #include "common/clifford_unfused.cuh"
 #include "common/early_launch.cuh"
 #include "common/hopper.cuh"
+#include "common/row_exchange.cuh"
 
 // ---- Fused product ------------------------------------------------------------------------------
 
@@ -397,77 +399,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   }
 }
 
-// ---- A row of several blocks --------------------------------------------------------------------
-
-// A row and what belongs to it may be too much for one multiprocessor: 1024 features of 16 blades
-// have 140 KB of weights, as many sums for dw, and 192 KB of x, y and d_out. Then a cluster of
-// blocks shares it (compute capability 9.0), and all that they tell each other is its sums. Round r
-// uses slot r % 4. May a block overwrite what the others had in this slot from round r - 4? It
-// sends round r only after it has received round r - 2 from all. They sent that after all of their
-// threads had read round r - 4. So yes, it may.
-constexpr int kMaxBlocks = 8, kSlots = 4;
-
-// In every block of[slot][i] is for block i's sums. At the start of the dynamic shared memory.
-template <int kCount>
-struct alignas(128) Exchange {
-  Sums<kCount> of[kSlots][kMaxBlocks];
-  Barrier come[kSlots];
-};
-
-template <int kCount>
-__device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int blocks) {
-#if HOPPER_CODE
-  if (blocks == 1) return;
-  if (threadIdx.x == 0) {
-    for (Barrier& come : exchange.come) barrier_init(&come, 1);
-    barrier_init_fence();
-  }
-  cluster_sync();
-#endif
-}
-
-// The block's sums of a row, which all of its threads know, to the other blocks.
-template <int kCount>
-__device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                          int blocks, int round) {
-#if HOPPER_CODE
-  if (blocks == 1 || threadIdx.x >= 32) return;
-  const int slot = round % kSlots, to = threadIdx.x, rank = cluster_rank();
-  Sums<kCount>& own = exchange.of[slot][rank];
-  if (to == 0) {
-    own = sums;
-    shared_fence();
-    barrier_arrive_expect(&exchange.come[slot], (blocks - 1) * static_cast<int>(sizeof own));
-  }
-  __syncwarp();
-  if (to < blocks && to != rank) bulk_push(&own, &own, sizeof own, &exchange.come[slot], to);
-#endif
-}
-
-// The row's sums, instead of the block's. Added up in the order of the blocks, so that all blocks
-// have the same.
-template <int kCount>
-__device__ __forceinline__ void receive_sums(Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                             int blocks, int round) {
-#if HOPPER_CODE
-  if (blocks == 1) return;
-  const int slot = round % kSlots;
-  barrier_wait(&exchange.come[slot], round / kSlots % 2);
-  sums = exchange.of[slot][0];
-#pragma unroll 1  // for the registers
-  for (int block = 1; block < blocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sums.value[i] += exchange.of[slot][block].value[i];
-  }
-#endif
-}
-
-// A block stays until nobody reads or writes its shared memory any more.
-__device__ __forceinline__ void close_exchange(int blocks) {
-#if HOPPER_CODE
-  if (blocks > 1) cluster_sync();
-#endif
-}
+// ---- Row on chip, backward ----------------------------------------------------------------------
 
 // dx and dy of a thread's multivectors to memory, blade by blade; dw is added to what it has.
 template <typename A, int W, bool kVector, typename Weight>
@@ -581,18 +513,19 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
 
 // The same idea as above, but no thread fetches anything. One copy of the copy engine brings a
-// whole plane of a block's rows, up to 4 KB, so that a warp orders everything that a stage holds
-// with one instruction; and several stages are on their way instead of one. What the other kernels
-// spent on that, registers and instructions, is free for the weights: a thread has the same
-// features in all of its rows, and keeps their weights in registers, too.
+// whole plane of a block's rows, up to 4 KB, and several stages are on their way instead of one.
+// What the other kernels spent on that, registers and instructions, is free for the weights: a
+// thread has the same features in all of its rows, and keeps their weights in registers, too.
 //
 // A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
 // blocks take the places of this one's, one for one. Kernels that have several blocks there, as
 // those above can, lose by it: the next ones crowd where a place gets free first.
 //
-// Backward, this pays for up to 4 blades only. In 3-D a feature has 20 weights, 20 sums for dw and
-// three multivectors of 8: they leave registers for half of the threads, too few to hide each
-// other's waiting. (Tried with two blocks a row: slower than "both on chip".)
+// Backward, registers are scarce. In 3-D a feature has 20 weights, 20 sums for dw and three
+// multivectors of 8: a thread has one feature. "Both on chip" has two, and where it moves both with
+// one access it is faster; but rows that start anywhere are streamed. With 16 blades and more the
+// weights are in shared memory, and leave room for one stage: the next rows are ordered as soon as
+// all threads have taken these into registers.
 
 // Bytes of shared memory for stages and weights, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
