@@ -159,6 +159,8 @@ RUNS = {
         (("20", "--features", "1030", "--algebra", "2,0,0", "--kernel", "streamed"), 4),
         # All warps order copies.
         (("30", "--features", "261", "--kernel", "streamed"), 2),
+        # Backward's weights are in shared memory.
+        (("9", "--features", "300", "--algebra", "3,0,1", "--kernel", "streamed"), 2),
     ],
 }
 
