@@ -25,12 +25,13 @@
 //     one launch      a block owns a row (all features of a batch element) and reads it twice
 //     row on chip     the row stays in registers while its norm is reduced, the weights in shared
 //                     memory, and the next row is on its way
-//     rows streamed   the copy engine brings several rows ahead, the weights are in registers, and
-//                     a cluster of blocks shares a row that is too long for one; needs compute
+//     rows streamed   the copy engine brings the next rows, the weights are in registers, and a
+//                     cluster of blocks shares a row that is too long for one; needs compute
 //                     capability 9.0
 //
-// Rows may start anywhere (Place says how). A cluster of 8 blocks holds 8192 features of 8 blades,
-// 4096 of 16, 2048 of 32; "row on chip" forward has one block for a row, and holds fewer.
+// Rows may start anywhere (Place says how), and any number of warps shares one. A cluster of 8
+// blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" forward has one
+// block for a row, and holds fewer.
 //
 // What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Most
@@ -39,6 +40,7 @@
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
 // gradients() in common/algebra.cuh. Gates and norms in registers: common/clifford.cuh.
 
+#include <algorithm>
 #include <optional>
 
 #include "common/algebra.cuh"
@@ -48,6 +50,7 @@
 #include "common/clifford_unfused.cuh"
 #include "common/early_launch.cuh"
 #include "common/hopper.cuh"
+#include "common/row_exchange.cuh"
 
 // ---- Fused product ------------------------------------------------------------------------------
 
@@ -174,9 +177,8 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// How a block works in the kernels below: `threads`, `per_row` (a power of two, at least a warp)
-// for each row that it has at a time. A row that is too long for one has several `blocks`, with
-// `share` features each.
+// How a block works in the kernels below: `threads`, `per_row` (whole warps) for each row that it
+// has at a time. A row that is too long for one has several `blocks`, with `share` features each.
 struct RowsOnChip {
   int threads, per_row, blocks, share;
   __host__ __device__ int rows() const { return threads / per_row; }
@@ -203,28 +205,32 @@ constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
 
 // A thread's place: its row, of those that its block has at a time, and its W features. With
 // kVector these are neighbours, moved as one access, for rows that all start at a multiple of its
-// size. In other rows they are as far apart as the row has threads: then neighbouring threads have
-// neighbouring features, and a warp moves 128 bytes in a row, wherever the row starts.
+// size. In other rows they are 32 apart: neighbouring threads have neighbouring features, and a
+// warp moves 128 bytes in a row, wherever the row starts.
 template <int W, bool kVector>
 struct Place {
-  int row, blocks;         // which of its block's rows; how many blocks share a row
-  int start, features;     // the block has `features` of the row's features, from `start` on
-  int first, step, count;  // of the thread's own: its first of these, and how many are there
+  static constexpr int kStep = kVector ? 1 : 32;
+  int row, blocks;      // which of its block's rows; how many blocks share a row
+  int start, features;  // the block has `features` of the row's features, from `start` on
+  int first, count;     // of the thread's own: its first of these, and how many are there
 
   __device__ Place(const RowsOnChip& shape, const Layer& layer)
       : row(threadIdx.x / shape.per_row),
         blocks(kVector ? 1 : shape.blocks),
         start(kVector ? 0 : blockIdx.x % blocks * shape.share),
         features(kVector ? layer.features : min(shape.share, layer.features - start)),
-        first(threadIdx.x % shape.per_row * (kVector ? W : 1)),
-        step(kVector ? 1 : shape.per_row),
+        first(first_of(threadIdx.x % shape.per_row)),
         count(first >= features ? 0
               : kVector         ? W
-                                : min(W, (features - first - 1) / step + 1)) {}
+                                : min(W, (features - first - 1) / kStep + 1)) {}
 
-  // The thread of a row that has this feature of the block, and which of the thread's W it is.
-  __device__ int thread_of(int feature) const { return kVector ? feature / W : feature % step; }
-  __device__ int number_of(int feature) const { return kVector ? feature % W : feature / step; }
+  // Thread t of a row has features first_of(t), first_of(t) + kStep... of the block's; and the
+  // thread that has this feature, and which of the thread's W it is.
+  __device__ static int first_of(int t) { return t / kStep * kStep * W + t % kStep; }
+  __device__ static int thread_of(int feature) {
+    return feature / (kStep * W) * kStep + feature % kStep;
+  }
+  __device__ static int number_of(int feature) { return feature / kStep % W; }
 
   // Moves the thread's features of a blade; `from` or `to` is the first's. Only `inside` exist.
   __device__ __forceinline__ void fetch(float* to, const float* from, int inside) const {
@@ -232,7 +238,7 @@ struct Place {
       copy_async<sizeof(Pack<W>)>(to, from, inside > 0);
     } else {
 #pragma unroll
-      for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * step, e < inside);
+      for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * kStep, e < inside);
     }
   }
   __device__ __forceinline__ Pack<W> load(const float* from, int inside) const {
@@ -241,7 +247,7 @@ struct Place {
       if (inside > 0) result = *reinterpret_cast<const Pack<W>*>(from);
     } else {
 #pragma unroll
-      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * step] : 0;
+      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * kStep] : 0;
     }
     return result;
   }
@@ -251,7 +257,7 @@ struct Place {
     } else {
 #pragma unroll
       for (int e = 0; e < W; ++e) {
-        if (e < inside) to[e * step] = pack.v[e];
+        if (e < inside) to[e * kStep] = pack.v[e];
       }
     }
   }
@@ -393,77 +399,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   }
 }
 
-// ---- A row of several blocks --------------------------------------------------------------------
-
-// A row and what belongs to it may be too much for one multiprocessor: 1024 features of 16 blades
-// have 140 KB of weights, as many sums for dw, and 192 KB of x, y and d_out. Then a cluster of
-// blocks shares it (compute capability 9.0), and all that they tell each other is its sums. Round r
-// uses slot r % 4. May a block overwrite what the others had in this slot from round r - 4? It
-// sends round r only after it has received round r - 2 from all. They sent that after all of their
-// threads had read round r - 4. So yes, it may.
-constexpr int kMaxBlocks = 8, kSlots = 4;
-
-// In every block of[slot][i] is for block i's sums. At the start of the dynamic shared memory.
-template <int kCount>
-struct alignas(128) Exchange {
-  Sums<kCount> of[kSlots][kMaxBlocks];
-  Barrier come[kSlots];
-};
-
-template <int kCount>
-__device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int blocks) {
-#if HOPPER_CODE
-  if (blocks == 1) return;
-  if (threadIdx.x == 0) {
-    for (Barrier& come : exchange.come) barrier_init(&come, 1);
-    barrier_init_fence();
-  }
-  cluster_sync();
-#endif
-}
-
-// The block's sums of a row, which all of its threads know, to the other blocks.
-template <int kCount>
-__device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                          int blocks, int round) {
-#if HOPPER_CODE
-  if (blocks == 1 || threadIdx.x >= 32) return;
-  const int slot = round % kSlots, to = threadIdx.x, rank = cluster_rank();
-  Sums<kCount>& own = exchange.of[slot][rank];
-  if (to == 0) {
-    own = sums;
-    shared_fence();
-    barrier_arrive_expect(&exchange.come[slot], (blocks - 1) * static_cast<int>(sizeof own));
-  }
-  __syncwarp();
-  if (to < blocks && to != rank) bulk_push(&own, &own, sizeof own, &exchange.come[slot], to);
-#endif
-}
-
-// The row's sums, instead of the block's. Added up in the order of the blocks, so that all blocks
-// have the same.
-template <int kCount>
-__device__ __forceinline__ void receive_sums(Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                             int blocks, int round) {
-#if HOPPER_CODE
-  if (blocks == 1) return;
-  const int slot = round % kSlots;
-  barrier_wait(&exchange.come[slot], round / kSlots % 2);
-  sums = exchange.of[slot][0];
-#pragma unroll 1  // for the registers
-  for (int block = 1; block < blocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sums.value[i] += exchange.of[slot][block].value[i];
-  }
-#endif
-}
-
-// A block stays until nobody reads or writes its shared memory any more.
-__device__ __forceinline__ void close_exchange(int blocks) {
-#if HOPPER_CODE
-  if (blocks > 1) cluster_sync();
-#endif
-}
+// ---- Row on chip, backward ----------------------------------------------------------------------
 
 // dx and dy of a thread's multivectors to memory, blade by blade; dw is added to what it has.
 template <typename A, int W, bool kVector, typename Weight>
@@ -577,37 +513,48 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
 
 // The same idea as above, but no thread fetches anything. One copy of the copy engine brings a
-// whole plane of a block's rows, up to 4 KB, so that a warp orders everything that a stage holds
-// with one instruction; and several stages are on their way instead of one. What the other kernels
-// spent on that, registers and instructions, is free for the weights: a thread has the same
-// features in all of its rows, and keeps their weights in registers, too.
+// whole plane of a block's rows, up to 4 KB, and several stages are on their way instead of one.
+// What the other kernels spent on that, registers and instructions, is free for the weights: a
+// thread has the same features in all of its rows, and keeps their weights in registers, too.
 //
 // A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
 // blocks take the places of this one's, one for one. Kernels that have several blocks there, as
 // those above can, lose by it: the next ones crowd where a place gets free first.
 //
-// Backward, this pays for up to 4 blades only. In 3-D a feature has 20 weights, 20 sums for dw and
-// three multivectors of 8: they leave registers for half of the threads, too few to hide each
-// other's waiting. (Tried with two blocks a row: slower than "both on chip".)
+// Backward, registers are scarce. In 3-D a feature has 20 weights, 20 sums for dw and three
+// multivectors of 8: a thread has one feature. "Both on chip" has two, and where it moves both with
+// one access it is faster; but rows that start anywhere are streamed. With 16 blades and more the
+// weights are in shared memory, and leave room for one stage: the next rows are ordered as soon as
+// all threads have taken these into registers.
 
-// Bytes of shared memory for stages, beside what is static.
+// Bytes of shared memory for stages and weights, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
 
 // The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
 // from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
-// and plane k of the rows begins shift(its first element) floats further on in stages[s][k]. (A
-// tensor has a multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
+// and plane k of the rows begins shift(k) floats further on in stages[s][k]. (A tensor has a
+// multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
   static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
-  using Stage = float[kPlanes][kElements];
   using Others = Exchange<(kTensors - 1) * A::kGrades>;
+  using SharedWeights = OnChipMemory<A, W, kVector, 0>;
+  // Backward has no registers for the weights of 16 blades and more. With 16 it takes y twice, so
+  // that the next row's y has other planes; 32 blades leave no shared memory for that.
+  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades > 8;
+  static constexpr int kTakesTwice = kSharedWeights && A::kBlades == 16;
+  using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
   static constexpr int kFront = kVector ? 0 : sizeof(Others) / sizeof(float);
-  static constexpr int kStages = kStreamBytes / sizeof(Stage);
-  static constexpr int kBytes = kStages * sizeof(Stage) + kFront * sizeof(float);
-  static_assert(kStages >= 2);
+  static constexpr size_t kWeights =
+      kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
+  static constexpr int kStages = std::max<int>(1, (kStreamBytes - kWeights) / sizeof(Stage));
+  static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
+  static size_t bytes(const RowsOnChip& shape) {
+    return kFront * sizeof(float) + kStages * sizeof(Stage) +
+           (kSharedWeights ? SharedWeights::bytes(shape) : 0);
+  }
 
 #if HOPPER_CODE
   Others& exchange;
@@ -639,40 +586,54 @@ struct Stream {
   __device__ int inside(int group) const {
     return group * rows + place.row < layer.batch ? place.count : 0;
   }
-  __device__ int shift(size_t element) const { return kVector ? 0 : element % 4; }
+  // Four planes have all the shifts that there are.
+  __device__ int shift(int group, int plane) const {
+    const unsigned all = static_cast<unsigned>(layer.plane());
+    return kVector ? 0 : (static_cast<unsigned>(element(group)) + plane % 4 * all) % 4;
+  }
+  // How many planes further on this round's y is.
+  __device__ int turn(int round) const { return kTakesTwice * (round % 2) * 2 * A::kBlades; }
 
-  // The first warp orders a group's rows, if they are there. One lane tells the barrier how many
-  // bytes come: lanes that arrive at one barrier would do so one after the other.
-  __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group,
-                                        int s) const {
-    if (threadIdx.x >= 32 || group >= groups) return;
+  // Orders the rows that a round works on, if they are there. A warp's copies start one after the
+  // other, and it is late for its own work: many planes are ordered by all warps, a few each; up to
+  // 16 by the first warp. One lane tells the barrier how many bytes come, maybe after some came:
+  // lanes that arrive at one barrier would do so one after the other.
+  __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group, int s,
+                                        int round) const {
+    const int warps = kPlanes <= 16 ? 1 : blockDim.x / 32, warp = threadIdx.x / 32;
+    if (warp >= warps || group >= groups) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
-    const auto from = [&](int plane) { return plane * layer.plane() + element(group); };
     const auto bytes = [&](int plane) {
-      return (count + shift(from(plane)) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
+      return (count + shift(group, plane) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
     };
-    if (threadIdx.x == 0) {  // four planes have all the shifts that there are
+    if (threadIdx.x == 0) {
       barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
     }
     __syncwarp();
-#pragma unroll
-    for (int first = 0; first < kPlanes; first += 32) {
-      const int p = first + threadIdx.x, plane = p % A::kBlades;
-      if (p >= kPlanes) break;
+    const auto order = [&](int p) {
+      const int plane = p % A::kBlades, to = p / A::kBlades == 1 ? p + turn(round) : p;
       const float* tensor = tensors[0];
 #pragma unroll
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
-      bulk_load(stages[s][p], tensor + from(plane) - shift(from(plane)), bytes(plane), &full[s]);
+      const float* from = tensor + plane * layer.plane() + element(group);
+      bulk_load(stages[s][to], from - shift(group, plane), bytes(plane), &full[s]);
+    };
+    if constexpr (kPlanes <= 16) {
+      if (threadIdx.x < kPlanes) order(threadIdx.x);
+    } else {
+#pragma unroll 1
+      for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += 32 * warps) order(p);
     }
   }
   // A thread's multivectors of a tensor.
   template <int tensor>
-  __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int inside) const {
+  __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int round,
+                                                     int inside) const {
     Multivectors<A, W> result;
-    const int at = place.row * place.features + place.first;
+    const float* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? turn(round) : 0)] +
+                          place.row * place.features + place.first;
     unroll<0, A::kBlades>([&](auto k) {
-      const int shifted = at + shift(k * layer.plane() + element(group));
-      result.blade[k] = place.load(&stages[s][tensor * A::kBlades + k][shifted], inside);
+      result.blade[k] = place.load(planes + shift(group, k) + k * kElements, inside);
     });
     return result;
   }
@@ -689,7 +650,7 @@ struct RegisterWeights {
   __device__ __forceinline__ RegisterWeights(const float* w, const Place<W, kVector>& place) {
 #pragma unroll
     for (int e = 0; e < W; ++e) {
-      const int feature = e < place.count ? place.start + place.first + e * place.step : 0;
+      const int feature = e < place.count ? place.start + place.first + e * place.kStep : 0;
       const Weights<A> weights(w + static_cast<size_t>(feature) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
@@ -725,7 +686,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   start_next_kernel();
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const RegisterWeights<A, W> weights(w, place);
   Ring<Rows::kStages> ring;
   int round = 0;
@@ -743,14 +704,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     Sums<A::kGrades> sums = {};
     barrier_wait(&full[ring.stage], ring.parity);
     if (inside > 0) {
-      const auto left = stream.template take<0>(group, ring.stage, inside);
-      const auto right = stream.template take<1>(group, ring.stage, inside);
+      const auto left = stream.template take<0>(group, ring.stage, round, inside);
+      const auto right = stream.template take<1>(group, ring.stage, round, inside);
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
     // add_up_row has a barrier: behind it all threads have taken their part of the stage.
     add_up_row(sums, partials[round % 2], shape.per_row / 32);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
+    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
     send_sums(sums, stream.exchange, place.blocks, round);
     if constexpr (kStoresLater<A>) {
       if (round > 0) finish(last_z, last_sums, group - step, round - 1);
@@ -782,28 +743,41 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
   open_exchange(stream.exchange, place.blocks);
   int group = blockIdx.x / place.blocks;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s);
-  const RegisterWeights<A, W> weights(w, place);
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
+  const auto weights = [&] {
+    if constexpr (Rows::kSharedWeights) {
+      const typename Rows::SharedWeights shared(
+          reinterpret_cast<float*>(stream.stages + Rows::kStages), shape);
+      shared.fetch_weights(w, shape, place);
+      copy_async_commit();
+      copy_async_wait<0>();
+      __syncthreads();
+      return shared;
+    } else {
+      return RegisterWeights<A, W>(w, place);
+    }
+  }();
   Pack<W> dw[A::kTriples] = {};
   Ring<Rows::kStages> ring;
   int round = 0;
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
     barrier_wait(&full[ring.stage], ring.parity);
-    const auto left = stream.template take<0>(group, ring.stage, inside);
-    const auto right = stream.template take<1>(group, ring.stage, inside);
-    const auto d = stream.template take<2>(group, ring.stage, inside);
+    const auto left = stream.template take<0>(group, ring.stage, round, inside);
+    auto right = stream.template take<1>(group, ring.stage, round, inside);
+    const auto d = stream.template take<2>(group, ring.stage, round, inside);
     const Multivectors<A, W> P = weighted_product(left, right, weights);
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
     add_up_row(sums, partials[round % 2], shape.per_row / 32);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage);
+    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
     send_sums(sums, stream.exchange, place.blocks, round);
     receive_sums(sums, stream.exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
+    if (Rows::kTakesTwice) right = stream.template take<1>(group, ring.stage, round, inside);
     const size_t at = stream.element(group) + place.row * layer.features + place.first;
     store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
                     inside);
@@ -851,12 +825,20 @@ Launch backward_once(const Tensors& of, const Gradients& d, const Device& device
           [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
 }
 
-// Blocks of kThreads for rows of W features a thread: several where one has too few threads.
+// Blocks of kThreads or less for rows of W features a thread: several where one has too few.
 template <typename A, int W>
 RowsOnChip rows_on_chip(const Layer& layer) {
   const int blocks = blocks_of(layer.features, kThreads<A> * W);
-  RowsOnChip shape{kThreads<A>, 32, blocks, blocks_of(layer.features, blocks)};
-  while (shape.per_row * W < shape.share) shape.per_row *= 2;
+  const int share = blocks_of(layer.features, blocks), per_row = blocks_of(share, 32 * W) * 32;
+  return {kThreads<A> / per_row * per_row, per_row, blocks, share};
+}
+
+// Of these, no more rows at a time than are needed to be done in as many rounds.
+template <typename A, int W>
+RowsOnChip streamed_rows(const Layer& layer, const Device& device) {
+  RowsOnChip shape = rows_on_chip<A, W>(layer);
+  const int rounds = blocks_of(shape.groups(layer), device.sms);
+  shape.threads = blocks_of(layer.batch, rounds * device.sms) * shape.per_row;
   return shape;
 }
 
@@ -872,7 +854,9 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device, 
            Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
   };
   const auto too_few = [&] { return shape.groups(layer) < device.sms; };
-  while (shape.threads > std::max(shape.per_row, 128) && (!fits() || too_few())) shape.threads /= 2;
+  while (shape.rows() > 1 && shape.threads > 128 && (!fits() || too_few())) {
+    shape.threads = (shape.rows() + 1) / 2 * shape.per_row;
+  }
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
@@ -953,23 +937,23 @@ Launch forward_streamed_of(const Tensors& of, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return forward_streamed_of<A, W, false>(of, device);
   }
-  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
+  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
   if (shape.blocks > kMaxBlocks) return {};
-  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::kBytes, true,
-                    of, device);
+  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
+                    true, of, device);
 }
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
+// Of 8 blades a thread has one feature here, in registers that leave no room for two; where "row on
+// chip" moves whole packs, its two are faster.
+template <typename A, int W = A::kBlades == 8 ? 1 : kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
   }
-  const RowsOnChip shape = rows_on_chip<A, W>(of.layer);
-  if constexpr (A::kBlades <= 4) {
-    if (shape.blocks > kMaxBlocks) return {};
-    return backward_by<A>(backward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 3>::kBytes,
-                          true, of, d, device);
-  }
-  return {};
+  if (A::kBlades == 8 && whole_packs<A, kBackwardWidth<A>>(of.layer, kBackwardWidth<A>)) return {};
+  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
+  if (shape.blocks > kMaxBlocks) return {};
+  return backward_by<A>(backward_streamed<A, W, kVector>, shape,
+                        Stream<A, W, kVector, 3>::bytes(shape), true, of, d, device);
 }
 
 // ---- The tables ---------------------------------------------------------------------------------

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime.h>
 
+#include <bit>
+
 #include "common/algebra.cuh"
 #include "common/clifford.h"
 
@@ -60,18 +62,50 @@ __device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
 
 constexpr int kMaxWarps = 16;  // of a block
 
+// The power of two that is not smaller, or its logarithm.
+template <int kCount, bool kLogarithm = false>
+constexpr int kPowerOfTwo = kLogarithm ? std::bit_width(kCount - 1u)
+                                       : 1 << std::bit_width(kCount - 1u);
+
 // Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
-// row's `warps` (a power of two; a block has one row or several). Always in the same order. One
-// barrier is enough if calls take turns with two `partials`: who writes one has passed the barrier
-// of the other, and so has everybody who read it.
+// row's `warps`, any number; a block has one row or several. Lanes give each other half of what
+// they hold: each adds up fewer of the sums, of more lanes, until lane i has sum i of its warp (as
+// have lanes i + kPlaces...). They add up this sum over the warps, and tell the others. Always in
+// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
+// passed the barrier of the other, and so has everybody who read it.
 template <int kCount>
 __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  add_up_lanes(sums, 32);
-  if (lane == 0) partials[warp] = sums;
+  constexpr int kPlaces = kPowerOfTwo<kCount>, kSteps = kPowerOfTwo<kCount, true>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % kPlaces;
+  float held[kPlaces];
+  unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
+  unroll<0, kSteps>([&](auto step) {
+    constexpr int half = kPlaces >> (step + 1);
+    const bool upper = (lane & half) != 0;
+    unroll<0, half>([&](auto i) {
+      const float given = upper ? held[i] : held[i + half];
+      held[i] = (upper ? held[i + half] : held[i]) + __shfl_xor_sync(0xffffffffu, given, half);
+    });
+  });
+  const auto add_up_places = [](float sum) {
+#pragma unroll
+    for (int other = kPlaces; other < 32; other *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    }
+    return sum;
+  };
+  const float of_warp = add_up_places(held[0]);
+  if (lane < kCount) partials[warp].value[lane] = of_warp;
   __syncthreads();
-  sums = partials[warp / warps * warps + lane % warps];
-  add_up_lanes(sums, warps);
+  const Sums<kCount>* row = partials + warp / warps * warps;
+  float sum = 0;
+#pragma unroll
+  for (int first = 0; first < kMaxWarps; first += 32 / kPlaces) {
+    const int of = first + lane / kPlaces;
+    if (of < warps && place < kCount) sum += row[of].value[place];
+  }
+  sum = add_up_places(sum);
+  unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
 }
 
 // sums[c] += the squares of z of grade c.

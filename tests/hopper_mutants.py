@@ -36,6 +36,7 @@ HEADERS = {
     "8_spatial_gradients": ("common/gradient_tiles.cuh",),
     "9_matmul_softmax": ("common/turned_product.cuh",),
     CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh"),
+    "10_clifford_gp": ("common/row_exchange.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp", GPUS, CONNECTED)
@@ -106,7 +107,7 @@ HARMLESS = {
     "10_clifford_gp": {
         ("forward_streamed", "wait_for_previous_kernel() without", 0):
             "it reads nothing that a kernel before it writes, and what a launch before writes is the same",
-        ("groups", "__syncwarp() without", 0):
+        ("bytes", "__syncwarp() without", 0):
             "bytes may come before the barrier is told of them: its phase does not end before that",
     },
 }
@@ -173,6 +174,10 @@ RUNS = {
         (("60", "--features", "261", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
         # Rows of two blocks.
         (("20", "--features", "1030", "--algebra", "2,0,0", "--kernel", "streamed"), 4),
+        # All warps order copies.
+        (("30", "--features", "261", "--kernel", "streamed"), 2),
+        # Backward's weights are in shared memory.
+        (("9", "--features", "300", "--algebra", "3,0,1", "--kernel", "streamed"), 2),
     ],
 }
 
