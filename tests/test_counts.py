@@ -28,6 +28,7 @@ ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
+HALVES = "recorded before lanes handed each other halves of a row's sums"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
@@ -66,11 +67,12 @@ EXPLAINED = {
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused cluster"): {
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
+    ("10_clifford_gp", "", "forward: rows streamed"): {"shared_load_requests": HALVES},
     ("10_clifford_gp", "", "forward + backward: one launch each"): {
         "shared_load_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
         "global_load_sectors": COPIES, "global_store_requests": GRADIENT,
-        "global_store_sectors": GRADIENT},
+        "global_store_sectors": GRADIENT, "shared_load_conflicts": HALVES},
     ("10_clifford_gp", "", "forward + backward: streamed, on chip"): {
         "global_store_requests": GRADIENT, "global_store_sectors": GRADIENT,
         "shared_load_conflicts": ARBITRATION},
