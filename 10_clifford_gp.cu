@@ -494,7 +494,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     GradientSums<A> sums = {};
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
-      add_up_row(sums, partials[round % 2], shape.per_row / 32);
+      add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
       send_sums(sums, *exchange, place.blocks, round);
       receive_sums(sums, *exchange, place.blocks, round);
     }
@@ -709,8 +709,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
-    // add_up_row has a barrier: behind it all threads have taken their part of the stage.
-    add_up_row(sums, partials[round % 2], shape.per_row / 32);
+    // Behind the barrier in there all threads have taken their part of the stage.
+    add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
     send_sums(sums, stream.exchange, place.blocks, round);
     if constexpr (kStoresLater<A>) {
@@ -770,7 +770,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
-    add_up_row(sums, partials[round % 2], shape.per_row / 32);
+    add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
     send_sums(sums, stream.exchange, place.blocks, round);
     receive_sums(sums, stream.exchange, place.blocks, round);

@@ -62,19 +62,36 @@ __device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
 
 constexpr int kMaxWarps = 16;  // of a block
 
+// Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
+// row's `warps`, any number; a block has one row or several. Always in the same order. One barrier
+// is enough if calls take turns with two `partials`: who writes one has passed the barrier of the
+// other, and so has everybody who read it.
+template <int kCount>
+__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  add_up_lanes(sums, 32);
+  if (lane == 0) partials[warp] = sums;
+  __syncthreads();
+  const int lanes = 1 << (32 - __clz(warps - 1)), of = lane % lanes;
+  sums = partials[warp / warps * warps + min(of, warps - 1)];
+  if (of >= warps) sums = {};
+  add_up_lanes(sums, lanes);
+}
+
 // The power of two that is not smaller, or its logarithm.
 template <int kCount, bool kLogarithm = false>
 constexpr int kPowerOfTwo = kLogarithm ? std::bit_width(kCount - 1u)
                                        : 1 << std::bit_width(kCount - 1u);
 
-// Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
-// row's `warps`, any number; a block has one row or several. Lanes give each other half of what
+// The same, for kernels whose warps have nothing else to do. Lanes give each other half of what
 // they hold: each adds up fewer of the sums, of more lanes, until lane i has sum i of its warp (as
-// have lanes i + kPlaces...). They add up this sum over the warps, and tell the others. Always in
-// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
-// passed the barrier of the other, and so has everybody who read it.
+// have lanes i + kPlaces...). They add up this sum over the warps, and tell the others. For 8 sums
+// that takes 9 shuffles in a warp, instead of 40. For 4 it does not pay: to choose what to give
+// takes as long as it saves.
 template <int kCount>
-__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
+__device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
+                                                     int warps) {
+  if constexpr (kCount <= 4) return add_up_row(sums, partials, warps);
   constexpr int kPlaces = kPowerOfTwo<kCount>, kSteps = kPowerOfTwo<kCount, true>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % kPlaces;
   float held[kPlaces];

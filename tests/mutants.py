@@ -175,6 +175,7 @@ BARRIERS = [
     (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,
      ("300", "--inputs", "9", "--classes", "10")),
     (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "both on chip", "add_up_row_by_halves(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),

@@ -67,7 +67,6 @@ EXPLAINED = {
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused cluster"): {
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
-    ("10_clifford_gp", "", "forward: rows streamed"): {"shared_load_requests": HALVES},
     ("10_clifford_gp", "", "forward + backward: one launch each"): {
         "shared_load_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
