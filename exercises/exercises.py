@@ -328,7 +328,8 @@ EXERCISES = [
     return 1;
 """),),
         finds="^It does not compile: .*static assertion failed",
-        headers=("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
+        headers=("common/row_exchange.cuh", "common/clifford_unfused.cuh", "common/clifford.cuh",
+                 "common/algebra.cuh"),
     ),
     Exercise(
         "gradient", CLIFFORD, "the gradient of the geometric product",

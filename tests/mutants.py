@@ -112,7 +112,8 @@ CONNECTED = "bonus_clifford_fully_connected"
 
 # Headers that mistakes are made in.
 HEADERS = {
-    CLIFFORD: ("common/clifford_unfused.cuh", "common/clifford.cuh", "common/algebra.cuh"),
+    CLIFFORD: ("common/row_exchange.cuh", "common/clifford_unfused.cuh", "common/clifford.cuh",
+               "common/algebra.cuh"),
     CONNECTED: ("common/connected_gradients.cuh",),
     FUSED: ("common/wmma_fragments.cuh",),
     SOFTMAX: ("common/turned_product.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh",
