@@ -31,8 +31,8 @@
 //                     blocks
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, its maximum and
-//                     its sum; a second kernel makes probabilities of them. (Up to 4096 columns
-//                     that kernel is the usual softmax, and nothing is fused)
+//                     its sum; a second kernel makes probabilities of them. (Of up to 4096 columns
+//                     the usual softmax needs no sums: then there is only "unfused online")
 //     fused one row   B = 1: half fused. D is cut into slices, unlike in "unfused" (one_row())
 //
 // and on Hopper, with its copy engine and wgmma, one of these:
@@ -560,7 +560,8 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // and can write to each other's shared memory: the parts of the sums need not go through the L2
 // cache to whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the
 // others push their parts of that share into its inbox. Of more than kClasses classes a cluster has
-// a tile of so many, and then it is half fused.
+// a tile of so many, and then it is half fused, if at all: see fused online. (To exchange maxima and
+// sums here, as below, took longer than a softmax kernel whose launch is early.)
 //
 // The product is turned round (common/turned_product.cuh): x^T comes from shared memory, W^T from
 // registers. No other thread of the block needs the same elements of W: they go from memory
@@ -658,20 +659,20 @@ struct ExchangeShared : TurnedShared<kMath, kRows, kPeers, kAligned> {
   alignas(16) float rows[kRows];      // what exponentials are relative to; then their factor
 };
 
-// What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
-// it ready for the next one. One launch at a time: two streams need one of these each.
-struct Exchange {
-  // (strips of kRows rows, tiles of 128 classes, kRows): see Left.
-  unsigned long long* left;
-  unsigned* launches;  // how many have ended, and how many blocks of this one
-  int strips_at_once;
-};
-
-#if HOPPER_CODE
 // A row's maximum in a tile, and the sum relative to it, as 8 bytes that are written and read at
 // once. The sum's last bit (which its accuracy can do without) says whether an odd or an even
 // launch has written them, so that readers look until it is this launch's: no flag, and no fence.
 using Left = unsigned long long;
+
+// What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
+// it ready for the next one. One launch at a time: two streams need one of these each.
+struct Exchange {
+  Left* left;       // (strips of kRows rows, tiles of 128 classes, kRows)
+  unsigned* turns;  // a block's own count of launches, its last bit
+  int strips_at_once;
+};
+
+#if HOPPER_CODE
 __device__ inline Left leave(MaxSum part, unsigned turn) {
   return static_cast<Left>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
          __float_as_uint(part.largest);
@@ -792,7 +793,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   start_next_kernel();
   wait_for_previous_kernel();
 
-  const unsigned turn = ~others.launches[0] & 1;
+  const unsigned turn = others.turns[blockIdx.x] ^ 1;
   Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<kRows == 256 ? 40 : 56>();
@@ -834,13 +835,8 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       }
     }
   }
-  __syncthreads();  // all have read `launches`
-  if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) {
-    if (atomicAdd(others.launches + 1, 1) == gridDim.x - 1) {
-      others.launches[1] = 0;
-      ++others.launches[0];
-    }
-  }
+  __syncthreads();  // all know the turn
+  if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) others.turns[blockIdx.x] = turn;
 #endif
 }
 
@@ -874,8 +870,8 @@ Product make_column_tiles(const Layer& layer) {
     launch_early(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
-  return product_of("online", column_tiles<Tile>, Tile::kThreads, Tile::kStageBytes,
-                    half_fused(layer, 1, static_cast<int>(blocks(layer.C, Tile::kCols)), launch));
+  return half_fused(layer, "online", column_tiles<Tile>, Tile::kThreads, Tile::kStageBytes, 1,
+                    static_cast<int>(blocks(layer.C, Tile::kCols)), launch);
 }
 
 // From so many rows on fused narrow, if there are few classes.
@@ -917,8 +913,8 @@ Product make_one_row(const Layer& layer) {
     launch_early(one_row<kParts>, dim3(columns, slices), 256, 0,  //
                  layer.x, layer.W, results.out, layer.D, layer.C);
   };
-  return product_of("one row", one_row<kParts>, 256, 0,
-                    half_fused(layer, std::clamp(wanted, 1, most), 0, launch));
+  return half_fused(layer, "one row", one_row<kParts>, 256, 0, std::clamp(wanted, 1, most), 0,
+                    launch);
 }
 
 // x for the copy engine, in boxes of kRows rows.
@@ -971,14 +967,13 @@ template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Product make_cluster(const Layer& layer) {
   constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
   const int tiles = static_cast<int>(blocks(layer.C, kClasses));
-  const auto launch = [=](Results results) {
-    launch_early(cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
-                 dim3(kSplits * blocks(layer.B, kRows), tiles), 2 * kClasses, kBytes,  //
+  const auto kernel = cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>;
+  const auto launch = [=](Results results, int = 1) {
+    launch_early(kernel, dim3(kSplits * blocks(layer.B, kRows), tiles), 2 * kClasses, kBytes,  //
                  map_of_x<kMath>(layer, kRows), layer.W, layer.B, layer.D, layer.C, results);
   };
-  const auto half = [=](Results results, int) { launch(results); };
-  return product_of("cluster", cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>,
-                    2 * kClasses, kBytes, tiles > 1 ? half_fused(layer, 1, tiles, half) : launch);
+  if (tiles == 1) return product_of("cluster", kernel, 2 * kClasses, kBytes, launch);
+  return half_fused(layer, "cluster", kernel, 2 * kClasses, kBytes, 1, tiles, launch);
 }
 
 // Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
@@ -1003,20 +998,20 @@ Product make_exchange(const Layer& layer, int at_once) {
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.D));
   const int count = at_once > 0 ? static_cast<int>(persistent(strips, at_once)) : strips;
   const size_t exchanged = at_once > 0 ? static_cast<size_t>(strips) * tiles * kRows : 1;
-  const auto left = layer.problem.workspace<float>(2 * exchanged);
-  const auto launches = layer.problem.workspace<unsigned>(2);
-  const auto launch = [=](Results results) {
+  const auto left = layer.problem.workspace<Left>(exchanged);
+  const auto turns = layer.problem.workspace<unsigned>(count * tiles);
+  const auto kernel = exchange_columns<kMath, kRows, kPeers, kAligned>;
+  const int bytes = sizeof(Shared);
+  const auto launch = [=](Results results, int = 1) {
     const MapsOfW W =
         maps_of<kAligned>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
-    const Exchange others = {reinterpret_cast<unsigned long long*>(left.data()), launches, count};
-    launch_early(exchange_columns<kMath, kRows, kPeers, kAligned>, count * tiles, Shared::kThreads,
-                 sizeof(Shared),  //
+    const Exchange others = {left, turns, count};
+    launch_early(kernel, count * tiles, Shared::kThreads, bytes,  //
                  RowsOfX(layer.x, layer.B, layer.D, kRows / kPeers, kMath == Math::tf32), W,
                  layer.C, others, results);
   };
-  const auto half = [=](Results results, int) { launch(results); };
-  return product_of("exchange", exchange_columns<kMath, kRows, kPeers, kAligned>, Shared::kThreads,
-                    sizeof(Shared), at_once > 0 ? launch : half_fused(layer, 1, tiles, half));
+  if (at_once > 0) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
+  return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, 1, tiles, launch);
 }
 
 // How long a product should take, and what makes it.
@@ -1101,7 +1096,7 @@ struct Table : SoftmaxTable {
     return {.epilogue = epilogue, .out = out, .parts = reinterpret_cast<float2*>(parts.data())};
   }
 
-  // Ways (2) and (3), by the same product.
+  // Ways (2) and (3), by the same product; only (2) where its (3) would be the same.
   void add_ours(const Product& product, const std::string& suffix, int needs_cc) const {
     const std::string fused = std::string("fused ") + product.name + suffix;
     const std::string unfused = "un" + fused;
@@ -1109,10 +1104,13 @@ struct Table : SoftmaxTable {
       product.launch(results(Epilogue::logits));
       softmax_of_logits();
     }));
-    product.state_resources(add(fused, Role::ours, needs_cc,
-                                [product, *this] { product.launch(results(Epilogue::softmax)); }));
     const std::string what = name + ", " + product.name + suffix + ": ";
-    problem.compare(fused, unfused, what + "fused (3) against unfused (2), % times faster.");
+    if (product.fuses) {
+      product.state_resources(add(fused, Role::ours, needs_cc, [product, *this] {
+        product.launch(results(Epilogue::softmax));
+      }));
+      problem.compare(fused, unfused, what + "fused (3) against unfused (2), % times faster.");
+    }
     problem.compare(unfused, "library", what + "unfused (2) against library (1), % times faster.");
   }
 

@@ -40,6 +40,7 @@ struct Product {
   const char* name;
   std::function<void(Results)> launch;
   std::function<void(Kernel&)> state_resources;
+  bool fuses = true;  // false: launched for probabilities, it is its unfused form
 };
 
 template <typename Function>
@@ -50,20 +51,21 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
           [=](Kernel& row) { row.resources(kernel, threads, shared_bytes); }};
 }
 
-// A half fused product: `launch` (results, slices) leaves logits or, of that many slices of D,
-// parts of them. Another kernel makes probabilities of them. For rows of up to kLeastForParts
-// columns that is the usual softmax, which reads a logit once: maxima and sums would save nothing.
-// Of longer rows `launch` also leaves the maximum and the sum of each of a row's `tiles` tiles (0:
-// it cannot), and finish_columns() uses them.
+// A half fused product: `launch` (results, slices) starts `kernel`, which leaves logits or, of that
+// many slices of D, parts of them. Another kernel makes probabilities of them. For rows of up to
+// kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
+// save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
+// and the sum of each of a row's `tiles` tiles (0: it cannot), and finish_columns() uses them.
 constexpr int kLeastForParts = 4096;
-template <typename Launch>
-std::function<void(Results)> half_fused(const Layer& layer, int slices, int tiles, Launch launch) {
+template <typename Function, typename Launch>
+Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
+                   int shared_bytes, int slices, int tiles, Launch launch) {
   const auto sums =
       layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
-  return [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
+  const bool parts = slices == 1 && layer.C > kLeastForParts && tiles > 0;
+  const auto both = [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
-    const bool parts = slices == 1 && C > kLeastForParts && tiles > 0;
     results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
     if (slices > 1) results.out = sums;
     launch(results, slices);
@@ -74,6 +76,9 @@ std::function<void(Results)> half_fused(const Layer& layer, int slices, int tile
       softmax(results.out, out, shape, results.parts, slices);
     }
   };
+  Product product = product_of(name, kernel, threads, shared_bytes, both);
+  product.fuses = parts || slices > 1;
+  return product;
 }
 
 // Copies rows, `cols` wide, into rows `stride` floats apart, a block a row: for the copy engine.

@@ -148,7 +148,7 @@ RUNS = {
         # Two warpgroups, and two or three chunks for each block.
         (("20", "--inputs", "4200", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
         # Rows that start anywhere, in tiles of classes.
-        (("9", "--inputs", "1101", "--classes", "301", "--kernel", "^fused cluster"), 16),
+        (("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster"), 16),
         (("300", "--inputs", "300", "--classes", "260", "--all", "--kernel", "^fused exchange"), 4),
         # Rows with more blocks than run at a time.
         (("70", "--inputs", "70", "--classes", "4300", "--kernel", "^fused exchange"), 8),

@@ -42,7 +42,7 @@ CLIFFORD_SIZES = [
 SOFTMAX_SIZES = [
     ("3", "--inputs", "33", "--classes", "19", "--all", "--hard-rows"),
     ("2", "--inputs", "260", "--classes", "10", "--all"),
-    ("3", "--inputs", "5", "--classes", "300", "--all", "--kernel", "^(library|fused online)$"),
+    ("3", "--inputs", "5", "--classes", "300", "--all", "--kernel", "^(library|unfused online)$"),
 ]
 # One tile; several along each extent.
 TRAINING_SIZES = [("2", "--inputs", "8", "--classes", "3"), ("67", "--inputs", "70", "--classes", "97")]
