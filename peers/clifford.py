@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from operators import Case, compiled, forward_peers
+from operators import Case, by_mode, compiled, forward_peers
 
 SIGNATURES = {4: (2, 0, 0), 8: (3, 0, 0)}  # of the lesson's recorded runs, by blades
 EPSILON = 1e-6
@@ -187,7 +187,7 @@ def case_of(problem, draw, eager, reference, at_a_time, shape_of_w, kernels_of):
 
     return Case(expected(d_out), {
         "PyTorch": lambda: by_autograd(eager(blades)),
-        "torch.compile": lambda: by_autograd(compiled(eager(blades))),
+        **by_mode(lambda mode: by_autograd(compiled(eager(blades), mode))),
         "Triton": triton,
     })
 

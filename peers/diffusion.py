@@ -1,7 +1,7 @@
 """Lesson 7: spatial diffusion, forward and backward."""
 import torch
 
-from operators import Case, backward_call, compiled, forward_peers, in_fp64
+from operators import Case, backward_call, by_mode, compiled, forward_peers, in_fp64
 
 
 def eager(x, basis, mass, evalues, times):
@@ -48,6 +48,6 @@ def case(problem, draw):
     wanted, gradients = [4, 0], [d_spectral, d_out]
     return Case(reference_backward(*in_fp64(*given)), {
         "PyTorch": lambda: backward_call(eager, inputs, wanted, gradients),
-        "torch.compile": lambda: backward_call(compiled(eager), inputs, wanted, gradients),
+        **by_mode(lambda mode: backward_call(compiled(eager, mode), inputs, wanted, gradients)),
         "Triton": triton,
     })

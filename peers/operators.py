@@ -62,6 +62,11 @@ def for_many_sizes():
     del MODES["torch.compile, max-autotune"]
 
 
+def by_mode(prepare):
+    """torch.compile's peers: by name, prepare(mode)."""
+    return {name: functools.partial(prepare, mode) for name, mode in MODES.items()}
+
+
 def in_fp64(*tensors):
     return [tensor.double() for tensor in tensors]
 
@@ -77,8 +82,8 @@ def forward_peers(eager, inputs, kernels):
 
         return prepare
 
-    by_mode = {name: lambda mode=mode: compiled(eager, mode) for name, mode in MODES.items()}
-    peers = {"PyTorch": lambda: eager, **by_mode, **kernels}
+    compiled_peers = by_mode(lambda mode: compiled(eager, mode))
+    peers = {"PyTorch": lambda: eager, **compiled_peers, **kernels}
     return {name: peer(load) for name, load in peers.items()}
 
 
