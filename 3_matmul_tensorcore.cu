@@ -714,7 +714,7 @@ struct SquareProduct {
     const Factor<half> right{{B.map(Tile::kRowsB)}, {B.data()}, B.stride};
     product<half, Tile, StoreRounded<half>>
         <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-            left, right, rounded_to<half>(C, A.rows, A.rows),
+            left, right, rounded_to<half>(C, A.rows, A.rows, Tile::kOutRows),
             Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 

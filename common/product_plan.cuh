@@ -44,24 +44,23 @@ struct AlignedRows {
   }
 };
 
-/// Where a product goes to.
+/// Where a product goes to, in boxes of `box_rows` rows (Tile::kOutRows).
 template <typename T>
-StoreRounded<T> rounded_to(T* C, int rows, int cols) {
+StoreRounded<T> rounded_to(T* C, int rows, int cols, int box_rows = 64) {
   StoreRounded<T> epilogue{{}, C, rows, cols, cols % 8 == 0};
-  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, rows, cols, 64);
+  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, rows, cols, box_rows);
   return epilogue;
 }
 
-/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most, with
-/// sums of 192 columns; or two, with 256.
+/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most.
 struct ExchangeMemory {
   Buffer<unsigned> flags;
-  Buffer<float> partial;
+  Buffer<float> partial;  // a tile for each multiprocessor
   int64_t l2_bytes;
 
   ExchangeMemory(Problem& problem, const Device& device)
       : flags(problem.workspace<unsigned>(1 + 3 * device.sms)),
-        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 192 * 192)),
+        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 192 * 256)),
         l2_bytes(device.l2_bytes) {}
 
   /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many

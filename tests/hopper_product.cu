@@ -71,10 +71,10 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   float* partial = nullptr;
   CUDA_CHECK(cudaMalloc(&flags, (1 + consumers) * sizeof(unsigned)));
   CUDA_CHECK(cudaMemset(flags, 0, (1 + consumers) * sizeof(unsigned)));
-  CUDA_CHECK(cudaMalloc(&partial, consumers * 64 * Tile::BN * sizeof(float)));
-  CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 64 * Tile::BN * sizeof(float)));
+  CUDA_CHECK(cudaMalloc(&partial, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
+  CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
-  if (epilogue.aligned) epilogue.map = tensor_map<half>(C, shape.rows, shape.cols, 64);
+  if (epilogue.aligned) epilogue.map = tensor_map<half>(C, shape.rows, shape.cols, Tile::kOutRows);
   std::vector<half> host(count);
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
@@ -118,5 +118,7 @@ int main(int argc, char** argv) {
   ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
   ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
+  ok = right<TurnedTiles<272, 128, 1, 2, 1>>(shape, true, false) && ok;  // consumers side by rows
+  ok = right<TurnedTiles<104, 128, 2, 1, 1>>(shape, true, true) && ok;   // and by columns
   return ok ? 0 : 1;
 }
