@@ -710,7 +710,7 @@ struct SquareProduct {
     if (A.copied) {
       align_rows<half><<<dim3(A.rows, 2), 256>>>(A.from, A.copy, B.from, B.copy, A.cols, A.stride);
     }
-    const Factor<half> left{{A.map(Tile::BM / Tile::kSide)}, {A.data()}, A.stride};
+    const Factor<half> left{{A.map(Tile::kRowsA)}, {A.data()}, A.stride};
     const Factor<half> right{{B.map(Tile::kRowsB)}, {B.data()}, B.stride};
     product<half, Tile, StoreRounded<half>>
         <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
@@ -720,11 +720,14 @@ struct SquareProduct {
 
   // Adds the row, with the tiles that should be the fastest.
   void add() const {
-    using Choice =
-        TileChoice<Tiles<128, 256, 2, 1, 4>, Tiles<128, 256, 2, 1, 2>, Tiles<128, 224, 2, 1, 2>,
-                   Tiles<128, 192, 2, 1, 3>, Tiles<128, 144, 2, 1, 3>, Tiles<128, 128, 2, 1, 2>,
-                   Tiles<192, 192, 1, 2, 1>, Tiles<64, 192, 1, 1, 3>, Tiles<64, 128, 2, 1, 2>,
-                   Tiles<64, 64, 2, 1, 1>>;
+    using Choice = TileChoice<
+        Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
+        Tiles<64, 128, 2, 1, 2>, Tiles<64, 64, 2, 1, 1>,  //
+        TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
+        TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>,
+        TurnedTiles<160, 192, 2, 1>, TurnedTiles<96, 192, 2, 1>, TurnedTiles<240, 128, 1, 2>,
+        TurnedTiles<168, 128, 2, 1>, TurnedTiles<96, 128, 2, 1>, TurnedTiles<152, 192, 4, 2>,
+        TurnedTiles<144, 128, 2, 4>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<72, 128, 2, 4>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

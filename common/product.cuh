@@ -6,6 +6,9 @@
 
 #include "common/tiles.cuh"
 
+/// Shared memory that a block may have for stages and results, beside barriers.
+inline constexpr int kSharedRoom = (227 << 10) - 1024;
+
 /// Tiles of C, kRows by kColumns, one a block at a time. The blocks of a cluster own kStackedTiles
 /// tiles below each other, which share what they copy of B, by kSideTiles next to each other, which
 /// share what they copy of A. kOutBoxes boxes of 64 columns are room for results of each consumer
@@ -21,6 +24,9 @@ struct TileShape {
   static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
   static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
   static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
+  // Of a tile of A: whole groups of 8 rows. If these cannot be divided among those who share it,
+  // the last ones fetch some rows once more.
+  static constexpr int kRowsA = (BM / kSide + 7) / 8 * 8, kTwice = kSide * kRowsA - BM;
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
@@ -28,6 +34,7 @@ template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBo
 struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> {
   static constexpr int kConsumers = kRows / 64, kThreads = 128 * (1 + kConsumers);
   static constexpr int kOutRows = 64;
+  static constexpr int kWide = kColumns;  // columns of wgmma's sum
   using TileSum = Sum<kColumns>;
 
   __host__ __device__ static constexpr int row_of(int consumer) { return 64 * consumer; }
@@ -43,19 +50,26 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 /// The same turned round (TurnedSum): any multiple of 8 rows, of 16 beyond 256, by 64, 128, 192 or
 /// 256 columns. Consumers have an equal number of columns each, or of rows if there are so many
 /// that wgmma does not take all of them at once.
-template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
-struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> {
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
+struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kBoxes = kColumns / kBoxCols;
-  static constexpr bool kByRows = kRows > 256;
+  static constexpr bool kByRows = kRows > (kBoxes == 3 ? 192 : 256);
   static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kOutRows = kByRows ? kRows / 2 : kRows;
-  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers;
-  static_assert(kColumns % kBoxCols == 0 && kOutRows % 8 == 0 && kRows / kSideTiles % 8 == 0);
-  using TileSum = TurnedSum<kOutRows, kSumBoxes>;
+  static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
+  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
+  static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
+  // Results leave in parts of equally many rows, as few parts as fit beside the stages: of these
+  // there are as many as leave room for parts of 40 rows.
+  static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
+  static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
+  static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
+  static constexpr int kParts = (kSumRows + kLeft / 8 * 8 - 1) / (kLeft / 8 * 8);
+  static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
+  using TileSum = TurnedSum<kSumRows, kSumBoxes>;
 
   __host__ __device__ static constexpr int row_of(int consumer) {
-    return kByRows ? kOutRows * consumer : 0;
+    return kByRows ? kSumRows * consumer : 0;
   }
   __host__ __device__ static constexpr int col_of(int consumer) {
     return kByRows ? 0 : kBoxCols * kSumBoxes * consumer;
@@ -87,9 +101,8 @@ struct ProductShared {
     LeftTile<T, Tile::BM> a;
     RightTile<T, Tile::BN> b;
   };
-  static constexpr int kMost = 227 << 10;  // shared memory that a block may have
   static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(Box<T, Tile::kOutRows>);
-  static constexpr int kStages = (kMost - 1024 - kOutBytes) / sizeof(Stage);
+  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(Stage);
   Stage stages[kStages];
   Box<T, Tile::kOutRows> out[Tile::kConsumers][Tile::kOut];
   Barrier full[kStages], empty[kStages];
@@ -211,11 +224,12 @@ struct Pace {
 template <class Tile>
 struct Cluster {
   static constexpr int kStack = Tile::kStack, kSide = Tile::kSide;
-  static constexpr int kRowsA = Tile::BM / kSide;  // that a block fetches
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
   const int stack = rank % kStack, side = rank / kStack;
   const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
 
+  /// Where the rows of A begin that this block fetches.
+  __device__ int first_row() const { return min(side * Tile::kRowsA, Tile::BM - Tile::kRowsA); }
   template <typename T>
   __device__ void load_left(LeftTile<T, Tile::BM>& tile, const CUtensorMap* map, int row, int k,
                             Barrier* arrived) const {
@@ -225,7 +239,7 @@ struct Cluster {
       static_assert(kSide == 2 || kSide == 4);
       constexpr unsigned kTwo = 1 | 1 << kStack;
       constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
-      const int part = side * kRowsA;
+      const int part = first_row();
       tensor_load_multicast(tile.row(part), map, row + part, k, arrived, kAll << stack);
     }
   }
@@ -266,8 +280,8 @@ struct Cluster {
     const int thread = threadIdx.x % 128, consumer = threadIdx.x / 128 - 1;
     if (consumer == 0) {
 #pragma unroll
-      for (int i = thread; i < kRowsA; i += 128) {
-        const int row = at.row + side * kRowsA + i;
+      for (int i = thread; i < Tile::kRowsA; i += 128) {
+        const int row = at.row + first_row() + i;
         if (row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
       }
     }
@@ -332,17 +346,38 @@ struct StoreRounded {
     });
   }
 
-  template <int kRows, int kCount, int kBoxes>
+  /// The same turned round. Where the boxes' rows do not divide the sum's, the last box repeats some
+  /// of those before it.
+  template <int kRows, int kCount, int kBoxes, int kBoxRows>
   __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,
-                             const Outbox<T, kBoxes, kRows>& out) const {
-    store<kBoxCols * kCount>(
-        row, col, out, [&](Box<T, kRows>& to, int first) { sum.store(to, first / kBoxCols); });
+                             const Outbox<T, kBoxes, kBoxRows>& out) const {
+    constexpr int kPieces = (kRows + kBoxRows - 1) / kBoxRows, kAll = kPieces * kCount;
+    const auto first_row = [](int i) { return min(i % kPieces * kBoxRows, kRows - kBoxRows); };
+#pragma unroll
+    for (int first = 0; first < kAll; first += kBoxes) {
+      if (first > 0) out.wait();
+#pragma unroll
+      for (int i = first; i < kAll && i < first + kBoxes; ++i) {
+        sum.store(out.boxes[i - first], first_row(i), i / kPieces);
+      }
+      shared_fence();
+      out.meet();
+      const bool one = aligned && warp_of_block() % 4 == 0 && elect_one();
+#pragma unroll
+      for (int i = first; i < kAll && i < first + kBoxes; ++i) {
+        const auto& box = out.boxes[i - first];
+        const int box_row = row + first_row(i), box_col = col + kBoxCols * (i / kPieces);
+        if (one) tensor_store(&map, box_row, box_col, box.elements);
+        if (!aligned) copy<1>(box, box_row, box_col, kBoxCols);
+      }
+      if (one) tensor_store_commit();
+    }
   }
 
-  /// A warpgroup's results, kRows rows and kCols columns, go to (row, col) of C. fill(box, c) puts
+  /// A warpgroup's results, 64 rows and kCols columns, go to (row, col) of C. fill(box, c) puts
   /// those of 64 columns, from the c-th on, into a box.
-  template <int kCols, int kBoxes, int kRows, typename Fill>
-  __device__ void store(int row, int col, const Outbox<T, kBoxes, kRows>& out, Fill fill) const {
+  template <int kCols, int kBoxes, typename Fill>
+  __device__ void store(int row, int col, const Outbox<T, kBoxes>& out, Fill fill) const {
     constexpr int kAll = RightTile<T, kCols>::kBoxes;
 #pragma unroll
     for (int first = 0; first < kAll; first += kBoxes) {
@@ -476,7 +511,7 @@ __device__ void produce(ProductShared<T, Tile>& shared, const Factor<T>& A,
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      barrier_arrive_expect(arrived, sizeof stage);
+      barrier_arrive_expect(arrived, sizeof stage + Tile::kTwice * sizeof(Box<T, 8>) / 8);
       cluster.load_left(stage.a, &A.maps[0], at.row, k, arrived);
       cluster.load_right(stage.b, B, k, at.col, arrived);
     }

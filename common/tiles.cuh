@@ -135,25 +135,27 @@ struct TurnedSum {
     wgmma_commit();
   }
 
-  /// Puts the elements of 64 columns, rounded, into `box`, each 8 x 8 of them turned back.
-  template <typename T>
-  __device__ void store(Box<T, kRows>& box, int j) const {
+  /// Puts the elements of kBoxRows rows from `first` on and of 64 columns, those of elements[j],
+  /// rounded, into `box`, each 8 x 8 of them turned back.
+  template <typename T, int kBoxRows>
+  __device__ void store(Box<T, kBoxRows>& box, int first, int j) const {
     // Matrix m of a store_matrices: columns 8 (m % 2) of the warp's 16, rows 8 (m / 2) of 16.
-    const int thread = threadIdx.x % 128;
-    const int row = thread % 32 / 16 * 8 + thread % 8, piece = thread / 32 * 2 + thread / 8 % 2;
-    const auto put = [&]<int kMatrices>(int first) {
+    const int thread = threadIdx.x % 128, row = thread % 8;
+    const int piece = thread / 32 * 2 + thread / 8 % 2;
+    const auto put = [&]<int kMatrices>(int at, int to_row) {
       uint32_t registers[kMatrices];
 #pragma unroll
       for (int m = 0; m < kMatrices; ++m) {
-        const int i = first / 2 + 2 * m;
+        const int i = (first + at) / 2 + 2 * m;
         registers[m] = pack2<T>(elements[j][i], elements[j][i + 1]);
       }
-      store_matrices<true>(
-          &box.elements[swizzled(first + (kMatrices == 4 ? row : thread % 8), piece)], registers);
+      store_matrices<true>(&box.elements[swizzled(at + to_row, piece)], registers);
     };
 #pragma unroll
-    for (int r = 0; r + 16 <= kRows; r += 16) put.template operator()<4>(r);
-    if (kRows % 16 != 0) put.template operator()<2>(kRows - 8);
+    for (int at = 0; at + 16 <= kBoxRows; at += 16) {
+      put.template operator()<4>(at, thread % 32 / 16 * 8 + row);
+    }
+    if (kBoxRows % 16 != 0) put.template operator()<2>(kBoxRows - 8, row);
   }
 #endif
 };

@@ -40,6 +40,10 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R112 HOPPER_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define HOPPER_R120 HOPPER_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define HOPPER_R128 HOPPER_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define HOPPER_R36 HOPPER_R32 ", %32, %33, %34, %35"
+#define HOPPER_R84 HOPPER_R80 ", %80, %81, %82, %83"
+#define HOPPER_R92 HOPPER_R88 ", %88, %89, %90, %91"
+#define HOPPER_R108 HOPPER_R104 ", %104, %105, %106, %107"
 // The types' instructions. `n`: columns; `k`: rows of B; `registers`: the sum's operands; `a` to
 // `flags`: the operands after them; flags: signs of A and B, and but for TF32 transposed A (only in
 // shared memory), B row-major.
@@ -76,7 +80,10 @@ __device__ inline void wgmma_wait() {
 template <typename T, bool kTransposed = false, bool kTall = false, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
-  if constexpr (kCount == 32) {
+  if constexpr (kCount == 16) {
+    HOPPER_WGMMA("32", HOPPER_R16, "%16", "%17", "%18", "1, 1, %19, %20", HOPPER_SHARED_A,
+                 HOPPER_SUM8(0), HOPPER_SUM8(8))
+  } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, 1, %35, %36", HOPPER_SHARED_A,
                  HOPPER_SUM32(0))
   } else if constexpr (kCount == 40) {
@@ -124,6 +131,25 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
     HOPPER_WGMMA("224", HOPPER_R112, "%112", "%113", "%114", "1, 1, %115, %116", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
                  HOPPER_SUM8(104))
+  } else if constexpr (kCount == 36) {
+    HOPPER_WGMMA("72", HOPPER_R36, "%36", "%37", "%38", "1, 1, %39, %40", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM4(32))
+  } else if constexpr (kCount == 84) {
+    HOPPER_WGMMA("168", HOPPER_R84, "%84", "%85", "%86", "1, 1, %87, %88", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
+                 HOPPER_SUM4(80))
+  } else if constexpr (kCount == 92) {
+    HOPPER_WGMMA("184", HOPPER_R92, "%92", "%93", "%94", "1, 1, %95, %96", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
+                 HOPPER_SUM8(80), HOPPER_SUM4(88))
+  } else if constexpr (kCount == 108) {
+    HOPPER_WGMMA("216", HOPPER_R108, "%108", "%109", "%110", "1, 1, %111, %112", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
+                 HOPPER_SUM4(104))
+  } else if constexpr (kCount == 120) {
+    HOPPER_WGMMA("240", HOPPER_R120, "%120", "%121", "%122", "1, 1, %123, %124", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
+                 HOPPER_SUM8(104), HOPPER_SUM8(112))
   } else {
     static_assert(kCount == 128);
     HOPPER_WGMMA("256", HOPPER_R128, "%128", "%129", "%130", "1, 1, %131, %132", HOPPER_SHARED_A,

@@ -80,7 +80,7 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
     product<half, Tile, Epilogue><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        A.factor(Tile::BM / Tile::kSide), B.factor(Tile::kRowsB), epilogue, schedule,
+        A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
         Exchange{in_step ? flags : nullptr, flags + 1, partial});
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -118,7 +118,8 @@ int main(int argc, char** argv) {
   ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
   ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
-  ok = right<TurnedTiles<272, 128, 1, 2, 1>>(shape, true, false) && ok;  // consumers side by rows
-  ok = right<TurnedTiles<104, 128, 2, 1, 1>>(shape, true, true) && ok;   // and by columns
+  ok = right<TurnedTiles<272, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
+  ok = right<TurnedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // and by columns
+  ok = right<TurnedTiles<104, 192, 4, 2>>(shape, true, true) && ok;
   return ok ? 0 : 1;
 }
