@@ -89,10 +89,11 @@ CUtensorMap tensor_map(const T* vector, int64_t count, cuuint32_t box = 64) {
   return encode_tensor_map(vector, 1, &extent, strides, &box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-/// How many clusters of `blocks` blocks of `kernel` the device holds at once. For a device without
-/// clusters: how many it has multiprocessors for, so that the rest can be worked out as elsewhere.
+/// How many clusters of `blocks` blocks of `kernel` the device holds at once, perhaps none. For a
+/// device without clusters: how many it has multiprocessors for, so that the rest can be worked out
+/// as elsewhere.
 template <typename Kernel>
-int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
   const Device device = Device::current();
   if (!device.is_hopper()) return std::max(1, device.sms / static_cast<int>(blocks));
   cudaLaunchAttribute cluster;
@@ -107,6 +108,13 @@ int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t 
   config.numAttrs = 1;
   int clusters = 0;
   CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+  return clusters;
+}
+
+/// The same for a kernel that has to fit.
+template <typename Kernel>
+int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+  const int clusters = clusters_that_fit(kernel, blocks, threads, shared_bytes);
   if (clusters == 0) fail(kDeviceCannot, "no cluster of %u blocks fits on this device", blocks);
   return clusters;
 }

@@ -346,7 +346,7 @@ struct StoreRounded {
     });
   }
 
-  /// The same turned round. Where the boxes' rows do not divide the sum's, the last box repeats some
+  /// The same turned round. If the boxes' rows do not divide the sum's, the last box repeats some
   /// of those before it.
   template <int kRows, int kCount, int kBoxes, int kBoxRows>
   __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "common/product.cuh"
 
@@ -92,7 +93,8 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
   const auto kernel = product<T, Tile, Epilogue>;
   allow_shared_bytes(kernel, kBytes);
-  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  if (capacity == 0) return {0, false, std::numeric_limits<double>::infinity()};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
 
