@@ -629,8 +629,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       const bool in_step = progress != nullptr && rank == 0;
       Pace pace{progress, static_cast<unsigned>(clusters)};
       bool backward = false;
+      Place at = first;
       for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters, backward = !backward) {
-        const Place at = place(tile);
+        if (tile >= clusters) at = place(tile);
         for (int step = 0; step < steps; ++step, ring.advance()) {
           if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
           const int k = (backward ? steps - 1 - step : step) * kStepK;

@@ -229,7 +229,9 @@ struct Cluster {
   const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
 
   /// Where the rows of A begin that this block fetches.
-  __device__ int first_row() const { return min(side * Tile::kRowsA, Tile::BM - Tile::kRowsA); }
+  __device__ int first_row() const {
+    return kSide == 1 ? 0 : min(side * Tile::kRowsA, Tile::BM - Tile::kRowsA);
+  }
   template <typename T>
   __device__ void load_left(LeftTile<T, Tile::BM>& tile, const CUtensorMap* map, int row, int k,
                             Barrier* arrived) const {
@@ -346,8 +348,7 @@ struct StoreRounded {
     });
   }
 
-  /// The same turned round. If the boxes' rows do not divide the sum's, the last box repeats some
-  /// of those before it.
+  /// The same turned round. The last box may repeat some rows of the one before it.
   template <int kRows, int kCount, int kBoxes, int kBoxRows>
   __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,
                              const Outbox<T, kBoxes, kBoxRows>& out) const {

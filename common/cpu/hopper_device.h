@@ -43,8 +43,8 @@ void cluster_arrive(bool release, Site site);
 void cluster_wait(Site site);
 
 enum class Wgmma { fp16, bf16, tf32 };
-/// fragments: of A, or null if it is in shared memory. transposed: A's columns are contiguous. tall:
-/// B's columns are, as of TF32 always.
+/// fragments: of A, or null if it is in shared memory. transposed: A's columns are contiguous.
+/// tall: B's columns are, as of TF32 always.
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
            bool transposed, std::uint64_t b, bool tall, bool add, Site site);
 void wgmma_fence();
