@@ -729,8 +729,8 @@ struct SquareProduct {
         TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
         TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>,
         TurnedTiles<160, 192, 2, 1>, TurnedTiles<96, 192, 2, 1>, TurnedTiles<240, 128, 1, 2>,
-        TurnedTiles<168, 128, 2, 1>, TurnedTiles<96, 128, 2, 1>, TurnedTiles<152, 192, 4, 2>,
-        TurnedTiles<144, 128, 2, 4>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<72, 128, 2, 4>>;
+        TurnedTiles<168, 128, 2, 1>, TurnedTiles<96, 128, 2, 1>, TurnedTiles<160, 192, 4, 2>,
+        TurnedTiles<144, 128, 2, 2>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<80, 128, 2, 2>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

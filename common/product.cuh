@@ -24,9 +24,8 @@ struct TileShape {
   static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
   static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
   static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
-  // Of a tile of A: whole groups of 8 rows. If these cannot be divided among those who share it,
-  // the last ones fetch some rows once more.
-  static constexpr int kRowsA = (BM / kSide + 7) / 8 * 8, kTwice = kSide * kRowsA - BM;
+  static constexpr int kRowsA = BM / kSide;  // and of a tile of A: whole groups of 8 rows
+  static_assert(BM % (8 * kSide) == 0);
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
@@ -228,10 +227,6 @@ struct Cluster {
   const int stack = rank % kStack, side = rank / kStack;
   const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
 
-  /// Where the rows of A begin that this block fetches.
-  __device__ int first_row() const {
-    return kSide == 1 ? 0 : min(side * Tile::kRowsA, Tile::BM - Tile::kRowsA);
-  }
   template <typename T>
   __device__ void load_left(LeftTile<T, Tile::BM>& tile, const CUtensorMap* map, int row, int k,
                             Barrier* arrived) const {
@@ -241,7 +236,7 @@ struct Cluster {
       static_assert(kSide == 2 || kSide == 4);
       constexpr unsigned kTwo = 1 | 1 << kStack;
       constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
-      const int part = first_row();
+      const int part = side * Tile::kRowsA;
       tensor_load_multicast(tile.row(part), map, row + part, k, arrived, kAll << stack);
     }
   }
@@ -283,7 +278,7 @@ struct Cluster {
     if (consumer == 0) {
 #pragma unroll
       for (int i = thread; i < Tile::kRowsA; i += 128) {
-        const int row = at.row + first_row() + i;
+        const int row = at.row + side * Tile::kRowsA + i;
         if (row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
       }
     }
@@ -512,7 +507,7 @@ __device__ void produce(ProductShared<T, Tile>& shared, const Factor<T>& A,
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      barrier_arrive_expect(arrived, sizeof stage + Tile::kTwice * sizeof(Box<T, 8>) / 8);
+      barrier_arrive_expect(arrived, sizeof stage);
       cluster.load_left(stage.a, &A.maps[0], at.row, k, arrived);
       cluster.load_right(stage.b, B, k, at.col, arrived);
     }

@@ -120,7 +120,7 @@ int main(int argc, char** argv) {
   ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
   ok = right<TurnedTiles<272, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
-  ok = right<TurnedTiles<72, 128, 2, 2>>(shape, false, false) && ok;  // and by columns
-  ok = right<TurnedTiles<104, 192, 4, 2>>(shape, true, true) && ok;
+  ok = right<TurnedTiles<80, 128, 2, 2>>(shape, false, false) && ok;  // and by columns
+  ok = right<TurnedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
   return ok ? 0 : 1;
 }
