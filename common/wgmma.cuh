@@ -1,3 +1,6 @@
+// The part of common/hopper.cuh that has the products of a whole warpgroup; that includes it.
+#pragma once
+
 // ---- Device: wgmma ------------------------------------------------------------------------------
 //
 // "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
