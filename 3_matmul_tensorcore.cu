@@ -630,8 +630,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       Pace pace{progress, static_cast<unsigned>(clusters)};
       bool backward = false;
       Place at = first;
-      for (int tile = blockIdx.x / 2; tile < tiles;
-           tile += clusters, at = place(tile), backward = !backward) {
+      for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters, backward = !backward) {
+        if (tile >= clusters) at = place(tile);
         for (int step = 0; step < steps; ++step, ring.advance()) {
           if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
           const int k = (backward ? steps - 1 - step : step) * kStepK;
@@ -683,9 +683,12 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 // The kernel above has one size of tile and needs aligned rows. Some N are slow, some impossible:
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them: of
 //     64 x 128 there are 128. (64 rows are multiplied by one warpgroup, 192 by three.)
-//   - At N = 3072 there are 288 tiles: two rounds, and a third for 24 of them. Tiles of 192 columns
-//     need three rounds as well, but each takes three quarters of the time. Tiles of 192 x 192 need
-//     two, each an eighth longer, and read less: better where rows are not whole lines (N = 3000).
+//   - At N = 4104 there are 561 tiles of 128 x 256: four rounds, and a fifth for 33 of them. There
+//     are 528 of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns, but B comes in
+//     boxes of 64, and rows of A only 64 at a time. So the product is turned round (TurnedTiles):
+//     C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows of A as suit N.
+//   - At N = 1800 rows begin anywhere in a sector of 32 bytes, and copies are slow. Eight tiles in
+//     a cluster, 4 below and 2 beside each other, copy half as much as two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
 //     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
 //     its sum through memory to the cluster that ends there.
@@ -710,21 +713,24 @@ struct SquareProduct {
     if (A.copied) {
       align_rows<half><<<dim3(A.rows, 2), 256>>>(A.from, A.copy, B.from, B.copy, A.cols, A.stride);
     }
-    const Factor<half> left{{A.map(Tile::BM / Tile::kSide)}, {A.data()}, A.stride};
+    const Factor<half> left{{A.map(Tile::kRowsA)}, {A.data()}, A.stride};
     const Factor<half> right{{B.map(Tile::kRowsB)}, {B.data()}, B.stride};
     product<half, Tile, StoreRounded<half>>
         <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-            left, right, rounded_to<half>(C, A.rows, A.rows),
+            left, right, rounded_to<half>(C, A.rows, A.rows, Tile::kOutRows),
             Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
   // Adds the row, with the tiles that should be the fastest.
   void add() const {
-    using Choice =
-        TileChoice<Tiles<128, 256, 2, 1, 4>, Tiles<128, 256, 2, 1, 2>, Tiles<128, 224, 2, 1, 2>,
-                   Tiles<128, 192, 2, 1, 3>, Tiles<128, 144, 2, 1, 3>, Tiles<128, 128, 2, 1, 2>,
-                   Tiles<192, 192, 1, 2, 1>, Tiles<64, 192, 1, 1, 3>, Tiles<64, 128, 2, 1, 2>,
-                   Tiles<64, 64, 2, 1, 1>>;
+    using Choice = TileChoice<
+        Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
+        Tiles<64, 128, 2, 1, 2>, Tiles<64, 64, 2, 1, 1>,  //
+        TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
+        TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>,
+        TurnedTiles<160, 192, 2, 1>, TurnedTiles<96, 192, 2, 1>, TurnedTiles<240, 128, 1, 2>,
+        TurnedTiles<168, 128, 2, 1>, TurnedTiles<96, 128, 2, 1>, TurnedTiles<160, 192, 4, 2>,
+        TurnedTiles<144, 128, 2, 2>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<80, 128, 2, 2>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

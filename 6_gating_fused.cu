@@ -529,7 +529,7 @@ struct GatedProduct {
       align_rows<half>
           <<<dim3(W1.rows, 2), 256>>>(W1.from, W1.copy, W2.from, W2.copy, W1.cols, W1.stride);
     }
-    const Factor<half> left{{x.map(Tile::BM / Tile::kSide)}, {x.data()}, x.stride};
+    const Factor<half> left{{x.map(Tile::kRowsA)}, {x.data()}, x.stride};
     const Factor<half, 2> right{
         {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
     const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};

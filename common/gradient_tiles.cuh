@@ -88,25 +88,6 @@ __device__ inline void load_fragments(LeftFragments (&to)[kPartSteps], const Lef
 
 // ---- Multiply -----------------------------------------------------------------------------------
 
-#ifndef CUDA_CPU
-// wgmma of 96 columns, which no other lesson has.
-#define GRADIENTS_WGMMA96(kIsTransposed)                                                         \
-  template <>                                                                                    \
-  __device__ inline void wgmma<__nv_bfloat16, kIsTransposed, 48>(float(&sum)[48], uint64_t a,    \
-                                                                 uint64_t b, bool add) {         \
-    using T = __nv_bfloat16;                                                                     \
-    constexpr bool kTransposed = kIsTransposed;                                                  \
-    HOPPER_WGMMA("96",                                                                           \
-                 HOPPER_R32                                                                      \
-                 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
-                 "%47",                                                                          \
-                 "%48", "%49", "%50", "1, 1, %51, 1", HOPPER_SHARED_A, HOPPER_SUM32(0),          \
-                 HOPPER_SUM8(32), HOPPER_SUM8(40))                                               \
-  }
-GRADIENTS_WGMMA96(false)
-GRADIENTS_WGMMA96(true)
-#endif
-
 // A warpgroup's sums of 64 vertices and of features, fp32: ar(i), ai(i), xr(i), xi(i) belong to one
 // vertex and feature, those of Sum::row(i) and col(i).
 

@@ -6,22 +6,79 @@
 
 #include "common/tiles.cuh"
 
-/// Tiles of C, kRows (64, 128 or 192) by kColumns (a multiple of 16, as wgmma has it), one a block
-/// at a time. The blocks of a cluster own kStackedTiles tiles below each other, which share what
-/// they copy of B, by kSideTiles next to each other, which share what they copy of A. kOutBoxes
-/// boxes of 64 columns are room for results of each consumer on their way out.
+/// Shared memory that a block may have for stages and results, beside barriers.
+inline constexpr int kSharedRoom = (227 << 10) - 1024;
+
+/// Tiles of C, kRows by kColumns, one a block at a time. The blocks of a cluster own kStackedTiles
+/// tiles below each other, which share what they copy of B, by kSideTiles next to each other, which
+/// share what they copy of A. kOutBoxes boxes of 64 columns are room for results of each consumer
+/// on their way out.
 template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
-struct Tiles {
+struct TileShape {
   static constexpr int BM = kRows, BN = kColumns, kStack = kStackedTiles, kSide = kSideTiles;
   static constexpr int kOut = kOutBoxes, kBlocks = kStack * kSide;
   static constexpr int kPeers = kStack + kSide - 1;  // who share A or B with a block, and itself
-  static constexpr int kConsumers = BM / 64, kThreads = 128 * (1 + kConsumers);
   // What a block fetches of a tile of B: whole boxes if they can be divided among those who share
   // it, else as many rows of each.
   static constexpr int kAllBoxes = (BN + kBoxCols - 1) / kBoxCols;
   static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
   static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
   static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
+  static constexpr int kRowsA = BM / kSide;  // and of a tile of A: whole groups of 8 rows
+  static_assert(BM % (8 * kSide) == 0);
+};
+
+/// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> {
+  static constexpr int kConsumers = kRows / 64, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kOutRows = 64;
+  static constexpr int kWide = kColumns;  // columns of wgmma's sum
+  using TileSum = Sum<kColumns>;
+
+  __host__ __device__ static constexpr int row_of(int consumer) { return 64 * consumer; }
+  __host__ __device__ static constexpr int col_of(int) { return 0; }
+#if HOPPER_CODE
+  template <class Stage>
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
+    sum.start_product(stage.a, row_of(consumer), stage.b, add);
+  }
+#endif
+};
+
+/// The same turned round (TurnedSum): any multiple of 8 rows, of 16 beyond 256, by 64, 128, 192 or
+/// 256 columns. Consumers have an equal number of columns each, or of rows if there are so many
+/// that wgmma does not take all of them at once.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
+struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
+  static constexpr int kBoxes = kColumns / kBoxCols;
+  static constexpr bool kByRows = kRows > (kBoxes == 3 ? 192 : 256);
+  static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
+  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
+  static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
+  // Results leave in parts of equally many rows, as few parts as fit beside the stages: of these
+  // there are as many as leave room for parts of 40 rows.
+  static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
+  static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
+  static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
+  static constexpr int kParts = (kSumRows + kLeft / 8 * 8 - 1) / (kLeft / 8 * 8);
+  static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
+  using TileSum = TurnedSum<kSumRows, kSumBoxes>;
+
+  __host__ __device__ static constexpr int row_of(int consumer) {
+    return kByRows ? kSumRows * consumer : 0;
+  }
+  __host__ __device__ static constexpr int col_of(int consumer) {
+    return kByRows ? 0 : kBoxCols * kSumBoxes * consumer;
+  }
+#if HOPPER_CODE
+  template <class Stage>
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
+    sum.start_product(stage.a, row_of(consumer), stage.b, col_of(consumer) / kBoxCols, add);
+  }
+#endif
 };
 
 /// A factor: described to the copy engine, and where it starts. As a right one it may be kCount
@@ -43,11 +100,10 @@ struct ProductShared {
     LeftTile<T, Tile::BM> a;
     RightTile<T, Tile::BN> b;
   };
-  static constexpr int kMost = 227 << 10;  // shared memory that a block may have
-  static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(Box<T, 64>);
-  static constexpr int kStages = (kMost - 1024 - kOutBytes) / sizeof(Stage);
+  static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(Box<T, Tile::kOutRows>);
+  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(Stage);
   Stage stages[kStages];
-  Box<T, 64> out[Tile::kConsumers][Tile::kOut];
+  Box<T, Tile::kOutRows> out[Tile::kConsumers][Tile::kOut];
   Barrier full[kStages], empty[kStages];
 };
 
@@ -167,7 +223,6 @@ struct Pace {
 template <class Tile>
 struct Cluster {
   static constexpr int kStack = Tile::kStack, kSide = Tile::kSide;
-  static constexpr int kRowsA = Tile::BM / kSide;  // that a block fetches
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
   const int stack = rank % kStack, side = rank / kStack;
   const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
@@ -181,7 +236,7 @@ struct Cluster {
       static_assert(kSide == 2 || kSide == 4);
       constexpr unsigned kTwo = 1 | 1 << kStack;
       constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
-      const int part = side * kRowsA;
+      const int part = side * Tile::kRowsA;
       tensor_load_multicast(tile.row(part), map, row + part, k, arrived, kAll << stack);
     }
   }
@@ -222,8 +277,8 @@ struct Cluster {
     const int thread = threadIdx.x % 128, consumer = threadIdx.x / 128 - 1;
     if (consumer == 0) {
 #pragma unroll
-      for (int i = thread; i < kRowsA; i += 128) {
-        const int row = at.row + side * kRowsA + i;
+      for (int i = thread; i < Tile::kRowsA; i += 128) {
+        const int row = at.row + side * Tile::kRowsA + i;
         if (row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
       }
     }
@@ -256,9 +311,9 @@ struct Cluster {
 };
 
 /// Boxes in which a consumer's results leave.
-template <typename T, int kBoxes>
+template <typename T, int kBoxes, int kRows = 64>
 struct Outbox {
-  Box<T, 64> (&boxes)[kBoxes];
+  Box<T, kRows> (&boxes)[kBoxes];
   int consumer;
 
   __device__ void meet() const { named_barrier(1 + consumer, 128); }
@@ -274,7 +329,7 @@ struct Outbox {
 template <typename T>
 struct StoreRounded {
   static constexpr int kRightFactors = 1;
-  CUtensorMap map;  ///< of C, boxes of 64 rows; only if `aligned`
+  CUtensorMap map;  ///< of C, boxes of Tile::kOutRows rows; only if `aligned`
   T* data;
   int rows, cols;
   bool aligned;  ///< C's rows to 16 bytes
@@ -286,6 +341,33 @@ struct StoreRounded {
     store<kCols>(row, col, out, [&](Box<T, 64>& to, int first) {
       sum.store(to, first, [&](int i) { return sum.elements[i]; });
     });
+  }
+
+  /// The same turned round. The last box may repeat some rows of the one before it.
+  template <int kRows, int kCount, int kBoxes, int kBoxRows>
+  __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,
+                             const Outbox<T, kBoxes, kBoxRows>& out) const {
+    constexpr int kPieces = (kRows + kBoxRows - 1) / kBoxRows, kAll = kPieces * kCount;
+    const auto first_row = [](int i) { return min(i % kPieces * kBoxRows, kRows - kBoxRows); };
+#pragma unroll
+    for (int first = 0; first < kAll; first += kBoxes) {
+      if (first > 0) out.wait();
+#pragma unroll
+      for (int i = first; i < kAll && i < first + kBoxes; ++i) {
+        sum.store(out.boxes[i - first], first_row(i), i / kPieces);
+      }
+      shared_fence();
+      out.meet();
+      const bool one = aligned && warp_of_block() % 4 == 0 && elect_one();
+#pragma unroll
+      for (int i = first; i < kAll && i < first + kBoxes; ++i) {
+        const auto& box = out.boxes[i - first];
+        const int box_row = row + first_row(i), box_col = col + kBoxCols * (i / kPieces);
+        if (one) tensor_store(&map, box_row, box_col, box.elements);
+        if (!aligned) copy<1>(box, box_row, box_col, kBoxCols);
+      }
+      if (one) tensor_store_commit();
+    }
   }
 
   /// A warpgroup's results, 64 rows and kCols columns, go to (row, col) of C. fill(box, c) puts
@@ -327,11 +409,11 @@ struct StoreRounded {
 
  private:
   /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time.
-  template <int kWidth>
-  __device__ void copy(const Box<T, 64>& box, int row, int col, int count) const {
+  template <int kWidth, int kRows>
+  __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
     constexpr int kPieces = kBoxCols / kWidth;
 #pragma unroll 4
-    for (int i = threadIdx.x % 128; i < 64 * kPieces; i += 128) {
+    for (int i = threadIdx.x % 128; i < kRows * kPieces; i += 128) {
       const int r = i / kPieces, c = i % kPieces * kWidth;
       const T* from = &box.elements[swizzled(r, c / 8) + c % 8];
       T* to = data + static_cast<int64_t>(row + r) * cols + col + c;
@@ -352,7 +434,7 @@ struct StoreRounded {
 struct Exchange {
   unsigned* pace;   ///< null: clusters do not keep in step
   unsigned* ready;  ///< of each consumer of the grid: its partial sum may be read
-  float* partial;   ///< of each consumer of the grid: 64 by BN
+  float* partial;   ///< of each consumer of the grid: its part of a tile
 };
 
 #if HOPPER_CODE
@@ -361,6 +443,8 @@ struct Exchange {
 template <class Tile>
 struct Handover {
   using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  using TileSum = typename Tile::TileSum;
+  static constexpr int kFours = TileSum::size() / 4;
   const Exchange& exchange;
   int consumer;
 
@@ -368,21 +452,21 @@ struct Handover {
     return (cluster * Tile::kBlocks + rank) * Tile::kConsumers + consumer;
   }
   __device__ float4* elements(int slot) const {
-    return reinterpret_cast<float4*>(exchange.partial + static_cast<size_t>(slot) * 64 * Tile::BN) +
+    return reinterpret_cast<float4*>(exchange.partial) + size_t{kFours * 128} * slot +
            threadIdx.x % 128;
   }
-  __device__ void give(const Sum<Tile::BN>& sum, int cluster, int rank) const {
+  __device__ void give(const TileSum& sum, int cluster, int rank) const {
     const int mine = slot(cluster, rank);
     float4* to = elements(mine);
 #pragma unroll
-    for (int i = 0; i < Tile::BN / 2; i += 4) {
-      __stcg(to + 128 * (i / 4), make_float4(sum.elements[i], sum.elements[i + 1],
-                                             sum.elements[i + 2], sum.elements[i + 3]));
+    for (int i = 0; i < kFours; ++i) {
+      __stcg(to + 128 * i, make_float4(sum.element(4 * i), sum.element(4 * i + 1),
+                                       sum.element(4 * i + 2), sum.element(4 * i + 3)));
     }
     named_barrier(1 + consumer, 128);
     if (threadIdx.x % 128 == 0) Flag(exchange.ready[mine]).store(1, cuda::memory_order_release);
   }
-  __device__ void add_to(Sum<Tile::BN>& sum, int cluster, int rank) const {
+  __device__ void add_to(TileSum& sum, int cluster, int rank) const {
     const int other = slot(cluster + 1, rank);
     if (threadIdx.x % 128 == 0) {
       Flag flag(exchange.ready[other]);
@@ -392,12 +476,12 @@ struct Handover {
     named_barrier(1 + consumer, 128);
     const float4* from = elements(other);
 #pragma unroll
-    for (int i = 0; i < Tile::BN / 2; i += 4) {
-      const float4 four = __ldcg(from + 128 * (i / 4));
-      sum.elements[i] += four.x;
-      sum.elements[i + 1] += four.y;
-      sum.elements[i + 2] += four.z;
-      sum.elements[i + 3] += four.w;
+    for (int i = 0; i < kFours; ++i) {
+      const float4 four = __ldcg(from + 128 * i);
+      sum.element(4 * i) += four.x;
+      sum.element(4 * i + 1) += four.y;
+      sum.element(4 * i + 2) += four.z;
+      sum.element(4 * i + 3) += four.w;
     }
   }
 };
@@ -435,23 +519,23 @@ __device__ void produce(ProductShared<T, Tile>& shared, const Factor<T>& A,
   }
 }
 
-/// A consumer's part: a warpgroup, which multiplies its 64 rows of each tile.
+/// A consumer's part: a warpgroup, which multiplies its rows and columns of each tile.
 template <typename T, class Tile, class Epilogue>
 __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& schedule,
                         const Epilogue& epilogue, const Exchange& exchange) {
   const Cluster<Tile> cluster;
   const int consumer = threadIdx.x / 128 - 1;
-  const Outbox<T, Tile::kOut> out{shared.out[consumer], consumer};
+  const Outbox<T, Tile::kOut, Tile::kOutRows> out{shared.out[consumer], consumer};
   const Handover<Tile> handover{exchange, consumer};
   Ring<ProductShared<T, Tile>::kStages> ring;
   typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
   for (Piece piece; pieces.get(piece);) {
-    Sum<Tile::BN> sum;
+    typename Tile::TileSum sum;
     int previous = 0;
     for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
       const auto& stage = shared.stages[ring.stage];
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      sum.start_product(stage.a, 64 * consumer, stage.b, step > piece.begin);
+      Tile::start_product(sum, stage, consumer, step > piece.begin);
       wgmma_wait<1>();
       if (step > piece.begin) cluster.release(shared.empty[previous]);
       previous = ring.stage;
@@ -465,7 +549,7 @@ __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& sc
       handover.give(sum, cluster.index, cluster.rank);
     } else {
       if (piece.end < schedule.steps) handover.add_to(sum, cluster.index, cluster.rank);
-      epilogue(sum, at.row + 64 * consumer, at.col, out);
+      epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
     }
   }
   out.wait();

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "common/product.cuh"
 
@@ -44,24 +46,23 @@ struct AlignedRows {
   }
 };
 
-/// Where a product goes to.
+/// Where a product goes to, in boxes of `box_rows` rows (Tile::kOutRows).
 template <typename T>
-StoreRounded<T> rounded_to(T* C, int rows, int cols) {
+StoreRounded<T> rounded_to(T* C, int rows, int cols, int box_rows = 64) {
   StoreRounded<T> epilogue{{}, C, rows, cols, cols % 8 == 0};
-  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, rows, cols, 64);
+  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, rows, cols, box_rows);
   return epilogue;
 }
 
-/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most, with
-/// sums of 192 columns; or two, with 256.
+/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most.
 struct ExchangeMemory {
   Buffer<unsigned> flags;
-  Buffer<float> partial;
+  Buffer<float> partial;  // a tile for each multiprocessor
   int64_t l2_bytes;
 
   ExchangeMemory(Problem& problem, const Device& device)
       : flags(problem.workspace<unsigned>(1 + 3 * device.sms)),
-        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 192 * 192)),
+        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 192 * 256)),
         l2_bytes(device.l2_bytes) {}
 
   /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many
@@ -80,42 +81,43 @@ struct ProductPlan {
   double microseconds;
 };
 
-/// What a step costs was measured on an H200, in nanoseconds. The tensor cores take 2.5 for each
-/// column of a tile of 128 rows, up to 3 in large products, which lower the clock; some per cent
-/// more if the tile is narrow; and no less than 80 + 2.35 a column. Where rows are not multiples of
-/// 128 bytes, a piece of 128 bytes lies on two lines. If all multiprocessors fetch such pieces, the
-/// L2 cache takes 2.2 for each, or 3 if rows are no multiples of a sector of 32 bytes either. To
-/// begin and to end takes 5 us, to share tiles 9 us more.
+/// What a step costs was fitted to 950 measurements on an H200, in nanoseconds. The tensor cores
+/// take 20 and for each column of a tile of 128 rows 2.33, up to 3 in large products, which lower
+/// the clock; a little more if wgmma's sum has less than 256 columns. The L2 cache takes 0.55 for
+/// each piece of 128 bytes if all 132 multiprocessors fetch some. Where rows are not multiples of
+/// 128 bytes, a piece lies on two lines, and takes 1.8, or 2.4 if rows are no multiples of a sector
+/// of 32 bytes either. Of the two the larger one counts, and where they are about equal, more. To
+/// begin and to end takes 6.3 us, to share tiles 9 us more.
 template <typename T, class Tile, class Epilogue>
 ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
   const auto kernel = product<T, Tile, Epilogue>;
   allow_shared_bytes(kernel, kBytes);
-  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  if (capacity == 0) return {0, false, std::numeric_limits<double>::infinity()};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
-  constexpr int kFetched =
-      Tile::BM / Tile::kSide + kStepK * RightTile<T, Tile::BN>::kBoxes / Tile::kStack;
+  const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
+
+  constexpr double kArea = Tile::BM / 128.0 * Tile::BN;
+  constexpr double kNarrow = 1 + 0.006 * (256 - Tile::kWide) / 64;
+  const double flops = 2.0 * shape.rows * shape.cols * shape.depth;
+  const double column = kNarrow * (2.33 + 0.67 * std::min(1.0, flops / 1e11));
+  constexpr int kPieces = Tile::kRowsA + kStepK * Tile::kAllBoxes / Tile::kStack;
   const auto rows_are = [&](int64_t bytes) {
     return stride_a * sizeof(T) % bytes == 0 && stride_b * sizeof(T) % bytes == 0;
   };
-  constexpr double kArea = Tile::BM / 128.0 * Tile::BN;
-  constexpr double kNarrow = 1 + 0.02 * (256 - Tile::BN) / 64;
-  const double flops = 2.0 * shape.rows * shape.cols * shape.depth;
-  const double column = kNarrow * (2.5 + 0.5 * std::min(1.0, flops / 1e11));
-  const double piece = rows_are(128) ? 0 : rows_are(32) ? 2.2 : 3;
-  const double busy = std::min(1.0, 1.0 * whole.tiles / capacity);
-  const double step = std::max({80 + 2.35 * kArea, column * kArea, piece * kFetched * busy});
-  const auto microseconds = [&](double rounds, int steps) { return rounds * steps * step / 1000; };
-  ProductPlan plan{static_cast<int>(persistent(whole.tiles, capacity)), false,
-                   5 + microseconds(whole.rounds, whole.steps)};
-  const double split = 14 + microseconds(1.0 * whole.tiles / capacity, whole.steps);
+  const double piece = rows_are(128) ? 0.55 : rows_are(32) ? 1.8 : 2.4;
+  const auto microseconds = [&](double rounds, int of_clusters) {
+    const double products = 20 + column * kArea;
+    const double copies = piece * kPieces * of_clusters * Tile::kBlocks / 132;
+    const double step = std::pow(std::pow(products, 4) + std::pow(copies, 4), 0.25);
+    return 6.3 + rounds * whole.steps * step / 1000;
+  };
+  ProductPlan plan{clusters, false, microseconds(whole.rounds, clusters)};
+  // A consumer on its own stops multiplying while it stores.
+  if (Tile::kConsumers == 1) plan.microseconds += 0.8 * (whole.rounds - 1);
+  const double split = 9 + microseconds(1.0 * whole.tiles / capacity, capacity);
   if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
-  // Rows that are not aligned leave element by element: with little room that takes long.
-  constexpr int kOutputs = Tile::BN / Epilogue::kRightFactors;
-  if (shape.cols % 8 != 0 && 3 * 64 * Tile::kOut <= kOutputs) plan.microseconds *= 1.3;
-  // Where a cluster has several tiles, room for all of a tile's results beats another stage.
-  if (whole.rounds > 1 && 64 * Tile::kOut < Tile::BN) plan.microseconds *= 1.005;
-  if (whole.rounds == 1 && Tile::kOut > 3) plan.microseconds *= 1.005;
   return plan;
 }
 

@@ -62,6 +62,9 @@ template <int kCols>
 struct Sum {
   float elements[kCols / 2];
 
+  __device__ static constexpr int size() { return kCols / 2; }
+  __device__ float& element(int i) { return elements[i]; }
+  __device__ float element(int i) const { return elements[i]; }
   __device__ static int row(int i) {
     const int thread = threadIdx.x % 128;
     return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
@@ -100,6 +103,59 @@ struct Sum {
       }
       store_matrices(&box.elements[swizzled(row, c / 8 + piece)], registers);
     }
+  }
+#endif
+};
+
+/// A warpgroup's sum of kRows rows (a multiple of 8) by 64 kCount columns, which wgmma computes
+/// turned round: C^T = B^T A^T. Its left factor is 64 columns of B at a time, its right one kRows
+/// rows of A, as many as one likes from any multiple of 8 on; of columns it takes whole boxes.
+template <int kRows, int kCount>
+struct TurnedSum {
+  float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but turned
+
+  __device__ static constexpr int size() { return kCount * kRows / 2; }
+  __device__ float& element(int i) { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
+  __device__ float element(int i) const { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
+
+#if HOPPER_CODE
+  /// As Sum's: rows of `a` from `row` on by the columns of `b` from its box number `box` on.
+  template <typename T, int kLeftRows, int kCols>
+  __device__ void start_product(const LeftTile<T, kLeftRows>& a, int row,
+                                const RightTile<T, kCols>& b, int box, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kStepK / 16; ++slice) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), a.operand(row, slice),
+                             add || slice > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  /// Puts the elements of kBoxRows rows from `first` on and of 64 columns, those of elements[j],
+  /// rounded, into `box`, each 8 x 8 of them turned back.
+  template <typename T, int kBoxRows>
+  __device__ void store(Box<T, kBoxRows>& box, int first, int j) const {
+    // Matrix m of a store_matrices: columns 8 (m % 2) of the warp's 16, rows 8 (m / 2) of 16.
+    const int thread = threadIdx.x % 128, row = thread % 8;
+    const int piece = thread / 32 * 2 + thread / 8 % 2;
+    const auto put = [&]<int kMatrices>(int at, int to_row) {
+      uint32_t registers[kMatrices];
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m) {
+        const int i = (first + at) / 2 + 2 * m;
+        registers[m] = pack2<T>(elements[j][i], elements[j][i + 1]);
+      }
+      store_matrices<true>(&box.elements[swizzled(at + to_row, piece)], registers);
+    };
+#pragma unroll
+    for (int at = 0; at + 16 <= kBoxRows; at += 16) {
+      put.template operator()<4>(at, thread % 32 / 16 * 8 + row);
+    }
+    if (kBoxRows % 16 != 0) put.template operator()<2>(kBoxRows - 8, row);
   }
 #endif
 };

@@ -61,7 +61,8 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   half* C = nullptr;
   CUDA_CHECK(cudaMalloc(&C, count * sizeof(half)));
   CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
-  const int capacity = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  if (capacity == 0) return true;
   const Schedule<Tile> whole(shape, capacity, false);
   const int clusters = split ? capacity : static_cast<int>(persistent(whole.tiles, capacity));
   const Schedule<Tile> schedule(shape, clusters, split);
@@ -71,16 +72,16 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   float* partial = nullptr;
   CUDA_CHECK(cudaMalloc(&flags, (1 + consumers) * sizeof(unsigned)));
   CUDA_CHECK(cudaMemset(flags, 0, (1 + consumers) * sizeof(unsigned)));
-  CUDA_CHECK(cudaMalloc(&partial, consumers * 64 * Tile::BN * sizeof(float)));
-  CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 64 * Tile::BN * sizeof(float)));
+  CUDA_CHECK(cudaMalloc(&partial, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
+  CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
-  if (epilogue.aligned) epilogue.map = tensor_map<half>(C, shape.rows, shape.cols, 64);
+  if (epilogue.aligned) epilogue.map = tensor_map<half>(C, shape.rows, shape.cols, Tile::kOutRows);
   std::vector<half> host(count);
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
     product<half, Tile, Epilogue><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        A.factor(Tile::BM / Tile::kSide), B.factor(Tile::kRowsB), epilogue, schedule,
+        A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
         Exchange{in_step ? flags : nullptr, flags + 1, partial});
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
@@ -118,5 +119,8 @@ int main(int argc, char** argv) {
   ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
   ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
+  ok = right<TurnedTiles<272, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
+  ok = right<TurnedTiles<80, 128, 2, 2>>(shape, false, false) && ok;  // and by columns
+  ok = right<TurnedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
   return ok ? 0 : 1;
 }

@@ -419,6 +419,15 @@ __global__ void __launch_bounds__(256, 2) warpgroups(int* out, half* matrices) {
     store_matrices(&box[lane / 8][lane % 8 * 8], registers);
     __syncwarp();
     for (int i = lane; i < 256; i += 32) matrices[i] = box[0][i];
+    __syncwarp();
+    store_matrices<true>(&box[lane / 8][lane % 8 * 8], registers);
+    __syncwarp();
+    for (int i = lane; i < 256; i += 32) matrices[256 + i] = box[0][i];
+    __syncwarp();
+    const uint32_t two[2] = {registers[2], registers[3]};
+    store_matrices<true>(&box[lane / 8 % 2][lane % 8 * 8], two);
+    __syncwarp();
+    for (int i = lane; i < 128; i += 32) matrices[512 + i] = box[0][i];
   }
 #endif
 }
@@ -426,13 +435,18 @@ __global__ void __launch_bounds__(256, 2) warpgroups(int* out, half* matrices) {
 // "bar.sync" with a thread count; "elect.sync"; "setmaxnreg"; "stmatrix".
 CASE(warps_and_warpgroups) {
   Array<int> out(10);
-  Array<half> matrices(256);
+  Array<half> matrices(640);
   warpgroups<<<1, 256>>>(out.device, matrices.device);
   out.get();
   matrices.get();
   EXPECT(out[0] == 12 && out[1] == 12);
   for (int warp = 0; warp < 8; ++warp) EXPECT(out[2 + warp] == warp);
-  for (int i = 0; i < 256; ++i) EXPECT(static_cast<float>(matrices[i]) == i);
+  for (int i = 0; i < 256; ++i) {
+    const int turned = i / 64 * 64 + i % 8 * 8 + i % 64 / 8;
+    EXPECT(static_cast<float>(matrices[i]) == i);
+    EXPECT(static_cast<float>(matrices[256 + i]) == turned);
+    if (i < 128) EXPECT(static_cast<float>(matrices[512 + i]) == 128 + turned);
+  }
 }
 
 __global__ void powers(float* values) {
@@ -454,7 +468,7 @@ CASE(powers_of_two) {
 
 // ---- wgmma --------------------------------------------------------------------------------------
 
-enum class From { shared, transposed, registers };
+enum class From { shared, transposed, registers, turned };
 
 // sum (64, 2 kCount) = A (64, 64) B (64, 2 kCount), plus B's first row: two groups of two steps
 // each.
@@ -493,6 +507,9 @@ __global__ void __launch_bounds__(128)
       wgmma<T>(sum, fragments[k], right, true);
     } else if constexpr (kFrom == From::transposed) {
       wgmma<T, true>(sum, descriptor_b(a, 64) + 128 * k, right, true);
+    } else if constexpr (kFrom == From::turned) {
+      static_assert(N == 64, "B's rows are as many as A's");
+      wgmma<T, true, true>(sum, descriptor_b(a, 64) + 128 * k, descriptor_a(b) + 2 * k, true);
     } else {
       wgmma<T>(sum, descriptor_a(a) + 2 * k, right, true);
     }
@@ -526,8 +543,9 @@ void expect_product() {
     for (int col = 0; col < N; ++col) {
       float expected = start[col];
       for (int k = 0; k < 64; ++k) {
-        const bool turned = kFrom == From::transposed;
-        expected += number(turned ? k : row, turned ? row : k) * number(k, col);
+        const bool tall = kFrom == From::turned, turned = tall || kFrom == From::transposed;
+        expected +=
+            number(turned ? k : row, turned ? row : k) * number(tall ? col : k, tall ? k : col);
       }
       EXPECT(out[row * N + col] == expected);
     }
@@ -543,6 +561,7 @@ CASE(wgmma_fp16) {
   expect_product<half, From::registers, 32>();
   expect_product<half, From::registers, 128>();
   expect_product<half, From::transposed, 64>();
+  expect_product<half, From::turned, 32>();
 }
 CASE(wgmma_bf16) {
   expect_product<bf16, From::shared, 64>();

@@ -224,7 +224,7 @@ struct Sum {
 struct Product {
   Wgmma type;
   std::uint64_t a, b;
-  bool from_registers, transposed, add;
+  bool from_registers, transposed, tall, add;
   Sum* sum;
   unsigned threads;
   Site site;
@@ -1176,11 +1176,18 @@ void land_product(Block& block, const Product& product) {
   }
   Operand operand(product.b);
   operand.locate(block);
-  if (product.type == Wgmma::tf32) {
+  if (product.tall) {
     operand.visit_rows(n, read(operand));
+    alignas(32) float eight[8];
     for (int column = 0; column < n; ++column) {
       for (int piece = 0; piece < 2; ++piece) {
-        convert_tf32(operand.piece(operand.of_row(column, piece)), b + 4 * piece * n + column, n);
+        const char* from = operand.piece(operand.of_row(column, piece));
+        if (product.type == Wgmma::tf32) {
+          convert_tf32(from, b + 4 * piece * n + column, n);
+        } else {
+          convert(product.type, from, eight);
+          for (int i = 0; i < 8; ++i) b[(8 * piece + i) * n + column] = eight[i];
+        }
       }
     }
   } else {
@@ -1274,7 +1281,7 @@ bool land_products(Block& block, Warpgroup& group) {
 }  // namespace
 
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
-           bool transposed, std::uint64_t b, bool add, Site site) {
+           bool transposed, std::uint64_t b, bool tall, bool add, Site site) {
   const Unwatched bookkeeping;
   Thread& self = runner->current();
   Block& block = *self.block;
@@ -1298,19 +1305,20 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
     product->b = b;
     product->from_registers = fragments != nullptr;
     product->transposed = transposed;
+    product->tall = tall;
     product->add = add;
     product->sum = nullptr;
     product->threads = 0;
     product->site = site;
     if (!fragments) check_operand(block, a, !transposed, 64, operation, site);
-    check_operand(block, b, type == Wgmma::tf32, static_cast<std::size_t>(2 * registers), operation,
-                  site);
+    check_operand(block, b, tall, static_cast<std::size_t>(2 * registers), operation, site);
     tsan_release(&group.tsan_done);  // who has waited may give the operands back for all threads
     group.products.push_back(std::move(product));
   }
   Product& product = *group.products[number - group.first];
   if (product.type != type || product.a != a || product.b != b || product.add != add ||
-      product.transposed != transposed || product.from_registers != (fragments != nullptr) ||
+      product.transposed != transposed || product.tall != tall ||
+      product.from_registers != (fragments != nullptr) ||
       (product.sum && product.sum->count != registers)) {
     CUDA_CPU_COMPLAIN(operation, site,
                       "the threads of a warpgroup do different things: others have started the"

@@ -43,10 +43,10 @@ void cluster_arrive(bool release, Site site);
 void cluster_wait(Site site);
 
 enum class Wgmma { fp16, bf16, tf32 };
-/// fragments: of A, or null if it is in shared memory. Of TF32 B's columns are contiguous, else its
-/// rows.
+/// fragments: of A, or null if it is in shared memory. transposed: A's columns are contiguous.
+/// tall: B's columns are, as of TF32 always.
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
-           bool transposed, std::uint64_t b, bool add, Site site);
+           bool transposed, std::uint64_t b, bool tall, bool add, Site site);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int newest, Site site);
@@ -184,30 +184,31 @@ void wgmma_wait(cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::wgmma_wait(kNewest, site);
 }
 
-template <typename T, bool kTransposed = false, int kCount>
+template <typename T, bool kTransposed = false, bool kTall = false, int kCount>
 void wgmma(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add,
            cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  static_assert(sizeof(T) == 2 && kCount % 8 == 0 && kCount <= 128);
-  cuda_cpu::wgmma(cuda_cpu::kWgmmaType<T>, sum, kCount, a, nullptr, kTransposed, b, add, site);
+  static_assert(sizeof(T) == 2 && kCount % 4 == 0 && kCount <= 128);
+  cuda_cpu::wgmma(cuda_cpu::kWgmmaType<T>, sum, kCount, a, nullptr, kTransposed, b, kTall, add,
+                  site);
 }
 template <typename T, int kCount>
 void wgmma(float (&sum)[kCount], const std::uint32_t (&a)[4], std::uint64_t b, bool add,
            cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(sizeof(T) == 2 && kCount % 8 == 0 && kCount <= 128);
-  cuda_cpu::wgmma(cuda_cpu::kWgmmaType<T>, sum, kCount, 0, a, false, b, add, site);
+  cuda_cpu::wgmma(cuda_cpu::kWgmmaType<T>, sum, kCount, 0, a, false, b, false, add, site);
 }
 template <int kCount>
 void wgmma_tf32(float (&sum)[kCount], const std::uint32_t (&a)[4], std::uint64_t b, bool add,
                 cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(kCount % 4 == 0 && kCount <= 128);
-  cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, 0, a, false, b, add, site);
+  cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, 0, a, false, b, true, add, site);
 }
 
 template <int kCount>
 void wgmma_tf32(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add,
                 cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(kCount % 4 == 0 && kCount <= 128);
-  cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, a, nullptr, false, b, add, site);
+  cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, a, nullptr, false, b, true, add, site);
 }
 
 // ---- Others ------------------------------------------------------------------------------------
@@ -217,26 +218,32 @@ inline float exp2_approximate(float value) {
   return result < 0x1p-126f ? 0 : result;
 }
 
-inline void store_matrices(void* row, const std::uint32_t (&registers)[4],
-                           cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) {
-    cuda_cpu::fail("store_matrices(): the row at %p is not aligned to 16 bytes", row);
-  }
+template <bool kTransposed = false, int kCount>
+void store_matrices(void* row, const std::uint32_t (&registers)[kCount],
+                    cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  static_assert(kCount == 2 || kCount == 4);
   struct Lane {
     const std::uint32_t* registers;
-    std::uint32_t row[4];
+    std::uint16_t row[8];
   } self = {registers, {}};
   cuda_cpu::warp_meet(
       ~0u,
       [](void* const* operands, unsigned lanes) {
         if (lanes != ~0u) cuda_cpu::fail("store_matrices() without all 32 lanes of the warp");
-        for (int lane = 0; lane < 32; ++lane) {
+        for (int lane = 0; lane < 8 * kCount; ++lane) {
           Lane& to = *static_cast<Lane*>(operands[lane]);
-          for (int i = 0; i < 4; ++i) {
-            to.row[i] = static_cast<const Lane*>(operands[lane % 8 * 4 + i])->registers[lane / 8];
+          for (int i = 0; i < 8; ++i) {
+            const int from = kTransposed ? i * 4 + lane % 8 / 2 : lane % 8 * 4 + i / 2;
+            const int half = (kTransposed ? lane : i) % 2;
+            to.row[i] = static_cast<std::uint16_t>(
+                static_cast<const Lane*>(operands[from])->registers[lane / 8] >> 16 * half);
           }
         }
       },
       &self, "store_matrices()", site);
+  if (threadIdx.x % 32 >= 8 * kCount) return;  // its address does not count
+  if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) {
+    cuda_cpu::fail("store_matrices(): the row at %p is not aligned to 16 bytes", row);
+  }
   memcpy(row, self.row, sizeof self.row);
 }
