@@ -25,6 +25,8 @@
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
+#include <cuda/atomic>
+
 #include "common/async_copy.cuh"
 #include "common/matmul.h"
 
@@ -224,27 +226,40 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 //     pointers. Nothing checks for the edges of the matrix: a row or column outside is replaced by
 //     the last one inside, since what it contributes to is never stored. Only along k, which is
 //     summed over, zeros are needed.
-template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned>
-__global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
-    matmul_async(const float* A, const float* B, float* C, int n) {
-  constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
-  constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
-  extern __shared__ __align__(
-      16) float tiles[];  // kStages tiles of A, transposed, then kStages of B
+template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_>
+struct AsyncTile {
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
+  static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
+  static constexpr bool kAligned = kAligned_;
+  // kStages tiles of A, transposed, then as many of B.
+  static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
+  static constexpr int kSharedBytes = kStages * (kTileA + kTileB) * 4;
+
+  // Where a thread stands.
+  static __device__ int x() {
+    return threadIdx.x / 32 % (kThreadsX / 8) * 8 + threadIdx.x % 8;
+  }
+  static __device__ int y() { return threadIdx.x / 32 / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8; }
+};
+
+// Adds to the tile of C at (row0, col0) what the steps from `begin` to `end` contribute.
+template <class Tile>
+__device__ void add_steps(float (&sum)[Tile::TM][Tile::TN], float* tiles, const float* A,
+                          const float* B, int n, int row0, int col0, int begin, int end) {
+  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
+  constexpr int kStages = Tile::kStages, kThreads = Tile::kThreads, kStrideA = Tile::kStrideA;
   float* a_tiles = tiles;
-  float* b_tiles = tiles + kStages * kTileA;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int x = warp % (kThreadsX / 8) * 8 + lane % 8, y = warp / (kThreadsX / 8) * 4 + lane / 8;
-  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+  float* b_tiles = tiles + kStages * Tile::kTileA;
 
   // A is transposed on the way, so it is copied by single floats; B by kWidth. At once the block's
   // threads cover kRowsA rows of the tile of A, and kRowsB of the tile of B.
-  constexpr int kWidth = kAligned ? 4 : 1;
+  constexpr int kWidth = Tile::kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
-  const float* a_from = A + static_cast<size_t>(row0) * n + a_k;
-  const float* b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
+  const float* a_from = A + static_cast<size_t>(row0) * n + begin * BK + a_k;
+  const float* b_from =
+      B + static_cast<size_t>(begin * BK + b_k) * n + min(col0 + b_col, n - kWidth);
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
@@ -252,8 +267,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
   }
   const auto copy_tiles = [&](int step) {
     const int stage = step % kStages, k_left = n - step * BK;
-    float* a_to = a_tiles + stage * kTileA + a_k * kStrideA + a_row;
-    float* b_to = b_tiles + stage * kTileB + b_k * BN + b_col;
+    float* a_to = a_tiles + stage * Tile::kTileA + a_k * kStrideA + a_row;
+    float* b_to = b_tiles + stage * Tile::kTileB + b_k * BN + b_col;
 #pragma unroll
     for (int i = 0; i < BM / kRowsA; ++i) {
       copy_async<4>(a_to + i * kRowsA, a_from + a_offset[i], a_k < k_left);
@@ -267,32 +282,30 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
     b_from += static_cast<size_t>(BK) * n;
   };
 
-  const int steps = (n + BK - 1) / BK;
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) copy_tiles(step);
+  for (int step = begin; step < begin + kStages - 1; ++step) {
+    if (step < end) copy_tiles(step);
     copy_async_commit();
   }
-  float sum[TM][TN] = {};
   float a[2][TM], b[2][TN];  // of this k, and of the next
-  for (int step = 0; step < steps; ++step) {
+  for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    const float* a_tile = a_tiles + step % kStages * kTileA + 4 * y;
-    const float* b_tile = b_tiles + step % kStages * kTileB + 4 * x;
+    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + 4 * Tile::y();
+    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + 4 * Tile::x();
     const auto load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < TM; i += 4) {
         *reinterpret_cast<float4*>(&a[k % 2][i]) =
-            *reinterpret_cast<const float4*>(a_tile + k * kStrideA + i * kThreadsY);
+            *reinterpret_cast<const float4*>(a_tile + k * kStrideA + i * Tile::kThreadsY);
       }
 #pragma unroll
       for (int j = 0; j < TN; j += 4) {
         *reinterpret_cast<float4*>(&b[k % 2][j]) =
-            *reinterpret_cast<const float4*>(b_tile + k * BN + j * kThreadsX);
+            *reinterpret_cast<const float4*>(b_tile + k * BN + j * Tile::kThreadsX);
       }
     };
     load(0);
-    if (step + kStages - 1 < steps) copy_tiles(step + kStages - 1);
+    if (step + kStages - 1 < end) copy_tiles(step + kStages - 1);
     copy_async_commit();
 #pragma unroll
     for (int k = 0; k < BK; ++k) {
@@ -307,13 +320,196 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
       }
     }
   }
+}
+
+template <class Tile>
+__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int row0,
+                           int col0) {
 #pragma unroll
-  for (int i = 0; i < TM; ++i) {
+  for (int i = 0; i < Tile::TM; ++i) {
 #pragma unroll
-    for (int j = 0; j < TN; j += 4) {
-      const int row = row0 + 4 * y + i / 4 * 4 * kThreadsY + i % 4;
-      store4<kAligned>(C, row, col0 + 4 * x + j * kThreadsX, n, &sum[i][j]);
+    for (int j = 0; j < Tile::TN; j += 4) {
+      const int row = row0 + 4 * Tile::y() + i / 4 * 4 * Tile::kThreadsY + i % 4;
+      store4<Tile::kAligned>(C, row, col0 + 4 * Tile::x() + j * Tile::kThreadsX, n, &sum[i][j]);
     }
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    matmul_async(const float* A, const float* B, float* C, int n) {
+  extern __shared__ __align__(16) float tiles[];
+  const int row0 = blockIdx.y * Tile::BM, col0 = blockIdx.x * Tile::BN;
+  float sum[Tile::TM][Tile::TN] = {};
+  add_steps<Tile>(sum, tiles, A, B, n, row0, col0, 0, (n + Tile::BK - 1) / Tile::BK);
+  store_sums<Tile>(sum, C, n, row0, col0);
+}
+
+// ---- any shape ----------------------------------------------------------------------------------
+
+// Steps `begin` to `end` of the tile of C number `tile`.
+struct Piece {
+  int tile, begin, end;
+};
+
+// Which block does what. Whole tiles are dealt out in turn as long as there are enough for two more
+// rounds. The steps of those that are left are a line, cut into as many pieces as there are blocks.
+template <class Tile>
+struct Timetable {
+  // Tiles of one kind, rows x cols of them; what a step costs, in tiles of 64 x 64.
+  struct Kind {
+    int row, col, rows, cols, cost;
+  };
+  Kind kinds[4];  // full ones, those at the right and at the lower edge, the one in the corner
+  int steps, whole, line;
+
+  Timetable(int n, int blocks) : steps((n + Tile::BK - 1) / Tile::BK) {
+    constexpr int BM = Tile::BM, BN = Tile::BN;
+    const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN;
+    const int low = n > rows * BM, narrow = n <= cols * BN ? 0 : n <= cols * BN + BN / 4 ? 1 : 2;
+    kinds[0] = {0, 0, rows, cols, 8};
+    kinds[1] = {0, cols, rows, 1, 2 * narrow};
+    kinds[2] = {rows, 0, 1, cols, 4 * low};
+    kinds[3] = {rows, cols, 1, 1, low * narrow};
+    whole = rows * cols > 2 * blocks ? (rows * cols / blocks - 1) * blocks : 0;
+    line = -whole * 8 * steps;
+    for (const Kind& kind : kinds) line += kind.rows * kind.cols * kind.cost * steps;
+  }
+
+  // Where the piece of the line of block number `block` begins, and that of the one before ends.
+  __device__ Piece start(int block, int blocks) const {
+    int position = static_cast<int>(static_cast<int64_t>(line) * block / blocks);
+    int first = whole, skip = whole;
+    for (const Kind& kind : kinds) {
+      const int tiles = kind.rows * kind.cols - skip, cost = kind.cost * steps;
+      skip = 0;
+      if (position < tiles * cost) {
+        const int tile = position / cost;
+        return {first + tile, (position - tile * cost) / kind.cost, steps};
+      }
+      position -= tiles * cost;
+      first += tiles;
+    }
+    return {first, 0, 0};
+  }
+  struct Place {
+    int row, col;
+  };
+  __device__ Place place(int tile) const {
+    for (const Kind& kind : kinds) {
+      if (tile < kind.rows * kind.cols) {
+        return {(kind.row + tile / kind.cols) * Tile::BM, (kind.col + tile % kind.cols) * Tile::BN};
+      }
+      tile -= kind.rows * kind.cols;
+    }
+    return {0, 0};
+  }
+};
+
+template <class Tile>
+struct Exchange {
+  using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  unsigned* ready;
+  float* partial;
+
+  __device__ float4* sums(int block) const {
+    return reinterpret_cast<float4*>(partial) +
+           static_cast<size_t>(block) * (128 * 256 / 4) + threadIdx.x;
+  }
+  __device__ void give(const float (&sum)[Tile::TM][Tile::TN], int block) const {
+#pragma unroll
+    for (int i = 0; i < Tile::TM; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::TN; j += 4) {
+        __stcg(sums(block) + (i * Tile::TN + j) / 4 * Tile::kThreads,
+               make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) Flag(ready[block]).store(1, cuda::memory_order_release);
+  }
+  __device__ void add(float (&sum)[Tile::TM][Tile::TN], int block) const {
+    if (threadIdx.x == 0) {
+      Flag flag(ready[block]);
+      while (flag.load(cuda::memory_order_acquire) == 0) continue;
+      flag.store(0, cuda::memory_order_relaxed);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < Tile::TM; ++i) {
+#pragma unroll
+      for (int j = 0; j < Tile::TN; j += 4) {
+        const float4 more = __ldcg(sums(block) + (i * Tile::TN + j) / 4 * Tile::kThreads);
+        sum[i][j] += more.x;
+        sum[i][j + 1] += more.y;
+        sum[i][j + 2] += more.z;
+        sum[i][j + 3] += more.w;
+      }
+    }
+  }
+};
+
+template <class Tile>
+__device__ void multiply_piece(float* tiles, const float* A, const float* B, float* C, int n,
+                               int row0, int col0, int begin, int end, int block, int last,
+                               unsigned* ready, float* partial) {
+  if constexpr (Tile::TM == 8) {
+    if constexpr (Tile::TN > 4) {
+      if (col0 + Tile::BN / 2 >= n) {
+        using Narrow = AsyncTile<Tile::BM, Tile::BN / 2, Tile::BK, Tile::TM, Tile::TN / 2,
+                                 Tile::kStages, Tile::kAligned>;
+        multiply_piece<Narrow>(tiles, A, B, C, n, row0, col0, begin, end, block, last, ready,
+                               partial);
+        return;
+      }
+    }
+    if (row0 + Tile::BM / 2 >= n) {
+      using Low = AsyncTile<Tile::BM / 2, Tile::BN, Tile::BK, Tile::TM / 2, Tile::TN,
+                            Tile::kStages, Tile::kAligned>;
+      multiply_piece<Low>(tiles, A, B, C, n, row0, col0, begin, end, block, last, ready, partial);
+      return;
+    }
+  }
+  float sum[Tile::TM][Tile::TN] = {};
+  add_steps<Tile>(sum, tiles, A, B, n, row0, col0, begin, end);
+  const Exchange<Tile> exchange{ready, partial};
+  if (begin > 0) {
+    exchange.give(sum, block);
+  } else {
+    for (int other = block + 1; other <= last; ++other) exchange.add(sum, other);
+    store_sums<Tile>(sum, C, n, row0, col0);
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    matmul_any_shape(const float* A, const float* B, float* C, int n, Timetable<Tile> table,
+                     unsigned* ready, float* partial) {
+  extern __shared__ __align__(16) float tiles[];
+  const int block = blockIdx.x, blocks = gridDim.x;
+  Piece next = table.start(block, blocks);
+  const Piece stop = table.start(block + 1, blocks);
+  int whole = block;
+  while (true) {
+    Piece piece;
+    int last = block;
+    if (whole < table.whole) {
+      piece = {whole, 0, table.steps};
+      whole += blocks;
+    } else {
+      if (next.tile > stop.tile || (next.tile == stop.tile && next.begin >= stop.begin)) break;
+      piece = {next.tile, next.begin, next.tile < stop.tile ? table.steps : stop.begin};
+      next = {next.tile + 1, 0, 0};
+      // Who has the rest of the tile?
+      for (int done = piece.end; done < table.steps; ++last) {
+        const Piece end = table.start(last + 2, blocks);
+        done = end.tile > piece.tile ? table.steps : end.begin;
+      }
+    }
+    const auto place = table.place(piece.tile);
+    __syncthreads();
+    multiply_piece<Tile>(tiles, A, B, C, n, place.row, place.col, piece.begin, piece.end, block,
+                         last, ready, partial);
   }
 }
 
@@ -327,7 +523,8 @@ dim3 tiles_of(int64_t n) {
 
 // The kernels for which it matters whether rows are 16-byte aligned.
 template <bool kAligned, int kStages>
-void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n) {
+void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n,
+                        const Device& device) {
   square
       .kernel("vectors", Role::ours,
               [=] {
@@ -336,17 +533,30 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
               })
       .resources(matmul_vectors<128, 128, 8, 8, 8, kAligned>, 256);
 
-  constexpr int kStepK = 16;
-  constexpr int kSharedBytes = kStages * kStepK * (128 + 4 + 256) * sizeof(float);
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, kAligned>;
+  allow_shared_bytes(matmul_async<Tile>, Tile::kSharedBytes);
   square
       .kernel("async", Role::ours,
               [=] {
-                matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>
-                    <<<tiles_of<128, 256>(n), 256, kSharedBytes>>>(A, B, C, n);
+                matmul_async<Tile>
+                    <<<tiles_of<Tile::BM, Tile::BN>(n), Tile::kThreads, Tile::kSharedBytes>>>(
+                        A, B, C, n);
               })
-      .resources(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>, 256, kSharedBytes);
+      .resources(matmul_async<Tile>, Tile::kThreads, Tile::kSharedBytes);
+
+  allow_shared_bytes(matmul_any_shape<Tile>, Tile::kSharedBytes);
+  const int blocks =
+      resident_blocks(matmul_any_shape<Tile>, Tile::kThreads, Tile::kSharedBytes, device);
+  const auto partial = square.workspace<float>(static_cast<size_t>(blocks) * Tile::BM * Tile::BN);
+  const auto ready = square.workspace<unsigned>(blocks);
+  const Timetable<Tile> table(n, blocks);
+  square
+      .kernel("any shape", Role::ours,
+              [=] {
+                matmul_any_shape<Tile><<<blocks, Tile::kThreads, Tile::kSharedBytes>>>(
+                    A, B, C, n, table, ready, partial);
+              })
+      .resources(matmul_any_shape<Tile>, Tile::kThreads, Tile::kSharedBytes);
 }
 
 int main(int argc, char** argv) {
@@ -380,11 +590,11 @@ int main(int argc, char** argv) {
       .resources(matmul_registers<128, 128, 8, 8, 8>, 256);
   const bool aligned = n % 4 == 0;
   if (lesson.device().shared_bytes >= 96 << 10) {
-    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n)
-            : add_vector_kernels<false, 3>(square, A, B, C, n);
+    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n, lesson.device())
+            : add_vector_kernels<false, 3>(square, A, B, C, n, lesson.device());
   } else {  // compute capability 7.5 has 64 KB
-    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n)
-            : add_vector_kernels<false, 2>(square, A, B, C, n);
+    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n, lesson.device())
+            : add_vector_kernels<false, 2>(square, A, B, C, n, lesson.device());
   }
 
   square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
