@@ -15,16 +15,19 @@
 //
 // One level further in the same argument holds again: a thread that owns TM x TN elements of C
 // reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
-// path. Each keeps all that the one above it had:
+// path, and a fifth one does the same for every N. Each keeps all that the one above it had:
 //
 //     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
 //     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
 //     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
+//     any shape       the same, but what is dealt out are steps,   3/16
+//                 so that all multiprocessors end together
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
+#include <algorithm>
 #include <cuda/atomic>
 
 #include "common/async_copy.cuh"
@@ -127,7 +130,7 @@ __device__ float4 load4(const float* from, int row, int col, int n) {
   return value;
 }
 
-template <bool kAligned>
+template <bool kAligned, int kApart = 1>
 __device__ void store4(float* to, int row, int col, int n, const float* value) {
   float* at = to + static_cast<size_t>(row) * n + col;
   if constexpr (kAligned) {
@@ -135,7 +138,7 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
       *reinterpret_cast<float4*>(at) = *reinterpret_cast<const float4*>(value);
   } else {
     for (int i = 0; i < 4; ++i) {
-      if (row < n && col + i < n) at[i] = value[i];
+      if (row < n && col + kApart * i < n) at[kApart * i] = value[i];
     }
   }
 }
@@ -229,23 +232,23 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_>
 struct AsyncTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
+  static constexpr bool kAligned = kAligned_;  // B's rows are
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
-  static constexpr bool kAligned = kAligned_;
-  // kStages tiles of A, transposed, then as many of B.
+  // In shared memory are kStages tiles of A, transposed, then kStages of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
-  static constexpr int kSharedBytes = kStages * (kTileA + kTileB) * 4;
+  static constexpr int kSharedBytes = kStages * (kTileA + kTileB) * static_cast<int>(sizeof(float));
 
-  // Where a thread stands.
-  static __device__ int x() {
-    return threadIdx.x / 32 % (kThreadsX / 8) * 8 + threadIdx.x % 8;
-  }
+  // Where this thread stands among the others.
+  static __device__ int x() { return threadIdx.x / 32 % (kThreadsX / 8) * 8 + threadIdx.x % 8; }
   static __device__ int y() { return threadIdx.x / 32 / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8; }
 };
 
-// Adds to the tile of C at (row0, col0) what the steps from `begin` to `end` contribute.
-template <class Tile>
-__device__ void add_steps(float (&sum)[Tile::TM][Tile::TN], float* tiles, const float* A,
-                          const float* B, int n, int row0, int col0, int begin, int end) {
+// The steps from `begin` to `end` of the tile of C at (row0, col0). finish(sum) says what becomes of
+// the thread's sums. B's rows are `pitch` apart.
+template <class Tile, class Finish>
+__device__ void multiply_steps(float* tiles, const float* A, const float* B, int n, int pitch,
+                               int x, int y, int row0, int col0, int begin, int end,
+                               Finish finish) {
   constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
   constexpr int kStages = Tile::kStages, kThreads = Tile::kThreads, kStrideA = Tile::kStrideA;
   float* a_tiles = tiles;
@@ -259,7 +262,7 @@ __device__ void add_steps(float (&sum)[Tile::TM][Tile::TN], float* tiles, const 
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
   const float* a_from = A + static_cast<size_t>(row0) * n + begin * BK + a_k;
   const float* b_from =
-      B + static_cast<size_t>(begin * BK + b_k) * n + min(col0 + b_col, n - kWidth);
+      B + static_cast<size_t>(begin * BK + b_k) * pitch + min(col0 + b_col, pitch - kWidth);
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
@@ -275,23 +278,24 @@ __device__ void add_steps(float (&sum)[Tile::TM][Tile::TN], float* tiles, const 
     }
 #pragma unroll
     for (int i = 0; i < BK / kRowsB; ++i) {
-      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * n,
+      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * pitch,
                              b_k + i * kRowsB < k_left);
     }
     a_from += BK;
-    b_from += static_cast<size_t>(BK) * n;
+    b_from += static_cast<size_t>(BK) * pitch;
   };
 
   for (int step = begin; step < begin + kStages - 1; ++step) {
     if (step < end) copy_tiles(step);
     copy_async_commit();
   }
+  float sum[TM][TN] = {};
   float a[2][TM], b[2][TN];  // of this k, and of the next
   for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + 4 * Tile::y();
-    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + 4 * Tile::x();
+    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + 4 * y;
+    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + 4 * x;
     const auto load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < TM; i += 4) {
@@ -320,17 +324,21 @@ __device__ void add_steps(float (&sum)[Tile::TM][Tile::TN], float* tiles, const 
       }
     }
   }
+  finish(sum);
 }
 
-template <class Tile>
-__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int row0,
-                           int col0) {
+// Stores a thread's sums of the tile at (row0, col0). Four neighbours in `sum` are columns kApart
+// apart.
+template <class Tile, bool kAligned, int kApart>
+__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int x, int y,
+                           int row0, int col0) {
 #pragma unroll
   for (int i = 0; i < Tile::TM; ++i) {
 #pragma unroll
     for (int j = 0; j < Tile::TN; j += 4) {
-      const int row = row0 + 4 * Tile::y() + i / 4 * 4 * Tile::kThreadsY + i % 4;
-      store4<Tile::kAligned>(C, row, col0 + 4 * Tile::x() + j * Tile::kThreadsX, n, &sum[i][j]);
+      const int row = row0 + 4 * y + i / 4 * 4 * Tile::kThreadsY + i % 4;
+      const int col = col0 + x / kApart * 4 * kApart + x % kApart + j * Tile::kThreadsX;
+      store4<kAligned, kApart>(C, row, col, n, &sum[i][j]);
     }
   }
 }
@@ -339,66 +347,98 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     matmul_async(const float* A, const float* B, float* C, int n) {
   extern __shared__ __align__(16) float tiles[];
+  const int x = Tile::x(), y = Tile::y();
   const int row0 = blockIdx.y * Tile::BM, col0 = blockIdx.x * Tile::BN;
-  float sum[Tile::TM][Tile::TN] = {};
-  add_steps<Tile>(sum, tiles, A, B, n, row0, col0, 0, (n + Tile::BK - 1) / Tile::BK);
-  store_sums<Tile>(sum, C, n, row0, col0);
+  const int steps = (n + Tile::BK - 1) / Tile::BK;
+  multiply_steps<Tile>(tiles, A, B, n, n, x, y, row0, col0, 0, steps, [&](const auto& sum) {
+    store_sums<Tile, Tile::kAligned, 1>(sum, C, n, x, y, row0, col0);
+  });
 }
 
 // ---- any shape ----------------------------------------------------------------------------------
 
-// Steps `begin` to `end` of the tile of C number `tile`.
-struct Piece {
-  int tile, begin, end;
+constexpr int kColumnsApart = 8;
+
+struct Matrices {
+  const float *A, *B;
+  float* C;
+  int n, pitch;  // pitch: from a row of B to the next
 };
 
-// Which block does what. Whole tiles are dealt out in turn as long as there are enough for two more
-// rounds. The steps of those that are left are a line, cut into as many pieces as there are blocks.
+// Steps `begin` to `end` of the tile of C number `tile`. The block that has the first steps of a
+// tile stores it; block number `last` has the last ones.
+struct Piece {
+  int tile, begin, end, last;
+};
+
 template <class Tile>
 struct Timetable {
-  // Tiles of one kind, rows x cols of them; what a step costs, in tiles of 64 x 64.
+  static constexpr int BM = Tile::BM, BN = Tile::BN;
+  static constexpr int kFull = 9, kLeast = 4, kHandover = 5;
+
+  // rows x cols tiles of one kind, the first one at (row, col).
   struct Kind {
     int row, col, rows, cols, cost;
   };
-  Kind kinds[4];  // full ones, those at the right and at the lower edge, the one in the corner
-  int steps, whole, line;
+  struct Point {
+    int tile, step;
+  };
+  Kind kinds[4];
+  int steps, whole, line, blocks;
 
-  Timetable(int n, int blocks) : steps((n + Tile::BK - 1) / Tile::BK) {
-    constexpr int BM = Tile::BM, BN = Tile::BN;
-    const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN;
-    const int low = n > rows * BM, narrow = n <= cols * BN ? 0 : n <= cols * BN + BN / 4 ? 1 : 2;
-    kinds[0] = {0, 0, rows, cols, 8};
-    kinds[1] = {0, cols, rows, 1, 2 * narrow};
-    kinds[2] = {rows, 0, 1, cols, 4 * low};
-    kinds[3] = {rows, cols, 1, 1, low * narrow};
-    whole = rows * cols > 2 * blocks ? (rows * cols / blocks - 1) * blocks : 0;
-    line = -whole * 8 * steps;
-    for (const Kind& kind : kinds) line += kind.rows * kind.cols * kind.cost * steps;
+  Timetable(int n, int capacity) : steps((n + Tile::BK - 1) / Tile::BK) {
+    const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN, full = rows * cols;
+    const int below = n - rows * BM, beside = n - cols * BN;
+    const int low = below > 0, narrow = beside > 0, quarters = beside > BN / 4 ? 2 : 1;
+    kinds[0] = {0, 0, rows, cols, kFull};
+    kinds[1] = {0, cols, rows, narrow, 1 + 2 * quarters};
+    kinds[2] = {rows, 0, low, cols, 1 + 4};
+    kinds[3] = {rows, cols, low, narrow, 1 + quarters};
+    const int idle = capacity - 1 - (full + capacity - 1) % capacity;
+    const bool share = low || narrow || idle * steps > kHandover * capacity;
+    whole = share ? std::max(0, full / capacity - 1) * capacity : full;
+    line = (full - whole) * kFull * steps;
+    for (int i = 1; i < 4; ++i) line += kinds[i].rows * kinds[i].cols * kinds[i].cost * steps;
+    blocks = share ? std::clamp(line / (kLeast * kFull), 1, capacity) : std::min(full, capacity);
   }
 
-  // Where the piece of the line of block number `block` begins, and that of the one before ends.
-  __device__ Piece start(int block, int blocks) const {
+  // Where on the line the piece of block number `block` begins, and that of the one before ends.
+  __device__ Point start(int block) const {
     int position = static_cast<int>(static_cast<int64_t>(line) * block / blocks);
-    int first = whole, skip = whole;
+    int tile = whole, before = whole;
     for (const Kind& kind : kinds) {
-      const int tiles = kind.rows * kind.cols - skip, cost = kind.cost * steps;
-      skip = 0;
+      const int tiles = kind.rows * kind.cols - before, cost = kind.cost * steps;
       if (position < tiles * cost) {
-        const int tile = position / cost;
-        return {first + tile, (position - tile * cost) / kind.cost, steps};
+        return {tile + position / cost, position % cost / kind.cost};
       }
       position -= tiles * cost;
-      first += tiles;
+      tile += tiles;
+      before = 0;
     }
-    return {first, 0, 0};
+    return {tile, 0};
   }
-  struct Place {
-    int row, col;
-  };
-  __device__ Place place(int tile) const {
+
+  // What block number `block` does after i other pieces. Nothing: begin = end.
+  __device__ Piece piece(int block, int i) const {
+    const int tile = block + i * blocks;
+    if (tile < whole) return {tile, 0, steps, block};
+    const Point from = start(block), to = start(block + 1);
+    i -= whole / blocks;
+    Piece piece{from.tile + i, i > 0 ? 0 : from.step, steps, block};
+    if (piece.tile == to.tile) piece.end = to.step;
+    if (piece.tile > to.tile) piece.end = piece.begin;
+    // Who has the steps that follow?
+    for (int end = piece.begin > 0 ? steps : piece.end; end < steps;) {
+      const Point next = start(++piece.last + 1);
+      end = next.tile == piece.tile ? next.step : steps;
+    }
+    return piece;
+  }
+
+  __device__ int2 place(int tile) const {
     for (const Kind& kind : kinds) {
       if (tile < kind.rows * kind.cols) {
-        return {(kind.row + tile / kind.cols) * Tile::BM, (kind.col + tile % kind.cols) * Tile::BN};
+        return {(kind.col + tile % kind.cols) * BN, (kind.row + tile / kind.cols) * BM};
       }
       tile -= kind.rows * kind.cols;
     }
@@ -406,40 +446,40 @@ struct Timetable {
   }
 };
 
-template <class Tile>
-struct Exchange {
+struct Handover {
   using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  static constexpr size_t kFloats = 128 * 256;  // of a block
   unsigned* ready;
-  float* partial;
+  float* sums;
 
-  __device__ float4* sums(int block) const {
-    return reinterpret_cast<float4*>(partial) +
-           static_cast<size_t>(block) * (128 * 256 / 4) + threadIdx.x;
-  }
-  __device__ void give(const float (&sum)[Tile::TM][Tile::TN], int block) const {
+  template <int TM, int TN>
+  __device__ void give(const float (&sum)[TM][TN]) const {
+    float4* to = reinterpret_cast<float4*>(sums + kFloats * blockIdx.x) + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < Tile::TM; ++i) {
+    for (int i = 0; i < TM; ++i) {
 #pragma unroll
-      for (int j = 0; j < Tile::TN; j += 4) {
-        __stcg(sums(block) + (i * Tile::TN + j) / 4 * Tile::kThreads,
-               make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
+      for (int j = 0; j < TN; j += 4, to += 256) {
+        __stcg(to, make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) Flag(ready[block]).store(1, cuda::memory_order_release);
+    if (threadIdx.x == 0) Flag(ready[blockIdx.x]).store(1, cuda::memory_order_release);
   }
-  __device__ void add(float (&sum)[Tile::TM][Tile::TN], int block) const {
+
+  template <int TM, int TN>
+  __device__ void add(float (&sum)[TM][TN], int block) const {
     if (threadIdx.x == 0) {
       Flag flag(ready[block]);
       while (flag.load(cuda::memory_order_acquire) == 0) continue;
       flag.store(0, cuda::memory_order_relaxed);
     }
     __syncthreads();
+    const float4* from = reinterpret_cast<const float4*>(sums + kFloats * block) + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < Tile::TM; ++i) {
+    for (int i = 0; i < TM; ++i) {
 #pragma unroll
-      for (int j = 0; j < Tile::TN; j += 4) {
-        const float4 more = __ldcg(sums(block) + (i * Tile::TN + j) / 4 * Tile::kThreads);
+      for (int j = 0; j < TN; j += 4, from += 256) {
+        const float4 more = __ldcg(from);
         sum[i][j] += more.x;
         sum[i][j + 1] += more.y;
         sum[i][j + 2] += more.z;
@@ -449,67 +489,66 @@ struct Exchange {
   }
 };
 
-template <class Tile>
-__device__ void multiply_piece(float* tiles, const float* A, const float* B, float* C, int n,
-                               int row0, int col0, int begin, int end, int block, int last,
-                               unsigned* ready, float* partial) {
-  if constexpr (Tile::TM == 8) {
-    if constexpr (Tile::TN > 4) {
-      if (col0 + Tile::BN / 2 >= n) {
-        using Narrow = AsyncTile<Tile::BM, Tile::BN / 2, Tile::BK, Tile::TM, Tile::TN / 2,
-                                 Tile::kStages, Tile::kAligned>;
-        multiply_piece<Narrow>(tiles, A, B, C, n, row0, col0, begin, end, block, last, ready,
-                               partial);
-        return;
-      }
-    }
-    if (row0 + Tile::BM / 2 >= n) {
-      using Low = AsyncTile<Tile::BM / 2, Tile::BN, Tile::BK, Tile::TM / 2, Tile::TN,
-                            Tile::kStages, Tile::kAligned>;
-      multiply_piece<Low>(tiles, A, B, C, n, row0, col0, begin, end, block, last, ready, partial);
-      return;
-    }
-  }
-  float sum[Tile::TM][Tile::TN] = {};
-  add_steps<Tile>(sum, tiles, A, B, n, row0, col0, begin, end);
-  const Exchange<Tile> exchange{ready, partial};
-  if (begin > 0) {
-    exchange.give(sum, block);
+template <class Tile, bool kAligned>
+__device__ __noinline__ void multiply_piece(float* tiles, Matrices of,
+                                        Handover handover, int2 place,
+                                            Piece piece) {
+  const int x = Tile::x(), y = Tile::y();
+  multiply_steps<Tile>(
+      tiles, of.A, of.B, of.n, of.pitch, x, y, place.y, place.x, piece.begin, piece.end,
+      [&](auto& sum) {
+        if (piece.begin > 0) return handover.give(sum);
+        for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
+        store_sums<Tile, kAligned, kAligned ? 1 : kColumnsApart>(sum, of.C, of.n, x, y, place.y, place.x);
+      });
+}
+
+// The tile at `place`, as narrow as what is inside of the matrix allows.
+template <class Tile, int BM, bool kAligned>
+__device__ void multiply_inside(float* tiles, Matrices of, Handover handover,
+                                int2 place, Piece piece) {
+  constexpr int TM = Tile::TM * BM / Tile::BM;
+  constexpr int BN = Tile::BN, BK = Tile::BK, TN = Tile::TN, kStages = Tile::kStages;
+  const int cols = of.n - place.x;
+  if (cols > BN / 2) {
+    using Whole = AsyncTile<BM, BN, BK, TM, TN, kStages, true>;
+    multiply_piece<Whole, kAligned>(tiles, of, handover, place, piece);
+  } else if (cols > BN / 4) {
+    using Half = AsyncTile<BM, BN / 2, BK, TM, TN / 2, kStages, true>;
+    multiply_piece<Half, kAligned>(tiles, of, handover, place, piece);
   } else {
-    for (int other = block + 1; other <= last; ++other) exchange.add(sum, other);
-    store_sums<Tile>(sum, C, n, row0, col0);
+    using Quarter = AsyncTile<BM, BN / 4, BK, TM, TN / 4, kStages, true>;
+    multiply_piece<Quarter, kAligned>(tiles, of, handover, place, piece);
   }
 }
 
-template <class Tile>
+template <class Tile, bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    matmul_any_shape(const float* A, const float* B, float* C, int n, Timetable<Tile> table,
-                     unsigned* ready, float* partial) {
+    matmul_any_shape(Matrices of, Timetable<Tile> timetable, Handover handover) {
   extern __shared__ __align__(16) float tiles[];
-  const int block = blockIdx.x, blocks = gridDim.x;
-  Piece next = table.start(block, blocks);
-  const Piece stop = table.start(block + 1, blocks);
-  int whole = block;
-  while (true) {
-    Piece piece;
-    int last = block;
-    if (whole < table.whole) {
-      piece = {whole, 0, table.steps};
-      whole += blocks;
+  for (int i = 0;; ++i) {
+    const Piece piece = timetable.piece(blockIdx.x, i);
+    if (piece.begin == piece.end) return;
+    const int2 place = timetable.place(piece.tile);
+    __syncthreads();  // All have read the last tiles of the piece before.
+    if (of.n - place.y > Tile::BM / 2) {
+      multiply_inside<Tile, Tile::BM, kAligned>(tiles, of, handover, place, piece);
     } else {
-      if (next.tile > stop.tile || (next.tile == stop.tile && next.begin >= stop.begin)) break;
-      piece = {next.tile, next.begin, next.tile < stop.tile ? table.steps : stop.begin};
-      next = {next.tile + 1, 0, 0};
-      // Who has the rest of the tile?
-      for (int done = piece.end; done < table.steps; ++last) {
-        const Piece end = table.start(last + 2, blocks);
-        done = end.tile > piece.tile ? table.steps : end.begin;
-      }
+      multiply_inside<Tile, Tile::BM / 2, kAligned>(tiles, of, handover, place, piece);
     }
-    const auto place = table.place(piece.tile);
-    __syncthreads();
-    multiply_piece<Tile>(tiles, A, B, C, n, place.row, place.col, piece.begin, piece.end, block,
-                         last, ready, partial);
+  }
+}
+
+constexpr int kAlignThreads = 256;
+
+// Columns are put in another order...
+__global__ void align_rows(const float* __restrict__ from, float* __restrict__ to, int n,
+                           int pitch) {
+  from += static_cast<size_t>(blockIdx.x) * n;
+  to += static_cast<size_t>(blockIdx.x) * pitch;
+#pragma unroll 8
+  for (int col = threadIdx.x; col < n; col += kAlignThreads) {
+    to[col / 32 * 32 + col % 8 * 4 + col / 8 % 4] = from[col];
   }
 }
 
@@ -519,6 +558,29 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <int BM, int BN>
 dim3 tiles_of(int64_t n) {
   return dim3(static_cast<unsigned>((n + BN - 1) / BN), static_cast<unsigned>((n + BM - 1) / BM));
+}
+
+template <bool kAligned, int kStages>
+void add_any_shape(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n,
+                   const Device& device) {
+  using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, true>;
+  const auto kernel = matmul_any_shape<Tile, kAligned>;
+  allow_shared_bytes(kernel, Tile::kSharedBytes);
+  const Timetable<Tile> timetable(
+      n, resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
+  const Handover handover{square.workspace<unsigned>(timetable.blocks),
+                          square.workspace<float>(Handover::kFloats * timetable.blocks)};
+  const int pitch = kAligned ? n : (n + 31) / 32 * 32;
+  const auto rows = square.workspace<float>(kAligned ? 1 : static_cast<size_t>(n) * pitch);
+  square
+      .kernel("any shape", Role::ours,
+              [=] {
+                if (!kAligned) align_rows<<<n, kAlignThreads>>>(B, rows, n, pitch);
+                matmul_any_shape<Tile, kAligned>
+                    <<<timetable.blocks, Tile::kThreads, Tile::kSharedBytes>>>(
+                        Matrices{A, kAligned ? B : rows, C, n, pitch}, timetable, handover);
+              })
+      .resources(kernel, Tile::kThreads, Tile::kSharedBytes);
 }
 
 // The kernels for which it matters whether rows are 16-byte aligned.
@@ -538,25 +600,11 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
   square
       .kernel("async", Role::ours,
               [=] {
-                matmul_async<Tile>
-                    <<<tiles_of<Tile::BM, Tile::BN>(n), Tile::kThreads, Tile::kSharedBytes>>>(
-                        A, B, C, n);
+                matmul_async<Tile><<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(
+                    A, B, C, n);
               })
-      .resources(matmul_async<Tile>, Tile::kThreads, Tile::kSharedBytes);
-
-  allow_shared_bytes(matmul_any_shape<Tile>, Tile::kSharedBytes);
-  const int blocks =
-      resident_blocks(matmul_any_shape<Tile>, Tile::kThreads, Tile::kSharedBytes, device);
-  const auto partial = square.workspace<float>(static_cast<size_t>(blocks) * Tile::BM * Tile::BN);
-  const auto ready = square.workspace<unsigned>(blocks);
-  const Timetable<Tile> table(n, blocks);
-  square
-      .kernel("any shape", Role::ours,
-              [=] {
-                matmul_any_shape<Tile><<<blocks, Tile::kThreads, Tile::kSharedBytes>>>(
-                    A, B, C, n, table, ready, partial);
-              })
-      .resources(matmul_any_shape<Tile>, Tile::kThreads, Tile::kSharedBytes);
+      .resources(matmul_async<Tile>, 256, Tile::kSharedBytes);
+  add_any_shape<kAligned, kStages>(square, A, B, C, n, device);
 }
 
 int main(int argc, char** argv) {
@@ -589,16 +637,18 @@ int main(int argc, char** argv) {
           [&] { matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n); })
       .resources(matmul_registers<128, 128, 8, 8, 8>, 256);
   const bool aligned = n % 4 == 0;
-  if (lesson.device().shared_bytes >= 96 << 10) {
-    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n, lesson.device())
-            : add_vector_kernels<false, 3>(square, A, B, C, n, lesson.device());
+  const Device& device = lesson.device();
+  if (device.shared_bytes >= 96 << 10) {
+    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n, device)
+            : add_vector_kernels<false, 3>(square, A, B, C, n, device);
   } else {  // compute capability 7.5 has 64 KB
-    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n, lesson.device())
-            : add_vector_kernels<false, 2>(square, A, B, C, n, lesson.device());
+    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n, device)
+            : add_vector_kernels<false, 2>(square, A, B, C, n, device);
   }
 
   square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
   square.compare("async", "vectors", "Loading while computing: % times faster.");
-  square.compare("async", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
+  square.compare("any shape", "async", "Steps dealt out instead of tiles: % times faster.");
+  square.compare("any shape", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }
