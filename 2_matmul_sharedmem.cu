@@ -15,15 +15,15 @@
 //
 // One level further in the same argument holds again: a thread that owns TM x TN elements of C
 // reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
-// path, and a fifth one does the same for every N. Each keeps all that the one above it had:
+// path, and a fifth one does it for every N. Each keeps all that the one above it had:
 //
 //     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
 //     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
 //     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
-//     any shape       the same, but what is dealt out are steps,   3/16
-//                 so that all multiprocessors end together
+//     any shape   the same, but blocks are given steps instead     3/16
+//                 of tiles, so that all of them end together
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
@@ -240,11 +240,13 @@ struct AsyncTile {
 
   // Where this thread stands among the others.
   static __device__ int x() { return threadIdx.x / 32 % (kThreadsX / 8) * 8 + threadIdx.x % 8; }
-  static __device__ int y() { return threadIdx.x / 32 / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8; }
+  static __device__ int y() {
+    return threadIdx.x / 32 / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8;
+  }
 };
 
-// The steps from `begin` to `end` of the tile of C at (row0, col0). finish(sum) says what becomes of
-// the thread's sums. B's rows are `pitch` apart.
+// Multiplies steps `begin` to `end` of the tile of C at (row0, col0); finish(sum) says what becomes
+// of a thread's sums. B's rows are `pitch` apart. (x, y): where the thread stands.
 template <class Tile, class Finish>
 __device__ void multiply_steps(float* tiles, const float* A, const float* B, int n, int pitch,
                                int x, int y, int row0, int col0, int begin, int end,
@@ -327,8 +329,7 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
   finish(sum);
 }
 
-// Stores a thread's sums of the tile at (row0, col0). Four neighbours in `sum` are columns kApart
-// apart.
+// Stores a thread's sums. Four neighbours in `sum` are kApart columns apart.
 template <class Tile, bool kAligned, int kApart>
 __device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int x, int y,
                            int row0, int col0) {
@@ -357,34 +358,58 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // ---- any shape ----------------------------------------------------------------------------------
 
-constexpr int kColumnsApart = 8;
+// Above, each block has a tile, and each multiprocessor one block. N = 3000 has 24 x 12 tiles: 132
+// multiprocessors compute 264 of them in two rounds, and in a third one 24 work and 108 wait. So
+// give blocks as many steps instead of as many tiles, wherever these end:
+//
+//     block 0 |--- tile 0 ---|-- tile 1, first steps
+//     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
+//
+// A block that begins inside of a tile hands its sums through memory to the one that has the tile's
+// first steps. That one adds them, always in the same order, and stores the tile. Two more things
+// would cost time at some N, and do not here:
+//   - Tiles at the edge. N = 4097 has one row more than 32 rows of tiles. A tile of which only half
+//     of the rows, or half or a quarter of the columns, are inside is computed as a smaller one.
+//   - Rows that are not aligned to 16 bytes. One kernel copies B into rows that are: N^2 numbers
+//     against N^3 operations. A is copied by single floats anyway.
 
+// What is multiplied. From a row of B to the next it is `pitch` numbers.
 struct Matrices {
   const float *A, *B;
   float* C;
-  int n, pitch;  // pitch: from a row of B to the next
+  int n, pitch;
 };
 
-// Steps `begin` to `end` of the tile of C number `tile`. The block that has the first steps of a
-// tile stores it; block number `last` has the last ones.
+// Steps `begin` to `end` of tile number `tile`: what a block does at a time. If begin is 0, the
+// blocks after it, up to number `last`, have the other steps.
 struct Piece {
   int tile, begin, end, last;
 };
 
+// Which block does what. While there are tiles for two more rounds each block takes one, as a
+// whole: blocks at work together then read neighbouring tiles at the same k. The steps of the
+// other tiles are a line, one tile after the other, and of it each block has a piece that should
+// take as long as all the others.
 template <class Tile>
 struct Timetable {
   static constexpr int BM = Tile::BM, BN = Tile::BN;
-  static constexpr int kFull = 9, kLeast = 4, kHandover = 5;
+  // Measured: a step takes as long as one of each of its parts of 64 x 64 and one more.
+  static constexpr int kFull = 1 + (BM / 64) * (BN / 64);
+  static constexpr int kLeast = 4;     // steps of a piece
+  static constexpr int kHandover = 5;  // what begins and ends of shared tiles cost, in steps
 
-  // rows x cols tiles of one kind, the first one at (row, col).
+  // rows x cols tiles of one kind, the first one at (row, col), and what a step of one costs.
   struct Kind {
     int row, col, rows, cols, cost;
   };
   struct Point {
     int tile, step;
   };
-  Kind kinds[4];
-  int steps, whole, line, blocks;
+  Kind kinds[4];  // full ones, those at the right edge, at the lower edge, in the corner
+  int steps;      // of a tile
+  int whole;      // so many tiles are not shared
+  int line;       // what the others cost together
+  int blocks;
 
   Timetable(int n, int capacity) : steps((n + Tile::BK - 1) / Tile::BK) {
     const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN, full = rows * cols;
@@ -394,6 +419,7 @@ struct Timetable {
     kinds[1] = {0, cols, rows, narrow, 1 + 2 * quarters};
     kinds[2] = {rows, 0, low, cols, 1 + 4};
     kinds[3] = {rows, cols, low, narrow, 1 + quarters};
+    // In a last round that is nearly full few wait.
     const int idle = capacity - 1 - (full + capacity - 1) % capacity;
     const bool share = low || narrow || idle * steps > kHandover * capacity;
     whole = share ? std::max(0, full / capacity - 1) * capacity : full;
@@ -402,7 +428,7 @@ struct Timetable {
     blocks = share ? std::clamp(line / (kLeast * kFull), 1, capacity) : std::min(full, capacity);
   }
 
-  // Where on the line the piece of block number `block` begins, and that of the one before ends.
+  // Where the piece of block number `block` begins, and that of the one before it ends.
   __device__ Point start(int block) const {
     int position = static_cast<int>(static_cast<int64_t>(line) * block / blocks);
     int tile = whole, before = whole;
@@ -435,6 +461,7 @@ struct Timetable {
     return piece;
   }
 
+  // The first row (y) and column (x) of a tile.
   __device__ int2 place(int tile) const {
     for (const Kind& kind : kinds) {
       if (tile < kind.rows * kind.cols) {
@@ -446,6 +473,9 @@ struct Timetable {
   }
 };
 
+// How sums get from block to block: each has room in memory, and a flag that is 0 between launches.
+// A thread takes over what the same thread of the other block has, 16 bytes at a time. Blocks may
+// wait for each other, since there are no more of them than run at once.
 struct Handover {
   using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   static constexpr size_t kFloats = 128 * 256;  // of a block
@@ -489,24 +519,29 @@ struct Handover {
   }
 };
 
+// Copied B has its columns in another order (see align_rows).
+constexpr int kColumnsApart = 8;
+
+// The piece of the tile at `place`. Not inlined: the compiler then finds registers for each size of
+// tile as if it were the only one.
 template <class Tile, bool kAligned>
-__device__ __noinline__ void multiply_piece(float* tiles, Matrices of,
-                                        Handover handover, int2 place,
-                                            Piece piece) {
+__device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover handover,
+                                            int2 place, Piece piece) {
   const int x = Tile::x(), y = Tile::y();
-  multiply_steps<Tile>(
-      tiles, of.A, of.B, of.n, of.pitch, x, y, place.y, place.x, piece.begin, piece.end,
-      [&](auto& sum) {
-        if (piece.begin > 0) return handover.give(sum);
-        for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
-        store_sums<Tile, kAligned, kAligned ? 1 : kColumnsApart>(sum, of.C, of.n, x, y, place.y, place.x);
-      });
+  const auto finish = [&](auto& sum) {
+    if (piece.begin > 0) return handover.give(sum);
+    for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
+    constexpr int kApart = kAligned ? 1 : kColumnsApart;
+    store_sums<Tile, kAligned, kApart>(sum, of.C, of.n, x, y, place.y, place.x);
+  };
+  multiply_steps<Tile>(tiles, of.A, of.B, of.n, of.pitch, x, y, place.y, place.x, piece.begin,
+                       piece.end, finish);
 }
 
-// The tile at `place`, as narrow as what is inside of the matrix allows.
+// The same for BM rows of a Tile, and as few columns as are inside.
 template <class Tile, int BM, bool kAligned>
-__device__ void multiply_inside(float* tiles, Matrices of, Handover handover,
-                                int2 place, Piece piece) {
+__device__ void multiply_inside(float* tiles, Matrices of, Handover handover, int2 place,
+                                Piece piece) {
   constexpr int TM = Tile::TM * BM / Tile::BM;
   constexpr int BN = Tile::BN, BK = Tile::BK, TN = Tile::TN, kStages = Tile::kStages;
   const int cols = of.n - place.x;
@@ -541,7 +576,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 constexpr int kAlignThreads = 256;
 
-// Columns are put in another order...
+// Copies B into rows `pitch` apart, a block a row. And since C's rows are not aligned either, so
+// that a thread stores single floats: of 32 columns c it writes c to 4 (c % 8) + c / 8. What a
+// thread takes for four neighbours are then columns 8 apart, and what 8 lanes store at a time are 8
+// neighbours.
 __global__ void align_rows(const float* __restrict__ from, float* __restrict__ to, int n,
                            int pitch) {
   from += static_cast<size_t>(blockIdx.x) * n;
@@ -600,8 +638,8 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
   square
       .kernel("async", Role::ours,
               [=] {
-                matmul_async<Tile><<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(
-                    A, B, C, n);
+                matmul_async<Tile>
+                    <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(A, B, C, n);
               })
       .resources(matmul_async<Tile>, 256, Tile::kSharedBytes);
   add_any_shape<kAligned, kStages>(square, A, B, C, n, device);
