@@ -606,8 +606,8 @@ void add_any_shape(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<flo
   allow_shared_bytes(kernel, Tile::kSharedBytes);
   const Timetable<Tile> timetable(
       n, resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
-  const Handover handover{square.workspace<unsigned>(timetable.blocks),
-                          square.workspace<float>(Handover::kFloats * timetable.blocks)};
+  const auto ready = square.workspace<unsigned>(timetable.blocks);
+  const auto sums = square.workspace<float>(Handover::kFloats * timetable.blocks);
   const int pitch = kAligned ? n : (n + 31) / 32 * 32;
   const auto rows = square.workspace<float>(kAligned ? 1 : static_cast<size_t>(n) * pitch);
   square
@@ -616,7 +616,8 @@ void add_any_shape(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<flo
                 if (!kAligned) align_rows<<<n, kAlignThreads>>>(B, rows, n, pitch);
                 matmul_any_shape<Tile, kAligned>
                     <<<timetable.blocks, Tile::kThreads, Tile::kSharedBytes>>>(
-                        Matrices{A, kAligned ? B : rows, C, n, pitch}, timetable, handover);
+                        Matrices{A, kAligned ? B : rows, C, n, pitch}, timetable,
+                        Handover{ready, sums});
               })
       .resources(kernel, Tile::kThreads, Tile::kSharedBytes);
 }
