@@ -15,15 +15,20 @@
 //
 // One level further in the same argument holds again: a thread that owns TM x TN elements of C
 // reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
-// path. Each keeps all that the one above it had:
+// path, and a fifth one does it for every N. Each keeps all that the one above it had:
 //
 //     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
 //     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
 //     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
+//     any shape   the same, but blocks are given steps instead     3/16
+//                 of tiles, so that all of them end together
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
+
+#include <algorithm>
+#include <cuda/atomic>
 
 #include "common/async_copy.cuh"
 #include "common/matmul.h"
@@ -125,7 +130,7 @@ __device__ float4 load4(const float* from, int row, int col, int n) {
   return value;
 }
 
-template <bool kAligned>
+template <bool kAligned, int kApart = 1>
 __device__ void store4(float* to, int row, int col, int n, const float* value) {
   float* at = to + static_cast<size_t>(row) * n + col;
   if constexpr (kAligned) {
@@ -133,7 +138,7 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
       *reinterpret_cast<float4*>(at) = *reinterpret_cast<const float4*>(value);
   } else {
     for (int i = 0; i < 4; ++i) {
-      if (row < n && col + i < n) at[i] = value[i];
+      if (row < n && col + kApart * i < n) at[kApart * i] = value[i];
     }
   }
 }
@@ -224,27 +229,42 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 //     pointers. Nothing checks for the edges of the matrix: a row or column outside is replaced by
 //     the last one inside, since what it contributes to is never stored. Only along k, which is
 //     summed over, zeros are needed.
-template <int BM, int BN, int BK, int TM, int TN, int kStages, bool kAligned>
-__global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
-    matmul_async(const float* A, const float* B, float* C, int n) {
-  constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
-  constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
-  extern __shared__ __align__(
-      16) float tiles[];  // kStages tiles of A, transposed, then kStages of B
+template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_>
+struct AsyncTile {
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
+  static constexpr bool kAligned = kAligned_;  // B's rows are
+  static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
+  // In shared memory are kStages tiles of A, transposed, then kStages of B.
+  static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
+  static constexpr int kSharedBytes = kStages * (kTileA + kTileB) * static_cast<int>(sizeof(float));
+
+  // Where this thread stands among the others.
+  static __device__ int x() { return threadIdx.x / 32 % (kThreadsX / 8) * 8 + threadIdx.x % 8; }
+  static __device__ int y() {
+    return threadIdx.x / 32 / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8;
+  }
+};
+
+// Multiplies steps `begin` to `end` of the tile of C at (row0, col0); finish(sum) says what becomes
+// of a thread's sums. B's rows are `pitch` apart. (x, y): where the thread stands.
+template <class Tile, class Finish>
+__device__ void multiply_steps(float* tiles, const float* A, const float* B, int n, int pitch,
+                               int x, int y, int row0, int col0, int begin, int end,
+                               Finish finish) {
+  constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
+  constexpr int kStages = Tile::kStages, kThreads = Tile::kThreads, kStrideA = Tile::kStrideA;
   float* a_tiles = tiles;
-  float* b_tiles = tiles + kStages * kTileA;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int x = warp % (kThreadsX / 8) * 8 + lane % 8, y = warp / (kThreadsX / 8) * 4 + lane / 8;
-  const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
+  float* b_tiles = tiles + kStages * Tile::kTileA;
 
   // A is transposed on the way, so it is copied by single floats; B by kWidth. At once the block's
   // threads cover kRowsA rows of the tile of A, and kRowsB of the tile of B.
-  constexpr int kWidth = kAligned ? 4 : 1;
+  constexpr int kWidth = Tile::kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
-  const float* a_from = A + static_cast<size_t>(row0) * n + a_k;
-  const float* b_from = B + static_cast<size_t>(b_k) * n + min(col0 + b_col, n - kWidth);
+  const float* a_from = A + static_cast<size_t>(row0) * n + begin * BK + a_k;
+  const float* b_from =
+      B + static_cast<size_t>(begin * BK + b_k) * pitch + min(col0 + b_col, pitch - kWidth);
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
@@ -252,47 +272,46 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
   }
   const auto copy_tiles = [&](int step) {
     const int stage = step % kStages, k_left = n - step * BK;
-    float* a_to = a_tiles + stage * kTileA + a_k * kStrideA + a_row;
-    float* b_to = b_tiles + stage * kTileB + b_k * BN + b_col;
+    float* a_to = a_tiles + stage * Tile::kTileA + a_k * kStrideA + a_row;
+    float* b_to = b_tiles + stage * Tile::kTileB + b_k * BN + b_col;
 #pragma unroll
     for (int i = 0; i < BM / kRowsA; ++i) {
       copy_async<4>(a_to + i * kRowsA, a_from + a_offset[i], a_k < k_left);
     }
 #pragma unroll
     for (int i = 0; i < BK / kRowsB; ++i) {
-      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * n,
+      copy_async<4 * kWidth>(b_to + i * kRowsB * BN, b_from + i * kRowsB * pitch,
                              b_k + i * kRowsB < k_left);
     }
     a_from += BK;
-    b_from += static_cast<size_t>(BK) * n;
+    b_from += static_cast<size_t>(BK) * pitch;
   };
 
-  const int steps = (n + BK - 1) / BK;
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) copy_tiles(step);
+  for (int step = begin; step < begin + kStages - 1; ++step) {
+    if (step < end) copy_tiles(step);
     copy_async_commit();
   }
   float sum[TM][TN] = {};
   float a[2][TM], b[2][TN];  // of this k, and of the next
-  for (int step = 0; step < steps; ++step) {
+  for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    const float* a_tile = a_tiles + step % kStages * kTileA + 4 * y;
-    const float* b_tile = b_tiles + step % kStages * kTileB + 4 * x;
+    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + 4 * y;
+    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + 4 * x;
     const auto load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < TM; i += 4) {
         *reinterpret_cast<float4*>(&a[k % 2][i]) =
-            *reinterpret_cast<const float4*>(a_tile + k * kStrideA + i * kThreadsY);
+            *reinterpret_cast<const float4*>(a_tile + k * kStrideA + i * Tile::kThreadsY);
       }
 #pragma unroll
       for (int j = 0; j < TN; j += 4) {
         *reinterpret_cast<float4*>(&b[k % 2][j]) =
-            *reinterpret_cast<const float4*>(b_tile + k * BN + j * kThreadsX);
+            *reinterpret_cast<const float4*>(b_tile + k * BN + j * Tile::kThreadsX);
       }
     };
     load(0);
-    if (step + kStages - 1 < steps) copy_tiles(step + kStages - 1);
+    if (step + kStages - 1 < end) copy_tiles(step + kStages - 1);
     copy_async_commit();
 #pragma unroll
     for (int k = 0; k < BK; ++k) {
@@ -307,13 +326,267 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 1)
       }
     }
   }
+  finish(sum);
+}
+
+// Stores a thread's sums. Four neighbours in `sum` are kApart columns apart.
+template <class Tile, bool kAligned, int kApart>
+__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int x, int y,
+                           int row0, int col0) {
 #pragma unroll
-  for (int i = 0; i < TM; ++i) {
+  for (int i = 0; i < Tile::TM; ++i) {
 #pragma unroll
-    for (int j = 0; j < TN; j += 4) {
-      const int row = row0 + 4 * y + i / 4 * 4 * kThreadsY + i % 4;
-      store4<kAligned>(C, row, col0 + 4 * x + j * kThreadsX, n, &sum[i][j]);
+    for (int j = 0; j < Tile::TN; j += 4) {
+      const int row = row0 + 4 * y + i / 4 * 4 * Tile::kThreadsY + i % 4;
+      const int col = col0 + x / kApart * 4 * kApart + x % kApart + j * Tile::kThreadsX;
+      store4<kAligned, kApart>(C, row, col, n, &sum[i][j]);
     }
+  }
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    matmul_async(const float* A, const float* B, float* C, int n) {
+  extern __shared__ __align__(16) float tiles[];
+  const int x = Tile::x(), y = Tile::y();
+  const int row0 = blockIdx.y * Tile::BM, col0 = blockIdx.x * Tile::BN;
+  const int steps = (n + Tile::BK - 1) / Tile::BK;
+  multiply_steps<Tile>(tiles, A, B, n, n, x, y, row0, col0, 0, steps, [&](const auto& sum) {
+    store_sums<Tile, Tile::kAligned, 1>(sum, C, n, x, y, row0, col0);
+  });
+}
+
+// ---- any shape ----------------------------------------------------------------------------------
+
+// Above, each block has a tile, and each multiprocessor one block. N = 3000 has 24 x 12 tiles: 132
+// multiprocessors compute 264 of them in two rounds, and in a third one 24 work and 108 wait. So
+// give blocks as many steps instead of as many tiles, wherever these end:
+//
+//     block 0 |--- tile 0 ---|-- tile 1, first steps
+//     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
+//
+// A block that begins inside of a tile hands its sums through memory to the one that has the tile's
+// first steps. That one adds them, always in the same order, and stores the tile. Two more things
+// would cost time at some N, and do not here:
+//   - Tiles at the edge. N = 4097 has one row more than 32 rows of tiles. A tile of which only half
+//     of the rows, or half or a quarter of the columns, are inside is computed as a smaller one.
+//   - Rows that are not aligned to 16 bytes. One kernel copies B into rows that are: N^2 numbers
+//     against N^3 operations. A is copied by single floats anyway.
+
+// What is multiplied. From a row of B to the next it is `pitch` numbers.
+struct Matrices {
+  const float *A, *B;
+  float* C;
+  int n, pitch;
+};
+
+// Steps `begin` to `end` of tile number `tile`: what a block does at a time. If begin is 0, the
+// blocks after it, up to number `last`, have the other steps.
+struct Piece {
+  int tile, begin, end, last;
+};
+
+// Which block does what. While there are tiles for two more rounds each block takes one, as a
+// whole: blocks at work together then read neighbouring tiles at the same k. The steps of the
+// other tiles are a line, one tile after the other, and of it each block has a piece that should
+// take as long as all the others.
+template <class Tile>
+struct Timetable {
+  static constexpr int BM = Tile::BM, BN = Tile::BN;
+  // Measured: a step takes as long as one of each of its parts of 64 x 64 and one more.
+  static constexpr int kFull = 1 + (BM / 64) * (BN / 64);
+  static constexpr int kLeast = 4;     // steps of a piece
+  static constexpr int kHandover = 5;  // what begins and ends of shared tiles cost, in steps
+
+  // rows x cols tiles of one kind, the first one at (row, col), and what a step of one costs.
+  struct Kind {
+    int row, col, rows, cols, cost;
+  };
+  struct Point {
+    int tile, step;
+  };
+  Kind kinds[4];  // full ones, those at the right edge, at the lower edge, in the corner
+  int steps;      // of a tile
+  int whole;      // so many tiles are not shared
+  int line;       // what the others cost together
+  int blocks;
+
+  Timetable(int n, int capacity) : steps((n + Tile::BK - 1) / Tile::BK) {
+    const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN, full = rows * cols;
+    const int below = n - rows * BM, beside = n - cols * BN;
+    const int low = below > 0, narrow = beside > 0, quarters = beside > BN / 4 ? 2 : 1;
+    kinds[0] = {0, 0, rows, cols, kFull};
+    kinds[1] = {0, cols, rows, narrow, 1 + 2 * quarters};
+    kinds[2] = {rows, 0, low, cols, 1 + 4};
+    kinds[3] = {rows, cols, low, narrow, 1 + quarters};
+    // In a last round that is nearly full few wait.
+    const int idle = capacity - 1 - (full + capacity - 1) % capacity;
+    const bool share = low || narrow || idle * steps > kHandover * capacity;
+    whole = share ? std::max(0, full / capacity - 1) * capacity : full;
+    line = (full - whole) * kFull * steps;
+    for (int i = 1; i < 4; ++i) line += kinds[i].rows * kinds[i].cols * kinds[i].cost * steps;
+    blocks = share ? std::clamp(line / (kLeast * kFull), 1, capacity) : std::min(full, capacity);
+  }
+
+  // Where the piece of block number `block` begins, and that of the one before it ends.
+  __device__ Point start(int block) const {
+    int position = static_cast<int>(static_cast<int64_t>(line) * block / blocks);
+    int tile = whole, before = whole;
+    for (const Kind& kind : kinds) {
+      const int tiles = kind.rows * kind.cols - before, cost = kind.cost * steps;
+      if (position < tiles * cost) {
+        return {tile + position / cost, position % cost / kind.cost};
+      }
+      position -= tiles * cost;
+      tile += tiles;
+      before = 0;
+    }
+    return {tile, 0};
+  }
+
+  // What block number `block` does after i other pieces. Nothing: begin = end.
+  __device__ Piece piece(int block, int i) const {
+    const int tile = block + i * blocks;
+    if (tile < whole) return {tile, 0, steps, block};
+    const Point from = start(block), to = start(block + 1);
+    i -= whole / blocks;
+    Piece piece{from.tile + i, i > 0 ? 0 : from.step, steps, block};
+    if (piece.tile == to.tile) piece.end = to.step;
+    if (piece.tile > to.tile) piece.end = piece.begin;
+    // Who has the steps that follow?
+    for (int end = piece.begin > 0 ? steps : piece.end; end < steps;) {
+      const Point next = start(++piece.last + 1);
+      end = next.tile == piece.tile ? next.step : steps;
+    }
+    return piece;
+  }
+
+  // The first row (y) and column (x) of a tile.
+  __device__ int2 place(int tile) const {
+    for (const Kind& kind : kinds) {
+      if (tile < kind.rows * kind.cols) {
+        return {(kind.col + tile % kind.cols) * BN, (kind.row + tile / kind.cols) * BM};
+      }
+      tile -= kind.rows * kind.cols;
+    }
+    return {0, 0};
+  }
+};
+
+// How sums get from block to block: each has room in memory, and a flag that is 0 between launches.
+// A thread takes over what the same thread of the other block has, 16 bytes at a time. Blocks may
+// wait for each other, since there are no more of them than run at once.
+struct Handover {
+  using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  static constexpr size_t kFloats = 128 * 256;  // of a block
+  unsigned* ready;
+  float* sums;
+
+  template <int TM, int TN>
+  __device__ void give(const float (&sum)[TM][TN]) const {
+    float4* to = reinterpret_cast<float4*>(sums + kFloats * blockIdx.x) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+#pragma unroll
+      for (int j = 0; j < TN; j += 4, to += 256) {
+        __stcg(to, make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) Flag(ready[blockIdx.x]).store(1, cuda::memory_order_release);
+  }
+
+  template <int TM, int TN>
+  __device__ void add(float (&sum)[TM][TN], int block) const {
+    if (threadIdx.x == 0) {
+      Flag flag(ready[block]);
+      while (flag.load(cuda::memory_order_acquire) == 0) continue;
+      flag.store(0, cuda::memory_order_relaxed);
+    }
+    __syncthreads();
+    const float4* from = reinterpret_cast<const float4*>(sums + kFloats * block) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+#pragma unroll
+      for (int j = 0; j < TN; j += 4, from += 256) {
+        const float4 more = __ldcg(from);
+        sum[i][j] += more.x;
+        sum[i][j + 1] += more.y;
+        sum[i][j + 2] += more.z;
+        sum[i][j + 3] += more.w;
+      }
+    }
+  }
+};
+
+// Copied B has its columns in another order (see align_rows).
+constexpr int kColumnsApart = 8;
+
+// The piece of the tile at `place`. Not inlined: the compiler then finds registers for each size of
+// tile as if it were the only one.
+template <class Tile, bool kAligned>
+__device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover handover,
+                                            int2 place, Piece piece) {
+  const int x = Tile::x(), y = Tile::y();
+  const auto finish = [&](auto& sum) {
+    if (piece.begin > 0) return handover.give(sum);
+    for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
+    constexpr int kApart = kAligned ? 1 : kColumnsApart;
+    store_sums<Tile, kAligned, kApart>(sum, of.C, of.n, x, y, place.y, place.x);
+  };
+  multiply_steps<Tile>(tiles, of.A, of.B, of.n, of.pitch, x, y, place.y, place.x, piece.begin,
+                       piece.end, finish);
+}
+
+// The same for BM rows of a Tile, and as few columns as are inside.
+template <class Tile, int BM, bool kAligned>
+__device__ void multiply_inside(float* tiles, Matrices of, Handover handover, int2 place,
+                                Piece piece) {
+  constexpr int TM = Tile::TM * BM / Tile::BM;
+  constexpr int BN = Tile::BN, BK = Tile::BK, TN = Tile::TN, kStages = Tile::kStages;
+  const int cols = of.n - place.x;
+  if (cols > BN / 2) {
+    using Whole = AsyncTile<BM, BN, BK, TM, TN, kStages, true>;
+    multiply_piece<Whole, kAligned>(tiles, of, handover, place, piece);
+  } else if (cols > BN / 4) {
+    using Half = AsyncTile<BM, BN / 2, BK, TM, TN / 2, kStages, true>;
+    multiply_piece<Half, kAligned>(tiles, of, handover, place, piece);
+  } else {
+    using Quarter = AsyncTile<BM, BN / 4, BK, TM, TN / 4, kStages, true>;
+    multiply_piece<Quarter, kAligned>(tiles, of, handover, place, piece);
+  }
+}
+
+template <class Tile, bool kAligned>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    matmul_any_shape(Matrices of, Timetable<Tile> timetable, Handover handover) {
+  extern __shared__ __align__(16) float tiles[];
+  for (int i = 0;; ++i) {
+    const Piece piece = timetable.piece(blockIdx.x, i);
+    if (piece.begin == piece.end) return;
+    const int2 place = timetable.place(piece.tile);
+    __syncthreads();  // All have read the last tiles of the piece before.
+    if (of.n - place.y > Tile::BM / 2) {
+      multiply_inside<Tile, Tile::BM, kAligned>(tiles, of, handover, place, piece);
+    } else {
+      multiply_inside<Tile, Tile::BM / 2, kAligned>(tiles, of, handover, place, piece);
+    }
+  }
+}
+
+constexpr int kAlignThreads = 256;
+
+// Copies B into rows `pitch` apart, a block a row. And since C's rows are not aligned either, so
+// that a thread stores single floats: of 32 columns c it writes c to 4 (c % 8) + c / 8. What a
+// thread takes for four neighbours are then columns 8 apart, and what 8 lanes store at a time are 8
+// neighbours.
+__global__ void align_rows(const float* __restrict__ from, float* __restrict__ to, int n,
+                           int pitch) {
+  from += static_cast<size_t>(blockIdx.x) * n;
+  to += static_cast<size_t>(blockIdx.x) * pitch;
+#pragma unroll 8
+  for (int col = threadIdx.x; col < n; col += kAlignThreads) {
+    to[col / 32 * 32 + col % 8 * 4 + col / 8 % 4] = from[col];
   }
 }
 
@@ -325,9 +598,34 @@ dim3 tiles_of(int64_t n) {
   return dim3(static_cast<unsigned>((n + BN - 1) / BN), static_cast<unsigned>((n + BM - 1) / BM));
 }
 
+template <bool kAligned, int kStages>
+void add_any_shape(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n,
+                   const Device& device) {
+  using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, true>;
+  const auto kernel = matmul_any_shape<Tile, kAligned>;
+  allow_shared_bytes(kernel, Tile::kSharedBytes);
+  const Timetable<Tile> timetable(
+      n, resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
+  const auto ready = square.workspace<unsigned>(timetable.blocks);
+  const auto sums = square.workspace<float>(Handover::kFloats * timetable.blocks);
+  const int pitch = kAligned ? n : (n + 31) / 32 * 32;
+  const auto rows = square.workspace<float>(kAligned ? 1 : static_cast<size_t>(n) * pitch);
+  square
+      .kernel("any shape", Role::ours,
+              [=] {
+                if (!kAligned) align_rows<<<n, kAlignThreads>>>(B, rows, n, pitch);
+                matmul_any_shape<Tile, kAligned>
+                    <<<timetable.blocks, Tile::kThreads, Tile::kSharedBytes>>>(
+                        Matrices{A, kAligned ? B : rows, C, n, pitch}, timetable,
+                        Handover{ready, sums});
+              })
+      .resources(kernel, Tile::kThreads, Tile::kSharedBytes);
+}
+
 // The kernels for which it matters whether rows are 16-byte aligned.
 template <bool kAligned, int kStages>
-void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n) {
+void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n,
+                        const Device& device) {
   square
       .kernel("vectors", Role::ours,
               [=] {
@@ -336,17 +634,16 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
               })
       .resources(matmul_vectors<128, 128, 8, 8, 8, kAligned>, 256);
 
-  constexpr int kStepK = 16;
-  constexpr int kSharedBytes = kStages * kStepK * (128 + 4 + 256) * sizeof(float);
-  CUDA_CHECK(cudaFuncSetAttribute(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, kAligned>;
+  allow_shared_bytes(matmul_async<Tile>, Tile::kSharedBytes);
   square
       .kernel("async", Role::ours,
               [=] {
-                matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>
-                    <<<tiles_of<128, 256>(n), 256, kSharedBytes>>>(A, B, C, n);
+                matmul_async<Tile>
+                    <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(A, B, C, n);
               })
-      .resources(matmul_async<128, 256, kStepK, 8, 16, kStages, kAligned>, 256, kSharedBytes);
+      .resources(matmul_async<Tile>, 256, Tile::kSharedBytes);
+  add_any_shape<kAligned, kStages>(square, A, B, C, n, device);
 }
 
 int main(int argc, char** argv) {
@@ -379,16 +676,18 @@ int main(int argc, char** argv) {
           [&] { matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n); })
       .resources(matmul_registers<128, 128, 8, 8, 8>, 256);
   const bool aligned = n % 4 == 0;
-  if (lesson.device().shared_bytes >= 96 << 10) {
-    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n)
-            : add_vector_kernels<false, 3>(square, A, B, C, n);
+  const Device& device = lesson.device();
+  if (device.shared_bytes >= 96 << 10) {
+    aligned ? add_vector_kernels<true, 3>(square, A, B, C, n, device)
+            : add_vector_kernels<false, 3>(square, A, B, C, n, device);
   } else {  // compute capability 7.5 has 64 KB
-    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n)
-            : add_vector_kernels<false, 2>(square, A, B, C, n);
+    aligned ? add_vector_kernels<true, 2>(square, A, B, C, n, device)
+            : add_vector_kernels<false, 2>(square, A, B, C, n, device);
   }
 
   square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
   square.compare("async", "vectors", "Loading while computing: % times faster.");
-  square.compare("async", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
+  square.compare("any shape", "async", "Steps dealt out instead of tiles: % times faster.");
+  square.compare("any shape", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }

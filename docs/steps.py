@@ -18,7 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The kernels of each lesson from which to which one goes, in the order of its table.
 LADDERS = {
     "1_matmul_basic": ["matmul_uncoalesced", "matmul_coalesced"],
-    "2_matmul_sharedmem": ["matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async"],
+    "2_matmul_sharedmem": [
+        "matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async", "matmul_any_shape",
+    ],
     "3_matmul_tensorcore": [
         "matmul_wmma_global", "matmul_wmma_shared", "matmul_mma", "matmul_wgmma",
         "matmul_specialized", "matmul_persistent",

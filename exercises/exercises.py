@@ -199,13 +199,13 @@ EXERCISES = [
     Exercise(
         "double_buffer", MATMUL, "the next tiles arrive while these are multiplied",
         "async", ("69",),
-        (Cut("matmul_async(const float* A", "for (int step = 0; step < kStages - 1; ++step) {",
+        (Cut("void multiply_steps(float* tiles", "for (int step = begin; step < begin + kStages - 1; ++step) {",
              "    copy_async_commit();\n  }", """\
   // TODO: start the copies of the first kStages - 1 steps, copy_tiles(step), each step's closed as
   // a group.
-"""), Cut("matmul_async(const float* A", "copy_async_wait<kStages - 2>();", "__syncthreads();", """\
+"""), Cut("void multiply_steps(float* tiles", "copy_async_wait<kStages - 2>();", "__syncthreads();", """\
     // TODO: wait until the tiles of this step are there, for all threads.
-"""), Cut("matmul_async(const float* A", "if (step + kStages - 1 < steps) copy_tiles(",
+"""), Cut("void multiply_steps(float* tiles", "if (step + kStages - 1 < end) copy_tiles(",
           "copy_async_commit();", """\
     // TODO: start the copies that will be needed kStages - 1 steps from now.
 """)),

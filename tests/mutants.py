@@ -126,6 +126,8 @@ HEADERS = {
 FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2", "CUDA_CPU_COMPUTE_CAPABILITY": "80"}
 # Several steps along k, and tiles that stick out of the matrix.
 MATMUL_ARGUMENTS = ("33",)
+# Blocks share tiles, and one has the end of one and the begin of the next.
+SHARED_TILES = ("257",)
 # The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
 LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
 # One tile of the spectrum and three slices of V, one of them of two steps.
@@ -143,7 +145,10 @@ BARRIERS = [
     (MATMUL, "tile", "void matmul_tile(", 2, MATMUL_ARGUMENTS),
     (MATMUL, "registers", "matmul_registers(", 2, MATMUL_ARGUMENTS),
     (MATMUL, "vectors", "matmul_vectors(", 2, MATMUL_ARGUMENTS),
-    (MATMUL, "async", "matmul_async(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "async", "void multiply_steps(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "any shape", "void give(", 1, SHARED_TILES),
+    (MATMUL, "any shape", "void add(", 1, SHARED_TILES),
+    (MATMUL, "any shape", "matmul_any_shape(", 1, SHARED_TILES),
     (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
     # Three steps: after them, lagging warps still read the first of the three stages, which the
     # staging of C overwrites. It leaves the last stage alone, which they would read after five.
@@ -232,9 +237,14 @@ MUTANTS = [
     *_missing_barriers(),
     # ---- Races that are not a missing __syncthreads()
     _mutant(
-        "tiles_used_before_they_arrive", "thread", MATMUL, "matmul_async(",
+        "tiles_used_before_they_arrive", "thread", MATMUL, "void multiply_steps(",
         "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
         DATA_RACE, "33", "--kernel", "^async$",
+    ),
+    _mutant(
+        "sums_added_before_they_are_there", "thread", MATMUL, "void add(",
+        "while (flag.load(cuda::memory_order_acquire) == 0) continue;", ";",
+        DATA_RACE, *SHARED_TILES, "--kernel", "^any shape$",
     ),
     _mutant(
         "staging_read_too_early", "thread", FUSED, "struct GateSums {",
