@@ -136,63 +136,50 @@ __global__ void __launch_bounds__(kTileThreads)
 // cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
 // What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a tile is 128 rows of one
 // blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
-// the triples' planes and weights one after the other. *planes beside*: three warps of each block
+// the triples' planes and weights one after the other. Tiles that share a norm, those of a grade
+// and its rows, are multiplied at the same time, and scale their sums before they store them: z is
+// never in memory (RoundNorm in connected_planes.cuh). *planes beside*: three warps of each block
 // make planes during the product. Makers and tiles go in the same order: rows for the first tiles
 // come first, of these the first features. For each 128 rows and 128 features a counter says how
-// many rows are made; the thread that starts the copies waits for all. Where a product has few
-// features, planes for the first tiles are made before it. A warp that has made all of its planes
-// normalizes rows that are complete: by then nobody waits for that warp.
+// many rows are made; the thread that starts the copies waits for all. The planes that the first
+// tiles begin with, of 256 features, are made before the product.
 //
-// It hides only a part, and where products are short (2-D, few features) it costs more than it
-// hides. Per step wgmma reads 80 KB of shared memory, and 48 KB arrive: 128 bytes a cycle, all that
-// there is; what the makers load and store goes the same way. That is counted, not measured.
+// It hides only a part: per step wgmma reads 80 KB of shared memory, and 48 KB arrive, 128 bytes a
+// cycle, all that there is; what makers load and store goes the same way. (Counted, not measured.)
 //
 // Backward has the same product for both gradients. Their left operands, dz and planes, are turned:
 // wgmma takes those from registers, so that neither has to be in memory both ways round.
 
-// z of a chunk, before the norm: A planes, B weights (slot, out feature, in feature).
+// z of a chunk, and its norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
   static constexpr bool kHelped = kBeside, kTurned = false;
-  static constexpr int kRows = Tile::BM * Tile::kBlocks;
   PlaneMaker<A> maker;
+  RoundNorm<A> norm;
   Progress progress;
-  int row_tiles, cols, tiles;
-  GradeNormalizer<A> norm;
-  Order<A> order;
+  Turns turns;
 
-  Forward(const PlaneMaker<A>& planes, unsigned* made, float* out, float* inverses)
-      : maker(planes),
-        progress{made, maker.before / 128},
-        row_tiles(count_tiles(maker.chunk.rows, kRows)),
-        cols(count_tiles(maker.chunk.layer.features, Tile::BN)),
-        tiles(row_tiles * cols * A::kBlades),
-        norm{out, inverses, maker.chunk, kRows, kRows / 64 * cols, {made + maker.parts()}} {}
+  Forward(const PlaneMaker<A>& planes, const RoundNorm<A>& round, unsigned* made)
+      : maker(planes), norm(round), progress{made, maker.before / 128}, turns(norm.tiles.turns) {}
 
-  // Blades with the most triples first: all but the scalar and the last one.
-  struct Place {
-    int row, blade, col;
-  };
-  __host__ __device__ Place place(int tile, int rank) const {
-    constexpr int kLong = A::kBlades - 2;
-    const int all_long = row_tiles * cols * kLong;
-    const bool is_long = tile < all_long;
-    const int count = is_long ? kLong : 2;
-    if (!is_long) tile -= all_long;
-    const int row = tile / (count * cols), rest = tile % (count * cols), i = rest / cols;
-    return {(row * Tile::kBlocks + rank) * Tile::BM, is_long ? i + 1 : i * (A::kBlades - 1),
-            rest % cols * Tile::BN};
+  __device__ auto place(int tile, int rank) const {
+    auto at = norm.tiles.place(tile);
+    at.row += rank * Tile::BM;
+    return at;
   }
+  __host__ int group(int tile) const { return norm.tiles.group(tile); }
   __host__ int64_t steps(int tile) const {
-    const int c = A::kTables.grade[place(tile, 0).blade];
+    const Order<A>& order = norm.order;
+    const int c = A::kTables.grade[norm.tiles.place(tile).blade];
     return int64_t{order.slot[c + 1] - order.slot[c]} * count_tiles(maker.chunk.layer.features, 32);
   }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
     const Chunk& chunk = maker.chunk;
-    const Place at = place(tile, rank);
-    const int c = Order<A>::grade_of(order.blade, at.blade);
-    const int blades = order.blade[c + 1] - order.blade[c];
+    const auto at = place(tile, rank);
+    const Order<A>& order = norm.order;
+    const int c = Order<A>::grade_of(order.blade, at.blade),
+              blades = order.blade[c + 1] - order.blade[c];
     const bool exists = at.row < chunk.pitch;  // else it reads zeros, beyond the last plane
     const int plane = exists ? order.plane[c] + at.blade - order.blade[c] : kPlanes<A>;
     return {.a = plane * chunk.pitch + (exists ? at.row : 0),
@@ -204,18 +191,18 @@ struct Forward {
             .flag = exists ? maker.first_part(at.row / 128) : -1,
             .flag_next = maker.next_part(at.row / 128)};
   }
-  __device__ void help(int warp, int warps) const {
-    maker.make_beside(warp, warps, progress);
-    norm.normalize(warp, warps);
-  }
-  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+  __device__ void help(int warp, int warps) const { maker.make_beside(warp, warps, progress); }
+  __device__ void store(Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Chunk& chunk = maker.chunk;
-    const Place at = place(tile, rank);
+    const auto at = place(tile, rank);
+    const int c = Order<A>::grade_of(norm.order.blade, at.blade);
+    if (chunk.layer.normed && at.row < chunk.pitch && norm.together(at.row, c)) {
+      norm.scale(sum, at.row + row0, at.col, at.blade, c, 1 + row0 / 64);
+    }
     float* const to = norm.out + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
     store_sum<kTurned>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
                        chunk.layer.features, false);
-    if (kBeside) norm.stored(at.row, Order<A>::grade_of(order.blade, at.blade), 1 + row0 / 64);
   }
 #endif
 };
@@ -228,14 +215,15 @@ struct PlaneGradients {
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
   Chunk chunk;
   float* d;
-  int cols, tiles;
+  int cols;
+  Turns turns;
   Order<A> order;
 
-  PlaneGradients(const Chunk& rows, float* to)
-      : chunk(rows),
-        d(to),
-        cols(count_tiles(chunk.layer.features, Tile::BN)),
-        tiles(count_tiles(chunk.rows, kRows) * kPlanes<A> * cols) {}
+  PlaneGradients(const Chunk& rows, float* to, int clusters)
+      : chunk(rows), d(to), cols(count_tiles(chunk.layer.features, Tile::BN)) {
+    const int tiles = count_tiles(chunk.rows, kRows) * kPlanes<A> * cols;
+    turns = {tiles, std::min(tiles, clusters)};
+  }
 
   __host__ int64_t steps(int) const { return count_tiles(chunk.layer.features, 32); }
 #if HOPPER_CODE
@@ -264,18 +252,21 @@ struct WeightGradients {
   static constexpr bool kHelped = false, kTurned = true;
   Chunk chunk;
   float* dw;  // or partial sums, one after the other
-  int splits, row_tiles, cols, tiles;
+  int splits, row_tiles, cols;
   bool adds;
+  Turns turns;
   Order<A> order;
 
-  WeightGradients(const Chunk& rows, float* to, int shares, bool adds_up)
+  WeightGradients(const Chunk& rows, float* to, int shares, bool adds_up, int clusters)
       : chunk(rows),
         dw(to),
         splits(shares),
         row_tiles(count_tiles(features(), Tile::BM * Tile::kBlocks)),
         cols(count_tiles(features(), Tile::BN)),
-        tiles(A::kTriples * splits * row_tiles * cols),
-        adds(adds_up) {}
+        adds(adds_up) {
+    const int tiles = A::kTriples * splits * row_tiles * cols;
+    turns = {tiles, std::min(tiles, clusters)};
+  }
   __host__ __device__ int features() const { return chunk.layer.features; }
   __host__ __device__ int all_steps() const { return (chunk.rows + 31) / 32; }
 
@@ -326,19 +317,13 @@ struct WeightGradients {
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
 
-// The norm of all grades, or only of those whose norm is not made beside the product.
 template <typename A>
-void normalize(const Tensors& of, float* inverses, bool only_ends = false) {
+void normalize(const Tensors& of, float* inverses) {
   const Layer& layer = of.layer;
   if (!layer.normed) return;
   const bool fours = layer.features % 4 == 0;
-  if (only_ends) {
-    launch_early(fours ? normalize_ends<A, 4> : normalize_ends<A, 1>, count_tiles(layer.batch, 2),
-                 128, 0, of.out.data(), inverses, layer);
-  } else {
-    launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
-                 fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
-  }
+  launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
+               fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
 }
 
 // Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
@@ -454,8 +439,10 @@ struct Ready {
         planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
         weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(kept),
+        squares(of.problem.output<float>(static_cast<size_t>(A::kBlades) * largest().pitch *
+                                         count_tiles(of.layer.features, 128))),
         made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128) +
-                                            largest().pitch / 128 * A::kGrades)),
+                                            largest().pitch / 64 * A::kGrades)),
         plan(plan_of(largest())) {}
 
   // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
@@ -481,25 +468,39 @@ struct Ready {
   Chunk chunk(int first) const { return chunk(first, std::min(rows, of.layer.batch - first)); }
   Chunk largest() const { return chunk(0); }
   double bytes() const {
-    return planes.bytes() + weights.bytes() + (of.layer.normed ? inverses.bytes() : 0) +
-           (kBeside ? made.bytes() : 0);
+    return planes.bytes() + weights.bytes() + made.bytes() +
+           (of.layer.normed ? inverses.bytes() + squares.bytes() : 0);
   }
 
-  static TilePlan plan_of(const Chunk& chunk) {
-    return plan_tiles([=](auto tile) {
-      return Forward<A, decltype(tile), kBeside>({nullptr, nullptr, nullptr, chunk, 1, 0}, nullptr,
-                                                 nullptr, nullptr);
-    });
+  struct Plan : TilePlan {
+    bool by_rows;
+  };
+  static Plan plan_of(const Chunk& chunk) {
+    const auto plan = [&](bool by_rows) {
+      const auto make = [=](auto tile, int clusters) {
+        const TileOrder<A> order(tile, chunk.layer, chunk.rows, by_rows, clusters);
+        const RoundNorm<A> norm{nullptr, nullptr, nullptr, chunk, order, {}};
+        const PlaneMaker<A> maker{nullptr, nullptr, nullptr, chunk, 1, 0};
+        return Forward<A, decltype(tile), kBeside>(maker, norm, nullptr);
+      };
+      return Plan{plan_tiles(make), by_rows};
+    };
+    const Plan by_rows = plan(true), longest_first = plan(false);
+    return by_rows.cycles <= 1.02 * longest_first.cycles ? by_rows : longest_first;
   }
-  // Before the product come all planes, or those of the first tiles of all clusters; none if the
-  // product is long enough to hide them all.
+  RoundNorm<A> norm(const Chunk& chunk) const {
+    const auto order = [&](auto tile) {
+      return TileOrder<A>(tile, chunk.layer, chunk.rows, plan.by_rows, plan.clusters);
+    };
+    unsigned* const counters = made.data() + chunk.matrix() / (128 * 128);
+    return {of.out, inverses, squares, chunk, with_tile(plan, order), {counters}};
+  }
+  // Before the product come all planes, or those of 256 features of the first round's rows.
   PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
-    const int features = of.layer.features, cols = count_tiles(features, plan.large ? 256 : 128);
-    const int blocks = plan.clusters * (plan.large ? 2 : 1);
-    PlaneMaker<A> result{of.x, of.y, planes, chunk, count_tiles(blocks, (A::kBlades - 2) * cols),
-                         0};
-    const int first = features < 1024 ? result.together * result.slices() * 128 : 0;
-    result.before = beside ? std::min(first, result.units()) : result.units();
+    PlaneMaker<A> result{of.x, of.y, planes, chunk, 1, 0};
+    result.together = std::min(norm(chunk).tiles.rows_of_round() / 128, result.row_blocks());
+    const int first = result.together * std::min(result.slices(), 2) * 128;
+    result.before = beside ? first : result.units();
     return result;
   }
   // The planes of a chunk, or those of them that are made before the product, and, with the first
@@ -509,11 +510,11 @@ struct Ready {
     const int plane_blocks = std::max(planes_of.before / 4, 1);
     const WeightTurner<A> turner{of.w, weights, plain_weights, of.layer.features, stride, {}};
     launch_early(make_ready<A>, plane_blocks + (first ? turner.blocks() : 0), 128, 0, planes_of,
-                 plane_blocks, turner, made.data(), beside ? static_cast<int>(made.size()) : 0);
+                 plane_blocks, turner, made.data(), static_cast<int>(made.size()));
   }
   auto work(const Chunk& chunk) const {
-    return [=, this](auto tile) {
-      return Forward<A, decltype(tile), kBeside>(maker(chunk, kBeside), made, of.out, inverses);
+    return [=, this](auto tile, int) {
+      return Forward<A, decltype(tile), kBeside>(maker(chunk, kBeside), norm(chunk), made);
     };
   }
   void forward(float* plain_weights) const {
@@ -522,15 +523,15 @@ struct Ready {
       prepare(part, kBeside, first == 0, plain_weights);
       multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
                     {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
+      normalize_rest_of(norm(part));
     }
-    normalize<A>(of, inverses, kBeside);
   }
 
   Tensors of;
   int stride, rows;
-  Buffer<float> planes, weights, inverses;
+  Buffer<float> planes, weights, inverses, squares;
   Buffer<unsigned> made;
-  TilePlan plan;
+  Plan plan;
 };
 
 // Backward begins with the chunk that forward ended with: its planes are still there. The planes'
@@ -564,13 +565,14 @@ struct ReadyBackward {
   }
   int last_chunk() const { return (forward.of.layer.batch - 1) / forward.rows * forward.rows; }
   auto plane_work(const Chunk& chunk) const {
-    return
-        [=, this](auto tile) { return PlaneGradients<A, decltype(tile)>(chunk, forward.planes); };
+    return [=, this](auto tile, int clusters) {
+      return PlaneGradients<A, decltype(tile)>(chunk, forward.planes, clusters);
+    };
   }
   auto weight_work(const Chunk& chunk) const {
-    return [=, this](auto tile) {
+    return [=, this](auto tile, int clusters) {
       return WeightGradients<A, decltype(tile)>(chunk, partials, splits,
-                                                chunk.first != last_chunk());
+                                                chunk.first != last_chunk(), clusters);
     };
   }
   void run() const {

@@ -47,12 +47,13 @@ struct WeightTurner {
     const int row0 = block / across % (stride / 32) * 32, col0 = block % across * kWidth;
     const size_t slot = block / (across * (stride / 32)), t = order.triple_of[slot];
 #pragma unroll
-    for (int i = warp; i < 32; i += 4) {
+    for (int r = 0; r < 32; r += 4) {
 #pragma unroll
-      for (int j = lane; j < kWidth; j += 32) {
-        const int row = row0 + i, col = col0 + j;
+      for (int j = 0; j < kWidth; j += 32) {
+        const int row = row0 + r + warp, col = col0 + j + lane;
         const bool inside = row < features && col < features;
-        piece[i][j] = inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
+        piece[r + warp][j + lane] =
+            inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
       }
     }
     __syncthreads();
@@ -62,17 +63,18 @@ struct WeightTurner {
       for (int j = lane; j < kWidth; j += 32) to[place_of_column(j)] = piece[i][j];
     }
 #pragma unroll 8
-    for (int j = warp; j < kWidth; j += 4) {
-      turned[(slot * stride + place_of_column(col0 + j)) * stride + row0 + lane] = piece[lane][j];
+    for (int r = 0; r < kWidth; r += 4) {
+      const size_t to = slot * stride + place_of_column(col0 + r + warp);
+      turned[to * stride + row0 + lane] = piece[lane][r + warp];
     }
   }
 };
 
 /// Makes the planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
 /// features, 4 of them a lane. A part is 128 units: 128 rows of 128 features. Parts come in groups
-/// of `together` rows of parts, in a group column by column. The first `before` units, of whole
-/// rows, are made before the product, the others beside it; for these each part has a counter of
-/// the units that are there.
+/// of `together` rows of parts, in a group column by column. The first `before` units, columns of the
+/// first group or whole groups, are made before the product, the others beside it; for these each
+/// part has a counter of the units that are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -96,28 +98,34 @@ struct PlaneMaker {
   /// neighbouring warps write what lies together.
   __device__ __forceinline__ void make_before(int u) const {
     if (u >= before) return;
-    Unit unit = load(u / slices(), u % slices());
+    const int wide = min(slices(), before / (together * 128));
+    Unit unit = load(u / wide, u % wide);
     make(unit);
   }
   /// The other units that are this warp's, of `warps`. A warp reports a unit only when it has begun
   /// to load the next one's x and y: it waits for its writes and those loads at the same time. The
   /// fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps, const Progress& progress) const {
+    constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
     const auto tell = [&](int part) {
 #if HOPPER_CODE
       global_fence();
 #endif
       __syncwarp();
-      if (threadIdx.x % 32 == 0) progress.add(part);
+      if (threadIdx.x % 32 == 0) progress.add(part, kAtOnce);
     };
     int last = -1;
-    for (int u = before + warp; u < units(); u += warps) {
+    for (int u = before + kAtOnce * warp; u < units(); u += kAtOnce * warps) {
       const int group = u / (together * slices() * 128), rest = u % (together * slices() * 128);
       const int height = next_part(group * together),
                 block = group * together + rest / 128 % height;
-      Unit unit = load(block * 128 + rest % 128, rest / (height * 128));
+      const int slice = rest / (height * 128);
+      Unit unit[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) unit[i] = load(block * 128 + rest % 128 + i, slice);
       if (last >= 0) tell(last);
-      make(unit);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) make(unit[i]);
       last = u / 128;
     }
     if (last >= 0) tell(last);
@@ -195,61 +203,172 @@ __device__ __forceinline__ void normalize_grade_of_row(float* out, float* invers
   });
 }
 
-/// The norm beside the product, of all grades but the first and the last one, whose tiles come at
-/// the product's end: as soon as a tile's rows are complete, a warp a row.
+/// Which tiles of z, of `tile_rows` rows and `tile_cols` features of a blade, clusters take when.
+/// The tiles of the scalar and of the last blade are short, the others long. *By rows*, a round has
+/// all tiles of as many rows as there are clusters for; from round to round others get the short
+/// ones. Else tiles come longest first: by rows some clusters may have no work, or long tiles only.
 template <typename A>
-struct GradeNormalizer {
-  static constexpr int kCount = A::kGrades - 2;
-  float *out, *inverses;
-  Chunk chunk;
-  int tile_rows, stores;  ///< stores: calls of stored() for tile_rows rows of a blade
-  Progress complete;      ///< for each tile_rows and grade
+struct TileOrder {
+  static constexpr int kLong = A::kBlades - 2;
+  int tile_rows, tile_cols;
+  bool by_rows;
+  int row_tiles, cols;
+  Turns turns;
 
-  /// A warpgroup calls this when it has stored its part of a tile.
-  __device__ void stored(int row, int grade, int barrier) const {
-    if (!chunk.layer.normed || grade == 0 || grade > kCount) return;
-#if HOPPER_CODE
-    named_barrier(barrier, 128);
-#endif
-    if (threadIdx.x % 128 == 0) complete.add(row / tile_rows * kCount + grade - 1);
+  template <class Tile>
+  TileOrder(Tile, const Layer& layer, int rows, bool rows_first, int clusters)
+      : tile_rows(Tile::BM * Tile::kBlocks),
+        tile_cols(Tile::BN),
+        row_tiles(count_tiles(rows, tile_rows)),
+        cols(count_tiles(layer.features, tile_cols)) {
+    const int of_row = A::kBlades * cols, tiles = row_tiles * of_row;
+    by_rows = rows_first && clusters >= of_row;
+    turns = {tiles, std::min(tiles, by_rows ? clusters / of_row * of_row : clusters)};
   }
-  __device__ void normalize(int warp, int warps) const {
-    if (!chunk.layer.normed) return;
-    if (chunk.layer.features % 4 == 0) return normalize<4>(warp, warps);
-    normalize<1>(warp, warps);
+  /// The rows that a round begins with.
+  __host__ int rows_of_round() const {
+    return count_tiles(turns.clusters, (by_rows ? A::kBlades : kLong) * cols) * tile_rows;
   }
 
- private:
-  template <int W>
-  __device__ __forceinline__ void normalize(int warp, int warps) const {
-    for (int u = warp; u < count_tiles(chunk.rows, tile_rows) * kCount * tile_rows; u += warps) {
-      const int tile = u / (kCount * tile_rows), i = u / tile_rows % kCount;
-      const int row = tile * tile_rows + u % tile_rows;
-      if (row >= chunk.rows) continue;
-      unroll<1, kCount + 1>([&](auto c) {
-        if (i + 1 != c) return;
-        if (threadIdx.x % 32 == 0) {
-          complete.wait(tile * kCount + i, static_cast<unsigned>(stores) * A::blades_of(c));
-        }
-        __syncwarp();
-        normalize_grade_of_row<A, c, W>(out, inverses, chunk.first + row, chunk.layer);
-      });
-    }
+  /// The first row and feature.
+  struct Place {
+    int row, blade, col;
+  };
+  __host__ __device__ Place place(int tile) const {
+    const int all_long = by_rows ? 0 : row_tiles * cols * kLong;
+    const bool is_long = tile < all_long;
+    const int of_row = (by_rows ? A::kBlades : is_long ? kLong : 2) * cols;
+    if (!is_long) tile -= all_long;
+    const int shift = by_rows ? tile / turns.clusters / 2 * 2 * cols : 0;
+    const int at = (tile + shift) % of_row, i = at / cols + (by_rows || is_long ? 0 : kLong);
+    return {tile / of_row * tile_rows, i < kLong ? i + 1 : (i - kLong) * (A::kBlades - 1),
+            at % cols * tile_cols};
+  }
+  /// The same number for all tiles of some rows and a grade.
+  __host__ int group(int tile) const {
+    const Place at = place(tile);
+    return at.row * A::kGrades + A::kTables.grade[at.blade];
+  }
+  /// Whether all tiles of a row and `count` blades, those of a grade, are of one round.
+  __host__ __device__ bool together(int row, int blade, int count) const {
+    if (by_rows) return true;
+    row /= tile_rows;
+    const bool is_long = blade > 0 && blade <= kLong;
+    const int first = is_long ? row * kLong + blade - 1 : row_tiles * kLong + 2 * row + (blade > 0);
+    return first * cols / turns.clusters == ((first + count) * cols - 1) / turns.clusters;
   }
 };
 
-/// The norm of the first and the last grade, of one blade each; a warp has one of them of a row.
-/// The last rows come first, which are still in the cache.
-template <typename A, int W>
-__global__ void __launch_bounds__(128) normalize_ends(float* out, float* inverses, Layer layer) {
-  const int u = blockIdx.x * 4 + threadIdx.x / 32, n = layer.batch - 1 - u / 2;
-  if (n < 0) return;
-  wait_for_previous_kernel();
-  if (u % 2 == 0) {
-    normalize_grade_of_row<A, 0, W>(out, inverses, n, layer);
-  } else {
-    normalize_grade_of_row<A, A::kGrades - 1, W>(out, inverses, n, layer);
+/// The norm of rows whose tiles are of one round: while all of them are still in registers, each
+/// tells the others its sums of squares, and waits for theirs. So z is never in memory. Who waits
+/// only waits for tiles of the same round, which other clusters have: all of them get there.
+template <typename A>
+struct RoundNorm {
+  float *out, *inverses;
+  float* squares;  ///< of the chunk's rows, for each blade and tile's features
+  Chunk chunk;
+  TileOrder<A> tiles;
+  Progress there;  ///< for each 64 rows and grade: how many tiles' sums
+  Order<A> order = {};
+
+  __host__ __device__ bool together(int row, int c) const {
+    return tiles.together(row, order.blade[c], order.blade[c + 1] - order.blade[c]);
   }
+  __host__ bool all_together() const {
+    bool all = true;
+    for (int row = 0; row < chunk.rows; row += tiles.tile_rows) {
+      for (int c = 0; c < A::kGrades; ++c) all = all && together(row, c);
+    }
+    return all;
+  }
+#if HOPPER_CODE
+  /// A warpgroup scales its 64 rows, from `row` on, of a tile, whose first feature is `col`.
+  template <int kCols>
+  __device__ __forceinline__ void scale(Sum<kCols>& sum, int row, int col, int blade, int c,
+                                        int barrier) const {
+    const int first = order.blade[c], all = (order.blade[c + 1] - first) * tiles.cols;
+    const int own = (blade - first) * tiles.cols + col / kCols, lane = threadIdx.x % 4;
+    const int inside = chunk.layer.features - col;
+    float sums[2] = {};
+    if (inside >= kCols) {
+      add_squares(sum, kCols, sums);
+    } else {
+      add_squares(sum, inside - 4 * lane, sums);
+    }
+    float* const from =
+        squares + static_cast<size_t>(first) * tiles.cols * chunk.pitch + row + Sum<kCols>::row(0);
+    if (all > 1) {
+      if (lane < 2) {
+        from[static_cast<size_t>(own) * chunk.pitch + 8 * lane] = lane == 0 ? sums[0] : sums[1];
+      }
+      named_barrier(barrier, 128);
+      if (threadIdx.x % 128 == 0) {
+        const int part = row / 64 * A::kGrades + c;
+        there.add(part);
+        there.wait(part, static_cast<unsigned>(all));
+      }
+      named_barrier(barrier, 128);
+      sums[0] = sums[1] = 0;
+      for (int i = lane; i < all; i += 4) {
+        sums[0] += __ldcg(from + static_cast<size_t>(i) * chunk.pitch);
+        sums[1] += __ldcg(from + static_cast<size_t>(i) * chunk.pitch + 8);
+      }
+      add_up_four(sums);
+    }
+    const float r[2] = {inverse_rms(sums[0], chunk.layer), inverse_rms(sums[1], chunk.layer)};
+    const int n = row + Sum<kCols>::row(0) + 8 * lane;
+    if (own == 0 && lane < 2 && n < chunk.rows) {
+      inverses[static_cast<size_t>(c) * chunk.layer.batch + chunk.first + n] =
+          lane == 0 ? r[0] : r[1];
+    }
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) sum.elements[i] *= r[i / 2 % 2];
+  }
+
+ private:
+  /// The sums of four neighbouring lanes, which have the same two rows.
+  __device__ static void add_up_four(float (&sums)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 1);
+      sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], 2);
+    }
+  }
+  /// The squares of this thread's elements in `inside` columns, as store_sum() has them, of its two
+  /// rows, and those of the three other threads that have these rows.
+  template <int kCols>
+  __device__ __forceinline__ static void add_squares(const Sum<kCols>& sum, int inside,
+                                                     float (&sums)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) {
+      const int col = i / 8 * 16 + i % 8 / 4 * 2 + i % 2;
+      if (col < inside) sums[i / 2 % 2] += sum.elements[i] * sum.elements[i];
+    }
+    add_up_four(sums);
+  }
+#endif
+};
+
+/// The norm of the rows and grades whose tiles are of two rounds, a warp for each. The last rows
+/// come first, which are still in the cache.
+template <typename A, int W>
+__global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ RoundNorm<A> norm) {
+  const int u = blockIdx.x * 4 + threadIdx.x / 32, n = norm.chunk.rows - 1 - u / A::kGrades;
+  if (n < 0 || norm.together(n, u % A::kGrades)) return;
+  wait_for_previous_kernel();
+  unroll<0, A::kGrades>([&](auto c) {
+    if (u % A::kGrades != c) return;
+    normalize_grade_of_row<A, c, W>(norm.out, norm.inverses, norm.chunk.first + n,
+                                    norm.chunk.layer);
+  });
+}
+
+template <typename A>
+void normalize_rest_of(const RoundNorm<A>& norm) {
+  const Layer& layer = norm.chunk.layer;
+  if (!layer.normed || norm.all_together()) return;
+  launch_early(layer.features % 4 == 0 ? normalize_rest<A, 4> : normalize_rest<A, 1>,
+               count_tiles(norm.chunk.rows * A::kGrades, 4), 128, 0, norm);
 }
 
 constexpr int kResultRows = 8, kResultThreads = 512;

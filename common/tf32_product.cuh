@@ -3,8 +3,9 @@
 // one that is not, *turned*, goes through registers. A `Work` says what the tiles of the product
 // are, what is done with a sum, and what other warps do meanwhile:
 //
-//     int tiles, steps(tile)                 how many tiles clusters take, the longest first, and
-//                                            how many steps of 32 along k a tile has
+//     turns, steps(tile)                     which tiles clusters take, and how many steps of 32
+//                                            along k a tile has
+//     group(tile)                            if tiles wait for one another: the same for those
 //     kTurned                                the left factor is (k, rows), not (rows, k)
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
@@ -54,8 +55,8 @@ struct Progress {
 
   using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   /// One thread calls this, after a barrier among all who have written.
-  __device__ void add(int part) const {
-    Counter(done[part]).fetch_add(1, cuda::memory_order_release);
+  __device__ void add(int part, unsigned count = 1) const {
+    Counter(done[part]).fetch_add(count, cuda::memory_order_release);
   }
   __device__ void wait(int part, unsigned count) const {
     if (part < before) return;
@@ -65,21 +66,34 @@ struct Progress {
 };
 
 /// Tiles that clusters take in turn, every other round from the last cluster to the first one: with
-/// the longest tiles first, who had one of the long ones then has one of the short ones.
+/// the longest tiles first, who had one of the long ones then has one of the short ones. Other
+/// clusters, if there are more, take none.
 struct Turns {
   int tiles, clusters;
   __host__ __device__ int rounds() const { return (tiles + clusters - 1) / clusters; }
   /// At least `tiles` where there is none.
   __host__ __device__ int tile(int round, int cluster) const {
+    if (cluster >= clusters) return tiles;
     return round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
   }
-  /// Steps of the cluster that has the most, if tile i has steps(i).
-  template <typename Steps>
-  int64_t most(Steps steps) const {
+  /// Steps until the last cluster is done, if tile i has steps(i). Of a round, tiles of the same
+  /// group(i), which are neighbours, wait for one another at their end.
+  template <typename Steps, typename Group>
+  int64_t most(Steps steps, Group group) const {
     std::vector<int64_t> sums(static_cast<size_t>(clusters));
-    for (int i = 0; i < tiles; ++i) {
-      const int at = i % clusters;
-      sums[static_cast<size_t>(i / clusters % 2 == 0 ? at : clusters - 1 - at)] += steps(i);
+    for (int round = 0; round < rounds(); ++round) {
+      const int end = std::min(tiles, (round + 1) * clusters);
+      const auto sum = [&](int tile) -> int64_t& {
+        const int at = tile - round * clusters;
+        return sums[static_cast<size_t>(round % 2 == 0 ? at : clusters - 1 - at)];
+      };
+      for (int first = round * clusters, next; first < end; first = next) {
+        int64_t last = 0;
+        for (next = first; next < end && group(next) == group(first); ++next) {
+          last = std::max(last, sum(next) + steps(next));
+        }
+        for (int tile = first; tile < next; ++tile) sum(tile) = last;
+      }
     }
     return *std::max_element(sums.begin(), sums.end());
   }
@@ -151,13 +165,13 @@ __device__ __forceinline__ void store_sum(const Sum<kCols>& sum, float* to, int 
 
 template <class Tile, class Work>
 __device__ __forceinline__ void produce_tf32(typename Tile::Shared& shared, const CUtensorMap* A,
-                                             const CUtensorMap* B, const Work& work, Turns turns) {
+                                             const CUtensorMap* B, const Work& work) {
   constexpr int kShare = Tile::BN / Tile::kBlocks;  // rows of B that this block fetches for all
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank(), own = rank * kShare;
   Ring<Tile::kStages> ring;
-  for (int round = 0; round < turns.rounds(); ++round) {
-    const int tile = turns.tile(round, blockIdx.x / Tile::kBlocks);
-    if (tile >= turns.tiles) continue;
+  for (int round = 0; round < work.turns.rounds(); ++round) {
+    const int tile = work.turns.tile(round, blockIdx.x / Tile::kBlocks);
+    if (tile >= work.turns.tiles) continue;
     const Walk walk = work.walk(tile, rank);
     for (int step = walk.begin; step < walk.end; ++step) {
       if constexpr (Work::kHelped) {
@@ -193,8 +207,7 @@ __device__ __forceinline__ void produce_tf32(typename Tile::Shared& shared, cons
 }
 
 template <class Tile, class Work>
-__device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, const Work& work,
-                                             Turns turns) {
+__device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, const Work& work) {
   const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
   const int consumer = warp_of_block() / 4 - 1, row0 = 64 * consumer;
   const auto release = [&](int stage) {
@@ -207,9 +220,9 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
   };
   const TurnedLeft left;
   Ring<Tile::kStages> ring;
-  for (int round = 0; round < turns.rounds(); ++round) {
-    const int tile = turns.tile(round, blockIdx.x / Tile::kBlocks);
-    if (tile >= turns.tiles) continue;
+  for (int round = 0; round < work.turns.rounds(); ++round) {
+    const int tile = work.turns.tile(round, blockIdx.x / Tile::kBlocks);
+    if (tile >= work.turns.tiles) continue;
     const Walk walk = work.walk(tile, rank);
     const int steps = (walk.end - walk.begin) * walk.inner;
     Sum<Tile::BN> sum;
@@ -267,7 +280,7 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
 template <class Tile, class Work>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     tf32_product(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-                 const __grid_constant__ Work work, const Turns turns) {
+                 const __grid_constant__ Work work) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(bytes);
@@ -287,18 +300,19 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   if (warp_of_block() < 4) {
     registers_shrink_to<Work::kHelped ? 152 : 24>();
     if (warp_of_block() == 0) {
-      if (elect_one()) produce_tf32<Tile>(shared, &A, &B, work, turns);
+      if (elect_one()) produce_tf32<Tile>(shared, &A, &B, work);
     } else if constexpr (Work::kHelped) {
       work.help(blockIdx.x * 3 + warp_of_block() - 1, gridDim.x * 3);
     }
   } else {
     registers_grow_to<Work::kHelped ? 176 : 240>();
-    consume_tf32<Tile>(shared, work, turns);
+    consume_tf32<Tile>(shared, work);
   }
 #endif
 }
 
 /// Large tiles of two blocks, or small ones where these would leave multiprocessors without work.
+/// (Four blocks, which fetch a quarter less, were 3 to 24 % slower: all four wait for the slowest.)
 using LargeTile = Tf32Tile<256, 2>;
 using SmallTile = Tf32Tile<128, 1>;
 struct TilePlan {
@@ -307,23 +321,36 @@ struct TilePlan {
   double cycles;  ///< of the multiprocessor that has the most to do
 };
 
-/// The faster tile for make(LargeTile()) or make(SmallTile()), which are the same Work. A step of a
+/// The faster tile for make(LargeTile(), clusters) or make(SmallTile(), clusters), which are the same
+/// Work; `clusters`: how many of them the device holds. A step of a
 /// large tile takes 1024 cycles; of a small one the tensor cores take 512, the copy engine 620.
 template <typename Make>
 TilePlan plan_tiles(Make make) {
   const auto plan = [&](auto tile, double cycles) {
     using Tile = decltype(tile);
-    const auto work = make(tile);
     constexpr int kBytes = sizeof(typename Tile::Shared);
-    const auto kernel = tf32_product<Tile, std::remove_const_t<decltype(work)>>;
+    const auto kernel = tf32_product<Tile, decltype(make(tile, 1))>;
     allow_shared_bytes(kernel, kBytes);
     const int clusters = resident_clusters(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
-    const auto most = Turns{work.tiles, std::min(work.tiles, clusters)}.most(
-        [&](int tile) { return work.steps(tile); });
+    const auto work = make(tile, clusters);
+    const auto most = work.turns.most([&](int tile) { return work.steps(tile); },
+                                      [&](int tile) {
+                                        if constexpr (requires { work.group(tile); }) {
+                                          return work.group(tile);
+                                        } else {
+                                          return tile;
+                                        }
+                                      });
     return TilePlan{Tile::kBlocks > 1, clusters, cycles * static_cast<double>(most)};
   };
   const TilePlan large = plan(LargeTile(), 1024), small = plan(SmallTile(), 620);
   return large.cycles <= small.cycles ? large : small;
+}
+
+/// visit(tile) with the tile of a plan.
+template <typename Visit>
+auto with_tile(const TilePlan& plan, Visit visit) {
+  return plan.large ? visit(LargeTile()) : visit(SmallTile());
 }
 
 /// A factor in memory: (rows, cols), row-major.
@@ -335,21 +362,14 @@ struct Tf32Factor {
 /// Launches the product with the tile of the plan.
 template <typename Make>
 void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& plan, Make make) {
-  const auto launch = [&](auto tile) {
+  with_tile(plan, [&](auto tile) {
     using Tile = decltype(tile);
-    const auto work = make(tile);
-    using Work = std::remove_const_t<decltype(work)>;
-    const int clusters = std::min(work.tiles, plan.clusters);
-    launch_early(tf32_product<Tile, Work>,
-                 Tile::kBlocks * static_cast<unsigned>(Work::kHelped ? plan.clusters : clusters),
+    using Work = decltype(make(tile, 1));
+    const Work work = make(tile, plan.clusters);
+    const int clusters = Work::kHelped ? plan.clusters : work.turns.clusters;
+    launch_early(tf32_product<Tile, Work>, Tile::kBlocks * static_cast<unsigned>(clusters),
                  Tile::kThreads, sizeof(typename Tile::Shared),
                  tensor_map<float>(a.data, a.rows, a.cols, Work::kTurned ? 32 : Tile::BM),
-                 tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work,
-                 Turns{work.tiles, clusters});
-  };
-  if (plan.large) {
-    launch(LargeTile());
-  } else {
-    launch(SmallTile());
-  }
+                 tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work);
+  });
 }

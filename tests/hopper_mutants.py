@@ -163,7 +163,7 @@ RUNS = {
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
     ],
-    # Small tiles; clusters of two blocks, with planes and the norm beside.
+    # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another.
     CONNECTED: [
         (("300", "--features", "140", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
