@@ -711,9 +711,9 @@ __global__ void __launch_bounds__(384, 1)
   constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
-  const int first = blockIdx.y, clusters = gridDim.y;
+  const int rank = blockIdx.x, blocks = gridDim.x;
   const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
+  const ClusterShare<kGroups> share((V + 63) / 64);
   if (threadIdx.x == 0) shared.prepare_barriers(blocks);
   cluster_meet();
 
@@ -727,7 +727,7 @@ __global__ void __launch_bounds__(384, 1)
         barrier_wait(&shared.empty[oldest.stage], oldest.parity);
         oldest.advance();
       };
-      for (int tile = first; tile < tiles; tile += clusters) {
+      for (int i = 0; i < share.count; ++i) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
@@ -735,31 +735,33 @@ __global__ void __launch_bounds__(384, 1)
           filled < kStages ? static_cast<void>(++filled) : give_back();
           barrier_arrive_expect(full, steps * sizeof(LeftFactors));
           for (int step = 0; step < steps; ++step) {
-            load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
+            load_left_factors(shared.left[ring.stage % kStages][step], maps, share.tile(i),
                               kPartSteps * part + step, rank, blocks, full);
           }
         }
-        if (tile == first) load_right_factors<64>(shared.right, maps, col0, shared.loaded);
+        if (i == 0) load_right_factors<64>(shared.right, maps, col0, shared.loaded);
       }
-      for (; filled > 0; --filled) give_back();  // as wait_until_empty()
+      for (; filled > 0; --filled) give_back();                    // as wait_until_empty()
+      for (Barrier& each : shared.loaded) barrier_wait(&each, 0);  // also for what nobody needs
     }
   } else {
     registers_grow_to<232>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
     for (int i = 0; i < kParts * consumer; ++i) ring.advance();
-    for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
+    for (int i = consumer; i < share.count; i += 2) {
       LeftFragments left[kPartSteps];
       barrier_wait(&shared.full[ring.stage], ring.parity);
       load_fragments<kPartSteps>(left, shared.left[ring.stage % kStages]);
 #pragma unroll 1
-      for (int group = 0; group < kGroups; ++group) {
-        if (tile < first + 2 * clusters) barrier_wait(&shared.loaded[group], 0);
+      for (int group = share.begin(i); group < share.end(i); ++group) {
+        if (i < 2) barrier_wait(&shared.loaded[group], 0);
         const RightFactors* right = shared.right[group];
         Gradients sums;
         multiply_part<kPartSteps>(sums, left, right, false);
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
-        if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+        if (group == share.begin(i) && lane < blocks)
+          barrier_arrive(&shared.empty[ring.stage], lane);
         if constexpr (kParts > 1) {
           constexpr int kRest = kSteps - kPartSteps;
           ring.advance();
@@ -776,12 +778,12 @@ __global__ void __launch_bounds__(384, 1)
         // Until this box has been read; the other group's may still be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
-        auto& box = shared.out[consumer][group];
+        auto& box = shared.out[consumer][group - share.begin(i)];
         out.store(box, 0, [&](int e) { return out.elements[e]; });
         shared_fence();
         named_barrier(1 + consumer, 128);
         if (thread == 0) {
-          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * group, &box);
+          tensor_store(&maps.vertices, 64 * share.tile(i), col0 + 64 * group, &box);
           tensor_store_commit();
         }
       }
@@ -1029,7 +1031,8 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 constexpr int kHopperThreads = 384, kBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
-template <typename Shared, typename Kernel>
+// kGroups: of a block's columns, if ClusterShare may cut tiles.
+template <typename Shared, int kGroups = 1, typename Kernel>
 dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
@@ -1038,7 +1041,11 @@ dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   const unsigned blocks = blocks_for(groups, slabs);
   const int clusters = resident_clusters(kernel, blocks, threads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
-  return dim3(blocks, persistent(blocks_for(shape.V, 64), of_a_slab), slabs);
+  const int64_t tiles = blocks_for(shape.V, 64);
+  if (kGroups > 1 && tiles % of_a_slab * kGroups <= of_a_slab) {
+    return dim3(blocks, static_cast<unsigned>(std::min(tiles * kGroups, of_a_slab)), slabs);
+  }
+  return dim3(blocks, persistent(tiles, of_a_slab), slabs);
 }
 
 // M: M1, M2, -M2.
@@ -1063,8 +1070,8 @@ void add_hopper_forward(GradientsProblem& table) {
   const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
   using Shared = HopperForward<kSteps>;
-  const dim3 blocks =
-      clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel, kHopperThreads);
+  const dim3 blocks = clusters_for<Shared, Shared::kGroups>(table.shape, 64 * Shared::kGroups,
+                                                            kernel, kHopperThreads);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
     associate<<<small, kSmallThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));

@@ -18,6 +18,28 @@ __host__ __device__ constexpr int steps_of(int part, int steps) {
   return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
 }
 
+/// Which of `tiles` tiles of 64 vertices a cluster has, forward: every gridDim.y-th. In the last
+/// round a few clusters may have one more to do while all others wait. If they are so few, these
+/// tiles are cut into their kGroups groups of columns, each for another cluster.
+template <int kGroups>
+struct ClusterShare {
+  int rounds, count, cut;  // whole rounds, tiles of this cluster, pieces of a tile after the rounds
+
+  __device__ explicit ClusterShare(int tiles) : rounds(tiles / static_cast<int>(gridDim.y)) {
+    const int clusters = static_cast<int>(gridDim.y), rest = tiles - rounds * clusters;
+    cut = rest * kGroups <= clusters ? kGroups : 1;
+    count = rounds + (static_cast<int>(blockIdx.y) < rest * cut);
+  }
+  /// Number i of the cluster's, and which groups of it.
+  __device__ int tile(int i) const {
+    return static_cast<int>(i * gridDim.y + (i < rounds ? blockIdx.y : blockIdx.y / cut));
+  }
+  __device__ int begin(int i) const {
+    return i < rounds || cut == 1 ? 0 : static_cast<int>(blockIdx.y) % kGroups;
+  }
+  __device__ int end(int i) const { return i < rounds || cut == 1 ? kGroups : begin(i) + 1; }
+};
+
 /// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
 /// is [M1 | M2], 32 columns of either in turn.
 struct GradientMaps {
