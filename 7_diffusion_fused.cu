@@ -193,12 +193,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //
 // (A published split-K kernel for this very operator has a relative error of 0.8.)
 //
-// A block owns 4 rows and 32 columns of a mesh's spectrum: a warp one of the rows, and an eighth of
-// the slices, whose sums meet in shared memory. So all 32 warps read at the same time, 128
-// neighbouring bytes each. Backward it adds its rows' part of dTimes, over e, and the next kernel
-// adds those of all blocks of a column.
-constexpr int kSumRows = 4, kSumParts = 8;
-template <Pass kPass, bool kBatch>
+// A block owns 4 rows and 32 columns of a mesh's spectrum: a warp one of the rows, and a part of
+// the slices, whose sums meet in shared memory. With eight parts all 32 warps read at the same
+// time, 128 neighbouring bytes each; a batch has more blocks, for which fewer warps each are
+// enough. Backward it adds its rows' part of dTimes, over e, and the next kernel adds those of all
+// blocks of a column.
+constexpr int kSumRows = 4;
+template <Pass kPass, bool kBatch, int kSumParts>
 __global__ void __launch_bounds__(32 * kSumRows * kSumParts)
     add_slices(Operands in, const float* sums, int slices, float* time_sums) {
   __shared__ float parts[kSumParts][kSumRows][32];
@@ -371,8 +372,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //                   shares left from, gets its exponential, and becomes the right factor of the
 //                   second product, in shared memory.
 //   Second product  Back over the same rows in reverse: the last tiles of the basis are still in
-//                   shared memory, those before them probably in the L2 cache. With up to kStages
-//                   tiles a block, the basis is read once.
+//                   shared memory, and of those before them the L2 cache, which has been told what
+//                   will be read again and what not, has some. With up to kStages tiles a block,
+//                   the basis is read once.
 //
 // Backward is the same with dOut for x: the masses wait for the end, and the spare warps add
 // dSpectral to the sum and, when all have added, compute dTimes from it while the others go on.
@@ -471,6 +473,13 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const dim3 parts(blocks_for(W, 32), blocks_for(E, kSumRows), tiles.z);
   const int64_t time_rows = parts.y * meshes;  // backward: the parts of dTimes
   const auto time_sums = table.problem.output<float>(kPass == Pass::backward ? time_rows * W : 1);
+  // No part without a slice, and no more threads than a GPU has room for.
+  const int64_t most_parts = std::min<int64_t>(
+      slices, 2048 * multiprocessors / (int64_t{32} * kSumRows * parts.x * parts.y * parts.z));
+  const int sum_parts = most_parts >= 8 ? 8 : most_parts >= 2 ? 2 : 1;
+  const auto add = sum_parts == 8   ? add_slices<kPass, kBatch, 8>
+                   : sum_parts == 2 ? add_slices<kPass, kBatch, 2>
+                                    : add_slices<kPass, kBatch, 1>;
   const auto first = project_slices<kPass, Project, kBatch>;
   const auto last = expand_spectrum<kPass, Expand, kBatch>;
   const int bytes = static_cast<int>(Expand::shared_bytes(E));
@@ -486,8 +495,8 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
     const Operands in = table.operands();
     launch_early(project_slices<kPass, Project, kBatch>, tiles, Project::kThreads,
                  Project::kSharedBytes, in, sums.data());
-    launch_early(add_slices<kPass, kBatch>, parts, 32 * kSumRows * kSumParts, 0, in, sums.data(),
-                 slices, time_sums.data());
+    launch_early(add, parts, 32 * kSumRows * sum_parts, 0, in, sums.data(), slices,
+                 time_sums.data());
     launch_early(expand_spectrum<kPass, Expand, kBatch>, rows, Expand::kThreads, bytes, in,
                  time_sums.data(), static_cast<int>(time_rows));
   };
@@ -569,7 +578,7 @@ void add_one_launch(DiffusionProblem& table) {
   } else if (V * std::min<int64_t>(meshes, 32) <= 32768 || W <= 64) {
     add_one_launch<kPass, 128, 64, 9, kBatch>(table);
   } else {
-    add_one_launch<kPass, 128, 128, 6, kBatch>(table);
+    add_one_launch<kPass, 128, 128, 7, kBatch>(table);
   }
 }
 

@@ -217,44 +217,65 @@ struct Matrix {
 };
 
 // A block owns 32 x 32 results of a product of two small matrices, or of a sum of two such
-// products, a warp 16 x 16. There is so little to do that what counts is how often one waits for
-// memory: all but one of kSmallStages steps of 64 are in flight, together 192 of the inner
-// dimension.
-constexpr int kSmall = 32, kSmallStages = 4;
-constexpr int kSmallTile = kSmall * kBox;                    // elements
-constexpr int kSmallShared = kSmallStages * 2 * kSmallTile;  // elements: 32 KB
+// products. There is so little to do that what counts is how often one waits: so all but one of
+// kSmallStages steps of 128 of the inner dimension are under way at once, and each of eight warps
+// multiplies 16 of a step, for all results. What the warps have adds up at the end, through shared
+// memory, where a thread gets four neighbours: split-K in a block.
+constexpr int kSmall = 32, kSmallDepth = 128, kSmallStages = 5, kSmallThreads = 256;
+constexpr int kSmallTile = kSmall * kSmallDepth;                           // elements
+constexpr int kSmallBytes = kSmallStages * 2 * kSmallTile * sizeof(bf16);  // 80 KB
+constexpr int kSmallStride = kSmall + 8;  // floats: a warp's rows start in other banks
+static_assert(kSmallThreads / 32 * kSmall * kSmallStride * sizeof(float) <= kSmallBytes);
 
-// Where a warp's results start:
-__device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 64 * 16; }
-__device__ int small_col() { return blockIdx.x * kSmall + threadIdx.x / 32 % 2 * 16; }
+// Where a thread's four results are:
+__device__ int small_row() { return blockIdx.y * kSmall + threadIdx.x / 8; }
+__device__ int small_col() { return blockIdx.x * kSmall + threadIdx.x % 8 * 4; }
 
-// sum += left[0] right[0], and if there are 2 terms, left[1] right[1]. Either factor may be
-// transposed in memory; `depth` is the inner dimension. If kEarly, the left factors are results of
-// the kernel before this one, and while it ends, the right ones are on their way.
+// The sum of the warps' sums, and of `first`.
+__device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float4 first) {
+  float* all = static_cast<float*>(stages);
+  float* mine = all + threadIdx.x / 32 * kSmall * kSmallStride;
+  __syncthreads();  // the tiles have been read
+  for_pairs(sum, 0, 0, kSmall, kSmall, [&](int row, int col, float2 pair) {
+    *reinterpret_cast<float2*>(mine + row * kSmallStride + col) = pair;
+  });
+  __syncthreads();
+  const float* from = all + threadIdx.x / 8 * kSmallStride + threadIdx.x % 8 * 4;
+#pragma unroll
+  for (int warp = 0; warp < kSmallThreads / 32; ++warp) {
+    add(first, *reinterpret_cast<const float4*>(from + warp * kSmall * kSmallStride));
+  }
+  return first;
+}
+
+// left[0] right[0], and if there are 2 terms, + left[1] right[1]; plus what is at `first`, if that
+// is not null. Either factor may be transposed in memory; `depth` is the inner dimension. If
+// kEarly, the left factors and `first` are results of the kernel before this one, and while it
+// ends, the right ones are on their way.
 template <Transposed kLeft, Transposed kRight, bool kEarly>
-__device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix* left,
-                                   const Matrix* right, int terms, int depth) {
-  const int boxes = boxes_of(depth), steps = terms * boxes;
+__device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix* right, int terms,
+                                 int depth, const float* first) {
+  constexpr int kDepth = kSmallDepth, kCopies = kSmallThreads;
+  const int boxes = (depth + kDepth - 1) / kDepth, steps = terms * boxes;
   const int row0 = blockIdx.y * kSmall, col0 = blockIdx.x * kSmall;
-  const int row = small_row() % kSmall, col = small_col() % kSmall;
   const auto stage_of = [&](int step) { return stages + step % kSmallStages * 2 * kSmallTile; };
   const auto copy_left = [&](int step) {
     const Matrix a = left[step / boxes];
-    const int k0 = step % boxes * kBox;
+    const int k0 = step % boxes * kDepth;
     if constexpr (kLeft == kTransposed) {
-      copy_swizzled<kBox, kSmall, kThreads>(stage_of(step), a.data, k0, row0, a.rows, a.cols);
+      copy_swizzled<kDepth, kSmall, kCopies>(stage_of(step), a.data, k0, row0, a.rows, a.cols);
     } else {
-      copy_swizzled<kSmall, kBox, kThreads>(stage_of(step), a.data, row0, k0, a.rows, a.cols);
+      copy_swizzled<kSmall, kDepth, kCopies>(stage_of(step), a.data, row0, k0, a.rows, a.cols);
     }
   };
   const auto copy_right = [&](int step) {
     bf16* tile = stage_of(step) + kSmallTile;
     const Matrix b = right[step / boxes];
-    const int k0 = step % boxes * kBox;
+    const int k0 = step % boxes * kDepth;
     if constexpr (kRight == kTransposed) {
-      copy_swizzled<kSmall, kBox, kThreads>(tile, b.data, col0, k0, b.rows, b.cols);
+      copy_swizzled<kSmall, kDepth, kCopies>(tile, b.data, col0, k0, b.rows, b.cols);
     } else {
-      copy_swizzled<kBox, kSmall, kThreads>(tile, b.data, k0, col0, b.rows, b.cols);
+      copy_swizzled<kDepth, kSmall, kCopies>(tile, b.data, k0, col0, b.rows, b.cols);
     }
   };
 
@@ -269,6 +290,9 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
     }
     copy_async_commit();
   }
+  const float4 start = first ? *reinterpret_cast<const float4*>(first) : float4{};
+  const int k = threadIdx.x / 32 * 16;
+  Sums<kSmall, kSmall> sum = {};
   for (int step = 0; step < steps; ++step) {
     copy_async_wait<kSmallStages - 2>();
     __syncthreads();
@@ -278,22 +302,20 @@ __device__ void add_small_products(Sums<16, 16>& sum, bf16* stages, const Matrix
     }
     copy_async_commit();
     const bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
-#pragma unroll
-    for (int k = 0; k < kBox; k += 16) {
-      unsigned a[1][4], b[1][4];
-      if constexpr (kLeft == kTransposed) {
-        load_left_transposed<kSmall>(a, left_tile, row, k);
-      } else {
-        load_left<kBox>(a, left_tile, row, k);
-      }
-      if constexpr (kRight == kTransposed) {
-        load_right_transposed<kBox>(b, right_tile, k, col);
-      } else {
-        load_right<kSmall>(b, right_tile, k, col);
-      }
-      add_product(sum, a, b);
+    unsigned a[kSmall / 16][4], b[kSmall / 16][4];
+    if constexpr (kLeft == kTransposed) {
+      load_left_transposed<kSmall>(a, left_tile, 0, k);
+    } else {
+      load_left<kDepth>(a, left_tile, 0, k);
     }
+    if constexpr (kRight == kTransposed) {
+      load_right_transposed<kDepth>(b, right_tile, k, 0);
+    } else {
+      load_right<kSmall>(b, right_tile, k, 0);
+    }
+    add_product(sum, a, b);
   }
+  return add_warps(stages, sum, start);
 }
 
 // Where M1 and M2 lie in memory: column 32 g + c of row e of matrix i is element i * matrix + e *
@@ -304,18 +326,18 @@ struct Layout {
 };
 
 // M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
-__global__ void __launch_bounds__(kThreads) associate(Operands in, bf16* M, Layout layout) {
+__global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, Layout layout) {
   start_next_kernel();  // Hopper's kernels have other things to load first
-  __shared__ __align__(128) bf16 stages[kSmallShared];
+  extern __shared__ __align__(128) bf16 stages[];
   const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
-  bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
+  const float4 sum =
+      small_products<kPlain, kTransposed, false>(stages, &left, &right, 1, in.W, nullptr);
+  const int row = small_row(), col = small_col();
+  if (row >= in.E || col >= layout.cols) return;
   const float sign = blockIdx.z == 2 ? -1 : 1;
-  Sums<16, 16> sum = {};
-  add_small_products<kPlain, kTransposed, false>(sum, stages, &left, &right, 1, in.W);
-  for_pairs(sum, small_row(), small_col(), in.E, layout.cols, [&](int row, int col, float2 pair) {
-    *reinterpret_cast<unsigned*>(to + static_cast<int64_t>(row) * layout.row + col % kSmall) =
-        pack2<bf16>(sign * pair.x, sign * pair.y);
-  });
+  bf16* to = M + blockIdx.z * layout.matrix + blockIdx.x * static_cast<int64_t>(layout.group);
+  *reinterpret_cast<uint2*>(to + static_cast<int64_t>(row) * layout.row + col % kSmall) =
+      pack4<bf16>(make_float4(sign * sum.x, sign * sum.y, sign * sum.z, sign * sum.w));
 }
 
 // ---- associated: forward ------------------------------------------------------------------------
@@ -590,24 +612,17 @@ __global__ void __launch_bounds__(kThreads)
   const int part = threadIdx.x / 32, lane = threadIdx.x % 32;
   const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
   const bool inside = i < 3 * count;
-  float4 sum = make_float4(0, 0, 0, 0);
-  const auto add = [&sum](float4 other) {
-    sum.x += other.x;
-    sum.y += other.y;
-    sum.z += other.z;
-    sum.w += other.w;
-  };
+  float4 sum = {};
 #pragma unroll 8
   for (int slice = inside ? part : slices; slice < slices; slice += kSliceParts) {
-    add(*reinterpret_cast<const float4*>(partials + slice * 3 * count + i));
+    add(sum, *reinterpret_cast<const float4*>(partials + slice * 3 * count + i));
   }
   sums[part][lane] = sum;
   __syncthreads();
   if (part > 0 || !inside) return;
-  for (int other = 1; other < kSliceParts; ++other) add(sums[other][lane]);
+  for (int other = 1; other < kSliceParts; ++other) add(sum, sums[other][lane]);
   if (i < 2 * count) {
-    *reinterpret_cast<uint2*>(dM + i) =
-        make_uint2(pack2<bf16>(sum.x, sum.y), pack2<bf16>(sum.z, sum.w));
+    *reinterpret_cast<uint2*>(dM + i) = pack4<bf16>(sum);
   } else {
     *reinterpret_cast<float4*>(D + i - 2 * count) = sum;
   }
@@ -615,31 +630,26 @@ __global__ void __launch_bounds__(kThreads)
 
 // dLr = dM1^T x, dLi = dM2^T x, dx = D + dM1 Lr + dM2 Li: the small products again; blockIdx.z says
 // which.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kSmallThreads)
     finish_backward(Operands in, const bf16* dM, const float* D) {
-  __shared__ __align__(128) bf16 stages[kSmallShared];
-  const int row0 = blockIdx.y * kSmall;
+  extern __shared__ __align__(128) bf16 stages[];
+  const bool is_dx = blockIdx.z == 2;
+  const int rows = is_dx ? in.E : in.W, row = small_row(), col = small_col();
+  if (static_cast<int>(blockIdx.y) * kSmall >= rows) return;
   const Matrix dM1 = {dM, in.E, in.W}, dM2 = {dM + static_cast<size_t>(in.E) * in.W, in.E, in.W};
-  Sums<16, 16> sum = {};
-  if (blockIdx.z < 2) {
-    if (row0 >= in.W) return;
-    const Matrix left = blockIdx.z == 0 ? dM1 : dM2, right = {in.x, in.E, in.W};
-    bf16* to = blockIdx.z == 0 ? in.d_Lr : in.d_Li;
-    add_small_products<kTransposed, kPlain, true>(sum, stages, &left, &right, 1, in.E);
-    for_pairs(sum, small_row(), small_col(), in.W, in.W, [&](int row, int col, float2 pair) {
-      *reinterpret_cast<unsigned*>(to + static_cast<size_t>(row) * in.W + col) =
-          pack2<bf16>(pair.x, pair.y);
-    });
-  } else {
-    if (row0 >= in.E) return;
+  const bool inside = row < rows && col < in.W;
+  const size_t at = static_cast<size_t>(row) * in.W + col;
+  float4 sum;
+  if (is_dx) {
     const Matrix left[2] = {dM1, dM2}, right[2] = {{in.Lr, in.W, in.W}, {in.Li, in.W, in.W}};
-    add_small_products<kPlain, kPlain, true>(sum, stages, left, right, 2, in.W);
-    for_pairs(sum, small_row(), small_col(), in.E, in.W, [&](int row, int col, float2 pair) {
-      const size_t at = static_cast<size_t>(row) * in.W + col;
-      const float2 rest = *reinterpret_cast<const float2*>(D + at);
-      *reinterpret_cast<unsigned*>(in.d_x + at) = pack2<bf16>(rest.x + pair.x, rest.y + pair.y);
-    });
+    sum = small_products<kPlain, kPlain, true>(stages, left, right, 2, in.W,
+                                               inside ? D + at : nullptr);
+  } else {
+    const Matrix left = blockIdx.z == 0 ? dM1 : dM2, right = {in.x, in.E, in.W};
+    sum = small_products<kTransposed, kPlain, true>(stages, &left, &right, 1, in.E, nullptr);
   }
+  bf16* to = is_dx ? in.d_x : blockIdx.z == 0 ? in.d_Lr : in.d_Li;
+  if (inside) *reinterpret_cast<uint2*>(to + at) = pack4<bf16>(sum);
 }
 
 // ---- Hopper -------------------------------------------------------------------------------------
@@ -674,11 +684,11 @@ struct HopperForward {
   Box<bf16, 64> out[2][kGroups];  // of each consumer
   // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
   // sees all of their phases. Turn t is in stage t % kStages.
-  Barrier loaded, full[kTurns], empty[kTurns];
+  Barrier loaded[kGroups], full[kTurns], empty[kTurns];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
-    barrier_init(&loaded, 1);
+    for (Barrier& each : loaded) barrier_init(&each, 1);
     for (int t = 0; t < kTurns; ++t) {
       barrier_init(&full[t], 1);
       barrier_init(&empty[t], 4 * blocks);  // the warps of a consumer in each block
@@ -701,9 +711,9 @@ __global__ void __launch_bounds__(384, 1)
   constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
-  const int first = blockIdx.y, clusters = gridDim.y;
+  const int rank = blockIdx.x, blocks = gridDim.x;
   const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
+  const ClusterShare<kGroups> share((V + 63) / 64);
   if (threadIdx.x == 0) shared.prepare_barriers(blocks);
   cluster_meet();
 
@@ -717,7 +727,7 @@ __global__ void __launch_bounds__(384, 1)
         barrier_wait(&shared.empty[oldest.stage], oldest.parity);
         oldest.advance();
       };
-      for (int tile = first; tile < tiles; tile += clusters) {
+      for (int i = 0; i < share.count; ++i) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
@@ -725,40 +735,33 @@ __global__ void __launch_bounds__(384, 1)
           filled < kStages ? static_cast<void>(++filled) : give_back();
           barrier_arrive_expect(full, steps * sizeof(LeftFactors));
           for (int step = 0; step < steps; ++step) {
-            load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
+            load_left_factors(shared.left[ring.stage % kStages][step], maps, share.tile(i),
                               kPartSteps * part + step, rank, blocks, full);
           }
         }
-        if (tile == first) {
-          wait_for_previous_kernel();  // associate, which makes M1 and M2
-          barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          for (int group = 0; group < kGroups; ++group) {
-            for (int step = 0; step < kSteps; ++step) {
-              load_right_factors(shared.right[group][step], maps, step, col0 + 64 * group,
-                                 &shared.loaded);
-            }
-          }
-        }
+        if (i == 0) load_right_factors<64>(shared.right, maps, col0, shared.loaded);
       }
-      for (; filled > 0; --filled) give_back();  // as wait_until_empty()
+      for (; filled > 0; --filled) give_back();                    // as wait_until_empty()
+      for (Barrier& each : shared.loaded) barrier_wait(&each, 0);  // also for what nobody needs
     }
   } else {
     registers_grow_to<232>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
     for (int i = 0; i < kParts * consumer; ++i) ring.advance();
-    for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
+    for (int i = consumer; i < share.count; i += 2) {
       LeftFragments left[kPartSteps];
       barrier_wait(&shared.full[ring.stage], ring.parity);
       load_fragments<kPartSteps>(left, shared.left[ring.stage % kStages]);
-      barrier_wait(&shared.loaded, 0);
 #pragma unroll 1
-      for (int group = 0; group < kGroups; ++group) {
+      for (int group = share.begin(i); group < share.end(i); ++group) {
+        if (i < 2) barrier_wait(&shared.loaded[group], 0);
         const RightFactors* right = shared.right[group];
         Gradients sums;
         multiply_part<kPartSteps>(sums, left, right, false);
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
-        if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+        if (group == share.begin(i) && lane < blocks)
+          barrier_arrive(&shared.empty[ring.stage], lane);
         if constexpr (kParts > 1) {
           constexpr int kRest = kSteps - kPartSteps;
           ring.advance();
@@ -769,21 +772,22 @@ __global__ void __launch_bounds__(384, 1)
         }
         Sum<64> out;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          out.elements[i] = fast_tanh(sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i));
+        for (int e = 0; e < 32; ++e) {
+          out.elements[e] = fast_tanh(sums.xr(e) * sums.ar(e) + sums.xi(e) * sums.ai(e));
         }
         // Until this box has been read; the other group's may still be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
-        out.store(shared.out[consumer][group], 0, [&](int i) { return out.elements[i]; });
+        auto& box = shared.out[consumer][group - share.begin(i)];
+        out.store(box, 0, [&](int e) { return out.elements[e]; });
         shared_fence();
         named_barrier(1 + consumer, 128);
         if (thread == 0) {
-          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * group, &shared.out[consumer][group]);
+          tensor_store(&maps.vertices, 64 * share.tile(i), col0 + 64 * group, &box);
           tensor_store_commit();
         }
       }
-      for (int i = 0; i < kParts + 1; ++i) ring.advance();  // also over the other consumer's tile
+      for (int t = 0; t < kParts + 1; ++t) ring.advance();  // also over the other consumer's tile
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
@@ -799,11 +803,11 @@ struct HopperBackward {
   LeftFactors left[kStages];
   Products<kCols> products;
   Box<bf16, 64> d_out[kCols == 64 ? 3 : 1];  // of 64 columns: comes with a tile's first step
-  Barrier loaded, full[kStages], empty[kStages], ready, spent[2];
+  Barrier loaded[kHalves], full[kStages], empty[kStages], ready, spent[2];
 
 #if HOPPER_CODE
   __device__ __forceinline__ void prepare_barriers(int blocks) {
-    barrier_init(&loaded, 1);
+    for (Barrier& each : loaded) barrier_init(&each, 1);
     for (int s = 0; s < kStages; ++s) {
       barrier_init(&full[s], 1);
       barrier_init(&empty[s], blocks);
@@ -861,16 +865,7 @@ __global__ void __launch_bounds__(512, 1)
           }
         }
         if (kCols == 32) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
-        if (tile == first) {
-          wait_for_previous_kernel();  // associate, which makes M1 and M2
-          barrier_arrive_expect(&shared.loaded, sizeof shared.right);
-          for (int half = 0; half < Shared::kHalves; ++half) {
-            for (int step = 0; step < kSteps; ++step) {
-              load_right_factors(shared.right[half][step], maps, step, col0 + 32 * half,
-                                 &shared.loaded);
-            }
-          }
-        }
+        if (tile == first) load_right_factors<32>(shared.right, maps, col0, shared.loaded);
       }
       wait_until_empty(shared.empty, ring);
     }
@@ -972,7 +967,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
   const dim3 blocks =
       slices_of(blocks_for(V, kBox), blocks_for(W, Tiles::BN), device, kernel, kThreads, bytes);
   const auto launch = [=, &table] {
-    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kSmallThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
     associated_features<Tiles><<<blocks, kThreads, bytes>>>(table.operands(), M);
   };
   table.problem.kernel("associated", Role::ours, launch)
@@ -988,7 +983,8 @@ void launch_rest(const GradientsProblem& table, const GradientsTemporaries& t) {
   const dim3 last = small_blocks(std::max(E, W), W, 3);
   launch_early(add_slices, blocks_for(3 * t.count, 4 * 32), 32 * kSliceParts, 0, t.partials.data(),
                t.slices, t.dM.data(), t.D.data(), static_cast<size_t>(t.count));
-  launch_early(finish_backward, last, kThreads, 0, table.operands(), t.dM.data(), t.D.data());
+  launch_early(finish_backward, last, kSmallThreads, kSmallBytes, table.operands(), t.dM.data(),
+               t.D.data());
 }
 
 template <typename Tiles>
@@ -1003,7 +999,7 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
   const dim3 small = small_blocks(E, W, 2);
   const auto launch = [=, &table] {
     const Operands in = table.operands();
-    associate<<<small, kThreads>>>(in, t.M, dense(table.shape));
+    associate<<<small, kSmallThreads, kSmallBytes>>>(in, t.M, dense(table.shape));
     accumulate_backward<Tiles><<<blocks, Tiles::kThreads, bytes>>>(in, t.M, t.partials);
     launch_rest(table, t);
   };
@@ -1035,7 +1031,8 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 constexpr int kHopperThreads = 384, kBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
-template <typename Shared, typename Kernel>
+// kGroups: of a block's columns, if ClusterShare may cut tiles.
+template <typename Shared, int kGroups = 1, typename Kernel>
 dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
@@ -1044,7 +1041,11 @@ dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   const unsigned blocks = blocks_for(groups, slabs);
   const int clusters = resident_clusters(kernel, blocks, threads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
-  return dim3(blocks, persistent(blocks_for(shape.V, 64), of_a_slab), slabs);
+  const int64_t tiles = blocks_for(shape.V, 64);
+  if (kGroups > 1 && tiles % of_a_slab * kGroups <= of_a_slab) {
+    return dim3(blocks, static_cast<unsigned>(std::min(tiles * kGroups, of_a_slab)), slabs);
+  }
+  return dim3(blocks, persistent(tiles, of_a_slab), slabs);
 }
 
 // M: M1, M2, -M2.
@@ -1069,11 +1070,11 @@ void add_hopper_forward(GradientsProblem& table) {
   const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
   using Shared = HopperForward<kSteps>;
-  const dim3 blocks =
-      clusters_for<Shared>(table.shape, 64 * Shared::kGroups, kernel, kHopperThreads);
+  const dim3 blocks = clusters_for<Shared, Shared::kGroups>(table.shape, 64 * Shared::kGroups,
+                                                            kernel, kHopperThreads);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
-    associate<<<small, kThreads>>>(table.operands(), M, dense(table.shape));
+    associate<<<small, kSmallThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
     launch_clusters(hopper_features<kSteps>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
                     V);
   };
@@ -1102,7 +1103,7 @@ void add_hopper_backward(GradientsProblem& table) {
     const Operands in = table.operands();
     GradientMaps maps = gradient_maps(table, t.M);
     maps.M1 = tensor_map<bf16>(t.M, E, layout.row, 64);
-    associate<<<small, kThreads>>>(in, t.M, layout);
+    associate<<<small, kSmallThreads, kSmallBytes>>>(in, t.M, layout);
     launch_clusters(hopper_accumulate_backward<kSteps, kCols>, blocks.x, true, blocks,
                     kBackwardThreads, kBytes, maps, in.d_out, t.partials.data(),
                     static_cast<int>(in.V), in.E, in.W);
@@ -1149,6 +1150,8 @@ int main(int argc, char** argv) {
   Cublas blas;
   std::deque<GradientsProblem> tables;
   const Device& device = lesson.device();
+  allow_shared_bytes(associate, kSmallBytes);
+  allow_shared_bytes(finish_backward, kSmallBytes);
   double worst = 0;
   bool has_one_kernel = true, has_forward = true, has_backward = true, has_hopper = true;
   for (const int64_t V : sizes) {

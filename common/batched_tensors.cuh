@@ -1,6 +1,6 @@
-// The tensor maps and copies of common/hopper.cuh for a batch of matrices: maps of three
-// dimensions. A box is of one matrix, and ends where that ends: what it reads beyond is zero, not
-// the next matrix, and what it writes there is dropped.
+// The copies of common/hopper.cuh with a policy for the L2 cache, and for a batch of matrices: maps
+// of three dimensions. A box is of one matrix, and ends where that ends: what it reads beyond is
+// zero, not the next matrix, and what it writes there is dropped.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -19,7 +19,33 @@ CUtensorMap batch_map(const T* batch, int64_t matrices, int64_t rows, int64_t co
 // The CPU backend has these in common/cpu/hopper_device.h.
 #if HOPPER_CODE && !defined(CUDA_CPU)
 
-/// tensor_load() of a box of matrix `matrix`, with a cache policy.
+// Policies for the copies below, "createpolicy": the L2 cache gives this data up before other data,
+// after it, or as if nothing was said.
+__device__ inline uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline uint64_t evict_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline uint64_t evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/// tensor_load() of a box with a policy; below: of matrix `matrix`.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
+                                   Barrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix, int row, int col,
                                    Barrier* barrier, uint64_t policy) {
   asm volatile(
@@ -29,22 +55,43 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix,
       : "memory");
 }
 
-/// tensor_load_multicast() of such a box.
+/// tensor_load_multicast(), likewise.
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
+                                             Barrier* barrier, uint16_t ranks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "h"(ranks), "l"(policy)
+      : "memory");
+}
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int matrix, int row,
-                                             int col, Barrier* barrier, uint16_t ranks) {
+                                             int col, Barrier* barrier, uint16_t ranks,
+                                             uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(ranks)
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(ranks),
+      "l"(policy)
       : "memory");
 }
 
-/// tensor_store() of a box to matrix `matrix`.
-__device__ inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col,
-                                    const void* from) {
+/// tensor_store(), likewise.
+__device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from,
+                                    uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
-      "r"(col), "r"(row), "r"(matrix), "r"(shared_address(from))
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], "
+      "%4;" ::"l"(map),
+      "r"(col), "r"(row), "r"(shared_address(from)), "l"(policy)
+      : "memory");
+}
+__device__ inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col,
+                                    const void* from, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], "
+      "[%4], %5;" ::"l"(map),
+      "r"(col), "r"(row), "r"(matrix), "r"(shared_address(from)), "l"(policy)
       : "memory");
 }
 
@@ -65,21 +112,21 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, int matrix, in
 
 template <bool kBatch>
 __device__ inline void multicast_box(void* to, const CUtensorMap* map, int matrix, int row, int col,
-                                     Barrier* barrier, uint16_t ranks) {
+                                     Barrier* barrier, uint16_t ranks, uint64_t policy) {
   if constexpr (kBatch) {
-    tensor_load_multicast(to, map, matrix, row, col, barrier, ranks);
+    tensor_load_multicast(to, map, matrix, row, col, barrier, ranks, policy);
   } else {
-    tensor_load_multicast(to, map, row, col, barrier, ranks);
+    tensor_load_multicast(to, map, row, col, barrier, ranks, policy);
   }
 }
 
 template <bool kBatch>
 __device__ inline void store_box(const CUtensorMap* map, int matrix, int row, int col,
-                                 const void* from) {
+                                 const void* from, uint64_t policy) {
   if constexpr (kBatch) {
-    tensor_store(map, matrix, row, col, from);
+    tensor_store(map, matrix, row, col, from, policy);
   } else {
-    tensor_store(map, row, col, from);
+    tensor_store(map, row, col, from, policy);
   }
 }
 #endif

@@ -72,13 +72,6 @@ struct OneLaunchShared {
   Barrier full[kStages], empty[kStages], spare, met;
 };
 
-// Two pairs of bf16, multiplied and rounded.
-__device__ inline unsigned multiply2(unsigned a, unsigned b) {
-  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
-                                         *reinterpret_cast<const __nv_bfloat162*>(&b));
-  return *reinterpret_cast<const unsigned*>(&product);
-}
-
 #if HOPPER_CODE
 // Two neighbouring elements of a row-major matrix; zeros outside of it. cols and col are even.
 __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols, int row,
@@ -88,8 +81,9 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
       *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
 }
 
-/// A block's part of the work: 64-row tiles `first` to `first` + tiles - 1, as one of `groups`
-/// clusters, and kColumns columns from rank kColumns on, as one of the `blocks` of its cluster.
+/// A block's part of the work: `tiles` tiles of 64 rows, every groups-th from the group-th on, as
+/// one of `groups` clusters, which so work side by side in memory; and kColumns columns from rank
+/// kColumns on, as one of the `blocks` of its cluster.
 /// In a batch it is a part of mesh blockIdx.z, whose dTimes go to time_parts (meshes, W).
 template <int kTheEigen, int kTheColumns, int kTheStages, bool kIsBatch = false>
 struct MeshPart {
@@ -108,17 +102,16 @@ struct MeshPart {
   const DiffusionOperands& operands;
   float* time_parts;  // of a batch
   int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
-  int first, tiles;
+  int tiles;
 
   __device__ __forceinline__ MeshPart(char* bytes, const DiffusionMaps& maps,
                                       const DiffusionOperands& operands,
                                       float* time_parts = nullptr)
       : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
     this->time_parts = time_parts;
-    const int64_t all_tiles = (operands.V + 63) / 64;
-    first = static_cast<int>(all_tiles * group / groups);
-    tiles = static_cast<int>(all_tiles * (group + 1) / groups) - first;
+    tiles = (static_cast<int>((operands.V + 63) / 64) - group + groups - 1) / groups;
   }
+  __device__ int row_of(int t) const { return 64 * (group + t * groups); }
   __device__ int col0() const { return rank * kColumns; }
   __device__ int mesh() const { return kBatch ? blockIdx.z : 0; }
   /// Where the mesh's first mass is, of all; and in the box that it comes with.
@@ -178,10 +171,23 @@ struct Meeting {
   }
 };
 
+/// What the L2 cache does with a tile of the basis in the first product. Those that the second one
+/// reads again first, kCachedBytes of all clusters, it shall keep: not those before them, nor those
+/// that are in shared memory until then.
+inline constexpr int kCachedBytes = 32 << 20;
+template <typename Part>
+__device__ __forceinline__ uint64_t basis_policy(const Part& part, int t) {
+  const int behind = part.tiles - Part::kStages - t;
+  const int tile_bytes = 128 * part.operands.E;
+  const int cached = kCachedBytes / tile_bytes / static_cast<int>(gridDim.y * gridDim.z);
+  if (part.tiles <= Part::kStages) return evict_normal();
+  return behind > 0 && behind <= cached ? evict_last() : evict_first();
+}
+
 /// Asks for a tile of x, whose stage it announces: the basis will come, too.
 template <typename Part>
 __device__ __forceinline__ void load_x(const Part& part, int t) {
-  const int s = t % Part::kStages, row = 64 * (part.first + t);
+  const int s = t % Part::kStages, row = part.row_of(t);
   barrier_arrive_expect(&part.shared.full[s], part.kFirstBytes);
   // x is not needed again, the basis is.
   for (int box = 0; box < part.shared.kBoxes; ++box) {
@@ -203,29 +209,18 @@ __device__ __forceinline__ void prepare_barriers(const Part& part) {
 
 /// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
 template <typename Part>
-__device__ __forceinline__ void load_basis(const Part& part, int t) {
+__device__ __forceinline__ void load_basis(const Part& part, int t, uint64_t policy) {
   auto& shared = part.shared;
-  const int s = t % Part::kStages, row = 64 * (part.first + t);
+  const int s = t % Part::kStages, row = part.row_of(t);
   tensor_load(shared.mass[s], &part.maps.mass, part.mass0() - part.mass_shift() + row,
               &shared.full[s]);
   for (int box = part.rank; box < shared.kSteps * 64 / kMulticastRows; box += part.blocks) {
     const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
     multicast_box<Part::kBatch>(shared.basis[s][step].row(within), &part.maps.basis, part.mesh(),
                                 row + within, kStepK * step, &shared.full[s],
-                                static_cast<uint16_t>((1 << part.blocks) - 1));
+                                static_cast<uint16_t>((1 << part.blocks) - 1), policy);
   }
 }
-
-// The next phase of each stage's barriers: bit s is that of stage s.
-template <int kStages>
-struct Phases {
-  uint32_t parities = 0;
-  __device__ __forceinline__ int next(int s) {
-    const int parity = parities >> s & 1;
-    parities ^= 1u << s;
-    return parity;
-  }
-};
 
 /// The producer's thread loads the tiles of the first product, the first x of which is under way.
 template <typename Part>
@@ -235,7 +230,7 @@ __device__ __forceinline__ void load_forth(const Part& part, Phases<Part::kStage
       barrier_wait(&part.shared.empty[t % Part::kStages], empty.next(t % Part::kStages));
     }
     if (t > 0) load_x(part, t);
-    load_basis(part, t);
+    load_basis(part, t, basis_policy(part, t));
   }
 }
 
@@ -248,7 +243,7 @@ __device__ __forceinline__ void load_back(const Part& part, Phases<Part::kStages
       barrier_wait(&part.shared.empty[s], empty.next(s));
     }
     barrier_arrive_expect(&part.shared.full[s], part.kBasisBytes);
-    load_basis(part, t);
+    load_basis(part, t, evict_first());
   }
 }
 
@@ -413,7 +408,7 @@ __device__ __forceinline__ unsigned two_masses(const Part& part, int t, int row)
   const __nv_bfloat16* masses = part.shared.mass[t % Part::kStages] + row;
   if constexpr (Part::kBatch) {
     masses += part.mass_shift();
-    const int64_t left = part.operands.V - 64 * static_cast<int64_t>(part.first + t) - row;
+    const int64_t left = part.operands.V - part.row_of(t) - row;
     return pack2<__nv_bfloat16>(left > 0 ? __bfloat162float(masses[0]) : 0,
                                 left > 1 ? __bfloat162float(masses[1]) : 0);
   } else {
@@ -546,7 +541,7 @@ __device__ __forceinline__ void damp_spectrum(const Part& part, SpectrumShare<Pa
       for (int box = 0; box < shared.kBoxes; ++box) {
         store_box<Part::kBatch>(&part.maps.spectral, part.mesh(), kStepK * step,
                                 part.col0() + kBoxCols * box,
-                                &shared.second.spectrum[step].boxes[box]);
+                                &shared.second.spectrum[step].boxes[box], evict_normal());
       }
     }
     tensor_store_commit();
@@ -587,9 +582,12 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
     shared_fence();
     named_barrier(kConsumerBarrier + consumer(), 128);
     if (thread == 0) {
+      // It shall not drive the basis out of the cache while that is still read.
+      const uint64_t policy = t >= Part::kStages ? evict_first() : evict_normal();
       for (int box = 0; box < shared.kBoxes; ++box) {
-        store_box<Part::kBatch>(&part.maps.out, part.mesh(), 64 * (part.first + t),
-                                part.col0() + kBoxCols * box, &shared.second.out[consumer()][box]);
+        store_box<Part::kBatch>(&part.maps.out, part.mesh(), part.row_of(t),
+                                part.col0() + kBoxCols * box, &shared.second.out[consumer()][box],
+                                policy);
       }
       tensor_store_commit();
     }

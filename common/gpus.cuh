@@ -10,6 +10,7 @@
 
 #include "common/event.h"
 #include "common/lesson.h"
+#include "common/mma.cuh"
 #include "common/numerics.h"
 
 /// While one exists, GPU `gpu` is the calling thread's.
@@ -106,13 +107,6 @@ __device__ inline float4 empty_quad() {
 __device__ inline bool is_whole(const float4& quad) {
   return __float_as_uint(quad.x) != kNothing && __float_as_uint(quad.y) != kNothing &&
          __float_as_uint(quad.z) != kNothing && __float_as_uint(quad.w) != kNothing;
-}
-
-__device__ inline void add(float4& sum, const float4& quad) {
-  sum.x += quad.x;
-  sum.y += quad.y;
-  sum.z += quad.z;
-  sum.w += quad.w;
 }
 
 /// Four numbers that another GPU may be storing: each is there or not, whatever the others are.

@@ -6,6 +6,7 @@
 // fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
 #pragma once
 
+#include "common/early_launch.cuh"
 #include "common/gradients.h"
 #include "common/mma.cuh"
 #include "common/tiles.cuh"
@@ -16,6 +17,28 @@ inline constexpr int kPart = 128, kPartSteps = kPart / kStepK;
 __host__ __device__ constexpr int steps_of(int part, int steps) {
   return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
 }
+
+/// Which of `tiles` tiles of 64 vertices a cluster has, forward: every gridDim.y-th. In the last
+/// round a few clusters may have one more to do while all others wait. If they are so few, these
+/// tiles are cut into their kGroups groups of columns, each for another cluster.
+template <int kGroups>
+struct ClusterShare {
+  int rounds, count, cut;  // whole rounds, tiles of this cluster, pieces of a tile after the rounds
+
+  __device__ explicit ClusterShare(int tiles) : rounds(tiles / static_cast<int>(gridDim.y)) {
+    const int clusters = static_cast<int>(gridDim.y), rest = tiles - rounds * clusters;
+    cut = rest * kGroups <= clusters ? kGroups : 1;
+    count = rounds + (static_cast<int>(blockIdx.y) < rest * cut);
+  }
+  /// Number i of the cluster's, and which groups of it.
+  __device__ int tile(int i) const {
+    return static_cast<int>(i * gridDim.y + (i < rounds ? blockIdx.y : blockIdx.y / cut));
+  }
+  __device__ int begin(int i) const {
+    return i < rounds || cut == 1 ? 0 : static_cast<int>(blockIdx.y) % kGroups;
+  }
+  __device__ int end(int i) const { return i < rounds || cut == 1 ? kGroups : begin(i) + 1; }
+};
 
 /// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
 /// is [M1 | M2], 32 columns of either in turn.
@@ -43,18 +66,36 @@ struct LeftFactors {
 
 // ---- Load ---------------------------------------------------------------------------------------
 
-/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of all right factors.
-__device__ inline void load_right_factors(RightFactors& to, const GradientMaps& maps, int step,
-                                          int col, Barrier* loaded) {
+/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of the right factors but x.
+__device__ inline void load_products_with_x(RightFactors& to, const GradientMaps& maps, int step,
+                                            int col, Barrier* loaded) {
   tensor_load(&to.minus_M2, &maps.minus_M2, kStepK * step, col, loaded);
   tensor_load(&to.M1, &maps.M1, kStepK * step, col, loaded);
   tensor_load(&to.M2, &maps.M2, kStepK * step, col, loaded);
-  tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
 }
-__device__ inline void load_right_factors(BackwardFactors& to, const GradientMaps& maps, int step,
-                                          int col, Barrier* loaded) {
+__device__ inline void load_products_with_x(BackwardFactors& to, const GradientMaps& maps, int step,
+                                            int col, Barrier* loaded) {
   tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
-  tensor_load(&to.x, &maps.x, kStepK * step, col, loaded);
+}
+
+/// All right factors of a block, kCols columns in each of kGroups, from col0 on. While `associate`
+/// makes M1 and M2, x is already on its way. A group has a barrier of its own, so that the first
+/// one can be multiplied while the others come.
+template <int kCols, typename Factors, int kGroups, int kSteps>
+__device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], const GradientMaps& maps,
+                                          int col0, Barrier (&loaded)[kGroups]) {
+  for (int group = 0; group < kGroups; ++group) {
+    barrier_arrive_expect(&loaded[group], sizeof to[group]);
+    for (int step = 0; step < kSteps; ++step) {
+      tensor_load(&to[group][step].x, &maps.x, kStepK * step, col0 + kCols * group, &loaded[group]);
+    }
+  }
+  wait_for_previous_kernel();  // associate
+  for (int group = 0; group < kGroups; ++group) {
+    for (int step = 0; step < kSteps; ++step) {
+      load_products_with_x(to[group][step], maps, step, col0 + kCols * group, &loaded[group]);
+    }
+  }
 }
 
 /// Of a tile's columns from 64 `step` on, the box that block `rank` of a cluster of two fetches for
@@ -268,7 +309,7 @@ __device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out,
   };
   int tile = blockIdx.y;
   if (!kShare && maker == 1) skip_tile(), tile += clusters;
-  barrier_wait(&shared.loaded, 0);
+  barrier_wait(&shared.loaded[half], 0);
   for (; 64 * tile < V; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
     GradientPairs sums;
     uint32_t d_out_pairs[8];

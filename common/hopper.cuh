@@ -139,6 +139,17 @@ struct Ring {
   }
 };
 
+/// The same for stages in any order: the next phase of each stage's barrier, bit s that of stage s.
+template <int kStages>
+struct Phases {
+  uint32_t parities = 0;
+  __device__ __forceinline__ int next(int s) {
+    const int parity = parities >> s & 1;
+    parities ^= 1u << s;
+    return parity;
+  }
+};
+
 #if HOPPER_CODE
 
 #ifdef CUDA_CPU
@@ -228,23 +239,6 @@ __device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
 /// Has the cache line of `from` brought into the L2 cache. "prefetch".
 __device__ inline void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
-}
-
-/// A policy for tensor_load: the L2 cache gives this data up before other data.
-__device__ inline uint64_t evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-/// tensor_load of a box with a cache policy.
-__device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
-                                   Barrier* barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
 }
 
 /// Copies the 64 elements of a vector from `first` on.

@@ -40,6 +40,26 @@ __device__ inline unsigned pack2<__nv_bfloat16>(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
+/// Four floats, likewise, as two registers.
+template <typename T>
+__device__ inline uint2 pack4(float4 four) {
+  return make_uint2(pack2<T>(four.x, four.y), pack2<T>(four.z, four.w));
+}
+
+__device__ inline void add(float4& sum, const float4& quad) {
+  sum.x += quad.x;
+  sum.y += quad.y;
+  sum.z += quad.z;
+  sum.w += quad.w;
+}
+
+/// Two pairs of bf16, multiplied and rounded.
+__device__ inline unsigned multiply2(unsigned a, unsigned b) {
+  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
+
 /// Where element (row, col) of a tile lies in shared memory, in elements of 16 bits from its start.
 /// The tile has kCols columns (32, or a multiple of 64), is dense, and starts at a multiple of 128
 /// bytes.

@@ -80,7 +80,7 @@ NEVER_REMOVED = ("barrier_init",)  # the barrier would not exist
 TIMING_ONLY = {
     "start_next_kernel": "without it the next kernel's blocks start when this one's end",
     "prefetch_l2": "brings into the cache what is read later anyway",
-    "evict_first": "a hint to the cache",
+    **{word: "a hint to the cache" for word in ("evict_first", "evict_last", "evict_normal")},
     "next": "Pace::next() waits for a bounded time, to read less",
     "end": "Pace::end(): nobody waits for long if it is missing",
 }

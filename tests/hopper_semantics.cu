@@ -208,10 +208,12 @@ __global__ void copy_box(const __grid_constant__ CUtensorMap from,
     barrier_init_fence();
     barrier_arrive_expect(&barrier, sizeof box);
     tensor_load(box[0], &from, matrix, row, col, &barrier, evict_first());
-    tensor_load_multicast(box[1], &from, matrix, row + 16, col, &barrier, 1);
+    tensor_load_multicast(box[1], &from, matrix, row + 16, col, &barrier, 1, evict_last());
     barrier_wait(&barrier, 0);
     shared_fence();
-    for (int i = 0; i < 2; ++i) tensor_store(&to, matrix, row + 16 * i, col, box[i]);
+    for (int i = 0; i < 2; ++i) {
+      tensor_store(&to, matrix, row + 16 * i, col, box[i], evict_normal());
+    }
     tensor_store_commit();
     tensor_store_wait_read<0>();
   }

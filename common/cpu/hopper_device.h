@@ -93,6 +93,8 @@ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col, std:
 inline void prefetch_l2(const void*) {}
 inline void prefetch_l2(const CUtensorMap*, int, int) {}
 inline std::uint64_t evict_first() { return 0; }
+inline std::uint64_t evict_last() { return 0; }
+inline std::uint64_t evict_normal() { return 0; }
 inline void tensor_load(void* to, const CUtensorMap* map, int row, int col, std::uint64_t* barrier,
                         std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   tensor_load(to, map, row, col, barrier, site);
@@ -113,8 +115,15 @@ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int
   const int coordinates[2] = {col, row};
   cuda_cpu::tensor_load(to, map, 2, coordinates, barrier, ranks, site);
 }
+inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
+                                  std::uint64_t* barrier, std::uint16_t ranks,
+                                  std::uint64_t /*policy*/,
+                                  cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  tensor_load_multicast(to, map, row, col, barrier, ranks, site);
+}
 inline void tensor_load_multicast(void* to, const CUtensorMap* map, int matrix, int row, int col,
                                   std::uint64_t* barrier, std::uint16_t ranks,
+                                  std::uint64_t /*policy*/,
                                   cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const int coordinates[3] = {col, row, matrix};
   cuda_cpu::tensor_load(to, map, 3, coordinates, barrier, ranks, site);
@@ -132,8 +141,12 @@ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* f
   const int coordinates[2] = {col, row};
   cuda_cpu::tensor_store(map, 2, coordinates, from, site);
 }
+inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from,
+                         std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  tensor_store(map, row, col, from, site);
+}
 inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col, const void* from,
-                         cuda_cpu::Site site = cuda_cpu::Site::here()) {
+                         std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const int coordinates[3] = {col, row, matrix};
   cuda_cpu::tensor_store(map, 3, coordinates, from, site);
 }
