@@ -453,6 +453,7 @@ struct Timetable {
     Piece piece{from.tile + i, i > 0 ? 0 : from.step, steps, block};
     if (piece.tile == to.tile) piece.end = to.step;
     if (piece.tile > to.tile) piece.end = piece.begin;
+    if (piece.begin == piece.end) return piece;
     // Who has the steps that follow?
     for (int end = piece.begin > 0 ? steps : piece.end; end < steps;) {
       const Point next = start(++piece.last + 1);
