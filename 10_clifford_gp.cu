@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kRowThreads)
           out[k * plane + row + f] = z.blade[k].v[0] * r;
         });
       }
-      if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
+      if (walk == 1) add_up_row(sums, partials[turn], kRowThreads / 32);
     }
   }
 }
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kRowThreads)
         gradients<Of::x>(left, right, dP, weights, give_x, take_w, give_w);
         gradients<Of::y>(left, right, dP, weights, give_y, take_w, give_w);
       }
-      if (walk == 1) add_up_row(sums, partials[turn], blockDim.x / 32);
+      if (walk == 1) add_up_row(sums, partials[turn], kRowThreads / 32);
     }
   }
 }
@@ -451,17 +451,13 @@ template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-  extern __shared__ __align__(128) float together[];
+  extern __shared__ __align__(16) float shared[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  auto* exchange = reinterpret_cast<Exchange<2 * A::kGrades>*>(together);
-  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(
-      kVector ? together : reinterpret_cast<float*>(exchange + 1), shape);
+  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(shared, shape);
   const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
-  const int step = gridDim.x / place.blocks * shape.rows();
-  const auto at = [&](int n) {
-    return static_cast<size_t>(n) * layer.features + place.start + place.first;
-  };
+  const int step = gridDim.x * shape.rows();
+  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
   const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
   const auto fetch_x_and_d_out = [&](int n) {
     memory.template fetch<0>(x + at(n), plane, place, inside(n));
@@ -472,16 +468,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     copy_async_commit();
   };
 
-  int first = blockIdx.x / place.blocks * shape.rows(), n = first + place.row;
+  int first = blockIdx.x * shape.rows(), n = first + place.row;
   memory.fetch_weights(w, shape, place);
   fetch_x_and_d_out(n);
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
-  open_exchange(*exchange, place.blocks);
   Pack<W> dw[A::kTriples] = {};
-  int round = 0;
-  for (; first < layer.batch; first += step, n += step, ++round) {
+  int turn = 0;
+  for (; first < layer.batch; first += step, n += step, turn ^= 1) {
     copy_async_wait<0>();
     __syncwarp();
     const auto left = memory.template take<0>();
@@ -494,9 +489,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     GradientSums<A> sums = {};
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
-      add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
-      send_sums(sums, *exchange, place.blocks, round);
-      receive_sums(sums, *exchange, place.blocks, round);
+      add_up_row_by_halves(sums, partials[turn], shape.per_row / 32);
     }
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -507,7 +500,6 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     inside(n));
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
-  close_exchange(place.blocks);
 }
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
@@ -534,22 +526,24 @@ constexpr size_t kStreamBytes = 208 << 10;
 // from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
 // and plane k of the rows begins shift(k) floats further on in stages[s][k]. (A tensor has a
 // multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
-template <typename A, int W, bool kVector, int kTensors>
+template <typename A, int W, bool kVector, int kMost, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
-  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
-  using Others = Exchange<(kTensors - 1) * A::kGrades>;
+  static constexpr int kElements = kMost * W + (kVector ? 0 : 4);
+  static constexpr size_t kBytes = kStreamBytes * kMost / kThreads<A>;
+  using RowSums = ::RowSums<(kTensors - 1) * A::kGrades, kMost / 32>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
   // Backward has no registers for the weights of 16 blades and more. With 16 it takes y twice, so
   // that the next row's y has other planes; 32 blades leave no shared memory for that.
-  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades > 8;
-  static constexpr int kTakesTwice = kSharedWeights && A::kBlades == 16;
+  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades >= 8;
+  static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
   using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
-  static constexpr int kFront = kVector ? 0 : sizeof(Others) / sizeof(float);
+  static constexpr int kFront = sizeof(RowSums) / sizeof(float);
   static constexpr size_t kWeights =
-      kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
-  static constexpr int kStages = std::max<int>(1, (kStreamBytes - kWeights) / sizeof(Stage));
+      kSharedWeights ? sizeof(float) * kMost * SharedWeights::kWeightStride : 0;
+  static constexpr int kStages =
+      kSharedWeights ? 1 : static_cast<int>((kBytes - kWeights) / sizeof(Stage));
   static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
     return kFront * sizeof(float) + kStages * sizeof(Stage) +
@@ -557,7 +551,7 @@ struct Stream {
   }
 
 #if HOPPER_CODE
-  Others& exchange;
+  RowSums& sums;
   Stage* stages;
   Barrier* full;
   Layer layer;
@@ -566,7 +560,7 @@ struct Stream {
 
   __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
                     const RowsOnChip& shape)
-      : exchange(*reinterpret_cast<Others*>(shared)),
+      : sums(*reinterpret_cast<RowSums*>(shared)),
         stages(reinterpret_cast<Stage*>(shared + kFront)),
         full(full),
         layer(layer),
@@ -577,7 +571,7 @@ struct Stream {
       for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
       barrier_init_fence();
     }
-    __syncthreads();
+    sums.open(place.blocks);
   }
 
   __device__ size_t element(int group) const {
@@ -662,42 +656,35 @@ struct RegisterWeights {
 };
 #endif
 
-// Rows per block as in "row on chip", but kStreamedWidth features per thread. With 16 blades and
-// more, where most rows have several blocks, a thread keeps z until the next row's is there: its
-// sums are on their way meanwhile.
-template <typename A>
-constexpr bool kStoresLater = A::kBlades > 8;
-
-template <typename A, int W, bool kVector>
-__global__ void __launch_bounds__(kThreads<A>, 1)
+template <typename A, int W, bool kVector, int kMost>
+__global__ void __launch_bounds__(kMost, kThreads<A> / kMost)
     forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
                      RowsOnChip shape) {
 #if HOPPER_CODE
-  using Rows = Stream<A, W, kVector, 2>;
+  using Rows = Stream<A, W, kVector, kMost, 2>;
   extern __shared__ __align__(128) float streamed[];
-  __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y};
   const int step = gridDim.x / place.blocks;
 
-  open_exchange(stream.exchange, place.blocks);
   start_next_kernel();
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const RegisterWeights<A, W> weights(w, place);
-  Ring<Rows::kStages> ring;
+  Ring<Rows::kStages> ring, last;
   int round = 0;
-  const auto finish = [&](const Multivectors<A, W>& z, Sums<A::kGrades> sums, int group,
-                          int round) {
-    receive_sums(sums, stream.exchange, place.blocks, round);
+  // Once all sums of a row have come, all threads have taken their part of its stage.
+  const auto finish = [&](const Multivectors<A, W>& z, int group, int round) {
+    const auto sums = stream.sums.collect(place.blocks, shape.per_row / 32, round);
+    stream.fetch(tensors, group + Rows::kStages * step, last.stage, round + Rows::kStages);
+    last.advance();
     const size_t at = stream.element(group) + place.row * layer.features + place.first;
     store_normed(z, sums, layer, out + at, place, stream.inside(group));
   };
   Multivectors<A, W> last_z = {};
-  Sums<A::kGrades> last_sums = {};
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
     Multivectors<A, W> z = {};
@@ -709,39 +696,29 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
-    // Behind the barrier in there all threads have taken their part of the stage.
-    add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-    send_sums(sums, stream.exchange, place.blocks, round);
-    if constexpr (kStoresLater<A>) {
-      if (round > 0) finish(last_z, last_sums, group - step, round - 1);
-      last_z = z;
-      last_sums = sums;
-    } else {
-      finish(z, sums, group, round);
-    }
+    if (round > 0) finish(last_z, group - step, round - 1);
+    stream.sums.post(sums, place.blocks, round);
+    last_z = z;
   }
-  if (kStoresLater<A> && round > 0) finish(last_z, last_sums, group - step, round - 1);
-  close_exchange(place.blocks);
+  if (round > 0) finish(last_z, group - step, round - 1);
+  stream.sums.close(place.blocks);
 #endif
 }
 
 // dx, dy, and for each row of a block partial sums of dw, as backward_on_chip.
-template <typename A, int W, bool kVector>
-__global__ void __launch_bounds__(kThreads<A>, 1)
+template <typename A, int W, bool kVector, int kMost>
+__global__ void __launch_bounds__(kMost, kThreads<A> / kMost)
     backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                       float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
 #if HOPPER_CODE
-  using Rows = Stream<A, W, kVector, 3>;
+  using Rows = Stream<A, W, kVector, kMost, 3>;
   extern __shared__ __align__(128) float streamed[];
-  __shared__ GradientSums<A> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
   const Rows stream(streamed, full, layer, shape);
   const Place<W, kVector>& place = stream.place;
   const float* const tensors[] = {x, y, d_out};
   const int step = gridDim.x / place.blocks;
 
-  open_exchange(stream.exchange, place.blocks);
   int group = blockIdx.x / place.blocks;
   for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
   const auto weights = [&] {
@@ -770,10 +747,9 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
-    add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
+    stream.sums.post(sums, place.blocks, round);
+    sums = stream.sums.collect(place.blocks, shape.per_row / 32, round);
     stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-    send_sums(sums, stream.exchange, place.blocks, round);
-    receive_sums(sums, stream.exchange, place.blocks, round);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -783,7 +759,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
-  close_exchange(place.blocks);
+  stream.sums.close(place.blocks);
 #endif
 }
 
@@ -826,31 +802,31 @@ Launch backward_once(const Tensors& of, const Gradients& d, const Device& device
 }
 
 // Blocks of kThreads or less for rows of W features a thread: several where one has too few.
-template <typename A, int W>
+template <typename A, int W, int kMost = kThreads<A>>
 RowsOnChip rows_on_chip(const Layer& layer) {
-  const int blocks = blocks_of(layer.features, kThreads<A> * W);
+  const int blocks = blocks_of(layer.features, kMost * W);
   const int share = blocks_of(layer.features, blocks), per_row = blocks_of(share, 32 * W) * 32;
-  return {kThreads<A> / per_row * per_row, per_row, blocks, share};
+  return {kMost / per_row * per_row, per_row, blocks, share};
 }
 
 // Of these, no more rows at a time than are needed to be done in as many rounds.
-template <typename A, int W>
+template <typename A, int W, int kMost>
 RowsOnChip streamed_rows(const Layer& layer, const Device& device) {
-  RowsOnChip shape = rows_on_chip<A, W>(layer);
-  const int rounds = blocks_of(shape.groups(layer), device.sms);
-  shape.threads = blocks_of(layer.batch, rounds * device.sms) * shape.per_row;
+  RowsOnChip shape = rows_on_chip<A, W, kMost>(layer);
+  const int places = device.sms * (kThreads<A> / kMost);
+  const int rounds = blocks_of(shape.groups(layer), places);
+  shape.threads = blocks_of(layer.batch, rounds * places) * shape.per_row;
   return shape;
 }
 
 // The same for a kernel with weights in shared memory; none if a row or its weights are too large
 // for `most` blocks. Small batches get small blocks, so that every multiprocessor has one.
 template <typename A, int W, typename Memory>
-std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device, int most) {
-  constexpr size_t kStaticBytes =
-      sizeof(GradientSums<A>[2][kMaxWarps]) + sizeof(Exchange<2 * A::kGrades>);
+std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
+  constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
   RowsOnChip shape = rows_on_chip<A, W>(layer);
   const auto fits = [&] {
-    return shape.blocks <= most &&
+    return shape.blocks == 1 &&
            Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
   };
   const auto too_few = [&] { return shape.groups(layer) < device.sms; };
@@ -895,7 +871,7 @@ Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool
     add_up_weights<A>(d, partials, of.layer);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); },
-          streamed || shape.blocks > 1};
+          streamed};
 }
 
 // Whether all rows start at a multiple of `width` floats and have one block: then kVector holds.
@@ -913,7 +889,7 @@ Launch forward_on_chip_of(const Tensors& of, const Device& device) {
     if (!whole_packs<A, W>(of.layer, W)) return forward_on_chip_of<A, W, false>(of, device);
   }
   using Memory = OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0>;
-  const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device, 1);
+  const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!shape) return {};
   return forward_by(forward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
                     device);
@@ -924,36 +900,36 @@ Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& 
     if (!whole_packs<A, W>(of.layer, W)) return backward_on_chip_of<A, W, false>(of, d, device);
   }
   using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
-  const auto shape = fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
+  const auto shape = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!shape) return {};
-  const size_t exchange = kVector ? 0 : sizeof(Exchange<2 * A::kGrades>);
-  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape) + exchange,
-                        false, of, d, device);
+  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
+                        d, device);
 }
 
 // Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
+template <typename A, int kMost, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch forward_streamed_of(const Tensors& of, const Device& device) {
+  const RowsOnChip shape = streamed_rows<A, W, kMost>(of.layer, device);
   if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, 4)) return forward_streamed_of<A, W, false>(of, device);
+    if (of.layer.features % 4 != 0 || shape.blocks > 1) {
+      return forward_streamed_of<A, kMost, W, false>(of, device);
+    }
   }
-  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
   if (shape.blocks > kMaxBlocks) return {};
-  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
-                    true, of, device);
+  return forward_by(forward_streamed<A, W, kVector, kMost>, shape,
+                    Stream<A, W, kVector, kMost, 2>::bytes(shape), true, of, device);
 }
-// Of 8 blades a thread has one feature here, in registers that leave no room for two; where "row on
-// chip" moves whole packs, its two are faster.
-template <typename A, int W = A::kBlades == 8 ? 1 : kStreamedWidth<A>, bool kVector = (W > 1)>
+template <typename A, int kMost, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
+  const RowsOnChip shape = streamed_rows<A, W, kMost>(of.layer, device);
   if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
+    if (of.layer.features % 4 != 0 || shape.blocks > 1) {
+      return backward_streamed_of<A, kMost, W, false>(of, d, device);
+    }
   }
-  if (A::kBlades == 8 && whole_packs<A, kBackwardWidth<A>>(of.layer, kBackwardWidth<A>)) return {};
-  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
   if (shape.blocks > kMaxBlocks) return {};
-  return backward_by<A>(backward_streamed<A, W, kVector>, shape,
-                        Stream<A, W, kVector, 3>::bytes(shape), true, of, d, device);
+  return backward_by<A>(backward_streamed<A, W, kVector, kMost>, shape,
+                        Stream<A, W, kVector, kMost, 3>::bytes(shape), true, of, d, device);
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -980,8 +956,10 @@ bool add_forward(const Tensors& of, const Device& device) {
   add("one launch", forward_once<A>(of, device));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   if (on_chip.run) add("row on chip", on_chip);
-  const Launch streamed = forward_streamed_of<A>(of, device);
+  const Launch streamed = forward_streamed_of<A, kThreads<A>>(of, device);
   if (streamed.run) add("rows streamed", streamed);
+  const Launch half = forward_streamed_of<A, kThreads<A> / 2>(of, device);
+  if (half.run) add("half streamed", half);
   return on_chip.run || streamed.run;
 }
 
@@ -1005,17 +983,16 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   const Launch once = forward_once<A>(of, device);
   add("one launch each", once, backward_once<A>(of, d, device));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
-  const Launch streamed = forward_streamed_of<A>(of, device);
+  const Launch streamed = forward_streamed_of<A, kThreads<A>>(of, device);
   const Launch backward = backward_on_chip_of<A>(of, d, device);
-  const Launch backward_streamed = backward_streamed_of<A>(of, d, device);
+  const Launch backward_streamed = backward_streamed_of<A, kThreads<A>>(of, d, device);
+  const Launch half = backward_streamed_of<A, kThreads<A> / 2>(of, d, device);
   if (backward.run && (on_chip.run || !backward.hopper)) {
     add("both on chip", on_chip.run ? on_chip : once, backward);
   }
-  if (backward_streamed.run) {
-    add("both streamed", streamed, backward_streamed);
-  } else if (streamed.run && backward.run) {
-    add("streamed, on chip", streamed, backward);
-  }
+  if (backward_streamed.run) add("both streamed", streamed, backward_streamed);
+  if (half.run && streamed.run) add("half streamed", streamed, half);
+  if (streamed.run && backward.run) add("streamed, on chip", streamed, backward);
   return static_cast<bool>(backward.run);
 }
 
