@@ -63,24 +63,24 @@ __device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
 constexpr int kMaxWarps = 16;  // of a block
 
 // Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
-// row's `warps`, any number; a block has one row or several. Always in the same order. One barrier
-// is enough if calls take turns with two `partials`: who writes one has passed the barrier of the
-// other, and so has everybody who read it.
-template <int kCount>
+// row's `warps`: a power of two, or with kAnyNumber any; a block has one row or several. Always in
+// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
+// passed the barrier of the other, and so has everybody who read it.
+template <bool kAnyNumber = false, int kCount>
 __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   add_up_lanes(sums, 32);
   if (lane == 0) partials[warp] = sums;
   __syncthreads();
-  const int lanes = 1 << (32 - __clz(warps - 1)), of = lane % lanes;
-  sums = partials[warp / warps * warps + min(of, warps - 1)];
-  if (of >= warps) sums = {};
+  const int lanes = kAnyNumber ? 1 << (32 - __clz(warps - 1)) : warps, of = lane % lanes;
+  sums = partials[warp / warps * warps + (kAnyNumber ? min(of, warps - 1) : of)];
+  if (kAnyNumber && of >= warps) sums = {};
   add_up_lanes(sums, lanes);
 }
 
 // Fewer shuffles, for kernels whose warps have nothing else to do: lanes give each other half of
-// what they hold, so that each adds up fewer of the sums, of more lanes. In the end lane i has sum i
-// of its warp, and so have lanes i + kPlaces... For 8 sums that takes 9 shuffles, instead of 40.
+// what they hold, so that each adds up fewer of the sums, of more lanes. In the end lane i has sum
+// i of its warp, and so have lanes i + kPlaces... For 8 sums: 9 shuffles, instead of 40.
 template <int kCount>
 struct Halves {
   static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;

@@ -55,11 +55,10 @@ struct alignas(128) RowSums {
   }
 
   // The sums of a row that has `warps` in each of its blocks.
-  __device__ __forceinline__ Sums<kCount> collect(int blocks, int warps, int round) {
+  __device__ __forceinline__ Sums<kCount> collect(int row, int blocks, int warps, int round) {
     const int slot = round % 2;
     barrier_wait(&come[slot], round / 2 % 2);
-    const Sums<kCount>* row = of[slot][0] + threadIdx.x / 32 / warps * warps;
-    float part = Halves<kCount>::template part_of<kWarps>(row, warps);
+    float part = Halves<kCount>::template part_of<kWarps>(of[slot][0] + row * warps, warps);
 #pragma unroll 1  // for the registers
     for (int block = 1; block < blocks; ++block) {
       part += Halves<kCount>::template part_of<kWarps>(of[slot][block], warps);
