@@ -30,8 +30,8 @@
 //                     capability 9.0
 //
 // Rows may start anywhere (Place says how), and any number of warps shares one. A cluster of 8
-// blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" forward has one
-// block for a row, and holds fewer.
+// blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" has one block for a
+// row, and holds fewer.
 //
 // What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
 // which gives which, with which sign and which weight, is known when the program is compiled. Most
@@ -270,7 +270,7 @@ struct Place {
 template <typename A, int W, bool kVector, int kPlanes>
 struct OnChipMemory {
   static constexpr int kWeightStride = W * (A::kTriples | 1);
-  static constexpr int kInputStride = W * (kPlanes | 1);
+  static constexpr int kInputStride = kPlanes == 0 ? 0 : W * (kPlanes | 1);
   static size_t bytes(RowsOnChip shape) {
     return sizeof(float) * (static_cast<size_t>(shape.per_row) * kWeightStride +
                             static_cast<size_t>(shape.threads) * kInputStride);
@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     Sums<A::kGrades> sums = {};
     if (layer.normed) {
       add_squares(z, sums);
-      add_up_row(sums, partials[turn], shape.per_row / 32);
+      add_up_row<true>(sums, partials[turn], shape.per_row / 32);
     }
     store_normed(z, sums, layer, out + at(n), place, inside(n));
   }
@@ -451,17 +451,13 @@ template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-  extern __shared__ __align__(128) float together[];
+  extern __shared__ __align__(16) float shared[];
   __shared__ GradientSums<A> partials[2][kMaxWarps];
-  auto* exchange = reinterpret_cast<Exchange<2 * A::kGrades>*>(together);
-  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(
-      kVector ? together : reinterpret_cast<float*>(exchange + 1), shape);
+  const OnChipMemory<A, W, kVector, 3 * A::kBlades> memory(shared, shape);
   const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
-  const int step = gridDim.x / place.blocks * shape.rows();
-  const auto at = [&](int n) {
-    return static_cast<size_t>(n) * layer.features + place.start + place.first;
-  };
+  const int step = gridDim.x * shape.rows();
+  const auto at = [&](int n) { return static_cast<size_t>(n) * layer.features + place.first; };
   const auto inside = [&](int n) { return n < layer.batch ? place.count : 0; };
   const auto fetch_x_and_d_out = [&](int n) {
     memory.template fetch<0>(x + at(n), plane, place, inside(n));
@@ -472,16 +468,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     copy_async_commit();
   };
 
-  int first = blockIdx.x / place.blocks * shape.rows(), n = first + place.row;
+  int first = blockIdx.x * shape.rows(), n = first + place.row;
   memory.fetch_weights(w, shape, place);
   fetch_x_and_d_out(n);
   fetch_y(n);
   copy_async_wait<0>();
   __syncthreads();
-  open_exchange(*exchange, place.blocks);
   Pack<W> dw[A::kTriples] = {};
-  int round = 0;
-  for (; first < layer.batch; first += step, n += step, ++round) {
+  int turn = 0;
+  for (; first < layer.batch; first += step, n += step, turn ^= 1) {
     copy_async_wait<0>();
     __syncwarp();
     const auto left = memory.template take<0>();
@@ -494,9 +489,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     GradientSums<A> sums = {};
     if (layer.normed) {
       add_gradient_sums(P, gates.product(), d, sums);
-      add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
-      send_sums(sums, *exchange, place.blocks, round);
-      receive_sums(sums, *exchange, place.blocks, round);
+      add_up_row_by_halves(sums, partials[turn], shape.per_row / 32);
     }
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
@@ -507,7 +500,6 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     inside(n));
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
-  close_exchange(place.blocks);
 }
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
@@ -521,35 +513,40 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // blocks take the places of this one's, one for one. Kernels that have several blocks there, as
 // those above can, lose by it: the next ones crowd where a place gets free first.
 //
+// Nor do a row's warps meet at a barrier for its sums. Each posts its own and goes on, forward with
+// its part of the next row, and collects the row's when it needs them (common/row_exchange.cuh).
+//
 // Backward, registers are scarce. In 3-D a feature has 20 weights, 20 sums for dw and three
-// multivectors of 8: a thread has one feature. "Both on chip" has two, and where it moves both with
-// one access it is faster; but rows that start anywhere are streamed. With 16 blades and more the
-// weights are in shared memory, and leave room for one stage: the next rows are ordered as soon as
-// all threads have taken these into registers.
+// multivectors of 8. With 8 blades and more the weights are in shared memory, and leave room for
+// one stage: the next rows are ordered as soon as all threads have taken these into registers.
 
 // Bytes of shared memory for stages and weights, beside what is static.
 constexpr size_t kStreamBytes = 208 << 10;
 
 // The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
 // from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
-// and plane k of the rows begins shift(k) floats further on in stages[s][k]. (A tensor has a
-// multiple of 4 elements, as it has 4 blades or more: nothing beyond it is read.)
+// and plane k of the rows begins shift(k) floats further on in stages[s][k], with up to 8 blades as
+// far behind a multiple of 128 bytes as in memory: the kernel is 3 % faster if the copy engine need
+// not cut such lines. (A tensor has a multiple of 4 elements, as it has 4 blades or
+// more: nothing beyond it is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
   static constexpr int kPlanes = kTensors * A::kBlades;
-  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : 4);
-  using Others = Exchange<(kTensors - 1) * A::kGrades>;
+  static constexpr int kLine = A::kBlades <= 8 ? 32 : 4;
+  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : kLine);
+  using RowSums = ::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
-  // Backward has no registers for the weights of 16 blades and more. With 16 it takes y twice, so
-  // that the next row's y has other planes; 32 blades leave no shared memory for that.
-  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades > 8;
-  static constexpr int kTakesTwice = kSharedWeights && A::kBlades == 16;
+  // Backward has no registers for the weights of 8 blades and more. It takes y twice, so that the
+  // next row's y has other planes; 32 blades leave no shared memory for that.
+  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades >= 8;
+  static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
   using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
-  static constexpr int kFront = kVector ? 0 : sizeof(Others) / sizeof(float);
+  static constexpr int kFront = sizeof(RowSums) / sizeof(float);
   static constexpr size_t kWeights =
       kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
-  static constexpr int kStages = std::max<int>(1, (kStreamBytes - kWeights) / sizeof(Stage));
+  static constexpr int kStages =
+      kSharedWeights ? 1 : static_cast<int>((kStreamBytes - kWeights) / sizeof(Stage));
   static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
     return kFront * sizeof(float) + kStages * sizeof(Stage) +
@@ -557,18 +554,21 @@ struct Stream {
   }
 
 #if HOPPER_CODE
-  Others& exchange;
+  RowSums& sums;
   Stage* stages;
   Barrier* full;
+  const float** planes;
   Layer layer;
   Place<W, kVector> place;
   int rows, groups;  // rows at a time
 
-  __device__ Stream(float* shared, Barrier (&full)[kStages], const Layer& layer,
+  __device__ Stream(float* shared, Barrier (&full)[kStages], const float* (&planes)[kPlanes],
+                    const float* const (&tensors)[kTensors], const Layer& layer,
                     const RowsOnChip& shape)
-      : exchange(*reinterpret_cast<Others*>(shared)),
+      : sums(*reinterpret_cast<RowSums*>(shared)),
         stages(reinterpret_cast<Stage*>(shared + kFront)),
         full(full),
+        planes(planes),
         layer(layer),
         place(shape, layer),
         rows(shape.rows()),
@@ -577,52 +577,50 @@ struct Stream {
       for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
       barrier_init_fence();
     }
-    __syncthreads();
+    for (int p = threadIdx.x; p < kPlanes; p += blockDim.x) {
+      const float* tensor = tensors[0];
+#pragma unroll
+      for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
+      planes[p] = tensor + p % A::kBlades * layer.plane();
+    }
+    sums.open(place.blocks);
   }
 
-  __device__ size_t element(int group) const {
-    return static_cast<size_t>(group) * rows * layer.features + place.start;
+  // Within a plane: for that 32 bits are enough, and registers are scarce.
+  __device__ unsigned element(int group) const {
+    return static_cast<unsigned>(group) * rows * layer.features + place.start;
   }
   __device__ int inside(int group) const {
     return group * rows + place.row < layer.batch ? place.count : 0;
   }
-  // Four planes have all the shifts that there are.
   __device__ int shift(int group, int plane) const {
     const unsigned all = static_cast<unsigned>(layer.plane());
-    return kVector ? 0 : (static_cast<unsigned>(element(group)) + plane % 4 * all) % 4;
+    return kVector ? 0 : (element(group) + plane % min(kLine, A::kBlades) * all) % kLine;
   }
   // How many planes further on this round's y is.
   __device__ int turn(int round) const { return kTakesTwice * (round % 2) * 2 * A::kBlades; }
 
-  // Orders the rows that a round works on, if they are there. A warp's copies start one after the
-  // other, and it is late for its own work: many planes are ordered by all warps, a few each; up to
-  // 16 by the first warp. One lane tells the barrier how many bytes come, maybe after some came:
-  // lanes that arrive at one barrier would do so one after the other.
-  __device__ __forceinline__ void fetch(const float* const (&tensors)[kTensors], int group, int s,
-                                        int round) const {
-    const int warps = kPlanes <= 16 ? 1 : blockDim.x / 32, warp = threadIdx.x / 32;
-    if (warp >= warps || group >= groups) return;
+  // Orders the rows that a round works on, if they are there. All warps order a few planes each: a
+  // warp's copies start one after the other, and it is late for its own work. One lane tells the
+  // barrier how many bytes come, maybe after some came: lanes that arrive at one barrier would do
+  // so one after the other. (Four planes have all the sizes that there are.)
+  __device__ __forceinline__ void fetch(int group, int s, int round) const {
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    if (group >= groups || warp >= kPlanes) return;
     const int count = min(rows, layer.batch - group * rows) * place.features;
     const auto bytes = [&](int plane) {
-      return (count + shift(group, plane) + 3) / 4 * 4 * static_cast<int>(sizeof(float));
+      return (count + shift(group, plane) % 4 + 3) / 4 * 4 * static_cast<int>(sizeof(float));
     };
     if (threadIdx.x == 0) {
       barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
     }
-    __syncwarp();
-    const auto order = [&](int p) {
-      const int plane = p % A::kBlades, to = p / A::kBlades == 1 ? p + turn(round) : p;
-      const float* tensor = tensors[0];
-#pragma unroll
-      for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
-      const float* from = tensor + plane * layer.plane() + element(group);
-      bulk_load(stages[s][to], from - shift(group, plane), bytes(plane), &full[s]);
-    };
-    if constexpr (kPlanes <= 16) {
-      if (threadIdx.x < kPlanes) order(threadIdx.x);
-    } else {
+    if (kTakesTwice && A::kBlades == 16) __syncwarp();  // the compiler spills fewer registers
 #pragma unroll 1
-      for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += 32 * warps) order(p);
+    for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
+      const int to = p / A::kBlades == 1 ? p + turn(round) : p;
+      const int ahead = shift(group, p) % 4;
+      bulk_load(stages[s][to] + shift(group, p) - ahead, planes[p] + element(group) - ahead,
+                bytes(p), &full[s]);
     }
   }
   // A thread's multivectors of a tensor.
@@ -662,12 +660,6 @@ struct RegisterWeights {
 };
 #endif
 
-// Rows per block as in "row on chip", but kStreamedWidth features per thread. With 16 blades and
-// more, where most rows have several blocks, a thread keeps z until the next row's is there: its
-// sums are on their way meanwhile.
-template <typename A>
-constexpr bool kStoresLater = A::kBlades > 8;
-
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -675,29 +667,28 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 #if HOPPER_CODE
   using Rows = Stream<A, W, kVector, 2>;
   extern __shared__ __align__(128) float streamed[];
-  __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
-  const Rows stream(streamed, full, layer, shape);
+  __shared__ const float* planes[Rows::kPlanes];
+  const Rows stream(streamed, full, planes, {x, y}, layer, shape);
   const Place<W, kVector>& place = stream.place;
-  const float* const tensors[] = {x, y};
   const int step = gridDim.x / place.blocks;
 
-  open_exchange(stream.exchange, place.blocks);
   start_next_kernel();
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(group + s * step, s, s);
   const RegisterWeights<A, W> weights(w, place);
-  Ring<Rows::kStages> ring;
+  Ring<Rows::kStages> ring, last;
   int round = 0;
-  const auto finish = [&](const Multivectors<A, W>& z, Sums<A::kGrades> sums, int group,
-                          int round) {
-    receive_sums(sums, stream.exchange, place.blocks, round);
+  // Once all sums of a row have come, all threads have taken their part of its stage.
+  const auto finish = [&](const Multivectors<A, W>& z, int group, int round) {
+    const auto sums = stream.sums.collect(place.row, place.blocks, shape.per_row / 32, round);
+    stream.fetch(group + Rows::kStages * step, last.stage, round + Rows::kStages);
+    last.advance();
     const size_t at = stream.element(group) + place.row * layer.features + place.first;
     store_normed(z, sums, layer, out + at, place, stream.inside(group));
   };
   Multivectors<A, W> last_z = {};
-  Sums<A::kGrades> last_sums = {};
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
     Multivectors<A, W> z = {};
@@ -709,20 +700,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       z = gated_product(left, right, weights);
       add_squares(z, sums);
     }
-    // Behind the barrier in there all threads have taken their part of the stage.
-    add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-    send_sums(sums, stream.exchange, place.blocks, round);
-    if constexpr (kStoresLater<A>) {
-      if (round > 0) finish(last_z, last_sums, group - step, round - 1);
-      last_z = z;
-      last_sums = sums;
-    } else {
-      finish(z, sums, group, round);
-    }
+    if (round > 0) finish(last_z, group - step, round - 1);
+    stream.sums.post(sums, place.blocks, round);
+    last_z = z;
   }
-  if (kStoresLater<A> && round > 0) finish(last_z, last_sums, group - step, round - 1);
-  close_exchange(place.blocks);
+  if (round > 0) finish(last_z, group - step, round - 1);
+  stream.sums.close(place.blocks);
 #endif
 }
 
@@ -734,16 +717,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 #if HOPPER_CODE
   using Rows = Stream<A, W, kVector, 3>;
   extern __shared__ __align__(128) float streamed[];
-  __shared__ GradientSums<A> partials[2][kMaxWarps];
   __shared__ Barrier full[Rows::kStages];
-  const Rows stream(streamed, full, layer, shape);
+  __shared__ const float* planes[Rows::kPlanes];
+  const Rows stream(streamed, full, planes, {x, y, d_out}, layer, shape);
   const Place<W, kVector>& place = stream.place;
-  const float* const tensors[] = {x, y, d_out};
   const int step = gridDim.x / place.blocks;
 
-  open_exchange(stream.exchange, place.blocks);
   int group = blockIdx.x / place.blocks;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(tensors, group + s * step, s, s);
+  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(group + s * step, s, s);
   const auto weights = [&] {
     if constexpr (Rows::kSharedWeights) {
       const typename Rows::SharedWeights shared(
@@ -770,20 +751,19 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     const Gates<W> gates(left.blade[0], right.blade[0]);
     GradientSums<A> sums = {};
     add_gradient_sums(P, gates.product(), d, sums);
-    add_up_row_by_halves(sums, partials[round % 2], shape.per_row / 32);
-    stream.fetch(tensors, group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-    send_sums(sums, stream.exchange, place.blocks, round);
-    receive_sums(sums, stream.exchange, place.blocks, round);
+    stream.sums.post(sums, place.blocks, round);
+    sums = stream.sums.collect(place.row, place.blocks, shape.per_row / 32, round);
+    stream.fetch(group + Rows::kStages * step, ring.stage, round + Rows::kStages);
 
     Pack<W> dg;
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
     if (Rows::kTakesTwice) right = stream.template take<1>(group, ring.stage, round, inside);
-    const size_t at = stream.element(group) + place.row * layer.features + place.first;
+    const unsigned at = stream.element(group) + place.row * layer.features + place.first;
     store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
                     inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
-  close_exchange(place.blocks);
+  stream.sums.close(place.blocks);
 #endif
 }
 
@@ -845,12 +825,11 @@ RowsOnChip streamed_rows(const Layer& layer, const Device& device) {
 // The same for a kernel with weights in shared memory; none if a row or its weights are too large
 // for `most` blocks. Small batches get small blocks, so that every multiprocessor has one.
 template <typename A, int W, typename Memory>
-std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device, int most) {
-  constexpr size_t kStaticBytes =
-      sizeof(GradientSums<A>[2][kMaxWarps]) + sizeof(Exchange<2 * A::kGrades>);
+std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
+  constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
   RowsOnChip shape = rows_on_chip<A, W>(layer);
   const auto fits = [&] {
-    return shape.blocks <= most &&
+    return shape.blocks == 1 &&
            Memory::bytes(shape) + kStaticBytes <= static_cast<size_t>(device.shared_bytes);
   };
   const auto too_few = [&] { return shape.groups(layer) < device.sms; };
@@ -895,7 +874,7 @@ Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool
     add_up_weights<A>(d, partials, of.layer);
   };
   return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); },
-          streamed || shape.blocks > 1};
+          streamed};
 }
 
 // Whether all rows start at a multiple of `width` floats and have one block: then kVector holds.
@@ -913,7 +892,7 @@ Launch forward_on_chip_of(const Tensors& of, const Device& device) {
     if (!whole_packs<A, W>(of.layer, W)) return forward_on_chip_of<A, W, false>(of, device);
   }
   using Memory = OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0>;
-  const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device, 1);
+  const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!shape) return {};
   return forward_by(forward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
                     device);
@@ -924,11 +903,10 @@ Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& 
     if (!whole_packs<A, W>(of.layer, W)) return backward_on_chip_of<A, W, false>(of, d, device);
   }
   using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
-  const auto shape = fit_on_chip<A, W, Memory>(of.layer, device, kVector ? 1 : kMaxBlocks);
+  const auto shape = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!shape) return {};
-  const size_t exchange = kVector ? 0 : sizeof(Exchange<2 * A::kGrades>);
-  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape) + exchange,
-                        false, of, d, device);
+  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
+                        d, device);
 }
 
 // Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.
@@ -942,14 +920,11 @@ Launch forward_streamed_of(const Tensors& of, const Device& device) {
   return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
                     true, of, device);
 }
-// Of 8 blades a thread has one feature here, in registers that leave no room for two; where "row on
-// chip" moves whole packs, its two are faster.
-template <typename A, int W = A::kBlades == 8 ? 1 : kStreamedWidth<A>, bool kVector = (W > 1)>
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
 Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
   if constexpr (kVector) {
     if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
   }
-  if (A::kBlades == 8 && whole_packs<A, kBackwardWidth<A>>(of.layer, kBackwardWidth<A>)) return {};
   const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
   if (shape.blocks > kMaxBlocks) return {};
   return backward_by<A>(backward_streamed<A, W, kVector>, shape,
@@ -1008,15 +983,9 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   const Launch streamed = forward_streamed_of<A>(of, device);
   const Launch backward = backward_on_chip_of<A>(of, d, device);
   const Launch backward_streamed = backward_streamed_of<A>(of, d, device);
-  if (backward.run && (on_chip.run || !backward.hopper)) {
-    add("both on chip", on_chip.run ? on_chip : once, backward);
-  }
-  if (backward_streamed.run) {
-    add("both streamed", streamed, backward_streamed);
-  } else if (streamed.run && backward.run) {
-    add("streamed, on chip", streamed, backward);
-  }
-  return static_cast<bool>(backward.run);
+  if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
+  if (backward_streamed.run) add("both streamed", streamed, backward_streamed);
+  return backward.run || backward_streamed.run;
 }
 
 template <int p, int q, int r>

@@ -63,66 +63,80 @@ __device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
 constexpr int kMaxWarps = 16;  // of a block
 
 // Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
-// row's `warps`, any number; a block has one row or several. Always in the same order. One barrier
-// is enough if calls take turns with two `partials`: who writes one has passed the barrier of the
-// other, and so has everybody who read it.
-template <int kCount>
+// row's `warps`: a power of two, or with kAnyNumber any; a block has one row or several. Always in
+// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
+// passed the barrier of the other, and so has everybody who read it.
+template <bool kAnyNumber = false, int kCount>
 __device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   add_up_lanes(sums, 32);
   if (lane == 0) partials[warp] = sums;
   __syncthreads();
-  const int lanes = 1 << (32 - __clz(warps - 1)), of = lane % lanes;
-  sums = partials[warp / warps * warps + min(of, warps - 1)];
-  if (of >= warps) sums = {};
+  const int lanes = kAnyNumber ? 1 << (32 - __clz(warps - 1)) : warps, of = lane % lanes;
+  sums = partials[warp / warps * warps + (kAnyNumber ? min(of, warps - 1) : of)];
+  if (kAnyNumber && of >= warps) sums = {};
   add_up_lanes(sums, lanes);
 }
 
-// The power of two that is not smaller, or its logarithm.
-template <int kCount, bool kLogarithm = false>
-constexpr int kPowerOfTwo = kLogarithm ? std::bit_width(kCount - 1u)
-                                       : 1 << std::bit_width(kCount - 1u);
-
-// The same, for kernels whose warps have nothing else to do. Lanes give each other half of what
-// they hold: each adds up fewer of the sums, of more lanes, until lane i has sum i of its warp (as
-// have lanes i + kPlaces...). They add up this sum over the warps, and tell the others. For 8 sums
-// that takes 9 shuffles in a warp, instead of 40. For 4 it does not pay: to choose what to give
-// takes as long as it saves.
+// Fewer shuffles, for kernels whose warps have nothing else to do: lanes give each other half of
+// what they hold, so that each adds up fewer of the sums, of more lanes. In the end lane i has sum
+// i of its warp, and so have lanes i + kPlaces... For 8 sums: 9 shuffles, instead of 40.
 template <int kCount>
-__device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
-                                                     int warps) {
-  if constexpr (kCount <= 4) return add_up_row(sums, partials, warps);
-  constexpr int kPlaces = kPowerOfTwo<kCount>, kSteps = kPowerOfTwo<kCount, true>;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, place = lane % kPlaces;
-  float held[kPlaces];
-  unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
-  unroll<0, kSteps>([&](auto step) {
-    constexpr int half = kPlaces >> (step + 1);
-    const bool upper = (lane & half) != 0;
-    unroll<0, half>([&](auto i) {
-      const float given = upper ? held[i] : held[i + half];
-      held[i] = (upper ? held[i + half] : held[i]) + __shfl_xor_sync(0xffffffffu, given, half);
-    });
-  });
-  const auto add_up_places = [](float sum) {
+struct Halves {
+  static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
+
+  __device__ static float add_up_places(float sum) {
 #pragma unroll
     for (int other = kPlaces; other < 32; other *= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, other);
     }
     return sum;
-  };
-  const float of_warp = add_up_places(held[0]);
+  }
+  __device__ __forceinline__ static float of_warp(const Sums<kCount>& sums) {
+    const int lane = threadIdx.x % 32;
+    float held[kPlaces];
+    unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
+    unroll<0, kSteps>([&](auto step) {
+      constexpr int half = kPlaces >> (step + 1);
+      const bool upper = (lane & half) != 0;
+      unroll<0, half>([&](auto i) {
+        const float given = upper ? held[i] : held[i + half];
+        held[i] = (upper ? held[i + half] : held[i]) + __shfl_xor_sync(0xffffffffu, given, half);
+      });
+    });
+    return add_up_places(held[0]);
+  }
+  // What a lane adds up of its place's sums of these warps, kMost at most.
+  template <int kMost>
+  __device__ __forceinline__ static float part_of(const Sums<kCount>* partials, int warps) {
+    const int place = threadIdx.x % kPlaces, first = threadIdx.x % 32 / kPlaces;
+    float sum = 0;
+#pragma unroll
+    for (int of = 0; of < kMost; of += 32 / kPlaces) {
+      if (first + of < warps && place < kCount) sum += partials[first + of].value[place];
+    }
+    return sum;
+  }
+  // From these parts all sums, in all lanes.
+  __device__ __forceinline__ static Sums<kCount> from_parts(float part) {
+    const float sum = add_up_places(part);
+    Sums<kCount> sums;
+    unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
+    return sums;
+  }
+};
+
+// add_up_row, so.
+template <int kCount>
+__device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
+                                                     int warps) {
+  using Halves = ::Halves<kCount>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float of_warp = Halves::of_warp(sums);
   if (lane < kCount) partials[warp].value[lane] = of_warp;
   __syncthreads();
   const Sums<kCount>* row = partials + warp / warps * warps;
-  float sum = 0;
-#pragma unroll
-  for (int first = 0; first < kMaxWarps; first += 32 / kPlaces) {
-    const int of = first + lane / kPlaces;
-    if (of < warps && place < kCount) sum += row[of].value[place];
-  }
-  sum = add_up_places(sum);
-  unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
+  sums = Halves::from_parts(Halves::template part_of<kMaxWarps>(row, warps));
 }
 
 // sums[c] += the squares of z of grade c.

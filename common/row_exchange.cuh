@@ -1,11 +1,16 @@
-// How the blocks of a cluster that share a row of lesson 10 add up its sums.
+// How the warps that share a row of lesson 10 add up its sums, those of one block or of a cluster.
 //
 // A row and what belongs to it may be too much for one multiprocessor: 1024 features of 16 blades
 // have 140 KB of weights, as many sums for dw, and 192 KB of x, y and d_out. Then a cluster of
-// blocks shares it (compute capability 9.0), and all that they tell each other is its sums. Round r
-// uses slot r % 4. May a block overwrite what the others had in this slot from round r - 4? It
-// sends round r only after it has received round r - 2 from all. They sent that after all of their
-// threads had read round r - 4. So yes, it may.
+// blocks shares it (compute capability 9.0), and all that they tell each other is its sums.
+//
+// No warp waits for others before it has to: each posts the sums of its lanes, in its own block and
+// in the others of the cluster, arrives at a barrier in shared memory (mbarrier), and goes on. Who
+// collects the sums waits there until all warps have posted theirs; every warp adds them up for
+// itself, in the same order.
+//
+// Round r uses slot r % 2. May a warp post round r + 2 while another still reads round r? It has
+// collected round r + 1 before, which that one posts after it has collected round r. So no.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,66 +18,57 @@
 #include "common/clifford.cuh"
 #include "common/hopper.cuh"
 
-constexpr int kMaxBlocks = 8, kSlots = 4;
+constexpr int kMaxBlocks = 8;
 
-// In every block of[slot][i] is for block i's sums. At the start of the dynamic shared memory.
-template <int kCount>
-struct alignas(128) Exchange {
-  Sums<kCount> of[kSlots][kMaxBlocks];
-  Barrier come[kSlots];
-};
+// Of blocks of kWarps warps at most. of[slot][i] is for the warps of block i of the cluster.
+template <int kCount, int kWarps>
+struct alignas(128) RowSums {
+  Sums<kCount> of[2][kMaxBlocks][kWarps];
+  Barrier come[2];
 
-template <int kCount>
-__device__ __forceinline__ void open_exchange(Exchange<kCount>& exchange, int blocks) {
 #if HOPPER_CODE
-  if (blocks == 1) return;
-  if (threadIdx.x == 0) {
-    for (Barrier& come : exchange.come) barrier_init(&come, 1);
-    barrier_init_fence();
+  __device__ void open(int blocks) {
+    if (threadIdx.x == 0) {
+      for (Barrier& barrier : come) barrier_init(&barrier, blockDim.x / 32);
+      barrier_init_fence();
+    }
+    if (blocks > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
   }
-  cluster_sync();
-#endif
-}
 
-// The block's sums of a row, which all of its threads know, to the other blocks.
-template <int kCount>
-__device__ __forceinline__ void send_sums(const Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                          int blocks, int round) {
-#if HOPPER_CODE
-  if (blocks == 1 || threadIdx.x >= 32) return;
-  const int slot = round % kSlots, to = threadIdx.x, rank = cluster_rank();
-  Sums<kCount>& own = exchange.of[slot][rank];
-  if (to == 0) {
-    own = sums;
-    shared_fence();
-    barrier_arrive_expect(&exchange.come[slot], (blocks - 1) * static_cast<int>(sizeof own));
+  // A warp announces what the same warp of the other blocks sends to its own.
+  __device__ __forceinline__ void post(const Sums<kCount>& sums, int blocks, int round) {
+    const int slot = round % 2, lane = threadIdx.x % 32;
+    const int rank = blocks == 1 ? 0 : cluster_rank();
+    Sums<kCount>& own = of[slot][rank][threadIdx.x / 32];
+    const float of_warp = Halves<kCount>::of_warp(sums);
+    if (lane < kCount) own.value[lane] = of_warp;
+    if (blocks > 1) shared_fence();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive_expect(&come[slot], (blocks - 1) * static_cast<int>(sizeof own));
+    }
+    if (lane < blocks && lane != rank) bulk_push(&own, &own, sizeof own, &come[slot], lane);
   }
-  __syncwarp();
-  if (to < blocks && to != rank) bulk_push(&own, &own, sizeof own, &exchange.come[slot], to);
-#endif
-}
 
-// The row's sums, instead of the block's. Added up in the order of the blocks, so that all blocks
-// have the same.
-template <int kCount>
-__device__ __forceinline__ void receive_sums(Sums<kCount>& sums, Exchange<kCount>& exchange,
-                                             int blocks, int round) {
-#if HOPPER_CODE
-  if (blocks == 1) return;
-  const int slot = round % kSlots;
-  barrier_wait(&exchange.come[slot], round / kSlots % 2);
-  sums = exchange.of[slot][0];
+  // The sums of a row that has `warps` in each of its blocks.
+  __device__ __forceinline__ Sums<kCount> collect(int row, int blocks, int warps, int round) {
+    const int slot = round % 2;
+    barrier_wait(&come[slot], round / 2 % 2);
+    float part = Halves<kCount>::template part_of<kWarps>(of[slot][0] + row * warps, warps);
 #pragma unroll 1  // for the registers
-  for (int block = 1; block < blocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) sums.value[i] += exchange.of[slot][block].value[i];
+    for (int block = 1; block < blocks; ++block) {
+      part += Halves<kCount>::template part_of<kWarps>(of[slot][block], warps);
+    }
+    return Halves<kCount>::from_parts(part);
+  }
+
+  // A block stays until nobody reads or writes its shared memory any more.
+  __device__ void close(int blocks) {
+    if (blocks > 1) cluster_sync();
   }
 #endif
-}
-
-// A block stays until nobody reads or writes its shared memory any more.
-__device__ __forceinline__ void close_exchange(int blocks) {
-#if HOPPER_CODE
-  if (blocks > 1) cluster_sync();
-#endif
-}
+};
