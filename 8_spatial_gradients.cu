@@ -243,7 +243,8 @@ __device__ float4 add_warps(void* stages, const Sums<kSmall, kSmall>& sum, float
   const float* from = all + threadIdx.x / 8 * kSmallStride + threadIdx.x % 8 * 4;
 #pragma unroll
   for (int warp = 0; warp < kSmallThreads / 32; ++warp) {
-    add(first, *reinterpret_cast<const float4*>(from + warp * kSmall * kSmallStride));
+    const float4 quad = *reinterpret_cast<const float4*>(from + warp * kSmall * kSmallStride);
+    add(first, quad);
   }
   return first;
 }
@@ -615,12 +616,16 @@ __global__ void __launch_bounds__(kThreads)
   float4 sum = {};
 #pragma unroll 8
   for (int slice = inside ? part : slices; slice < slices; slice += kSliceParts) {
-    add(sum, *reinterpret_cast<const float4*>(partials + slice * 3 * count + i));
+    const float4 quad = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
+    add(sum, quad);
   }
   sums[part][lane] = sum;
   __syncthreads();
   if (part > 0 || !inside) return;
-  for (int other = 1; other < kSliceParts; ++other) add(sum, sums[other][lane]);
+  for (int other = 1; other < kSliceParts; ++other) {
+    const float4 quad = sums[other][lane];
+    add(sum, quad);
+  }
   if (i < 2 * count) {
     *reinterpret_cast<uint2*>(dM + i) = pack4<bf16>(sum);
   } else {
