@@ -321,9 +321,9 @@ struct TilePlan {
   double cycles;  ///< of the multiprocessor that has the most to do
 };
 
-/// The faster tile for make(LargeTile(), clusters) or make(SmallTile(), clusters), which are the same
-/// Work; `clusters`: how many of them the device holds. A step of a
-/// large tile takes 1024 cycles; of a small one the tensor cores take 512, the copy engine 620.
+/// The faster tile for make(LargeTile(), clusters) or make(SmallTile(), clusters), which are the
+/// same Work; `clusters`: how many the device holds. A step of a large tile takes 1024 cycles; of a
+/// small one the tensor cores take 512, the copy engine 620.
 template <typename Make>
 TilePlan plan_tiles(Make make) {
   const auto plan = [&](auto tile, double cycles) {
