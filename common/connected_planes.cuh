@@ -72,9 +72,9 @@ struct WeightTurner {
 
 /// Makes the planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
 /// features, 4 of them a lane. A part is 128 units: 128 rows of 128 features. Parts come in groups
-/// of `together` rows of parts, in a group column by column. The first `before` units, columns of the
-/// first group or whole groups, are made before the product, the others beside it; for these each
-/// part has a counter of the units that are there.
+/// of `together` rows of parts, in a group column by column. The first `before` units, columns of
+/// the first group or whole groups, are made before the product, the others beside it; for these
+/// each part has a counter of the units that are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
