@@ -22,13 +22,14 @@ SPLIT = "zeros of a whole float4 are four stores for the CPU's compiler"
 ARBITRATION = "the profiler's conflicts are also the times that loads and stores wait for each other"
 WMMA = "for wmma's loads from shared memory the profiler counts a sector of global memory, too"
 BIAS = "the rows of the fragment are the same row of biases, which nvcc loads once"
-SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
 POLLING = "loads of those who wait for others: as many as it takes"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
 HALVES = "recorded before lanes handed each other halves of a row's sums"
+SMALL = "recorded before eight warps shared a small product; the CPU's compiler loads a float4 in four"
+PARTS = "recorded before one warp added what is one slice"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
@@ -41,6 +42,8 @@ EXPLAINED = {
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
+    ("7_diffusion_fused", "", "forward: half fused"): {
+        "shared_load_requests": PARTS, "shared_store_requests": PARTS},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
@@ -50,7 +53,14 @@ EXPLAINED = {
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
         "shared_load_requests": MERGED},
     ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
-    ("8_spatial_gradients", "", "backward: Hopper"): {"global_store_sectors": SUMS},
+    **{("8_spatial_gradients", "", kernel): {
+        count: SMALL for count in ("global_store_requests", "global_store_sectors",
+                                   "shared_load_requests", "shared_load_conflicts",
+                                   "shared_store_requests", *more)}
+       for kernel, more in (
+           ("forward: associated", ()), ("forward: Hopper", ()),
+           *((f"backward: {name}", ("global_load_requests", "global_load_sectors"))
+             for name in ("associated", "Hopper")))},
     **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {
         "global_load_sectors": ZEROS, "shared_store_requests": MERGED,
         "shared_store_conflicts": MERGED}
