@@ -338,7 +338,7 @@ __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
 }
 
 // Whether the next row is fetched meanwhile. A thread with two features of 16 blades (rows of over
-// 512) has no room for it beside their weights. Not to fetch ahead beats a cluster for such rows.
+// 512) has no room for it beside their weights.
 template <typename A, int W>
 constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
 

@@ -473,9 +473,9 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const dim3 parts(blocks_for(W, 32), blocks_for(E, kSumRows), tiles.z);
   const int64_t time_rows = parts.y * meshes;  // backward: the parts of dTimes
   const auto time_sums = table.problem.output<float>(kPass == Pass::backward ? time_rows * W : 1);
-  // No part without a slice, and no more threads than a GPU has room for.
-  const int64_t most_parts = std::min<int64_t>(
-      slices, 2048 * multiprocessors / (int64_t{32} * kSumRows * parts.x * parts.y * parts.z));
+  // No more threads than a GPU has room for.
+  const int64_t most_parts =
+      2048 * multiprocessors / (int64_t{32} * kSumRows * parts.x * parts.y * parts.z);
   const int sum_parts = most_parts >= 8 ? 8 : most_parts >= 2 ? 2 : 1;
   const auto add = sum_parts == 8   ? add_slices<kPass, kBatch, 8>
                    : sum_parts == 2 ? add_slices<kPass, kBatch, 2>

@@ -27,9 +27,6 @@ ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 GRADIENT = "the profiler counts more stores of backward on chip; why is not known"
-HALVES = "recorded before lanes handed each other halves of a row's sums"
-SMALL = "recorded before eight warps shared a small product; the CPU's compiler loads a float4 in four"
-PARTS = "recorded before one warp added what is one slice"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
@@ -42,8 +39,6 @@ EXPLAINED = {
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
-    ("7_diffusion_fused", "", "forward: half fused"): {
-        "shared_load_requests": PARTS, "shared_store_requests": PARTS},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
@@ -53,25 +48,15 @@ EXPLAINED = {
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
         "shared_load_requests": MERGED},
     ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
-    **{("8_spatial_gradients", "", kernel): {
-        count: SMALL for count in ("global_store_requests", "global_store_sectors",
-                                   "shared_load_requests", "shared_load_conflicts",
-                                   "shared_store_requests", *more)}
-       for kernel, more in (
-           ("forward: associated", ()), ("forward: Hopper", ()),
-           *((f"backward: {name}", ("global_load_requests", "global_load_sectors"))
-             for name in ("associated", "Hopper")))},
     **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {
         "global_load_sectors": ZEROS, "shared_store_requests": MERGED,
         "shared_store_conflicts": MERGED}
        for kernel in ("unfused tiles", "fused tiles")},
-    **{("9_matmul_softmax", "300,300,260", f"TF32 300x300x260: {kernel}"): {
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused online"): {
         "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN,
-        "shared_load_requests": MERGED}
-       for kernel in ("unfused online", "fused online")},
-    **{("9_matmul_softmax", "300,300,260", f"TF32 300x300x260: {kernel}"): {
-        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION}
-       for kernel in ("unfused cluster", "fused cluster")},
+        "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused cluster"): {
+        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused cluster"): {
         "shared_load_conflicts": ARBITRATION, "shared_store_conflicts": ARBITRATION},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused cluster"): {
@@ -81,8 +66,8 @@ EXPLAINED = {
         "shared_load_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
         "global_load_sectors": COPIES, "global_store_requests": GRADIENT,
-        "global_store_sectors": GRADIENT, "shared_load_conflicts": HALVES},
-    ("10_clifford_gp", "", "forward + backward: streamed, on chip"): {
+        "global_store_sectors": GRADIENT},
+    ("10_clifford_gp", "", "forward + backward: both streamed"): {
         "global_store_requests": GRADIENT, "global_store_sectors": GRADIENT,
         "shared_load_conflicts": ARBITRATION},
 }
