@@ -560,7 +560,7 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // and can write to each other's shared memory: the parts of the sums need not go through the L2
 // cache to whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the
 // others push their parts of that share into its inbox. Of more than kClasses classes a cluster has
-// a tile of so many, and then it is half fused, if at all: see fused online. (To exchange maxima and
+// a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
 // sums here, as below, took longer than a softmax kernel whose launch is early.)
 //
 // The product is turned round (common/turned_product.cuh): x^T comes from shared memory, W^T from
