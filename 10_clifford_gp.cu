@@ -25,9 +25,9 @@
 //     one launch      a block owns a row (all features of a batch element) and reads it twice
 //     row on chip     the row stays in registers while its norm is reduced, the weights in shared
 //                     memory, and the next row is on its way
-//     rows streamed   the copy engine brings the next rows, the weights are in registers, and a
-//                     cluster of blocks shares a row that is too long for one; needs compute
-//                     capability 9.0
+//     rows streamed   the copy engine brings the next rows, the weights are in registers (backward,
+//                     of 8 blades and more, in shared memory), and a cluster of blocks shares a row
+//                     that is too long for one; needs compute capability 9.0
 //
 // Rows may start anywhere (Place says how), and any number of warps shares one. A cluster of 8
 // blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" has one block for a
@@ -513,14 +513,16 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // blocks take the places of this one's, one for one. Kernels that have several blocks there, as
 // those above can, lose by it: the next ones crowd where a place gets free first.
 //
-// Nor do a row's warps meet at a barrier for its sums. Each posts its own and goes on, forward with
-// its part of the next row, and collects the row's when it needs them (common/row_exchange.cuh).
+// The warps of a row do not stop at __syncthreads() for its sums either. Each warp posts its sums
+// and goes on, forward with its part of the next row. It collects the row's sums when it needs them
+// (common/row_exchange.cuh).
 //
-// Backward, registers are scarce. In 3-D a feature has 20 weights, 20 sums for dw and three
-// multivectors of 8. With 8 blades and more the weights are in shared memory, and leave room for
-// one stage: the next rows are ordered as soon as all threads have taken these into registers.
+// Backward, registers are scarce. In 3-D a thread has for each feature 20 weights, 20 sums for dw
+// and three multivectors of 8 numbers. So with 8 blades and more the weights are in shared memory,
+// and leave room for one stage. The next rows are ordered when all threads have taken x, y and
+// d_out of these. Up to 16 blades y is taken once more later, so the next rows' y has other planes.
 
-// Bytes of shared memory for stages and weights, beside what is static.
+// Bytes of shared memory for stages, where the weights are in registers. RowSums comes on top.
 constexpr size_t kStreamBytes = 208 << 10;
 
 // The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
@@ -543,10 +545,8 @@ struct Stream {
   static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
   using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
   static constexpr int kFront = sizeof(RowSums) / sizeof(float);
-  static constexpr size_t kWeights =
-      kSharedWeights ? sizeof(float) * kThreads<A> * SharedWeights::kWeightStride : 0;
   static constexpr int kStages =
-      kSharedWeights ? 1 : static_cast<int>((kStreamBytes - kWeights) / sizeof(Stage));
+      kSharedWeights ? 1 : static_cast<int>(kStreamBytes / sizeof(Stage));
   static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
     return kFront * sizeof(float) + kStages * sizeof(Stage) +
@@ -660,6 +660,10 @@ struct RegisterWeights {
 };
 #endif
 
+// A thread owns W features of one of the block's rows. In a round it waits for its stage and
+// computes z of this row; then it finishes the row before: it collects the sums, orders the next
+// copies into that row's stage, and stores that row's out. So while the sums of one row come
+// together, the thread multiplies the next row.
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -680,7 +684,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   const RegisterWeights<A, W> weights(w, place);
   Ring<Rows::kStages> ring, last;
   int round = 0;
-  // Once all sums of a row have come, all threads have taken their part of its stage.
+  // collect() waits until all warps of the block have posted. A warp posts after it has taken its
+  // part of the stage. So the stage is free then, with all of its rows.
   const auto finish = [&](const Multivectors<A, W>& z, int group, int round) {
     const auto sums = stream.sums.collect(place.row, place.blocks, shape.per_row / 32, round);
     stream.fetch(group + Rows::kStages * step, last.stage, round + Rows::kStages);
@@ -709,7 +714,9 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 #endif
 }
 
-// dx, dy, and for each row of a block partial sums of dw, as backward_on_chip.
+// A thread owns W features, as in forward_streamed, but it finishes a row before it takes the next
+// one: it has no registers for two. Each row of a block has its own partial sums of dw, which stay
+// in registers until the end, as in backward_on_chip.
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,

@@ -15,15 +15,16 @@
 //
 // One level further in the same argument holds again: a thread that owns TM x TN elements of C
 // reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
-// path, and a fifth one does it for every N. Each keeps all that the one above it had:
+// path, and a fifth one is fast where N does not suit the tiles. Each keeps all that the one above
+// it had:
 //
 //     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
 //     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
 //     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
-//     any shape   the same, but blocks are given steps instead     3/16
-//                 of tiles, so that all of them end together
+//     any shape   the same, but the last tiles are divided     3/16
+//                 along k, so that all blocks end together
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
@@ -130,8 +131,11 @@ __device__ float4 load4(const float* from, int row, int col, int n) {
   return value;
 }
 
+// Stores four numbers in row `row` of `to`, from column `col` on, without those that are outside.
+// kAligned: in one store of 16 bytes. If not, they may go to columns that are kApart apart.
 template <bool kAligned, int kApart = 1>
 __device__ void store4(float* to, int row, int col, int n, const float* value) {
+  static_assert(!kAligned || kApart == 1);
   float* at = to + static_cast<size_t>(row) * n + col;
   if constexpr (kAligned) {
     if (row < n && col < n)
@@ -232,7 +236,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_>
 struct AsyncTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
-  static constexpr bool kAligned = kAligned_;  // B's rows are
+  static constexpr bool kAligned = kAligned_;  // B's rows are aligned to 16 bytes
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
   // In shared memory are kStages tiles of A, transposed, then kStages of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
@@ -358,9 +362,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // ---- any shape ----------------------------------------------------------------------------------
 
-// Above, each block has a tile, and each multiprocessor one block. N = 3000 has 24 x 12 tiles: 132
-// multiprocessors compute 264 of them in two rounds, and in a third one 24 work and 108 wait. So
-// give blocks as many steps instead of as many tiles, wherever these end:
+// Above, each block has one tile, and each multiprocessor has one block at a time. N = 3000 has
+// 24 x 12 tiles: 132 multiprocessors compute 264 of them in two rounds. In a third round 24 of them
+// work and 108 wait. So the last tiles are divided along k. Each block gets a piece, and all pieces
+// take the same time, even if a piece begins or ends in the middle of a tile:
 //
 //     block 0 |--- tile 0 ---|-- tile 1, first steps
 //     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
@@ -386,29 +391,32 @@ struct Piece {
   int tile, begin, end, last;
 };
 
-// Which block does what. While there are tiles for two more rounds each block takes one, as a
-// whole: blocks at work together then read neighbouring tiles at the same k. The steps of the
-// other tiles are a line, one tile after the other, and of it each block has a piece that should
-// take as long as all the others.
+// Which block does what. Each block first takes whole tiles, as long as full tiles for two more
+// rounds are left: blocks at work together then read neighbouring tiles at the same k. The steps of
+// the other tiles form a line, one tile after the other. Each block gets one piece of the line, and
+// all pieces should take the same time. If all tiles are full, and few blocks would have nothing to
+// do in the last round, no tile is shared.
 template <class Tile>
 struct Timetable {
   static constexpr int BM = Tile::BM, BN = Tile::BN;
-  // Measured: a step takes as long as one of each of its parts of 64 x 64 and one more.
+  // What a step costs, in the time that 64 x 64 elements of C take for it. Measurements showed that
+  // each step costs one more than that, whatever the size of the tile is.
+  static_assert(BM == 128 && BN == 256);
   static constexpr int kFull = 1 + (BM / 64) * (BN / 64);
-  static constexpr int kLeast = 4;     // steps of a piece
-  static constexpr int kHandover = 5;  // what begins and ends of shared tiles cost, in steps
+  static constexpr int kLeast = 4;     // steps of a full tile that a piece is worth
+  static constexpr int kHandover = 5;  // steps of a full tile that sharing costs a block
 
-  // rows x cols tiles of one kind, the first one at (row, col), and what a step of one costs.
+  // rows x cols tiles of one kind, the first one at (row, col), in tiles; and what a step costs.
   struct Kind {
     int row, col, rows, cols, cost;
   };
-  struct Point {
+  struct Point {  // a place on the line
     int tile, step;
   };
   Kind kinds[4];  // full ones, those at the right edge, at the lower edge, in the corner
   int steps;      // of a tile
-  int whole;      // so many tiles are not shared
-  int line;       // what the others cost together
+  int whole;      // so many tiles are not shared, those with the lowest numbers
+  int line;       // what the shared ones cost together
   int blocks;
 
   Timetable(int n, int capacity) : steps((n + Tile::BK - 1) / Tile::BK) {
@@ -419,7 +427,7 @@ struct Timetable {
     kinds[1] = {0, cols, rows, narrow, 1 + 2 * quarters};
     kinds[2] = {rows, 0, low, cols, 1 + 4};
     kinds[3] = {rows, cols, low, narrow, 1 + quarters};
-    // In a last round that is nearly full few wait.
+    // To share pays if more steps would be idle than the handovers cost.
     const int idle = capacity - 1 - (full + capacity - 1) % capacity;
     const bool share = low || narrow || idle * steps > kHandover * capacity;
     whole = share ? std::max(0, full / capacity - 1) * capacity : full;
@@ -474,9 +482,10 @@ struct Timetable {
   }
 };
 
-// How sums get from block to block: each has room in memory, and a flag that is 0 between launches.
-// A thread takes over what the same thread of the other block has, 16 bytes at a time. Blocks may
-// wait for each other, since there are no more of them than run at once.
+// How sums get from one block to another. Each block has room for its sums in memory, and a flag
+// that is 0 before and after every launch. A thread takes over the sums of the thread with the same
+// number in the other block, 16 bytes at a time. A block may wait for another one, because the grid
+// has only as many blocks as run at the same time.
 struct Handover {
   using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   static constexpr size_t kFloats = 128 * 256;  // of a block
@@ -539,7 +548,8 @@ __device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover 
                        piece.end, finish);
 }
 
-// The same for BM rows of a Tile, and as few columns as are inside.
+// The same for the first BM rows of a Tile, and for all, half, or a quarter of its columns: the
+// fewest that hold all columns inside of the matrix.
 template <class Tile, int BM, bool kAligned>
 __device__ void multiply_inside(float* tiles, Matrices of, Handover handover, int2 place,
                                 Piece piece) {
@@ -558,6 +568,10 @@ __device__ void multiply_inside(float* tiles, Matrices of, Handover handover, in
   }
 }
 
+// A block does its pieces, one after the other. In a full tile a thread owns 8 x 16 elements of C,
+// as in `async`; in a smaller tile it owns fewer, so that all 256 threads still work. Tiles of A
+// and B reach shared memory as in `async`. Sums stay in registers, and only those of a shared tile
+// go through memory. So all blocks end at about the same time.
 template <class Tile, bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     matmul_any_shape(Matrices of, Timetable<Tile> timetable, Handover handover) {
@@ -577,10 +591,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 constexpr int kAlignThreads = 256;
 
-// Copies B into rows `pitch` apart, a block a row. And since C's rows are not aligned either, so
-// that a thread stores single floats: of 32 columns c it writes c to 4 (c % 8) + c / 8. What a
-// thread takes for four neighbours are then columns 8 apart, and what 8 lanes store at a time are 8
-// neighbours.
+// Copies B into rows that are `pitch` apart and aligned; a block copies a row. It also changes the
+// order of each 32 columns: column c goes to 4 (c % 8) + c / 8. The reason is C, whose rows are not
+// aligned either, so that a thread stores single floats. The four neighbours in shared memory that
+// a thread multiplies are then columns of C that are 8 apart, and 8 lanes store 8 neighbours at a
+// time. In the old order these 8 elements would be 4 columns apart.
 __global__ void align_rows(const float* __restrict__ from, float* __restrict__ to, int n,
                            int pitch) {
   from += static_cast<size_t>(blockIdx.x) * n;

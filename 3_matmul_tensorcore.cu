@@ -518,8 +518,8 @@ __global__ void __launch_bounds__(384, 1)
 //     a tile have a place there, and the second does not wait for the first to leave.
 //
 // Now the tensor cores hardly ever wait. What they draw takes the card to its power limit, and its
-// clock falls until the power fits. From here on a byte counts less for the time at which it comes
-// than for how far it has come, and the farthest way is that from memory:
+// clock falls until the power fits. From here on it matters less when a byte arrives than how much
+// power its way costs, and a byte from memory costs the most:
 //   - Every other tile is walked from the end of k to its beginning, and every other group of tiles
 //     from the right to the left. So a tile begins with that part of A or B with which the one
 //     before it ended: it is still in the L2 cache.
@@ -687,8 +687,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     are 528 of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns, but B comes in
 //     boxes of 64, and rows of A only 64 at a time. So the product is turned round (TurnedTiles):
 //     C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows of A as suit N.
-//   - At N = 1800 rows begin anywhere in a sector of 32 bytes, and copies are slow. Eight tiles in
-//     a cluster, 4 below and 2 beside each other, copy half as much as two do.
+//   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
+//     slow. Eight tiles in a cluster, 4 below and 2 beside each other, copy half as much as two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
 //     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
 //     its sum through memory to the cluster that ends there.

@@ -703,10 +703,11 @@ struct HopperForward {
 #endif
 };
 
-// Clusters stay, and take tile after tile of 64 rows. Each block has 128 columns (64, if E has two
-// parts), all of whose right factors it keeps, 128 KB. Two consumer warpgroups take turns, tile by
-// tile: while one computes tanh and writes, the tensor cores belong to the other. A part's
-// fragments, 64 registers, serve all columns, so that its stage is free again early.
+// Clusters stay, and take tile after tile of 64 rows, in the last round perhaps only a group of a
+// tile's columns (ClusterShare). Each block has 128 columns (64, if E has two parts), all of whose
+// right factors it keeps, 128 KB. Two consumer warpgroups take turns, tile by tile: while one
+// computes tanh and writes, the tensor cores belong to the other. A part's fragments, 64 registers,
+// serve all columns, so that its stage is free again early.
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V) {
@@ -746,8 +747,9 @@ __global__ void __launch_bounds__(384, 1)
         }
         if (i == 0) load_right_factors<64>(shared.right, maps, col0, shared.loaded);
       }
-      for (; filled > 0; --filled) give_back();                    // as wait_until_empty()
-      for (Barrier& each : shared.loaded) barrier_wait(&each, 0);  // also for what nobody needs
+      for (; filled > 0; --filled) give_back();  // as wait_until_empty()
+      // Also for a group that nobody needed: a block may not end while copies to it still come.
+      for (Barrier& each : shared.loaded) barrier_wait(&each, 0);
     }
   } else {
     registers_grow_to<232>();
@@ -1036,7 +1038,7 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 constexpr int kHopperThreads = 384, kBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
-// kGroups: of a block's columns, if ClusterShare may cut tiles.
+// kGroups > 1: a block's columns are in so many groups, for which ClusterShare may cut tiles.
 template <typename Shared, int kGroups = 1, typename Kernel>
 dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   constexpr int bytes = sizeof(Shared);

@@ -136,13 +136,13 @@ __global__ void __launch_bounds__(kTileThreads)
 // cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
 // What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a tile is 128 rows of one
 // blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
-// the triples' planes and weights one after the other. Tiles that share a norm, those of a grade
-// and its rows, are multiplied at the same time, and scale their sums before they store them: z is
-// never in memory (RoundNorm in connected_planes.cuh). *planes beside*: three warps of each block
-// make planes during the product. Makers and tiles go in the same order: rows for the first tiles
-// come first, of these the first features. For each 128 rows and 128 features a counter says how
-// many rows are made; the thread that starts the copies waits for all. The planes that the first
-// tiles begin with, of 256 features, are made before the product.
+// the triples' planes and weights one after the other. Tiles of the same rows and grade share a
+// norm. If all of them are multiplied at the same time, they scale z before they store it
+// (RoundNorm in connected_planes.cuh); else a small kernel does (normalize_rest). *planes beside*:
+// three warps of each block make planes during the product. Makers and tiles go in the same order:
+// rows for the first tiles come first, of these the first features. For each 128 rows and features
+// a counter says how many rows are made; the thread that starts the copies waits for all. The
+// planes that the first tiles begin with, of 256 features, are made before the product.
 //
 // It hides only a part: per step wgmma reads 80 KB of shared memory, and 48 KB arrive, 128 bytes a
 // cycle, all that there is; what makers load and store goes the same way. (Counted, not measured.)

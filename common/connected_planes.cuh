@@ -203,10 +203,11 @@ __device__ __forceinline__ void normalize_grade_of_row(float* out, float* invers
   });
 }
 
-/// Which tiles of z, of `tile_rows` rows and `tile_cols` features of a blade, clusters take when.
-/// The tiles of the scalar and of the last blade are short, the others long. *By rows*, a round has
-/// all tiles of as many rows as there are clusters for; from round to round others get the short
-/// ones. Else tiles come longest first: by rows some clusters may have no work, or long tiles only.
+/// The order in which clusters take the tiles of z. A tile has `tile_rows` rows and `tile_cols`
+/// features of a blade. Tiles of the scalar and of the last blade have few steps, the others many.
+/// With `by_rows` a round has all tiles of as many rows as there are clusters for, and from round
+/// to round other clusters get the short tiles. Without it all long tiles come first: that is
+/// better where `by_rows` leaves clusters without work, or gives a cluster long tiles only.
 template <typename A>
 struct TileOrder {
   static constexpr int kLong = A::kBlades - 2;
@@ -259,9 +260,11 @@ struct TileOrder {
   }
 };
 
-/// The norm of rows whose tiles are of one round: while all of them are still in registers, each
-/// tells the others its sums of squares, and waits for theirs. So z is never in memory. Who waits
-/// only waits for tiles of the same round, which other clusters have: all of them get there.
+/// The norm of rows and grades whose tiles are all of one round. A warpgroup keeps its sums of z in
+/// registers, leaves its rows' sums of squares in memory, counts itself, and waits until all tiles
+/// are counted. Then it scales its sums, so that z is never in memory. Nobody waits forever: all
+/// clusters are on the device at the same time, each has one tile of a round, and a warpgroup that
+/// waits has given back its stages before.
 template <typename A>
 struct RoundNorm {
   float *out, *inverses;
@@ -349,8 +352,8 @@ struct RoundNorm {
 #endif
 };
 
-/// The norm of the rows and grades whose tiles are of two rounds, a warp for each. The last rows
-/// come first, which are still in the cache.
+/// The norm of the rows and grades whose tiles are of several rounds: a warp has a row and a grade.
+/// The last rows come first, which are still in the cache.
 template <typename A, int W>
 __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ RoundNorm<A> norm) {
   const int u = blockIdx.x * 4 + threadIdx.x / 32, n = norm.chunk.rows - 1 - u / A::kGrades;

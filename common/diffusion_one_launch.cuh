@@ -81,9 +81,9 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
       *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
 }
 
-/// A block's part of the work: `tiles` tiles of 64 rows, every groups-th from the group-th on, as
-/// one of `groups` clusters, which so work side by side in memory; and kColumns columns from rank
-/// kColumns on, as one of the `blocks` of its cluster.
+/// A block's part of the work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
+/// 64 rows: tile `group` and every groups-th after it, so that clusters read neighbouring rows. The
+/// block, one of `blocks` of the cluster, has kColumns columns from rank kColumns on.
 /// In a batch it is a part of mesh blockIdx.z, whose dTimes go to time_parts (meshes, W).
 template <int kTheEigen, int kTheColumns, int kTheStages, bool kIsBatch = false>
 struct MeshPart {
@@ -171,9 +171,9 @@ struct Meeting {
   }
 };
 
-/// What the L2 cache does with a tile of the basis in the first product. Those that the second one
-/// reads again first, kCachedBytes of all clusters, it shall keep: not those before them, nor those
-/// that are in shared memory until then.
+/// What the L2 cache does with tile t of the basis in the first product. The second one takes the
+/// tiles from the last one back. The last kStages are in shared memory until then; of those before
+/// them the cache shall keep the last kCachedBytes of all clusters, and not what comes earlier.
 inline constexpr int kCachedBytes = 32 << 20;
 template <typename Part>
 __device__ __forceinline__ uint64_t basis_policy(const Part& part, int t) {
@@ -582,7 +582,7 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
     shared_fence();
     named_barrier(kConsumerBarrier + consumer(), 128);
     if (thread == 0) {
-      // It shall not drive the basis out of the cache while that is still read.
+      // The result shall not drive the basis out of the cache while the basis is still read.
       const uint64_t policy = t >= Part::kStages ? evict_first() : evict_normal();
       for (int box = 0; box < shared.kBoxes; ++box) {
         store_box<Part::kBatch>(&part.maps.out, part.mesh(), part.row_of(t),

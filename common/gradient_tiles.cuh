@@ -66,7 +66,8 @@ struct LeftFactors {
 
 // ---- Load ---------------------------------------------------------------------------------------
 
-/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of the right factors but x.
+/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of the right factors that are products
+/// with x: M1 and M2.
 __device__ inline void load_products_with_x(RightFactors& to, const GradientMaps& maps, int step,
                                             int col, Barrier* loaded) {
   tensor_load(&to.minus_M2, &maps.minus_M2, kStepK * step, col, loaded);

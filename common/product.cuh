@@ -46,9 +46,9 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 #endif
 };
 
-/// The same turned round (TurnedSum): any multiple of 8 rows, of 16 beyond 256, by 64, 128, 192 or
-/// 256 columns. Consumers have an equal number of columns each, or of rows if there are so many
-/// that wgmma does not take all of them at once.
+/// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
+/// multiple of 8. Consumers divide the columns; of a tile of more than 256 rows (or 192 rows by 192
+/// columns) two consumers divide the rows. A consumer's sum must have room in its registers.
 template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
 struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kBoxes = kColumns / kBoxCols;
@@ -58,8 +58,8 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
-  // Results leave in parts of equally many rows, as few parts as fit beside the stages: of these
-  // there are as many as leave room for parts of 40 rows.
+  // Shared memory has as many stages as leave room for 40 rows of each consumer's results. With
+  // what is left then, results leave in as few parts as possible, of kOutRows rows each.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
   static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
@@ -269,7 +269,8 @@ struct Cluster {
                        : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
   }
 
-  /// The consumers call it: lines of this block's first stage to the L2 cache, if it starts a tile.
+  /// The consumers call it: the first lines of tile number `index` to the L2 cache. They are this
+  /// block's first stage, unless it begins inside of a tile.
   template <typename T, int kCount>
   __device__ void prefetch_first(const Factor<T>& A, const Factor<T, kCount>& B,
                                  const Schedule<Tile>& schedule) const {

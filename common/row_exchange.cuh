@@ -9,8 +9,10 @@
 // collects the sums waits there until all warps have posted theirs; every warp adds them up for
 // itself, in the same order.
 //
-// Round r uses slot r % 2. May a warp post round r + 2 while another still reads round r? It has
-// collected round r + 1 before, which that one posts after it has collected round r. So no.
+// Round r uses slot r % 2. A warp posts round r + 2 only after it has collected round r + 1. For
+// that every warp of the cluster has posted round r + 1, and so has collected round r before. So
+// nobody reads slot r % 2 any more, the copies from it have come, and at every block the barrier's
+// phase of round r is over: bytes of round r + 2 count in the next one.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,9 +20,9 @@
 #include "common/clifford.cuh"
 #include "common/hopper.cuh"
 
-constexpr int kMaxBlocks = 8;
+constexpr int kMaxBlocks = 8;  // of a cluster: more of them are not portable
 
-// Of blocks of kWarps warps at most. of[slot][i] is for the warps of block i of the cluster.
+// The sums of blocks that have kWarps warps at most. of[slot][i] has those of block i's warps.
 template <int kCount, int kWarps>
 struct alignas(128) RowSums {
   Sums<kCount> of[2][kMaxBlocks][kWarps];
@@ -39,7 +41,9 @@ struct alignas(128) RowSums {
     }
   }
 
-  // A warp announces what the same warp of the other blocks sends to its own.
+  // A warp writes its sums to its own block's memory, and has them copied to the other blocks. At
+  // its own block's barrier it arrives once, and announces the bytes that the warps of its number
+  // in the other blocks send here. They may come earlier: without this arrival no phase ends.
   __device__ __forceinline__ void post(const Sums<kCount>& sums, int blocks, int round) {
     const int slot = round % 2, lane = threadIdx.x % 32;
     const int rank = blocks == 1 ? 0 : cluster_rank();
@@ -54,7 +58,8 @@ struct alignas(128) RowSums {
     if (lane < blocks && lane != rank) bulk_push(&own, &own, sizeof own, &come[slot], lane);
   }
 
-  // The sums of a row that has `warps` in each of its blocks.
+  // The sums of a row that has `warps` warps in each of its blocks. Blocks of a cluster have one
+  // row at a time (row = 0); a block on its own may have several.
   __device__ __forceinline__ Sums<kCount> collect(int row, int blocks, int warps, int round) {
     const int slot = round % 2;
     barrier_wait(&come[slot], round / 2 % 2);

@@ -76,8 +76,8 @@ struct Turns {
     if (cluster >= clusters) return tiles;
     return round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
   }
-  /// Steps until the last cluster is done, if tile i has steps(i). Of a round, tiles of the same
-  /// group(i), which are neighbours, wait for one another at their end.
+  /// Steps until the last cluster is done, if tile i has steps(i). Tiles of a round that have the
+  /// same group(i) wait for one another at their end; counted as if these were always neighbours.
   template <typename Steps, typename Group>
   int64_t most(Steps steps, Group group) const {
     std::vector<int64_t> sums(static_cast<size_t>(clusters));
@@ -275,8 +275,9 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
 #endif
 
 /// Launched with kBlocks blocks for each cluster of `turns`, or with more blocks, which only help.
-/// Tiles may wait for helpers. A helper waits for tiles only after it has done all that tiles wait
-/// for. So all blocks end if all run at the same time: the grid is at most as large as the device.
+/// Tiles may wait for helpers, and at their end for other tiles of the same round (work.store()).
+/// Helpers wait for nobody, and a cluster has at most one tile of a round. So all blocks end if all
+/// run at the same time: the grid is at most as large as the device.
 template <class Tile, class Work>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
     tf32_product(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,

@@ -17,8 +17,8 @@ struct alignas(1024) Box {
   __device__ T* row(int row) { return elements + row * kBoxCols; }
   __device__ const T* row(int row) const { return elements + row * kBoxCols; }
 #if HOPPER_CODE
-  /// As a right factor, or a transposed left one, of 64 columns: 16 rows from 16 `slice` on, for
-  /// wgmma. Of 128 columns, where another box follows.
+  /// For wgmma: 16 rows, from 16 `slice` on, as a right factor or as a transposed left one. It has
+  /// 64 columns, or 128 if another box follows.
   __device__ uint64_t operand_b(int slice) const {
     return descriptor_b(elements, kRows) + 128 * slice;
   }
@@ -107,9 +107,9 @@ struct Sum {
 #endif
 };
 
-/// A warpgroup's sum of kRows rows (a multiple of 8) by 64 kCount columns, which wgmma computes
-/// turned round: C^T = B^T A^T. Its left factor is 64 columns of B at a time, its right one kRows
-/// rows of A, as many as one likes from any multiple of 8 on; of columns it takes whole boxes.
+/// A warpgroup's sum of kRows rows (a multiple of 8, at most 256) by 64 kCount columns, which wgmma
+/// computes turned round: C^T = B^T A^T. Its left factor is 64 columns of B, transposed. Its right
+/// factor is kRows rows of A, and the first of them may be any multiple of 8.
 template <int kRows, int kCount>
 struct TurnedSum {
   float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but turned
@@ -135,8 +135,8 @@ struct TurnedSum {
     wgmma_commit();
   }
 
-  /// Puts the elements of kBoxRows rows from `first` on and of 64 columns, those of elements[j],
-  /// rounded, into `box`, each 8 x 8 of them turned back.
+  /// Rounds the elements of kBoxRows rows, from `first` on, and of the 64 columns of elements[j],
+  /// and puts them into `box`. Each 8 x 8 of them is turned back on the way.
   template <typename T, int kBoxRows>
   __device__ void store(Box<T, kBoxRows>& box, int first, int j) const {
     // Matrix m of a store_matrices: columns 8 (m % 2) of the warp's 16, rows 8 (m / 2) of 16.
