@@ -120,7 +120,7 @@ struct Halves {
   // From these parts all sums, in all lanes.
   __device__ __forceinline__ static Sums<kCount> from_parts(float part) {
     const float sum = add_up_places(part);
-    Sums<kCount> sums;
+    Sums<kCount> sums = {};
     unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
     return sums;
   }
