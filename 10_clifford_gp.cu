@@ -529,8 +529,8 @@ constexpr size_t kStreamBytes = 208 << 10;
 // from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
 // and plane k of the rows begins shift(k) floats further on in stages[s][k], with up to 8 blades as
 // far behind a multiple of 128 bytes as in memory: the kernel is 3 % faster if the copy engine need
-// not cut such lines. (A tensor has a multiple of 4 elements, as it has 4 blades or
-// more: nothing beyond it is read.)
+// not cut such lines. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing
+// beyond it is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);

@@ -250,11 +250,11 @@ struct AsyncTile {
 };
 
 // Multiplies steps `begin` to `end` of the tile of C at (row0, col0); finish(sum) says what becomes
-// of a thread's sums. B's rows are `pitch` apart. (x, y): where the thread stands.
+// of a thread's sums. B's rows are `pitch` apart.
 template <class Tile, class Finish>
 __device__ void multiply_steps(float* tiles, const float* A, const float* B, int n, int pitch,
-                               int x, int y, int row0, int col0, int begin, int end,
-                               Finish finish) {
+                               int row0, int col0, int begin, int end, Finish finish) {
+  const int x = Tile::x(), y = Tile::y();
   constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
   constexpr int kStages = Tile::kStages, kThreads = Tile::kThreads, kStrideA = Tile::kStrideA;
   float* a_tiles = tiles;
@@ -335,8 +335,9 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
 
 // Stores a thread's sums. Four neighbours in `sum` are kApart columns apart.
 template <class Tile, bool kAligned, int kApart>
-__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int x, int y,
-                           int row0, int col0) {
+__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int row0,
+                           int col0) {
+  const int x = Tile::x(), y = Tile::y();
 #pragma unroll
   for (int i = 0; i < Tile::TM; ++i) {
 #pragma unroll
@@ -352,11 +353,10 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     matmul_async(const float* A, const float* B, float* C, int n) {
   extern __shared__ __align__(16) float tiles[];
-  const int x = Tile::x(), y = Tile::y();
   const int row0 = blockIdx.y * Tile::BM, col0 = blockIdx.x * Tile::BN;
   const int steps = (n + Tile::BK - 1) / Tile::BK;
-  multiply_steps<Tile>(tiles, A, B, n, n, x, y, row0, col0, 0, steps, [&](const auto& sum) {
-    store_sums<Tile, Tile::kAligned, 1>(sum, C, n, x, y, row0, col0);
+  multiply_steps<Tile>(tiles, A, B, n, n, row0, col0, 0, steps, [&](const auto& sum) {
+    store_sums<Tile, Tile::kAligned, 1>(sum, C, n, row0, col0);
   });
 }
 
@@ -537,15 +537,14 @@ constexpr int kColumnsApart = 8;
 template <class Tile, bool kAligned>
 __device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover handover,
                                             int2 place, Piece piece) {
-  const int x = Tile::x(), y = Tile::y();
   const auto finish = [&](auto& sum) {
     if (piece.begin > 0) return handover.give(sum);
     for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
     constexpr int kApart = kAligned ? 1 : kColumnsApart;
-    store_sums<Tile, kAligned, kApart>(sum, of.C, of.n, x, y, place.y, place.x);
+    store_sums<Tile, kAligned, kApart>(sum, of.C, of.n, place.y, place.x);
   };
-  multiply_steps<Tile>(tiles, of.A, of.B, of.n, of.pitch, x, y, place.y, place.x, piece.begin,
-                       piece.end, finish);
+  multiply_steps<Tile>(tiles, of.A, of.B, of.n, of.pitch, place.y, place.x, piece.begin, piece.end,
+                       finish);
 }
 
 // The same for the first BM rows of a Tile, and for all, half, or a quarter of its columns: the

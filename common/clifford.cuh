@@ -126,7 +126,7 @@ struct Halves {
   }
 };
 
-// add_up_row, so.
+// add_up_row by these halves.
 template <int kCount>
 __device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
                                                      int warps) {

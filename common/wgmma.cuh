@@ -164,8 +164,8 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
   if constexpr (kCount == 8) {
     HOPPER_WGMMA_TF32("16", HOPPER_R8, "{%8, %9, %10, %11}", "%12", "%13", HOPPER_SUM8(0));
   } else if constexpr (kCount == 40) {
-    HOPPER_WGMMA_TF32("80", HOPPER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39",
-                      "{%40, %41, %42, %43}", "%44", "%45", HOPPER_SUM32(0), HOPPER_SUM8(32));
+    HOPPER_WGMMA_TF32("80", HOPPER_R40, "{%40, %41, %42, %43}", "%44", "%45", HOPPER_SUM32(0),
+                      HOPPER_SUM8(32));
   } else if constexpr (kCount == 20) {
     HOPPER_WGMMA_TF32("40", HOPPER_R20, "{%20, %21, %22, %23}", "%24", "%25", HOPPER_SUM8(0),
                       HOPPER_SUM8(8), HOPPER_SUM4(16));
