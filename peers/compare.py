@@ -58,6 +58,10 @@ SWEEPS = {
         "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
         "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
     }, {}),
+    "bonus_clifford_fully_connected": ("connected", {
+        "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
+        "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
+    }, {}),
 }
 
 
