@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Runs lessons and their peers in turn on one GPU, and prints and records them side by side.
 
-    peers/compare.py [--bin FOLDER] [--out FOLDER] [--rounds 3] [--sweep] [LESSON ...]
+    peers/compare.py [--bin FOLDER] [--out FOLDER] [--rounds 3] [--sweep] [LESSON[:RUN] ...]
 
 A peer is the same operator as PyTorch runs it, as torch.compile does, or as kernels of ours in
 Triton. In each round the lesson's program runs, then its peers on the same problems: their shapes,
 types and timing, verified in fp64 within the same tolerance. The record is the lesson's with the
 peers' rows added: results/<gpu>/<lesson>[.RUN].peers.json. With --sweep it is the sizes of the lesson's
-own --sweep, or some of them. Needs PyTorch 2 with CUDA, and Triton.
+own --sweep, or some of them. LESSON:RUN is one run of a lesson. Needs PyTorch 2 with CUDA, and Triton.
 The exit code is 1 if anything failed or was not verified.
 """
 import argparse
@@ -158,6 +158,20 @@ def print_side_by_side(run):
             print(f"  {'best peer / ours':40} {line['ratio']:>9.2f}x")
 
 
+def runs_named(words, lessons):
+    """([(lesson, RUN, arguments)], [unknown word]) of words like LESSON, all its runs, and LESSON:RUN."""
+    wanted, unknown = [], []
+    for word in words:
+        lesson, colon, run = word.partition(":")
+        runs = lessons[lesson][1] if lesson in lessons else {}
+        found = [(lesson, name, arguments) for name, arguments in runs.items()
+                 if name == run or not colon]
+        wanted += found
+        if not found:
+            unknown.append(word)
+    return wanted, unknown
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bin", type=pathlib.Path, default=ROOT / "build" / "cuda")
@@ -169,10 +183,12 @@ def main():
     parser.add_argument("--sweep", action="store_true", help="of many sizes")
     parser.add_argument("--seconds", type=float, default=0,
                         help="for a run's peers in a round: problems that start later are left out")
-    parser.add_argument("lessons", nargs="*", metavar="LESSON", help=", ".join(LESSONS))
+    parser.add_argument("--default-mode", action="store_true",
+                        help="without torch.compile's max-autotune, which takes minutes to compile")
+    parser.add_argument("lessons", nargs="*", metavar="LESSON[:RUN]", help=", ".join(LESSONS))
     options = parser.parse_args()
     lessons = SWEEPS if options.sweep else LESSONS
-    unknown = set(options.lessons) - set(lessons)
+    wanted, unknown = runs_named(options.lessons or lessons, lessons)
     if unknown or options.rounds < 1 or options.samples < 1:
         parser.error(f"no peers of {', '.join(unknown)}" if unknown else "at least one of each")
 
@@ -193,23 +209,23 @@ def main():
     # backward needs once it has run, while it is to run again here.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False
+    import operators
     if options.sweep:
-        import operators
-
         operators.for_many_sizes()
+    if options.default_mode:
+        operators.in_default_mode()
 
     failed = []
     with torch.cuda.stream(torch.cuda.Stream()):
-        for lesson in options.lessons or lessons:
-            for name, arguments in lessons[lesson][1].items():
-                run = compare(lesson, name, arguments, options, versions)
-                command = " ".join([lesson, *arguments])
-                if not run:
-                    failed.append(f"{command}: the lesson itself")
-                    continue
-                print_side_by_side(run)
-                failed += [f"{command}: {problem}: {row}: {why}"
-                           for problem, row, why in records.failures(run)]
+        for lesson, name, arguments in wanted:
+            run = compare(lesson, name, arguments, options, versions)
+            command = " ".join([lesson, *arguments])
+            if not run:
+                failed.append(f"{command}: the lesson itself")
+                continue
+            print_side_by_side(run)
+            failed += [f"{command}: {problem}: {row}: {why}"
+                       for problem, row, why in records.failures(run)]
     for failure in failed:
         print("FAILED", failure, file=sys.stderr)
     return bool(failed)

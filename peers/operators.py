@@ -59,7 +59,12 @@ def for_many_sizes():
     and makes a version for all sizes. To compile, and to tune, for each would take too long."""
     global DYNAMIC
     DYNAMIC = None
-    del MODES["torch.compile, max-autotune"]
+    in_default_mode()
+
+
+def in_default_mode():
+    """From now on torch.compile is a peer in its default mode only."""
+    MODES.pop("torch.compile, max-autotune", None)
 
 
 def by_mode(prepare):

@@ -12,6 +12,7 @@ from conftest import ROOT, check_record, execute
 for folder in ("results", "peers"):
     sys.path.insert(0, str(ROOT / folder))
 
+import compare
 import records
 import update_readme
 
@@ -138,6 +139,15 @@ def test_without_torch_or_a_gpu(tmp_path):
 def test_unknown_lesson():
     result = execute([sys.executable, ROOT / "peers" / "compare.py", "1_matmul_basic"])
     assert result.rc == 2 and "no peers of 1_matmul_basic" in result.stderr
+
+
+def test_runs_of_a_lesson():
+    lessons = {"first": ("module", {"": [], "small": ["8"]}), "second": ("module", {"": ["9"]})}
+    assert compare.runs_named(["first", "second:"], lessons) == (
+        [("first", "", []), ("first", "small", ["8"]), ("second", "", ["9"])], [])
+    assert compare.runs_named(["first:small"], lessons) == ([("first", "small", ["8"])], [])
+    assert compare.runs_named(["first:large", "third", "second:"], lessons)[1] == [
+        "first:large", "third"]
 
 
 # ---- With PyTorch, on the CPU, in fp32 -----------------------------------------------------------
