@@ -80,8 +80,17 @@ struct ProjectTile {
   static constexpr int kThreads = 32 * kWarpsAlongE * kWarpsW;
   static constexpr int kBlocks = kBlocksFit;     // on a multiprocessor; Hopper's has room for them
   static constexpr int kStage = kV * (kE + kW);  // elements
-  static constexpr int kSharedBytes = kStages * (kStage + kV) * sizeof(bf16);
+  static constexpr int kMasses = kV + 8;         // of a stage, see below
+  static constexpr int kSharedBytes = kStages * (kStage + kMasses) * sizeof(bf16);
 };
+
+// at[0] and at[1]. kAnywhere: `at` need not be aligned to 4 bytes.
+template <bool kAnywhere>
+__device__ unsigned neighbours(const bf16* at) {
+  if constexpr (!kAnywhere) return *reinterpret_cast<const unsigned*>(at);
+  const __nv_bfloat162 pair = {at[0], at[1]};
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
 
 // sums (N, gridDim.y, E, W), fp32: in slice s the sum of basis^T (mass[:, None] * values), backward
 // of basis^T values, over part s of gridDim.y of the vertices. Block (tile, slice, mesh).
@@ -105,7 +114,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   constexpr int kV = Tile::kV, kStages = Tile::kStages;
   constexpr int kRows = Tile::kWarpE / 16, kCols = Tile::kWarpW / 16;
   extern __shared__ __align__(128) bf16 shared[];
-  bf16* masses = shared + kStages * Tile::kStage;  // (kStages, kV)
+  bf16* masses = shared + kStages * Tile::kStage;  // (kStages, kMasses)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_e = warp / Tile::kWarpsW * Tile::kWarpE;
   const int warp_w = warp % Tile::kWarpsW * Tile::kWarpW;
@@ -119,6 +128,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   in.values += vertex0 * in.W;
   in.basis += vertex0 * in.E;
   in.mass += vertex0;
+  // A mesh's masses may start at any address, but a copy at multiples of 16 bytes: up to 7 masses
+  // come before those of a step, and what comes after the mesh's last one meets a basis of zeros.
+  const int shift = kBatch ? static_cast<int>(vertex0 % 8) : 0;
+  const int64_t end = kBatch ? in.V * (gridDim.z - mesh) : in.V;
   const auto copy_step = [&](int step) {
     if (step < steps) {
       bf16* basis = shared + step % kStages * Tile::kStage;
@@ -126,14 +139,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       copy_swizzled<kV, Tile::kE, Tile::kThreads>(basis, in.basis, v0, e0, in.V, in.E);
       copy_swizzled<kV, Tile::kW, Tile::kThreads>(basis + kV * Tile::kE, in.values, v0, w0, in.V,
                                                   in.W);
-      if (kPass == Pass::forward && threadIdx.x < kV / 8) {
-        const int64_t v = v0 + 8 * threadIdx.x;
-        bf16* to = masses + step % kStages * kV + 8 * threadIdx.x;
-        if (v + 8 <= in.V && vertex0 % 8 == 0) {
+      if (kPass == Pass::forward && threadIdx.x < kV / 8 + (kBatch ? 1 : 0)) {
+        const int64_t v = v0 + 8 * static_cast<int>(threadIdx.x) - shift;
+        bf16* to = masses + step % kStages * Tile::kMasses + 8 * threadIdx.x;
+        if (v + 8 <= end) {
           copy_async<16>(to, in.mass + v, true);
-        } else {  // V ends here, or the mesh's masses are not aligned to 16 bytes
-          for (int i = 0; i < 8; ++i)
-            to[i] = v + i < in.V ? in.mass[v + i] : __float2bfloat16_rn(0);
+        } else {
+          for (int i = 0; i < 8; ++i) to[i] = v + i < end ? in.mass[v + i] : __float2bfloat16_rn(0);
         }
       }
     }
@@ -156,8 +168,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       load_left_transposed<Tile::kE>(a, basis, warp_e, k);
       load_right<Tile::kW>(b, values, k, warp_w);
       if constexpr (kPass == Pass::forward) {
-        const auto* mass = reinterpret_cast<const unsigned*>(masses + step % kStages * kV + k);
-        const unsigned low = mass[lane % 4], high = mass[lane % 4 + 4];
+        const bf16* mass = masses + step % kStages * Tile::kMasses + shift + k + lane % 4 * 2;
+        const unsigned low = neighbours<kBatch>(mass), high = neighbours<kBatch>(mass + 8);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           a[i][0] = multiply2(a[i][0], low);
@@ -193,15 +205,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //
 // (A published split-K kernel for this very operator has a relative error of 0.8.)
 //
-// A block owns 4 rows and 32 columns of a mesh's spectrum: a warp one of the rows, and a part of
-// the slices, whose sums meet in shared memory. With eight parts all 32 warps read at the same
-// time, 128 neighbouring bytes each; a batch has more blocks, for which fewer warps each are
-// enough. Backward it adds its rows' part of dTimes, over e, and the next kernel adds those of all
-// blocks of a column.
-constexpr int kSumRows = 4;
+// A block owns some rows and 32 columns of a mesh's spectrum: a warp one of the rows, and a part of
+// the slices, whose sums meet in shared memory. With eight parts of 4 rows all 32 warps read at the
+// same time, 128 neighbouring bytes each. A batch has enough to read with fewer parts; but of so
+// few rows it would have thousands of blocks, so there a block has 16. Backward it adds its rows'
+// part of dTimes, over e, and the next kernel adds those of all blocks of a column.
+__host__ __device__ constexpr int sum_rows(int parts) { return parts == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kSumParts>
-__global__ void __launch_bounds__(32 * kSumRows * kSumParts)
+__global__ void __launch_bounds__(32 * sum_rows(kSumParts) * kSumParts)
     add_slices(Operands in, const float* sums, int slices, float* time_sums) {
+  constexpr int kSumRows = sum_rows(kSumParts);
   __shared__ float parts[kSumParts][kSumRows][32];
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % kSumRows;
   const int part = threadIdx.x / 32 / kSumRows;
@@ -470,13 +483,12 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const auto sums = table.problem.output<float>(slices * table.shape.spectrum_values());
   const dim3 tiles(static_cast<unsigned>(project_tiles<Project>(table.shape)),
                    static_cast<unsigned>(slices), static_cast<unsigned>(meshes));
-  const dim3 parts(blocks_for(W, 32), blocks_for(E, kSumRows), tiles.z);
+  // No more threads than a GPU has room for.
+  const int64_t most_parts = 2048 * multiprocessors / (32 * blocks_for(W, 32) * E * meshes);
+  const int sum_parts = most_parts >= 8 ? 8 : most_parts >= 2 ? 2 : 1;
+  const dim3 parts(blocks_for(W, 32), blocks_for(E, sum_rows(sum_parts)), tiles.z);
   const int64_t time_rows = parts.y * meshes;  // backward: the parts of dTimes
   const auto time_sums = table.problem.output<float>(kPass == Pass::backward ? time_rows * W : 1);
-  // No more threads than a GPU has room for.
-  const int64_t most_parts =
-      2048 * multiprocessors / (int64_t{32} * kSumRows * parts.x * parts.y * parts.z);
-  const int sum_parts = most_parts >= 8 ? 8 : most_parts >= 2 ? 2 : 1;
   const auto add = sum_parts == 8   ? add_slices<kPass, kBatch, 8>
                    : sum_parts == 2 ? add_slices<kPass, kBatch, 2>
                                     : add_slices<kPass, kBatch, 1>;
@@ -495,7 +507,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
     const Operands in = table.operands();
     launch_early(project_slices<kPass, Project, kBatch>, tiles, Project::kThreads,
                  Project::kSharedBytes, in, sums.data());
-    launch_early(add, parts, 32 * kSumRows * sum_parts, 0, in, sums.data(), slices,
+    launch_early(add, parts, 32 * sum_rows(sum_parts) * sum_parts, 0, in, sums.data(), slices,
                  time_sums.data());
     launch_early(expand_spectrum<kPass, Expand, kBatch>, rows, Expand::kThreads, bytes, in,
                  time_sums.data(), static_cast<int>(time_rows));
@@ -522,6 +534,19 @@ void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
   add_unfused(backward);
   add_slices_of<Pass::backward, Project, Expand, kBatch>(backward, "split-K", slices,
                                                          multiprocessors);
+}
+
+// For how many columns of tiles a block of the one launch works: of one mesh, or of several, one
+// after another.
+template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
+int64_t columns_of_tiles(const Shape& shape) {
+  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages, kBatch>);
+  const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>;
+  allow_shared_bytes(kernel, kBytes);
+  const int64_t fit =
+      resident_clusters(kernel, blocks_for(shape.W, kColumns), kOneLaunchThreads, kBytes);
+  const int64_t of_a_mesh = std::max<int64_t>(1, fit / shape.meshes);
+  return kColumns * blocks_for(shape.meshes, fit) * blocks_for(shape.V, 64 * of_a_mesh);
 }
 
 template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
@@ -566,16 +591,24 @@ void add_one_launch(DiffusionProblem& table) {
 }
 
 // The one launch, for the shapes that it is made for. Few rows: narrow blocks, so that 64 rows keep
-// more multiprocessors busy, and a thread has half as much to add to the totals. Many: wide ones,
-// which read the basis less often. In a batch it depends on a cluster's rows, likewise, as if 32 of
-// them fitted on the GPU; that is not tuned.
+// more multiprocessors busy, and a thread has half as much to add to the totals; but not where wide
+// ones have no more to do, since of large clusters, or for many meshes, fewer find room. (Backward,
+// with a cluster for each mesh, they are slower then.) Many rows: wide blocks, which read the basis
+// less often. In a batch it depends on a cluster's rows, likewise, as if 32 of them fitted on the
+// GPU; that is not tuned.
 template <Pass kPass, bool kBatch>
 void add_one_launch(DiffusionProblem& table) {
   const auto [V, E, W, meshes] = table.shape;
   if (E > kMostEigen || W > kMostWidth) return;
+  bool narrow = W <= 64 || V * std::min<int64_t>(meshes, 32) <= 32768;
+  if (E <= 128 && W > 64 && narrow && (kBatch || W > 256)) {
+    narrow = columns_of_tiles<kPass, 128, 64, 9, kBatch>(table.shape) <
+             columns_of_tiles<kPass, 128, 128, 7, kBatch>(table.shape) +
+                 (kPass == Pass::backward && meshes > 32);
+  }
   if (E > 128) {
     add_one_launch<kPass, 256, 64, 5, kBatch>(table);
-  } else if (V * std::min<int64_t>(meshes, 32) <= 32768 || W <= 64) {
+  } else if (narrow) {
     add_one_launch<kPass, 128, 64, 9, kBatch>(table);
   } else {
     add_one_launch<kPass, 128, 128, 7, kBatch>(table);

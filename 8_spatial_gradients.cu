@@ -676,16 +676,16 @@ __global__ void __launch_bounds__(kSmallThreads)
 // cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
 // stages, forward two at a time, a part. What the blocks do, step by step, is in
 // common/gradient_tiles.cuh.
-constexpr int kMostSteps = 4, kMostBlocks = 2;
+constexpr unsigned kMostSteps = 4, kMostBlocks = 2;
 
 template <int kSteps>
 struct HopperForward {
-  static constexpr int kParts = (kSteps + 1) / 2;
-  static constexpr int kStages = 2;
-  static constexpr int kTurns = 2 * kParts;   // the parts of a tile of each consumer
-  static constexpr int kGroups = 2 / kParts;  // of 64 columns
+  static constexpr int kParts = (kSteps + 1) / 2, kFirst = steps_of(0, kSteps);
+  static constexpr int kStages = kSteps == 1 ? 8 : 2;  // of narrow rows more have to be under way
+  static constexpr int kTurns = std::max(kStages, 2 * kParts);
+  static constexpr int kGroups = 2 / kParts;  // of 64 columns, at most
   RightFactors right[kGroups][kSteps];
-  LeftFactors left[kStages][kPartSteps];
+  LeftFactors left[kStages][kFirst];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
   // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
   // sees all of their phases. Turn t is in stage t % kStages.
@@ -703,23 +703,23 @@ struct HopperForward {
 #endif
 };
 
-// Clusters stay, and take tile after tile of 64 rows, in the last round perhaps only a group of a
-// tile's columns (ClusterShare). Each block has 128 columns (64, if E has two parts), all of whose
-// right factors it keeps, 128 KB. Two consumer warpgroups take turns, tile by tile: while one
-// computes tanh and writes, the tensor cores belong to the other. A part's fragments, 64 registers,
-// serve all columns, so that its stage is free again early.
+// Clusters stay, and take tile after tile of 64 rows. Each block has one or two `groups` of 64
+// columns (one, if E has two parts), all of whose right factors it keeps, up to 128 KB. Two
+// consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor
+// cores belong to the other. A part's fragments, 64 registers, serve all columns, so that its stage
+// is free again early.
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
-    hopper_features(const __grid_constant__ GradientMaps maps, int V) {
+    hopper_features(const __grid_constant__ GradientMaps maps, int V, int E, int column_groups) {
 #if HOPPER_CODE
   using Shared = HopperForward<kSteps>;
-  constexpr int kParts = Shared::kParts, kGroups = Shared::kGroups;
+  constexpr int kParts = Shared::kParts, kFirst = Shared::kFirst, kGroups = Shared::kGroups;
   constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = blockIdx.x, blocks = gridDim.x;
-  const int col0 = 64 * kGroups * (blocks * blockIdx.z + rank);
-  const ClusterShare<kGroups> share((V + 63) / 64);
+  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
+  const int first = blockIdx.y, clusters = gridDim.y, groups = kGroups > 1 ? column_groups : 1;
+  const int col0 = 64 * groups * (blocks * blockIdx.z + rank);
   if (threadIdx.x == 0) shared.prepare_barriers(blocks);
   cluster_meet();
 
@@ -733,7 +733,7 @@ __global__ void __launch_bounds__(384, 1)
         barrier_wait(&shared.empty[oldest.stage], oldest.parity);
         oldest.advance();
       };
-      for (int i = 0; i < share.count; ++i) {
+      for (int tile = first; tile < tiles; tile += clusters) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
@@ -741,40 +741,38 @@ __global__ void __launch_bounds__(384, 1)
           filled < kStages ? static_cast<void>(++filled) : give_back();
           barrier_arrive_expect(full, steps * sizeof(LeftFactors));
           for (int step = 0; step < steps; ++step) {
-            load_left_factors(shared.left[ring.stage % kStages][step], maps, share.tile(i),
+            load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
                               kPartSteps * part + step, rank, blocks, full);
           }
         }
-        if (i == 0) load_right_factors<64>(shared.right, maps, col0, shared.loaded);
+        if (tile == first) load_right_factors<64>(shared.right, groups, maps, col0, shared.loaded);
       }
       for (; filled > 0; --filled) give_back();  // as wait_until_empty()
-      // Also for a group that nobody needed: a block may not end while copies to it still come.
-      for (Barrier& each : shared.loaded) barrier_wait(&each, 0);
     }
   } else {
     registers_grow_to<232>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
     for (int i = 0; i < kParts * consumer; ++i) ring.advance();
-    for (int i = consumer; i < share.count; i += 2) {
-      LeftFragments left[kPartSteps];
+    int stored = 0;
+    for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
+      LeftFragments left[kFirst];
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      load_fragments<kPartSteps>(left, shared.left[ring.stage % kStages]);
+      load_fragments<kFirst>(left, shared.left[ring.stage % kStages]);
 #pragma unroll 1
-      for (int group = share.begin(i); group < share.end(i); ++group) {
-        if (i < 2) barrier_wait(&shared.loaded[group], 0);
+      for (int group = 0; group < groups; ++group, ++stored) {
+        if (tile < first + 2 * clusters) barrier_wait(&shared.loaded[group], 0);
         const RightFactors* right = shared.right[group];
         Gradients sums;
-        multiply_part<kPartSteps>(sums, left, right, false);
+        multiply_first_part<kFirst>(sums, left, right, E);
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
-        if (group == share.begin(i) && lane < blocks)
-          barrier_arrive(&shared.empty[ring.stage], lane);
+        if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         if constexpr (kParts > 1) {
           constexpr int kRest = kSteps - kPartSteps;
           ring.advance();
           barrier_wait(&shared.full[ring.stage], ring.parity);
           load_fragments<kRest>(left, shared.left[ring.stage % kStages]);
-          multiply_part<kRest>(sums, left, right + kPartSteps, true);
+          multiply_part<kRest, 4>(sums, left, right + kPartSteps, true);
           if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         }
         Sum<64> out;
@@ -782,15 +780,15 @@ __global__ void __launch_bounds__(384, 1)
         for (int e = 0; e < 32; ++e) {
           out.elements[e] = fast_tanh(sums.xr(e) * sums.ar(e) + sums.xi(e) * sums.ai(e));
         }
-        // Until this box has been read; the other group's may still be on its way.
+        // Until this box has been read; the other one may still be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();
         named_barrier(1 + consumer, 128);
-        auto& box = shared.out[consumer][group - share.begin(i)];
+        auto& box = shared.out[consumer][stored % kGroups];
         out.store(box, 0, [&](int e) { return out.elements[e]; });
         shared_fence();
         named_barrier(1 + consumer, 128);
         if (thread == 0) {
-          tensor_store(&maps.vertices, 64 * share.tile(i), col0 + 64 * group, &box);
+          tensor_store(&maps.vertices, 64 * tile, col0 + 64 * group, &box);
           tensor_store_commit();
         }
       }
@@ -806,10 +804,11 @@ template <int kStepCount, int kColCount>
 struct HopperBackward {
   static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
   static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
+  static constexpr int kTiles = kCols == 64 ? kStages / kSteps : 1;
   BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
   Products<kCols> products;
-  Box<bf16, 64> d_out[kCols == 64 ? 3 : 1];  // of 64 columns: comes with a tile's first step
+  Box<bf16, 64> d_out[kTiles];  // of 64 columns: comes with a tile's first step
   Barrier loaded[kHalves], full[kStages], empty[kStages], ready, spent[2];
 
 #if HOPPER_CODE
@@ -847,6 +846,7 @@ __global__ void __launch_bounds__(512, 1)
                                float* partials, int V, int E, int W) {
 #if HOPPER_CODE
   using Shared = HopperBackward<kSteps, kCols>;
+  constexpr int kHalves = Shared::kHalves;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
@@ -872,12 +872,12 @@ __global__ void __launch_bounds__(512, 1)
           }
         }
         if (kCols == 32) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
-        if (tile == first) load_right_factors<32>(shared.right, maps, col0, shared.loaded);
+        if (tile == first) load_right_factors<32>(shared.right, kHalves, maps, col0, shared.loaded);
       }
       wait_until_empty(shared.empty, ring);
     }
   } else if (threadIdx.x < 384) {  // these keep the 128 registers that all start with
-    make_products<Shared>(shared, d_out, col0, V, W);
+    make_products<Shared>(shared, d_out, col0, V, E, W);
   } else {
     registers_grow_to<224>();
     const int thread = threadIdx.x % 128;
@@ -1038,8 +1038,7 @@ bool add_associated(GradientsProblem& table, const Device& device) {
 constexpr int kHopperThreads = 384, kBackwardThreads = 512;
 
 // The grid, for `cols` columns a block. x: blocks of a cluster, y: clusters, z: slabs.
-// kGroups > 1: a block's columns are in so many groups, for which ClusterShare may cut tiles.
-template <typename Shared, int kGroups = 1, typename Kernel>
+template <typename Shared, typename Kernel>
 dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   constexpr int bytes = sizeof(Shared);
   allow_shared_bytes(kernel, bytes);
@@ -1048,11 +1047,7 @@ dim3 clusters_for(const Shape& shape, int cols, Kernel* kernel, int threads) {
   const unsigned blocks = blocks_for(groups, slabs);
   const int clusters = resident_clusters(kernel, blocks, threads, bytes);
   const int64_t of_a_slab = std::max<int64_t>(1, clusters / static_cast<int64_t>(slabs));
-  const int64_t tiles = blocks_for(shape.V, 64);
-  if (kGroups > 1 && tiles % of_a_slab * kGroups <= of_a_slab) {
-    return dim3(blocks, static_cast<unsigned>(std::min(tiles * kGroups, of_a_slab)), slabs);
-  }
-  return dim3(blocks, persistent(tiles, of_a_slab), slabs);
+  return dim3(blocks, persistent(blocks_for(shape.V, 64), of_a_slab), slabs);
 }
 
 // M: M1, M2, -M2.
@@ -1076,14 +1071,20 @@ void add_hopper_forward(GradientsProblem& table) {
   constexpr int kBytes = sizeof(HopperForward<kSteps>);
   const auto kernel = hopper_features<kSteps>;
   const dim3 small = small_blocks(E, W, 3);
-  using Shared = HopperForward<kSteps>;
-  const dim3 blocks = clusters_for<Shared, Shared::kGroups>(table.shape, 64 * Shared::kGroups,
-                                                            kernel, kHopperThreads);
+  const auto grid_for = [&](int groups) {
+    return clusters_for<HopperForward<kSteps>>(table.shape, 64 * groups, kernel, kHopperThreads);
+  };
+  // With two groups Gr and Gi are read less often. With one there is less to load before the start,
+  // which is better as long as a consumer has no more than one tile.
+  const bool one_group = W <= 64 || blocks_for(V, 64) <= 2 * grid_for(1).y;
+  const int groups = one_group ? 1 : HopperForward<kSteps>::kGroups;
+  const dim3 blocks = grid_for(groups);
   const auto launch = [=, V = static_cast<int>(V), &table] {
     const GradientMaps maps = gradient_maps(table, M);
-    associate<<<small, kSmallThreads, kSmallBytes>>>(table.operands(), M, dense(table.shape));
+    const Operands in = table.operands();
+    associate<<<small, kSmallThreads, kSmallBytes>>>(in, M, dense(table.shape));
     launch_clusters(hopper_features<kSteps>, blocks.x, true, blocks, kHopperThreads, kBytes, maps,
-                    V);
+                    V, in.E, groups);
   };
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
@@ -1126,18 +1127,19 @@ void add_hopper_backward(GradientsProblem& table) {
 
 // False if a block would have to keep more than it has room for.
 bool add_hopper(GradientsProblem& table, const Device& device) {
-  const int steps = std::max(kPartSteps, static_cast<int>(blocks_for(table.shape.E, kStepK)));
+  const auto [V, E, W] = table.shape;
+  const auto steps = blocks_for(E, kStepK);
   if (steps > kMostSteps) return false;
-  const bool forward = table.pass == Pass::forward;
   // With half as many columns there are half as many partial sums, which is less to do at the end;
   // but more to fetch for each tile.
-  const bool wide = table.shape.V >= int64_t{256} * device.sms;
-  const auto two = forward ? add_hopper_forward<2>
-                   : wide  ? add_hopper_backward<2, 64>
-                           : add_hopper_backward<2, 32>;
-  if (steps == 2) two(table);
-  if (steps == 3) (forward ? add_hopper_forward<3> : add_hopper_backward<3, 32>)(table);
-  if (steps == 4) (forward ? add_hopper_forward<4> : add_hopper_backward<4, 32>)(table);
+  const bool wide = W > 32 && (steps == 1 || V >= int64_t{256} * device.sms);
+  using Add = void (*)(GradientsProblem&);
+  const Add forward[] = {add_hopper_forward<1>, add_hopper_forward<2>, add_hopper_forward<3>,
+                         add_hopper_forward<4>};
+  const Add backward[] = {wide ? add_hopper_backward<1, 64> : add_hopper_backward<1, 32>,
+                          wide ? add_hopper_backward<2, 64> : add_hopper_backward<2, 32>,
+                          add_hopper_backward<3, 32>, add_hopper_backward<4, 32>};
+  (table.pass == Pass::forward ? forward : backward)[steps - 1](table);
   return true;
 }
 

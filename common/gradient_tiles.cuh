@@ -18,28 +18,6 @@ __host__ __device__ constexpr int steps_of(int part, int steps) {
   return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
 }
 
-/// Which of `tiles` tiles of 64 vertices a cluster has, forward: every gridDim.y-th. In the last
-/// round a few clusters may have one more to do while all others wait. If they are so few, these
-/// tiles are cut into their kGroups groups of columns, each for another cluster.
-template <int kGroups>
-struct ClusterShare {
-  int rounds, count, cut;  // whole rounds, tiles of this cluster, pieces of a tile after the rounds
-
-  __device__ explicit ClusterShare(int tiles) : rounds(tiles / static_cast<int>(gridDim.y)) {
-    const int clusters = static_cast<int>(gridDim.y), rest = tiles - rounds * clusters;
-    cut = rest * kGroups <= clusters ? kGroups : 1;
-    count = rounds + (static_cast<int>(blockIdx.y) < rest * cut);
-  }
-  /// Number i of the cluster's, and which groups of it.
-  __device__ int tile(int i) const {
-    return static_cast<int>(i * gridDim.y + (i < rounds ? blockIdx.y : blockIdx.y / cut));
-  }
-  __device__ int begin(int i) const {
-    return i < rounds || cut == 1 ? 0 : static_cast<int>(blockIdx.y) % kGroups;
-  }
-  __device__ int end(int i) const { return i < rounds || cut == 1 ? kGroups : begin(i) + 1; }
-};
-
 /// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
 /// is [M1 | M2], 32 columns of either in turn.
 struct GradientMaps {
@@ -79,20 +57,21 @@ __device__ inline void load_products_with_x(BackwardFactors& to, const GradientM
   tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
 }
 
-/// All right factors of a block, kCols columns in each of kGroups, from col0 on. While `associate`
+/// All right factors of a block, kCols columns in each of `groups`, from col0 on. While `associate`
 /// makes M1 and M2, x is already on its way. A group has a barrier of its own, so that the first
 /// one can be multiplied while the others come.
 template <int kCols, typename Factors, int kGroups, int kSteps>
-__device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], const GradientMaps& maps,
-                                          int col0, Barrier (&loaded)[kGroups]) {
-  for (int group = 0; group < kGroups; ++group) {
+__device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], int groups,
+                                          const GradientMaps& maps, int col0,
+                                          Barrier (&loaded)[kGroups]) {
+  for (int group = 0; group < groups; ++group) {
     barrier_arrive_expect(&loaded[group], sizeof to[group]);
     for (int step = 0; step < kSteps; ++step) {
       tensor_load(&to[group][step].x, &maps.x, kStepK * step, col0 + kCols * group, &loaded[group]);
     }
   }
   wait_for_previous_kernel();  // associate
-  for (int group = 0; group < kGroups; ++group) {
+  for (int group = 0; group < groups; ++group) {
     for (int step = 0; step < kSteps; ++step) {
       load_products_with_x(to[group][step], maps, step, col0 + kCols * group, &loaded[group]);
     }
@@ -122,8 +101,8 @@ struct LeftFragments {
   }
 };
 
-template <int kSteps>
-__device__ inline void load_fragments(LeftFragments (&to)[kPartSteps], const LeftFactors* from) {
+template <int kSteps, int kCount>
+__device__ inline void load_fragments(LeftFragments (&to)[kCount], const LeftFactors* from) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) to[step].load(from[step]);
 }
@@ -152,23 +131,34 @@ struct Gradients {
   }
 };
 
-/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps. The left factors
-/// come from registers: from shared memory, which has no bandwidth to spare, each would be read for
-/// each right factor.
-template <int kSteps>
-__device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left)[kPartSteps],
+/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps, of each the first
+/// kSlices times 16 of E. The left factors come from registers: from shared memory, which has no
+/// bandwidth to spare, each would be read for each right factor.
+template <int kSteps, int kSlices, int kCount>
+__device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left)[kCount],
                                      const RightFactors* right, bool add) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < kSlices; ++k) {
       sums.add_product(left[step].gr[k], left[step].gi[k], right[step], k,
                        add || step > 0 || k > 0);
     }
   }
   wgmma_commit();
   wgmma_wait<0>();
+}
+
+/// Assigns the product of the first part, which has kSteps steps. Up to E = 32 half a step is all.
+template <int kSteps>
+__device__ inline void multiply_first_part(Gradients& sums, const LeftFragments (&left)[kSteps],
+                                           const RightFactors* right, int E) {
+  if (kSteps == 1 && E <= kStepK / 2) {
+    multiply_part<kSteps, 2>(sums, left, right, false);
+  } else {
+    multiply_part<kSteps, 4>(sums, left, right, false);
+  }
 }
 
 /// Backward, 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine()
@@ -181,11 +171,13 @@ struct GradientPairs {
   __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
   __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
-  /// Starts to add (or, if not `add`, to assign) the product of a step, as one group of wgmma.
+  /// Starts to add (or, if not `add`, to assign) the product of a step's first kSlices times 16 of
+  /// E, as one group of wgmma.
+  template <int kSlices>
   __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+    for (int k = 0; k < kSlices; ++k) {
       const uint64_t b = right.M1_M2.operand_b(k);
       wgmma<__nv_bfloat16>(by_gr.elements, left.Gr.operand(0, k), b, add || k > 0);
       wgmma<__nv_bfloat16>(by_gi.elements, left.Gi.operand(0, k), b, add || k > 0);
@@ -254,13 +246,16 @@ __device__ inline void read_d_out(uint32_t (&pairs)[8], const Box<__nv_bfloat16,
   }
 }
 /// The same from (row, col) on of all of dOut (V, W).
-__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int64_t row,
-                                  int col, int64_t V, int W) {
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int row, int col,
+                                  int V, int W) {
+  const int v0 = row + Sum<32>::row(0), w0 = col + Sum<32>::col(0);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int64_t v = row + Sum<32>::row(2 * i);
-    const int w = col + Sum<32>::col(2 * i);
-    pairs[i] = v < V && w < W ? *reinterpret_cast<const uint32_t*>(from + v * W + w) : 0;
+  for (int r = 0; r < 2; ++r) {
+    const auto* pair = reinterpret_cast<const uint32_t*>(from + int64_t{v0 + 8 * r} * W + w0);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      pairs[2 * c + r] = v0 + 8 * r < V && w0 + 8 * c < W ? pair[4 * c] : 0;
+    }
   }
 }
 
@@ -298,7 +293,7 @@ __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out
 /// in shared memory. Of 64 columns either has one half, of 32 columns every second tile.
 template <typename Shared>
 __device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out, int col0, int V,
-                                     int W) {
+                                     int E, int W) {
   constexpr int kSteps = Shared::kSteps;
   constexpr bool kShare = Shared::kCols == 64;
   const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
@@ -314,12 +309,18 @@ __device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out,
   for (; 64 * tile < V; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
     GradientPairs sums;
     uint32_t d_out_pairs[8];
-    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, int64_t{64} * tile, col0, V, W);
+    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, 64 * tile, col0, V, W);
     const int first_stage = ring.stage;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step, ring.advance()) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
-      sums.start_product(shared.left[ring.stage], shared.right[half][step], step > 0);
+      const LeftFactors& left = shared.left[ring.stage];
+      const BackwardFactors& right = shared.right[half][step];
+      if (kSteps == 1 && E <= kStepK / 2) {
+        sums.template start_product<2>(left, right, false);
+      } else {
+        sums.template start_product<4>(left, right, step > 0);
+      }
     }
     wgmma_wait<0>();
     if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);

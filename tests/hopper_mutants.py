@@ -138,11 +138,14 @@ RUNS = {
         (("1400", "--width", "128", "--kernel", "^fused", "--patience", "20000"), 2),
         (("1400", "--width", "64", "--gpus", "3", "--kernel", "^fused", "--patience", "20000"), 2),
     ],
-    # A cluster of two blocks, which has 64 columns each, or backward 32; and E in more than two steps.
+    # A cluster of one or two blocks, which have 64 columns each or more, or backward 32; and E in more than
+    # two steps.
     "8_spatial_gradients": [
         (("520", "--width", "128", "--kernel", "^Hopper$"), 2),
         (("450", "--width", "72", "--kernel", "^Hopper$"), 4),
         (("300", "--eigen", "136", "--width", "72", "--kernel", "^Hopper$"), 4),
+        # E in one step, of which a block has more tiles than stages.
+        (("600", "--eigen", "40", "--width", "136", "--kernel", "^Hopper$"), 2),
     ],
     "9_matmul_softmax": [
         # Two warpgroups, and two or three chunks for each block.
