@@ -17,7 +17,7 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SIZES = {
     "1_matmul_basic": [1024, 2048],
-    "2_matmul_sharedmem": [1024, 2048, 8192],
+    "2_matmul_sharedmem": [1024, 2048, 3000, 4097, 8192],
     "3_matmul_tensorcore": [1024, 2048, 8192, 16384],
     "4_matmul_cublas": [8192],
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
