@@ -465,7 +465,8 @@ struct Timetable {
         if (time < microseconds) blocks = count, microseconds = time;
       };
       for (int i = 1; i <= steps && i * tiles <= capacity; ++i) consider(i * tiles);
-      for (int i = 1; i * sms <= std::min(capacity, tiles * steps); ++i) consider(i * sms);
+      const auto most = std::min<int64_t>(capacity, int64_t{tiles} * steps);
+      for (int i = 1; i * sms <= most; ++i) consider(i * sms);
       whole = tiles % blocks == 0 ? tiles : std::max(0, tiles / blocks - 1) * blocks;
       line = (tiles - whole) * steps;
     }
@@ -494,8 +495,9 @@ struct Timetable {
   // How many microseconds it takes if each block has `work` steps of full tiles, and shares a
   // multiprocessor with crowd - 1 others. Fitted to 230 measurements on an H200: to begin and to
   // end takes 3.5; a step 0.15, and for each block of the multiprocessor 0.1, 0.33 for 64 x 64
-  // elements and 16 k, and 0.25 for each 1024 copies of B more than there were of 16 bytes. To add
-  // up the sums of a tile that is in `parts` takes longer if others do so later (not `even`).
+  // elements and 16 k, and where B's floats are copied one by one 0.25 for each 1024 copies more.
+  // To add up the sums of a tile that is in `parts` takes longer if some pieces begin or end
+  // inside of tiles (not `even`), whose blocks then wait for each other in turn.
   static double estimate(double work, int crowd, int parts, bool even) {
     constexpr double kUnits = BM * BN * BK / 65536.0, kCopies = BK * BN * 0.75 / 1024;
     const double step =
