@@ -24,12 +24,15 @@
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
 //     any shape   the same, but the last tiles are divided     3/16
-//                 along k, so that all blocks end together
+//                 along k, so that all blocks end together;    to 3/8
+//                 and a small N has smaller tiles
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
 #include <algorithm>
 #include <cuda/atomic>
+#include <limits>
+#include <tuple>
 
 #include "common/async_copy.cuh"
 #include "common/matmul.h"
@@ -233,27 +236,41 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 //     pointers. Nothing checks for the edges of the matrix: a row or column outside is replaced by
 //     the last one inside, since what it contributes to is never stored. Only along k, which is
 //     summed over, zeros are needed.
-template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_>
+template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_,
+          int kSlices_ = 1, int kResident_ = 1>
 struct AsyncTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
-  static constexpr bool kAligned = kAligned_;  // B's rows are aligned to 16 bytes
-  static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM, kThreads = kThreadsX * kThreadsY;
+  static constexpr bool kAligned = kAligned_;   // B's rows are aligned to 16 bytes
+  static constexpr int kSlices = kSlices_;      // groups of threads that divide each step's k
+  static constexpr int kResident = kResident_;  // blocks that a multiprocessor has at a time
+  static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
+  static constexpr int kSliceThreads = kThreadsX * kThreadsY, kThreads = kSlices * kSliceThreads;
   // In shared memory are kStages tiles of A, transposed, then kStages of B.
   static constexpr int kStrideA = BM + 4, kTileA = BK * kStrideA, kTileB = BK * BN;
   static constexpr int kSharedBytes = kStages * (kTileA + kTileB) * static_cast<int>(sizeof(float));
 
-  // Where this thread stands among the others.
-  static __device__ int x() { return threadIdx.x / 32 % (kThreadsX / 8) * 8 + threadIdx.x % 8; }
-  static __device__ int y() {
-    return threadIdx.x / 32 / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8;
+  // Which slice this thread belongs to, and where it stands among the others of that.
+  static __device__ int slice() { return kSlices == 1 ? 0 : threadIdx.x / kSliceThreads; }
+  static __device__ int warp() {
+    return (kSlices == 1 ? threadIdx.x : threadIdx.x % kSliceThreads) / 32;
   }
+  static __device__ int x() { return warp() % (kThreadsX / 8) * 8 + threadIdx.x % 8; }
+  static __device__ int y() { return warp() / (kThreadsX / 8) * 4 + threadIdx.x % 32 / 8; }
+};
+
+// What is multiplied. From a row of B to the next it is `pitch` numbers.
+struct Matrices {
+  const float *A, *B;
+  float* C;
+  int n, pitch;
 };
 
 // Multiplies steps `begin` to `end` of the tile of C at (row0, col0); finish(sum) says what becomes
-// of a thread's sums. B's rows are `pitch` apart.
+// of a thread's sums.
 template <class Tile, class Finish>
-__device__ void multiply_steps(float* tiles, const float* A, const float* B, int n, int pitch,
-                               int row0, int col0, int begin, int end, Finish finish) {
+__device__ void multiply_steps(float* tiles, const Matrices& of, int row0, int col0, int begin,
+                               int end, Finish finish) {
+  const int n = of.n, pitch = of.pitch;
   const int x = Tile::x(), y = Tile::y();
   constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK, TM = Tile::TM, TN = Tile::TN;
   constexpr int kStages = Tile::kStages, kThreads = Tile::kThreads, kStrideA = Tile::kStrideA;
@@ -261,14 +278,14 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
   float* b_tiles = tiles + kStages * Tile::kTileA;
 
   // A is transposed on the way, so it is copied by single floats; B by kWidth. At once the block's
-  // threads cover kRowsA rows of the tile of A, and kRowsB of the tile of B.
+  // threads cover 16 columns of kRowsA rows of the tile of A, and kRowsB rows of the tile of B.
   constexpr int kWidth = Tile::kAligned ? 4 : 1;
-  constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
-  const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
+  constexpr int kRowsA = kThreads / 16, kRowsB = kThreads / (BN / kWidth);
+  const int a_row = threadIdx.x / 16, a_k = threadIdx.x % 16;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
-  const float* a_from = A + static_cast<size_t>(row0) * n + begin * BK + a_k;
+  const float* a_from = of.A + static_cast<size_t>(row0) * n + begin * BK + a_k;
   const float* b_from =
-      B + static_cast<size_t>(begin * BK + b_k) * pitch + min(col0 + b_col, pitch - kWidth);
+      of.B + static_cast<size_t>(begin * BK + b_k) * pitch + min(col0 + b_col, pitch - kWidth);
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
@@ -280,7 +297,10 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
     float* b_to = b_tiles + stage * Tile::kTileB + b_k * BN + b_col;
 #pragma unroll
     for (int i = 0; i < BM / kRowsA; ++i) {
-      copy_async<4>(a_to + i * kRowsA, a_from + a_offset[i], a_k < k_left);
+#pragma unroll
+      for (int k = 0; k < BK; k += 16) {
+        copy_async<4>(a_to + i * kRowsA + k * kStrideA, a_from + a_offset[i] + k, a_k + k < k_left);
+      }
     }
 #pragma unroll
     for (int i = 0; i < BK / kRowsB; ++i) {
@@ -297,11 +317,13 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
   }
   float sum[TM][TN] = {};
   float a[2][TM], b[2][TN];  // of this k, and of the next
+  constexpr int kDepth = BK / Tile::kSlices;
+  const int first_k = kDepth * Tile::slice();  // of a step, this thread's slice has so many
   for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
-    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + 4 * y;
-    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + 4 * x;
+    const float* a_tile = a_tiles + step % kStages * Tile::kTileA + first_k * kStrideA + 4 * y;
+    const float* b_tile = b_tiles + step % kStages * Tile::kTileB + first_k * BN + 4 * x;
     const auto load = [&](int k) {
 #pragma unroll
       for (int i = 0; i < TM; i += 4) {
@@ -318,8 +340,8 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
     if (step + kStages - 1 < end) copy_tiles(step + kStages - 1);
     copy_async_commit();
 #pragma unroll
-    for (int k = 0; k < BK; ++k) {
-      if (k + 1 < BK) load(k + 1);
+    for (int k = 0; k < kDepth; ++k) {
+      if (k + 1 < kDepth) load(k + 1);
 #pragma unroll
       for (int i = 0; i < TM; ++i) {
 #pragma unroll
@@ -333,31 +355,35 @@ __device__ void multiply_steps(float* tiles, const float* A, const float* B, int
   finish(sum);
 }
 
-// Stores a thread's sums. Four neighbours in `sum` are kApart columns apart.
-template <class Tile, bool kAligned, int kApart>
-__device__ void store_sums(const float (&sum)[Tile::TM][Tile::TN], float* C, int n, int row0,
+// Copied B has its columns in another order (see align_rows): neighbours in `sum` are then so many
+// columns of C apart.
+constexpr int kColumnsApart = 8;
+
+// Stores a thread's sums; of several slices each has kOwn of its TM rows. kAligned: C's rows are.
+template <class Tile, bool kAligned, int kOwn>
+__device__ void store_sums(const float (&sum)[kOwn][Tile::TN], const Matrices& to, int row0,
                            int col0) {
+  constexpr int kApart = Tile::kAligned && !kAligned ? kColumnsApart : 1;
   const int x = Tile::x(), y = Tile::y();
 #pragma unroll
-  for (int i = 0; i < Tile::TM; ++i) {
+  for (int own = 0; own < kOwn; ++own) {
+    const int i = own + kOwn * Tile::slice();
 #pragma unroll
     for (int j = 0; j < Tile::TN; j += 4) {
       const int row = row0 + 4 * y + i / 4 * 4 * Tile::kThreadsY + i % 4;
       const int col = col0 + x / kApart * 4 * kApart + x % kApart + j * Tile::kThreadsX;
-      store4<kAligned, kApart>(C, row, col, n, &sum[i][j]);
+      store4<kAligned, kApart>(to.C, row, col, to.n, &sum[own][j]);
     }
   }
 }
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    matmul_async(const float* A, const float* B, float* C, int n) {
+template <class Tile, bool kAligned>
+__global__ void __launch_bounds__(Tile::kThreads, 1) matmul_async(Matrices of) {
   extern __shared__ __align__(16) float tiles[];
   const int row0 = blockIdx.y * Tile::BM, col0 = blockIdx.x * Tile::BN;
-  const int steps = (n + Tile::BK - 1) / Tile::BK;
-  multiply_steps<Tile>(tiles, A, B, n, n, row0, col0, 0, steps, [&](const auto& sum) {
-    store_sums<Tile, Tile::kAligned, 1>(sum, C, n, row0, col0);
-  });
+  const int steps = (of.n + Tile::BK - 1) / Tile::BK;
+  multiply_steps<Tile>(tiles, of, row0, col0, 0, steps,
+                       [&](const auto& sum) { store_sums<Tile, kAligned>(sum, of, row0, col0); });
 }
 
 // ---- any shape ----------------------------------------------------------------------------------
@@ -371,19 +397,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 //     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
 //
 // A block that begins inside of a tile hands its sums through memory to the one that has the tile's
-// first steps. That one adds them, always in the same order, and stores the tile. Two more things
+// first steps. That one adds them, always in the same order, and stores the tile. Three more things
 // would cost time at some N, and do not here:
 //   - Tiles at the edge. N = 4097 has one row more than 32 rows of tiles. A tile of which only half
 //     of the rows, or half or a quarter of the columns, are inside is computed as a smaller one.
 //   - Rows that are not aligned to 16 bytes. One kernel copies B into rows that are: N^2 numbers
 //     against N^3 operations. A is copied by single floats anyway.
-
-// What is multiplied. From a row of B to the next it is `pitch` numbers.
-struct Matrices {
-  const float *A, *B;
-  float* C;
-  int n, pitch;
-};
+//   - Few tiles. N = 512 has 8 of 128 x 256, and to divide each by 16 costs more handovers than
+//     steps. It has 64 of 64 x 64. But so small a tile gives 256 threads 4 x 4 elements each, which
+//     takes twice the reads. So threads keep their 8 x 8 elements, and four slices of 64 threads
+//     each multiply a quarter of every step's k. At the end they add up their sums through shared
+//     memory. N = 256 takes tiles of 32 x 32 and eight slices. What costs the least time is
+//     estimated (see Timetable).
 
 // Steps `begin` to `end` of tile number `tile`: what a block does at a time. If begin is 0, the
 // blocks after it, up to number `last`, have the other steps.
@@ -394,17 +419,18 @@ struct Piece {
 // Which block does what. Each block first takes whole tiles, as long as full tiles for two more
 // rounds are left: blocks at work together then read neighbouring tiles at the same k. The steps of
 // the other tiles form a line, one tile after the other. Each block gets one piece of the line, and
-// all pieces should take the same time. If all tiles are full, and few blocks would have nothing to
-// do in the last round, no tile is shared.
+// all pieces should take the same time.
 template <class Tile>
 struct Timetable {
-  static constexpr int BM = Tile::BM, BN = Tile::BN;
-  // What a step costs, in the time that 64 x 64 elements of C take for it. Measurements showed that
-  // each step costs one more than that, whatever the size of the tile is.
-  static_assert(BM == 128 && BN == 256);
-  static constexpr int kFull = 1 + (BM / 64) * (BN / 64);
-  static constexpr int kLeast = 4;     // steps of a full tile that a piece is worth
-  static constexpr int kHandover = 5;  // steps of a full tile that sharing costs a block
+  static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
+  // Large tiles only: those at the edges are computed as smaller ones.
+  static constexpr bool kEdges = BM == 128 && BN == 256;
+  // What a step of a full tile costs. In large tiles that is in the time that 64 x 64 elements of C
+  // take for it. Measurements showed that each step costs one more than that, whatever the size of
+  // the tile is.
+  static constexpr int kFull = kEdges ? 1 + (BM / 64) * (BN / 64) : 1;
+  static constexpr int kLeast = 4;     // steps of a large tile that a piece is worth
+  static constexpr int kHandover = 5;  // steps of a large tile that sharing costs a block
 
   // rows x cols tiles of one kind, the first one at (row, col), in tiles; and what a step costs.
   struct Kind {
@@ -413,13 +439,43 @@ struct Timetable {
   struct Point {  // a place on the line
     int tile, step;
   };
-  Kind kinds[4];  // full ones, those at the right edge, at the lower edge, in the corner
-  int steps;      // of a tile
-  int whole;      // so many tiles are not shared, those with the lowest numbers
-  int line;       // what the shared ones cost together
-  int blocks;
+  Kind kinds[kEdges ? 4 : 1];  // full ones, those at the right edge, the lower edge, the corner
+  int steps;                   // of a tile
+  int whole;                   // so many tiles are not shared, those with the lowest numbers
+  int line;                    // what the shared ones cost together
+  int blocks, each, rest;      // of the line a block has `each`, and the first `rest` one more
+  double microseconds;         // that this should take
 
-  Timetable(int n, int capacity) : steps((n + Tile::BK - 1) / Tile::BK) {
+  // With `capacity` blocks at the same time, on `sms` multiprocessors.
+  Timetable(int n, int sms, int capacity)
+      : steps((n + BK - 1) / BK), microseconds(std::numeric_limits<double>::infinity()) {
+    if constexpr (kEdges) {
+      share_large(n, capacity);
+      const int parts = line == 0 ? 1 : 3;
+      const double rounds = 1.0 * whole / blocks + 1.0 * line / (blocks * kFull * steps);
+      microseconds = estimate(rounds * steps, 1, parts, false);
+    } else {
+      kinds[0] = {0, 0, (n + BM - 1) / BM, (n + BN - 1) / BN, kFull};
+      const int tiles = kinds[0].rows * kinds[0].cols;
+      const auto consider = [&](int count) {
+        const int parts = (count + tiles - 1) / tiles;
+        const bool even = count % tiles == 0;  // all pieces end where a tile does
+        const double of_each = std::ceil(1.0 * tiles * steps / count);
+        const double time = estimate(of_each, (count + sms - 1) / sms, parts + !even, even);
+        if (time < microseconds) blocks = count, microseconds = time;
+      };
+      for (int i = 1; i <= steps && i * tiles <= capacity; ++i) consider(i * tiles);
+      const auto most = std::min<int64_t>(capacity, int64_t{tiles} * steps);
+      for (int i = 1; i * sms <= most; ++i) consider(i * sms);
+      whole = tiles % blocks == 0 ? tiles : std::max(0, tiles / blocks - 1) * blocks;
+      line = (tiles - whole) * steps;
+    }
+    each = line / blocks, rest = line % blocks;
+  }
+
+  // If all tiles are full, and few blocks would have nothing to do in the last round, no tile is
+  // shared.
+  void share_large(int n, int capacity) {
     const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN, full = rows * cols;
     const int below = n - rows * BM, beside = n - cols * BN;
     const int low = below > 0, narrow = beside > 0, quarters = beside > BN / 4 ? 2 : 1;
@@ -436,9 +492,23 @@ struct Timetable {
     blocks = share ? std::clamp(line / (kLeast * kFull), 1, capacity) : std::min(full, capacity);
   }
 
+  // How many microseconds it takes if each block has `work` steps of full tiles, and shares a
+  // multiprocessor with crowd - 1 others. Fitted to 230 measurements on an H200: to begin and to
+  // end takes 3.5; a step 0.15, and for each block of the multiprocessor 0.1, 0.33 for 64 x 64
+  // elements and 16 k, and where B's floats are copied one by one 0.25 for each 1024 copies more.
+  // To add up the sums of a tile that is in `parts` takes longer if some pieces begin or end
+  // inside of tiles (not `even`), whose blocks then wait for each other in turn.
+  static double estimate(double work, int crowd, int parts, bool even) {
+    constexpr double kUnits = BM * BN * BK / 65536.0, kCopies = BK * BN * 0.75 / 1024;
+    const double step =
+        0.15 + crowd * (0.1 + 0.33 * kUnits + (Tile::kAligned ? 0 : 0.25 * kCopies));
+    const double share = crowd * (1 + parts + BM * BN / 8192.0) * (even ? 1 : 1.6);
+    return 3.5 + work * step + (parts > 1 ? share : 0);
+  }
+
   // Where the piece of block number `block` begins, and that of the one before it ends.
   __device__ Point start(int block) const {
-    int position = static_cast<int>(static_cast<int64_t>(line) * block / blocks);
+    int position = block * each + min(block, rest);
     int tile = whole, before = whole;
     for (const Kind& kind : kinds) {
       const int tiles = kind.rows * kind.cols - before, cost = kind.cost * steps;
@@ -486,9 +556,10 @@ struct Timetable {
 // that is 0 before and after every launch. A thread takes over the sums of the thread with the same
 // number in the other block, 16 bytes at a time. A block may wait for another one, because the grid
 // has only as many blocks as run at the same time.
+template <int kBlockFloats>
 struct Handover {
   using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
-  static constexpr size_t kFloats = 128 * 256;  // of a block
+  static constexpr size_t kFloats = kBlockFloats;  // of a block
   unsigned* ready;
   float* sums;
 
@@ -529,27 +600,66 @@ struct Handover {
   }
 };
 
-// Copied B has its columns in another order (see align_rows).
-constexpr int kColumnsApart = 8;
+// Adds up the sums of the slices of a block. Threads kApart apart have sums of the same elements of
+// C: one gives the upper half of its rows to the other, and gets the lower half of that one's. Then
+// those half as far apart do so with what they have left. finish() gets the TM / kSlices rows that
+// remain a thread's own.
+template <int kSlices, int kApart, int TM, int TN, class Finish>
+__device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
+  if constexpr (kSlices == 1) {
+    finish(sum);
+  } else {
+    const bool upper = threadIdx.x / kApart % 2 == 1;
+    float own[TM / 2][TN];
+    float4* at = reinterpret_cast<float4*>(shared);
+    __syncthreads();  // All have read the last tiles, or the last halves.
+#pragma unroll
+    for (int i = 0; i < TM / 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < TN; j += 4) {
+        float give[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          give[e] = upper ? sum[i][j + e] : sum[i + TM / 2][j + e];
+          own[i][j + e] = upper ? sum[i + TM / 2][j + e] : sum[i][j + e];
+        }
+        at[(i * TN + j) / 4 * 256 + threadIdx.x] = make_float4(give[0], give[1], give[2], give[3]);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TM / 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < TN; j += 4) {
+        const float4 more = at[(i * TN + j) / 4 * 256 + (threadIdx.x ^ kApart)];
+        own[i][j] += more.x;
+        own[i][j + 1] += more.y;
+        own[i][j + 2] += more.z;
+        own[i][j + 3] += more.w;
+      }
+    }
+    add_slices<kSlices / 2, kApart / 2>(shared, own, finish);
+  }
+}
 
 // The piece of the tile at `place`. Not inlined: the compiler then finds registers for each size of
 // tile as if it were the only one.
-template <class Tile, bool kAligned>
+template <class Tile, bool kAligned, class Handover>
 __device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover handover,
                                             int2 place, Piece piece) {
   const auto finish = [&](auto& sum) {
     if (piece.begin > 0) return handover.give(sum);
     for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
-    constexpr int kApart = kAligned ? 1 : kColumnsApart;
-    store_sums<Tile, kAligned, kApart>(sum, of.C, of.n, place.y, place.x);
+    store_sums<Tile, kAligned>(sum, of, place.y, place.x);
   };
-  multiply_steps<Tile>(tiles, of.A, of.B, of.n, of.pitch, place.y, place.x, piece.begin, piece.end,
-                       finish);
+  multiply_steps<Tile>(tiles, of, place.y, place.x, piece.begin, piece.end, [&](auto& sum) {
+    add_slices<Tile::kSlices, Tile::kThreads / 2>(tiles, sum, finish);
+  });
 }
 
 // The same for the first BM rows of a Tile, and for all, half, or a quarter of its columns: the
 // fewest that hold all columns inside of the matrix.
-template <class Tile, int BM, bool kAligned>
+template <class Tile, int BM, bool kAligned, class Handover>
 __device__ void multiply_inside(float* tiles, Matrices of, Handover handover, int2 place,
                                 Piece piece) {
   constexpr int TM = Tile::TM * BM / Tile::BM;
@@ -572,15 +682,18 @@ __device__ void multiply_inside(float* tiles, Matrices of, Handover handover, in
 // and B reach shared memory as in `async`. Sums stay in registers, and only those of a shared tile
 // go through memory. So all blocks end at about the same time.
 template <class Tile, bool kAligned>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    matmul_any_shape(Matrices of, Timetable<Tile> timetable, Handover handover) {
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+    matmul_any_shape(Matrices of, Timetable<Tile> timetable,
+                     Handover<Tile::BM * Tile::BN> handover) {
   extern __shared__ __align__(16) float tiles[];
   for (int i = 0;; ++i) {
     const Piece piece = timetable.piece(blockIdx.x, i);
     if (piece.begin == piece.end) return;
     const int2 place = timetable.place(piece.tile);
     __syncthreads();  // All have read the last tiles of the piece before.
-    if (of.n - place.y > Tile::BM / 2) {
+    if constexpr (!Timetable<Tile>::kEdges) {
+      multiply_piece<Tile, kAligned>(tiles, of, handover, place, piece);
+    } else if (of.n - place.y > Tile::BM / 2) {
       multiply_inside<Tile, Tile::BM, kAligned>(tiles, of, handover, place, piece);
     } else {
       multiply_inside<Tile, Tile::BM / 2, kAligned>(tiles, of, handover, place, piece);
@@ -599,9 +712,19 @@ __global__ void align_rows(const float* __restrict__ from, float* __restrict__ t
                            int pitch) {
   from += static_cast<size_t>(blockIdx.x) * n;
   to += static_cast<size_t>(blockIdx.x) * pitch;
-#pragma unroll 8
-  for (int col = threadIdx.x; col < n; col += kAlignThreads) {
-    to[col / 32 * 32 + col % 8 * 4 + col / 8 % 4] = from[col];
+  constexpr int kAtOnce = 8;  // loads of a thread that are under way together
+  for (int first = threadIdx.x; first < n; first += kAtOnce * kAlignThreads) {
+    float values[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int col = first + i * kAlignThreads;
+      values[i] = col < n ? from[col] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int col = first + i * kAlignThreads;
+      if (col < n) to[col / 32 * 32 + col % 8 * 4 + col / 8 % 4] = values[i];
+    }
   }
 }
 
@@ -613,29 +736,61 @@ dim3 tiles_of(int64_t n) {
   return dim3(static_cast<unsigned>((n + BN - 1) / BN), static_cast<unsigned>((n + BM - 1) / BM));
 }
 
-template <bool kAligned, int kStages>
-void add_any_shape(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n,
-                   const Device& device) {
-  using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, true>;
-  const auto kernel = matmul_any_shape<Tile, kAligned>;
-  allow_shared_bytes(kernel, Tile::kSharedBytes);
-  const Timetable<Tile> timetable(
-      n, resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
-  const auto ready = square.workspace<unsigned>(timetable.blocks);
-  const auto sums = square.workspace<float>(Handover::kFloats * timetable.blocks);
-  const int pitch = kAligned ? n : (n + 31) / 32 * 32;
-  const auto rows = square.workspace<float>(kAligned ? 1 : static_cast<size_t>(n) * pitch);
-  square
-      .kernel("any shape", Role::ours,
-              [=] {
-                if (!kAligned) align_rows<<<n, kAlignThreads>>>(B, rows, n, pitch);
-                matmul_any_shape<Tile, kAligned>
-                    <<<timetable.blocks, Tile::kThreads, Tile::kSharedBytes>>>(
-                        Matrices{A, kAligned ? B : rows, C, n, pitch}, timetable,
-                        Handover{ready, sums});
-              })
-      .resources(kernel, Tile::kThreads, Tile::kSharedBytes);
-}
+// Adds `any shape` with the tiles that should be the fastest.
+template <bool kAligned>
+struct AnyShape {
+  Problem& square;
+  Buffer<float> A, B, C;
+  int n;
+  const Device& device;
+
+  template <class... Tile>
+  void add_fastest() const {
+    const std::tuple<Timetable<Tile>...> plans(plan<Tile>()...);
+    const double least = std::min({std::get<Timetable<Tile>>(plans).microseconds...});
+    bool added = false;
+    const auto add_if_best = [&](const auto& timetable) {
+      if (!added && timetable.microseconds == least) add(timetable), added = true;
+    };
+    (add_if_best(std::get<Timetable<Tile>>(plans)), ...);
+  }
+
+ private:
+  // B has to be copied into aligned rows, which takes some microseconds.
+  template <class Tile>
+  static constexpr bool kCopied = Tile::kAligned && !kAligned;
+
+  template <class Tile>
+  Timetable<Tile> plan() const {
+    const auto kernel = matmul_any_shape<Tile, kAligned>;
+    allow_shared_bytes(kernel, Tile::kSharedBytes);
+    Timetable<Tile> timetable(n, device.sms,
+                              resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
+    if (kCopied<Tile>) timetable.microseconds += 2.5 + 3e-6 * n * n;
+    if (Tile::kSharedBytes > device.shared_bytes) {
+      timetable.microseconds = std::numeric_limits<double>::infinity();
+    }
+    return timetable;
+  }
+
+  template <class Tile>
+  void add(const Timetable<Tile>& timetable) const {
+    const auto ready = square.workspace<unsigned>(timetable.blocks);
+    const auto sums = square.workspace<float>(size_t{Tile::BM * Tile::BN} * timetable.blocks);
+    const int pitch = kCopied<Tile> ? (n + 31) / 32 * 32 : n;
+    const auto rows = square.workspace<float>(kCopied<Tile> ? static_cast<size_t>(n) * pitch : 1);
+    square
+        .kernel("any shape", Role::ours,
+                [=, A = A, B = B, C = C, n = n] {
+                  if (kCopied<Tile>) align_rows<<<n, kAlignThreads>>>(B, rows, n, pitch);
+                  matmul_any_shape<Tile, kAligned>
+                      <<<timetable.blocks, Tile::kThreads, Tile::kSharedBytes>>>(
+                          Matrices{A, kCopied<Tile> ? rows : B, C, n, pitch}, timetable,
+                          Handover<Tile::BM * Tile::BN>{ready, sums});
+                })
+        .resources(matmul_any_shape<Tile, kAligned>, Tile::kThreads, Tile::kSharedBytes);
+  }
+};
 
 // The kernels for which it matters whether rows are 16-byte aligned.
 template <bool kAligned, int kStages>
@@ -650,15 +805,26 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
       .resources(matmul_vectors<128, 128, 8, 8, 8, kAligned>, 256);
 
   using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, kAligned>;
-  allow_shared_bytes(matmul_async<Tile>, Tile::kSharedBytes);
+  allow_shared_bytes(matmul_async<Tile, kAligned>, Tile::kSharedBytes);
   square
       .kernel("async", Role::ours,
               [=] {
-                matmul_async<Tile>
-                    <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(A, B, C, n);
+                matmul_async<Tile, kAligned>
+                    <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(
+                        Matrices{A, B, C, n, n});
               })
-      .resources(matmul_async<Tile>, 256, Tile::kSharedBytes);
-  add_any_shape<kAligned, kStages>(square, A, B, C, n, device);
+      .resources(matmul_async<Tile, kAligned>, 256, Tile::kSharedBytes);
+
+  using Large = AsyncTile<128, 256, 16, 8, 16, kStages, true>;
+  using Small = AsyncTile<64, 64, 32, 8, 8, 3, true, 4, 2>;
+  const AnyShape<kAligned> any_shape{square, A, B, C, n, device};
+  if constexpr (kAligned) {
+    any_shape.template add_fastest<Large, Small, AsyncTile<32, 32, 32, 8, 4, 6, true, 8, 3>>();
+  } else {
+    any_shape.template add_fastest<Large, Small,  //
+                                   AsyncTile<64, 64, 32, 8, 8, 3, false, 4, 2>,
+                                   AsyncTile<32, 32, 32, 8, 4, 6, false, 8, 3>>();
+  }
 }
 
 int main(int argc, char** argv) {

@@ -725,7 +725,8 @@ struct SquareProduct {
   void add() const {
     using Choice = TileChoice<
         Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
-        Tiles<64, 128, 2, 1, 2>, Tiles<64, 64, 2, 1, 1>,  //
+        Tiles<64, 128, 2, 1, 2>, Tiles<64, 64, 2, 1, 1>, Tiles<64, 128, 1, 1, 2>,
+        Tiles<64, 64, 1, 1, 1>,  //
         TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
         TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>,
         TurnedTiles<160, 192, 2, 1>, TurnedTiles<96, 192, 2, 1>, TurnedTiles<240, 128, 1, 2>,

@@ -27,13 +27,16 @@ ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
+TILES = "recorded before N = 256 had small tiles"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("2_matmul_sharedmem", "", "square: vectors"): {"shared_store_conflicts": ARBITRATION},
     ("2_matmul_sharedmem", "", "square: any shape"): {
-        "global_load_requests": POLLING, "global_load_sectors": POLLING},
+        count: TILES for count in ("global_load_requests", "global_load_sectors",
+                                   "global_store_requests", "global_store_sectors",
+                                   "shared_load_requests", "shared_store_requests")},
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": WMMA},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {

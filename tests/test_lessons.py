@@ -144,6 +144,22 @@ def test_matmul_dims(run, lesson):
         assert problem["flops"] == (0 if problem["name"] == "copies" else 2 * 37**3)
 
 
+# N, multiprocessors: for lesson 2's last kernel small tiles and middle ones, whole and shared by
+# several blocks, also where rows are not aligned; large ones, and smaller ones at their edges.
+TILES = [(66, 132), (96, 132), (201, 132), (260, 132), (257, 16), (300, 8), (260, 2),
+         pytest.param(401, 8, marks=LONG), pytest.param(385, 8, marks=LONG),
+         pytest.param(385, 132, marks=LONG)]
+
+
+@pytest.mark.parametrize("n, multiprocessors", TILES)
+def test_tiles_of_any_shape(n, multiprocessors):
+    """On the CPU's device: the choice depends on how many multiprocessors there are."""
+    result = execute([program("2_matmul_sharedmem", "cpu"), n, "--device", "cpu", "--samples", 2,
+                      "--kernel", "^any shape$"],
+                     env={"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors)})
+    assert result.rc == 0, result.stdout + result.stderr
+
+
 @pytest.mark.parametrize("channels, hidden", LAYERS + RANDOM_LAYERS)
 @pytest.mark.parametrize("lesson", GATINGS)
 def test_layer(run, backend, lesson, channels, hidden):
