@@ -522,26 +522,24 @@ struct GatedProduct {
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
-    if (x.copied) {
-      align_rows<half><<<x.rows, 256>>>(x.from, x.copy, nullptr, nullptr, x.cols, x.stride);
-    }
-    if (W1.copied) {
-      align_rows<half>
-          <<<dim3(W1.rows, 2), 256>>>(W1.from, W1.copy, W2.from, W2.copy, W1.cols, W1.stride);
+    const RowCopies<half, 3> copies{x.job(), W1.job(), W2.job()};
+    if (copies.blocks().x > 0) {
+      align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
     }
     const Factor<half> left{{x.map(Tile::kRowsA)}, {x.data()}, x.stride};
     const Factor<half, 2> right{
         {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
     const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
-    product<half, Tile, GateEpilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        left, right, epilogue, Schedule<Tile>(shape, plan.clusters, plan.split),
-        memory.exchange<half>(shape));
+    launch_clusters(product<half, Tile, GateEpilogue>, 1, copies.blocks().x > 0,
+                    plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, left, right, epilogue,
+                    Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
   // Adds the row, with those of lesson 3's tiles (common/product.cuh) that should be the fastest.
   void add() const {
-    TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>::add<
-        half, GateEpilogue>(
+    using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
+                              Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;
+    Choice::add<half, GateEpilogue>(
         table.problem, "Hopper cluster", shape, x.stride, W1.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
   }

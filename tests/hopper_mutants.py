@@ -86,6 +86,10 @@ TIMING_ONLY = {
 }
 # Mistakes that make no difference: program -> (function, call and change) -> why.
 HARMLESS = {
+    PRODUCT: {
+        ("product", "wait_for_previous_kernel() without", 0):
+            "the kernel before it was launched as usual, and nothing has to wait for it",
+    },
     "3_matmul_tensorcore": {
         ("matmul_wgmma", "__syncthreads() without", 1):
             "wgmma_wait() has said that the products of all four warps are done",
