@@ -693,7 +693,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
 //     its sum through memory to the cluster that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
-//     A and B into rows that are: N^2 bytes against N^3 operations. C leaves element by element.
+//     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
 // The kernel is product() of common/product.cuh: the one above, with its tiles and its schedule as
 // parameters. common/product_plan.cuh estimates which tiles are the fastest.
 struct SquareProduct {
@@ -711,7 +711,8 @@ struct SquareProduct {
   void launch(const ProductPlan& plan) const {
     constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
     if (A.copied) {
-      align_rows<half><<<dim3(A.rows, 2), 256>>>(A.from, A.copy, B.from, B.copy, A.cols, A.stride);
+      const RowCopies<half, 2> copies{A.job(), B.job()};
+      align_rows<half, 2><<<copies.blocks(), copies.threads()>>>(copies);
     }
     const Factor<half> left{{A.map(Tile::kRowsA)}, {A.data()}, A.stride};
     const Factor<half> right{{B.map(Tile::kRowsB)}, {B.data()}, B.stride};

@@ -281,46 +281,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 // The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
 // in shared memory (mbarrier), products of a warpgroup (wgmma). Their names in the code are those
-// of common/tiles.cuh and common/hopper.cuh.
-
-#if HOPPER_CODE
-// The gate of 64 columns of out, from col0 on. A thread keeps the biases of its columns, two
-// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
-// last bias, so that no load depends on a condition, and all of them are on their way at once.
-struct Gate {
-  float2 b1[8], b2[8];
-
-  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
-    H % 2 == 0 ? load<true>(bias1, bias2, col0, H) : load<false>(bias1, bias2, col0, H);
-  }
-  // kPairs: H is even, and two neighbours are one load.
-  template <bool kPairs>
-  __device__ void load(const half* bias1, const half* bias2, int col0, int H) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
-      b1[j] = two<kPairs>(bias1, col, H);
-      b2[j] = two<kPairs>(bias2, col, H);
-    }
-  }
-  template <bool kPairs>
-  __device__ static float2 two(const half* from, int col, int H) {
-    if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
-    return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
-  }
-  // A sum has the gates in the left half of its columns, the values in the right. Puts the results
-  // of 64 columns, from `first` on, into a box.
-  template <int kAll>
-  __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
-    sum.store(to, first, [&](int i) {
-      const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
-      const float gate = sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y);
-      return sigmoid(gate) *
-             (sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
-    });
-  }
-};
-#endif
+// of common/tiles.cuh and common/hopper.cuh. Gate: what a thread does with 64 columns of its sums.
+// gating_loose_rows: the first of these kernels for rows of any length.
+#include "common/gating_rows.cuh"
 
 constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
 
@@ -487,17 +450,26 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
       .resources(kernel, Tiles::kThreads, kBytes);
 }
 
-// Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes.
+// The grid of the next two: one block a multiprocessor, with `width` columns.
+dim3 staying_blocks(const GatingProblem& table, const Device& device, int width) {
+  const unsigned columns = blocks_for(table.shape.hidden, width);
+  const unsigned fit = std::max(1u, static_cast<unsigned>(device.sms) / columns);
+  return dim3(std::min(blocks_for(table.shape.rows, 64), fit), columns);
+}
+
+// Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes, if it has so
+// few; and likewise the next one if the weights fit.
 template <int kBoxes, int kStages>
-void add_hopper_resident(GatingProblem& table, const Device& device) {
-  const int64_t M = table.shape.rows, K = table.shape.channels, H = table.shape.hidden;
+bool add_hopper_resident(GatingProblem& table, const Device& device) {
+  const auto [M, K, H] = table.shape;
+  if (K > 64 * kBoxes) return false;
   constexpr int kThreads = 128 * (1 + kConsumers);
   constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
   const auto kernel = gating_hopper_resident<kBoxes, kStages>;
   allow_shared_bytes(kernel, kBytes);
-  const unsigned columns = blocks_for(H, 64), sms = static_cast<unsigned>(device.sms);
-  const dim3 grid(std::min(blocks_for(M, 64), std::max(1u, sms / columns)), columns);
+  const dim3 grid = staying_blocks(table, device, 64);
   const auto launch = [=, &table] {
+    const auto [M, K, H] = table.shape;
     const CUtensorMap x = tensor_map<half>(table.x, M, K, 64);
     const CUtensorMap W1 = tensor_map<half>(table.W1, K, H, 64);
     const CUtensorMap W2 = tensor_map<half>(table.W2, K, H, 64);
@@ -507,6 +479,28 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
   };
   Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
   row.resources(kernel, kThreads, kBytes).hopper_only();
+  return true;
+}
+
+// The first of some plans whose blocks have all columns, and for each consumer two tiles: one is on
+// its way while the other is multiplied. Or the first with one tile, or with parts of the columns.
+template <class... Plans>
+bool add_loose_rows(GatingProblem& table, const Device& device) {
+  const auto add = [&]<class Plan>(const Plan& plan, int columns, int tiles) {
+    if (plan.columns > columns || plan.stages < tiles * Plan::kConsumers) return false;
+    allow_shared_bytes(gating_loose_rows<Plan>, plan.bytes());
+    const dim3 grid = staying_blocks(table, device, Plan::kWidth);
+    const auto launch = [=, &table] {
+      gating_loose_rows<Plan><<<grid, Plan::kThreads, plan.bytes()>>>(table.operands(), plan);
+    };
+    Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
+    row.resources(gating_loose_rows<Plan>, Plan::kThreads, plan.bytes()).hopper_only();
+    return true;
+  };
+  const auto add_first = [&](int columns, int tiles) {
+    return (add(Plans(table.shape, device.shared_bytes), columns, tiles) || ...);
+  };
+  return add_first(1, 2) || add_first(1, 1) || add_first(std::numeric_limits<int>::max(), 1);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.
@@ -522,26 +516,24 @@ struct GatedProduct {
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
-    if (x.copied) {
-      align_rows<half><<<x.rows, 256>>>(x.from, x.copy, nullptr, nullptr, x.cols, x.stride);
-    }
-    if (W1.copied) {
-      align_rows<half>
-          <<<dim3(W1.rows, 2), 256>>>(W1.from, W1.copy, W2.from, W2.copy, W1.cols, W1.stride);
+    const RowCopies<half, 3> copies{x.job(), W1.job(), W2.job()};
+    if (copies.blocks().x > 0) {
+      align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
     }
     const Factor<half> left{{x.map(Tile::kRowsA)}, {x.data()}, x.stride};
     const Factor<half, 2> right{
         {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
     const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
-    product<half, Tile, GateEpilogue><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        left, right, epilogue, Schedule<Tile>(shape, plan.clusters, plan.split),
-        memory.exchange<half>(shape));
+    launch_clusters(product<half, Tile, GateEpilogue>, 1, copies.blocks().x > 0,
+                    plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, left, right, epilogue,
+                    Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
   // Adds the row, with those of lesson 3's tiles (common/product.cuh) that should be the fastest.
   void add() const {
-    TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>::add<
-        half, GateEpilogue>(
+    using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
+                              Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;
+    Choice::add<half, GateEpilogue>(
         table.problem, "Hopper cluster", shape, x.stride, W1.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
   }
@@ -572,21 +564,21 @@ int main(int argc, char** argv) {
       add_kernels<GateTiles<128, 64, 32, 4, 2, true>, 2>(*table);
     }
   }
-  const int64_t boxes = (layer.shape.channels + 63) / 64;
-  if (boxes <= 2) {
+  const int64_t K = layer.shape.channels;
+  if (K <= 128) {
     const auto add = layer.shape.aligned()
                          ? add_resident_kernel<GateTiles<64, 64, 128, 2, 2, true>, 3>
                          : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
     add(layer, lesson.device());
   }
-  if (boxes > 4 || !layer.shape.aligned()) {  // the weights do not stay on chip: lesson 3's product
-    GatedProduct{layer, lesson.device()}.add();
-  } else if (boxes > 2) {
-    add_hopper_resident<4, 3>(layer, lesson.device());
-  } else {
-    boxes == 2 ? add_hopper_resident<2, 6>(layer, lesson.device())
-               : add_hopper_resident<1, 9>(layer, lesson.device());
-  }
+  // Where the weights do not stay on chip: lesson 3's product.
+  const auto add_loose = add_loose_rows<LooseRows<32, 3>, LooseRows<64, 3>, LooseRows<64, 2>,
+                                        LooseRows<96, 3>, LooseRows<96, 2>, LooseRows<128, 2>>;
+  const auto add = !layer.shape.aligned() || K % 64 != 0 ? add_loose
+                   : K <= 64                             ? add_hopper_resident<1, 9>
+                   : K <= 128                            ? add_hopper_resident<2, 6>
+                                                         : add_hopper_resident<4, 3>;
+  if (!add(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();
   GatedProduct{square, lesson.device()}.add();
 
   layer.problem.compare("resident weights", "one thread per element",

@@ -4,6 +4,7 @@
 
 #include <cuda/atomic>
 
+#include "common/early_launch.cuh"
 #include "common/tiles.cuh"
 
 /// Shared memory that a block may have for stages and results, beside barriers.
@@ -365,7 +366,7 @@ struct StoreRounded {
         const auto& box = out.boxes[i - first];
         const int box_row = row + first_row(i), box_col = col + kBoxCols * (i / kPieces);
         if (one) tensor_store(&map, box_row, box_col, box.elements);
-        if (!aligned) copy<1>(box, box_row, box_col, kBoxCols);
+        if (!aligned) copy(box, box_row, box_col, kBoxCols);
       }
       if (one) tensor_store_commit();
     }
@@ -385,47 +386,48 @@ struct StoreRounded {
       }
       shared_fence();
       out.meet();
-      if (aligned) {
-        if (warp_of_block() % 4 == 0 && elect_one()) {
+      const bool one = aligned && warp_of_block() % 4 == 0 && elect_one();
 #pragma unroll
-          for (int box = first; box < kAll && box < first + kBoxes; ++box) {
-            if (kBoxCols * (box + 1) <= kCols) {
-              tensor_store(&map, row, col + kBoxCols * box, out.boxes[box - first].elements);
-            }
-          }
-          tensor_store_commit();
-        }
-        if (kCols % kBoxCols != 0 && first + kBoxes >= kAll) {
-          copy<8>(out.boxes[kAll - 1 - first], row, col + kBoxCols * (kAll - 1), kCols % kBoxCols);
-        }
-      } else {
-#pragma unroll
-        for (int box = first; box < kAll && box < first + kBoxes; ++box) {
-          copy<1>(out.boxes[box - first], row, col + kBoxCols * box,
-                  min(kBoxCols, kCols - kBoxCols * box));
-        }
+      for (int box = first; box < kAll && box < first + kBoxes; ++box) {
+        const auto& from = out.boxes[box - first];
+        const int to_col = col + kBoxCols * box, count = min(kBoxCols, kCols - kBoxCols * box);
+        if (one && count == kBoxCols) tensor_store(&map, row, to_col, from.elements);
+        if (!aligned || count < kBoxCols) copy(from, row, to_col, count);
       }
+      if (one) tensor_store_commit();
     }
   }
 
  private:
-  /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time.
+  /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time: always
+  /// in the same columns, and 8 loads before the first store.
   template <int kWidth, int kRows>
   __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
-    constexpr int kPieces = kBoxCols / kWidth;
-#pragma unroll 4
-    for (int i = threadIdx.x % 128; i < kRows * kPieces; i += 128) {
-      const int r = i / kPieces, c = i % kPieces * kWidth;
-      const T* from = &box.elements[swizzled(r, c / 8) + c % 8];
-      T* to = data + static_cast<int64_t>(row + r) * cols + col + c;
-      if (row + r < rows && c < count && col + c < cols) {
-        if constexpr (kWidth == 8) {
-          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-        } else {
-          *to = *from;
-        }
+    constexpr int kPieces = kBoxCols / kWidth, kStep = 128 / kPieces;
+    struct alignas(kWidth * sizeof(T)) Pack {
+      T values[kWidth];
+    };
+    const int own = threadIdx.x % 128 / kPieces, c = threadIdx.x % kPieces * kWidth;
+    if (c >= count || col + c >= cols) return;
+    T* to = data + static_cast<int64_t>(row + own) * cols + col + c;
+    for (int first = own; first < min(kRows, rows - row); first += 8 * kStep) {
+      Pack packs[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int r = min(first + i * kStep, kRows - 1);
+        packs[i] = *reinterpret_cast<const Pack*>(&box.elements[swizzled(r, c / 8) + c % 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i, to += kStep * cols) {
+        const int r = first + i * kStep;
+        if (r < kRows && row + r < rows) *reinterpret_cast<Pack*>(to) = packs[i];
       }
     }
+  }
+  template <int kRows>
+  __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
+    if (cols % 8 == 0) return copy<8>(box, row, col, count);
+    cols % 2 == 0 ? copy<2>(box, row, col, count) : copy<1>(box, row, col, count);
   }
 #endif
 };
@@ -586,6 +588,7 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   if (warp_of_block() < 4) {
     if constexpr (Tile::kConsumers > 1) registers_shrink_to<24>();
     if (warp_of_block() == 0 && elect_one()) {
+      wait_for_previous_kernel();  // it may have made copies of A and B
       produce(shared, A, B, schedule, exchange.pace);
     }
   } else {

@@ -8,18 +8,68 @@
 
 #include "common/product.cuh"
 
-/// Copies `rows` rows of `from`, `cols` wide and dense, into rows of `stride` elements, a multiple
-/// of 8; so for two matrices at once, blockIdx.y being which. A block copies a row, a thread 8
-/// elements at a time. What is beyond `cols` becomes 0.
+/// What align_rows copies: `rows` rows, `cols` wide and dense, into rows of `stride` elements, a
+/// multiple of 8.
 template <typename T>
-__global__ void align_rows(const T* from0, T* to0, const T* from1, T* to1, int cols, int stride) {
-  const T* from = (blockIdx.y == 0 ? from0 : from1) + static_cast<size_t>(blockIdx.x) * cols;
-  T* to = (blockIdx.y == 0 ? to0 : to1) + static_cast<size_t>(blockIdx.x) * stride;
-  for (int col = 8 * threadIdx.x; col < stride; col += 8 * blockDim.x) {
-    alignas(16) T eight[8];
+struct RowCopy {
+  const T* from;
+  T* to;
+  int rows, cols, stride;
+};
+template <typename T, int kCount>
+struct RowCopies {
+  RowCopy<T> of[kCount];
+
+  /// Of a launch: a block has threads for whole rows, if these are not too long.
+  dim3 threads() const {
+    int stride = 8;
+    for (const RowCopy<T>& copy : of) stride = std::max(stride, copy.stride);
+    const int across = std::min(stride / 8, 256);
+    return dim3(across, 256 / across);
+  }
+  dim3 blocks() const {
+    int rows = 0;
+    for (const RowCopy<T>& copy : of) rows = std::max(rows, copy.rows);
+    return dim3(std::min(8192u, blocks_for(rows, threads().y)), kCount);
+  }
+};
+
+/// 8 neighbours, kWidth of them a load, of which `left` exist; zeros for the others.
+template <int kWidth, typename T>
+__device__ void load_eight(T (&eight)[8], const T* from, int left) {
+  struct alignas(kWidth * sizeof(T)) Pack {
+    T values[kWidth];
+  };
 #pragma unroll
-    for (int i = 0; i < 8; ++i) eight[i] = col + i < cols ? from[col + i] : T(0.0f);
-    *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(eight);
+  for (int i = 0; i < 8; i += kWidth) {
+    Pack pack = {};
+    if (i < left) pack = *reinterpret_cast<const Pack*>(from + i);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) eight[i + j] = pack.values[j];
+  }
+}
+
+/// Copies rows of matrices, blockIdx.y being which. Thread (x, y) copies 8 elements at a time of
+/// the block's row y. What is beyond `cols` becomes 0.
+template <typename T, int kCount>
+__global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
+  start_next_kernel();
+  const RowCopy<T>& copy = copies.of[blockIdx.y];
+  for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < copy.rows;
+       row += gridDim.x * blockDim.y) {
+    const T* from = copy.from + static_cast<size_t>(row) * copy.cols;
+    T* to = copy.to + static_cast<size_t>(row) * copy.stride;
+    for (int col = 8 * threadIdx.x; col < copy.stride; col += 8 * blockDim.x) {
+      alignas(16) T eight[8];
+      if (copy.cols % 4 == 0) {
+        load_eight<4>(eight, from + col, copy.cols - col);
+      } else if (copy.cols % 2 == 0) {
+        load_eight<2>(eight, from + col, copy.cols - col);
+      } else {
+        load_eight<1>(eight, from + col, copy.cols - col);
+      }
+      *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(eight);
+    }
   }
 }
 
@@ -41,6 +91,8 @@ struct AlignedRows {
         copy(problem.workspace<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
 
   const T* data() const { return copied ? copy : from; }
+  /// For align_rows, if `copied`.
+  RowCopy<T> job() const { return {from, copy, copied ? rows : 0, cols, stride}; }
   CUtensorMap map(int box_rows) const {
     return tensor_map<T>(data(), rows, cols, box_rows, false, stride);
   }

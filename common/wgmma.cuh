@@ -147,6 +147,9 @@ __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint6
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 96) {
+    HOPPER_WGMMA("192", HOPPER_R96, "{%96, %97, %98, %99}", "%100", "%101", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
   } else {
     static_assert(kCount == 128);
     HOPPER_WGMMA("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133", "1, 1, 1",

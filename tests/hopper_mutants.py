@@ -32,6 +32,7 @@ CONNECTED = "bonus_clifford_fully_connected"
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
     PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
+    "6_gating_fused": ("common/gating_rows.cuh",),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
     "8_spatial_gradients": ("common/gradient_tiles.cuh",),
     "9_matmul_softmax": ("common/turned_product.cuh",),
@@ -86,9 +87,18 @@ TIMING_ONLY = {
 }
 # Mistakes that make no difference: program -> (function, call and change) -> why.
 HARMLESS = {
+    PRODUCT: {
+        ("product", "wait_for_previous_kernel() without", 0):
+            "the kernel before it was launched as usual, and nothing has to wait for it",
+    },
     "3_matmul_tensorcore": {
         ("matmul_wgmma", "__syncthreads() without", 1):
             "wgmma_wait() has said that the products of all four warps are done",
+    },
+    "6_gating_fused": {
+        **{("meet", f"wgmma_wait<1>() {change}", 0):
+            "the CPU backend reads a left factor's registers when a product starts, a GPU until it ends"
+           for change in ("with + 1", "without")},
     },
     GPUS: {
         ("damp_spectrum", "tensor_store_commit() without", 0):
@@ -130,7 +140,10 @@ RUNS = {
     # Three clusters, or six blocks: some tiles are shared, and everybody has more steps than stages.
     PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
-        (("1", "--channels", "72", "--kernel", "^Hopper"), 2),
+        (("1", "--channels", "128", "--kernel", "^Hopper"), 2),
+        # Rows of any length: all columns in a block, pairs or not; and parts of longer rows.
+        (("3", "--channels", "300", "--hidden", "61", "--kernel", "^Hopper resident"), 2),
+        (("3", "--channels", "293", "--hidden", "200", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "328", "--hidden", "136", "--kernel", "^Hopper"), 2),
     ],
     GPUS: [
