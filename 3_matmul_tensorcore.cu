@@ -694,8 +694,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     its sum through memory to the cluster that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
-// The kernel is product() of common/product.cuh: the one above, with its tiles and its schedule as
-// parameters. common/product_plan.cuh estimates which tiles are the fastest.
+// product() of common/product.cuh is the kernel above for all of these; product_plan.cuh chooses.
 struct SquareProduct {
   Problem& square;
   AlignedRows<half> A, B;
