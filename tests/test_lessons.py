@@ -74,8 +74,8 @@ ALGEBRAS = [
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
 
 # The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
-CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33)] + [
-    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136)]]
+CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), (3, 200)] + [
+    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136), (5, 333)]]
 
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
 LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
