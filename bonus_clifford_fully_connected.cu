@@ -36,8 +36,6 @@
 #include "common/clifford.h"
 #include "common/connected.cuh"
 #include "common/connected_few.cuh"
-#include "common/connected_gradients.cuh"
-#include "common/connected_planes.cuh"
 #include "common/connected_unfused.cuh"
 #include "common/tf32_tiles.cuh"
 
@@ -172,7 +170,9 @@ struct Forward {
     at.row += rank * Tile::BM;
     return at;
   }
-  __host__ int group(int tile) const { return norm.tiles.group(tile); }
+  __host__ int group(int tile) const {
+    return maker.chunk.layer.normed ? norm.tiles.group(tile) : tile;
+  }
   __host__ int64_t steps(int tile) const {
     const Order<A>& order = norm.order;
     const int c = A::kTables.grade[norm.tiles.place(tile).blade];

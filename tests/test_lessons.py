@@ -468,6 +468,16 @@ def test_connected(run, backend, algebra, blades, batch, features):
     assert "gradients agree with finite differences" in result.stdout
 
 
+@pytest.mark.parametrize("shape", [(3, 200), (2, 201), (3, 200, "--no-norm")])
+def test_connected_few_rows(shape):
+    """On the CPU's device, with so many multiprocessors that clusters share sums. Rows of 201 are copied."""
+    result = execute([program(CONNECTED, "cpu"), shape[0], "--features", *shape[1:], "--algebra", "2,0,0",
+                      "--device", "cpu", "--samples", 1, "--kernel", "planes first"],
+                     env={"CUDA_CPU_MULTIPROCESSORS": "132"})
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "All 2 kernels verified" in result.stdout
+
+
 @pytest.mark.parametrize("flag", ["--no-norm", "--turned"])
 @pytest.mark.parametrize("algebra", ["2,0,0", "3,0,0"])
 def test_connected_without_norm_and_turned(run, backend, algebra, flag):
