@@ -191,8 +191,8 @@ struct Few {
         pitch(of.layer.features % 4 == 0 ? of.layer.features : chunk.stride) {
     const Layer& layer = of.layer;
     const double w = 4.0 * A::kTriples * layer.features * layer.features, out = of.out.bytes();
-    // It is taken if it saves a seventh. To copy rows that are not aligned takes longer than to turn
-    // those that are.
+    // It is taken if it saves a seventh. To copy rows that are not aligned takes longer than to
+    // turn those that are.
     double least = 0.85 * (cycles_of_others + 2 * w / kBytesPerCycle);
     if (pitch != layer.features) least -= 3 * w / kBytesPerCycle;
     for (int shares = 1; shares <= std::min(8, chunk.stride / 32); ++shares) {
