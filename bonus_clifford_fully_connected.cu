@@ -26,7 +26,7 @@
 // From the gradients dz backward needs the planes' gradients dz_k w[t]^T, which it multiplies with
 // y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again,
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
-// planes, or later their gradients, take up to 512 MiB; dz and the weights (twice) add to that.
+// planes, or later their gradients, take up to 1 GiB; dz and the weights (twice) add to that.
 //
 // The algebra is lesson 10's; common/connected.cuh has which triples lead where.
 
@@ -35,8 +35,7 @@
 #include "common/clifford.cuh"
 #include "common/clifford.h"
 #include "common/connected.cuh"
-#include "common/connected_gradients.cuh"
-#include "common/connected_planes.cuh"
+#include "common/connected_few.cuh"
 #include "common/connected_unfused.cuh"
 #include "common/tf32_tiles.cuh"
 
@@ -149,11 +148,15 @@ __global__ void __launch_bounds__(kTileThreads)
 //
 // Backward has the same product for both gradients. Their left operands, dz and planes, are turned:
 // wgmma takes those from registers, so that neither has to be in memory both ways round.
+//
+// Where rows are few it takes longer to make weights ready than to multiply them. Both kernels then
+// multiply turned round: weights, as they lie, are the left factor (common/connected_few.cuh). 100
+// rows of 1024 features take 62 us instead of 136.
 
 // z of a chunk, and its norm: A planes, B weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
-  static constexpr bool kHelped = kBeside, kTurned = false;
+  static constexpr bool kHelped = kBeside, kTurned = false, kStacked = false;
   PlaneMaker<A> maker;
   RoundNorm<A> norm;
   Progress progress;
@@ -167,7 +170,9 @@ struct Forward {
     at.row += rank * Tile::BM;
     return at;
   }
-  __host__ int group(int tile) const { return norm.tiles.group(tile); }
+  __host__ int group(int tile) const {
+    return maker.chunk.layer.normed ? norm.tiles.group(tile) : tile;
+  }
   __host__ int64_t steps(int tile) const {
     const Order<A>& order = norm.order;
     const int c = A::kTables.grade[norm.tiles.place(tile).blade];
@@ -211,7 +216,7 @@ struct Forward {
 // feature).
 template <typename A, class Tile>
 struct PlaneGradients {
-  static constexpr bool kHelped = false, kTurned = true;
+  static constexpr bool kHelped = false, kTurned = true, kStacked = false;
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
   Chunk chunk;
   float* d;
@@ -249,7 +254,7 @@ struct PlaneGradients {
 // Where there are few tiles, `splits` clusters share the rows of one.
 template <typename A, class Tile>
 struct WeightGradients {
-  static constexpr bool kHelped = false, kTurned = true;
+  static constexpr bool kHelped = false, kTurned = true, kStacked = false;
   Chunk chunk;
   float* dw;  // or partial sums, one after the other
   int splits, row_tiles, cols;
@@ -316,22 +321,6 @@ struct WeightGradients {
 
 using Tensors = CliffordTensors;
 using Gradients = CliffordGradients;
-
-template <typename A>
-void normalize(const Tensors& of, float* inverses) {
-  const Layer& layer = of.layer;
-  if (!layer.normed) return;
-  const bool fours = layer.features % 4 == 0;
-  launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
-               fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
-}
-
-// Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
-void add_partials(const Gradients& d, const Buffer<float>& partials, int splits) {
-  if (splits == 1) return;
-  launch_early(sum_weight_gradients, blocks_of(d.dw.size(), 4 * 256), 256, 0,
-               static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
-}
 
 // What the kernels in tiles need besides inputs and outputs, and how they are launched.
 template <typename A>
@@ -430,20 +419,23 @@ struct TiledBackward {
 // outputs, and how they are launched. The batch goes in chunks whose planes fit into kPlaneBytes.
 template <typename A, bool kBeside>
 struct Ready {
-  static constexpr size_t kPlaneBytes = 512 << 20;
+  static constexpr size_t kPlaneBytes = 1 << 30;
 
   Ready(const Tensors& tensors, const Buffer<float>& kept)
       : of(tensors),
-        stride(count_tiles(of.layer.features, 128) * 128),
+        stride(of.layer.features < 128 ? count_tiles(of.layer.features, 32) * 32
+                                       : count_tiles(of.layer.features, 128) * 128),
         rows(rows_at_a_time()),
+        plan(plan_of(chunk(0, rows))),
+        few(of, rows == of.layer.batch ? plan.cycles : 0),
         planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
-        weights(of.problem.output<float>(static_cast<size_t>(A::kTriples) * stride * stride)),
+        weights(of.problem.output<float>(
+            few.used ? 1 : static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(kept),
         squares(of.problem.output<float>(static_cast<size_t>(A::kBlades) * largest().pitch *
                                          count_tiles(of.layer.features, 128))),
-        made(of.problem.workspace<unsigned>(largest().matrix() / (128 * 128) +
-                                            largest().pitch / 64 * A::kGrades)),
-        plan(plan_of(largest())) {}
+        made(of.problem.workspace<unsigned>(largest().parts() +
+                                            largest().pitch / 64 * A::kGrades)) {}
 
   // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
   int rows_at_a_time() const {
@@ -465,10 +457,12 @@ struct Ready {
   Chunk chunk(int first, int count) const {
     return {of.layer, first, count, count_tiles(count, 128) * 128, stride};
   }
-  Chunk chunk(int first) const { return chunk(first, std::min(rows, of.layer.batch - first)); }
+  Chunk chunk(int first) const {
+    return few.used ? few.chunk : chunk(first, std::min(rows, of.layer.batch - first));
+  }
   Chunk largest() const { return chunk(0); }
   double bytes() const {
-    return planes.bytes() + weights.bytes() + made.bytes() +
+    return planes.bytes() + weights.bytes() + made.bytes() + few.bytes() +
            (of.layer.normed ? inverses.bytes() + squares.bytes() : 0);
   }
 
@@ -492,14 +486,14 @@ struct Ready {
     const auto order = [&](auto tile) {
       return TileOrder<A>(tile, chunk.layer, chunk.rows, plan.by_rows, plan.clusters);
     };
-    unsigned* const counters = made.data() + chunk.matrix() / (128 * 128);
+    unsigned* const counters = made.data() + chunk.parts();
     return {of.out, inverses, squares, chunk, with_tile(plan, order), {counters}};
   }
   // Before the product come all planes, or those of 256 features of the first round's rows.
   PlaneMaker<A> maker(const Chunk& chunk, bool beside) const {
     PlaneMaker<A> result{of.x, of.y, planes, chunk, 1, 0};
-    result.together = std::min(norm(chunk).tiles.rows_of_round() / 128, result.row_blocks());
-    const int first = result.together * std::min(result.slices(), 2) * 128;
+    result.together = std::min(norm(chunk).tiles.rows_of_round() / 128, chunk.row_blocks());
+    const int first = result.together * std::min(chunk.slices(), 2) * 128;
     result.before = beside ? first : result.units();
     return result;
   }
@@ -518,6 +512,7 @@ struct Ready {
     };
   }
   void forward(float* plain_weights) const {
+    if (few.used) return few.forward(planes, inverses);
     for (int first = 0; first < of.layer.batch; first += rows) {
       const Chunk part = chunk(first);
       prepare(part, kBeside, first == 0, plain_weights);
@@ -529,9 +524,10 @@ struct Ready {
 
   Tensors of;
   int stride, rows;
+  Plan plan;
+  Few<A> few;
   Buffer<float> planes, weights, inverses, squares;
   Buffer<unsigned> made;
-  Plan plan;
 };
 
 // Backward begins with the chunk that forward ended with: its planes are still there. The planes'
@@ -589,8 +585,12 @@ struct ReadyBackward {
       if (first != last_chunk()) forward.prepare(chunk, false, false, nullptr);
       multiply_tf32({forward.planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, dz_of,
                     plan_weights, weight_work(chunk));
-      multiply_tf32(dz_of, {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride},
-                    plan_planes, plane_work(chunk));
+      if (forward.few.used) {
+        forward.few.gradients(d.d_out, forward.inverses, forward.planes);
+      } else {
+        multiply_tf32(dz_of, {weights, int64_t{A::kTriples} * chunk.stride, chunk.stride},
+                      plan_planes, plane_work(chunk));
+      }
       const int width = features % 2 == 0 ? 2 : 1;
       launch_early(width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>,
                    dim3(count_tiles(features, 128 * width), chunk.rows), 128, 0,

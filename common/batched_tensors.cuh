@@ -8,12 +8,12 @@
 /// tensor_map() of `matrices` matrices (rows, cols), one after another.
 template <typename T>
 CUtensorMap batch_map(const T* batch, int64_t matrices, int64_t rows, int64_t cols,
-                      unsigned box_rows) {
+                      unsigned box_rows, bool to_tf32 = false) {
   const cuuint64_t extents[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
                                  static_cast<cuuint64_t>(matrices)};
   const cuuint64_t strides[2] = {extents[0] * sizeof(T), extents[0] * extents[1] * sizeof(T)};
   const cuuint32_t box[3] = {128 / sizeof(T), box_rows, 1};
-  return encode_tensor_map(batch, 3, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
+  return encode_tensor_map(batch, 3, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, to_tf32);
 }
 
 // The CPU backend has these in common/cpu/hopper_device.h.

@@ -5,6 +5,7 @@
 #include "common/algebra.cuh"
 #include "common/async_copy.cuh"
 #include "common/clifford.cuh"
+#include "common/clifford.h"
 #include "common/early_launch.cuh"
 #include "common/tf32_tiles.cuh"
 
@@ -209,4 +210,21 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
       dw[at] = sum;
     }
   }
+}
+
+template <typename A>
+void normalize(const CliffordTensors& of, float* inverses) {
+  const Layer& layer = of.layer;
+  if (!layer.normed) return;
+  const bool fours = layer.features % 4 == 0;
+  launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
+               fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
+}
+
+// Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
+inline void add_partials(const CliffordGradients& d, const Buffer<float>& partials, int splits) {
+  if (splits == 1) return;
+  const auto blocks = static_cast<unsigned>((d.dw.size() + 4 * 256 - 1) / (4 * 256));
+  launch_early(sum_weight_gradients, blocks, 256, 0, static_cast<const float*>(partials),
+               d.dw.data(), splits, d.dw.size());
 }

@@ -4,7 +4,7 @@
 // one for the weights' gradients. For the planes' gradients it is a left one, turned.
 //
 // A chunk of the batch has `rows` rows. Matrices have rows of `pitch` elements for the chunk (rows
-// rounded up to 128), `stride` for features (likewise):
+// rounded up to 128), `stride` for features (likewise, or to 32 if there are fewer than 128):
 //
 //     planes  (44 planes, pitch, stride), in the order of Order
 //     dz      (blades, stride, pitch)
@@ -19,6 +19,10 @@ struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
+  /// It is divided into parts of 128 rows by 128 features: so many across, down, and in all.
+  __host__ __device__ int slices() const { return count_tiles(stride, 128); }
+  __host__ __device__ int row_blocks() const { return count_tiles(pitch, 128); }
+  __host__ __device__ int parts() const { return slices() * row_blocks(); }
 };
 
 /// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and,
@@ -82,23 +86,21 @@ struct PlaneMaker {
   Chunk chunk;
   int together, before;
 
-  __host__ __device__ int slices() const { return chunk.stride / 128; }
-  __host__ __device__ int row_blocks() const { return chunk.pitch / 128; }
-  __host__ __device__ int parts() const { return slices() * row_blocks(); }
-  __host__ __device__ int units() const { return parts() * 128; }
+  __host__ __device__ int units() const { return chunk.parts() * 128; }
   /// The first part of a row of parts, and how many on its next one is.
   __device__ int first_part(int block) const {
-    return block / together * together * slices() + block % together;
+    return block / together * together * chunk.slices() + block % together;
   }
   __device__ int next_part(int block) const {
-    return min(together, row_blocks() - block / together * together);
+    return min(together, chunk.row_blocks() - block / together * together);
   }
 
   /// Unit u of those before the product. There nobody waits for a part, and rows are whole:
   /// neighbouring warps write what lies together.
   __device__ __forceinline__ void make_before(int u) const {
     if (u >= before) return;
-    const int wide = min(slices(), before / (together * 128));
+    const int wide = min(chunk.slices(), before / (together * 128));
+    if (u / wide >= chunk.pitch) return;
     Unit unit = load(u / wide, u % wide);
     make(unit);
   }
@@ -116,7 +118,8 @@ struct PlaneMaker {
     };
     int last = -1;
     for (int u = before + kAtOnce * warp; u < units(); u += kAtOnce * warps) {
-      const int group = u / (together * slices() * 128), rest = u % (together * slices() * 128);
+      const int group = u / (together * chunk.slices() * 128),
+                rest = u % (together * chunk.slices() * 128);
       const int height = next_part(group * together),
                 block = group * together + rest / 128 % height;
       const int slice = rest / (height * 128);
@@ -135,15 +138,17 @@ struct PlaneMaker {
   struct Unit {
     Multivectors<A, 4> left, right;
     float* to;
+    bool inside;
   };
   __device__ __forceinline__ Unit load(int row, int slice) const {
     const int f = slice * 128 + threadIdx.x % 32 * 4;
     const int n = row < chunk.rows ? chunk.first + row : chunk.layer.batch;
     return {load_neighbours<A, 4>(x, n, f, chunk.layer),
             load_neighbours<A, 4>(y, n, f, chunk.layer),
-            planes + static_cast<size_t>(row) * chunk.stride + f};
+            planes + static_cast<size_t>(row) * chunk.stride + f, f < chunk.stride};
   }
   __device__ __forceinline__ void make(Unit& unit) const {
+    if (!unit.inside) return;
     apply_gates(unit.left, unit.right);
     unroll<0, A::kGrades>([&](auto c) {
       unroll<0, Order<A>::triples(c)>([&](auto i) {

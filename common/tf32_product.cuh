@@ -7,6 +7,7 @@
 //                                            along k a tile has
 //     group(tile)                            if tiles wait for one another: the same for those
 //     kTurned                                the left factor is (k, rows), not (rows, k)
+//     kStacked                               it is several matrices of any fp32, rounded on the way
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
 //     kHelped, help(warp, warps)             three warps of each block that do something beside it
@@ -20,6 +21,7 @@
 #include <cuda/atomic>
 #include <vector>
 
+#include "common/batched_tensors.cuh"
 #include "common/early_launch.cuh"
 #include "common/tiles.cuh"
 
@@ -41,11 +43,13 @@ struct Tf32Tile {
 /// The way of a tile along k. Step s, from `begin` to `end` - 1, takes columns 32 s to 32 s + 31 of
 /// `inner` pairs of matrices, pair after pair: a box of each, which starts at row a + a_next i or
 /// b + b_next i, i = 0 to inner - 1. Of a left factor that is turned, a step takes 32 rows instead,
-/// 32 s further down, and columns from a_col on.
+/// 32 s further down, and columns from a_col on. A left factor that is stacked has pair i's matrix
+/// in its matrix number matrices[i].
 struct Walk {
   int a, a_next = 0, a_col = 0, b, b_next = 0, inner = 1, begin = 0, end;
   /// The counter of the first 128 columns of A (-1: no waiting), and how far the next 128's is.
   int flag = -1, flag_next = 0;
+  const int* matrices = nullptr;
 };
 
 /// How much of what some warps write and others read is there: a counter for each part of it.
@@ -186,13 +190,19 @@ __device__ __forceinline__ void produce_tf32(typename Tile::Shared& shared, cons
         const int col = step * Tile::kDepth, row = walk.b + i * walk.b_next + own;
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
         barrier_arrive_expect(full, sizeof stage);
+        const auto load_left = [&](float* to, int row, int col) {
+          if constexpr (Work::kStacked) {
+            tensor_load(to, A, walk.matrices[i], row, col, full, evict_normal());
+          } else {
+            tensor_load(to, A, i * walk.a_next + row, col, full);
+          }
+        };
         if constexpr (Work::kTurned) {
           for (int box = 0; box < Tile::BM; box += 32) {
-            tensor_load(stage.a + box * Tile::kDepth, A, walk.a + i * walk.a_next + col,
-                        walk.a_col + box, full);
+            load_left(stage.a + box * Tile::kDepth, walk.a + col, walk.a_col + box);
           }
         } else {
-          tensor_load(stage.a, A, walk.a + i * walk.a_next, col, full);
+          load_left(stage.a, walk.a, col);
         }
         if constexpr (Tile::kBlocks == 1) {
           tensor_load(stage.b, B, row, col, full);
@@ -354,10 +364,10 @@ auto with_tile(const TilePlan& plan, Visit visit) {
   return plan.large ? visit(LargeTile()) : visit(SmallTile());
 }
 
-/// A factor in memory: (rows, cols), row-major.
+/// A factor in memory: (rows, cols), row-major; or a stack of such matrices.
 struct Tf32Factor {
   const float* data;
-  int64_t rows, cols;
+  int64_t rows, cols, matrices = 1;
 };
 
 /// Launches the product with the tile of the plan.
@@ -368,9 +378,11 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
     using Work = decltype(make(tile, 1));
     const Work work = make(tile, plan.clusters);
     const int clusters = Work::kHelped ? plan.clusters : work.turns.clusters;
+    constexpr unsigned kRows = Work::kTurned ? 32 : Tile::BM;
     launch_early(tf32_product<Tile, Work>, Tile::kBlocks * static_cast<unsigned>(clusters),
                  Tile::kThreads, sizeof(typename Tile::Shared),
-                 tensor_map<float>(a.data, a.rows, a.cols, Work::kTurned ? 32 : Tile::BM),
+                 Work::kStacked ? batch_map<float>(a.data, a.matrices, a.rows, a.cols, kRows, true)
+                                : tensor_map<float>(a.data, a.rows, a.cols, kRows),
                  tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work);
   });
 }

@@ -36,7 +36,7 @@ HEADERS = {
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
     "8_spatial_gradients": ("common/gradient_tiles.cuh",),
     "9_matmul_softmax": ("common/turned_product.cuh",),
-    CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh"),
+    CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh", "common/connected_few.cuh"),
     "10_clifford_gp": ("common/row_exchange.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
@@ -179,10 +179,12 @@ RUNS = {
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
     ],
-    # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another.
+    # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another; few rows,
+    # whose weights are the left factor, and shared sums.
     CONNECTED: [
         (("300", "--features", "140", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
+        (("4", "--features", "512", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),

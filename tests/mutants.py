@@ -114,7 +114,7 @@ CONNECTED = "bonus_clifford_fully_connected"
 HEADERS = {
     CLIFFORD: ("common/row_exchange.cuh", "common/clifford_unfused.cuh", "common/clifford.cuh",
                "common/algebra.cuh"),
-    CONNECTED: ("common/connected_gradients.cuh",),
+    CONNECTED: ("common/connected_few.cuh", "common/connected_gradients.cuh"),
     FUSED: ("common/wmma_fragments.cuh",),
     SOFTMAX: ("common/turned_product.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh",
               "common/fp32_product.cuh", "common/row_parts.cuh"),

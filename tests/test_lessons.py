@@ -74,8 +74,8 @@ ALGEBRAS = [
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
 
 # The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
-CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33)] + [
-    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136)]]
+CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), (3, 200)] + [
+    pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136), (5, 333)]]
 
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
 LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
@@ -482,6 +482,16 @@ def test_connected(run, backend, algebra, blades, batch, features):
     for dims in dims_of(result).values():
         assert dims == {"batch": batch, "features": features, "blades": blades}
     assert "gradients agree with finite differences" in result.stdout
+
+
+@pytest.mark.parametrize("shape", [(3, 200), (2, 201), (3, 200, "--no-norm")])
+def test_connected_few_rows(shape):
+    """On the CPU's device, with so many multiprocessors that clusters share sums. Rows of 201 are copied."""
+    result = execute([program(CONNECTED, "cpu"), shape[0], "--features", *shape[1:], "--algebra", "2,0,0",
+                      "--device", "cpu", "--samples", 1, "--kernel", "planes first"],
+                     env={"CUDA_CPU_MULTIPROCESSORS": "132"})
+    assert result.rc == 0, result.stdout + result.stderr
+    assert "All 2 kernels verified" in result.stdout
 
 
 @pytest.mark.parametrize("flag", ["--no-norm", "--turned"])
