@@ -31,8 +31,9 @@
 //                     blocks
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, its maximum and
-//                     its sum; a second kernel makes probabilities of them. (Of up to 4096 columns
-//                     the usual softmax needs no sums: then there is only "unfused online")
+//                     its sum; a second kernel makes probabilities of them. (Of up to 8192 columns,
+//                     of few rows 4096, the usual softmax needs no sums: then there is only
+//                     "unfused online")
 //     fused one row   B = 1: half fused. D is cut into slices, unlike in "unfused" (one_row())
 //
 // and on Hopper, with its copy engine and wgmma, one of these:
@@ -44,7 +45,8 @@
 //                     shared memory
 //     fused exchange  the rest: the blocks that share a row run at the same time
 //                     (exchange_columns()), keep their logits in registers, and tell each other
-//                     only maximum and sum. Half fused where that should take less time
+//                     only maximum and sum. Half fused where that should take less time: few tiles
+//                     are cut along D, too, unlike in "unfused"
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
 // the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
@@ -649,6 +651,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // once. (Where a row has more blocks than can run at a time, or so many that writing the logits
 // should take less time, it is half fused. Where it has but one, nobody has to wait.)
 //
+// Few rows, or few columns, are few tiles: 2048 x 300 logits are 24, and most of the GPU would look
+// on. Then it is half fused, too: D is cut into slices, a block has one slice of a tile, and the
+// softmax adds up what it reads.
+//
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
 // that copies, two that multiply, several stages, and clusters of two, or of one. For all of the D
 // inputs W has no room in registers: it comes through the stages, too, and from there to the
@@ -718,65 +724,11 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
   }
   return all;
 }
-
-// Turns the block's logits into exponentials relative to the row's maximum in this block. Thread
-// r < kRows returns row r's maximum and sum. `columns_left` of a row: from the thread's first on.
-template <class Shared, int kSums>
-__device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
-                               float (&sum)[kSums], int columns_left) {
-  constexpr Math kMath = Shared::kMath;
-  constexpr int kRows = Shared::kRows, kNext = TurnedConsumer<Shared>::kNext;
-  constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
-  const int own = of.own, g = of.g, t = of.t;
-  const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);  // see combine_quads()
-  float of_row[kPairs];
-  const auto share = [&] {
-#pragma unroll
-    for (int i = 0; i < kLeft; ++i) {
-      const int at = reversed * kLeft + i;
-      shared.parts[own / 32][at / 2 * 8 + 2 * t + at % 2] = of_row[i];
-    }
-  };
-  if (columns_left <= kNext) {
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) {
-      if (columns_left < 1 || i % 4 >= 2) sum[i] = minus_infinity();
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    of_row[i] = fmaxf(sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]);
-  }
-  combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
-  share();
-  named_barrier(1, 256);
-  MaxSum row = {minus_infinity(), 0};
-  if (own < kRows) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
-    shared.rows[own] = base_of(row.largest);
-  }
-  named_barrier(1, 256);
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
-    float &a = sum[i / 2 * 4 + i % 2], &b = sum[i / 2 * 4 + 2 + i % 2];
-    a = exp_of<kMath>(a - base), b = exp_of<kMath>(b - base);
-    of_row[i] = a + b;
-  }
-  combine_quads(of_row, [](float a, float b) { return a + b; });
-  share();
-  named_barrier(1, 256);
-  if (own < kRows) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
-  }
-  return row;
-}
 #endif
 
 // The clusters side by side have all columns of a strip of kRows rows. At any time strips_at_once
-// strips are under way: so many that all of their blocks run at the same time.
+// strips are under way: so many that all of their blocks run at the same time. (Half fused, all
+// are, and of each block gridDim.y, with a slice of D each.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
@@ -798,12 +750,12 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
   if (threadIdx.x < 128) {
     registers_shrink_to<kRows == 256 ? 40 : 56>();
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
-      produce(shared, ring, x, W, strip, col0);
+      produce(shared, ring, x, W, strip, col0, x.steps(x.matrix(strip)));
     }
     if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
   } else {
     registers_grow_to<kRows == 256 ? 232 : 224>();
-    TurnedConsumer<Shared> consumer{shared, x.D, C};
+    TurnedConsumer<Shared> consumer{shared, C};
     const int own = consumer.own, col = col0 + consumer.col();
     const bool softmax = results.epilogue == Epilogue::softmax;
     float sum[kRows / 2];
@@ -814,7 +766,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
       const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
       consumer.before = x.before(matrix);
-      consumer.multiply(sum, ring);
+      consumer.multiply(sum, ring, x.steps(matrix));
       if (softmax) {
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < kRows) {
@@ -825,7 +777,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
         }
         named_barrier(1, 256);
       }
-      float* out = results.out + static_cast<size_t>(row0) * C + col;
+      float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
       if (results.epilogue == Epilogue::parts) {  // then a block has one strip
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
@@ -844,6 +796,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
 
 // D is split until the GPU is full, but into no less than kLeastDepth.
 constexpr int kLeastDepth = 128, kMostSplits = 8;
+constexpr int kMostSlices = 16;
 
 template <class Tile>
 Product make_all_columns(const Layer& layer) {
@@ -976,91 +929,126 @@ Product make_cluster(const Layer& layer) {
   return half_fused(layer, "cluster", kernel, 2 * kClasses, kBytes, 1, tiles, launch);
 }
 
+// A chunk takes 1.4 us or more: it is loaded, then multiplied. Two blocks share a multiprocessor.
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+Plan plan_cluster(const Layer& layer) {
+  const double count = 1.0 * kSplits * blocks(layer.B, kRows) * blocks(layer.C, kClasses);
+  const double rounds = std::ceil(count / (2 * layer.sms));
+  const int loaded = kDepth * (std::min(kRows, layer.B) + std::min(kClasses, layer.C));
+  const double chunk = std::max(1.4, 4 * loaded * count / rounds / (38e3 * layer.sms)) *
+                       (layer.C % 2 == 0 ? 1 : 1.5);
+  const bool copies_x = layer.D % 4 != 0;
+  return {(layer.C > kClasses ? 3.7 : 2) + rounds * blocks(layer.D, kSplits * kDepth) * chunk +
+              (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0),
+          copies_x, false, make_cluster<kMath, kSplits, kRows, kClasses, kDepth>};
+}
+
 // Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
 // at a time. Split operands take twice the registers for W: fewer inputs at a time, more blocks.
 template <Math kMath, int kClasses>
-Product choose_cluster(const Layer& layer) {
+Plan choose_cluster(const Layer& layer) {
   constexpr bool kTwoParts = kMath == Math::split;
   if (layer.B <= 32 || (layer.B <= 512 && layer.C <= kClasses)) {
-    return make_cluster<kMath, 8, 16, kClasses, 64>(layer);
+    return plan_cluster<kMath, 8, 16, kClasses, 64>(layer);
   }
-  if (layer.B > 1536 || layer.C > kClasses) return make_cluster<kMath, 8, 64, kClasses, 64>(layer);
-  return make_cluster < kMath, kTwoParts ? 8 : 4, kTwoParts ? 80 : 40, kClasses,
+  if (layer.B > 1536 || layer.C > kClasses) return plan_cluster<kMath, 8, 64, kClasses, 64>(layer);
+  return plan_cluster < kMath, kTwoParts ? 8 : 4, kTwoParts ? 80 : 40, kClasses,
          kTwoParts ? 128 : 256 > (layer);
 }
 
 // fused exchange in strips of kRows rows, of which `at_once` have all of their blocks running;
-// none: it is half fused.
+// none: it is half fused, of `slices` slices of D.
 template <Math kMath, int kRows, int kPeers, bool kAligned>
-Product make_exchange(const Layer& layer, int at_once) {
+Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
   const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * Shared::kColumns));
-  const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.D));
+  const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
   const int count = at_once > 0 ? static_cast<int>(persistent(strips, at_once)) : strips;
   const size_t exchanged = at_once > 0 ? static_cast<size_t>(strips) * tiles * kRows : 1;
   const auto left = layer.problem.workspace<Left>(exchanged);
   const auto turns = layer.problem.workspace<unsigned>(count * tiles);
   const auto kernel = exchange_columns<kMath, kRows, kPeers, kAligned>;
   const int bytes = sizeof(Shared);
-  const auto launch = [=](Results results, int = 1) {
+  const auto launch = [=](Results results, int of_D = 1) {
     const MapsOfW W =
         maps_of<kAligned>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
-    const Exchange others = {left, turns, count};
-    launch_early(kernel, count * tiles, Shared::kThreads, bytes,  //
-                 RowsOfX(layer.x, layer.B, layer.D, kRows / kPeers, kMath == Math::tf32), W,
-                 layer.C, others, results);
+    const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, kRows / kPeers, kMath == Math::tf32);
+    launch_early(kernel, dim3(count * tiles, of_D), Shared::kThreads, bytes,  //
+                 x, W, layer.C, Exchange{left, turns, count}, results);
   };
   if (at_once > 0) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
-  return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, 1, tiles, launch);
+  return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, slices, tiles, launch);
 }
 
-// How long a product should take, and what makes it.
-struct Plan {
-  double seconds = INFINITY;
-  std::function<Product()> make;
-};
-
-// Exchange, or half fused: what should take less time. On an H200 a block does 2.9 TFLOP/s, but a
-// strip takes as long as one with 48 rows more; and it gets 50 GB/s. Half fused, 8 bytes more per
-// logit move, at 4 TB/s, and a launch takes 1 us. (Counted for a GPU without other work: lesson 7.)
+// Exchange, or half fused: what should take less time. Exchange: blocks wait for one another, the
+// more, the longer. Half fused, 8 bytes more per logit and slice move, at 38 GB/s for each
+// multiprocessor, and the softmax is another kernel: rows that take a block each, if there are
+// many, and each slice, take their time. Without slices it has to be faster by 4 % to be worth
+// that. (All of it fitted on an H200, for a GPU without other work: lesson 7.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
-void consider_exchange(const Layer& layer, Plan& best) {
+void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
   const auto kernel = exchange_columns<kMath, kRows, kPeers, kAligned>;
   allow_shared_bytes(kernel, sizeof(Shared));
+  const int shift = copies_x ? 0 : RowsOfX::shift_of(layer.D);
   const int64_t tiles = kPeers * blocks(layer.C, kPeers * Shared::kColumns);
-  const int64_t strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.D));
+  const int64_t strips = RowsOfX::strips<kRows>(layer.B, shift);
   const int64_t all = kPeers * resident_clusters(kernel, kPeers, Shared::kThreads, sizeof(Shared));
-  const double step = std::max(2.0 * (kRows + 48) * Shared::kColumns * Shared::kDepth / 2.9e12,
-                               4.0 * Shared::kDepth * (kRows / kPeers + Shared::kColumns) / 50e9);
-  const double strip = blocks(layer.D, Shared::kDepth) * step + 1e-6 + kRows * 5e-9;
-  const double half = strip * blocks(strips * tiles, all) + 8 * layer.shape.logits() / 4e12 + 1e-6;
-  int at_once = static_cast<int>(all / tiles);
-  double seconds = at_once > 0 ? strip * blocks(strips, at_once) : INFINITY;
-  if (half < seconds) at_once = 0, seconds = half;
-  if (seconds < best.seconds) {
-    best = {seconds,
-            [=, &layer] { return make_exchange<kMath, kRows, kPeers, kAligned>(layer, at_once); }};
+  const TurnedTime<Shared> time = {layer.B, layer.D, layer.C, shift};
+  const bool copies_W = kAligned && layer.C % 4 != 0;
+  const double copies = (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
+                        (copies_W ? copy_microseconds(layer, layer.D, layer.C) : 0);
+  const auto consider = [&](double microseconds, int64_t at_once, int slices) {
+    const auto make = [=](const Layer& aligned) {
+      return make_exchange<kMath, kRows, kPeers, kAligned>(aligned, at_once, slices);
+    };
+    if (copies + microseconds >= best.microseconds) return;
+    best = {copies + microseconds, copies_x, copies_W, make};
+  };
+  if (const int64_t at_once = all / tiles; at_once > 0) {
+    const double rounds = blocks(strips, at_once);
+    const double active = 1.0 * tiles * persistent(strips, at_once);
+    const double wait = tiles == 1 ? 1 : 1.6 + tiles * (0.024 + 0.088 * kRows / 256);
+    consider(time(rounds, active, all, 1) + rounds * wait, at_once, 1);
+  }
+  const bool in_registers = layer.C <= kLongestInRegisters;
+  const double logits = 8 * layer.shape.logits() / (38e3 * all);
+  const double least = layer.C > 1024 && in_registers ? 0.8 * layer.B / all : 0;
+  const double slice = layer.C <= 1024 ? 0.1 : layer.C % 4 == 0 ? 0.7 : 3;
+  const int most = std::clamp(layer.D / (4 * Shared::kDepth), 1, kMostSlices);
+  for (int slices = 1; slices <= most; ++slices) {
+    const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
+    const double product = time(rounds, units / rounds, all, slices);
+    if (slices == 1) {
+      consider(1.04 * (product + 1.8 + std::max(logits, least)), 0, 1);
+    } else {
+      const double moved = logits * (in_registers ? slices : slices + 1);
+      consider(product + 1.2 + std::max(moved, least) + (slices - 1) * slice, 0, slices);
+    }
   }
 }
 
+// Of all tiles, and of x as it lies or copied: what should take the least time.
 template <Math kMath, bool kAligned>
-Product choose_exchange(const Layer& layer) {
+Plan choose_exchange(const Layer& layer) {
   Plan best;
-  consider_exchange<kMath, 64, 1, kAligned>(layer, best);
-  consider_exchange<kMath, 128, 1, kAligned>(layer, best);
-  consider_exchange<kMath, 64, 2, kAligned>(layer, best);
-  consider_exchange<kMath, 128, 2, kAligned>(layer, best);
-  if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
-    consider_exchange<kMath, 256, 1, kAligned>(layer, best);
-    consider_exchange<kMath, 256, 2, kAligned>(layer, best);
+  for (int copies_x = 0; copies_x <= (layer.D % 4 != 0); ++copies_x) {
+    consider_exchange<kMath, 64, 2, kAligned>(layer, copies_x, best);
+    consider_exchange<kMath, 64, 1, kAligned>(layer, copies_x, best);
+    consider_exchange<kMath, 128, 2, kAligned>(layer, copies_x, best);
+    consider_exchange<kMath, 128, 1, kAligned>(layer, copies_x, best);
+    if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
+      consider_exchange<kMath, 256, 2, kAligned>(layer, copies_x, best);
+      consider_exchange<kMath, 256, 1, kAligned>(layer, copies_x, best);
+    }
   }
-  return best.make();
+  return best;
 }
 
 // What Hopper has for a shape: fused narrow for many rows of few columns; fused cluster for other
 // few columns, but not for very many rows, and where there are few tiles, or so few rows that W is
-// nearly all there is to read; else fused exchange. (D < 4: not all of W's matrices have a row.)
+// nearly all there is to read, unless fused exchange should take less time; else fused exchange.
+// (D < 4: not all of W's matrices have a row.)
 template <Math kMath>
 std::optional<Product> make_hopper_product(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
@@ -1073,16 +1061,21 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const int64_t tiles =
       int64_t{1} * blocks(layer.B, layer.B <= 32 ? 16 : 64) * blocks(layer.C, 128);
   const bool anywhere = kMath == Math::tf32 && layer.C % 4 != 0;
-  const bool cluster = (anywhere && layer.D < 4) ||
-                       (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
-                                    : layer.B <= 16 || 8 * tiles <= 2 * int64_t{layer.sms});
-  const auto [aligned, align] = with_aligned_rows(layer, cluster, !cluster && !anywhere);
-  if (cluster) {
-    return after(align, layer.C <= 64 ? choose_cluster<kMath, 64>(aligned)
-                                      : choose_cluster<kMath, 128>(aligned));
+  const bool needed = (anywhere && layer.D < 4) || layer.B <= 16;
+  const bool cluster = needed || (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
+                                              : 8 * tiles <= 2 * int64_t{layer.sms});
+  Plan plan;
+  if (!needed) {
+    plan = anywhere ? choose_exchange<kMath, kMath != Math::tf32>(layer)
+                    : choose_exchange<kMath, true>(layer);
   }
-  return after(align, anywhere ? choose_exchange<kMath, kMath != Math::tf32>(aligned)
-                               : choose_exchange<kMath, true>(aligned));
+  if (cluster) {
+    const Plan other = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
+                                     : choose_cluster<kMath, 128>(layer);
+    if (kMath == Math::split || other.microseconds < 1.05 * plan.microseconds) plan = other;
+  }
+  const auto [aligned, align] = with_aligned_rows(layer, plan.copies_x, plan.copies_W);
+  return after(align, plan.make(aligned));
 }
 
 // ---- The tables ---------------------------------------------------------------------------------

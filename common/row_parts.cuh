@@ -38,3 +38,12 @@ __device__ inline bool is_last_block(unsigned* arrived, int parts) {
   __threadfence();
   return last;
 }
+
+/// What softmax has to know of a row, or of a part of it: the largest logit, and the sum of
+/// exp(logit - largest). Of nothing at all: -inf and 0.
+struct MaxSum {
+  float largest, sum;
+};
+
+/// What exponentials are relative to: the maximum, unless that is -inf; then all of them are 0.
+__device__ inline float base_of(float largest) { return largest == minus_infinity() ? 0 : largest; }

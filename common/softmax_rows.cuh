@@ -10,15 +10,6 @@
 
 // ---- Maximum and sum ----------------------------------------------------------------------------
 
-// What softmax has to know of a row, or of a part of it: the largest logit, and the sum of
-// exp(logit - largest). Of nothing at all: -inf and 0.
-struct MaxSum {
-  float largest, sum;
-};
-
-// What exponentials are relative to: the maximum, unless that is -inf; then all of them are 0.
-__device__ inline float base_of(float largest) { return largest == minus_infinity() ? 0 : largest; }
-
 // The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
 __device__ inline float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
 
@@ -81,12 +72,19 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
       v[i] = col < C ? from[col] : minus_infinity();
     }
   }
+#pragma unroll(kValues < 16 ? 4 : 1)
   for (int slice = 1; slice < slices; ++slice) {
     from += static_cast<size_t>(B) * C;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int col = col0 + i / kWidth * kWidth * kGroup + i % kWidth;
-      if (col < C) v[i] += from[col];
+    for (int i = 0; i < kValues; i += kWidth) {
+      const int col = col0 + i * kGroup;
+      if constexpr (kWidth == 4) {
+        float4 four = {};
+        if (col < C) four = *reinterpret_cast<const float4*>(from + col);
+        v[i] += four.x, v[i + 1] += four.y, v[i + 2] += four.z, v[i + 3] += four.w;
+      } else {
+        v[i] += col < C ? from[col] : 0;
+      }
     }
   }
   float largest = v[0];
@@ -166,6 +164,14 @@ __global__ void __launch_bounds__(kThreads)
     finish_columns(const float* logits, float* out, const float2* parts, int C, int count) {
   start_next_kernel();
   wait_for_previous_kernel();
+  constexpr int kValues = kPartColumns / kThreads;
+  const size_t start = static_cast<size_t>(blockIdx.x) * C;
+  const int first = blockIdx.y * kPartColumns + threadIdx.x;
+  float v[kValues];  // on their way while the maxima and sums come
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    v[i] = first + i * kThreads < C ? logits[start + first + i * kThreads] : 0;
+  }
   const float2* of_row = parts + static_cast<size_t>(blockIdx.x) * count;
   MaxSum part = {minus_infinity(), 0};
   for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -173,20 +179,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   const MaxSum all = block_merge<kThreads / 32>(warp_merge(part));
   const float base = base_of(all.largest), factor = 1 / all.sum;
-  const size_t start = static_cast<size_t>(blockIdx.x) * C;
-  const int first = blockIdx.y * kPartColumns + threadIdx.x;
-  const int last = min(C, (static_cast<int>(blockIdx.y) + 1) * kPartColumns);
-  constexpr int kAtOnce = 8;
-  for (int c = first; c < last; c += kAtOnce * kThreads) {
-    float v[kAtOnce];  // all of them before the first store, which may be to the same place
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      v[i] = c + i * kThreads < last ? logits[start + c + i * kThreads] : 0;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (c + i * kThreads < last) out[start + c + i * kThreads] = expf(v[i] - base) * factor;
-    }
+  for (int i = 0; i < kValues; ++i) {
+    if (first + i * kThreads < C) out[start + first + i * kThreads] = expf(v[i] - base) * factor;
   }
 }
 

@@ -55,14 +55,16 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 // many slices of D, parts of them. Another kernel makes probabilities of them. For rows of up to
 // kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
 // save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
-// and the sum of each of a row's `tiles` tiles (0: it cannot), and finish_columns() uses them.
-constexpr int kLeastForParts = 4096;
+// and the sum of each of a row's `tiles` tiles (0: it cannot), and finish_columns() uses them; of
+// more than kFewRows only if they do not fit into a block's registers.
+constexpr int kLeastForParts = 4096, kFewRows = 16;
 template <typename Function, typename Launch>
 Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
                    int shared_bytes, int slices, int tiles, Launch launch) {
   const auto sums =
       layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
-  const bool parts = slices == 1 && layer.C > kLeastForParts && tiles > 0;
+  const int least = layer.B > kFewRows ? kLongestInRegisters : kLeastForParts;
+  const bool parts = slices == 1 && layer.C > least && tiles > 0;
   const auto both = [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
@@ -131,6 +133,18 @@ inline Product after(const std::function<void()>& before, Product product) {
     };
   }
   return product;
+}
+
+// How a product is to be made, and how long that should take: what its kernel and the softmax after
+// it take, if it is half fused, and copies of x or of W with aligned rows.
+struct Plan {
+  double microseconds = INFINITY;
+  bool copies_x = false, copies_W = false;
+  std::function<Product(const Layer&)> make = {};
+};
+
+inline double copy_microseconds(const Layer& layer, int rows, int cols) {
+  return 2 + 8.0 * rows * cols / (23e3 * layer.sms);
 }
 
 // logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/fp32_product.cuh"
 #include "common/hopper.cuh"
@@ -245,14 +246,14 @@ struct RowsOfX {
   CUtensorMap of[4] = {};
   int B, D, shift;
 
-  RowsOfX(const float* x, int rows, int inputs, unsigned box_rows, bool to_tf32)
-      : B(rows), D(inputs), shift(shift_of(inputs)) {
+  RowsOfX(const float* x, int rows, int inputs, int64_t stride, unsigned box_rows, bool to_tf32)
+      : B(rows), D(inputs), shift(shift_of(stride)) {
     for (int i = 0; i < 1 << shift; ++i) {
-      of[i] = tensor_map<float>(x + int64_t{i} * D - before(i), rows_from(i), D + before(i),
-                                box_rows, to_tf32, int64_t{D} << shift);
+      of[i] = tensor_map<float>(x + i * stride - before(i), rows_from(i), D + before(i), box_rows,
+                                to_tf32, stride << shift);
     }
   }
-  static int shift_of(int D) { return D % 4 == 0 ? 0 : D % 2 == 0 ? 1 : 2; }
+  static int shift_of(int64_t stride) { return stride % 4 == 0 ? 0 : stride % 2 == 0 ? 1 : 2; }
   // Strips of kRows rows, if there are `rows` rows: strip s is of the matrix s % 2^shift.
   template <int kRows>
   __host__ __device__ static int strips(int rows, int shift) {
@@ -264,6 +265,40 @@ struct RowsOfX {
     return (B - first + (1 << shift) - 1) >> shift;
   }
   __device__ int matrix(int strip) const { return strip & ((1 << shift) - 1); }
+  // The block's steps of 32 inputs along D, in a strip of that matrix: of gridDim.y slices one.
+  struct Steps {
+    int first, last;
+  };
+  __device__ Steps steps(int matrix) const {
+    const int all = (before(matrix) + D + 31) / 32, slice = blockIdx.y, slices = gridDim.y;
+    if (slices == 1) return {0, all};
+    return {all * slice / slices, all * (slice + 1) / slices};
+  }
+};
+
+// How long blocks of these should take, in microseconds, where each of `active` blocks (of `most`
+// that run at a time) has `rounds` times one of `slices` slices of a strip's steps. Fitted to 230
+// measurements on an H200. A step takes as long as one on tensor cores with 72 rows more, or as its
+// copies from the L2 cache, which has 46 GB/s for each block at first and 58 later; rows that start
+// anywhere lie on more lines. Memory has 27 GB/s for each, and for few blocks more, but not all
+// that there is. Large products lower the clock.
+template <class Shared>
+struct TurnedTime {
+  int B, D, C, shift;  // see RowsOfX
+
+  double operator()(double rounds, double active, double most, int slices) const {
+    constexpr int kRows = Shared::kRows, kDepth = Shared::kDepth;
+    constexpr double kLines = Shared::kAligned ? 1 : 1.3, kLoads = Shared::kAligned ? 1 : 1.2;
+    const double hot = 1 + 0.2 * std::min(1.0, 2.0 * B * D * C / 1e11);
+    const double products = 1.87e-3 * (kRows + 72) * kLoads * (Shared::kTwoParts ? 3.3 : 1) * hot;
+    const double rows = std::min(1.0 * kRows, std::ceil(1.0 * B / (1 << shift))) / Shared::kPeers;
+    const double columns = std::min(Shared::kColumns, C);
+    const double bytes = 4 * kDepth * (rows * (shift > 0 ? 1.3 : 1) + columns * kLines);
+    const double step = std::max(products, bytes * active / most / (rounds > 1 ? 58e3 : 46e3));
+    const double steps = std::ceil(std::ceil(1.0 * D / kDepth) / slices);
+    const double memory = 4.0 * D * (1.0 * B + C) / (27e3 * (0.7 * most + 0.3 * active));
+    return 3 + rounds * (0.4 + 0.02 * kRows) + std::max(rounds * steps * step, memory);
+  }
 };
 
 #if HOPPER_CODE
@@ -287,24 +322,22 @@ __device__ void init_barriers(Shared& shared) {
   barrier_init_fence();
 }
 
-// What the producer's threads do for one strip of rows. One starts copies, of its block's share of
-// x and of the block's columns of W. In 3xTF32 the other warps put zeros before the rows of x, and
-// split x, all of a stage: in whatever order it lies there.
+// What the producer's threads do for some steps of a strip of rows. One starts copies, of its
+// block's share of x and of the block's columns of W. In 3xTF32 the other warps put zeros before
+// the rows of x, and split x, all of a stage: in whatever order it lies there.
 template <class Shared>
 __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsOfX& x,
-                        const MapsOfW& W, int strip, int col0) {
+                        const MapsOfW& W, int strip, int col0, RowsOfX::Steps steps) {
   constexpr int kDepth = Shared::kDepth, kShare = Shared::kRows / Shared::kPeers;
   const int matrix = x.matrix(strip), before = x.before(matrix);
-  const int steps = (before + x.D + kDepth - 1) / kDepth;
   if (warp_of_block() == 0 && elect_one()) {
     const int first = Shared::kPeers == 1 ? 0 : cluster_rank() * kShare;
     const int row = (strip >> x.shift) * Shared::kRows + first;
-    for (int step = 0; step < steps; ++step, ring.advance()) {
+    for (int k = steps.first * kDepth; k < steps.last * kDepth; k += kDepth, ring.advance()) {
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_arrive_expect(arrived, Shared::kLoaded);
-      const int k = step * kDepth;
       if constexpr (Shared::kPeers == 1) {
         tensor_load(stage.x, &x.of[matrix], row, k, arrived);
       } else {
@@ -321,7 +354,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
       }
     }
   } else if (Shared::kTwoParts && threadIdx.x >= 32) {
-    for (int step = 0; step < steps; ++step, ring.advance()) {
+    for (int step = steps.first; step < steps.last; ++step, ring.advance()) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
       if (step == 0 && before > 0) {
         blank_before<Shared::kRows>(shared.stages[ring.stage].x, before, threadIdx.x - 32, 96);
@@ -345,7 +378,7 @@ struct TurnedConsumer {
   static constexpr int kRows = Shared::kRows, kSums = kRows / 2, kStages = Shared::kStages;
   static constexpr int kNext = Shared::kAligned ? 1 : 8;  // from the thread's first column on
   Shared& shared;
-  int D, C, before = 0;  // how many places the strip's inputs come late
+  int C, before = 0;  // how many places the strip's inputs come late
   int own = threadIdx.x - 128, g = own % 32 / 4, t = own % 4;
   int box = own / 64, piece = 2 * (own / 32 % 2) + g / 2 % 2 * 4 + g / 4, half = g % 2;
   int near = box * Shared::kBox + t * 32 + (piece ^ t) * 4 + half * 2;
@@ -383,10 +416,10 @@ struct TurnedConsumer {
     }
   }
 
-  // The sums over all of D. While one step is multiplied, the fragments of the next one are loaded:
+  // The sums over some steps. While one is multiplied, the fragments of the next one are loaded:
   // two sets of registers, and therefore two steps a turn.
-  __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring) const {
-    const int steps = (before + D + Shared::kDepth - 1) / Shared::kDepth;
+  __device__ void multiply(float (&sum)[kSums], Ring<kStages>& ring, RowsOfX::Steps of) const {
+    const int steps = of.last - of.first;
     float w[2][4][4];
     int previous = 0;
     const auto add = [&](const float(&set)[4][4], int step) {
@@ -400,7 +433,7 @@ struct TurnedConsumer {
       ring.advance();
     };
     load(w[0], ring);
-    if (!Shared::kTwoParts && before > 0) {
+    if (!Shared::kTwoParts && of.first == 0 && before > 0) {
       blank_before<kRows>(shared.stages[ring.stage].x, before, own, 256);
       shared_fence();
       named_barrier(1, 256);
@@ -433,9 +466,8 @@ struct TurnedConsumer {
       }
     };
     if (left <= 0) return;
-    // Where TF32's rows of W are aligned those of `out` are, too; 3xTF32's may be aligned copies.
-    constexpr bool kPairs = Shared::kAligned && kMath == Math::tf32;
-    if (!kPairs && (!Shared::kAligned || C % 2 != 0)) {
+    // W may be an aligned copy, `out` is none.
+    if (!Shared::kAligned || C % 2 != 0) {
       write([&](int row, float* to, float2 pair) {
         if (row < rows) to[0] = pair.x;
         if (row < rows && left > kNext) to[kNext] = pair.y;
@@ -449,4 +481,59 @@ struct TurnedConsumer {
     }
   }
 };
+
+// Turns the block's logits into exponentials relative to the row's maximum in this block. Thread
+// r < kRows returns row r's maximum and sum. `columns_left` of a row: from the thread's first on.
+template <class Shared, int kSums>
+__device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
+                               float (&sum)[kSums], int columns_left) {
+  constexpr Math kMath = Shared::kMath;
+  constexpr int kRows = Shared::kRows, kNext = TurnedConsumer<Shared>::kNext;
+  constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
+  const int own = of.own, g = of.g, t = of.t;
+  const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);  // see combine_quads()
+  float of_row[kPairs];
+  const auto share = [&] {
+#pragma unroll
+    for (int i = 0; i < kLeft; ++i) {
+      const int at = reversed * kLeft + i;
+      shared.parts[own / 32][at / 2 * 8 + 2 * t + at % 2] = of_row[i];
+    }
+  };
+  if (columns_left <= kNext) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      if (columns_left < 1 || i % 4 >= 2) sum[i] = minus_infinity();
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    of_row[i] = fmaxf(sum[i / 2 * 4 + i % 2], sum[i / 2 * 4 + 2 + i % 2]);
+  }
+  combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
+  share();
+  named_barrier(1, 256);
+  MaxSum row = {minus_infinity(), 0};
+  if (own < kRows) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
+    shared.rows[own] = base_of(row.largest);
+  }
+  named_barrier(1, 256);
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
+    float &a = sum[i / 2 * 4 + i % 2], &b = sum[i / 2 * 4 + 2 + i % 2];
+    a = exp_of<kMath>(a - base), b = exp_of<kMath>(b - base);
+    of_row[i] = a + b;
+  }
+  combine_quads(of_row, [](float a, float b) { return a + b; });
+  share();
+  named_barrier(1, 256);
+  if (own < kRows) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
+  }
+  return row;
+}
 #endif

@@ -48,7 +48,7 @@ PROGRAMS = (*LESSONS, PRODUCT)
 # for the norm, that nobody waits for.
 OTHERS = {
     "turned_product": [
-        (r"kTwoParts && (before > 0)", "false"),
+        (r"of\.first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
     ],
     "tf32_product": [(r"if \((part < before)\) return", "true")],
@@ -162,12 +162,14 @@ RUNS = {
     ],
     "9_matmul_softmax": [
         # Two warpgroups, and two or three chunks for each block.
-        (("20", "--inputs", "4200", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
+        (("20", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
         # Rows that start anywhere, in tiles of classes.
         (("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster"), 16),
-        (("300", "--inputs", "300", "--classes", "260", "--all", "--kernel", "^fused exchange"), 4),
+        (("200", "--inputs", "300", "--classes", "390", "--all", "--kernel", "^fused exchange"), 4),
         # Rows with more blocks than run at a time.
-        (("70", "--inputs", "70", "--classes", "4300", "--kernel", "^fused exchange"), 8),
+        (("20", "--inputs", "40", "--classes", "8300", "--kernel", "^fused exchange"), 8),
+        # Slices of D.
+        (("40", "--inputs", "1000", "--classes", "300", "--kernel", "^fused exchange"), 8),
         # Rows that no copy of 16 bytes finds, and more steps than stages. On 3 multiprocessors blocks come
         # one by one, not in clusters.
         (("300", "--inputs", "300", "--classes", "261", "--kernel", "^fused exchange"), 3),
