@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
                       const __grid_constant__ Plan plan) {
 #if HOPPER_CODE
   constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
-  extern __shared__ __align__(1024) char shared[];
-  char* results = shared + plan.weight_bytes();
+  extern __shared__ __align__(1024) char memory[];
+  char* results = memory + plan.weight_bytes();
   float* biases = reinterpret_cast<float*>(results + kConsumers * plan.out_bytes());
   char* x_tiles = reinterpret_cast<char*>(biases + 2 * kWidth);
   Barrier* full = reinterpret_cast<Barrier*>(x_tiles + plan.stages * plan.tile_bytes());
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     registers_grow_to<kConsumers == 2 ? 240 : 160>();
     const int own = threadIdx.x - 128, consumer = own / 128, cols = in.H - col0;
     const LooseConsumer<Plan> me{plan,
-                                 {reinterpret_cast<half*>(shared), 16 * plan.slices},
+                                 {reinterpret_cast<half*>(memory), 16 * plan.slices},
                                  biases,
                                  reinterpret_cast<half*>(results + consumer * plan.out_bytes())};
     for (int i = own; i < 2 * kWidth; i += 128 * kConsumers) {
