@@ -466,8 +466,9 @@ struct TurnedConsumer {
       }
     };
     if (left <= 0) return;
-    // W may be an aligned copy, `out` is none.
-    if (!Shared::kAligned || C % 2 != 0) {
+    // Where TF32's rows of W are aligned those of `out` are, too; 3xTF32's may be aligned copies.
+    constexpr bool kPairs = Shared::kAligned && kMath == Math::tf32;
+    if (!kPairs && (!Shared::kAligned || C % 2 != 0)) {
       write([&](int row, float* to, float2 pair) {
         if (row < rows) to[0] = pair.x;
         if (row < rows && left > kNext) to[kNext] = pair.y;
