@@ -378,10 +378,12 @@ __device__ void store_sums(const float (&sum)[kOwn][Tile::TN], const Matrices& t
 }
 
 template <class Tile, bool kAligned>
-__global__ void __launch_bounds__(Tile::kThreads, 1) matmul_async(Matrices of) {
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    matmul_async(const float* A, const float* B, float* C, int n) {
   extern __shared__ __align__(16) float tiles[];
+  const Matrices of{A, B, C, n, n};
   const int row0 = blockIdx.y * Tile::BM, col0 = blockIdx.x * Tile::BN;
-  const int steps = (of.n + Tile::BK - 1) / Tile::BK;
+  const int steps = (n + Tile::BK - 1) / Tile::BK;
   multiply_steps<Tile>(tiles, of, row0, col0, 0, steps,
                        [&](const auto& sum) { store_sums<Tile, kAligned>(sum, of, row0, col0); });
 }
@@ -506,9 +508,12 @@ struct Timetable {
     return 3.5 + work * step + (parts > 1 ? share : 0);
   }
 
-  // Where the piece of block number `block` begins, and that of the one before it ends.
+  // Where the piece of block number `block` begins, and that of the one before it ends. Both ways
+  // give all blocks equal parts. A division in 64 bits would count where a product takes some
+  // microseconds; without it the compiler orders the loop of large tiles 1.4 % worse.
   __device__ Point start(int block) const {
-    int position = block * each + min(block, rest);
+    int position = kEdges ? static_cast<int>(static_cast<int64_t>(line) * block / blocks)
+                          : block * each + min(block, rest);
     int tile = whole, before = whole;
     for (const Kind& kind : kinds) {
       const int tiles = kind.rows * kind.cols - before, cost = kind.cost * steps;
@@ -810,8 +815,7 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
       .kernel("async", Role::ours,
               [=] {
                 matmul_async<Tile, kAligned>
-                    <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(
-                        Matrices{A, B, C, n, n});
+                    <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(A, B, C, n);
               })
       .resources(matmul_async<Tile, kAligned>, 256, Tile::kSharedBytes);
 
