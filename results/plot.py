@@ -254,7 +254,8 @@ def draw_roofline(folder):
         ("library", "black", "libraries"),
     ):
         points = [(x, y) for x, y, each in dots if each == role]
-        axes.scatter(*zip(*points), s=45, color=color, label=name, zorder=3)
+        if points:
+            axes.scatter(*zip(*points), s=45, color=color, label=name, zorder=3)
     fastest = [(x, y, number) for (number, *_), (x, y) in sorted(best.items())]
     axes.scatter(*zip(*[(x, y) for x, y, _ in fastest]), s=320, color=VERMILLION, zorder=4,
                  edgecolor="white", label="our fastest, and its lesson (B: bonus)")

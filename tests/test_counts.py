@@ -27,16 +27,11 @@ ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
 SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
-TILES = "recorded before N = 256 had small tiles"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
     ("2_matmul_sharedmem", "", "square: registers"): {
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("2_matmul_sharedmem", "", "square: vectors"): {"shared_store_conflicts": ARBITRATION},
-    ("2_matmul_sharedmem", "", "square: any shape"): {
-        count: TILES for count in ("global_load_requests", "global_load_sectors",
-                                   "global_store_requests", "global_store_sectors",
-                                   "shared_load_requests", "shared_store_requests")},
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": WMMA},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {
@@ -53,9 +48,9 @@ EXPLAINED = {
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
         "shared_load_requests": MERGED},
     ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
-    **{("8_spatial_gradients", "", f"backward: {kernel}"): {
-        "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION}
-       for kernel in ("associated", "Hopper")},
+    ("8_spatial_gradients", "", "backward: associated"): {
+        "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION},
+    ("8_spatial_gradients", "", "backward: Hopper"): {"global_store_sectors": SUMS},
     **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {
         "global_load_sectors": ZEROS, "shared_store_requests": MERGED,
         "shared_store_conflicts": MERGED}
