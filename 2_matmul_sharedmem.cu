@@ -10,13 +10,12 @@
 //     registers       256 KB a multiprocessor, 255 x 4 bytes a thread, its own,       0 cycles away
 //
 // A block computes a tile of C. Step by step along k it loads a tile of A and a tile of B into
-// shared memory, multiplies the two, and goes on. A BM x BN tile of C then reads, per step of k, BM
-// + BN numbers from memory for BM * BN multiply-adds: the larger the tile, the less memory matters.
+// shared memory, multiplies the two, and goes on. For each k, a BM x BN tile of C then reads BM +
+// BN numbers from memory for BM * BN multiply-adds: the larger the tile, the less memory matters.
 //
 // One level further in the same argument holds again: a thread that owns TM x TN elements of C
 // reads TM + TN numbers from shared memory for TM * TN multiply-adds. Four kernels follow that
-// path, and a fifth one is fast where N does not suit the tiles. Each keeps all that the one above
-// it had:
+// path, and a fifth one is fast where N does not suit the tiles. Each builds on the one above it:
 //
 //     tile        32 x 32 tiles, a thread owns one element     2 shared reads per multiply-add
 //     registers   128 x 128 tiles, a thread owns 8 x 8         1/4
@@ -24,8 +23,8 @@
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
 //     any shape   the same, but the last tiles are divided     3/16
-//                 along k, so that all blocks end together;    to 3/8
-//                 and a small N has smaller tiles
+//                 along k, so that all blocks end together;    to 1/2
+//                 and a small N, or an edge, has smaller tiles
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
@@ -316,9 +315,9 @@ __device__ void multiply_steps(float* tiles, const Matrices& of, int row0, int c
     copy_async_commit();
   }
   float sum[TM][TN] = {};
-  float a[2][TM], b[2][TN];  // of this k, and of the next
-  constexpr int kDepth = BK / Tile::kSlices;
-  const int first_k = kDepth * Tile::slice();  // of a step, this thread's slice has so many
+  float a[2][TM], b[2][TN];                    // of this k, and of the next
+  constexpr int kDepth = BK / Tile::kSlices;   // so many k of each step belong to one slice
+  const int first_k = kDepth * Tile::slice();  // where those of this thread's slice begin
   for (int step = begin; step < end; ++step) {
     copy_async_wait<kStages - 2>();
     __syncthreads();
@@ -391,9 +390,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 // ---- any shape ----------------------------------------------------------------------------------
 
 // Above, each block has one tile, and each multiprocessor has one block at a time. N = 3000 has
-// 24 x 12 tiles: 132 multiprocessors compute 264 of them in two rounds. In a third round 24 of them
-// work and 108 wait. So the last tiles are divided along k. Each block gets a piece, and all pieces
-// take the same time, even if a piece begins or ends in the middle of a tile:
+// 24 x 12 tiles: 132 multiprocessors compute 264 tiles in two rounds. In a third round 24 of the
+// multiprocessors work and 108 wait. So the steps of the last tiles form a line. Each block gets a
+// range of it. All ranges take the same time; they may begin or end in the middle of a tile:
 //
 //     block 0 |--- tile 0 ---|-- tile 1, first steps
 //     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
@@ -405,34 +404,34 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 //     of the rows, or half or a quarter of the columns, are inside is computed as a smaller one.
 //   - Rows that are not aligned to 16 bytes. One kernel copies B into rows that are: N^2 numbers
 //     against N^3 operations. A is copied by single floats anyway.
-//   - Few tiles. N = 512 has 8 of 128 x 256, and to divide each by 16 costs more handovers than
-//     steps. It has 64 of 64 x 64. But so small a tile gives 256 threads 4 x 4 elements each, which
-//     takes twice the reads. So threads keep their 8 x 8 elements, and four slices of 64 threads
+//   - Few tiles. N = 512 has 8 of 128 x 256. In 16 parts, each would cost more for handovers than
+//     for steps. It has 64 of 64 x 64. But so small a tile gives 256 threads 4 x 4 elements each,
+//     with twice the reads. So here a thread owns 8 x 8 elements, and four slices of 64 threads
 //     each multiply a quarter of every step's k. At the end they add up their sums through shared
 //     memory. N = 256 takes tiles of 32 x 32 and eight slices. What costs the least time is
 //     estimated (see Timetable).
 
-// Steps `begin` to `end` of tile number `tile`: what a block does at a time. If begin is 0, the
-// blocks after it, up to number `last`, have the other steps.
+// A piece: the steps `begin` to `end` of tile number `tile`, which a block does at a time. If begin
+// is 0, the blocks after it, up to number `last`, have the other steps.
 struct Piece {
   int tile, begin, end, last;
 };
 
 // Which block does what. Each block first takes whole tiles, as long as full tiles for two more
 // rounds are left: blocks at work together then read neighbouring tiles at the same k. The steps of
-// the other tiles form a line, one tile after the other. Each block gets one piece of the line, and
-// all pieces should take the same time.
+// the other tiles form a line, one tile after the other. Each block gets one range of the line, and
+// all ranges should take the same time. A piece is the part of a range that is inside of one tile.
 template <class Tile>
 struct Timetable {
   static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
   // Large tiles only: those at the edges are computed as smaller ones.
   static constexpr bool kEdges = BM == 128 && BN == 256;
-  // What a step of a full tile costs. In large tiles that is in the time that 64 x 64 elements of C
-  // take for it. Measurements showed that each step costs one more than that, whatever the size of
-  // the tile is.
+  // The cost of one step of a full tile. For large tiles the unit is the time for 64 x 64 elements
+  // of C in one step. Measurements showed that each step also costs one unit more, whatever the
+  // size of its tile is. Small tiles are all alike: a step costs 1.
   static constexpr int kFull = kEdges ? 1 + (BM / 64) * (BN / 64) : 1;
-  static constexpr int kLeast = 4;     // steps of a large tile that a piece is worth
-  static constexpr int kHandover = 5;  // steps of a large tile that sharing costs a block
+  static constexpr int kLeast = 4;     // a range is at least as long as so many full steps
+  static constexpr int kHandover = 5;  // a shared tile costs a block as much as so many full steps
 
   // rows x cols tiles of one kind, the first one at (row, col), in tiles; and what a step costs.
   struct Kind {
@@ -445,7 +444,7 @@ struct Timetable {
   int steps;                   // of a tile
   int whole;                   // so many tiles are not shared, those with the lowest numbers
   int line;                    // what the shared ones cost together
-  int blocks, each, rest;      // of the line a block has `each`, and the first `rest` one more
+  int blocks, each, rest;      // small tiles: a block has `each` steps, the first `rest` one more
   double microseconds;         // that this should take
 
   // With `capacity` blocks at the same time, on `sms` multiprocessors.
@@ -461,7 +460,7 @@ struct Timetable {
       const int tiles = kinds[0].rows * kinds[0].cols;
       const auto consider = [&](int count) {
         const int parts = (count + tiles - 1) / tiles;
-        const bool even = count % tiles == 0;  // all pieces end where a tile does
+        const bool even = count % tiles == 0;  // all tiles have as many blocks
         const double of_each = std::ceil(1.0 * tiles * steps / count);
         const double time = estimate(of_each, (count + sms - 1) / sms, parts + !even, even);
         if (time < microseconds) blocks = count, microseconds = time;
@@ -508,9 +507,9 @@ struct Timetable {
     return 3.5 + work * step + (parts > 1 ? share : 0);
   }
 
-  // Where the piece of block number `block` begins, and that of the one before it ends. Both ways
-  // give all blocks equal parts. A division in 64 bits would count where a product takes some
-  // microseconds; without it the compiler orders the loop of large tiles 1.4 % worse.
+  // Where the range of block number `block` begins, and that of the block before it ends. Both
+  // formulas give all blocks equal ranges. Small products take microseconds: there a division in 64
+  // bits would be felt. Large ones keep it: with the other formula their loop was 1.4 % slower.
   __device__ Point start(int block) const {
     int position = kEdges ? static_cast<int>(static_cast<int64_t>(line) * block / blocks)
                           : block * each + min(block, rest);

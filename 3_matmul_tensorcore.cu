@@ -251,7 +251,7 @@ struct TileCopies {
 //
 //   - Tiles are swizzled (common/mma.cuh), not padded: neither the copies, which write 16 bytes a
 //     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
-//   - kStages pairs of tiles are in flight, with one barrier a step, as in lesson 2's last kernel.
+//   - kStages pairs of tiles are in flight, with one barrier a step, as in lesson 2's `async`.
 //   - Two sets of fragments: while the products of 16 k are on the tensor cores, ldmatrix loads the
 //     next. The last of a step loads the first of the next step, so the barrier is passed before
 //     the last products of a step are started, and the tensor cores work on while a warp waits.

@@ -6,7 +6,7 @@
 // Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were
 // temporaries, and x was read twice. A temporary exists because a kernel ends. So do not end: a
 // block that has both products of its rows in registers adds the biases, takes the sigmoid,
-// multiplies, and writes out. With H up to 64 x is read once; no temporary touches memory.
+// multiplies, and writes out. If H is at most 64, x is read once. No temporary touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
 // of both sums, gate and value, ends up in the same thread, which needs no other. Six kernels:
@@ -18,8 +18,8 @@
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
 //     Hopper cluster           lesson 3's last product, with two weights and the gate after it
 //
-// The first four need compute capability 7.5 (which copies synchronously), the last two 9.0. The
-// CPU backend runs all.
+// The first three need compute capability 7.5 (which copies synchronously), the fourth 8.0 (for its
+// shared memory), the last two 9.0. The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are only in the first.
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // ---- async tiles --------------------------------------------------------------------------------
 
-// The same, but kStages sets of tiles are in flight, as in lesson 2's last kernel: the tensor cores
+// The same, but kStages sets of tiles are in flight, as in lesson 2's `async`: the tensor cores
 // work on one while the copies of the next ones are on their way, and a step needs one barrier
 // instead of two. In the end the stagings take the place of the tiles.
 template <class Tiles, int kStages>
@@ -280,9 +280,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
 // The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). Their names in the code are those
-// of common/tiles.cuh and common/hopper.cuh. Gate: what a thread does with 64 columns of its sums.
-// gating_loose_rows: the first of these kernels for rows of any length.
+// in shared memory (mbarrier), products of a warpgroup (wgmma). common/tiles.cuh has the names. The
+// file below needs sigmoid(), so it comes here. It has Gate, a thread's work on 64 columns of its
+// sums, and gating_loose_rows: "Hopper resident" for rows of any length.
 #include "common/gating_rows.cuh"
 
 constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
@@ -457,8 +457,8 @@ dim3 staying_blocks(const GatingProblem& table, const Device& device, int width)
   return dim3(std::min(blocks_for(table.shape.rows, 64), fit), columns);
 }
 
-// Adds the kernel for at most 64 kBoxes channels, and rows of a multiple of 16 bytes, if it has so
-// few; and likewise the next one if the weights fit.
+// Adds "Hopper resident" for K up to 64 kBoxes (false if K is larger). Rows have a multiple of 16
+// bytes. add_loose_rows does the same for any K and H whose weights fit.
 template <int kBoxes, int kStages>
 bool add_hopper_resident(GatingProblem& table, const Device& device) {
   const auto [M, K, H] = table.shape;

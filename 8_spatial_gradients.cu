@@ -667,8 +667,8 @@ __global__ void __launch_bounds__(kSmallThreads)
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
 // (Products into one sum follow each other without a fence only if all have the same shape: PTX
-// ISA, "wgmma.fence". With Gr [M1 | M2 | x] as one product, of 192 columns, there were three, and
-// this took half as long again.)
+// ISA, "wgmma.fence". Three products instead of four, the first one Gr [M1 | M2 | x] with 192
+// columns, break that rule, and took half as long again.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
@@ -687,8 +687,8 @@ struct HopperForward {
   RightFactors right[kGroups][kSteps];
   LeftFactors left[kStages][kFirst];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
-  // A turn is a part of a tile for one consumer, and has barriers of its own, so that the consumer
-  // sees all of their phases. Turn t is in stage t % kStages.
+  // A turn is one part of a tile, for one consumer. It has barriers of its own: the consumer sees
+  // all of their phases. ring.stage is a turn's number; left[turn % kStages] are its factors.
   Barrier loaded[kGroups], full[kTurns], empty[kTurns];
 
 #if HOPPER_CODE
@@ -836,10 +836,10 @@ struct HopperBackward {
 // three products with Gr^T are one instruction of up to 192 columns, which reads its rows of Gr^T
 // once.
 //
-// To make P, Q, R, S of their sums takes as long as to multiply, the more so while the tensor cores
-// use the registers, too. One warpgroup that does both keeps them waiting: two have half as much to
-// do each, or one multiplies while the other one does that. There is room for two, with 96 of 128
-// registers for sums, as no fragments are in registers: the left factors come from shared memory.
+// To make P, Q, R, S from the sums takes a warpgroup as long as its product does, or longer. If one
+// warpgroup did both, the tensor cores would wait. Of two, each makes half of a tile's P, Q, R, S, or
+// one multiplies while the other one makes them. Registers suffice for two: 96 of 128 are sums, and
+// left factors come from shared memory, not from registers.
 template <int kSteps, int kCols>
 __global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,

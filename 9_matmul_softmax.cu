@@ -644,30 +644,30 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
 // ---- Hopper: fused exchange ---------------------------------------------------------------------
 
-// For C of thousands. Of its row a block needs to know only a maximum and a sum; what fused online
+// For all but few columns. Of its row a block needs only a maximum and a sum; what fused online
 // pays for is that no block knows them in time, so that each writes logits that are read again.
 // Here the blocks of some rows run at the same time, keep their logits in registers, leave each
 // row's maximum and sum in memory, wait until all of the others have, and then write probabilities,
 // once. (Where a row has more blocks than can run at a time, or so many that writing the logits
-// should take less time, it is half fused. Where it has but one, nobody has to wait.)
+// should take less time, the kernel is half fused. Where it has but one, nobody has to wait.)
 //
-// Few rows, or few columns, are few tiles: 2048 x 300 logits are 24, and most of the GPU would look
-// on. Then it is half fused, too: D is cut into slices, a block has one slice of a tile, and the
-// softmax adds up what it reads.
+// Few rows, or few columns, are few tiles: 2048 x 300 logits are 24 of 256 x 128, and most of the
+// GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
+// slice of a tile, and the softmax adds up what it reads.
 //
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
 // that copies, two that multiply, several stages, and clusters of two, or of one. For all of the D
 // inputs W has no room in registers: it comes through the stages, too, and from there to the
-// registers. (Rows of x and W may start anywhere: see RowsOfX and MapsOfW. 3xTF32 first copies W.)
+// registers. (Rows of x and W may start anywhere: see RowsOfX, MapsOfW. 3xTF32 copies such a W.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
 struct ExchangeShared : TurnedShared<kMath, kRows, kPeers, kAligned> {
   alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
   alignas(16) float rows[kRows];      // what exponentials are relative to; then their factor
 };
 
-// A row's maximum in a tile, and the sum relative to it, as 8 bytes that are written and read at
-// once. The sum's last bit (which its accuracy can do without) says whether an odd or an even
-// launch has written them, so that readers look until it is this launch's: no flag, and no fence.
+// What a block leaves behind for the others: a row's maximum in its tile, and the sum relative to
+// it, 8 bytes, written and read at once. The sum can spare its last bit: it says whether an odd or
+// an even launch wrote them. Readers look until it is this launch's bit: no flag, and no fence.
 using Left = unsigned long long;
 
 // What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
@@ -779,7 +779,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
       }
       float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
-      if (results.epilogue == Epilogue::parts) {  // then a block has one strip
+      if (results.epilogue == Epilogue::parts) {  // one strip only: this overwrites the factors 1
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < min(kRows, x.rows_from(row0))) {
           results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
@@ -1045,10 +1045,10 @@ Plan choose_exchange(const Layer& layer) {
   return best;
 }
 
-// What Hopper has for a shape: fused narrow for many rows of few columns; fused cluster for other
-// few columns, but not for very many rows, and where there are few tiles, or so few rows that W is
-// nearly all there is to read, unless fused exchange should take less time; else fused exchange.
-// (D < 4: not all of W's matrices have a row.)
+// What Hopper has for a shape. TF32 with many rows of few columns: fused narrow. Up to 16 rows:
+// fused cluster. It is also considered for few columns, but not for very many rows, and where tiles
+// are few: 3xTF32 then takes it, TF32 unless exchange should be 5 % faster. Else fused exchange.
+// (D < 4: not all of W's matrices have a row. Then TF32 has only the cluster, too.)
 template <Math kMath>
 std::optional<Product> make_hopper_product(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too

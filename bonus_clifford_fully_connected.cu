@@ -26,7 +26,7 @@
 // From the gradients dz backward needs the planes' gradients dz_k w[t]^T, which it multiplies with
 // y and x and adds up; and dw[t] = sum over k of P_t,k^T dz_k, whose left operand is planes again,
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
-// planes, or later their gradients, take up to 1 GiB; dz and the weights (twice) add to that.
+// planes, or later their gradients, take up to 1 GiB; dz and weights made ready add to that.
 //
 // The algebra is lesson 10's; common/connected.cuh has which triples lead where.
 
@@ -146,14 +146,14 @@ __global__ void __launch_bounds__(kTileThreads)
 // It hides only a part: per step wgmma reads 80 KB of shared memory, and 48 KB arrive, 128 bytes a
 // cycle, all that there is; what makers load and store goes the same way. (Counted, not measured.)
 //
-// Backward has the same product for both gradients. Their left operands, dz and planes, are turned:
-// wgmma takes those from registers, so that neither has to be in memory both ways round.
+// Backward has the same product for both gradients. Their left operands, dz and planes, lie as (k,
+// rows): wgmma takes those from registers, so neither has to be in memory both ways round.
 //
-// Where rows are few it takes longer to make weights ready than to multiply them. Both kernels then
-// multiply turned round: weights, as they lie, are the left factor (common/connected_few.cuh). 100
-// rows of 1024 features take 62 us instead of 136.
+// Where rows are few it takes longer to make weights ready than to multiply them. Then both rows of
+// the table run the same kernels: weights, as they lie, are the left factor of the transposed
+// product (common/connected_few.cuh). 100 rows of 1024 features take 62 us instead of 136.
 
-// z of a chunk, and its norm: A planes, B weights (slot, out feature, in feature).
+// z of a chunk, and its norm. Left factor: planes; right: weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
   static constexpr bool kHelped = kBeside, kTurned = false, kStacked = false;
@@ -427,7 +427,7 @@ struct Ready {
                                        : count_tiles(of.layer.features, 128) * 128),
         rows(rows_at_a_time()),
         plan(plan_of(chunk(0, rows))),
-        few(of, rows == of.layer.batch ? plan.cycles : 0),
+        few(of, rows == of.layer.batch ? plan.cycles : -INFINITY),
         planes(of.problem.output<float>(kPlanes<A> * largest().matrix())),
         weights(of.problem.output<float>(
             few.used ? 1 : static_cast<size_t>(A::kTriples) * stride * stride)),
@@ -666,8 +666,7 @@ int run_lesson(Lesson& lesson) {
     const double flops = 2.0 * kPlanes<A> * size.shape().features;
     const Tensors forward = tables.forward(size, flops);
     add_forward<A>(forward, blas);
-    forward.problem.compare("planes beside", "unfused",
-                            "Forward with planes made beside the product: % times as fast.");
+    forward.problem.compare("planes beside", "unfused", "Forward on Hopper: % times as fast.");
     if (lesson.flag("--turned")) continue;
     const auto [of, d] = tables.backward(size, 3 * flops);
     add_backward<A>(of, d, blas, lesson.device());

@@ -1,10 +1,10 @@
 // The fully connected product on Hopper where rows are few. Weights are then most of what moves:
 // to make them ready, turned and rounded, takes longer than to multiply them. Here they are the
 // *left* factor, as they lie in memory, and the copy engine rounds them on the way; what is made
-// ready is small. Products come out turned round:
+// ready is small. Products come out turned round, that is transposed:
 //
-//     z^T = sum over t of w[t]^T P_t^T     W: k = in features, turned; P: planes
-//     d_t^T = w[t] dz^T                    W: k = out features; dz: as it is, not transposed
+//     z^T = sum over t of w[t]^T P_t^T     w: lies as (k, rows), k = in features; P: planes
+//     d_t^T = w[t] dz^T                    w: lies as (rows, k), k = out features; dz: as it is
 //
 // A triple's planes lie below each other, one a blade k of the result, and so do the blades of dz.
 // All of their rows are columns of one product: w[t] is read once for all blades of a grade, not
@@ -16,12 +16,12 @@
 #include "common/connected_planes.cuh"
 
 #if HOPPER_CODE
-/// Stores a warpgroup's sum turned round: its rows are features, from f0 on, its columns rows of
-/// memory. row_of(i), i = 0, 32 ..., says of columns i to i + 31 where they go, in one piece.
+/// Where 32 columns of a sum go: to `count` rows of memory, `stride` floats apart.
 struct RowsInMemory {
   float* first;
   int count, stride;
 };
+/// Stores a sum turned round: rows are features, from f0 on; columns i to i + 31 go to rows_of(i).
 template <bool kTurned, int kCols, typename RowsOf>
 __device__ __forceinline__ void store_turned(const Sum<kCols>& sum, int f0, int features,
                                              RowsOf rows_of) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(256)
 /// What the product of few rows needs besides inputs, outputs and planes, and how it is launched.
 template <typename A>
 struct Few {
-  /// The others take so many cycles, and what it takes to turn weights.
+  /// The others take so many cycles, and what it takes to turn weights. -INFINITY: never used.
   Few(const CliffordTensors& tensors, double cycles_of_others)
       : of(tensors),
         chunk{of.layer, 0, of.layer.batch, count_tiles(of.layer.batch, 32) * 32,
@@ -191,8 +191,8 @@ struct Few {
         pitch(of.layer.features % 4 == 0 ? of.layer.features : chunk.stride) {
     const Layer& layer = of.layer;
     const double w = 4.0 * A::kTriples * layer.features * layer.features, out = of.out.bytes();
-    // It is taken if it saves a seventh. To copy rows that are not aligned takes longer than to
-    // turn those that are.
+    // This product is taken if it saves a seventh. To copy rows that are not aligned takes longer
+    // than to turn those that are.
     double least = 0.85 * (cycles_of_others + 2 * w / kBytesPerCycle);
     if (pitch != layer.features) least -= 3 * w / kBytesPerCycle;
     for (int shares = 1; shares <= std::min(8, chunk.stride / 32); ++shares) {

@@ -227,7 +227,7 @@ __device__ void copy_tile_of(float* to, const float* from, int row0, int col0, i
 }
 
 // The BM x BN logits at (row0, col0), summed over d_begin <= d < d_end: kStages - 1 steps are on
-// their way while one is multiplied, as in lesson 2's last kernel.
+// their way while one is multiplied, as in lesson 2's `async`.
 template <class Tile>
 __device__ void multiply_tiles(Sums<Tile>& sums, float* stages, const Factors& factors, int row0,
                                int col0, int d_begin, int d_end) {

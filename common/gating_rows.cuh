@@ -1,11 +1,11 @@
-// What a thread of lesson 6's Hopper kernels does with its sums, and its "Hopper resident" for rows
-// of any length.
+// What a thread of lesson 6's Hopper kernels does with its sums, and a second "Hopper resident" for
+// loose rows: rows of any length. sigmoid() is the lesson's.
 //
-// There x is read, and the result written, as they lie. The copy engine moves boxes of a matrix
-// only if its rows are multiples of 16 bytes, and quickly only if they are whole lines of 128. But
-// 64 rows one after the other are one piece of memory, which starts at a multiple of 128 bytes
-// whatever a row has. So a tile of x comes as that piece. wgmma cannot read such rows from shared
-// memory, and takes them from registers instead.
+// x and the result are read and written where they are, without an aligned copy. The copy engine
+// moves boxes of a matrix only if its rows are multiples of 16 bytes, and quickly only if they are
+// whole lines of 128 bytes. But 64 rows one after the other are one piece of memory, which starts
+// at a multiple of 128 bytes, whatever the length of a row. So a tile of x comes as that piece.
+// wgmma cannot read such rows from shared memory: it takes them from registers.
 #pragma once
 
 #include <algorithm>
@@ -63,8 +63,8 @@ struct LooseRows {
   static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
   static constexpr int kThreads = 128 * (1 + kConsumers);
   int K, H, slices;  ///< slices: of 16 channels
-  int columns;       ///< blocks beside each other, for all of H
-  int pitch;         ///< of results: a row of `out`, or of a part of it and some more
+  int columns;       ///< blocks side by side that cover all of H
+  int pitch;         ///< from a row of results to the next: H, or kWidth and some more
   int shift;         ///< K 2^shift is a multiple of 8
   int stages = 0;
 
@@ -148,8 +148,8 @@ struct LooseConsumer {
     return (set >> shift << (shift + 3)) + (thread % 32 / 4 << shift) + (set & ((1 << shift) - 1));
   }
 
-  /// A thread's fragments of slice number `slice` of a tile of x, zeros beyond K. kPairs: K is
-  /// even, and two neighbours are one load. Else they are so in the row of an even set.
+  /// A thread's fragments of slice number `slice` of a tile of x, zeros beyond K. With kPairs (K is
+  /// even) two neighbours are one load; if K is odd, only in even rows, which are those of row(0).
   template <bool kPairs>
   __device__ void load_fragments(uint32_t (&fragments)[4], const half* x, int slice) const {
 #pragma unroll
@@ -241,8 +241,8 @@ struct LooseConsumer {
 };
 #endif
 
-/// A block per multiprocessor keeps kWidth columns of both weights. Its producer streams tiles of
-/// x; its consumers take turns, tile by tile. M is a multiple of 64.
+/// A block keeps kWidth columns of both weights. One thread copies tiles of x, each in one piece. A
+/// warpgroup in turn owns a tile of out: 64 rows, 2 of them a thread's. M is a multiple of 64.
 template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     gating_loose_rows(const __grid_constant__ GatingOperands in,

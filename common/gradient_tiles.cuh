@@ -25,12 +25,12 @@ struct GradientMaps {
   CUtensorMap vertices;  // out, or dOut
 };
 
-/// 64 rows (of E) and 64 columns of each right factor, forward.
+/// 64 rows (of E) and 64 columns of each right factor, forward. wgmma reads two neighbours as one.
 struct RightFactors {
-  Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;
+  Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;  // [-M2 | M1], and [M1 | M2]
 };
 
-/// The same backward, 32 columns.
+/// The same backward, 32 columns. wgmma reads 96 columns as one: [M1 | M2 | x].
 struct BackwardFactors {
   Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
 };
@@ -326,7 +326,7 @@ __device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out,
     if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
     sums.combine();
     multiply_by_g(sums, d_out_pairs);
-    // The tile before this one is the other warpgroup's, if they have not the same.
+    // Until the tile before has been used. With 32 columns the other maker had that tile.
     barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
     shared.products.store(sums, 32 * half);
     shared_fence();
