@@ -837,9 +837,9 @@ struct HopperBackward {
 // once.
 //
 // To make P, Q, R, S from the sums takes a warpgroup as long as its product does, or longer. If one
-// warpgroup did both, the tensor cores would wait. Of two, each makes half of a tile's P, Q, R, S, or
-// one multiplies while the other one makes them. Registers suffice for two: 96 of 128 are sums, and
-// left factors come from shared memory, not from registers.
+// warpgroup did both, the tensor cores would wait. Of two, each makes half of a tile's P, Q, R, S,
+// or one multiplies while the other one makes them. Registers suffice for two: 96 of 128 are sums,
+// and left factors come from shared memory, not from registers.
 template <int kSteps, int kCols>
 __global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
