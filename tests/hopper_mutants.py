@@ -442,7 +442,7 @@ def program_of(name, build):
 def environment_of(arguments, multiprocessors, repeat=True):
     """Where early launches come in pairs, a wait for the launch before makes a difference. But they
     cannot where the second kernel of a row turns its output into something else, in place."""
-    repeat = repeat and {"4300", "301", "^planes beside$"}.isdisjoint(arguments)
+    repeat = repeat and {"8300", "301", "^planes beside$"}.isdisjoint(arguments)
     return {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
             "CUDA_CPU_REPEAT_EARLY_LAUNCHES": str(int(repeat))}
 
