@@ -517,15 +517,16 @@ struct GatedProduct {
   void launch(const ProductPlan& plan) const {
     constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
     const RowCopies<half, 3> copies{x.job(), W1.job(), W2.job()};
-    if (copies.blocks().x > 0) {
+    const bool copied = copies.blocks().x > 0;
+    if (copied) {
       align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
     }
     const Factor<half> left{{x.map(Tile::kRowsA)}, {x.data()}, x.stride};
     const Factor<half, 2> right{
         {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
     const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
-    launch_clusters(product<half, Tile, GateEpilogue>, 1, copies.blocks().x > 0,
-                    plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, left, right, epilogue,
+    launch_clusters(product<half, Tile, GateEpilogue>, 1, copied, plan.clusters * Tile::kBlocks,
+                    Tile::kThreads, kBytes, left, right, epilogue,
                     Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 

@@ -952,8 +952,9 @@ Plan choose_cluster(const Layer& layer) {
     return plan_cluster<kMath, 8, 16, kClasses, 64>(layer);
   }
   if (layer.B > 1536 || layer.C > kClasses) return plan_cluster<kMath, 8, 64, kClasses, 64>(layer);
-  return plan_cluster < kMath, kTwoParts ? 8 : 4, kTwoParts ? 80 : 40, kClasses,
-         kTwoParts ? 128 : 256 > (layer);
+  constexpr int kSplits = kTwoParts ? 8 : 4, kRows = kTwoParts ? 80 : 40;
+  constexpr int kDepth = kTwoParts ? 128 : 256;
+  return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
 }
 
 // fused exchange in strips of kRows rows, of which `at_once` have all of their blocks running;

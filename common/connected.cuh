@@ -224,7 +224,6 @@ void normalize(const CliffordTensors& of, float* inverses) {
 // Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
 inline void add_partials(const CliffordGradients& d, const Buffer<float>& partials, int splits) {
   if (splits == 1) return;
-  const auto blocks = static_cast<unsigned>((d.dw.size() + 4 * 256 - 1) / (4 * 256));
-  launch_early(sum_weight_gradients, blocks, 256, 0, static_cast<const float*>(partials),
-               d.dw.data(), splits, d.dw.size());
+  launch_early(sum_weight_gradients, blocks_for(d.dw.size(), 4 * 256), 256, 0,
+               static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
 }

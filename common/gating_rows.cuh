@@ -227,9 +227,7 @@ struct LooseConsumer {
   __device__ void store_part(half* out, int cols) const {
     constexpr int kPieces = kWidth / kPack, kStep = 128 / kPieces;
     static_assert(128 % kPieces == 0);
-    struct alignas(2 * kPack) Pack {
-      half values[kPack];
-    };
+    using Pack = Neighbours<half, kPack>;
     const int first = thread / kPieces, col = thread % kPieces * kPack;
     if (col >= cols) return;
     half* to = out + static_cast<size_t>(first) * plan.H + col;

@@ -404,9 +404,7 @@ struct StoreRounded {
   template <int kWidth, int kRows>
   __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
     constexpr int kPieces = kBoxCols / kWidth, kStep = 128 / kPieces;
-    struct alignas(kWidth * sizeof(T)) Pack {
-      T values[kWidth];
-    };
+    using Pack = Neighbours<T, kWidth>;
     const int own = threadIdx.x % 128 / kPieces, c = threadIdx.x % kPieces * kWidth;
     if (c >= count || col + c >= cols) return;
     T* to = data + static_cast<int64_t>(row + own) * cols + col + c;

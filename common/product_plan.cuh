@@ -37,13 +37,10 @@ struct RowCopies {
 /// 8 neighbours, kWidth of them a load, of which `left` exist; zeros for the others.
 template <int kWidth, typename T>
 __device__ void load_eight(T (&eight)[8], const T* from, int left) {
-  struct alignas(kWidth * sizeof(T)) Pack {
-    T values[kWidth];
-  };
 #pragma unroll
   for (int i = 0; i < 8; i += kWidth) {
-    Pack pack = {};
-    if (i < left) pack = *reinterpret_cast<const Pack*>(from + i);
+    Neighbours<T, kWidth> pack = {};
+    if (i < left) pack = *reinterpret_cast<const Neighbours<T, kWidth>*>(from + i);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) eight[i + j] = pack.values[j];
   }

@@ -2,8 +2,6 @@
 // 9's library and unfused rows have in common.
 #pragma once
 
-#include <algorithm>
-
 #include "common/early_launch.cuh"
 #include "common/row_parts.cuh"
 #include "common/softmax.h"

@@ -128,6 +128,12 @@ _SPIN = re.compile(r"\bwhile \((!|flag\.load)")
 # What has such words inside, where product.cuh says it.
 _METHOD = re.compile(r"\b(?:out|cluster)\.(?:wait|meet|release)\(")
 
+# Runs of which a row's second kernel turns its output into something else, in place.
+ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster")
+HALF_FUSED = ("20", "--inputs", "40", "--classes", "8300", "--kernel", "^fused exchange")
+PLANES_BESIDE = ("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$")
+IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
+
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
 # that stay. Arguments, and how many multiprocessors the device has.
 RUNS = {
@@ -164,10 +170,10 @@ RUNS = {
         # Two warpgroups, and two or three chunks for each block.
         (("20", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
         # Rows that start anywhere, in tiles of classes.
-        (("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster"), 16),
+        (ROWS_OF_CLASSES, 16),
         (("200", "--inputs", "300", "--classes", "390", "--all", "--kernel", "^fused exchange"), 4),
         # Rows with more blocks than run at a time.
-        (("20", "--inputs", "40", "--classes", "8300", "--kernel", "^fused exchange"), 8),
+        (HALF_FUSED, 8),
         # Slices of D.
         (("40", "--inputs", "1000", "--classes", "300", "--kernel", "^fused exchange"), 8),
         # Rows that no copy of 16 bytes finds, and more steps than stages. On 3 multiprocessors blocks come
@@ -185,7 +191,7 @@ RUNS = {
     # whose weights are the left factor, and shared sums.
     CONNECTED: [
         (("300", "--features", "140", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
-        (("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$"), 4),
+        (PLANES_BESIDE, 4),
         (("4", "--features", "512", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
     ],
     "10_clifford_gp": [
@@ -441,8 +447,8 @@ def program_of(name, build):
 
 def environment_of(arguments, multiprocessors, repeat=True):
     """Where early launches come in pairs, a wait for the launch before makes a difference. But they
-    cannot where the second kernel of a row turns its output into something else, in place."""
-    repeat = repeat and {"8300", "301", "^planes beside$"}.isdisjoint(arguments)
+    cannot where it would not be the same again (IN_PLACE)."""
+    repeat = repeat and arguments not in IN_PLACE
     return {"CUDA_CPU_MULTIPROCESSORS": str(multiprocessors),
             "CUDA_CPU_REPEAT_EARLY_LAUNCHES": str(int(repeat))}
 
