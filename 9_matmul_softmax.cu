@@ -656,7 +656,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // slice of a tile, and the softmax adds up what it reads.
 //
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
-// that copies, two that multiply, several stages, and clusters of two, or of one. For all of the D
+// that copies, two that multiply, several stages, and clusters of one to three. For all of the D
 // inputs W has no room in registers: it comes through the stages, too, and from there to the
 // registers. (Rows of x and W may start anywhere: see RowsOfX, MapsOfW. 3xTF32 copies such a W.)
 template <Math kMath, int kRows, int kPeers, bool kAligned>
@@ -973,7 +973,8 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
   const auto launch = [=](Results results, int of_D = 1) {
     const MapsOfW W =
         maps_of<kAligned>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
-    const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, kRows / kPeers, kMath == Math::tf32);
+    const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, Shared::kBoxRows,
+                    kMath == Math::tf32);
     launch_early(kernel, dim3(count * tiles, of_D), Shared::kThreads, bytes,  //
                  x, W, layer.C, Exchange{left, turns, count}, results);
   };
@@ -1038,9 +1039,11 @@ Plan choose_exchange(const Layer& layer) {
     consider_exchange<kMath, 64, 1, kAligned>(layer, copies_x, best);
     consider_exchange<kMath, 128, 2, kAligned>(layer, copies_x, best);
     consider_exchange<kMath, 128, 1, kAligned>(layer, copies_x, best);
+    consider_exchange<kMath, 128, 3, kAligned>(layer, copies_x, best);
     if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
       consider_exchange<kMath, 256, 2, kAligned>(layer, copies_x, best);
       consider_exchange<kMath, 256, 1, kAligned>(layer, copies_x, best);
+      consider_exchange<kMath, 256, 3, kAligned>(layer, copies_x, best);
     }
   }
   return best;

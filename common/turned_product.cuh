@@ -187,7 +187,8 @@ __device__ float exp_of(float value) {
 
 // Sums of kRows rows of x with 128 columns of W, in steps of 32 along D: lesson 3's last product,
 // turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The kPeers
-// blocks of a cluster (1 or 2) have the same rows of x, of which each fetches its share for both.
+// blocks of a cluster (1 to 3) have the same rows of x: each fetches some boxes of kBoxRows rows
+// for all of them.
 //
 // W comes in four boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
 // four matrices: matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i
@@ -200,6 +201,7 @@ struct TurnedShared {
   static constexpr int kRows = kRows_, kPeers = kPeers_;
   static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
   static constexpr int kColumns = 128, kDepth = 32, kThreads = 384;
+  static constexpr int kBoxRows = kPeers == 3 ? 32 : kRows / kPeers;
   static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
   static constexpr int kBox = kAligned ? 32 * kPitch : kDepth / 4 * kPitch;  // floats
   static constexpr int kLoaded = (kRows * kDepth + 4 * kBox) * 4;            // bytes
@@ -323,25 +325,27 @@ __device__ void init_barriers(Shared& shared) {
 }
 
 // What the producer's threads do for some steps of a strip of rows. One starts copies, of its
-// block's share of x and of the block's columns of W. In 3xTF32 the other warps put zeros before
+// block's boxes of x and of the block's columns of W. In 3xTF32 the other warps put zeros before
 // the rows of x, and split x, all of a stage: in whatever order it lies there.
 template <class Shared>
 __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsOfX& x,
                         const MapsOfW& W, int strip, int col0, RowsOfX::Steps steps) {
-  constexpr int kDepth = Shared::kDepth, kShare = Shared::kRows / Shared::kPeers;
+  constexpr int kDepth = Shared::kDepth, kPeers = Shared::kPeers, kBoxRows = Shared::kBoxRows;
   const int matrix = x.matrix(strip), before = x.before(matrix);
   if (warp_of_block() == 0 && elect_one()) {
-    const int first = Shared::kPeers == 1 ? 0 : cluster_rank() * kShare;
-    const int row = (strip >> x.shift) * Shared::kRows + first;
+    const int rank = kPeers == 1 ? 0 : cluster_rank(), row = (strip >> x.shift) * Shared::kRows;
     for (int k = steps.first * kDepth; k < steps.last * kDepth; k += kDepth, ring.advance()) {
       auto& stage = shared.stages[ring.stage];
       Barrier* arrived = &shared.full[ring.stage];
       barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       barrier_arrive_expect(arrived, Shared::kLoaded);
-      if constexpr (Shared::kPeers == 1) {
+      if constexpr (kPeers == 1) {
         tensor_load(stage.x, &x.of[matrix], row, k, arrived);
       } else {
-        tensor_load_multicast(stage.x + first * kDepth, &x.of[matrix], row, k, arrived, 3);
+        for (int i = rank * kBoxRows; i < Shared::kRows; i += kPeers * kBoxRows) {
+          tensor_load_multicast(stage.x + i * kDepth, &x.of[matrix], row + i, k, arrived,
+                                (1 << kPeers) - 1);
+        }
       }
       for (int i = 0; i < 4; ++i) {
         float* box = stage.W + i * Shared::kBox;
