@@ -176,8 +176,8 @@ RUNS = {
         (HALF_FUSED, 8),
         # Slices of D.
         (("40", "--inputs", "1000", "--classes", "300", "--kernel", "^fused exchange"), 8),
-        # Rows that no copy of 16 bytes finds, and more steps than stages. On 3 multiprocessors blocks come
-        # one by one, not in clusters.
+        # Rows that no copy of 16 bytes finds, and more steps than stages; on 3 multiprocessors one cluster
+        # of three blocks.
         (("300", "--inputs", "300", "--classes", "261", "--kernel", "^fused exchange"), 3),
         # Rows of x that start anywhere, and a -inf at the end of the row before.
         (("70", "--inputs", "33", "--classes", "300", "--all", "--hard-rows", "--kernel", "^fused exchange"),
