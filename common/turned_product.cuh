@@ -201,7 +201,7 @@ struct TurnedShared {
   static constexpr int kRows = kRows_, kPeers = kPeers_;
   static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
   static constexpr int kColumns = 128, kDepth = 32, kThreads = 384;
-  static constexpr int kBoxRows = kPeers == 3 ? 32 : kRows / kPeers;
+  static constexpr int kBoxRows = kPeers == 3 ? 32 : kRows / kPeers;  // whole groups of 8
   static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
   static constexpr int kBox = kAligned ? 32 * kPitch : kDepth / 4 * kPitch;  // floats
   static constexpr int kLoaded = (kRows * kDepth + 4 * kBox) * 4;            // bytes
