@@ -187,8 +187,8 @@ __device__ float exp_of(float value) {
 
 // Sums of kRows rows of x with 128 columns of W, in steps of 32 along D: lesson 3's last product,
 // turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The kPeers
-// blocks of a cluster (1 to 3) have the same rows of x: each fetches some boxes of kBoxRows rows,
-// whole groups of 8, for all of them.
+// blocks of a cluster (1 to 3) have the same rows of x: each fetches some boxes of kBoxRows rows
+// for all of them, one box if equal shares are whole groups of 8 rows, as swizzles are.
 //
 // W comes in four boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
 // four matrices: matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i
@@ -201,7 +201,8 @@ struct TurnedShared {
   static constexpr int kRows = kRows_, kPeers = kPeers_;
   static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
   static constexpr int kColumns = 128, kDepth = 32, kThreads = 384;
-  static constexpr int kBoxRows = kPeers == 3 ? 32 : kRows / kPeers;
+  static constexpr int kBoxRows = kRows % (8 * kPeers) == 0 ? kRows / kPeers : 32;
+  static_assert(kRows % kBoxRows == 0);
   static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
   static constexpr int kBox = kAligned ? 32 * kPitch : kDepth / 4 * kPitch;  // floats
   static constexpr int kLoaded = (kRows * kDepth + 4 * kBox) * 4;            // bytes
