@@ -547,10 +547,12 @@ struct Stream {
   static constexpr int kFront = sizeof(RowSums) / sizeof(float);
   static constexpr int kStages =
       kSharedWeights ? 1 : static_cast<int>(kStreamBytes / sizeof(Stage));
+  static constexpr int kLast = kStages - 1;
   static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
-    return kFront * sizeof(float) + kStages * sizeof(Stage) +
-           (kSharedWeights ? SharedWeights::bytes(shape) : 0);
+    const size_t weights = kSharedWeights ? sizeof(Stage) + SharedWeights::bytes(shape)
+                                          : sizeof(float) * shape.per_row * W * A::kTriples;
+    return sizeof(float) * kFront + kLast * sizeof(Stage) + std::max(sizeof(Stage), weights);
   }
 
 #if HOPPER_CODE
@@ -575,7 +577,6 @@ struct Stream {
         groups(shape.groups(layer)) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
-      barrier_init_fence();
     }
     for (int p = threadIdx.x; p < kPlanes; p += blockDim.x) {
       const float* tensor = tensors[0];
@@ -583,7 +584,7 @@ struct Stream {
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
       planes[p] = tensor + p % A::kBlades * layer.plane();
     }
-    sums.open(place.blocks);
+    sums.open(place.blocks);  // with a fence that serves these barriers, too
   }
 
   // Within a plane: for that 32 bits are enough, and registers are scarce.
@@ -639,19 +640,45 @@ struct Stream {
 };
 
 #if HOPPER_CODE
-// Weights of a thread's features, in registers; somebody's weights where it has fewer than W, or
-// none: there the inputs are zeros.
+// Weights of a thread's features, in registers; zeros where it has fewer than W. In memory they are
+// 40 to 224 bytes from one feature to the next: if threads loaded their own, each load of a warp
+// would touch up to 40 lines. So the block copies all of its weights as they lie, through shared
+// memory: through the stream's last stage, which gets its rows when the weights have left it.
 template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
-  template <bool kVector>
-  __device__ __forceinline__ RegisterWeights(const float* w, const Place<W, kVector>& place) {
+
+  // Orders the rows of all stages, from `group` on. The first rows are needed first, then the
+  // weights. A block with one round waits for both, but takes its weights while its rows come.
+  template <typename Rows>
+  __device__ __forceinline__ RegisterWeights(const float* w, const Rows& stream, int group,
+                                             int step) {
+    constexpr int kWidth = Weights<A>::kWidth, kCopies = W * A::kTriples / kWidth;
+    const auto& place = stream.place;
+    const int rows_before = stream.groups > step ? 1 : 0;
+    for (int s = 0; s < rows_before; ++s) stream.fetch(group, s, s);
+    float* const all = stream.stages[Rows::kLast][0];
+    const float* from = w + static_cast<size_t>(place.start) * A::kTriples;
+    const int count = blockDim.x / stream.rows * W * A::kTriples;
+#pragma unroll
+    for (int copy = 0; copy < kCopies; ++copy) {
+      const int i = (copy * blockDim.x + threadIdx.x) * kWidth;
+      const bool inside = i < place.features * A::kTriples;
+      if (i < count) copy_async<kWidth * sizeof(float)>(all + i, from + i, inside);
+    }
+    copy_async_commit();
+    for (int s = rows_before; s < Rows::kLast; ++s) stream.fetch(group + s * step, s, s);
+
+    copy_async_wait<0>();
+    __syncthreads();
 #pragma unroll
     for (int e = 0; e < W; ++e) {
-      const int feature = e < place.count ? place.start + place.first + e * place.kStep : 0;
-      const Weights<A> weights(w + static_cast<size_t>(feature) * A::kTriples);
+      const Weights<A> weights(all + (place.first + e * place.kStep) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
+    shared_fence();
+    __syncthreads();
+    stream.fetch(group + Rows::kLast * step, Rows::kLast, Rows::kLast);
   }
   template <typename Index>
   __device__ __forceinline__ Pack<W> operator()(Index) const {
@@ -680,8 +707,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   start_next_kernel();
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(group + s * step, s, s);
-  const RegisterWeights<A, W> weights(w, place);
+  const RegisterWeights<A, W> weights(w, stream, group, step);
   Ring<Rows::kStages> ring, last;
   int round = 0;
   // collect() waits until all warps of the block have posted. A warp posts after it has taken its
@@ -710,7 +736,6 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     last_z = z;
   }
   if (round > 0) finish(last_z, group - step, round - 1);
-  stream.sums.close(place.blocks);
 #endif
 }
 
@@ -731,9 +756,9 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   const int step = gridDim.x / place.blocks;
 
   int group = blockIdx.x / place.blocks;
-  for (int s = 0; s < Rows::kStages; ++s) stream.fetch(group + s * step, s, s);
   const auto weights = [&] {
     if constexpr (Rows::kSharedWeights) {
+      stream.fetch(group, 0, 0);
       const typename Rows::SharedWeights shared(
           reinterpret_cast<float*>(stream.stages + Rows::kStages), shape);
       shared.fetch_weights(w, shape, place);
@@ -742,7 +767,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       __syncthreads();
       return shared;
     } else {
-      return RegisterWeights<A, W>(w, place);
+      return RegisterWeights<A, W>(w, stream, group, step);
     }
   }();
   Pack<W> dw[A::kTriples] = {};
@@ -770,7 +795,6 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
                     inside);
   }
   store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
-  stream.sums.close(place.blocks);
 #endif
 }
 

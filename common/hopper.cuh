@@ -287,6 +287,20 @@ __device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier*
       : "memory");
 }
 
+/// Writes `value` to the place of `to` in block `rank` of the cluster, and counts its 4 bytes at
+/// that block's `barrier`, when they have come; that block must not end before. "st.async".
+__device__ inline void store_push(float* to, float value, Barrier* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %1, [barrier];\n"
+      "}" ::"r"(shared_address(to)),
+      "f"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+
 /// Copies a box from shared memory to the matrix. The threads that wrote the box call
 /// shared_fence() and meet at a barrier before.
 __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from) {

@@ -11,8 +11,9 @@
 //
 // Round r uses slot r % 2. A warp posts round r + 2 only after it has collected round r + 1. For
 // that every warp of the cluster has posted round r + 1, and so has collected round r before. So
-// nobody reads slot r % 2 any more, the copies from it have come, and at every block the barrier's
-// phase of round r is over: bytes of round r + 2 count in the next one.
+// nobody reads slot r % 2 any more, and at every block the barrier's phase of round r is over: bytes
+// of round r + 2 count in the next one. And a block may end after its last round: what the others
+// sent it has come.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,21 +42,23 @@ struct alignas(128) RowSums {
     }
   }
 
-  // A warp writes its sums to its own block's memory, and has them copied to the other blocks. At
-  // its own block's barrier it arrives once, and announces the bytes that the warps of its number
-  // in the other blocks send here. They may come earlier: without this arrival no phase ends.
+  // A warp writes its sums to its own block's memory, and to that of the other blocks, where they
+  // count at the barrier when they come: no copy and no fence (st.async). At its own block's barrier
+  // it arrives once, and announces the bytes that the warps of its number in the other blocks send
+  // here. They may come earlier: without this arrival no phase ends.
   __device__ __forceinline__ void post(const Sums<kCount>& sums, int blocks, int round) {
     const int slot = round % 2, lane = threadIdx.x % 32;
     const int rank = blocks == 1 ? 0 : cluster_rank();
     Sums<kCount>& own = of[slot][rank][threadIdx.x / 32];
     const float of_warp = Halves<kCount>::of_warp(sums);
     if (lane < kCount) own.value[lane] = of_warp;
-    if (blocks > 1) shared_fence();
     __syncwarp();
     if (lane == 0) {
-      barrier_arrive_expect(&come[slot], (blocks - 1) * static_cast<int>(sizeof own));
+      barrier_arrive_expect(&come[slot], (blocks - 1) * kCount * static_cast<int>(sizeof(float)));
     }
-    if (lane < blocks && lane != rank) bulk_push(&own, &own, sizeof own, &come[slot], lane);
+    for (int to = 0; to < blocks; ++to) {
+      if (to != rank && lane < kCount) store_push(&own.value[lane], of_warp, &come[slot], to);
+    }
   }
 
   // The sums of a row that has `warps` warps in each of its blocks. Blocks of a cluster have one
@@ -69,11 +72,6 @@ struct alignas(128) RowSums {
       part += Halves<kCount>::template part_of<kWarps>(of[slot][block], warps);
     }
     return Halves<kCount>::from_parts(part);
-  }
-
-  // A block stays until nobody reads or writes its shared memory any more.
-  __device__ void close(int blocks) {
-    if (blocks > 1) cluster_sync();
   }
 #endif
 };

@@ -353,6 +353,32 @@ CASE(bulk_loads_and_pushes) {
   for (int i = 0; i < 256; ++i) EXPECT(out[i] == number(0, i ^ 64) + 100);
 }
 
+__global__ void HOPPER_CLUSTER(2) pushed_values(float* out) {
+#if HOPPER_CODE
+  __shared__ float theirs[64];
+  __shared__ Barrier come;
+  if (threadIdx.x == 0) {
+    barrier_init(&come, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&come, sizeof theirs);
+  }
+  cluster_sync();
+  const int at = static_cast<int>(threadIdx.x);
+  store_push(&theirs[at], static_cast<float>(64 * blockIdx.x + at), &come, cluster_rank() ^ 1);
+  barrier_wait(&come, 0);
+  out[64 * blockIdx.x + threadIdx.x] = theirs[threadIdx.x];
+  cluster_sync();
+#endif
+}
+
+// "st.async".
+CASE(values_are_pushed) {
+  Array<float> out(256);
+  pushed_values<<<4, 64>>>(out.device);
+  out.get();
+  for (int i = 0; i < 256; ++i) EXPECT(out[i] == static_cast<float>(i ^ 64));
+}
+
 __global__ void store_box(const __grid_constant__ CUtensorMap map, int row, int col) {
 #if HOPPER_CODE
   __shared__ __align__(1024) half box[2][8 * 64];

@@ -152,7 +152,9 @@ struct Transfer {
   /// Not valid (magic 0): bytes that lie one after another.
   TensorMap map;
   int at[3];
+  /// Null: `value` is what comes.
   const char* source;
+  float value;
   char* target;
   std::size_t window;
   std::size_t bytes;
@@ -575,8 +577,11 @@ bool land_transfers(MBarrier& barrier) {
       if (transfer.map.magic) {
         land_box(transfer);
       } else {
-        if (!transfer.from) tsan_reads(transfer.source, transfer.bytes);
-        copy_bytes(transfer.target, transfer.source, transfer.bytes);
+        const bool written = transfer.source == nullptr;
+        if (!written && !transfer.from) tsan_reads(transfer.source, transfer.bytes);
+        copy_bytes(transfer.target,
+                   written ? reinterpret_cast<const char*>(&transfer.value) : transfer.source,
+                   transfer.bytes);
       }
       tsan_writes(transfer.target, transfer.bytes);
       tsan_release(&barrier.tsan_over[barrier.phase & 1]);
@@ -708,6 +713,18 @@ void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, in
     count_copy_engine(from, transfer.bytes);
   }
   start_transfer(push ? block_of_rank(rank, operation, site) : own, place, at, transfer, operation);
+}
+
+void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site site) {
+  const Unwatched bookkeeping;
+  const char* const operation = "store_push()";
+  Transfer transfer = {};
+  transfer.value = value;
+  transfer.bytes = sizeof(float);
+  transfer.site = site;
+  const SharedPlace place = place_of(to, "the target", operation, site);
+  const SharedPlace at = place_of(barrier, "the barrier", operation, site);
+  start_transfer(block_of_rank(rank, operation, site), place, at, transfer, operation);
 }
 
 // ---- Stores ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ void mbarrier_wait(std::uint64_t* barrier, int parity, Site site);
 void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordinates,
                  std::uint64_t* barrier, std::uint16_t ranks, Site site);
 void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, int rank, Site site);
+void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site site);
 void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
                   Site site);
 void bulk_commit();
@@ -135,6 +136,10 @@ inline void bulk_load(void* to, const void* from, int bytes, std::uint64_t* barr
 inline void bulk_push(void* to, const void* from, int bytes, std::uint64_t* barrier, int rank,
                       cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::bulk_copy(to, from, bytes, barrier, rank, site);
+}
+inline void store_push(float* to, float value, std::uint64_t* barrier, int rank,
+                       cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::store_push(to, value, barrier, rank, site);
 }
 inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from,
                          cuda_cpu::Site site = cuda_cpu::Site::here()) {
