@@ -11,9 +11,9 @@
 //
 // Round r uses slot r % 2. A warp posts round r + 2 only after it has collected round r + 1. For
 // that every warp of the cluster has posted round r + 1, and so has collected round r before. So
-// nobody reads slot r % 2 any more, and at every block the barrier's phase of round r is over: bytes
-// of round r + 2 count in the next one. And a block may end after its last round: what the others
-// sent it has come.
+// nobody reads slot r % 2 any more, and at every block the barrier's phase of round r is over:
+// bytes of round r + 2 count in the next one. And a block may end after its last round: what the
+// others sent it has come.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,9 +43,9 @@ struct alignas(128) RowSums {
   }
 
   // A warp writes its sums to its own block's memory, and to that of the other blocks, where they
-  // count at the barrier when they come: no copy and no fence (st.async). At its own block's barrier
-  // it arrives once, and announces the bytes that the warps of its number in the other blocks send
-  // here. They may come earlier: without this arrival no phase ends.
+  // count at the barrier when they come: no copy and no fence (st.async). At its own block's
+  // barrier it arrives once, and announces the bytes that the warps of its number in the other
+  // blocks send here. They may come earlier: without this arrival no phase ends.
   __device__ __forceinline__ void post(const Sums<kCount>& sums, int blocks, int round) {
     const int slot = round % 2, lane = threadIdx.x % 32;
     const int rank = blocks == 1 ? 0 : cluster_rank();

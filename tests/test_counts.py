@@ -66,6 +66,7 @@ EXPLAINED = {
         "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION,
         "shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
+    ("10_clifford_gp", "", "forward: rows streamed"): {"shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: one launch each"): {
         "shared_load_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: both on chip"): {
