@@ -504,14 +504,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
 
-// The same idea as above, but no thread fetches anything. One copy of the copy engine brings a
-// whole plane of a block's rows, up to 4 KB, and several stages are on their way instead of one.
+// The same idea as above, but no thread fetches its own x and y. One copy of the copy engine brings
+// a whole plane of a block's rows, up to 4 KB, and several stages are on their way instead of one.
 // What the other kernels spent on that, registers and instructions, is free for the weights: a
-// thread has the same features in all of its rows, and keeps their weights in registers, too.
+// thread has the same features in all of its rows, and keeps their weights in registers.
 //
 // A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
-// blocks take the places of this one's, one for one. Kernels that have several blocks there, as
-// those above can, lose by it: the next ones crowd where a place gets free first.
+// blocks take the places of this one's, one for one. With several blocks on a multiprocessor, as
+// above, that costs time: the next blocks crowd onto the one that has room first.
 //
 // The warps of a row do not stop at __syncthreads() for its sums either. Each warp posts its sums
 // and goes on, forward with its part of the next row. It collects the row's sums when it needs them
@@ -520,17 +520,18 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // Backward, registers are scarce. In 3-D a thread has for each feature 20 weights, 20 sums for dw
 // and three multivectors of 8 numbers. So with 8 blades and more the weights are in shared memory,
 // and leave room for one stage. The next rows are ordered when all threads have taken x, y and
-// d_out of these. Up to 16 blades y is taken once more later, so the next rows' y has other planes.
+// d_out of these. Up to 16 blades y is taken once more later, so the next y goes to other planes.
 
-// Bytes of shared memory for stages, where the weights are in registers. RowSums comes on top.
+// Bytes of shared memory for stages, where the weights are in registers. RowSums comes on top, and
+// weights that are longer than the last stage.
 constexpr size_t kStreamBytes = 208 << 10;
 
 // The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
 // from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
-// and plane k of the rows begins shift(k) floats further on in stages[s][k], with up to 8 blades as
-// far behind a multiple of 128 bytes as in memory: the kernel is 3 % faster if the copy engine need
-// not cut such lines. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing
-// beyond it is read.)
+// and plane k of the rows begins shift(k) floats further on in stages[s][k]. Up to 8 blades that is
+// as far from a multiple of 128 bytes as in memory, so that the copy engine need not split lines:
+// 3 % faster. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing beyond it
+// is read.)
 template <typename A, int W, bool kVector, int kTensors>
 struct Stream {
   static_assert(A::kBlades % 4 == 0);
@@ -540,7 +541,7 @@ struct Stream {
   using RowSums = ::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
   // Backward has no registers for the weights of 8 blades and more. It takes y twice, so that the
-  // next row's y has other planes; 32 blades leave no shared memory for that.
+  // next row's y goes to other planes; 32 blades leave no shared memory for that.
   static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades >= 8;
   static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
   using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
@@ -562,7 +563,7 @@ struct Stream {
   const float** planes;
   Layer layer;
   Place<W, kVector> place;
-  int rows, groups;  // rows at a time
+  int rows, groups;  // a block's rows at a time; how many such groups there are
 
   __device__ Stream(float* shared, Barrier (&full)[kStages], const float* (&planes)[kPlanes],
                     const float* const (&tensors)[kTensors], const Layer& layer,
@@ -584,10 +585,10 @@ struct Stream {
       for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
       planes[p] = tensor + p % A::kBlades * layer.plane();
     }
-    sums.open(place.blocks);  // with a fence that serves these barriers, too
+    sums.open(place.blocks);  // its fence is for full[], too
   }
 
-  // Within a plane: for that 32 bits are enough, and registers are scarce.
+  // A group's first element in its plane: 32 bits are enough, and registers are scarce.
   __device__ unsigned element(int group) const {
     return static_cast<unsigned>(group) * rows * layer.features + place.start;
   }
@@ -601,10 +602,10 @@ struct Stream {
   // How many planes further on this round's y is.
   __device__ int turn(int round) const { return kTakesTwice * (round % 2) * 2 * A::kBlades; }
 
-  // Orders the rows that a round works on, if they are there. All warps order a few planes each: a
-  // warp's copies start one after the other, and it is late for its own work. One lane tells the
-  // barrier how many bytes come, maybe after some came: lanes that arrive at one barrier would do
-  // so one after the other. (Four planes have all the sizes that there are.)
+  // Orders the rows that a round works on, if they are there. All warps order a few planes each:
+  // copies start one after the other, and a warp that ordered all would be late for its own work.
+  // One lane tells the barrier how many bytes come, even if some have come: lanes that arrive at
+  // one barrier would do so one after the other. (Four planes have all the sizes that there are.)
   __device__ __forceinline__ void fetch(int group, int s, int round) const {
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     if (group >= groups || warp >= kPlanes) return;
@@ -642,24 +643,25 @@ struct Stream {
 #if HOPPER_CODE
 // Weights of a thread's features, in registers; zeros where it has fewer than W. In memory they are
 // 40 to 224 bytes from one feature to the next: if threads loaded their own, each load of a warp
-// would touch up to 40 lines. So the block copies all of its weights as they lie, through shared
+// would touch up to 32 lines. So the block copies all of its weights as they lie, through shared
 // memory: through the stream's last stage, which gets its rows when the weights have left it.
 template <typename A, int W>
 struct RegisterWeights {
   Pack<W> packs[A::kTriples];
 
-  // Orders the rows of all stages, from `group` on. The first rows are needed first, then the
-  // weights. A block with one round waits for both, but takes its weights while its rows come.
+  // Orders the rows of all stages, from `group` on. Of several rounds, the first one's rows come
+  // before the weights: they take longer. A block with one round orders its weights first, and
+  // takes them while its rows come.
   template <typename Rows>
   __device__ __forceinline__ RegisterWeights(const float* w, const Rows& stream, int group,
                                              int step) {
     constexpr int kWidth = Weights<A>::kWidth, kCopies = W * A::kTriples / kWidth;
     const auto& place = stream.place;
-    const int rows_before = stream.groups > step ? 1 : 0;
+    const int rows_before = stream.groups > step ? 1 : 0;  // stages
     for (int s = 0; s < rows_before; ++s) stream.fetch(group, s, s);
     float* const all = stream.stages[Rows::kLast][0];
     const float* from = w + static_cast<size_t>(place.start) * A::kTriples;
-    const int count = blockDim.x / stream.rows * W * A::kTriples;
+    const int count = blockDim.x / stream.rows * W * A::kTriples;  // of a row's threads
 #pragma unroll
     for (int copy = 0; copy < kCopies; ++copy) {
       const int i = (copy * blockDim.x + threadIdx.x) * kWidth;
@@ -676,7 +678,7 @@ struct RegisterWeights {
       const Weights<A> weights(all + (place.first + e * place.kStep) * A::kTriples);
       unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
     }
-    shared_fence();
+    shared_fence();  // threads wrote this stage: before the copy engine does
     __syncthreads();
     stream.fetch(group + Rows::kLast * step, Rows::kLast, Rows::kLast);
   }
@@ -711,7 +713,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   Ring<Rows::kStages> ring, last;
   int round = 0;
   // collect() waits until all warps of the block have posted. A warp posts after it has taken its
-  // part of the stage. So the stage is free then, with all of its rows.
+  // part of the stage. So by then the whole stage is free, for all of its rows.
   const auto finish = [&](const Multivectors<A, W>& z, int group, int round) {
     const auto sums = stream.sums.collect(place.row, place.blocks, shape.per_row / 32, round);
     stream.fetch(group + Rows::kStages * step, last.stage, round + Rows::kStages);

@@ -288,7 +288,8 @@ __device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier*
 }
 
 /// Writes `value` to the place of `to` in block `rank` of the cluster, and counts its 4 bytes at
-/// that block's `barrier`, when they have come; that block must not end before. "st.async".
+/// that block's `barrier`, when they have come; that block must not end before, this one may.
+/// "st.async".
 __device__ inline void store_push(float* to, float value, Barrier* barrier, int rank) {
   asm volatile(
       "{\n"

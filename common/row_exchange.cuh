@@ -42,10 +42,10 @@ struct alignas(128) RowSums {
     }
   }
 
-  // A warp writes its sums to its own block's memory, and to that of the other blocks, where they
-  // count at the barrier when they come: no copy and no fence (st.async). At its own block's
-  // barrier it arrives once, and announces the bytes that the warps of its number in the other
-  // blocks send here. They may come earlier: without this arrival no phase ends.
+  // A warp writes its sums to its own block's memory, and by st.async to that of the others, where
+  // their bytes count at the barrier when they come: no copy and no fence. At its own barrier it
+  // arrives once, and announces what the warps with its number in the other blocks send here. That
+  // may come earlier: without this arrival no phase ends.
   __device__ __forceinline__ void post(const Sums<kCount>& sums, int blocks, int round) {
     const int slot = round % 2, lane = threadIdx.x % 32;
     const int rank = blocks == 1 ? 0 : cluster_rank();

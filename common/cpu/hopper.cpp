@@ -152,8 +152,9 @@ struct Transfer {
   /// Not valid (magic 0): bytes that lie one after another.
   TensorMap map;
   int at[3];
-  /// Null: `value` is what comes.
   const char* source;
+  /// Instead of a source: what store_push() writes.
+  bool by_value;
   float value;
   char* target;
   std::size_t window;
@@ -577,11 +578,11 @@ bool land_transfers(MBarrier& barrier) {
       if (transfer.map.magic) {
         land_box(transfer);
       } else {
-        const bool written = transfer.source == nullptr;
-        if (!written && !transfer.from) tsan_reads(transfer.source, transfer.bytes);
-        copy_bytes(transfer.target,
-                   written ? reinterpret_cast<const char*>(&transfer.value) : transfer.source,
-                   transfer.bytes);
+        if (!transfer.by_value && !transfer.from) tsan_reads(transfer.source, transfer.bytes);
+        copy_bytes(
+            transfer.target,
+            transfer.by_value ? reinterpret_cast<const char*>(&transfer.value) : transfer.source,
+            transfer.bytes);
       }
       tsan_writes(transfer.target, transfer.bytes);
       tsan_release(&barrier.tsan_over[barrier.phase & 1]);
@@ -719,6 +720,7 @@ void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site s
   const Unwatched bookkeeping;
   const char* const operation = "store_push()";
   Transfer transfer = {};
+  transfer.by_value = true;
   transfer.value = value;
   transfer.bytes = sizeof(float);
   transfer.site = site;
