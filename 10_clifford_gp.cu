@@ -551,9 +551,9 @@ struct Stream {
   static constexpr int kLast = kStages - 1;
   static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
   static size_t bytes(const RowsOnChip& shape) {
-    const size_t weights = kSharedWeights ? sizeof(Stage) + SharedWeights::bytes(shape)
-                                          : sizeof(float) * shape.per_row * W * A::kTriples;
-    return sizeof(float) * kFront + kLast * sizeof(Stage) + std::max(sizeof(Stage), weights);
+    const size_t before_last = sizeof(RowSums) + kLast * sizeof(Stage);
+    if (kSharedWeights) return before_last + sizeof(Stage) + SharedWeights::bytes(shape);
+    return before_last + std::max(sizeof(Stage), sizeof(float) * shape.per_row * W * A::kTriples);
   }
 
 #if HOPPER_CODE

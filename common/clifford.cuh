@@ -44,7 +44,7 @@ __device__ inline float inverse_rms(float squares, const Layer& layer) {
   return rsqrtf(squares * layer.inverse_features + kEpsilon);
 }
 
-// kCount numbers that a row adds up over its features, moved 16 bytes at a time.
+// kCount numbers that a row adds up over its features; in memory a multiple of 16 bytes.
 template <int kCount>
 struct alignas(16) Sums {
   float value[(kCount + 3) / 4 * 4];
