@@ -656,13 +656,14 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // slice of a tile, and the softmax adds up what it reads.
 //
 // The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
-// that copies, two that multiply, several stages, and clusters of one to three. For all of the D
-// inputs W has no room in registers: it comes through the stages, too, and from there to the
-// registers. (Rows of x and W may start anywhere: see RowsOfX, MapsOfW. 3xTF32 copies such a W.)
-template <Math kMath, int kRows, int kPeers, bool kAligned>
-struct ExchangeShared : TurnedShared<kMath, kRows, kPeers, kAligned> {
-  alignas(16) float parts[8][kRows];  // of the 8 warps: their columns' maximum or sum, for each row
-  alignas(16) float rows[kRows];      // what exponentials are relative to; then their factor
+// that copies, two or three that multiply, 64 columns each, several stages, and clusters of one to
+// three. For all of the D inputs W has no room in registers: it comes through the stages, too, and
+// from there to registers. (Rows may start anywhere: RowsOfX, MapsOfW. 3xTF32 copies such a W.)
+template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
+struct ExchangeShared : TurnedShared<kMath, kRows, kColumns, kPeers, kAligned> {
+  // Of each warp that multiplies: its columns' maximum or sum, for each row.
+  alignas(16) float parts[kColumns / 16][kRows];
+  alignas(16) float rows[kRows];  // what exponentials are relative to; then their factor
 };
 
 // What a block leaves behind for the others: a row's maximum in its tile, and the sum relative to
@@ -673,7 +674,7 @@ using Left = unsigned long long;
 // What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
 // it ready for the next one. One launch at a time: two streams need one of these each.
 struct Exchange {
-  Left* left;       // (strips of kRows rows, tiles of 128 classes, kRows)
+  Left* left;       // (strips of kRows rows, tiles of kColumns classes, kRows)
   unsigned* turns;  // a block's own count of launches, its last bit
   int strips_at_once;
 };
@@ -729,17 +730,17 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
 // The clusters side by side have all columns of a strip of kRows rows. At any time strips_at_once
 // strips are under way: so many that all of their blocks run at the same time. (Half fused, all
 // are, and of each block gridDim.y, with a slice of D each.)
-template <Math kMath, int kRows, int kPeers, bool kAligned>
-__global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
+template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
+__global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
                      Exchange others, Results results) {
 #if HOPPER_CODE
-  using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
+  using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const int strips = RowsOfX::strips<kRows>(x.B, x.shift);
-  const int tiles = (C + kPeers * Shared::kColumns - 1) / (kPeers * Shared::kColumns) * kPeers;
-  const int tile = blockIdx.x % tiles, col0 = tile * Shared::kColumns;
+  const int tiles = (C + kPeers * kColumns - 1) / (kPeers * kColumns) * kPeers;
+  const int tile = blockIdx.x % tiles, col0 = tile * kColumns;
   if (threadIdx.x == 0) init_barriers(shared);
   cluster_meet();
   start_next_kernel();
@@ -754,14 +755,14 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
     }
     if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
   } else {
-    registers_grow_to<kRows == 256 ? 232 : 224>();
+    registers_grow_to<kColumns == 192 ? 152 : kRows == 256 ? 232 : 224>();
     TurnedConsumer<Shared> consumer{shared, C};
     const int own = consumer.own, col = col0 + consumer.col();
     const bool softmax = results.epilogue == Epilogue::softmax;
     float sum[kRows / 2];
     if (!softmax) {
       if (own < kRows) shared.rows[own] = 1;
-      named_barrier(1, 256);
+      named_barrier(1, Shared::kConsumers);
     }
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
       const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
@@ -775,7 +776,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(384, 1)
               tiles == 1 ? row : exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
           shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
         }
-        named_barrier(1, 256);
+        named_barrier(1, Shared::kConsumers);
       }
       float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
@@ -916,31 +917,35 @@ std::optional<Product> choose_narrow(const Layer& layer) {
   return {};
 }
 
-template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
-Product make_cluster(const Layer& layer) {
-  constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
-  const int tiles = static_cast<int>(blocks(layer.C, kClasses));
-  const auto kernel = cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>;
-  const auto launch = [=](Results results, int = 1) {
-    launch_early(kernel, dim3(kSplits * blocks(layer.B, kRows), tiles), 2 * kClasses, kBytes,  //
-                 map_of_x<kMath>(layer, kRows), layer.W, layer.B, layer.D, layer.C, results);
-  };
-  if (tiles == 1) return product_of("cluster", kernel, 2 * kClasses, kBytes, launch);
-  return half_fused(layer, "cluster", kernel, 2 * kClasses, kBytes, 1, tiles, launch);
-}
-
-// A chunk takes 1.4 us or more: it is loaded, then multiplied. Two blocks share a multiprocessor.
+// fused cluster. A chunk is loaded, then multiplied: 50 MB/ms for a block, less where others load,
+// too. Of several tiles the logits are written first. (Fitted to 46 shapes on an H200; 10 % rms.)
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Plan plan_cluster(const Layer& layer) {
-  const double count = 1.0 * kSplits * blocks(layer.B, kRows) * blocks(layer.C, kClasses);
-  const double rounds = std::ceil(count / (2 * layer.sms));
-  const int loaded = kDepth * (std::min(kRows, layer.B) + std::min(kClasses, layer.C));
-  const double chunk = std::max(1.4, 4 * loaded * count / rounds / (38e3 * layer.sms)) *
-                       (layer.C % 2 == 0 ? 1 : 1.5);
+  constexpr int kThreads = 2 * kClasses;
+  constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
+  const auto kernel = cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>;
+  allow_shared_bytes(kernel, kBytes);
+  const int tiles = static_cast<int>(blocks(layer.C, kClasses));
+  const int clusters = static_cast<int>(tiles * blocks(layer.B, kRows));
+  const int at_once = resident_clusters(kernel, kSplits, kThreads, kBytes);
+  const double busy = 1.0 * std::min(clusters, at_once) * kSplits / layer.sms;
+  const double loaded = 4e-3 * kDepth * (std::min(kRows, layer.B) + std::min(kClasses, layer.C));
+  const double chunk =
+      (0.23 + loaded * (0.02 + 0.011 * busy)) * (layer.C % 2 == 0 ? 1 : 1.12);  // KB, us
+  const double chunks = blocks(clusters, at_once) * blocks(layer.D, kSplits * kDepth);
   const bool copies_x = layer.D % 4 != 0;
-  return {(layer.C > kClasses ? 3.7 : 2) + rounds * blocks(layer.D, kSplits * kDepth) * chunk +
-              (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0),
-          copies_x, false, make_cluster<kMath, kSplits, kRows, kClasses, kDepth>};
+  const double microseconds = 1.4 + 0.9 * std::min(1.0, busy) + chunks * chunk +
+                              (tiles > 1 ? 1.5 + 1.1e-5 * layer.shape.logits() : 0) +
+                              (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0);
+  const auto make = [=](const Layer& in) {
+    const auto launch = [=](Results results, int = 1) {
+      launch_early(kernel, dim3(kSplits * blocks(in.B, kRows), tiles), kThreads, kBytes,  //
+                   map_of_x<kMath>(in, kRows), in.W, in.B, in.D, in.C, results);
+    };
+    return tiles == 1 ? product_of("cluster", kernel, kThreads, kBytes, launch)
+                      : half_fused(in, "cluster", kernel, kThreads, kBytes, 1, tiles, launch);
+  };
+  return {microseconds, copies_x, false, make};
 }
 
 // Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
@@ -959,20 +964,20 @@ Plan choose_cluster(const Layer& layer) {
 
 // fused exchange in strips of kRows rows, of which `at_once` have all of their blocks running;
 // none: it is half fused, of `slices` slices of D.
-template <Math kMath, int kRows, int kPeers, bool kAligned>
+template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
-  using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
-  const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * Shared::kColumns));
+  using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
+  const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * kColumns));
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
   const int count = at_once > 0 ? static_cast<int>(persistent(strips, at_once)) : strips;
   const size_t exchanged = at_once > 0 ? static_cast<size_t>(strips) * tiles * kRows : 1;
   const auto left = layer.problem.workspace<Left>(exchanged);
   const auto turns = layer.problem.workspace<unsigned>(count * tiles);
-  const auto kernel = exchange_columns<kMath, kRows, kPeers, kAligned>;
+  const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   const int bytes = sizeof(Shared);
   const auto launch = [=](Results results, int of_D = 1) {
     const MapsOfW W =
-        maps_of<kAligned>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
+        maps_of<kAligned, kColumns>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
     const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, Shared::kBoxRows,
                     kMath == Math::tf32);
     launch_early(kernel, dim3(count * tiles, of_D), Shared::kThreads, bytes,  //
@@ -983,17 +988,18 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
 }
 
 // Exchange, or half fused: what should take less time. Exchange: blocks wait for one another, the
-// more, the longer. Half fused, 8 bytes more per logit and slice move, at 38 GB/s for each
+// more, the longer. Half fused, 8 bytes more per logit and slice move, at 27 GB/s for each
 // multiprocessor, and the softmax is another kernel: rows that take a block each, if there are
 // many, and each slice, take their time. Without slices it has to be faster by 4 % to be worth
 // that. (All of it fitted on an H200, for a GPU without other work: lesson 7.)
-template <Math kMath, int kRows, int kPeers, bool kAligned>
+template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
-  using Shared = ExchangeShared<kMath, kRows, kPeers, kAligned>;
-  const auto kernel = exchange_columns<kMath, kRows, kPeers, kAligned>;
+  using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
+  const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   allow_shared_bytes(kernel, sizeof(Shared));
+  if (kPeers > 1 && layer.C <= kColumns) return;  // a cluster has no second tile
   const int shift = copies_x ? 0 : RowsOfX::shift_of(layer.D);
-  const int64_t tiles = kPeers * blocks(layer.C, kPeers * Shared::kColumns);
+  const int64_t tiles = kPeers * blocks(layer.C, kPeers * kColumns);
   const int64_t strips = RowsOfX::strips<kRows>(layer.B, shift);
   const int64_t all = kPeers * resident_clusters(kernel, kPeers, Shared::kThreads, sizeof(Shared));
   const TurnedTime<Shared> time = {layer.B, layer.D, layer.C, shift};
@@ -1002,7 +1008,7 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
                         (copies_W ? copy_microseconds(layer, layer.D, layer.C) : 0);
   const auto consider = [&](double microseconds, int64_t at_once, int slices) {
     const auto make = [=](const Layer& aligned) {
-      return make_exchange<kMath, kRows, kPeers, kAligned>(aligned, at_once, slices);
+      return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, at_once, slices);
     };
     if (copies + microseconds >= best.microseconds) return;
     best = {copies + microseconds, copies_x, copies_W, make};
@@ -1010,40 +1016,38 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   if (const int64_t at_once = all / tiles; at_once > 0) {
     const double rounds = blocks(strips, at_once);
     const double active = 1.0 * tiles * persistent(strips, at_once);
-    const double wait = tiles == 1 ? 1 : 1.6 + tiles * (0.024 + 0.088 * kRows / 256);
+    const double wait = tiles == 1 ? 1 : 2.6 + 0.117 * tiles;
     consider(time(rounds, active, all, 1) + rounds * wait, at_once, 1);
   }
   const bool in_registers = layer.C <= kLongestInRegisters;
-  const double logits = 8 * layer.shape.logits() / (38e3 * all);
-  const double least = layer.C > 1024 && in_registers ? 0.8 * layer.B / all : 0;
-  const double slice = layer.C <= 1024 ? 0.1 : layer.C % 4 == 0 ? 0.7 : 3;
+  const double logits = 8 * layer.shape.logits() / (27.5e3 * all);
+  const double least = layer.C > 1024 && in_registers ? 0.4 * layer.B / all : 0;
+  const double slice = layer.C <= 1024 ? 0 : layer.C % 4 == 0 ? 0.7 : 3;
   const int most = std::clamp(layer.D / (4 * Shared::kDepth), 1, kMostSlices);
   for (int slices = 1; slices <= most; ++slices) {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
     const double product = time(rounds, units / rounds, all, slices);
-    if (slices == 1) {
-      consider(1.04 * (product + 1.8 + std::max(logits, least)), 0, 1);
-    } else {
-      const double moved = logits * (in_registers ? slices : slices + 1);
-      consider(product + 1.2 + std::max(moved, least) + (slices - 1) * slice, 0, slices);
-    }
+    const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
+    const double softmax = 2.25 + std::max(moved, least) + (slices - 1) * slice;
+    consider((slices == 1 ? 1.04 : 1) * (product + softmax), 0, slices);
   }
 }
 
-// Of all tiles, and of x as it lies or copied: what should take the least time.
+// Of all tiles (rows, columns, in clusters of how many), and of x as it lies or copied: what should
+// take the least time.
 template <Math kMath, bool kAligned>
 Plan choose_exchange(const Layer& layer) {
   Plan best;
   for (int copies_x = 0; copies_x <= (layer.D % 4 != 0); ++copies_x) {
-    consider_exchange<kMath, 64, 2, kAligned>(layer, copies_x, best);
-    consider_exchange<kMath, 64, 1, kAligned>(layer, copies_x, best);
-    consider_exchange<kMath, 128, 2, kAligned>(layer, copies_x, best);
-    consider_exchange<kMath, 128, 1, kAligned>(layer, copies_x, best);
-    consider_exchange<kMath, 128, 3, kAligned>(layer, copies_x, best);
+    const auto consider = [&]<int kRows, int kColumns, int... kPeers>() {
+      (consider_exchange<kMath, kRows, kColumns, kPeers, kAligned>(layer, copies_x, best), ...);
+    };
+    consider.template operator()<64, 128, 1, 2>();
+    consider.template operator()<128, 128, 1, 2, 3>();
     if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
-      consider_exchange<kMath, 256, 2, kAligned>(layer, copies_x, best);
-      consider_exchange<kMath, 256, 1, kAligned>(layer, copies_x, best);
-      consider_exchange<kMath, 256, 3, kAligned>(layer, copies_x, best);
+      consider.template operator()<256, 128, 1, 2, 3>();
+      consider.template operator()<128, 192, 1, 2>();
+      consider.template operator()<160, 192, 1, 2>();
     }
   }
   return best;

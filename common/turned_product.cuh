@@ -185,30 +185,33 @@ __device__ float exp_of(float value) {
 
 // ---- A product whose factors both come through shared memory ------------------------------------
 
-// Sums of kRows rows of x with 128 columns of W, in steps of 32 along D: lesson 3's last product,
-// turned round. A block is a producer warpgroup and two consumers, of 64 columns each. The kPeers
-// blocks of a cluster (1 to 3) have the same rows of x: each fetches some boxes of kBoxRows rows
-// for all of them, one box if equal shares are whole groups of 8 rows, as swizzles are.
+// Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D: lesson
+// 3's last product, turned round. A block is a producer warpgroup and two or three consumers, of 64
+// columns each. The kPeers blocks of a cluster (1 to 3) have the same rows of x: each fetches some
+// boxes of kBoxRows rows for all of them, one box if equal shares are whole groups of 8 rows, as
+// swizzles are.
 //
-// W comes in four boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
+// W comes in boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
 // four matrices: matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i
 // on, so that all of its rows start at such multiples. Of each comes a box of 8 rows that has the
 // block's columns among its own, 8 columns before that of the last matrix: then four rows of W are
 // on different banks. A strip of x is alike: of every row, every second, or every fourth (RowsOfX).
-template <Math kMath_, int kRows_, int kPeers_, bool kAligned_>
+template <Math kMath_, int kRows_, int kColumns_, int kPeers_, bool kAligned_>
 struct TurnedShared {
   static constexpr Math kMath = kMath_;
-  static constexpr int kRows = kRows_, kPeers = kPeers_;
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kPeers = kPeers_;
   static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
-  static constexpr int kColumns = 128, kDepth = 32, kThreads = 384;
+  static constexpr int kDepth = 32, kConsumers = 2 * kColumns;  // threads that multiply
+  static constexpr int kThreads = 128 + kConsumers, kWarps = kConsumers / 32;
   static constexpr int kBoxRows = kRows % (8 * kPeers) == 0 ? kRows / kPeers : 32;
   static_assert(kRows % kBoxRows == 0);
   static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
   static constexpr int kBox = kAligned ? 32 * kPitch : kDepth / 4 * kPitch;  // floats
-  static constexpr int kLoaded = (kRows * kDepth + 4 * kBox) * 4;            // bytes
+  static constexpr int kBoxes = kAligned ? kColumns / 32 : 4;                // of W
+  static constexpr int kLoaded = (kRows * kDepth + kBoxes * kBox) * 4;       // bytes
   struct alignas(1024) Stage {
     float x[kRows * kDepth];
-    float W[4 * kBox];
+    float W[kBoxes * kBox];
   };
   static constexpr int kStageBytes = sizeof(Stage) + (kTwoParts ? kRows * kDepth * 4 : 0);
   static constexpr int kStages = std::min(8, (208 << 10) / kStageBytes);
@@ -221,7 +224,7 @@ struct TurnedShared {
 struct MapsOfW {
   CUtensorMap of[4];
 };
-template <bool kAligned>
+template <bool kAligned, int kColumns>
 MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
   MapsOfW maps = {};
   if constexpr (kAligned) {
@@ -232,7 +235,7 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
       const cuuint64_t extents[] = {static_cast<cuuint64_t>(C + before),
                                     static_cast<cuuint64_t>(rows)};
       const cuuint64_t strides[] = {static_cast<cuuint64_t>(C) * 16};
-      const cuuint32_t box[] = {128 + 28, 8};
+      const cuuint32_t box[] = {kColumns + 28, 8};
       maps.of[i] = encode_tensor_map(W + i * C - before, 2, extents, strides, box,
                                      CU_TENSOR_MAP_SWIZZLE_NONE, to_tf32);
     }
@@ -280,27 +283,29 @@ struct RowsOfX {
 };
 
 // How long blocks of these should take, in microseconds, where each of `active` blocks (of `most`
-// that run at a time) has `rounds` times one of `slices` slices of a strip's steps. Fitted to 230
-// measurements on an H200. A step takes as long as one on tensor cores with 72 rows more, or as its
-// copies from the L2 cache, which has 46 GB/s for each block at first and 58 later; rows that start
-// anywhere lie on more lines. Memory has 27 GB/s for each, and for few blocks more, but not all
-// that there is. Large products lower the clock.
+// that run at a time) has `rounds` times one of `slices` slices of a strip's steps. Fitted to 700
+// measurements on an H200, from which it differs by 13% (rms). A step takes as long as one on
+// tensor cores with 75 rows more, or as its copies from the L2 cache, 67 GB/s for each block if all
+// run. A piece of 128 bytes is one line of the cache if rows are whole lines; else it lies on two,
+// and boxes for rows of W that start anywhere are wider than the tile, and never narrower. Memory
+// has 40 GB/s for each block, and for few blocks more, but not all that there is.
 template <class Shared>
 struct TurnedTime {
   int B, D, C, shift;  // see RowsOfX
 
   double operator()(double rounds, double active, double most, int slices) const {
-    constexpr int kRows = Shared::kRows, kDepth = Shared::kDepth;
-    constexpr double kLines = Shared::kAligned ? 1 : 1.3, kLoads = Shared::kAligned ? 1 : 1.2;
-    const double hot = 1 + 0.2 * std::min(1.0, 2.0 * B * D * C / 1e11);
-    const double products = 1.87e-3 * (kRows + 72) * kLoads * (Shared::kTwoParts ? 3.3 : 1) * hot;
-    const double rows = std::min(1.0 * kRows, std::ceil(1.0 * B / (1 << shift))) / Shared::kPeers;
-    const double columns = std::min(Shared::kColumns, C);
-    const double bytes = 4 * kDepth * (rows * (shift > 0 ? 1.3 : 1) + columns * kLines);
-    const double step = std::max(products, bytes * active / most / (rounds > 1 ? 58e3 : 46e3));
+    constexpr int kDepth = Shared::kDepth, kColumns = Shared::kColumns;
+    constexpr double kWide = kColumns / 128.0;
+    const auto lines = [](int stride) { return (stride + 3) / 4 % 8 == 0 ? 1 : 1.4; };
+    const double products = 1.86e-3 * (Shared::kRows + 75) * kWide * (Shared::kTwoParts ? 3.3 : 1);
+    const double rows = std::min(1.0 * Shared::kRows, std::ceil(1.0 * B / (1 << shift)));
+    const double pieces = rows / Shared::kPeers * (shift > 0 ? 2 : lines(D)) +
+                          (Shared::kAligned ? std::min(kColumns, C) * lines(C) : 2.2 * kColumns);
+    const double copies = 4 * kDepth * pieces * std::pow(active / most, 0.75) / 67e3;
     const double steps = std::ceil(std::ceil(1.0 * D / kDepth) / slices);
-    const double memory = 4.0 * D * (1.0 * B + C) / (27e3 * (0.7 * most + 0.3 * active));
-    return 3 + rounds * (0.4 + 0.02 * kRows) + std::max(rounds * steps * step, memory);
+    const double memory = 4.0 * D * (1.0 * B + C) / (40e3 * (0.7 * most + 0.3 * active));
+    const double store = (Shared::kAligned ? 0.0186 : 0.0206) * Shared::kRows * kWide;
+    return 0.5 + rounds * store + std::max(rounds * steps * std::max(products, copies), memory);
   }
 };
 
@@ -319,7 +324,7 @@ template <class Shared>
 __device__ void init_barriers(Shared& shared) {
   for (int s = 0; s < Shared::kStages; ++s) {
     barrier_init(&shared.full[s], 1);
-    barrier_init(&shared.empty[s], 2 * Shared::kPeers);  // the consumers of the cluster
+    barrier_init(&shared.empty[s], Shared::kConsumers / 128 * Shared::kPeers);  // the cluster's
     barrier_init(&shared.split_done[s], 96);
   }
   barrier_init_fence();
@@ -348,7 +353,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
                                 (1 << kPeers) - 1);
         }
       }
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < Shared::kBoxes; ++i) {
         float* box = stage.W + i * Shared::kBox;
         if constexpr (Shared::kAligned) {
           tensor_load(box, &W.of[0], k - before, col0 + 32 * i, arrived);
@@ -373,7 +378,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
   }
 }
 
-// One of the 256 threads of the consumers. A warp has 16 columns, and a thread two of them. If W
+// One of the threads of the consumers. A warp has 16 columns, and a thread two of them. If W
 // is aligned these are neighbours, in that half of a box for which reads of four rows of W meet no
 // bank twice. Else they are columns g and g + 8 of the warp's, so that 8 lanes read, and in the
 // end write, what lies together.
@@ -439,9 +444,9 @@ struct TurnedConsumer {
     };
     load(w[0], ring);
     if (!Shared::kTwoParts && of.first == 0 && before > 0) {
-      blank_before<kRows>(shared.stages[ring.stage].x, before, own, 256);
+      blank_before<kRows>(shared.stages[ring.stage].x, before, own, Shared::kConsumers);
       shared_fence();
-      named_barrier(1, 256);
+      named_barrier(1, Shared::kConsumers);
     }
     for (int step = 0; step < steps; step += 2) {
       add(w[0], step);
@@ -518,14 +523,14 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
   }
   combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
   share();
-  named_barrier(1, 256);
+  named_barrier(1, Shared::kConsumers);
   MaxSum row = {minus_infinity(), 0};
   if (own < kRows) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
+    for (int i = 0; i < Shared::kWarps; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
     shared.rows[own] = base_of(row.largest);
   }
-  named_barrier(1, 256);
+  named_barrier(1, Shared::kConsumers);
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
@@ -535,10 +540,10 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
   }
   combine_quads(of_row, [](float a, float b) { return a + b; });
   share();
-  named_barrier(1, 256);
+  named_barrier(1, Shared::kConsumers);
   if (own < kRows) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) row.sum += shared.parts[i][own];
+    for (int i = 0; i < Shared::kWarps; ++i) row.sum += shared.parts[i][own];
   }
   return row;
 }

@@ -174,9 +174,15 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
                       HOPPER_SUM8(8), HOPPER_SUM4(16));
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA_TF32("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", HOPPER_SUM32(0));
+  } else if constexpr (kCount == 48) {
+    HOPPER_WGMMA_TF32("96", HOPPER_R48, "{%48, %49, %50, %51}", "%52", "%53", HOPPER_SUM32(0),
+                      HOPPER_SUM8(32), HOPPER_SUM8(40));
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA_TF32("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", HOPPER_SUM32(0),
                       HOPPER_SUM32(32));
+  } else if constexpr (kCount == 80) {
+    HOPPER_WGMMA_TF32("160", HOPPER_R80, "{%80, %81, %82, %83}", "%84", "%85", HOPPER_SUM32(0),
+                      HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72));
   } else {
     static_assert(kCount == 128);
     HOPPER_WGMMA_TF32("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133",
