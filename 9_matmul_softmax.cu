@@ -988,7 +988,7 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
 }
 
 // Exchange, or half fused: what should take less time. Exchange: blocks wait for one another, the
-// more, the longer. Half fused, 8 bytes more per logit and slice move, at 27 GB/s for each
+// more, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for each
 // multiprocessor, and the softmax is another kernel: rows that take a block each, if there are
 // many, and each slice, take their time. Without slices it has to be faster by 4 % to be worth
 // that. (All of it fitted on an H200, for a GPU without other work: lesson 7.)
@@ -1016,19 +1016,19 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   if (const int64_t at_once = all / tiles; at_once > 0) {
     const double rounds = blocks(strips, at_once);
     const double active = 1.0 * tiles * persistent(strips, at_once);
-    const double wait = tiles == 1 ? 1 : 2.6 + 0.117 * tiles;
+    const double wait = tiles == 1 ? 1 : 2.7 + 0.115 * tiles;
     consider(time(rounds, active, all, 1) + rounds * wait, at_once, 1);
   }
   const bool in_registers = layer.C <= kLongestInRegisters;
-  const double logits = 8 * layer.shape.logits() / (27.5e3 * all);
-  const double least = layer.C > 1024 && in_registers ? 0.4 * layer.B / all : 0;
-  const double slice = layer.C <= 1024 ? 0 : layer.C % 4 == 0 ? 0.7 : 3;
+  const double logits = 8 * layer.shape.logits() / (26e3 * all);
+  const double least = layer.C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
+  const double slice = layer.C <= 1024 ? 0.05 : layer.C % 4 == 0 ? 0.7 : 3;
   const int most = std::clamp(layer.D / (4 * Shared::kDepth), 1, kMostSlices);
   for (int slices = 1; slices <= most; ++slices) {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
     const double product = time(rounds, units / rounds, all, slices);
     const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
-    const double softmax = 2.25 + std::max(moved, least) + (slices - 1) * slice;
+    const double softmax = 2.05 + std::max(moved, least) + (slices - 1) * slice;
     consider((slices == 1 ? 1.04 : 1) * (product + softmax), 0, slices);
   }
 }

@@ -284,11 +284,12 @@ struct RowsOfX {
 
 // How long blocks of these should take, in microseconds, where each of `active` blocks (of `most`
 // that run at a time) has `rounds` times one of `slices` slices of a strip's steps. Fitted to 700
-// measurements on an H200, from which it differs by 13% (rms). A step takes as long as one on
-// tensor cores with 75 rows more, or as its copies from the L2 cache, 67 GB/s for each block if all
-// run. A piece of 128 bytes is one line of the cache if rows are whole lines; else it lies on two,
-// and boxes for rows of W that start anywhere are wider than the tile, and never narrower. Memory
-// has 40 GB/s for each block, and for few blocks more, but not all that there is.
+// measurements on an H200, from which it differs by 12% (rms). A step takes as long as one on
+// tensor cores with 80 rows more, or as its copies from the L2 cache, 69 GB/s for each block if all
+// run. A piece of 128 bytes is one line of the cache if rows are whole lines, else it lies on two,
+// and on five sectors of 32 bytes if rows are not whole sectors. Boxes for rows of W that start
+// anywhere are wider than the tile, and never narrower. Memory has 28 GB/s for each block, and for
+// few blocks more, but not all that there is.
 template <class Shared>
 struct TurnedTime {
   int B, D, C, shift;  // see RowsOfX
@@ -296,15 +297,15 @@ struct TurnedTime {
   double operator()(double rounds, double active, double most, int slices) const {
     constexpr int kDepth = Shared::kDepth, kColumns = Shared::kColumns;
     constexpr double kWide = kColumns / 128.0;
-    const auto lines = [](int stride) { return (stride + 3) / 4 % 8 == 0 ? 1 : 1.4; };
-    const double products = 1.86e-3 * (Shared::kRows + 75) * kWide * (Shared::kTwoParts ? 3.3 : 1);
+    const auto lines = [](int n) { return n % 32 == 0 ? 1 : (n + 3) / 4 % 2 == 0 ? 1.13 : 1.7; };
+    const double products = 1.73e-3 * (Shared::kRows + 80) * kWide * (Shared::kTwoParts ? 3.4 : 1);
     const double rows = std::min(1.0 * Shared::kRows, std::ceil(1.0 * B / (1 << shift)));
     const double pieces = rows / Shared::kPeers * (shift > 0 ? 2 : lines(D)) +
                           (Shared::kAligned ? std::min(kColumns, C) * lines(C) : 2.2 * kColumns);
-    const double copies = 4 * kDepth * pieces * std::pow(active / most, 0.75) / 67e3;
+    const double copies = 4 * kDepth * pieces * std::pow(active / most, 0.78) / 69e3;
     const double steps = std::ceil(std::ceil(1.0 * D / kDepth) / slices);
-    const double memory = 4.0 * D * (1.0 * B + C) / (40e3 * (0.7 * most + 0.3 * active));
-    const double store = (Shared::kAligned ? 0.0186 : 0.0206) * Shared::kRows * kWide;
+    const double memory = 4.0 * D * (1.0 * B + C) / (28e3 * (0.7 * most + 0.3 * active));
+    const double store = (Shared::kAligned ? 0.0178 : 0.0198) * Shared::kRows * kWide;
     return 0.5 + rounds * store + std::max(rounds * steps * std::max(products, copies), memory);
   }
 };
