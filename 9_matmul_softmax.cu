@@ -927,7 +927,7 @@ Plan plan_cluster(const Layer& layer) {
   allow_shared_bytes(kernel, kBytes);
   const int tiles = static_cast<int>(blocks(layer.C, kClasses));
   const int clusters = static_cast<int>(tiles * blocks(layer.B, kRows));
-  const int at_once = resident_clusters(kernel, kSplits, kThreads, kBytes);
+  const int at_once = std::max(1, clusters_that_fit(kernel, kSplits, kThreads, kBytes));
   const double busy = 1.0 * std::min(clusters, at_once) * kSplits / layer.sms;
   const double loaded = 4e-3 * kDepth * (std::min(kRows, layer.B) + std::min(kClasses, layer.C));
   const double chunk =
@@ -997,11 +997,11 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   allow_shared_bytes(kernel, sizeof(Shared));
-  if (kPeers > 1 && layer.C <= kColumns) return;  // a cluster has no second tile
   const int shift = copies_x ? 0 : RowsOfX::shift_of(layer.D);
   const int64_t tiles = kPeers * blocks(layer.C, kPeers * kColumns);
   const int64_t strips = RowsOfX::strips<kRows>(layer.B, shift);
-  const int64_t all = kPeers * resident_clusters(kernel, kPeers, Shared::kThreads, sizeof(Shared));
+  const int64_t all = kPeers * clusters_that_fit(kernel, kPeers, Shared::kThreads, sizeof(Shared));
+  if (all == 0 || (kPeers > 1 && layer.C <= kColumns)) return;  // there is no second tile
   const TurnedTime<Shared> time = {layer.B, layer.D, layer.C, shift};
   const bool copies_W = kAligned && layer.C % 4 != 0;
   const double copies = (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
