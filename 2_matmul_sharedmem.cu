@@ -22,9 +22,9 @@
 //     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
-//     any shape   the same, but the last tiles are divided     3/16
-//                 along k, so that all blocks end together;    to 1/2
-//                 and a small N, or an edge, has smaller tiles
+//     any shape   64 x 128 tiles or less, a thread owns 8 x 8  1/4
+//                 or 8 x 4; the last ones are divided along k, to 3/8
+//                 so that all blocks end together
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
@@ -234,7 +234,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 //   - Where to copy from is worked out once, as an offset per copy, and a step only moves on two
 //     pointers. Nothing checks for the edges of the matrix: a row or column outside is replaced by
 //     the last one inside, since what it contributes to is never stored. Only along k, which is
-//     summed over, zeros are needed.
+//     summed over, zeros are needed. (Many copies of one number to many places take long. Small
+//     tiles, which feel that, replace a column beyond the right edge by one at the left edge.)
 template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_,
           int kSlices_ = 1, int kResident_ = 1>
 struct AsyncTile {
@@ -283,8 +284,8 @@ __device__ void multiply_steps(float* tiles, const Matrices& of, int row0, int c
   const int a_row = threadIdx.x / 16, a_k = threadIdx.x % 16;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
   const float* a_from = of.A + static_cast<size_t>(row0) * n + begin * BK + a_k;
-  const float* b_from =
-      of.B + static_cast<size_t>(begin * BK + b_k) * pitch + min(col0 + b_col, pitch - kWidth);
+  const int b_at = Tile::kSlices > 1 ? (col0 + b_col) % pitch : min(col0 + b_col, pitch - kWidth);
+  const float* b_from = of.B + static_cast<size_t>(begin * BK + b_k) * pitch + b_at;
   int a_offset[BM / kRowsA];
 #pragma unroll
   for (int i = 0; i < BM / kRowsA; ++i) {
@@ -400,16 +401,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 // A block that begins inside of a tile hands its sums through memory to the one that has the tile's
 // first steps. That one adds them, always in the same order, and stores the tile. Three more things
 // would cost time at some N, and do not here:
-//   - Tiles at the edge. N = 4097 has one row more than 32 rows of tiles. A tile of which only half
-//     of the rows, or half or a quarter of the columns, are inside is computed as a smaller one.
+//   - Large tiles. N = 4097 has one row more than 32 rows of 128 x 256, which would cost as much as
+//     128 rows. And of those only one block fits on a multiprocessor. Of 64 x 128 there are two:
+//     one multiplies while the other waits at a barrier.
+//   - Few tiles. N = 512 has 32 of 64 x 128, and 64 of 64 x 64. But in so small a tile 256 threads
+//     have 4 x 4 elements each, with twice the reads. So here a thread owns 8 x 8 elements, and two
+//     or four slices of the threads each multiply their part of every step's k. At the end they add
+//     up their sums through shared memory. N = 256 takes tiles of 32 x 32 and eight slices. What
+//     costs the least time is estimated (see Timetable).
 //   - Rows that are not aligned to 16 bytes. One kernel copies B into rows that are: N^2 numbers
 //     against N^3 operations. A is copied by single floats anyway.
-//   - Few tiles. N = 512 has 8 of 128 x 256. In 16 parts, each would cost more for handovers than
-//     for steps. It has 64 of 64 x 64. But so small a tile gives 256 threads 4 x 4 elements each,
-//     with twice the reads. So here a thread owns 8 x 8 elements, and four slices of 64 threads
-//     each multiply a quarter of every step's k. At the end they add up their sums through shared
-//     memory. N = 256 takes tiles of 32 x 32 and eight slices. What costs the least time is
-//     estimated (see Timetable).
 
 // A piece: the steps `begin` to `end` of tile number `tile`, which a block does at a time. If begin
 // is 0, the blocks after it, up to number `last`, have the other steps.
@@ -417,113 +418,62 @@ struct Piece {
   int tile, begin, end, last;
 };
 
-// Which block does what. Each block first takes whole tiles, as long as full tiles for two more
-// rounds are left: blocks at work together then read neighbouring tiles at the same k. The steps of
-// the other tiles form a line, one tile after the other. Each block gets one range of the line, and
-// all ranges should take the same time. A piece is the part of a range that is inside of one tile.
+// Which block does what. Each block first takes whole tiles, as long as tiles for two more rounds
+// are left: blocks at work together then read neighbouring tiles at the same k. The steps of the
+// other tiles form a line, one tile after the other. Each block gets one range of the line, and all
+// ranges are equally long. A piece is the part of a range that is inside of one tile.
 template <class Tile>
 struct Timetable {
   static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
-  // Large tiles only: those at the edges are computed as smaller ones.
-  static constexpr bool kEdges = BM == 128 && BN == 256;
-  // The cost of one step of a full tile. For large tiles the unit is the time for 64 x 64 elements
-  // of C in one step. Measurements showed that each step also costs one unit more, whatever the
-  // size of its tile is. Small tiles are all alike: a step costs 1.
-  static constexpr int kFull = kEdges ? 1 + (BM / 64) * (BN / 64) : 1;
-  static constexpr int kLeast = 4;     // a range is at least as long as so many full steps
-  static constexpr int kHandover = 5;  // a shared tile costs a block as much as so many full steps
 
-  // rows x cols tiles of one kind, the first one at (row, col), in tiles; and what a step costs.
-  struct Kind {
-    int row, col, rows, cols, cost;
-  };
   struct Point {  // a place on the line
     int tile, step;
   };
-  Kind kinds[kEdges ? 4 : 1];  // full ones, those at the right edge, the lower edge, the corner
-  int steps;                   // of a tile
-  int whole;                   // so many tiles are not shared, those with the lowest numbers
-  int line;                    // what the shared ones cost together
-  int blocks, each, rest;      // small tiles: a block has `each` steps, the first `rest` one more
-  double microseconds;         // that this should take
+  int cols;                // tiles beside each other
+  int steps;               // of a tile
+  int whole;               // so many tiles are not shared, those with the lowest numbers
+  int blocks, each, rest;  // a block has `each` steps of the line, the first `rest` one more
+  double microseconds;     // that this should take
 
   // With `capacity` blocks at the same time, on `sms` multiprocessors.
   Timetable(int n, int sms, int capacity)
-      : steps((n + BK - 1) / BK), microseconds(std::numeric_limits<double>::infinity()) {
-    if constexpr (kEdges) {
-      share_large(n, capacity);
-      const int parts = line == 0 ? 1 : 3;
-      const double rounds = 1.0 * whole / blocks + 1.0 * line / (blocks * kFull * steps);
-      microseconds = estimate(rounds * steps, 1, parts, false);
-    } else {
-      kinds[0] = {0, 0, (n + BM - 1) / BM, (n + BN - 1) / BN, kFull};
-      const int tiles = kinds[0].rows * kinds[0].cols;
-      const auto consider = [&](int count) {
-        const int parts = (count + tiles - 1) / tiles;
-        const bool even = count % tiles == 0;  // all tiles have as many blocks
-        const double of_each = std::ceil(1.0 * tiles * steps / count);
-        const double time = estimate(of_each, (count + sms - 1) / sms, parts + !even, even);
-        if (time < microseconds) blocks = count, microseconds = time;
-      };
-      for (int i = 1; i <= steps && i * tiles <= capacity; ++i) consider(i * tiles);
-      const auto most = std::min<int64_t>(capacity, int64_t{tiles} * steps);
-      for (int i = 1; i * sms <= most; ++i) consider(i * sms);
-      whole = tiles % blocks == 0 ? tiles : std::max(0, tiles / blocks - 1) * blocks;
-      line = (tiles - whole) * steps;
-    }
+      : cols((n + BN - 1) / BN),
+        steps((n + BK - 1) / BK),
+        microseconds(std::numeric_limits<double>::infinity()) {
+    const int tiles = (n + BM - 1) / BM * cols;
+    const auto consider = [&](int count) {
+      const int parts = (count + tiles - 1) / tiles;
+      const bool even = count % tiles == 0;  // all tiles have as many blocks
+      const double of_each = std::ceil(1.0 * tiles * steps / count);
+      const double time = estimate(of_each, (count + sms - 1) / sms, parts + !even, even);
+      if (time < microseconds) blocks = count, microseconds = time;
+    };
+    for (int i = 1; i <= steps && i * tiles <= capacity; ++i) consider(i * tiles);
+    const auto most = std::min<int64_t>(capacity, int64_t{tiles} * steps);
+    for (int i = 1; i * sms <= most; ++i) consider(i * sms);
+    whole = tiles % blocks == 0 ? tiles : std::max(0, tiles / blocks - 1) * blocks;
+    const int line = (tiles - whole) * steps;
     each = line / blocks, rest = line % blocks;
   }
 
-  // If all tiles are full, and few blocks would have nothing to do in the last round, no tile is
-  // shared.
-  void share_large(int n, int capacity) {
-    const int rows = (n + BM / 2 - 1) / BM, cols = (n + BN / 2 - 1) / BN, full = rows * cols;
-    const int below = n - rows * BM, beside = n - cols * BN;
-    const int low = below > 0, narrow = beside > 0, quarters = beside > BN / 4 ? 2 : 1;
-    kinds[0] = {0, 0, rows, cols, kFull};
-    kinds[1] = {0, cols, rows, narrow, 1 + 2 * quarters};
-    kinds[2] = {rows, 0, low, cols, 1 + 4};
-    kinds[3] = {rows, cols, low, narrow, 1 + quarters};
-    // To share pays if more steps would be idle than the handovers cost.
-    const int idle = capacity - 1 - (full + capacity - 1) % capacity;
-    const bool share = low || narrow || idle * steps > kHandover * capacity;
-    whole = share ? std::max(0, full / capacity - 1) * capacity : full;
-    line = (full - whole) * kFull * steps;
-    for (int i = 1; i < 4; ++i) line += kinds[i].rows * kinds[i].cols * kinds[i].cost * steps;
-    blocks = share ? std::clamp(line / (kLeast * kFull), 1, capacity) : std::min(full, capacity);
-  }
-
-  // How many microseconds it takes if each block has `work` steps of full tiles, and shares a
-  // multiprocessor with crowd - 1 others. Fitted to 230 measurements on an H200: to begin and to
-  // end takes 3.5; a step 0.15, and for each block of the multiprocessor 0.1, 0.33 for 64 x 64
-  // elements and 16 k, and where B's floats are copied one by one 0.25 for each 1024 copies more.
-  // To add up the sums of a tile that is in `parts` takes longer if some pieces begin or end
-  // inside of tiles (not `even`), whose blocks then wait for each other in turn.
+  // How many microseconds it takes if each block has `work` steps, and shares a multiprocessor with
+  // crowd - 1 others. Fitted to 1600 measurements on an H200, so that what it chooses for 127 N
+  // from 100 to 8192 takes 1 % longer than the best choice on average: to begin and to end takes 5;
+  // a step 0.33, and for each block of the multiprocessor 0.01, 0.31 for 64 x 64 elements and 16 k,
+  // and where B's floats are copied one by one 0.11 for each 1024 copies more. To add up the sums
+  // of a tile that is in `parts` takes longer if some pieces begin or end inside of tiles (not
+  // `even`), whose blocks then wait for each other in turn.
   static double estimate(double work, int crowd, int parts, bool even) {
     constexpr double kUnits = BM * BN * BK / 65536.0, kCopies = BK * BN * 0.75 / 1024;
-    const double step =
-        0.15 + crowd * (0.1 + 0.33 * kUnits + (Tile::kAligned ? 0 : 0.25 * kCopies));
-    const double share = crowd * (1 + parts + BM * BN / 8192.0) * (even ? 1 : 1.6);
-    return 3.5 + work * step + (parts > 1 ? share : 0);
+    const double each = 0.01 + 0.31 * kUnits + (Tile::kAligned ? 0 : 0.11 * kCopies);
+    const double share = crowd * (0.7 + 0.6 * parts + BM * BN / 10000.0) * (even ? 1 : 1.1);
+    return 5 + work * (0.33 + crowd * each) + (parts > 1 ? share : 0);
   }
 
-  // Where the range of block number `block` begins, and that of the block before it ends. Both
-  // formulas give all blocks equal ranges. Small products take microseconds: there a division in 64
-  // bits would be felt. Large ones keep it: with the other formula their loop was 1.4 % slower.
+  // Where the range of block number `block` begins, and that of the block before it ends.
   __device__ Point start(int block) const {
-    int position = kEdges ? static_cast<int>(static_cast<int64_t>(line) * block / blocks)
-                          : block * each + min(block, rest);
-    int tile = whole, before = whole;
-    for (const Kind& kind : kinds) {
-      const int tiles = kind.rows * kind.cols - before, cost = kind.cost * steps;
-      if (position < tiles * cost) {
-        return {tile + position / cost, position % cost / kind.cost};
-      }
-      position -= tiles * cost;
-      tile += tiles;
-      before = 0;
-    }
-    return {tile, 0};
+    const int position = block * each + min(block, rest);
+    return {whole + position / steps, position % steps};
   }
 
   // What block number `block` does after i other pieces. Nothing: begin = end.
@@ -545,15 +495,7 @@ struct Timetable {
   }
 
   // The first row (y) and column (x) of a tile.
-  __device__ int2 place(int tile) const {
-    for (const Kind& kind : kinds) {
-      if (tile < kind.rows * kind.cols) {
-        return {(kind.col + tile % kind.cols) * BN, (kind.row + tile / kind.cols) * BM};
-      }
-      tile -= kind.rows * kind.cols;
-    }
-    return {0, 0};
-  }
+  __device__ int2 place(int tile) const { return {tile % cols * BN, tile / cols * BM}; }
 };
 
 // How sums get from one block to another. Each block has room for its sums in memory, and a flag
@@ -646,8 +588,8 @@ __device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
   }
 }
 
-// The piece of the tile at `place`. Not inlined: the compiler then finds registers for each size of
-// tile as if it were the only one.
+// The piece of the tile at `place`. Not inlined: the compiler then finds registers for it as if it
+// were alone.
 template <class Tile, bool kAligned, class Handover>
 __device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover handover,
                                             int2 place, Piece piece) {
@@ -661,30 +603,9 @@ __device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover 
   });
 }
 
-// The same for the first BM rows of a Tile, and for all, half, or a quarter of its columns: the
-// fewest that hold all columns inside of the matrix.
-template <class Tile, int BM, bool kAligned, class Handover>
-__device__ void multiply_inside(float* tiles, Matrices of, Handover handover, int2 place,
-                                Piece piece) {
-  constexpr int TM = Tile::TM * BM / Tile::BM;
-  constexpr int BN = Tile::BN, BK = Tile::BK, TN = Tile::TN, kStages = Tile::kStages;
-  const int cols = of.n - place.x;
-  if (cols > BN / 2) {
-    using Whole = AsyncTile<BM, BN, BK, TM, TN, kStages, true>;
-    multiply_piece<Whole, kAligned>(tiles, of, handover, place, piece);
-  } else if (cols > BN / 4) {
-    using Half = AsyncTile<BM, BN / 2, BK, TM, TN / 2, kStages, true>;
-    multiply_piece<Half, kAligned>(tiles, of, handover, place, piece);
-  } else {
-    using Quarter = AsyncTile<BM, BN / 4, BK, TM, TN / 4, kStages, true>;
-    multiply_piece<Quarter, kAligned>(tiles, of, handover, place, piece);
-  }
-}
-
-// A block does its pieces, one after the other. In a full tile a thread owns 8 x 16 elements of C,
-// as in `async`; in a smaller tile it owns fewer, so that all 256 threads still work. Tiles of A
-// and B reach shared memory as in `async`. Sums stay in registers, and only those of a shared tile
-// go through memory. So all blocks end at about the same time.
+// A block does its pieces, one after the other. Tiles of A and B reach shared memory as in `async`.
+// Sums stay in registers, and only those of a shared tile go through memory. So all blocks end at
+// about the same time.
 template <class Tile, bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     matmul_any_shape(Matrices of, Timetable<Tile> timetable,
@@ -695,13 +616,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     if (piece.begin == piece.end) return;
     const int2 place = timetable.place(piece.tile);
     __syncthreads();  // All have read the last tiles of the piece before.
-    if constexpr (!Timetable<Tile>::kEdges) {
-      multiply_piece<Tile, kAligned>(tiles, of, handover, place, piece);
-    } else if (of.n - place.y > Tile::BM / 2) {
-      multiply_inside<Tile, Tile::BM, kAligned>(tiles, of, handover, place, piece);
-    } else {
-      multiply_inside<Tile, Tile::BM / 2, kAligned>(tiles, of, handover, place, piece);
-    }
+    multiply_piece<Tile, kAligned>(tiles, of, handover, place, piece);
   }
 }
 
@@ -770,7 +685,7 @@ struct AnyShape {
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     Timetable<Tile> timetable(n, device.sms,
                               resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
-    if (kCopied<Tile>) timetable.microseconds += 2.5 + 3e-6 * n * n;
+    if (kCopied<Tile>) timetable.microseconds += 3.8 + 2.8e-6 * n * n;
     if (Tile::kSharedBytes > device.shared_bytes) {
       timetable.microseconds = std::numeric_limits<double>::infinity();
     }
@@ -818,13 +733,13 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
               })
       .resources(matmul_async<Tile, kAligned>, 256, Tile::kSharedBytes);
 
-  using Large = AsyncTile<128, 256, 16, 8, 16, kStages, true>;
+  using Middle = AsyncTile<64, 128, 32, 8, 8, 4, true, 2, 2>;
   using Small = AsyncTile<64, 64, 32, 8, 8, 3, true, 4, 2>;
   const AnyShape<kAligned> any_shape{square, A, B, C, n, device};
   if constexpr (kAligned) {
-    any_shape.template add_fastest<Large, Small, AsyncTile<32, 32, 32, 8, 4, 6, true, 8, 3>>();
+    any_shape.template add_fastest<Middle, Small, AsyncTile<32, 32, 32, 8, 4, 6, true, 8, 3>>();
   } else {
-    any_shape.template add_fastest<Large, Small,  //
+    any_shape.template add_fastest<Middle, Small,  //
                                    AsyncTile<64, 64, 32, 8, 8, 3, false, 4, 2>,
                                    AsyncTile<32, 32, 32, 8, 4, 6, false, 8, 3>>();
   }

@@ -144,10 +144,10 @@ def test_matmul_dims(run, lesson):
         assert problem["flops"] == (0 if problem["name"] == "copies" else 2 * 37**3)
 
 
-# N, multiprocessors: for lesson 2's last kernel small tiles and middle ones, whole and shared by
-# several blocks, also where rows are not aligned; large ones, and smaller ones at their edges.
-TILES = [(66, 132), (96, 132), (201, 132), (260, 132), (257, 16), (300, 8), (260, 2),
-         pytest.param(401, 8, marks=LONG), pytest.param(385, 8, marks=LONG),
+# N, multiprocessors: for lesson 2's last kernel tiles of each size, whole and shared by several
+# blocks, also where rows are not aligned and where those of B are copied.
+TILES = [(66, 132), (96, 132), (201, 132), (260, 132), (257, 16), (300, 8), (260, 2), (150, 8),
+         (193, 5), (132, 4), pytest.param(401, 8, marks=LONG), pytest.param(400, 8, marks=LONG),
          pytest.param(385, 132, marks=LONG)]
 
 
