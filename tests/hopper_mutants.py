@@ -170,7 +170,7 @@ RUNS = {
     ],
     "9_matmul_softmax": [
         # Two warpgroups, and two or three chunks for each block.
-        (("20", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
+        (("13", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
         # Rows that start anywhere, in tiles of classes.
         (ROWS_OF_CLASSES, 16),
         (("200", "--inputs", "300", "--classes", "390", "--all", "--kernel", "^fused exchange"), 4),
@@ -181,9 +181,11 @@ RUNS = {
         # Rows that no copy of 16 bytes finds, and more steps than stages; on 3 multiprocessors one cluster
         # of three blocks.
         (("300", "--inputs", "300", "--classes", "261", "--kernel", "^fused exchange"), 3),
-        # Rows of x that start anywhere, and a -inf at the end of the row before.
-        (("70", "--inputs", "33", "--classes", "300", "--all", "--hard-rows", "--kernel", "^fused exchange"),
-         8),
+        # Rows of x that start anywhere, and a -inf at the end of the row before: in TF32, by three
+        # warpgroups, and in 3xTF32.
+        (("330", "--inputs", "33", "--classes", "300", "--hard-rows", "--kernel", "^fused exchange"), 8),
+        (("260", "--inputs", "33", "--classes", "200", "--all", "--hard-rows", "--kernel", "^fused exchange"),
+         4),
         # A block has one strip: its threads have not met since they began.
         (("130", "--inputs", "70", "--classes", "261", "--kernel", "^fused exchange"), 8),
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
