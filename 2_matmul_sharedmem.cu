@@ -22,13 +22,14 @@
 //     vectors     the same, moved 16 bytes at a time           1/4, by 1/4 of the instructions
 //     async       128 x 256 tiles, a thread owns 8 x 16, and   3/16
 //                 the next tiles arrive while these are multiplied
-//     any shape   64 x 128 tiles or less, a thread owns 8 x 8  1/4
-//                 or 8 x 4; the last ones are divided along k, to 3/8
-//                 so that all blocks end together
+//     any shape   tiles of 64 x 128 or smaller, a thread owns  1/4 to 3/8
+//                 8 x 8 or 8 x 4; the last tiles are divided
+//                 along k, so that all blocks end together
 //
 // No tensor cores here: every multiply-add is true fp32. Tensor cores are lesson 3.
 
 #include <algorithm>
+#include <cmath>
 #include <cuda/atomic>
 #include <limits>
 #include <tuple>
@@ -68,8 +69,8 @@ __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
 // 16 x 16 threads own a 128 x 128 tile of C, and each thread 8 x 8 elements of it: rows y, y + 16,
 // ... and columns x, x + 16, ..., so that a warp's reads of b_tile fall on consecutive banks. Per
 // step of k a thread reads 8 + 8 numbers from shared memory for 64 multiply-adds, whose sums never
-// leave its registers (the loops over i and j must unroll: registers have no addresses). A tile of
-// C this size reads A and B from memory N / 128 times instead of N / 32.
+// leave its registers (the loops over i and j must unroll: registers have no addresses). With tiles
+// of this size A and B are each read from memory N / 128 times instead of N / 32.
 template <int BM, int BN, int BK, int TM, int TN>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN))
     matmul_registers(const float* A, const float* B, float* C, int n) {
@@ -149,9 +150,9 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
   }
 }
 
-// As above, but everything moves 16 bytes at a time. A thread's columns come in groups of four,
-// 4 x .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row of
-// b_tile. For four elements of a column of A to lie next to each other as well, a_tile is stored
+// As in `registers`, but everything moves 16 bytes at a time. A thread's columns come in groups of
+// four, 4 x .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row
+// of b_tile. For four elements of a column of A to lie next to each other as well, a_tile is stored
 // transposed: a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows
 // at k and at k + 4, which would otherwise share 16 banks. Per step of k that is 4 loads instead of
 // 16. The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
@@ -215,15 +216,16 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 // ---- async --------------------------------------------------------------------------------------
 
 // So far loading and computing took turns: between the two barriers of a step the arithmetic units
-// wait for memory. Here kStages pairs of tiles are in flight. While one is multiplied, the copies
-// of the next kStages - 1 are on their way: cp.async moves them to shared memory without a register
-// in between, and without waiting. One barrier a step is enough: it says both that the oldest pair
-// has arrived and that nobody reads the one before it any more, whose place the next copies take.
-// The copies of a step are closed as a group (commit), and wait<n> waits until all but the newest n
-// groups have arrived. Where no step is left an empty group is closed, so that the count is right.
+// wait for memory. Here shared memory has room for kStages pairs. While one is multiplied, the
+// copies of the next kStages - 1 are on their way: cp.async moves them to shared memory without a
+// register in between, and without waiting. One barrier a step is enough: it says both that the
+// oldest pair has arrived and that nobody reads the one before it any more, whose place the next
+// copies take. The copies of a step are closed as a group (commit), and wait<n> waits until all but
+// the newest n groups have arrived. Where no step is left an empty group is closed, so that the
+// count is right.
 //
-// What is left to lose is instructions that are not multiply-adds, and cycles without an
-// instruction:
+// What still costs time are instructions that are not multiply-adds, and cycles in which no
+// instruction starts:
 //   - A thread owns 8 x 16 elements, in 128 registers: per step of k it reads 8 + 16 numbers from
 //     shared memory, 6 loads, for 128 multiply-adds. The threads of a warp stand 4 x 8, so that
 //     they read 4 groups of rows and 8 of columns, without a bank conflict.
@@ -231,18 +233,19 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
 //     registers.
 //   - Multiply-adds go along a row of `sum` and back along the next: two in a row share an operand,
 //     which the register file then does not have to deliver twice.
-//   - Where to copy from is worked out once, as an offset per copy, and a step only moves on two
-//     pointers. Nothing checks for the edges of the matrix: a row or column outside is replaced by
-//     the last one inside, since what it contributes to is never stored. Only along k, which is
-//     summed over, zeros are needed. (Many copies of one number to many places take long. Small
-//     tiles, which feel that, replace a column beyond the right edge by one at the left edge.)
+//   - Where to copy from is worked out once, and a step only moves on two pointers. Nothing checks
+//     for the edges of the matrix: a row or column outside is replaced by the last one inside,
+//     since what it contributes to is never stored. Only along k, which is summed over, zeros are
+//     needed. (It takes long if many threads copy the same number. Tiles with slices, see `any
+//     shape`, therefore replace a column of B beyond the right edge by one as far from the left
+//     edge.)
 template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAligned_,
           int kSlices_ = 1, int kResident_ = 1>
 struct AsyncTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
-  static constexpr bool kAligned = kAligned_;   // B's rows are aligned to 16 bytes
+  static constexpr bool kAligned = kAligned_;   // B's rows, or its copy's: to 16 bytes
   static constexpr int kSlices = kSlices_;      // groups of threads that divide each step's k
-  static constexpr int kResident = kResident_;  // blocks that a multiprocessor has at a time
+  static constexpr int kResident = kResident_;  // blocks for which a multiprocessor has registers
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
   static constexpr int kSliceThreads = kThreadsX * kThreadsY, kThreads = kSlices * kSliceThreads;
   // In shared memory are kStages tiles of A, transposed, then kStages of B.
@@ -359,7 +362,8 @@ __device__ void multiply_steps(float* tiles, const Matrices& of, int row0, int c
 // columns of C apart.
 constexpr int kColumnsApart = 8;
 
-// Stores a thread's sums; of several slices each has kOwn of its TM rows. kAligned: C's rows are.
+// Stores a thread's sums. Of a tile with several slices only kOwn of the TM rows are left to the
+// thread. kAligned: C's rows are aligned to 16 bytes. (Tile::kAligned says so of B's.)
 template <class Tile, bool kAligned, int kOwn>
 __device__ void store_sums(const float (&sum)[kOwn][Tile::TN], const Matrices& to, int row0,
                            int col0) {
@@ -390,10 +394,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // ---- any shape ----------------------------------------------------------------------------------
 
-// Above, each block has one tile, and each multiprocessor has one block at a time. N = 3000 has
-// 24 x 12 tiles: 132 multiprocessors compute 264 tiles in two rounds. In a third round 24 of the
-// multiprocessors work and 108 wait. So the steps of the last tiles form a line. Each block gets a
-// range of it. All ranges take the same time; they may begin or end in the middle of a tile:
+// In `async` each block has one tile, of 128 x 256, and each multiprocessor one block at a time. N
+// = 3000 has 24 x 12 tiles: 132 multiprocessors compute 264 of them in two rounds. In a third round
+// 24 multiprocessors work and 108 wait. Here the steps of the last tiles are put in a line instead.
+// Each block gets an equal range of it, which may begin or end in the middle of a tile:
 //
 //     block 0 |--- tile 0 ---|-- tile 1, first steps
 //     block 1                   tile 1, last steps --|--- tile 2 ---|-- tile 3 ...
@@ -401,27 +405,32 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 // A block that begins inside of a tile hands its sums through memory to the one that has the tile's
 // first steps. That one adds them, always in the same order, and stores the tile. Three more things
 // would cost time at some N, and do not here:
-//   - Large tiles. N = 4097 has one row more than 32 rows of 128 x 256, which would cost as much as
-//     128 rows. And of those only one block fits on a multiprocessor. Of 64 x 128 there are two:
-//     one multiplies while the other waits at a barrier.
-//   - Few tiles. N = 512 has 32 of 64 x 128, and 64 of 64 x 64. But in so small a tile 256 threads
-//     have 4 x 4 elements each, with twice the reads. So here a thread owns 8 x 8 elements, and two
-//     or four slices of the threads each multiply their part of every step's k. At the end they add
-//     up their sums through shared memory. N = 256 takes tiles of 32 x 32 and eight slices. What
-//     costs the least time is estimated (see Timetable).
-//   - Rows that are not aligned to 16 bytes. One kernel copies B into rows that are: N^2 numbers
-//     against N^3 operations. A is copied by single floats anyway.
+//   - Large tiles. N = 4097 needs a 33rd row of tiles for one row of C. With 128 x 256 that costs
+//     as much as 128 rows. And only one block with such a tile fits on a multiprocessor, but two
+//     with 64 x 128: one multiplies while the other waits at a barrier.
+//   - Few tiles. N = 512 has only 32 tiles of 64 x 128, but 64 of 64 x 64. There each of 256
+//     threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread owns 8
+//     x 8, and 64 threads are enough for a tile. A block has four such groups, called slices: each
+//     multiplies a quarter of the k of every step, and at the end they add up their sums through
+//     shared memory. Tiles of 64 x 128 have two slices. N = 256 takes tiles of 32 x 32, with eight
+//     slices and 8 x 4 elements a thread. Which tiles cost the least time is estimated (see
+//     Timetable::estimate).
+//   - Rows that are not aligned to 16 bytes. If N is large, another kernel first copies B into rows
+//     that are: it moves N^2 numbers, for N^3 multiply-adds. If N is small, that launch would take
+//     longer than it saves, and B is copied by single floats. A always is.
 
-// A piece: the steps `begin` to `end` of tile number `tile`, which a block does at a time. If begin
-// is 0, the blocks after it, up to number `last`, have the other steps.
+// A piece is what a block does at a time: of tile number `tile` the steps from `begin` up to, not
+// including, `end`. If `begin` is 0, the blocks after this one, up to number `last`, do the tile's
+// other steps.
 struct Piece {
   int tile, begin, end, last;
 };
 
-// Which block does what. Each block first takes whole tiles, as long as tiles for two more rounds
-// are left: blocks at work together then read neighbouring tiles at the same k. The steps of the
-// other tiles form a line, one tile after the other. Each block gets one range of the line, and all
-// ranges are equally long. A piece is the part of a range that is inside of one tile.
+// Which block does what. If the number of tiles is a multiple of that of blocks, no tile is shared.
+// Else each block first takes whole tiles, while tiles for two more rounds are left: blocks at work
+// together then read neighbouring tiles at the same k. The steps of the other tiles form a line,
+// one tile after the other. Each block gets one range of the line, and all ranges are equally long.
+// A piece is the part of a range that is inside of one tile.
 template <class Tile>
 struct Timetable {
   static constexpr int BM = Tile::BM, BN = Tile::BN, BK = Tile::BK;
@@ -435,7 +444,8 @@ struct Timetable {
   int blocks, each, rest;  // a block has `each` steps of the line, the first `rest` one more
   double microseconds;     // that this should take
 
-  // With `capacity` blocks at the same time, on `sms` multiprocessors.
+  // At most `capacity` blocks run at the same time, on `sms` multiprocessors. Either each tile gets
+  // the same number of blocks, or each multiprocessor does.
   Timetable(int n, int sms, int capacity)
       : cols((n + BN - 1) / BN),
         steps((n + BK - 1) / BK),
@@ -443,7 +453,8 @@ struct Timetable {
     const int tiles = (n + BM - 1) / BM * cols;
     const auto consider = [&](int count) {
       const int parts = (count + tiles - 1) / tiles;
-      const bool even = count % tiles == 0;  // all tiles have as many blocks
+      // No range reaches from one tile into the next. (If one does, a tile may have one more part.)
+      const bool even = count % tiles == 0 && steps % (count / tiles) == 0;
       const double of_each = std::ceil(1.0 * tiles * steps / count);
       const double time = estimate(of_each, (count + sms - 1) / sms, parts + !even, even);
       if (time < microseconds) blocks = count, microseconds = time;
@@ -456,18 +467,22 @@ struct Timetable {
     each = line / blocks, rest = line % blocks;
   }
 
-  // How many microseconds it takes if each block has `work` steps, and shares a multiprocessor with
-  // crowd - 1 others. Fitted to 1600 measurements on an H200, so that what it chooses for 127 N
-  // from 100 to 8192 takes 1 % longer than the best choice on average: to begin and to end takes 5;
-  // a step 0.33, and for each block of the multiprocessor 0.01, 0.31 for 64 x 64 elements and 16 k,
-  // and where B's floats are copied one by one 0.11 for each 1024 copies more. To add up the sums
-  // of a tile that is in `parts` takes longer if some pieces begin or end inside of tiles (not
-  // `even`), whose blocks then wait for each other in turn.
+  // Estimates how many microseconds a launch takes if each block has `work` steps, `crowd` blocks
+  // share a multiprocessor, and at most `parts` blocks share a tile. `even`: see above. That is
+  //   - 5 to begin and to end;
+  //   - for each step 0.33, and for each block of the multiprocessor 0.01, 0.31 per 64 x 64 x 16
+  //     multiply-adds, and 0.11 per 1024 copies more if B is copied by single floats (of four such
+  //     copies three would not be needed with 16 bytes a copy);
+  //   - if tiles are shared, for each block of the multiprocessor 0.7, 0.6 per part and 1 per 10000
+  //     elements of a tile, to hand over sums and to add them. That is 10 % more if not `even`: a
+  //     block that waits for another one's sums may keep a third one waiting.
+  // The numbers were fitted to 1600 measurements on an H200. For 127 N from 100 to 8192 the tiles
+  // that this chooses take 1 % longer than the fastest ones, on average.
   static double estimate(double work, int crowd, int parts, bool even) {
     constexpr double kUnits = BM * BN * BK / 65536.0, kCopies = BK * BN * 0.75 / 1024;
     const double each = 0.01 + 0.31 * kUnits + (Tile::kAligned ? 0 : 0.11 * kCopies);
-    const double share = crowd * (0.7 + 0.6 * parts + BM * BN / 10000.0) * (even ? 1 : 1.1);
-    return 5 + work * (0.33 + crowd * each) + (parts > 1 ? share : 0);
+    const double handover = crowd * (0.7 + 0.6 * parts + BM * BN / 10000.0) * (even ? 1 : 1.1);
+    return 5 + work * (0.33 + crowd * each) + (parts > 1 ? handover : 0);
   }
 
   // Where the range of block number `block` begins, and that of the block before it ends.
@@ -498,6 +513,8 @@ struct Timetable {
   __device__ int2 place(int tile) const { return {tile % cols * BN, tile / cols * BM}; }
 };
 
+constexpr int kAnyShapeThreads = 256;  // of a block, whatever its tile
+
 // How sums get from one block to another. Each block has room for its sums in memory, and a flag
 // that is 0 before and after every launch. A thread takes over the sums of the thread with the same
 // number in the other block, 16 bytes at a time. A block may wait for another one, because the grid
@@ -515,7 +532,7 @@ struct Handover {
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
 #pragma unroll
-      for (int j = 0; j < TN; j += 4, to += 256) {
+      for (int j = 0; j < TN; j += 4, to += kAnyShapeThreads) {
         __stcg(to, make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
       }
     }
@@ -535,7 +552,7 @@ struct Handover {
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
 #pragma unroll
-      for (int j = 0; j < TN; j += 4, from += 256) {
+      for (int j = 0; j < TN; j += 4, from += kAnyShapeThreads) {
         const float4 more = __ldcg(from);
         sum[i][j] += more.x;
         sum[i][j + 1] += more.y;
@@ -569,7 +586,8 @@ __device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
           give[e] = upper ? sum[i][j + e] : sum[i + TM / 2][j + e];
           own[i][j + e] = upper ? sum[i + TM / 2][j + e] : sum[i][j + e];
         }
-        at[(i * TN + j) / 4 * 256 + threadIdx.x] = make_float4(give[0], give[1], give[2], give[3]);
+        at[(i * TN + j) / 4 * kAnyShapeThreads + threadIdx.x] =
+            make_float4(give[0], give[1], give[2], give[3]);
       }
     }
     __syncthreads();
@@ -577,7 +595,7 @@ __device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
     for (int i = 0; i < TM / 2; ++i) {
 #pragma unroll
       for (int j = 0; j < TN; j += 4) {
-        const float4 more = at[(i * TN + j) / 4 * 256 + (threadIdx.x ^ kApart)];
+        const float4 more = at[(i * TN + j) / 4 * kAnyShapeThreads + (threadIdx.x ^ kApart)];
         own[i][j] += more.x;
         own[i][j + 1] += more.y;
         own[i][j + 2] += more.z;
@@ -590,9 +608,10 @@ __device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
 
 // The piece of the tile at `place`. Not inlined: the compiler then finds registers for it as if it
 // were alone.
-template <class Tile, bool kAligned, class Handover>
-__device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover handover,
-                                            int2 place, Piece piece) {
+template <class Tile, bool kAligned>
+__device__ __noinline__ void multiply_piece(float* tiles, Matrices of,
+                                            Handover<Tile::BM * Tile::BN> handover, int2 place,
+                                            Piece piece) {
   const auto finish = [&](auto& sum) {
     if (piece.begin > 0) return handover.give(sum);
     for (int other = blockIdx.x + 1; other <= piece.last; ++other) handover.add(sum, other);
@@ -604,12 +623,13 @@ __device__ __noinline__ void multiply_piece(float* tiles, Matrices of, Handover 
 }
 
 // A block does its pieces, one after the other. Tiles of A and B reach shared memory as in `async`.
-// Sums stay in registers, and only those of a shared tile go through memory. So all blocks end at
-// about the same time.
+// Sums stay in registers, and only those of a shared tile go through memory. Ranges are equally
+// long, so all blocks end at about the same time.
 template <class Tile, bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     matmul_any_shape(Matrices of, Timetable<Tile> timetable,
                      Handover<Tile::BM * Tile::BN> handover) {
+  static_assert(Tile::kThreads == kAnyShapeThreads);
   extern __shared__ __align__(16) float tiles[];
   for (int i = 0;; ++i) {
     const Piece piece = timetable.piece(blockIdx.x, i);
@@ -623,10 +643,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 constexpr int kAlignThreads = 256;
 
 // Copies B into rows that are `pitch` apart and aligned; a block copies a row. It also changes the
-// order of each 32 columns: column c goes to 4 (c % 8) + c / 8. The reason is C, whose rows are not
-// aligned either, so that a thread stores single floats. The four neighbours in shared memory that
-// a thread multiplies are then columns of C that are 8 apart, and 8 lanes store 8 neighbours at a
-// time. In the old order these 8 elements would be 4 columns apart.
+// order of each 32 columns: number c of them goes to place 4 (c % 8) + c / 8. The reason is C,
+// whose rows are not aligned either, so that a thread stores single floats. The four neighbours in
+// shared memory that a thread multiplies are then columns of C that are 8 apart, and 8 lanes store
+// 8 neighbours at a time. In the old order these 8 elements would be 4 columns apart.
 __global__ void align_rows(const float* __restrict__ from, float* __restrict__ to, int n,
                            int pitch) {
   from += static_cast<size_t>(blockIdx.x) * n;
@@ -675,7 +695,7 @@ struct AnyShape {
   }
 
  private:
-  // B has to be copied into aligned rows, which takes some microseconds.
+  // Whether B has to be copied into aligned rows first.
   template <class Tile>
   static constexpr bool kCopied = Tile::kAligned && !kAligned;
 
@@ -685,6 +705,7 @@ struct AnyShape {
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     Timetable<Tile> timetable(n, device.sms,
                               resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
+    // Measured: one more launch, and 8 bytes moved for each number of B.
     if (kCopied<Tile>) timetable.microseconds += 3.8 + 2.8e-6 * n * n;
     if (Tile::kSharedBytes > device.shared_bytes) {
       timetable.microseconds = std::numeric_limits<double>::infinity();
@@ -786,7 +807,7 @@ int main(int argc, char** argv) {
 
   square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
   square.compare("async", "vectors", "Loading while computing: % times faster.");
-  square.compare("any shape", "async", "Steps dealt out instead of tiles: % times faster.");
+  square.compare("any shape", "async", "Smaller tiles, and steps dealt out: % times faster.");
   square.compare("any shape", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }

@@ -149,7 +149,7 @@ BARRIERS = [
     (MATMUL, "any shape", "void give(", 1, SHARED_TILES),
     (MATMUL, "any shape", "void add(", 1, SHARED_TILES),
     (MATMUL, "any shape", "matmul_any_shape(", 1, SHARED_TILES),
-    # One small tile, four slices.
+    # Small tiles, eight slices.
     (MATMUL, "any shape", "void add_slices(", 2, MATMUL_ARGUMENTS),
     (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
     # Three steps: after them, lagging warps still read the first of the three stages, which the
