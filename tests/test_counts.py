@@ -58,8 +58,6 @@ EXPLAINED = {
     ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused online"): {
         "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN,
         "shared_load_requests": MERGED},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused cluster"): {
-        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused cluster"): {
         "shared_load_conflicts": ARBITRATION, "shared_store_conflicts": ARBITRATION},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused cluster"): {
@@ -73,6 +71,11 @@ EXPLAINED = {
         "global_load_sectors": COPIES},
     ("10_clifford_gp", "", "forward + backward: both streamed"): {
         "shared_load_conflicts": ARBITRATION},
+}
+# Kernels that only the record or only the program has: recorded before the plan chose others there. To be
+# recorded again, and deleted here.
+OTHERS_CHOSEN = {
+    ("9_matmul_softmax", "300,300,260"): {"unfused cluster", "unfused exchange", "fused exchange"},
 }
 COUNTS = [*counters.SOURCES]
 
@@ -93,20 +96,21 @@ def compare(lesson, run, arguments, tmp_path):
     for ours, theirs in zip(json.loads(path.read_text())["problems"], record["problems"],
                             strict=True):
         assert ours["dims"] == theirs["dims"]
-        for kernel, known in zip(ours["kernels"], theirs["kernels"], strict=True):
-            assert kernel["name"] == known["name"]
+        counted = {kernel["name"]: kernel for kernel in ours["kernels"]}
+        recorded = {kernel["name"]: kernel for kernel in theirs["kernels"]}
+        assert counted.keys() ^ recorded.keys() == OTHERS_CHOSEN.get((lesson, run), set())
+        for kernel, known in ((counted[name], recorded[name]) for name in counted.keys() & recorded.keys()):
             if not kernel["counts"] or not known["counts"]:
                 continue  # the library's
             compared += 1
             for count in COUNTS:
-                counted, recorded = kernel["counts"][count], known["counts"][count]
-                allowed = TOLERANCE.get(lesson, 0.05) * recorded
+                here, there = kernel["counts"][count], known["counts"][count]
+                allowed = TOLERANCE.get(lesson, 0.05) * there
                 if count.endswith("conflicts"):  # the profiler's are not the same in each run
                     requests = count.replace("conflicts", "requests")
                     allowed = 0.05 * max(kernel["counts"][requests], known["counts"][requests])
-                if abs(counted - recorded) > allowed:
-                    name = f"{ours['name']}: {kernel['name']}"
-                    apart[name, count] = (counted, recorded)
+                if abs(here - there) > allowed:
+                    apart[f"{ours['name']}: {kernel['name']}", count] = (here, there)
     return apart, compared
 
 
