@@ -917,8 +917,8 @@ std::optional<Product> choose_narrow(const Layer& layer) {
   return {};
 }
 
-// fused cluster. A chunk is loaded, then multiplied: 50 MB/ms for a block, less where others load,
-// too. Of several tiles the logits are written first. (Fitted to 46 shapes on an H200; 10 % rms.)
+// fused cluster. A chunk is loaded, then multiplied: 50 KB a microsecond for a block, less where
+// others load, too. Logits of several tiles are written first. (46 shapes on an H200: 10 % rms.)
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Plan plan_cluster(const Layer& layer) {
   constexpr int kThreads = 2 * kClasses;
@@ -926,12 +926,12 @@ Plan plan_cluster(const Layer& layer) {
   const auto kernel = cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>;
   allow_shared_bytes(kernel, kBytes);
   const int tiles = static_cast<int>(blocks(layer.C, kClasses));
-  const int clusters = static_cast<int>(tiles * blocks(layer.B, kRows));
-  const int at_once = std::max(1, clusters_that_fit(kernel, kSplits, kThreads, kBytes));
+  const int64_t clusters = int64_t{tiles} * blocks(layer.B, kRows);
+  const int64_t at_once = clusters_that_fit(kernel, kSplits, kThreads, kBytes);
+  if (at_once == 0) return {};
   const double busy = 1.0 * std::min(clusters, at_once) * kSplits / layer.sms;
   const double loaded = 4e-3 * kDepth * (std::min(kRows, layer.B) + std::min(kClasses, layer.C));
-  const double chunk =
-      (0.23 + loaded * (0.02 + 0.011 * busy)) * (layer.C % 2 == 0 ? 1 : 1.12);  // KB, us
+  const double chunk = (layer.C % 2 == 0 ? 1 : 1.12) * (0.23 + loaded * (0.02 + 0.011 * busy));
   const double chunks = blocks(clusters, at_once) * blocks(layer.D, kSplits * kDepth);
   const bool copies_x = layer.D % 4 != 0;
   const double microseconds = 1.4 + 0.9 * std::min(1.0, busy) + chunks * chunk +
@@ -1073,15 +1073,16 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const bool cluster = needed || (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
                                               : 8 * tiles <= 2 * int64_t{layer.sms});
   Plan plan;
-  if (!needed) {
+  if (!needed)
     plan = anywhere ? choose_exchange<kMath, kMath != Math::tf32>(layer)
                     : choose_exchange<kMath, true>(layer);
-  }
   if (cluster) {
     const Plan other = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
-    if (kMath == Math::split || other.microseconds < 1.05 * plan.microseconds) plan = other;
+    const bool preferred = kMath == Math::split && other.make;
+    if (preferred || other.microseconds < 1.05 * plan.microseconds) plan = other;
   }
+  if (!plan.make) return {};  // fewer multiprocessors than a cluster has blocks
   const auto [aligned, align] = with_aligned_rows(layer, plan.copies_x, plan.copies_W);
   return after(align, plan.make(aligned));
 }
