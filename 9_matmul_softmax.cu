@@ -729,7 +729,7 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
 
 // The clusters side by side have all columns of a strip of kRows rows. At any time strips_at_once
 // strips are under way: so many that all of their blocks run at the same time. (Half fused, all
-// are, and of each block gridDim.y, with a slice of D each.)
+// are, and there are gridDim.y blocks for each tile of a strip, with a slice of D each.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
@@ -755,14 +755,14 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     }
     if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
   } else {
-    registers_grow_to<kColumns == 192 ? 152 : kRows == 256 ? 232 : 224>();
+    registers_grow_to<kColumns == 192 ? 152 : kRows == 256 ? 232 : 224>();  // all that are left
     TurnedConsumer<Shared> consumer{shared, C};
     const int own = consumer.own, col = col0 + consumer.col();
     const bool softmax = results.epilogue == Epilogue::softmax;
     float sum[kRows / 2];
     if (!softmax) {
       if (own < kRows) shared.rows[own] = 1;
-      named_barrier(1, Shared::kConsumers);
+      named_barrier(1, 128 * Shared::kConsumers);
     }
     for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
       const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
@@ -776,7 +776,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
               tiles == 1 ? row : exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
           shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
         }
-        named_barrier(1, Shared::kConsumers);
+        named_barrier(1, 128 * Shared::kConsumers);
       }
       float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
@@ -880,8 +880,8 @@ CUtensorMap map_of_x(const Layer& layer, unsigned rows) {
 
 template <int kTiles>
 Product make_narrow(const Layer& layer) {
-  // As few warps share a row as have room for all of W. Slabs of 32 rows, or 8 for each group of
-  // warps, but no larger than leaves each multiprocessor one, and room for two.
+  // As few warps share a row as can hold W. A slab is 32 rows, or 8 for each group of warps if that
+  // is more; fewer if multiprocessors would get none, or if a block had no room for two.
   using N = Narrow<kTiles>;
   constexpr int kThreads = 32 * kNarrowWarps;
   const int splits = static_cast<int>(blocks(blocks(layer.D, 32), N::kChunks));
@@ -889,7 +889,7 @@ Product make_narrow(const Layer& layer) {
   const int slab_bytes = 8 * 4 * layer.D, sums_bytes = 8 * 4 * splits * N::kStride;
   const int groups = std::min({std::max(4, kNarrowWarps / splits),
                                static_cast<int>(blocks(layer.B, 8 * layer.sms)),
-                               most / (2 * slab_bytes + sums_bytes)});
+                               std::max(1, most / (2 * slab_bytes + sums_bytes))});
   const int stages = std::min(kNarrowStages, (most / groups - sums_bytes) / slab_bytes);
   const int W_bytes = 16 * static_cast<int>(blocks(int64_t{1} * layer.D * layer.C, 4));
   const int bytes = std::max(W_bytes, groups * (stages * slab_bytes + sums_bytes));
@@ -917,8 +917,8 @@ std::optional<Product> choose_narrow(const Layer& layer) {
   return {};
 }
 
-// fused cluster. A chunk is loaded, then multiplied: 50 KB a microsecond for a block, less where
-// others load, too. Logits of several tiles are written first. (46 shapes on an H200: 10 % rms.)
+// fused cluster. Of a chunk a block loads 50 KB a microsecond if it is alone, 32 KB if each
+// multiprocessor has one (`busy` = 1); then it multiplies. (46 shapes on an H200: 10 % rms.)
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Plan plan_cluster(const Layer& layer) {
   constexpr int kThreads = 2 * kClasses;
@@ -962,8 +962,8 @@ Plan choose_cluster(const Layer& layer) {
   return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
 }
 
-// fused exchange in strips of kRows rows, of which `at_once` have all of their blocks running;
-// none: it is half fused, of `slices` slices of D.
+// fused exchange in strips of kRows rows: `at_once` strips have all of their blocks running at a
+// time. at_once = 0: half fused, of `slices` slices of D.
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
@@ -987,11 +987,11 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
   return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, slices, tiles, launch);
 }
 
-// Exchange, or half fused: what should take less time. Exchange: blocks wait for one another, the
-// more, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for each
-// multiprocessor, and the softmax is another kernel: rows that take a block each, if there are
-// many, and each slice, take their time. Without slices it has to be faster by 4 % to be worth
-// that. (All of it fitted on an H200, for a GPU without other work: lesson 7.)
+// Exchange, or half fused: what should take less time. Exchange: the more blocks wait for one
+// another, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for each
+// multiprocessor, and the softmax is another kernel (2.05 us, and some for each further slice); of
+// more than 1024 columns it has a block a row, which takes time if rows are many. Without slices it
+// has to be faster by 4 %. (Fitted on an H200; blocks that wait need a GPU without other work.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
@@ -1001,7 +1001,7 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   const int64_t tiles = kPeers * blocks(layer.C, kPeers * kColumns);
   const int64_t strips = RowsOfX::strips<kRows>(layer.B, shift);
   const int64_t all = kPeers * clusters_that_fit(kernel, kPeers, Shared::kThreads, sizeof(Shared));
-  if (all == 0 || (kPeers > 1 && layer.C <= kColumns)) return;  // there is no second tile
+  if (all == 0 || layer.C <= (kPeers - 1) * kColumns) return;  // none fits, or one has no tile
   const TurnedTime<Shared> time = {layer.B, layer.D, layer.C, shift};
   const bool copies_W = kAligned && layer.C % 4 != 0;
   const double copies = (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
@@ -1054,9 +1054,9 @@ Plan choose_exchange(const Layer& layer) {
 }
 
 // What Hopper has for a shape. TF32 with many rows of few columns: fused narrow. Up to 16 rows:
-// fused cluster. It is also considered for few columns, but not for very many rows, and where tiles
-// are few: 3xTF32 then takes it, TF32 unless exchange should be 5 % faster. Else fused exchange.
-// (D < 4: not all of W's matrices have a row. Then TF32 has only the cluster, too.)
+// fused cluster. Else fused exchange. But for few tiles, and for few columns unless rows are very
+// many, the cluster is considered, too: 3xTF32 takes it, TF32 unless exchange should be 5 % faster.
+// (D < 4 and C % 4 != 0: not all of W's matrices have a row. Then TF32 has only the cluster.)
 template <Math kMath>
 std::optional<Product> make_hopper_product(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too

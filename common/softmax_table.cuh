@@ -143,6 +143,7 @@ struct Plan {
   std::function<Product(const Layer&)> make = {};
 };
 
+// Of a launch that copies rows: 23 GB/s for each multiprocessor.
 inline double copy_microseconds(const Layer& layer, int rows, int cols) {
   return 1 + 8.0 * rows * cols / (23e3 * layer.sms);
 }

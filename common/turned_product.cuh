@@ -4,10 +4,10 @@
 // In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along k (here
 // D); those of x are, those of W are not. So the product is turned round: x^T is the factor from
 // shared memory, as the copy engine leaves it there, and W^T is the one from registers. A warpgroup
-// has 64 columns of W, a warp 16; for wgmma those are rows of W^T, and thread l has rows l / 4 and
-// l / 4 + 8 of its warp's 16. Which column is which row is ours to say: these two are neighbours, 2
-// (l / 4) and the next one, so that W can be read 8 bytes at a time. The thread's sums of the first
-// are sum[4 j + e], of the second sum[4 j + 2 + e], each for row 8 j + 2 (l % 4) + e of x.
+// has 64 columns of W, a warp 16; for wgmma these are rows of W^T, and thread l has rows l / 4 and
+// l / 4 + 8. Which column is which row is ours to say: in fused cluster these are neighbours, so
+// that W is read 8 bytes at a time (TurnedConsumer chooses otherwise). The thread's sums of the two
+// are sum[4 j + e] and sum[4 j + 2 + e], for row 8 j + 2 (l % 4) + e of x (e is 0 or 1).
 #pragma once
 
 #include <algorithm>
@@ -194,15 +194,15 @@ __device__ float exp_of(float value) {
 // W comes in boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
 // four matrices: matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i
 // on, so that all of its rows start at such multiples. Of each comes a box of 8 rows that has the
-// block's columns among its own, 8 columns before that of the last matrix: then four rows of W are
-// on different banks. A strip of x is alike: of every row, every second, or every fourth (RowsOfX).
+// block's columns among its own, from 8 columns before the previous box's on: then four rows of W
+// share few banks. A strip of x is of every row, every second, or every fourth of x (RowsOfX).
 template <Math kMath_, int kRows_, int kColumns_, int kPeers_, bool kAligned_>
 struct TurnedShared {
   static constexpr Math kMath = kMath_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kPeers = kPeers_;
   static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
-  static constexpr int kDepth = 32, kConsumers = 2 * kColumns;  // threads that multiply
-  static constexpr int kThreads = 128 + kConsumers, kWarps = kConsumers / 32;
+  static constexpr int kDepth = 32, kConsumers = kColumns / 64;  // warpgroups that multiply
+  static constexpr int kThreads = 128 * (1 + kConsumers), kWarps = 4 * kConsumers;
   static constexpr int kBoxRows = kRows % (8 * kPeers) == 0 ? kRows / kPeers : 32;
   static_assert(kRows % kBoxRows == 0);
   static constexpr int kPitch = kAligned ? 32 : kColumns + 28;               // of a box
@@ -282,14 +282,14 @@ struct RowsOfX {
   }
 };
 
-// How long blocks of these should take, in microseconds, where each of `active` blocks (of `most`
-// that run at a time) has `rounds` times one of `slices` slices of a strip's steps. Fitted to 700
-// measurements on an H200, from which it differs by 12% (rms). A step takes as long as one on
-// tensor cores with 80 rows more, or as its copies from the L2 cache, 69 GB/s for each block if all
-// run. A piece of 128 bytes is one line of the cache if rows are whole lines, else it lies on two,
-// and on five sectors of 32 bytes if rows are not whole sectors. Boxes for rows of W that start
-// anywhere are wider than the tile, and never narrower. Memory has 28 GB/s for each block, and for
-// few blocks more, but not all that there is.
+// Microseconds that these blocks should take: `active` run at a time (`most` could), `rounds` times
+// one after another, each with one of `slices` slices of a strip's steps along D. Fitted to 700
+// measurements on an H200, 12 % off (rms). A step takes its products or its copies, whichever is
+// longer. Products: 1.73 ns for each row of the tile and 80 more (only a fit, for 64 to 256 rows).
+// Copies from L2: 69 GB/s for each block if all run, more if fewer do. 128 bytes of a row count
+// once if they are one line of the cache, 1.13 times on two lines, 1.7 times on five sectors of 32
+// bytes; twice where rows of x start anywhere, 2.2 times for such a W, whose boxes are wider than
+// the tile. Memory: 28 GB/s for each block; few blocks get more each, but less in all.
 template <class Shared>
 struct TurnedTime {
   int B, D, C, shift;  // see RowsOfX
@@ -297,7 +297,7 @@ struct TurnedTime {
   double operator()(double rounds, double active, double most, int slices) const {
     constexpr int kDepth = Shared::kDepth, kColumns = Shared::kColumns;
     constexpr double kWide = kColumns / 128.0;
-    const auto lines = [](int n) { return n % 32 == 0 ? 1 : (n + 3) / 4 % 2 == 0 ? 1.13 : 1.7; };
+    const auto lines = [](int n) { return (n + 3) % 32 < 4 ? 1 : (n + 3) % 8 < 4 ? 1.13 : 1.7; };
     const double products = 1.73e-3 * (Shared::kRows + 80) * kWide * (Shared::kTwoParts ? 3.4 : 1);
     const double rows = std::min(1.0 * Shared::kRows, std::ceil(1.0 * B / (1 << shift)));
     const double pieces = rows / Shared::kPeers * (shift > 0 ? 2 : lines(D)) +
@@ -305,7 +305,7 @@ struct TurnedTime {
     const double copies = 4 * kDepth * pieces * std::pow(active / most, 0.78) / 69e3;
     const double steps = std::ceil(std::ceil(1.0 * D / kDepth) / slices);
     const double memory = 4.0 * D * (1.0 * B + C) / (28e3 * (0.7 * most + 0.3 * active));
-    const double store = (Shared::kAligned ? 0.0178 : 0.0198) * Shared::kRows * kWide;
+    const double store = (Shared::kAligned ? 0.0178 : 0.0198) * Shared::kRows * kWide;  // epilogue
     return 0.5 + rounds * store + std::max(rounds * steps * std::max(products, copies), memory);
   }
 };
@@ -325,7 +325,7 @@ template <class Shared>
 __device__ void init_barriers(Shared& shared) {
   for (int s = 0; s < Shared::kStages; ++s) {
     barrier_init(&shared.full[s], 1);
-    barrier_init(&shared.empty[s], Shared::kConsumers / 128 * Shared::kPeers);  // the cluster's
+    barrier_init(&shared.empty[s], Shared::kConsumers * Shared::kPeers);  // of the whole cluster
     barrier_init(&shared.split_done[s], 96);
   }
   barrier_init_fence();
@@ -379,7 +379,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
   }
 }
 
-// One of the threads of the consumers. A warp has 16 columns, and a thread two of them. If W
+// One of the consumers' threads. A warp has 16 columns, and a thread two of them. If W
 // is aligned these are neighbours, in that half of a box for which reads of four rows of W meet no
 // bank twice. Else they are columns g and g + 8 of the warp's, so that 8 lanes read, and in the
 // end write, what lies together.
@@ -445,9 +445,9 @@ struct TurnedConsumer {
     };
     load(w[0], ring);
     if (!Shared::kTwoParts && of.first == 0 && before > 0) {
-      blank_before<kRows>(shared.stages[ring.stage].x, before, own, Shared::kConsumers);
+      blank_before<kRows>(shared.stages[ring.stage].x, before, own, 128 * Shared::kConsumers);
       shared_fence();
-      named_barrier(1, Shared::kConsumers);
+      named_barrier(1, 128 * Shared::kConsumers);
     }
     for (int step = 0; step < steps; step += 2) {
       add(w[0], step);
@@ -524,14 +524,14 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
   }
   combine_quads(of_row, [](float a, float b) { return fmaxf(a, b); });
   share();
-  named_barrier(1, Shared::kConsumers);
+  named_barrier(1, 128 * Shared::kConsumers);
   MaxSum row = {minus_infinity(), 0};
   if (own < kRows) {
 #pragma unroll
     for (int i = 0; i < Shared::kWarps; ++i) row.largest = fmaxf(row.largest, shared.parts[i][own]);
     shared.rows[own] = base_of(row.largest);
   }
-  named_barrier(1, Shared::kConsumers);
+  named_barrier(1, 128 * Shared::kConsumers);
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const float base = shared.rows[i / 2 * 8 + 2 * t + i % 2];
@@ -541,7 +541,7 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
   }
   combine_quads(of_row, [](float a, float b) { return a + b; });
   share();
-  named_barrier(1, Shared::kConsumers);
+  named_barrier(1, 128 * Shared::kConsumers);
   if (own < kRows) {
 #pragma unroll
     for (int i = 0; i < Shared::kWarps; ++i) row.sum += shared.parts[i][own];

@@ -174,9 +174,6 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
                       HOPPER_SUM8(8), HOPPER_SUM4(16));
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA_TF32("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", HOPPER_SUM32(0));
-  } else if constexpr (kCount == 48) {
-    HOPPER_WGMMA_TF32("96", HOPPER_R48, "{%48, %49, %50, %51}", "%52", "%53", HOPPER_SUM32(0),
-                      HOPPER_SUM8(32), HOPPER_SUM8(40));
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA_TF32("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", HOPPER_SUM32(0),
                       HOPPER_SUM32(32));
