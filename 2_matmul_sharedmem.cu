@@ -243,7 +243,7 @@ template <int BM_, int BN_, int BK_, int TM_, int TN_, int kStages_, bool kAlign
           int kSlices_ = 1, int kResident_ = 1>
 struct AsyncTile {
   static constexpr int BM = BM_, BN = BN_, BK = BK_, TM = TM_, TN = TN_, kStages = kStages_;
-  static constexpr bool kAligned = kAligned_;   // B's rows, or its copy's: to 16 bytes
+  static constexpr bool kAligned = kAligned_;   // B, or its copy, has rows aligned to 16 bytes
   static constexpr int kSlices = kSlices_;      // groups of threads that divide each step's k
   static constexpr int kResident = kResident_;  // blocks for which a multiprocessor has registers
   static constexpr int kThreadsX = BN / TN, kThreadsY = BM / TM;
@@ -394,8 +394,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 // ---- any shape ----------------------------------------------------------------------------------
 
-// In `async` each block has one tile, of 128 x 256, and each multiprocessor one block at a time. N
-// = 3000 has 24 x 12 tiles: 132 multiprocessors compute 264 of them in two rounds. In a third round
+// In `async` each block has one tile, of 128 x 256, and each multiprocessor one block at a time. If
+// N is 3000, there are 24 x 12 tiles: 132 multiprocessors compute 264 in two rounds. In a third one
 // 24 multiprocessors work and 108 wait. Here the steps of the last tiles are put in a line instead.
 // Each block gets an equal range of it, which may begin or end in the middle of a tile:
 //
@@ -409,8 +409,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 //     as much as 128 rows. And only one block with such a tile fits on a multiprocessor, but two
 //     with 64 x 128: one multiplies while the other waits at a barrier.
 //   - Few tiles. N = 512 has only 32 tiles of 64 x 128, but 64 of 64 x 64. There each of 256
-//     threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread owns 8
-//     x 8, and 64 threads are enough for a tile. A block has four such groups, called slices: each
+//     threads would own 4 x 4 elements, with twice the reads for a multiply-add. So a thread owns
+//     8 x 8 elements, and 64 threads are enough. A block has four such groups, called slices: each
 //     multiplies a quarter of the k of every step, and at the end they add up their sums through
 //     shared memory. Tiles of 64 x 128 have two slices. N = 256 takes tiles of 32 x 32, with eight
 //     slices and 8 x 4 elements a thread. Which tiles cost the least time is estimated (see

@@ -1079,8 +1079,8 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   if (cluster) {
     const Plan other = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
-    const bool preferred = kMath == Math::split && other.make;
-    if (preferred || other.microseconds < 1.05 * plan.microseconds) plan = other;
+    const double most = kMath == Math::split ? INFINITY : 1.05 * plan.microseconds;
+    if (other.microseconds < most) plan = other;
   }
   if (!plan.make) return {};  // fewer multiprocessors than a cluster has blocks
   const auto [aligned, align] = with_aligned_rows(layer, plan.copies_x, plan.copies_W);

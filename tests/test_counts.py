@@ -96,21 +96,25 @@ def compare(lesson, run, arguments, tmp_path):
     for ours, theirs in zip(json.loads(path.read_text())["problems"], record["problems"],
                             strict=True):
         assert ours["dims"] == theirs["dims"]
-        counted = {kernel["name"]: kernel for kernel in ours["kernels"]}
-        recorded = {kernel["name"]: kernel for kernel in theirs["kernels"]}
-        assert counted.keys() ^ recorded.keys() == OTHERS_CHOSEN.get((lesson, run), set())
-        for kernel, known in ((counted[name], recorded[name]) for name in counted.keys() & recorded.keys()):
+        names, known_names = ({kernel["name"] for kernel in side["kernels"]} for side in (ours, theirs))
+        others = names ^ known_names
+        assert others == OTHERS_CHOSEN.get((lesson, run), set())
+        in_both = ([kernel for kernel in side["kernels"] if kernel["name"] not in others]
+                   for side in (ours, theirs))
+        for kernel, known in zip(*in_both, strict=True):
+            assert kernel["name"] == known["name"]
             if not kernel["counts"] or not known["counts"]:
                 continue  # the library's
             compared += 1
             for count in COUNTS:
-                here, there = kernel["counts"][count], known["counts"][count]
-                allowed = TOLERANCE.get(lesson, 0.05) * there
+                counted, recorded = kernel["counts"][count], known["counts"][count]
+                allowed = TOLERANCE.get(lesson, 0.05) * recorded
                 if count.endswith("conflicts"):  # the profiler's are not the same in each run
                     requests = count.replace("conflicts", "requests")
                     allowed = 0.05 * max(kernel["counts"][requests], known["counts"][requests])
-                if abs(here - there) > allowed:
-                    apart[f"{ours['name']}: {kernel['name']}", count] = (here, there)
+                if abs(counted - recorded) > allowed:
+                    name = f"{ours['name']}: {kernel['name']}"
+                    apart[name, count] = (counted, recorded)
     return apart, compared
 
 
