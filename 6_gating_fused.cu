@@ -25,7 +25,7 @@
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are only in the first.
 
 #include "common/async_copy.cuh"
-#include "common/gating.h"
+#include "common/gating_rows.cuh"
 #include "common/product_plan.cuh"
 #include "common/wmma_fragments.cuh"
 
@@ -280,98 +280,87 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
 // The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). common/tiles.cuh has the names. The
-// file below needs sigmoid(), so it comes here. It has Gate, a thread's work on 64 columns of its
-// sums, and gating_loose_rows: "Hopper resident" for rows of any length.
-#include "common/gating_rows.cuh"
-
-constexpr int kConsumers = 3;  // warpgroups that compute, besides one that copies
-
-// kBoxes: K in units of 64 columns. kStages tiles of x, 64 rows each, are in flight.
-template <int kBoxes, int kStages>
-struct HopperResidentShared {
-  // A stage always has the same consumer: it has seen one phase end before it waits for the next.
-  static_assert(kStages % kConsumers == 0);
-  RightTile<half, 128> W[kBoxes];  // W1's 64 columns and W2's side by side
-  LeftTile<half, 64> x[kStages][kBoxes];
-  Box<half, 64> out[kConsumers];
-  Barrier weights, full[kStages], empty[kStages];
-};
-
-// The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps 64 columns
-// of both weights in shared memory. Its producer streams tiles of x, 64 rows by all K columns,
-// through kStages stages; its three consumer warpgroups take turns, tile by tile, so that while one
-// waits for its products another computes sigmoids and a third waits for its tile. W1 and W2 lie
-// next to each other as one 128-column factor: one wgmma computes both sums, gate in registers 0 to
-// 31 and value in registers 32 to 63 of the same thread. Results leave through shared memory, by
-// the copy engine: no thread computes an address of x or of out.
-template <int kBoxes, int kStages>
-__global__ void __launch_bounds__(128 * (1 + kConsumers), 1)
-    gating_hopper_resident(const __grid_constant__ CUtensorMap x,
-                           const __grid_constant__ CUtensorMap W1,
-                           const __grid_constant__ CUtensorMap W2, const half* b1, const half* b2,
-                           const __grid_constant__ CUtensorMap out, int M, int H) {
+// in shared memory (mbarrier), products of a warpgroup (wgmma). common/tiles.cuh has the names, and
+// common/gating_rows.cuh the parts of the first of the two.
+//
+// The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps its columns
+// of both weights in shared memory: W1's and W2's next to each other, as one factor. So one wgmma
+// computes both sums: gate in the left half of a thread's registers, value in the right half. Each
+// consumer warpgroup owns a tile of 64 rows of out at a time, and has stages of its own for x,
+// which the producer fills. While one consumer waits for its products another computes sigmoids,
+// and a third waits for its tile; each goes at its own pace. If registers do not hold the sums of
+// all columns, a consumer computes them in parts, from the same tile of x, which is read once.
+//
+// How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): by the copy
+// engine, so that no thread computes an address, or, where rows are not aligned, as they lie.
+template <class Plan>
+__global__ void __launch_bounds__(Plan::kThreads, 1)
+    gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,
+                           const __grid_constant__ GatingOperands in,
+                           const __grid_constant__ CUtensorMap out,
+                           const __grid_constant__ Plan plan) {
 #if HOPPER_CODE
-  extern __shared__ __align__(1024) char bytes[];
-  auto& shared = *reinterpret_cast<HopperResidentShared<kBoxes, kStages>*>(bytes);
-  const int col0 = blockIdx.y * 64, tiles = (M + 63) / 64;
+  constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
+  extern __shared__ __align__(1024) char memory[];
+  const ResidentShared<Plan> shared(memory, plan);
+  const int tiles = (in.M + 63) / 64, stride = kConsumers * gridDim.x;
   if (threadIdx.x == 0) {
-    barrier_init(&shared.weights, 1);
-    for (int s = 0; s < kStages; ++s) {
+    for (int s = 0; s < kConsumers * plan.stages; ++s) {
       barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 1);
+      barrier_init(&shared.empty[s], 4);  // the consumer's warps
     }
     barrier_init_fence();
   }
   __syncthreads();
 
-  Ring<kStages> ring;
-  if (threadIdx.x < 128) {
+  StageRing ring{plan.stages};
+  if (warp_of_block() < 4) {
     registers_shrink_to<24>();
-    if (threadIdx.x != 0) return;
-    barrier_arrive_expect(&shared.weights, sizeof shared.W);
-    for (int k = 0; k < kBoxes; ++k) {
-      tensor_load(shared.W[k].boxes[0].elements, &W1, 64 * k, col0, &shared.weights);
-      tensor_load(shared.W[k].boxes[1].elements, &W2, 64 * k, col0, &shared.weights);
-    }
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ring.advance()) {
-      Barrier* arrived = &shared.full[ring.stage];
-      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      barrier_arrive_expect(arrived, sizeof shared.x[0]);
-      for (int k = 0; k < kBoxes; ++k) {
-        tensor_load(shared.x[ring.stage][k].elements, &x, 64 * tile, 64 * k, arrived);
+    if (warp_of_block() != 0 || !elect_one()) return;
+    for (int first = blockIdx.x; first < tiles; first += stride) {
+      const StageRing start = ring;
+      for (int consumer = 0; consumer < kConsumers; ++consumer) {
+        const int tile = first + consumer * gridDim.x;
+        if (tile >= tiles) break;
+        ring = start;
+        for (int s = 0; s < x.stages; ++s, ring.advance()) {
+          const int stage = consumer * plan.stages + ring.stage;
+          barrier_wait(&shared.empty[stage], ring.parity ^ 1);
+          x.load(shared.stages + stage * plan.stage_bytes, 64 * tile, s, &shared.full[stage]);
+        }
       }
     }
   } else {
-    registers_grow_to<152>();
-    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    const Gate gate(b1, b2, col0, H);
-    for (int i = 0; i < consumer; ++i) ring.advance();
-    barrier_wait(&shared.weights, 0);
-    for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles;
-         tile += kConsumers * gridDim.x) {
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      Sum<128> sum;
-#pragma unroll
-      for (int k = 0; k < kBoxes; ++k) {
-        sum.start_product(shared.x[ring.stage][k], 0, shared.W[k], k > 0);
+    registers_grow_to<Plan::kRegisters>();
+    const int consumer = warp_of_block() / 4 - 1, col0 = blockIdx.y * plan.parts * kWidth;
+    ResidentOut<Plan> results{plan,     in,  out, shared.out + consumer * plan.out_bytes,
+                              consumer, col0};
+    const auto release = [&](int stage) {
+      if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
+    };
+    shared.W.template load<128 * kConsumers>(in, col0, plan.parts, threadIdx.x - 128);
+    named_barrier(1 + kConsumers, 128 * kConsumers);
+    for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles; tile += stride) {
+      const StageRing start = ring;
+      for (int part = 0; part < plan.parts; ++part) {
+        const bool last = part == plan.parts - 1;
+        int previous = 0;
+        Sum<2 * kWidth> sum;
+        shared.W.start(sum, part);
+        ring = start;
+        for (int s = 0; s < x.stages; ++s, ring.advance()) {
+          const int stage = consumer * plan.stages + ring.stage;
+          barrier_wait(&shared.full[stage], ring.parity);
+          x.add_product(sum, shared.stages + stage * plan.stage_bytes, s, shared.W.operand(part));
+          if (last && s > 0) release(previous);
+          previous = stage;
+        }
+        wgmma_wait<0>();
+        if (last) release(previous);
+        results.put(sum, 64 * tile, part);
       }
-      wgmma_wait<0>();
-      if (thread == 0) {
-        barrier_arrive(&shared.empty[ring.stage]);
-        tensor_store_wait_read<0>();  // this consumer's box is free again
-      }
-      named_barrier(1 + consumer, 128);
-      gate.store(sum, 0, shared.out[consumer]);
-      shared_fence();
-      named_barrier(1 + consumer, 128);
-      if (thread == 0) {
-        tensor_store(&out, 64 * tile, col0, shared.out[consumer].elements);
-        tensor_store_commit();
-      }
-      for (int i = 0; i < kConsumers; ++i) ring.advance();
     }
-    if (thread == 0) tensor_store_wait_read<0>();
+    results.end();
   }
 #endif
 }
@@ -450,57 +439,71 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
       .resources(kernel, Tiles::kThreads, kBytes);
 }
 
-// The grid of the next two: one block a multiprocessor, with `width` columns.
-dim3 staying_blocks(const GatingProblem& table, const Device& device, int width) {
-  const unsigned columns = blocks_for(table.shape.hidden, width);
-  const unsigned fit = std::max(1u, static_cast<unsigned>(device.sms) / columns);
-  return dim3(std::min(blocks_for(table.shape.rows, 64), fit), columns);
-}
-
-// Adds "Hopper resident" for K up to 64 kBoxes (false if K is larger). Rows have a multiple of 16
-// bytes. add_loose_rows does the same for any K and H whose weights fit.
-template <int kBoxes, int kStages>
-bool add_hopper_resident(GatingProblem& table, const Device& device) {
-  const auto [M, K, H] = table.shape;
-  if (K > 64 * kBoxes) return false;
-  constexpr int kThreads = 128 * (1 + kConsumers);
-  constexpr int kBytes = sizeof(HopperResidentShared<kBoxes, kStages>);
-  const auto kernel = gating_hopper_resident<kBoxes, kStages>;
-  allow_shared_bytes(kernel, kBytes);
-  const dim3 grid = staying_blocks(table, device, 64);
-  const auto launch = [=, &table] {
-    const auto [M, K, H] = table.shape;
-    const CUtensorMap x = tensor_map<half>(table.x, M, K, 64);
-    const CUtensorMap W1 = tensor_map<half>(table.W1, K, H, 64);
-    const CUtensorMap W2 = tensor_map<half>(table.W2, K, H, 64);
-    const CUtensorMap out = tensor_map<half>(table.out, M, H, 64);
-    gating_hopper_resident<kBoxes, kStages>
-        <<<grid, kThreads, kBytes>>>(x, W1, W2, table.b1, table.b2, out, M, H);
+// Adds "Hopper resident" with the plan that should take the least time, with as many blocks side by
+// side, which divide the columns, as that takes; false if there is no room for any.
+template <class... Plans>
+bool add_planned(GatingProblem& table, const Device& device) {
+  struct Choice {
+    size_t number;  // of the plan
+    int boxes, blocks;
+    double cost;
+  } best{0, 0, 0, std::numeric_limits<double>::infinity()};
+  const auto plan_of = [&]<class Plan>(std::type_identity<Plan>, int boxes, int blocks) {
+    return Plan(typename Plan::Rows(table.shape, boxes), table.shape, blocks, device.shared_bytes);
   };
-  Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
-  row.resources(kernel, kThreads, kBytes).hopper_only();
+  size_t number = 0;
+  const auto consider = [&]<class Plan>(std::type_identity<Plan> plan) {
+    const int64_t most = Plan::Rows::most_fetches(table.shape);
+    for (const int boxes : {2, 1}) {
+      for (int blocks = 1; blocks <= std::min<int64_t>(8, most); ++blocks) {
+        const double cost = plan_of(plan, boxes, blocks).cost;
+        if (cost < best.cost) best = {number, boxes, blocks, cost};
+      }
+    }
+    ++number;
+  };
+  (consider(std::type_identity<Plans>()), ...);
+  if (best.blocks == 0) return false;
+
+  number = 0;
+  const auto add_if_best = [&]<class Plan>(std::type_identity<Plan> type) {
+    if (number++ != best.number) return;
+    const Plan plan = plan_of(type, best.boxes, best.blocks);
+    const auto kernel = gating_hopper_resident<Plan>;
+    allow_shared_bytes(kernel, plan.bytes());
+    const unsigned fit = std::max(1, device.sms / best.blocks);
+    const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), best.blocks);
+    const auto launch = [=, &table] {
+      const auto [M, K, H] = table.shape;
+      typename Plan::Rows x(table.shape, best.boxes);
+      x.are_of(table.x, table.shape);
+      const CUtensorMap out = Plan::kLines ? tensor_map<half>(table.out, M, H, 64) : CUtensorMap();
+      gating_hopper_resident<Plan>
+          <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
+    };
+    Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
+    row.resources(kernel, Plan::kThreads, plan.bytes()).hopper_only();
+  };
+  (add_if_best(std::type_identity<Plans>()), ...);
   return true;
 }
 
-// The first of some plans whose blocks have all columns, and for each consumer two tiles: one is on
-// its way while the other is multiplied. Or the first with one tile, or with parts of the columns.
-template <class... Plans>
-bool add_loose_rows(GatingProblem& table, const Device& device) {
-  const auto add = [&]<class Plan>(const Plan& plan, int columns, int tiles) {
-    if (plan.columns > columns || plan.stages < tiles * Plan::kConsumers) return false;
-    allow_shared_bytes(gating_loose_rows<Plan>, plan.bytes());
-    const dim3 grid = staying_blocks(table, device, Plan::kWidth);
-    const auto launch = [=, &table] {
-      gating_loose_rows<Plan><<<grid, Plan::kThreads, plan.bytes()>>>(table.operands(), plan);
-    };
-    Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
-    row.resources(gating_loose_rows<Plan>, Plan::kThreads, plan.bytes()).hopper_only();
-    return true;
-  };
-  const auto add_first = [&](int columns, int tiles) {
-    return (add(Plans(table.shape, device.shared_bytes), columns, tiles) || ...);
-  };
-  return add_first(1, 2) || add_first(1, 1) || add_first(std::numeric_limits<int>::max(), 1);
+// The plans: few columns and many consumers, or the other way round where the weights leave less
+// room.
+template <class Rows>
+bool add_hopper_resident(GatingProblem& table, const Device& device) {
+  if (table.shape.hidden % 64 == 0) {
+    return add_planned<ResidentPlan<Rows, 64, 4, true>, ResidentPlan<Rows, 64, 3, true>,
+                       ResidentPlan<Rows, 64, 2, true>>(table, device);
+  }
+  return add_planned<ResidentPlan<Rows, 16, 4, false>, ResidentPlan<Rows, 32, 4, false>,
+                     ResidentPlan<Rows, 48, 4, false>, ResidentPlan<Rows, 64, 4, false>,
+                     ResidentPlan<Rows, 32, 3, false>, ResidentPlan<Rows, 48, 3, false>,
+                     ResidentPlan<Rows, 64, 3, false>, ResidentPlan<Rows, 80, 3, false>,
+                     ResidentPlan<Rows, 96, 3, false>, ResidentPlan<Rows, 32, 2, false>,
+                     ResidentPlan<Rows, 48, 2, false>, ResidentPlan<Rows, 64, 2, false>,
+                     ResidentPlan<Rows, 80, 2, false>, ResidentPlan<Rows, 96, 2, false>,
+                     ResidentPlan<Rows, 128, 2, false>>(table, device);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.
@@ -572,14 +575,11 @@ int main(int argc, char** argv) {
                          : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
     add(layer, lesson.device());
   }
-  // Where the weights do not stay on chip: lesson 3's product.
-  const auto add_loose = add_loose_rows<LooseRows<32, 3>, LooseRows<64, 3>, LooseRows<64, 2>,
-                                        LooseRows<96, 3>, LooseRows<96, 2>, LooseRows<128, 2>>;
-  const auto add = !layer.shape.aligned() || K % 64 != 0 ? add_loose
-                   : K <= 64                             ? add_hopper_resident<1, 9>
-                   : K <= 128                            ? add_hopper_resident<2, 6>
-                                                         : add_hopper_resident<4, 3>;
-  if (!add(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();
+  // x comes in boxes if its rows are aligned, and most of a box is x. Where the weights do not stay
+  // on chip: lesson 3's product.
+  const bool boxed = K % 8 == 0 && 4 * ((K + 63) / 64 * 64) <= 7 * K;
+  const auto add_resident = boxed ? add_hopper_resident<BoxedRows> : add_hopper_resident<LooseRows>;
+  if (!add_resident(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();
   GatedProduct{square, lesson.device()}.add();
 
   layer.problem.compare("resident weights", "one thread per element",

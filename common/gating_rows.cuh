@@ -1,22 +1,23 @@
-// What a thread of lesson 6's Hopper kernels does with its sums, and a second "Hopper resident" for
-// loose rows: rows of any length. sigmoid() is the lesson's.
-//
-// x and the result are read and written where they are, without an aligned copy. The copy engine
-// moves boxes of a matrix only if its rows are multiples of 16 bytes, and quickly only if they are
-// whole lines of 128 bytes. But 64 rows one after the other are one piece of memory, which starts
-// at a multiple of 128 bytes, whatever the length of a row. So a tile of x comes as that piece.
-// wgmma cannot read such rows from shared memory: it takes them from registers.
+// What "Hopper resident" of lesson 6 is made of: the weights that stay in a block's shared memory,
+// the two ways in which rows of x come there, the two in which rows of out leave, and what fits
+// beside what. And the gate, as the epilogue of lesson 3's product.
 #pragma once
 
 #include <algorithm>
-#include <bit>
+#include <limits>
 
 #include "common/async_copy.cuh"
 #include "common/gating.h"
 #include "common/tiles.cuh"
 
 #if HOPPER_CODE
-/// The gate of 64 columns of out, from col0 on. A thread keeps the biases of its columns, two
+/// sigmoid(gate) * value, in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
+/// units in the last place of fp32 at most, and have 0 for what would be denormal.
+__device__ inline float gated(float gate, float value) {
+  return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
+}
+
+/// The biases of 64 columns of out, from col0 on. A thread keeps those of its columns, two
 /// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
 /// last bias, so that no load depends on a condition, and all of them are on their way at once.
 struct Gate {
@@ -46,76 +47,50 @@ struct Gate {
   __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
     sum.store(to, first, [&](int i) {
       const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
-      const float gate = sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y);
-      return sigmoid(gate) *
-             (sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
+      return gated(sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y),
+                   sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
     });
   }
 };
-#endif
 
-/// What a block has in shared memory: kWidth columns of both weights, their biases, 64 rows of
-/// results for each consumer, and `stages` tiles of x, 64 rows by K. Only blocks of 64 columns may
-/// have a part of H, and M is a multiple of 64; else, or if nothing fits, there are no stages.
-template <int kWidth_, int kConsumers_>
-struct LooseRows {
-  static constexpr int kWidth = kWidth_, kMostStages = 18;
-  static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
-  static constexpr int kThreads = 128 * (1 + kConsumers);
-  int K, H, slices;  ///< slices: of 16 channels
-  int columns;       ///< blocks side by side that cover all of H
-  int pitch;         ///< from a row of results to the next: H, or kWidth and some more
-  int shift;         ///< K 2^shift is a multiple of 8
-  int stages = 0;
+/// A descriptor for what lies `by` 16-byte pieces further on in shared memory. Only its lower half
+/// changes, which takes half the instructions of an addition of 64 bits.
+__device__ inline uint64_t further(uint64_t descriptor, uint32_t by) {
+  return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + by);
+}
 
-  LooseRows(const GatingShape& shape, int64_t room)
-      : K(static_cast<int>(shape.channels)),
-        H(static_cast<int>(shape.hidden)),
-        slices((K + 15) / 16),
-        columns((H + kWidth - 1) / kWidth),
-        pitch(columns == 1 ? H : kWidth + (H % 8 == 0 ? 8 : 2)),
-        shift(3 - std::min(3, std::countr_zero(static_cast<unsigned>(K)))) {
-    // A stage always has the same consumer, which sees one phase end before it waits for the next.
-    if (shape.rows % 64 != 0 || K > 1024 || (columns > 1 && kWidth != 64)) return;
-    const int64_t left = room - static_cast<int64_t>(bytes());
-    const int64_t most = left / (tile_bytes() + static_cast<int64_t>(2 * sizeof(Barrier)));
-    const int64_t turns = std::clamp<int64_t>(most, 0, kMostStages) / kConsumers;
-    stages = static_cast<int>(turns) * kConsumers;
-  }
-  __host__ __device__ int weight_bytes() const { return 64 * kWidth * slices; }
-  __host__ __device__ int out_bytes() const { return 128 * pitch; }
-  __host__ __device__ int tile_bytes() const { return 128 * K; }
-  size_t bytes() const {
-    return weight_bytes() + kConsumers * out_bytes() + 2 * kWidth * sizeof(float) +
-           stages * (tile_bytes() + 2 * sizeof(Barrier));
-  }
-};
+// ---- the weights --------------------------------------------------------------------------------
 
-#if HOPPER_CODE
-/// A block's columns of W1 and W2, in turns: 8 of the one, 8 of the other, and so on. So one wgmma
-/// computes both sums, and a thread gets both of an element. They lie in boxes of 64 columns by
-/// `depth` rows of k; zeros beyond K or H.
-struct WeightsInTurns {
+/// A block's columns of both weights in shared memory, in parts of kWidth columns of out. In each
+/// part W1's columns and then W2's are one factor, so that one wgmma computes gates and values, and
+/// a thread gets both of an element. They lie in boxes of 64 columns by `rows` of k: the weights'
+/// rows, zeros up to a multiple of 16, and 16 more, of which the first has the biases.
+template <int kWidth>
+struct ResidentWeights {
+  static constexpr int kBoxes = (2 * kWidth + kBoxCols - 1) / kBoxCols;
   half* elements;
-  int depth;
+  int rows;
 
-  /// All of the calling threads copy, pieces of 8 columns; this is number `own` of them.
-  template <int kWidth, int kThreads>
-  __device__ void load(const GatingOperands& in, int col0, int own) const {
-    constexpr int kPieces = kWidth / 4;
+  /// All of kThreads threads copy `parts` parts, whose first column is col0 of out, 8 columns at a
+  /// time; this is number `own`.
+  template <int kThreads>
+  __device__ void load(const GatingOperands& in, int col0, int parts, int own) const {
+    constexpr int kPieces = 2 * kWidth / 8;
 #pragma unroll 2
-    for (int i = own; i < depth * kPieces; i += kThreads) {
-      const int k = i / kPieces, piece = i % kPieces, col = col0 + piece / 2 * 8;
-      const half* from = (piece % 2 == 0 ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
-      half* to = elements + piece / 8 * depth * kBoxCols + swizzled(k, piece % 8);
+    for (int i = own; i < rows * kPieces * parts; i += kThreads) {
+      const int piece = i % kPieces, k = i / kPieces % rows, part = i / kPieces / rows;
+      const int col = col0 + part * kWidth + piece * 8 % kWidth;
+      const bool gate = 8 * piece < kWidth, bias = k == rows - 16;
+      const half* from = bias ? (gate ? in.b1 : in.b2) + col
+                              : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
+      half* to = elements + (part * kBoxes + piece / 8) * rows * kBoxCols + swizzled(k, piece % 8);
+      const int there = bias || k < in.K ? in.H - col : 0;
       if (in.H % 8 == 0) {
-        copy_async<16>(to, from, k < in.K && col < in.H);
+        copy_async<16>(to, from, there > 0);
       } else {
         alignas(16) half eight[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          eight[j] = k < in.K && col + j < in.H ? from[j] : __float2half_rn(0);
-        }
+        for (int j = 0; j < 8; ++j) eight[j] = j < there ? from[j] : __float2half_rn(0);
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(eight);
       }
     }
@@ -123,198 +98,366 @@ struct WeightsInTurns {
     copy_async_wait<0>();
     shared_fence();
   }
-  /// For wgmma: 16 rows from 16 `slice` on.
-  __device__ uint64_t operand(int slice) const {
-    return descriptor_b(elements, depth) + 128 * slice;
+  /// A part's first 16 rows, for wgmma; the next 16 are 128 pieces further.
+  __device__ uint64_t operand(int part) const {
+    return descriptor_b(elements + part * kBoxes * rows * kBoxCols, rows);
+  }
+  /// Starts a sum with the biases: with the product of the last 16 rows and of a left factor that
+  /// has ones in its first column, zeros in the others, and is in registers. So no thread loads or
+  /// adds a bias.
+  __device__ void start(Sum<2 * kWidth>& sum, int part) const {
+    const uint32_t one_zero = threadIdx.x % 4 == 0 ? 0x3c00 : 0;
+    const uint32_t ones[4] = {one_zero, one_zero, 0, 0};
+    wgmma_fence();
+    wgmma<half>(sum.elements, ones, further(operand(part), 8 * (rows - 16)), false);
+    wgmma_commit();
   }
 };
 
-/// A consumer's part: a warpgroup, which multiplies 64 rows of x and applies the gate. Which row of
-/// a tile is which row of wgmma is ours to say. There are 8 sets of 8 rows; a thread has one row of
-/// each of its warp's two sets. The rows of a set are 2^shift apart, and so on different banks,
-/// unless K is a multiple of 16.
+/// sum += x W, for `count` slices of 16 columns of x and rows of W, 4 at most. `left` has
+/// slices<kCount>(), the first of x for wgmma; W is where the first of its rows is. At most
+/// kInFlight groups of products are still under way then.
+template <int kInFlight, int kColumns, class Left>
+__device__ void add_slices(Sum<kColumns>& sum, const Left& left, uint64_t W, int count) {
+  const auto add = [&]<int kCount>() {
+    const auto slices = left.template slices<kCount>();
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      wgmma<half>(sum.elements, slices.of[i], further(W, 128 * i), true);
+    }
+    wgmma_commit();
+    wgmma_wait<kInFlight>();
+  };
+  if (count >= 4) return add.template operator()<4>();
+  if (count == 3) return add.template operator()<3>();
+  count == 2 ? add.template operator()<2>() : add.template operator()<1>();
+}
+#endif
+
+// ---- x ------------------------------------------------------------------------------------------
+
+/// x if its rows are multiples of 16 bytes: boxes of 64 rows by 64 columns, which the copy engine
+/// brings, zeros beyond M or K, and wgmma reads. A stage has `stage_boxes` of them.
+struct BoxedRows {
+  using Tile = LeftTile<half, 64>;
+  CUtensorMap map = {};
+  int boxes, stage_boxes, stages, slices;  ///< of a tile: boxes, stages, slices of 16 columns
+
+  BoxedRows(const GatingShape& shape, int most_boxes)
+      : boxes(static_cast<int>(shape.channels + kStepK - 1) / kStepK),
+        stage_boxes(std::min(most_boxes, boxes)),
+        stages((boxes + stage_boxes - 1) / stage_boxes),
+        slices(static_cast<int>(shape.channels + 15) / 16) {}
+  void are_of(const half* x, const GatingShape& shape) {
+    map = tensor_map<half>(x, shape.rows, shape.channels, 64);
+  }
+  int stage_bytes() const { return stage_boxes * static_cast<int>(sizeof(Tile)); }
+  /// If x were fetched more often, lesson 3's product would be faster.
+  static int64_t most_fetches(const GatingShape& shape) {
+    return 1 + shape.hidden / shape.channels;
+  }
+
+#if HOPPER_CODE
+  /// Stage number `stage` of the tile of 64 rows from `row` on.
+  __device__ void load(char* to, int row, int stage, Barrier* arrived) const {
+    const int first = stage * stage_boxes, count = min(stage_boxes, boxes - first);
+    barrier_arrive_expect(arrived, count * sizeof(Tile));
+    for (int i = 0; i < count; ++i) {
+      tensor_load(to + i * sizeof(Tile), &map, row, kStepK * (first + i), arrived);
+    }
+  }
+  /// Adds the product of that stage, which is at `from`; W is where the weights' first rows are.
+  template <int kColumns>
+  __device__ void add_product(Sum<kColumns>& sum, const char* from, int stage, uint64_t W) const {
+    const int first = kStepK / 16 * stage_boxes * stage;
+    Left left{descriptor_a(from)};
+    W = further(W, 128 * first);
+    for (int there = min(kStepK / 16 * stage_boxes, slices - first); there > 0; there -= 4) {
+      add_slices<1>(sum, left, W, there);
+      left.first = further(left.first, sizeof(Tile) / 16), W = further(W, 4 * 128);
+    }
+  }
+
+ private:
+  struct Left {
+    uint64_t first;
+    template <int kCount>
+    struct Slices {
+      uint64_t of[kCount];
+    };
+    template <int kCount>
+    __device__ Slices<kCount> slices() const {
+      Slices<kCount> result;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result.of[i] = further(first, 2 * i);
+      return result;
+    }
+  };
+#endif
+};
+
+/// x with rows of any length. The copy engine moves boxes of a matrix only if its rows are
+/// multiples of 16 bytes. But 64 rows one after the other are one piece of memory, which starts at
+/// a multiple of 128 bytes, whatever the length of a row. So a tile of x comes as that piece, in
+/// one stage. wgmma cannot read such rows from shared memory: it takes them from registers.
+struct LooseRows {
+  static constexpr int stages = 1;
+  const half* x = nullptr;
+  int M, K;
+
+  LooseRows(const GatingShape& shape, int)
+      : M(static_cast<int>(shape.rows)), K(static_cast<int>(shape.channels)) {}
+  void are_of(const half* from, const GatingShape&) { x = from; }
+  int stage_bytes() const { return 128 * K; }
+  /// For lesson 3's product x has to be copied first.
+  static int64_t most_fetches(const GatingShape& shape) {
+    return 1 + 4 * std::max<int64_t>(1, shape.hidden / shape.channels);
+  }
+
+#if HOPPER_CODE
+  __device__ void load(char* to, int row, int, Barrier* arrived) const {
+    const int bytes = min(64, M - row) * K * 2;
+    barrier_arrive_expect(arrived, bytes);
+    bulk_load(to, x + static_cast<size_t>(row) * K, bytes, arrived);
+  }
+  template <int kColumns>
+  __device__ void add_product(Sum<kColumns>& sum, const char* from, int, uint64_t W) const {
+    const auto add_all = [&](auto left) {
+      for (int there = (K + 15) / 16; there > 0; there -= 4) {
+        add_slices<0>(sum, left, W, there);
+        left.advance(), W = further(W, 4 * 128);
+      }
+    };
+    K % 2 == 0 ? add_all(Left<false>(from, K)) : add_all(Left<true>(from, K));
+  }
+
+ private:
+  /// A thread's fragments, two neighbours of a row in each register. kOdd: K is odd, every other
+  /// row starts in the middle of 4 bytes, and there two neighbours come from two words.
+  template <bool kOdd>
+  struct Left {
+    const uint32_t* rows[2];  ///< the words that have the first two elements of its two rows
+    int shift;                ///< bits of the first word that are not theirs
+    int left;                 ///< elements of a row from there on
+
+    __device__ Left(const char* tile, int K) {
+      const unsigned thread = threadIdx.x % 128, col = thread % 4 * 2;
+      const unsigned first = (thread / 32 * 16 + thread % 32 / 4) * K + col, second = first + 8 * K;
+      rows[0] = reinterpret_cast<const uint32_t*>(tile) + first / 2;
+      rows[1] = reinterpret_cast<const uint32_t*>(tile) + second / 2;
+      shift = first % 2 * 16;
+      left = K - static_cast<int>(col);
+    }
+    /// By 4 slices.
+    __device__ void advance() { rows[0] += 32, rows[1] += 32, left -= 64; }
+
+    template <int kCount>
+    struct Slices {
+      uint32_t of[kCount][4];
+    };
+    template <int kCount>
+    __device__ Slices<kCount> slices() const {
+      Slices<kCount> result;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const uint32_t* from = rows[m % 2] + 8 * i + 4 * (m / 2);
+          result.of[i][m] = kOdd ? __funnelshift_r(from[0], from[1], shift) : from[0];
+        }
+      }
+      // What is beyond K, if the last of these is the row's last one, becomes zeros.
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int there = left - 16 * (kCount - 1) - 8 * (m / 2);
+        result.of[kCount - 1][m] &= there > 1 ? 0xffffffff : there == 1 ? 0xffff : 0;
+      }
+      return result;
+    }
+  };
+#endif
+};
+
+// ---- what fits beside what ----------------------------------------------------------------------
+
+/// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
+/// each consumer's results, and `stages` stages of x for each. kLines: rows of out are whole lines
+/// of 128 bytes. `cost` is infinite if there is no room.
+template <class Rows_, int kWidth_, int kConsumers_, bool kLines_>
+struct ResidentPlan {
+  using Rows = Rows_;
+  static constexpr int kWidth = kWidth_;          // columns of out that are one sum
+  static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
+  static constexpr bool kLines = kLines_;
+  static constexpr int kMostStages = 16;
+  int rows;   ///< of ResidentWeights
+  int parts;  ///< of a block
+  int pitch;  ///< elements from a row of results to the next, if not kLines
+  int stage_bytes, out_bytes, stages = 0;
+  double cost = std::numeric_limits<double>::infinity();
+
+  /// For `blocks` blocks side by side, which have all columns together.
+  ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
+      : rows(static_cast<int>(shape.channels + 15) / 16 * 16 + 16),
+        parts(static_cast<int>((shape.hidden + kWidth * blocks - 1) / (kWidth * blocks))),
+        pitch(static_cast<int>(std::min<int64_t>(shape.hidden, parts * kWidth))),
+        stage_bytes(x.stage_bytes()),
+        out_bytes(kLines ? (parts > 1 ? 2 : 1) * static_cast<int>(sizeof(Box<half, 64>))
+                         : (128 * pitch + 1023) / 1024 * 1024) {
+    if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
+    if (parts * kWidth * (blocks - 1) >= shape.hidden) return;
+    const int64_t each = kConsumers * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
+    const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
+    // All parts read the same tile. A stage is given back when the next one has come.
+    if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
+    stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
+    // Clock cycles for 64 rows, to rank plans: fitted to what 20 shapes took on an H200. A consumer
+    // needs these for its parts; 1000 pass until what it asks for has come, unless it has stages to
+    // ask in time. Blocks side by side write parts of rows, whose ends are parts of a sector, which
+    // takes twice as long; and they fetch the same rows of x, 24 bytes a cycle.
+    const int ahead = stages - (parts > 1 ? x.stages : 1);
+    const double work = parts * (600 + kWidth * (rows / 16 + 14)) + 400;
+    const double consumer = ahead > 0 ? std::max(work, 1000.0 * x.stages / ahead) : work + 1000;
+    cost = blocks * consumer / kConsumers;
+    if (blocks == 1) return;
+    const double fetched = 128.0 * static_cast<double>(shape.channels * blocks + shape.hidden);
+    cost = std::max(kLines ? cost : 2 * cost, fetched / 24);
+  }
+  __host__ __device__ int weight_bytes() const {
+    return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
+  }
+  size_t bytes() const {
+    return weight_bytes() + kConsumers * (out_bytes + stages * (stage_bytes + 2 * sizeof(Barrier)));
+  }
+};
+
+#if HOPPER_CODE
+/// The same, at its places.
 template <class Plan>
-struct LooseConsumer {
-  static constexpr int kWidth = Plan::kWidth;
+struct ResidentShared {
+  char *out, *stages;
+  ResidentWeights<Plan::kWidth> W;
+  Barrier *full, *empty;
+
+  __device__ ResidentShared(char* memory, const Plan& plan)
+      : out(memory + plan.weight_bytes()),
+        stages(out + Plan::kConsumers * plan.out_bytes),
+        W{reinterpret_cast<half*>(memory), plan.rows} {
+    const int count = Plan::kConsumers * plan.stages;
+    full = reinterpret_cast<Barrier*>(stages + count * plan.stage_bytes);
+    empty = full + count;
+  }
+};
+
+/// Where a consumer and who copies for it stand among its `count` stages.
+struct StageRing {
+  int count, stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == count) stage = 0, parity ^= 1;
+  }
+};
+
+// ---- out ----------------------------------------------------------------------------------------
+
+/// The results of a consumer on their way out.
+template <class Plan>
+struct ResidentOut {
+  static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2;
   const Plan& plan;
-  const WeightsInTurns W;
-  const float* biases;  ///< kWidth of the gates, then of the values
-  half* results;
-  const int thread = threadIdx.x % 128, consumer = threadIdx.x / 128 - 1, pair = thread % 4 * 2;
+  const GatingOperands& in;
+  const CUtensorMap& map;
+  char* memory;
+  int consumer, col0, boxes = 0;
 
   __device__ void meet() const { named_barrier(1 + consumer, 128); }
-  __device__ int row(int which) const {
-    const int set = thread / 32 * 2 + which, shift = plan.shift;
-    return (set >> shift << (shift + 3)) + (thread % 32 / 4 << shift) + (set & ((1 << shift) - 1));
+  __device__ static bool one() { return warp_of_block() % 4 == 0 && elect_one(); }
+
+  /// 64 rows of a part, from row `row` of out on.
+  __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) {
+    if constexpr (Plan::kLines) {
+      put_box(sum, row, part);
+    } else {
+      put_rows(sum, row, part);
+    }
+  }
+  /// No box is read any more.
+  __device__ void end() const {
+    if (Plan::kLines && one()) tensor_store_wait_read<0>();
   }
 
-  /// A thread's fragments of slice number `slice` of a tile of x, zeros beyond K. With kPairs (K is
-  /// even) two neighbours are one load; if K is odd, only in even rows, which are those of row(0).
-  template <bool kPairs>
-  __device__ void load_fragments(uint32_t (&fragments)[4], const half* x, int slice) const {
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      const int col = 16 * slice + pair + m / 2 * 8, left = plan.K - col;
-      const half* from = x + row(m % 2) * plan.K + col;
-      if (kPairs || m % 2 == 0) {
-        const uint32_t both = left > 0 ? *reinterpret_cast<const uint32_t*>(from) : 0;
-        fragments[m] = kPairs || left > 1 ? both : both & 0xffff;
-      } else {
-        const uint32_t first = left > 0 ? *reinterpret_cast<const uint16_t*>(from) : 0;
-        const uint32_t second = left > 1 ? *reinterpret_cast<const uint16_t*>(from + 1) : 0;
-        fragments[m] = first | second << 16;
-      }
+ private:
+  /// By the copy engine; of several parts while the next one is computed.
+  __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int part) {
+    auto& box = reinterpret_cast<Box<half, 64>*>(memory)[plan.parts == 1 ? 0 : boxes++ % 2];
+    const bool first = one();
+    if (first) plan.parts == 1 ? tensor_store_wait_read<0>() : tensor_store_wait_read<1>();
+    meet();
+    sum.template store<kWidth>(
+        box, 0, [&](int i) { return gated(sum.elements[i], sum.elements[kHalf + i]); });
+    shared_fence();
+    meet();
+    if (first) {
+      tensor_store(&map, row, col0 + part * kWidth, box.elements);
+      tensor_store_commit();
     }
   }
 
-  /// sum = x W, for a tile of x, whose stage is then given back. While a slice is multiplied the
-  /// next one is loaded.
-  template <bool kPairs>
-  __device__ void multiply(Sum<2 * kWidth>& sum, const half* x, Barrier& empty) const {
-    uint32_t fragments[2][4];
-    const auto add = [&](uint32_t(&of)[4], int slice) {
-      load_fragments<kPairs>(of, x, slice);
-      wgmma_fence();
-      wgmma<half>(sum.elements, of, W.operand(slice), slice > 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-    };
-    for (int slice = 0; slice < plan.slices; slice += 2) {
-      add(fragments[0], slice);
-      if (slice + 1 < plan.slices) add(fragments[1], slice + 1);
-    }
-    // All of the warp have loaded what they multiply: wgmma is one instruction of all its threads.
-    if (thread % 32 == 0) barrier_arrive(&empty);
-    wgmma_wait<0>();
-  }
-
-  /// Puts the gated sums into `results`; `cols` columns exist from the block's first one on.
-  __device__ void apply_gate(const Sum<2 * kWidth>& sum, int cols) const {
-    half* const rows[2] = {results + row(0) * plan.pitch + pair,
-                           results + row(1) * plan.pitch + pair};
-#pragma unroll
-    for (int j = 0; j < kWidth; j += 8) {
-      if (j >= cols) break;
-      const float2 b1 = *reinterpret_cast<const float2*>(biases + j + pair);
-      const float2 b2 = *reinterpret_cast<const float2*>(biases + kWidth + j + pair);
-#pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        const float* gate = &sum.elements[j + 2 * which];
-        const float* value = gate + 4;
-        const float left = sigmoid(gate[0] + b1.x) * (value[0] + b2.x);
-        const float right = sigmoid(gate[1] + b1.y) * (value[1] + b2.y);
-        half* to = rows[which] + j;
-        const int there = cols - j - pair;
-        if (plan.pitch % 2 == 0) {
-          if (there > 0) *reinterpret_cast<uint32_t*>(to) = pack2<half>(left, right);
-        } else {
-          if (there > 0) to[0] = __float2half_rn(left);
-          if (there > 1) to[1] = __float2half_rn(right);
-        }
-      }
-    }
-  }
-
-  /// The warpgroup copies 64 rows of results to `out`, whole ones: they are one piece there, too.
-  __device__ void store(half* out) const {
-    const auto* from = reinterpret_cast<const uint4*>(results);
-    auto* to = reinterpret_cast<uint4*>(out);
+  /// Rows that are no whole lines. If all parts have been put beside each other, 64 rows are one
+  /// piece of memory, as in LooseRows. It leaves as such, for what is slow to write is a part of a
+  /// sector of 32 bytes.
+  __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
+    half* const rows = reinterpret_cast<half*>(memory);
+    const int col = part * kWidth, cols = min(plan.pitch, in.H - col0);
+    if (part == 0) meet();  // the last tile's have left
+    plan.pitch % 2 == 0 ? pack<false>(rows + col, sum, cols - col)
+                        : pack<true>(rows + col, sum, cols - col);
+    if (part < plan.parts - 1) return;
+    meet();
+    half* const to = in.out + static_cast<size_t>(row) * in.H + col0;
+    const int count = min(64, in.M - row);
+    if (plan.pitch == in.H) {
 #pragma unroll 4
-    for (int i = thread; i < 8 * plan.H; i += 128) to[i] = from[i];
+      for (int i = threadIdx.x % 128; i < count * in.H / 8; i += 128) {
+        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(rows)[i];
+      }
+    } else if (in.H % 8 == 0) {
+      copy<8>(to, rows, count, cols);
+    } else {
+      in.H % 2 == 0 ? copy<2>(to, rows, count, cols) : copy<1>(to, rows, count, cols);
+    }
   }
-  /// The same for `cols` columns of longer rows, kPack elements at a time.
+  /// Puts a part's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows start
+  /// in the middle of 4 bytes.
+  template <bool kOdd>
+  __device__ void pack(half* to, const Sum<2 * kWidth>& sum, int cols) const {
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 2) {
+      const int col = Sum<64>::col(i);
+      half* const own = to + Sum<64>::row(i) * plan.pitch + col;
+      const float left = gated(sum.elements[i], sum.elements[kHalf + i]);
+      const float right = gated(sum.elements[i + 1], sum.elements[kHalf + i + 1]);
+      if constexpr (kOdd) {
+        if (col < cols) own[0] = __float2half_rn(left);
+        if (col + 1 < cols) own[1] = __float2half_rn(right);
+      } else {
+        if (col < cols) *reinterpret_cast<uint32_t*>(own) = pack2<half>(left, right);
+      }
+    }
+  }
+  /// A warp takes a row at a time, kPack elements a lane.
   template <int kPack>
-  __device__ void store_part(half* out, int cols) const {
-    constexpr int kPieces = kWidth / kPack, kStep = 128 / kPieces;
-    static_assert(128 % kPieces == 0);
+  __device__ void copy(half* to, const half* from, int count, int cols) const {
     using Pack = Neighbours<half, kPack>;
-    const int first = thread / kPieces, col = thread % kPieces * kPack;
-    if (col >= cols) return;
-    half* to = out + static_cast<size_t>(first) * plan.H + col;
-#pragma unroll 8
-    for (int r = first; r < 64; r += kStep, to += kStep * plan.H) {
-      *reinterpret_cast<Pack*>(to) = *reinterpret_cast<const Pack*>(results + r * plan.pitch + col);
+#pragma unroll 4
+    for (int r = threadIdx.x % 128 / 32; r < count; r += 4) {
+      for (int c = threadIdx.x % 32 * kPack; c < cols; c += 32 * kPack) {
+        *reinterpret_cast<Pack*>(to + static_cast<int64_t>(r) * in.H + c) =
+            *reinterpret_cast<const Pack*>(from + r * plan.pitch + c);
+      }
     }
   }
 };
 #endif
-
-/// A block keeps kWidth columns of both weights. One thread copies tiles of x, each in one piece. A
-/// warpgroup in turn owns a tile of out: 64 rows, 2 of them a thread's. M is a multiple of 64.
-template <class Plan>
-__global__ void __launch_bounds__(Plan::kThreads, 1)
-    gating_loose_rows(const __grid_constant__ GatingOperands in,
-                      const __grid_constant__ Plan plan) {
-#if HOPPER_CODE
-  constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
-  extern __shared__ __align__(1024) char memory[];
-  char* results = memory + plan.weight_bytes();
-  float* biases = reinterpret_cast<float*>(results + kConsumers * plan.out_bytes());
-  char* x_tiles = reinterpret_cast<char*>(biases + 2 * kWidth);
-  Barrier* full = reinterpret_cast<Barrier*>(x_tiles + plan.stages * plan.tile_bytes());
-  Barrier* empty = full + plan.stages;
-  const int col0 = blockIdx.y * kWidth, tiles = in.M / 64;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < plan.stages; ++s) {
-      barrier_init(&full[s], 1);
-      barrier_init(&empty[s], 4);  // the consumer's warps
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
-
-  int parity = 0;
-  if (threadIdx.x < 128) {
-    registers_shrink_to<24>();
-    if (threadIdx.x != 0) return;
-    const int bytes = plan.tile_bytes();
-    for (int tile = blockIdx.x, stage = 0; tile < tiles; tile += gridDim.x) {
-      barrier_wait(&empty[stage], parity ^ 1);
-      barrier_arrive_expect(&full[stage], bytes);
-      bulk_load(x_tiles + stage * bytes, in.x + static_cast<size_t>(64 * plan.K) * tile, bytes,
-                &full[stage]);
-      if (++stage == plan.stages) stage = 0, parity ^= 1;
-    }
-  } else {
-    registers_grow_to<kConsumers == 2 ? 240 : 160>();
-    const int own = threadIdx.x - 128, consumer = own / 128, cols = in.H - col0;
-    const LooseConsumer<Plan> me{plan,
-                                 {reinterpret_cast<half*>(memory), 16 * plan.slices},
-                                 biases,
-                                 reinterpret_cast<half*>(results + consumer * plan.out_bytes())};
-    for (int i = own; i < 2 * kWidth; i += 128 * kConsumers) {
-      const half* from = i < kWidth ? in.b1 : in.b2;
-      biases[i] = i % kWidth < cols ? __half2float(from[col0 + i % kWidth]) : 0;
-    }
-    me.W.template load<kWidth, 128 * kConsumers>(in, col0, own);
-    named_barrier(1 + kConsumers, 128 * kConsumers);
-    for (int tile = blockIdx.x + consumer * gridDim.x, stage = consumer; tile < tiles;
-         tile += kConsumers * gridDim.x) {
-      const half* x = reinterpret_cast<const half*>(x_tiles + stage * plan.tile_bytes());
-      Sum<2 * kWidth> sum;
-      barrier_wait(&full[stage], parity);
-      if (plan.K % 2 == 0) {
-        me.template multiply<true>(sum, x, empty[stage]);
-      } else {
-        me.template multiply<false>(sum, x, empty[stage]);
-      }
-      me.meet();  // the last results have been read
-      me.apply_gate(sum, cols);
-      me.meet();
-      half* out = in.out + static_cast<size_t>(64) * tile * in.H + col0;
-      if (plan.columns == 1) {
-        me.store(out);
-      } else if constexpr (kWidth == 64) {
-        if (in.H % 8 == 0) {
-          me.template store_part<8>(out, cols);
-        } else if (in.H % 2 == 0) {
-          me.template store_part<2>(out, cols);
-        } else {
-          me.template store_part<1>(out, cols);
-        }
-      }
-      if ((stage += kConsumers) >= plan.stages) stage = consumer, parity ^= 1;
-    }
-  }
-#endif
-}

@@ -393,6 +393,13 @@ __device__ inline float exp2_approximate(float value) {
   return result;
 }
 
+/// 1 / value, wrong by 1 unit in the last place; 0 where that is below 2^-126. "rcp".
+__device__ inline float reciprocal_approximate(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
 /// Stores kCount (2 or 4) 8 x 8 matrices of 2-byte elements to shared memory: thread t gives the
 /// address of row t % 8 of matrix t / 8 (16 bytes, aligned), and holds in registers[m] the elements
 /// 2 (t % 4) and 2 (t % 4) + 1 of row t / 4 of matrix m. kTransposed: of column t / 4 instead, from

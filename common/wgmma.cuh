@@ -80,7 +80,10 @@ __device__ inline void wgmma_wait() {
 template <typename T, bool kTransposed = false, bool kTall = false, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
-  if constexpr (kCount == 32) {
+  if constexpr (kCount == 16) {
+    HOPPER_WGMMA("32", HOPPER_R16, "%16", "%17", "%18", "1, 1, %19, %20", HOPPER_SHARED_A,
+                 HOPPER_SUM8(0), HOPPER_SUM8(8))
+  } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, 1, %35, %36", HOPPER_SHARED_A,
                  HOPPER_SUM32(0))
   } else if constexpr (kCount == 40) {
@@ -141,12 +144,22 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
 template <typename T, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
-  if constexpr (kCount == 32) {
+  if constexpr (kCount == 16) {
+    HOPPER_WGMMA("32", HOPPER_R16, "{%16, %17, %18, %19}", "%20", "%21", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM8(0), HOPPER_SUM8(8))
+  } else if constexpr (kCount == 48) {
+    HOPPER_WGMMA("96", HOPPER_R48, "{%48, %49, %50, %51}", "%52", "%53", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40))
+  } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0))
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 80) {
+    HOPPER_WGMMA("160", HOPPER_R80, "{%80, %81, %82, %83}", "%84", "%85", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64),
+                 HOPPER_SUM8(72))
   } else if constexpr (kCount == 96) {
     HOPPER_WGMMA("192", HOPPER_R96, "{%96, %97, %98, %99}", "%100", "%101", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))

@@ -482,6 +482,11 @@ __global__ void powers(float* values) {
   values[threadIdx.x] = exp2_approximate(values[threadIdx.x]);
 #endif
 }
+__global__ void reciprocals(float* values) {
+#if HOPPER_CODE
+  values[threadIdx.x] = reciprocal_approximate(values[threadIdx.x]);
+#endif
+}
 
 // "ex2.approx.ftz".
 CASE(powers_of_two) {
@@ -492,6 +497,17 @@ CASE(powers_of_two) {
   powers<<<1, 4>>>(values.device);
   values.get();
   for (int i = 0; i < 4; ++i) EXPECT(std::fabs(values[i] - to[i]) <= 1e-6f * to[i]);
+}
+
+// "rcp.approx.ftz".
+CASE(reciprocals_of_few) {
+  Array<float> values(4);
+  const float from[4] = {3, 0x1p127f, -0.5f, INFINITY}, to[4] = {0.333333343f, 0, -2, 0};
+  std::copy(from, from + 4, values.host.begin());
+  values.put();
+  reciprocals<<<1, 4>>>(values.device);
+  values.get();
+  for (int i = 0; i < 4; ++i) EXPECT(std::fabs(values[i] - to[i]) <= 2e-7f * std::fabs(to[i]));
 }
 
 // ---- wgmma --------------------------------------------------------------------------------------
@@ -505,7 +521,7 @@ __global__ void __launch_bounds__(128)
     multiply(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
              const float* start, float* out) {
 #if HOPPER_CODE
-  constexpr int N = 2 * kCount;
+  constexpr int N = 2 * kCount, kBoxes = (N + 63) / 64;
   extern __shared__ __align__(1024) char bytes[];
   T* a = reinterpret_cast<T*>(bytes);
   T* b = a + 64 * 64;
@@ -513,9 +529,9 @@ __global__ void __launch_bounds__(128)
   if (threadIdx.x == 0) {
     barrier_init(&barrier, 1);
     barrier_init_fence();
-    barrier_arrive_expect(&barrier, 2 * 64 * (64 + N));
+    barrier_arrive_expect(&barrier, 2 * 64 * 64 * (1 + kBoxes));
     tensor_load(a, &A, 0, 0, &barrier);
-    for (int box = 0; box < N / 64; ++box)
+    for (int box = 0; box < kBoxes; ++box)
       tensor_load(b + box * 64 * 64, &B, 0, 64 * box, &barrier);
   }
   __syncthreads();
@@ -560,7 +576,7 @@ void expect_product() {
   fill(B, N);
   for (int i = 0; i < N; ++i) start[i] = static_cast<float>(i % 7);
   start.put();
-  constexpr int kBytes = 2 * 64 * (64 + N);
+  constexpr int kBytes = 2 * 64 * 64 * (1 + (N + 63) / 64);
   const auto kernel = multiply<T, kFrom, kCount>;
   CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   multiply<T, kFrom, kCount><<<1, 128, kBytes>>>(tensor_map<T>(A.device, 64, 64, 64),
@@ -583,10 +599,14 @@ void expect_product() {
 // "wgmma.mma_async": "Register Fragments and Shared Memory Matrix Layouts", "Matrix Descriptor
 // Format", "wgmma.commit_group", "wgmma.wait_group".
 CASE(wgmma_fp16) {
+  expect_product<half, From::shared, 16>();
   expect_product<half, From::shared, 32>();
   expect_product<half, From::shared, 64>();
   expect_product<half, From::shared, 128>();
+  expect_product<half, From::registers, 16>();
   expect_product<half, From::registers, 32>();
+  expect_product<half, From::registers, 48>();
+  expect_product<half, From::registers, 80>();
   expect_product<half, From::registers, 128>();
   expect_product<half, From::transposed, 64>();
   expect_product<half, From::turned, 32>();

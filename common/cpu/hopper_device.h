@@ -236,6 +236,11 @@ inline float exp2_approximate(float value) {
   return result < 0x1p-126f ? 0 : result;
 }
 
+inline float reciprocal_approximate(float value) {
+  const float result = 1 / value;
+  return fabsf(result) < 0x1p-126f ? 0 : result;
+}
+
 template <bool kTransposed = false, int kCount>
 void store_matrices(void* row, const std::uint32_t (&registers)[kCount],
                     cuda_cpu::Site site = cuda_cpu::Site::here()) {
