@@ -200,16 +200,18 @@ struct BoxedRows {
 /// x with rows of any length. The copy engine moves boxes of a matrix only if its rows are
 /// multiples of 16 bytes. But 64 rows one after the other are one piece of memory, which starts at
 /// a multiple of 128 bytes, whatever the length of a row. So a tile of x comes as that piece, in
-/// one stage. wgmma cannot read such rows from shared memory: it takes them from registers.
+/// one stage. wgmma cannot read such rows from shared memory: it takes them from registers. The last
+/// row's last slice ends up to 34 bytes behind the piece: what a stage has there is read, to become
+/// zeros, and must not be what a copy writes meanwhile.
 struct LooseRows {
-  static constexpr int stages = 1;
+  static constexpr int stages = 1, kBehind = 48;
   const half* x = nullptr;
   int M, K;
 
   LooseRows(const GatingShape& shape, int)
       : M(static_cast<int>(shape.rows)), K(static_cast<int>(shape.channels)) {}
   void are_of(const half* from, const GatingShape&) { x = from; }
-  int stage_bytes() const { return 128 * K; }
+  int stage_bytes() const { return 128 * K + kBehind; }
   /// For lesson 3's product x has to be copied first.
   static int64_t most_fetches(const GatingShape& shape) {
     return 1 + 4 * std::max<int64_t>(1, shape.hidden / shape.channels);
