@@ -681,20 +681,19 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 }
 
 // The kernel above has one size of tile and needs aligned rows. Some N are slow, some impossible:
-//   - At N = 1024 there are 32 tiles for 132 multiprocessors. Smaller tiles occupy more of them: of
-//     64 x 128 there are 128. (64 rows are multiplied by one warpgroup, 192 by three.)
+//   - At N = 1024 there are 32 tiles for 132 multiprocessors. Of 64 x 128 there are 128.
 //   - At N = 4104 there are 561 tiles of 128 x 256: four rounds, and a fifth for 33 of them. There
 //     are 528 of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns, but B comes in
 //     boxes of 64, and rows of A only 64 at a time. So the product is turned round (TurnedTiles):
 //     C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows of A as suit N.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Eight tiles in a cluster, 4 below and 2 beside each other, copy half as much as two do.
-//   - Where no size fits, the tiles of the last two rounds are divided along k, so that every
-//     cluster has the same number of steps. A cluster that begins in the middle of a tile hands
-//     its sum through memory to the cluster that ends there.
+//   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
+//     have equally many steps. One that begins inside a tile hands its sum to the one that ends it.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
-// product() of common/product.cuh is the kernel above for all of these; product_plan.cuh chooses.
+// product() of common/product.cuh is the kernel above for all of these. Estimates say which tiles
+// may be the fastest (product_plan.cuh); these few are tried, and the fastest is in the table.
 struct SquareProduct {
   Problem& square;
   AlignedRows<half> A, B;
@@ -721,17 +720,18 @@ struct SquareProduct {
             Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
-  // Adds the row, with the tiles that should be the fastest.
+  // Adds the row, with the fastest of these tiles.
   void add() const {
     using Choice = TileChoice<
         Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
-        Tiles<64, 128, 2, 1, 2>, Tiles<64, 64, 2, 1, 1>, Tiles<64, 128, 1, 1, 2>,
-        Tiles<64, 64, 1, 1, 1>,  //
-        TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
-        TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>,
-        TurnedTiles<160, 192, 2, 1>, TurnedTiles<96, 192, 2, 1>, TurnedTiles<240, 128, 1, 2>,
-        TurnedTiles<168, 128, 2, 1>, TurnedTiles<96, 128, 2, 1>, TurnedTiles<160, 192, 4, 2>,
-        TurnedTiles<144, 128, 2, 2>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<80, 128, 2, 2>>;
+        Tiles<64, 128, 1, 1, 2>, Tiles<64, 64, 1, 1, 1>, Tiles<64, 64, 2, 4, 1>,
+        Tiles<64, 80, 4, 2, 1>, Tiles<64, 112, 2, 4, 1>, Tiles<64, 192, 4, 2, 1>,
+        Tiles<128, 144, 4, 2, 1>, TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>,
+        TurnedTiles<144, 256, 2, 1>, TurnedTiles<104, 256, 4, 1>, TurnedTiles<208, 192, 1, 2>,
+        TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>, TurnedTiles<160, 192, 2, 1>,
+        TurnedTiles<96, 192, 2, 1>, TurnedTiles<160, 192, 4, 2>, TurnedTiles<240, 128, 1, 2>,
+        TurnedTiles<168, 128, 2, 1>, TurnedTiles<112, 128, 1, 1>, TurnedTiles<112, 128, 4, 2>,
+        TurnedTiles<80, 128, 2, 2>, TurnedTiles<80, 128, 4, 2>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

@@ -439,52 +439,41 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
       .resources(kernel, Tiles::kThreads, kBytes);
 }
 
-// Adds "Hopper resident" with the plan that should take the least time, with as many blocks side by
-// side, which divide the columns, as that takes; false if there is no room for any.
+// Adds "Hopper resident". Its ways are the plans, each with one block for all columns or several
+// side by side that divide them. False if there is no room for any.
 template <class... Plans>
 bool add_planned(GatingProblem& table, const Device& device) {
-  struct Choice {
-    size_t number;  // of the plan
-    int boxes, blocks;
-    double cost;
-  } best{0, 0, 0, std::numeric_limits<double>::infinity()};
-  const auto plan_of = [&]<class Plan>(std::type_identity<Plan>, int boxes, int blocks) {
-    return Plan(typename Plan::Rows(table.shape, boxes), table.shape, blocks, device.shared_bytes);
-  };
-  size_t number = 0;
-  const auto consider = [&]<class Plan>(std::type_identity<Plan> plan) {
-    const int64_t most = Plan::Rows::most_fetches(table.shape);
-    for (const int boxes : {2, 1}) {
-      for (int blocks = 1; blocks <= std::min<int64_t>(8, most); ++blocks) {
-        const double cost = plan_of(plan, boxes, blocks).cost;
-        if (cost < best.cost) best = {number, boxes, blocks, cost};
-      }
-    }
-    ++number;
-  };
-  (consider(std::type_identity<Plans>()), ...);
-  if (best.blocks == 0) return false;
-
-  number = 0;
-  const auto add_if_best = [&]<class Plan>(std::type_identity<Plan> type) {
-    if (number++ != best.number) return;
-    const Plan plan = plan_of(type, best.boxes, best.blocks);
+  std::vector<Way> ways;
+  const auto add_way = [&]<class Plan>(const Plan& plan, const typename Plan::Rows& rows,
+                                       int blocks) {
     const auto kernel = gating_hopper_resident<Plan>;
-    allow_shared_bytes(kernel, plan.bytes());
-    const unsigned fit = std::max(1, device.sms / best.blocks);
-    const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), best.blocks);
+    allow_shared_bytes(kernel, device.shared_bytes);
+    const unsigned fit = std::max(1, device.sms / blocks);
+    const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), blocks);
     const auto launch = [=, &table] {
       const auto [M, K, H] = table.shape;
-      typename Plan::Rows x(table.shape, best.boxes);
+      typename Plan::Rows x = rows;
       x.are_of(table.x, table.shape);
       const CUtensorMap out = Plan::kLines ? tensor_map<half>(table.out, M, H, 64) : CUtensorMap();
       gating_hopper_resident<Plan>
           <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
     };
-    Kernel& row = table.problem.kernel("Hopper resident", Role::ours, launch);
-    row.resources(kernel, Plan::kThreads, plan.bytes()).hopper_only();
+    ways.push_back({plan.name(blocks), plan.microseconds(table.shape, device), launch,
+                    [=](Kernel& row) { row.resources(kernel, Plan::kThreads, plan.bytes()); }});
   };
-  (add_if_best(std::type_identity<Plans>()), ...);
+  const auto add_ways = [&]<class Plan>(std::type_identity<Plan>) {
+    for (int boxes = Plan::Rows::most_boxes(table.shape); boxes > 0; --boxes) {
+      const typename Plan::Rows rows(table.shape, boxes);
+      const int64_t most = std::min<int64_t>(8, Plan::Rows::most_fetches(table.shape));
+      for (int blocks = 1; blocks <= most; ++blocks) {
+        const Plan plan(rows, table.shape, blocks, device.shared_bytes);
+        if (plan.stages > 0) add_way(plan, rows, blocks);
+      }
+    }
+  };
+  (add_ways(std::type_identity<Plans>()), ...);
+  if (ways.empty()) return false;
+  table.problem.kernel("Hopper resident", Role::ours, ways).hopper_only();
   return true;
 }
 

@@ -983,17 +983,22 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
     launch_early(kernel, dim3(count * tiles, of_D), Shared::kThreads, bytes,  //
                  x, W, layer.C, Exchange{left, turns, count}, results);
   };
-  if (at_once > 0) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
-  return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, slices, tiles, launch);
+  Product product = at_once > 0 ? product_of("exchange", kernel, Shared::kThreads, bytes, launch)
+                                : half_fused(layer, "exchange", kernel, Shared::kThreads, bytes,
+                                             slices, tiles, launch);
+  product.way = text_of_tiles(kRows, kColumns, kPeers) +
+                (at_once > 0 ? "" : ", half fused, " + std::to_string(slices) + " slices");
+  return product;
 }
 
-// Exchange, or half fused: what should take less time. Exchange: the more blocks wait for one
-// another, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for each
-// multiprocessor, and the softmax is another kernel (2.05 us, and some for each further slice); of
-// more than 1024 columns it has a block a row, which takes time if rows are many. Without slices it
-// has to be faster by 4 %. (Fitted on an H200; blocks that wait need a GPU without other work.)
+// Plans with one size of tiles: exchange, and half fused with as many slices as should take the
+// least time. Exchange: the more blocks wait for one another, the longer. Half fused, 8 bytes more
+// per logit and slice move, at 26 GB/s for each multiprocessor, and the softmax is another kernel
+// (2.05 us, and some for each further slice); of more than 1024 columns it has a block a row, which
+// takes time if rows are many. Without slices it has to be faster by 4 %. (Fitted on an H200, like
+// what else is estimated here; blocks that wait need a GPU without other work.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
+void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   allow_shared_bytes(kernel, sizeof(Shared));
@@ -1010,8 +1015,7 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
     const auto make = [=](const Layer& aligned) {
       return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, at_once, slices);
     };
-    if (copies + microseconds >= best.microseconds) return;
-    best = {copies + microseconds, copies_x, copies_W, make};
+    plans.push_back({copies + microseconds, copies_x, copies_W, make});
   };
   if (const int64_t at_once = all / tiles; at_once > 0) {
     const double rounds = blocks(strips, at_once);
@@ -1024,33 +1028,35 @@ void consider_exchange(const Layer& layer, bool copies_x, Plan& best) {
   const double least = layer.C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
   const double slice = layer.C <= 1024 ? 0.05 : layer.C % 4 == 0 ? 0.7 : 3;
   const int most = std::clamp(layer.D / (4 * Shared::kDepth), 1, kMostSlices);
+  std::pair<double, int> best = {INFINITY, 1};
   for (int slices = 1; slices <= most; ++slices) {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
     const double product = time(rounds, units / rounds, all, slices);
     const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
     const double softmax = 2.05 + std::max(moved, least) + (slices - 1) * slice;
-    consider((slices == 1 ? 1.04 : 1) * (product + softmax), 0, slices);
+    best = std::min(best, {(slices == 1 ? 1.04 : 1) * (product + softmax), slices});
   }
+  consider(best.first, 0, best.second);
 }
 
-// Of all tiles (rows, columns, in clusters of how many), and of x as it lies or copied: what should
-// take the least time.
+// With all tiles (rows, columns, in clusters of how many), and with x as it lies or copied.
 template <Math kMath, bool kAligned>
-Plan choose_exchange(const Layer& layer) {
-  Plan best;
+std::vector<Plan> plan_exchange(const Layer& layer) {
+  std::vector<Plan> plans;
   for (int copies_x = 0; copies_x <= (layer.D % 4 != 0); ++copies_x) {
-    const auto consider = [&]<int kRows, int kColumns, int... kPeers>() {
-      (consider_exchange<kMath, kRows, kColumns, kPeers, kAligned>(layer, copies_x, best), ...);
+    const auto add = [&]<int kRows, int kColumns, int... kPeers>() {
+      (plan_exchange<kMath, kRows, kColumns, kPeers, kAligned>(layer, copies_x, plans), ...);
     };
-    consider.template operator()<64, 128, 1, 2>();
-    consider.template operator()<128, 128, 1, 2, 3>();
+    add.template operator()<64, 128, 1, 2>();
+    add.template operator()<128, 128, 1, 2, 3>();
     if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
-      consider.template operator()<256, 128, 1, 2, 3>();
-      consider.template operator()<128, 192, 1, 2>();
-      consider.template operator()<160, 192, 1, 2>();
+      add.template operator()<256, 128, 1, 2, 3>();
+      add.template operator()<128, 192, 1, 2>();
+      add.template operator()<160, 192, 1, 2>();
     }
   }
-  return best;
+  std::stable_sort(plans.begin(), plans.end());
+  return plans;
 }
 
 // What Hopper has for a shape. TF32 with many rows of few columns: fused narrow. Up to 16 rows:
@@ -1058,13 +1064,13 @@ Plan choose_exchange(const Layer& layer) {
 // many, the cluster is considered, too: 3xTF32 takes it, TF32 unless exchange should be 5 % faster.
 // (D < 4 and C % 4 != 0: not all of W's matrices have a row. Then TF32 has only the cluster.)
 template <Math kMath>
-std::optional<Product> make_hopper_product(const Layer& layer) {
+std::vector<Product> make_hopper_products(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
   if (layer.shape.rows > kMost || layer.C > 65535 * 128) return {};  // the grid's y: its tiles
   const bool many = layer.B >= kManyRows, few_columns = layer.C <= 128;
   if constexpr (kMath == Math::tf32) {
     const auto product = many && few_columns && layer.D >= 4 ? choose_narrow(layer) : std::nullopt;
-    if (product) return product;
+    if (product) return {*product};
   }
   const int64_t tiles =
       int64_t{1} * blocks(layer.B, layer.B <= 32 ? 16 : 64) * blocks(layer.C, 128);
@@ -1072,19 +1078,18 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
   const bool needed = (anywhere && layer.D < 4) || layer.B <= 16;
   const bool cluster = needed || (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
                                               : 8 * tiles <= 2 * int64_t{layer.sms});
-  Plan plan;
+  std::vector<Plan> plans;
   if (!needed)
-    plan = anywhere ? choose_exchange<kMath, kMath != Math::tf32>(layer)
-                    : choose_exchange<kMath, true>(layer);
+    plans = anywhere ? plan_exchange<kMath, kMath != Math::tf32>(layer)
+                     : plan_exchange<kMath, true>(layer);
   if (cluster) {
     const Plan other = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
-    const double most = kMath == Math::split ? INFINITY : 1.05 * plan.microseconds;
-    if (other.microseconds < most) plan = other;
+    const double most =
+        kMath == Math::split || plans.empty() ? INFINITY : 1.05 * plans[0].microseconds;
+    if (other.make && other.microseconds < most) plans = {other};
   }
-  if (!plan.make) return {};  // fewer multiprocessors than a cluster has blocks
-  const auto [aligned, align] = with_aligned_rows(layer, plan.copies_x, plan.copies_W);
-  return after(align, plan.make(aligned));
+  return products_of(layer, plans);  // none: fewer multiprocessors than a cluster has blocks
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -1093,36 +1098,14 @@ std::optional<Product> make_hopper_product(const Layer& layer) {
 struct Table : SoftmaxTable {
   using SoftmaxTable::SoftmaxTable;
 
-  Results results(Epilogue epilogue) const {
-    float* out = epilogue == Epilogue::softmax ? probs : logits;
-    return {.epilogue = epilogue, .out = out, .parts = reinterpret_cast<float2*>(parts.data())};
-  }
-
-  // Ways (2) and (3), by the same product; only (2) where its (3) would be the same.
-  void add_ours(const Product& product, const std::string& suffix, int needs_cc) const {
-    const std::string fused = std::string("fused ") + product.name + suffix;
-    const std::string unfused = "un" + fused;
-    product.state_resources(add(unfused, Role::ours, needs_cc, [product, *this] {
-      product.launch(results(Epilogue::logits));
-      softmax_of_logits();
-    }));
-    const std::string what = name + ", " + product.name + suffix + ": ";
-    if (product.fuses) {
-      product.state_resources(add(fused, Role::ours, needs_cc, [product, *this] {
-        product.launch(results(Epilogue::softmax));
-      }));
-      problem.compare(fused, unfused, what + "fused (3) against unfused (2), % times faster.");
-    }
-    problem.compare(unfused, "library", what + "unfused (2) against library (1), % times faster.");
-  }
-
   // With a math's tiles, and with Hopper's product if the shape has one.
   template <Math kMath>
   void add_products(const std::string& suffix) const {
-    add_ours(make_product<kMath>(*this), suffix, kMath == Math::fp32 ? 0 : 80);
+    const std::vector<Product> portable = {make_product<kMath>(*this)};
+    add_ours(portable, suffix, kMath == Math::fp32 ? 0 : 80);
     if constexpr (kMath != Math::fp32) {
-      const auto product = make_hopper_product<kMath>(*this);
-      if (product) add_ours(*product, suffix, 90);
+      const auto products = make_hopper_products<kMath>(*this);
+      if (!products.empty()) add_ours(products, suffix, 90);
     }
   }
 };
@@ -1152,8 +1135,9 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }
   if (B == 1 && C > 128) {
-    table.add_ours(C > kLongestInRegisters ? make_one_row<1>(table) : make_one_row<8>(table), "",
-                   0);
+    const bool many = C > kLongestInRegisters;
+    const std::vector<Product> one = {many ? make_one_row<1>(table) : make_one_row<8>(table)};
+    table.add_ours(one, "", 0);
   }
   if (kind != Kind::fp32)
     table.add_products<Math::tf32>(kind == Kind::only_infinite ? ", TF32" : "");

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
+#include <string>
 
 #include "common/async_copy.cuh"
 #include "common/gating.h"
@@ -152,6 +152,7 @@ struct BoxedRows {
   void are_of(const half* x, const GatingShape& shape) {
     map = tensor_map<half>(x, shape.rows, shape.channels, 64);
   }
+  static int most_boxes(const GatingShape& shape) { return shape.channels > kStepK ? 2 : 1; }
   int stage_bytes() const { return stage_boxes * static_cast<int>(sizeof(Tile)); }
   /// If x were fetched more often, lesson 3's product would be faster.
   static int64_t most_fetches(const GatingShape& shape) {
@@ -200,9 +201,9 @@ struct BoxedRows {
 /// x with rows of any length. The copy engine moves boxes of a matrix only if its rows are
 /// multiples of 16 bytes. But 64 rows one after the other are one piece of memory, which starts at
 /// a multiple of 128 bytes, whatever the length of a row. So a tile of x comes as that piece, in
-/// one stage. wgmma cannot read such rows from shared memory: it takes them from registers. The last
-/// row's last slice ends up to 34 bytes behind the piece: what a stage has there is read, to become
-/// zeros, and must not be what a copy writes meanwhile.
+/// one stage. wgmma cannot read such rows from shared memory: it takes them from registers. The
+/// last row's last slice ends up to 34 bytes behind the piece: what a stage has there is read, to
+/// become zeros, and must not be what a copy writes meanwhile.
 struct LooseRows {
   static constexpr int stages = 1, kBehind = 48;
   const half* x = nullptr;
@@ -211,6 +212,7 @@ struct LooseRows {
   LooseRows(const GatingShape& shape, int)
       : M(static_cast<int>(shape.rows)), K(static_cast<int>(shape.channels)) {}
   void are_of(const half* from, const GatingShape&) { x = from; }
+  static int most_boxes(const GatingShape&) { return 1; }
   int stage_bytes() const { return 128 * K + kBehind; }
   /// For lesson 3's product x has to be copied first.
   static int64_t most_fetches(const GatingShape& shape) {
@@ -285,7 +287,7 @@ struct LooseRows {
 
 /// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
 /// each consumer's results, and `stages` stages of x for each. kLines: rows of out are whole lines
-/// of 128 bytes. `cost` is infinite if there is no room.
+/// of 128 bytes. There are no stages if there is no room.
 template <class Rows_, int kWidth_, int kConsumers_, bool kLines_>
 struct ResidentPlan {
   using Rows = Rows_;
@@ -299,7 +301,7 @@ struct ResidentPlan {
   int parts;  ///< of a block
   int pitch;  ///< elements from a row of results to the next, if not kLines
   int stage_bytes, out_bytes, stages = 0;
-  double cost = std::numeric_limits<double>::infinity();
+  double cost = 0;  ///< clock cycles for 64 rows
 
   /// For `blocks` blocks side by side, which have all columns together.
   ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
@@ -316,7 +318,7 @@ struct ResidentPlan {
     // All parts read the same tile. A stage is given back when the next one has come.
     if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // Clock cycles for 64 rows, to rank plans: fitted to what 20 shapes took on an H200. A consumer
+    // The cost, to rank plans, was fitted to what 20 shapes took on an H200. A consumer
     // needs these for its parts; 1000 pass until what it asks for has come, unless it has stages to
     // ask in time. Blocks side by side write parts of rows, whose ends are parts of a sector, which
     // takes twice as long; and they fetch the same rows of x, 24 bytes a cycle.
@@ -330,6 +332,15 @@ struct ResidentPlan {
   }
   __host__ __device__ int weight_bytes() const {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
+  }
+  /// What it should take at 1.7 GHz.
+  double microseconds(const GatingShape& shape, const Device& device) const {
+    return cost * blocks_for(shape.rows, 64) / device.sms / 1.7e3;
+  }
+  std::string name(int blocks) const {
+    return std::to_string(kWidth) + " columns a sum, " + std::to_string(kConsumers) +
+           " consumers, " + std::to_string(stages) + " stages, " + std::to_string(blocks) +
+           " blocks side by side";
   }
   size_t bytes() const {
     return weight_bytes() + kConsumers * (out_bytes + stages * (stage_bytes + 2 * sizeof(Barrier)));

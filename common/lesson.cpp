@@ -25,6 +25,7 @@
 
 #include "common/build_info.h"
 #include "common/event.h"
+#include "common/fastest.h"
 #include "common/numerics.h"
 #include "common/sm_clock.h"
 
@@ -82,6 +83,18 @@ Kernel& Problem::kernel(std::string name, Role role, std::function<void()> launc
   kernel.work = work_;
   kernels_.push_back(std::move(kernel));
   return kernels_.back();
+}
+
+Kernel& Problem::kernel(std::string name, Role role, std::vector<Way> ways) {
+  std::stable_sort(ways.begin(), ways.end(),
+                   [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
+  const double least = ways.front().microseconds;
+  std::erase_if(ways, [&](const Way& way) { return way.microseconds > kHopelessWay * least; });
+  if (ways.size() > kMostWays) ways.erase(ways.begin() + kMostWays, ways.end());
+  Kernel& row = kernel(std::move(name), role, nullptr);
+  row.ways = std::move(ways);
+  row.take(row.ways.front());
+  return row;
 }
 
 void Problem::compare(std::string fast, std::string slow, std::string format) {
@@ -382,6 +395,8 @@ struct Lesson::State {
   bool selected(const Kernel& kernel) const { return can_run(kernel) && matches(kernel); }
   void require_memory();
   void prepare(Problem& problem);
+  /// Of each kernel with several ways the fastest.
+  void choose(Problem& problem);
   void verify(Problem& problem, const std::function<void(Kernel&)>& launch);
   /// Verifies the launches that it counts.
   void count(Problem& problem);
@@ -676,6 +691,32 @@ void Lesson::State::prepare(Problem& problem) {
   progress.show(problem.name_ + ": reference");
   problem.compute_reference_();
   CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+void Lesson::State::choose([[maybe_unused]] Problem& problem) {
+#ifndef CUDA_CPU
+  const Timing timing = this->timing(problem);
+  for (Kernel& kernel : problem.kernels_) {
+    if (kernel.ways.size() < 2 || !selected(kernel)) continue;
+    progress.show(problem.name_ + ": trying the ways of " + kernel.name);
+    // As it will be timed; but long calls need no graph.
+    constexpr double kLongUs = 500;
+    constexpr int kCalls = 5;
+    std::deque<Graph> graphs;
+    std::vector<std::function<void()>> calls;
+    for (const Way& way : kernel.ways) {
+      if (timing == Timing::graph && kernel.ways.front().microseconds < kLongUs) {
+        way.launch();  // loads what may not be loaded while it is captured
+        calls.push_back([&graph = graphs.emplace_back(way.launch, kCalls)] { graph.launch(); });
+      } else {
+        calls.push_back(way.launch);
+      }
+    }
+    constexpr float kMilliseconds = 200;
+    kernel.take(kernel.ways[fastest_of(calls, timing == Timing::cold, kMilliseconds)]);
+    CUDA_CHECK(cudaGetLastError());
+  }
+#endif
 }
 
 /// The first launch of a kernel. The CPU backend says, if asked, which memory it uses.
@@ -1104,6 +1145,7 @@ Json Lesson::State::record() const {
       Json row = {
           {"name", kernel.name},
           {"role", name_of(kernel.role)},
+          {"way", kernel.way.empty() ? Json(nullptr) : Json(kernel.way)},
           {"ms", timed ? Json{{"median", ms},
                               {"p10", kernel.percentile(10)},
                               {"p90", kernel.percentile(90)},
@@ -1207,6 +1249,7 @@ int Lesson::run() {
     if (state.counting) {
       state.count(problem);
     } else {
+      state.choose(problem);
       state.verify(problem, [&](const Kernel& kernel) { launch_watched(problem.name_, kernel); });
       state.sample(problem, end - (Clock::now() - prepared));
     }

@@ -126,11 +126,28 @@ enum class Role { baseline, library, ours };
 enum class Timing { cold, hot, graph };
 inline constexpr int kGraphCalls = 20;
 
+struct Kernel;
+
+/// How many ways to compute a row are tried, and how much longer than the best of them one may be
+/// expected to take: estimates err by less.
+inline constexpr size_t kMostWays = 8;
+inline constexpr double kHopelessWay = 1.15;
+
+/// One of several ways to compute a row, such as with tiles of one size.
+struct Way {
+  std::string name;
+  double microseconds;  ///< that it should take
+  std::function<void()> launch;
+  std::function<void(Kernel&)> state_resources;
+};
+
 /// One row of the table.
 struct Kernel {
   std::string name;
   Role role;
   std::function<void()> launch;
+  std::vector<Way> ways;         ///< to compute it, those that should be the fastest first
+  std::string way;               ///< which of them `launch` is
   Work work;                     ///< the problem's, unless is_step() changes it
   std::vector<Check> checks;     ///< the problem's, unless is_step() changes them
   std::function<void()> before;  ///< makes the inputs of a step; not timed
@@ -142,6 +159,11 @@ struct Kernel {
   int needs_cc = 0;         ///< least compute capability of a GPU, times 10
   bool hopper = false;      ///< and it must be 9.0
   int needs_shared = 0;     ///< bytes of shared memory for a block
+
+  void take(const Way& way) {
+    launch = way.launch, this->way = way.name;
+    way.state_resources(*this);
+  }
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
   /// that `compute_reference` puts into `reference`.
@@ -256,6 +278,10 @@ class Problem {
   /// Adds a row. The first one is what `speed` compares with. The reference returned is valid until
   /// the next call.
   Kernel& kernel(std::string name, Role role, std::function<void()> launch);
+  /// Adds a row that may be computed in several ways. On a GPU the few that should be the fastest
+  /// are tried before the row is verified, and the fastest of them is what is verified and timed.
+  /// Where nothing is timed that is the one that should be the fastest.
+  Kernel& kernel(std::string name, Role role, std::vector<Way> ways);
 
   /// After the tables, on a GPU, if both kernels were timed: comparison_text() of `format` and of
   /// how many times as fast as `slow` `fast` is.

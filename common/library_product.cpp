@@ -1,10 +1,9 @@
 #include "common/library_product.h"
 
-#include <algorithm>
+#include <functional>
 #include <vector>
 
-#include "common/event.h"
-#include "common/numerics.h"
+#include "common/fastest.h"
 
 // Row-major c = a b is column-major c^T = b^T a^T (lesson 4): b comes first, and columns of c are
 // rows for cuBLASLt, whose bias goes along rows.
@@ -59,52 +58,14 @@ void LibraryProduct::choose(const void* a, const void* b, void* c) {
   CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas_, matmul_, b_, a_, c_, c_, preference, kMost,
                                               results.data(), &found));
   CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+  results.resize(found);
+  std::erase_if(results, [](const cublasLtMatmulHeuristicResult_t& result) {
+    return result.state != CUBLAS_STATUS_SUCCESS;
+  });
 
-  struct Candidate {
-    cublasLtMatmulAlgo_t algorithm;
-    std::vector<float> ms = {};
-    float median() {
-      std::sort(ms.begin(), ms.end());
-      return ms[ms.size() / 2];
-    }
-  };
-  std::vector<Candidate> candidates;
-  for (int i = 0; i < found; ++i) {
-    if (results[i].state == CUBLAS_STATUS_SUCCESS) candidates.push_back({results[i].algo});
-  }
-  if (candidates.empty()) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
-
-  // As the lessons sample their kernels: in turn, each after a call of its own and with a cold L2
-  // cache. Who is much slower than the fastest is not asked again.
-  const size_t flush_bytes = 2 * static_cast<size_t>(Device::current().l2_bytes) + 1;
-  Scratch<char> flushed(flush_bytes);
-  Event start, stop;
-  constexpr float kHopeless = 1.25, kBudgetMs = 600;
-  int rounds = 1;
-  for (int round = 0; candidates.size() > 1 && round < rounds; ++round) {
-    float round_ms = 0;
-    for (Candidate& candidate : candidates) {
-      call(candidate.algorithm, a, b, c);
-      CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
-      start.record();
-      call(candidate.algorithm, a, b, c);
-      stop.record();
-      candidate.ms.push_back(stop.since(start));
-      round_ms += 2 * candidate.ms.back();
-    }
-    if (round == 0) {
-      rounds = 1 + static_cast<int>(std::clamp(kBudgetMs / round_ms, 4.0f, 30.0f));
-      float least = candidates[0].ms[0];
-      for (const Candidate& candidate : candidates) least = std::min(least, candidate.ms[0]);
-      std::erase_if(candidates, [=](const Candidate& candidate) {
-        return candidate.ms[0] > kHopeless * least;
-      });
-    }
-  }
-  if (candidates.size() > 1) {
-    std::sort(candidates.begin(), candidates.end(),
-              [](Candidate& x, Candidate& y) { return x.median() < y.median(); });
-  }
-  fastest_ = candidates.front().algorithm;
+  std::vector<std::function<void()>> calls;
+  for (const auto& result : results) calls.push_back([&] { call(result.algo, a, b, c); });
+  if (calls.empty()) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
+  fastest_ = results[fastest_of(calls, true, 600)].algo;
   chosen_ = true;
 }

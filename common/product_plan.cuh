@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <string>
+#include <vector>
 
 #include "common/product.cuh"
 
@@ -130,6 +131,8 @@ struct ProductPlan {
   double microseconds;
 };
 
+/// The plans for some tiles: one, or another where tiles are shared; none if no cluster fits.
+///
 /// What a step costs was fitted to 950 measurements on an H200, in nanoseconds. The tensor cores
 /// take 20 and for each column of a tile of 128 rows 2.33, up to 3 in large products, which lower
 /// the clock; a little more if wgmma's sum has less than 256 columns. The L2 cache takes 0.55 for
@@ -138,12 +141,13 @@ struct ProductPlan {
 /// of 32 bytes either. Of the two the larger one counts, and where they are about equal, more. To
 /// begin and to end takes 6.3 us, 0.2 less where blocks are not in clusters, to share tiles 9 more.
 template <typename T, class Tile, class Epilogue>
-ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
+std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
+                                      int64_t stride_b) {
   constexpr int kBytes = sizeof(ProductShared<T, Tile>);
   const auto kernel = product<T, Tile, Epilogue>;
   allow_shared_bytes(kernel, kBytes);
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
-  if (capacity == 0) return {0, false, std::numeric_limits<double>::infinity()};
+  if (capacity == 0) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
 
@@ -162,33 +166,42 @@ ProductPlan plan_product(const ProductShape& shape, int64_t stride_a, int64_t st
     const double step = std::pow(std::pow(products, 4) + std::pow(copies, 4), 0.25);
     return (Tile::kBlocks == 1 ? 6.1 : 6.3) + rounds * whole.steps * step / 1000;
   };
-  ProductPlan plan{clusters, false, microseconds(whole.rounds, clusters)};
   // A consumer on its own stops multiplying while it stores.
-  if (Tile::kConsumers == 1) plan.microseconds += 0.8 * (whole.rounds - 1);
-  const double split = 9 + microseconds(1.0 * whole.tiles / capacity, capacity);
-  if (shared.shared > 0 && split < 0.985 * plan.microseconds) plan = {capacity, true, split};
-  return plan;
+  const double stores = Tile::kConsumers == 1 ? 0.8 * (whole.rounds - 1) : 0;
+  std::vector<ProductPlan> plans = {
+      {clusters, false, stores + microseconds(whole.rounds, clusters)}};
+  if (shared.shared > 0) {
+    plans.push_back({capacity, true, 9 + microseconds(1.0 * whole.tiles / capacity, capacity)});
+  }
+  return plans;
 }
 
-/// Adds one row to a table: the plan that should take the least time, of those for each Tile. Its
-/// launch is launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements.
+/// Adds one row to a table, whose ways are the plans for each Tile. A plan's launch is
+/// launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements.
 template <class... Tile>
 struct TileChoice {
   template <typename T, class Epilogue, typename Launch>
   static void add(Problem& problem, const char* name, const ProductShape& shape, int64_t stride_a,
                   int64_t stride_b, Launch launch) {
-    const ProductPlan plans[] = {plan_product<T, Tile, Epilogue>(shape, stride_a, stride_b)...};
-    const ProductPlan* best = plans;
-    for (const ProductPlan& plan : plans) {
-      if (plan.microseconds < best->microseconds) best = &plan;
-    }
-    const auto add_if_best = [&]<class Each>(const ProductPlan& plan) {
-      if (&plan != best) return;
-      problem.kernel(name, Role::ours, [=] { launch.template operator()<Each>(plan); })
-          .resources(product<T, Each, Epilogue>, Each::kThreads, sizeof(ProductShared<T, Each>))
-          .hopper_only();
+    std::vector<Way> ways;
+    const auto add_plans = [&]<class Each>() {
+      for (const ProductPlan& plan : plan_product<T, Each, Epilogue>(shape, stride_a, stride_b)) {
+        const auto resources = [](Kernel& row) {
+          row.resources(product<T, Each, Epilogue>, Each::kThreads, sizeof(ProductShared<T, Each>));
+        };
+        ways.push_back({name_of<Each>(plan), plan.microseconds,
+                        [=] { launch.template operator()<Each>(plan); }, resources});
+      }
     };
-    const ProductPlan* plan = plans;
-    (add_if_best.template operator()<Tile>(*plan++), ...);
+    (add_plans.template operator()<Tile>(), ...);
+    if (!ways.empty()) problem.kernel(name, Role::ours, ways).hopper_only();
+  }
+
+  /// "176 x 192 tiles, 2 x 1 in a cluster, 66 clusters, tiles shared"
+  template <class Each>
+  static std::string name_of(const ProductPlan& plan) {
+    return std::to_string(Each::BM) + " x " + std::to_string(Each::BN) + " tiles, " +
+           std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide) + " in a cluster, " +
+           std::to_string(plan.clusters) + " clusters" + (plan.split ? ", tiles shared" : "");
   }
 };

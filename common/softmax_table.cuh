@@ -5,6 +5,7 @@
 #include <cublas_v2.h>
 
 #include <cmath>
+#include <map>
 
 #include "common/softmax_rows.cuh"
 
@@ -40,7 +41,9 @@ struct Product {
   const char* name;
   std::function<void(Results)> launch;
   std::function<void(Kernel&)> state_resources;
-  bool fuses = true;  // false: launched for probabilities, it is its unfused form
+  bool fuses = true;        // false: launched for probabilities, it is its unfused form
+  std::string way = {};     // its tiles, where there are others,
+  double microseconds = 0;  // and how long it should take with them
 };
 
 template <typename Function>
@@ -124,24 +127,43 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   return {aligned, launch};
 }
 
-// A product, after a launch that its inputs need, or none.
-inline Product after(const std::function<void()>& before, Product product) {
-  if (before) {
-    product.launch = [before, launch = product.launch](Results results) {
-      before();
-      launch(results);
-    };
-  }
-  return product;
-}
-
 // How a product is to be made, and how long that should take: what its kernel and the softmax after
 // it take, if it is half fused, and copies of x or of W with aligned rows.
 struct Plan {
   double microseconds = INFINITY;
   bool copies_x = false, copies_W = false;
   std::function<Product(const Layer&)> make = {};
+  bool operator<(const Plan& other) const { return microseconds < other.microseconds; }
 };
+
+// The products of some plans, which share copies: of the first few, as no more are tried.
+inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
+  std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
+  std::vector<Product> products;
+  for (const Plan& plan : plans) {
+    if (products.size() == kMostWays) break;
+    const std::pair copies = {plan.copies_x, plan.copies_W};
+    if (!aligned.contains(copies)) {
+      aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));
+    }
+    const auto& [inputs, align] = aligned.at(copies);
+    Product& product = products.emplace_back(plan.make(inputs));
+    product.microseconds = plan.microseconds;
+    if (align) {
+      product.launch = [align = align, launch = product.launch](Results results) {
+        align();
+        launch(results);
+      };
+    }
+  }
+  return products;
+}
+
+// "128 x 192 tiles, 2 in a cluster"
+inline std::string text_of_tiles(int rows, int cols, int cluster) {
+  return std::to_string(rows) + " x " + std::to_string(cols) + " tiles, " +
+         std::to_string(cluster) + " in a cluster";
+}
 
 // Of a launch that copies rows: 23 GB/s for each multiprocessor.
 inline double copy_microseconds(const Layer& layer, int rows, int cols) {
@@ -213,17 +235,54 @@ struct SoftmaxTable : Layer {
   }
 
   Kernel& add(const std::string& row, Role role, int needs_cc, std::function<void()> launch) const {
-    if (kind == Kind::only_infinite) {
-      launch = [launch, probs = probs, result = result] {
-        launch();
-        mark_nan(probs, result, probs.size());
-      };
-    }
-    return problem.kernel(row, role, launch).needs(needs_cc);
+    return problem.kernel(row, role, verifiable(launch)).needs(needs_cc);
+  }
+  void add(const std::string& row, Role role, int needs_cc, std::vector<Way> ways) const {
+    for (Way& way : ways) way.launch = verifiable(way.launch);
+    problem.kernel(row, role, ways).needs(needs_cc);
+  }
+  std::function<void()> verifiable(const std::function<void()>& launch) const {
+    if (kind != Kind::only_infinite) return launch;
+    return [launch, probs = probs, result = result] {
+      launch();
+      mark_nan(probs, result, probs.size());
+    };
   }
 
   void softmax_of_logits() const {
     softmax(logits, probs, shape, reinterpret_cast<float2*>(parts.data()));
+  }
+
+  Results results(Epilogue epilogue) const {
+    float* out = epilogue == Epilogue::softmax ? probs : logits;
+    return {.epilogue = epilogue, .out = out, .parts = reinterpret_cast<float2*>(parts.data())};
+  }
+
+  // Ways (2) and (3), by the same kind of product with the fastest of its tiles; only (2) if no
+  // tiles make (3) anything else.
+  void add_ours(const std::vector<Product>& products, const std::string& suffix,
+                int needs_cc) const {
+    const std::string kind = products[0].name + suffix, fused = "fused " + kind;
+    std::vector<Way> with_logits, with_softmax;
+    for (const Product& product : products) {
+      const auto add_way = [&](std::vector<Way>& ways, std::function<void()> launch) {
+        ways.push_back({product.way, product.microseconds, launch, product.state_resources});
+      };
+      add_way(with_logits, [product, *this] {
+        product.launch(results(Epilogue::logits));
+        softmax_of_logits();
+      });
+      if (!product.fuses) continue;
+      add_way(with_softmax, [product, *this] { product.launch(results(Epilogue::softmax)); });
+    }
+    add("un" + fused, Role::ours, needs_cc, with_logits);
+    const std::string what = name + ", " + kind + ": ";
+    if (!with_softmax.empty()) {
+      add(fused, Role::ours, needs_cc, with_softmax);
+      problem.compare(fused, "un" + fused, what + "fused (3) against unfused (2), % times faster.");
+    }
+    problem.compare("un" + fused, "library",
+                    what + "unfused (2) against library (1), % times faster.");
   }
 
   // What every row of the table is held to.

@@ -119,6 +119,7 @@ int main(int argc, char** argv) {
   ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
   ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
+  ok = right<Tiles<64, 112, 2, 4, 1>>(shape, false, false) && ok;     // four share each tile of A
   ok = right<TurnedTiles<272, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
   ok = right<TurnedTiles<80, 128, 2, 2>>(shape, false, false) && ok;  // and by columns
   ok = right<TurnedTiles<112, 192, 4, 2>>(shape, true, true) && ok;

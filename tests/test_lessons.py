@@ -582,6 +582,28 @@ def test_hot(run, backend):
     assert {k["ms"]["mode"] for _, k in hot.kernels} == {"hot"}
 
 
+def test_the_fastest_way_is_found(backend):
+    result = execute([program("tests/fastest", backend)])
+    assert result.rc == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("lesson, arguments, kernel, way", [
+    ("3_matmul_tensorcore", [64], "any shape", r"64 x 64 tiles, 1 x 1 in a cluster, 1 clusters"),
+    ("6_gating_fused", [1], "Hopper resident", r"64 columns a sum, 4 consumers, \d+ stages, .*"),
+    (SOFTMAX, [300, "--inputs", 300, "--classes", 260], "fused exchange", r"\d+ x \d+ tiles, \d in a cluster.*"),
+])
+def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
+    """Where nothing is timed: the one that should be the fastest."""
+    result = run(lesson, *arguments, "--kernel", f"^{kernel}$", "--count")
+    ((_, row),) = result.kernels
+    assert re.fullmatch(way, row["way"])
+
+
+def test_one_way_has_no_name(run):
+    result = run("1_matmul_basic", 16, "--samples", 1)
+    assert {kernel["way"] for _, kernel in result.kernels} == {None}
+
+
 def test_kernel_filter(run):
     result = run("6_gating_fused", 1, "--kernel", "^(async|tensor)", "--samples", 1)
     assert [(problem["name"], kernel["name"]) for problem, kernel in result.kernels] == [
