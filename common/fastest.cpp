@@ -1,22 +1,16 @@
 #include "common/fastest.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "common/device.h"
 #include "common/event.h"
 #include "common/numerics.h"
 
-size_t fastest_of(const std::vector<std::function<void()>>& calls, bool cold, float milliseconds) {
-  struct Candidate {
-    size_t number;
-    std::vector<float> ms = {};
-    float median() {
-      std::sort(ms.begin(), ms.end());
-      return ms[ms.size() / 2];
-    }
-  };
-  std::vector<Candidate> candidates;
-  for (size_t number = 0; number < calls.size(); ++number) candidates.push_back({number});
+Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float milliseconds) {
+  std::vector<std::vector<float>> samples(calls.size());
+  std::vector<size_t> candidates(calls.size());
+  std::iota(candidates.begin(), candidates.end(), 0);
 
   const size_t flush_bytes = cold ? 2 * static_cast<size_t>(Device::current().l2_bytes) : 1;
   Scratch<char> flushed(flush_bytes);
@@ -25,25 +19,26 @@ size_t fastest_of(const std::vector<std::function<void()>>& calls, bool cold, fl
   int rounds = 1;
   for (int round = 0; candidates.size() > 1 && round < rounds; ++round) {
     float round_ms = 0;
-    for (Candidate& candidate : candidates) {
-      calls[candidate.number]();
+    for (const size_t i : candidates) {
+      calls[i]();
       if (cold) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
       start.record();
-      calls[candidate.number]();
+      calls[i]();
       stop.record();
-      candidate.ms.push_back(stop.since(start));
-      round_ms += 2 * candidate.ms.back();
+      samples[i].push_back(stop.since(start));
+      round_ms += 2 * samples[i].back();
     }
     if (round == 0) {
       rounds = 1 + static_cast<int>(std::clamp(milliseconds / round_ms, 4.0f, 30.0f));
-      float least = candidates[0].ms[0];
-      for (const Candidate& candidate : candidates) least = std::min(least, candidate.ms[0]);
-      std::erase_if(candidates, [=](const Candidate& candidate) {
-        return candidate.ms[0] > kHopeless * least;
-      });
+      const float least = (*std::min_element(samples.begin(), samples.end()))[0];
+      std::erase_if(candidates, [&](size_t i) { return samples[i][0] > kHopeless * least; });
     }
   }
-  return std::min_element(candidates.begin(), candidates.end(),
-                          [](Candidate x, Candidate y) { return x.median() < y.median(); })
-      ->number;
+  Trial trial{0, {}};
+  for (std::vector<float>& each : samples) {
+    std::sort(each.begin(), each.end());
+    trial.ms.push_back(each.empty() ? 0 : each[each.size() / 2]);
+  }
+  trial.fastest = std::min_element(trial.ms.begin(), trial.ms.end()) - trial.ms.begin();
+  return trial;
 }

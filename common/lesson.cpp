@@ -713,7 +713,11 @@ void Lesson::State::choose([[maybe_unused]] Problem& problem) {
       }
     }
     constexpr float kMilliseconds = 200;
-    kernel.take(kernel.ways[fastest_of(calls, timing == Timing::cold, kMilliseconds)]);
+    const Trial trial = try_all(calls, timing == Timing::cold, kMilliseconds);
+    for (size_t i = 0; i < calls.size(); ++i) {
+      kernel.ways[i].tried_ms = trial.ms[i] / static_cast<float>(graphs.empty() ? 1 : kCalls);
+    }
+    kernel.take(kernel.ways[trial.fastest]);
     CUDA_CHECK(cudaGetLastError());
   }
 #endif
@@ -1142,10 +1146,17 @@ Json Lesson::State::record() const {
       const bool timed = !kernel.samples_ms.empty();
       const double ms = timed ? kernel.median_ms() : 0;
       const auto if_timed = [&](double value) { return timed ? Json(value) : Json(nullptr); };
+      Json ways = Json::array();
+      for (const Way& way : kernel.ways) {
+        ways.push_back({{"name", way.name},
+                        {"expected_ms", way.microseconds / 1000},
+                        {"tried_ms", or_null(way.tried_ms)}});
+      }
       Json row = {
           {"name", kernel.name},
           {"role", name_of(kernel.role)},
           {"way", kernel.way.empty() ? Json(nullptr) : Json(kernel.way)},
+          {"ways", kernel.way.empty() ? Json(nullptr) : ways},
           {"ms", timed ? Json{{"median", ms},
                               {"p10", kernel.percentile(10)},
                               {"p90", kernel.percentile(90)},

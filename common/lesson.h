@@ -139,6 +139,7 @@ struct Way {
   double microseconds;  ///< that it should take
   std::function<void()> launch;
   std::function<void(Kernel&)> state_resources;
+  double tried_ms = 0;  ///< that it took when it was tried; 0: it was not
 };
 
 /// One row of the table.

@@ -66,6 +66,6 @@ void LibraryProduct::choose(const void* a, const void* b, void* c) {
   std::vector<std::function<void()>> calls;
   for (const auto& result : results) calls.push_back([&] { call(result.algo, a, b, c); });
   if (calls.empty()) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
-  fastest_ = results[fastest_of(calls, true, 600)].algo;
+  fastest_ = results[try_all(calls, true, 600).fastest].algo;
   chosen_ = true;
 }
