@@ -720,18 +720,18 @@ struct SquareProduct {
             Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
-  // Adds the row, with the fastest of these tiles.
   void add() const {
     using Choice = TileChoice<
-        Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
+        Tiles<128, 256, 2, 1, 2>, Tiles<128, 256, 2, 1, 4>, Tiles<128, 192, 2, 1, 3>,
+        Tiles<192, 192, 1, 2, 1>, Tiles<128, 144, 4, 2, 1>, Tiles<64, 192, 4, 2, 3>,
         Tiles<64, 128, 1, 1, 2>, Tiles<64, 64, 1, 1, 1>, Tiles<64, 64, 2, 4, 1>,
-        Tiles<64, 80, 4, 2, 1>, Tiles<64, 112, 2, 4, 1>, Tiles<64, 192, 4, 2, 1>,
-        Tiles<128, 144, 4, 2, 1>, TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>,
-        TurnedTiles<144, 256, 2, 1>, TurnedTiles<104, 256, 4, 1>, TurnedTiles<208, 192, 1, 2>,
-        TurnedTiles<184, 192, 2, 1>, TurnedTiles<176, 192, 2, 1>, TurnedTiles<160, 192, 2, 1>,
-        TurnedTiles<96, 192, 2, 1>, TurnedTiles<160, 192, 4, 2>, TurnedTiles<240, 128, 1, 2>,
-        TurnedTiles<168, 128, 2, 1>, TurnedTiles<112, 128, 1, 1>, TurnedTiles<112, 128, 4, 2>,
-        TurnedTiles<80, 128, 2, 2>, TurnedTiles<80, 128, 4, 2>>;
+        TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
+        TurnedTiles<160, 256, 2, 1, 160>, TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>,
+        TurnedTiles<152, 256, 2, 1, 152>, TurnedTiles<176, 192, 2, 1>, TurnedTiles<160, 192, 2, 1>,
+        TurnedTiles<144, 256, 2, 1, 144>, TurnedTiles<160, 192, 4, 2>, TurnedTiles<96, 192, 2, 1>,
+        TurnedTiles<240, 128, 1, 2>, TurnedTiles<168, 128, 2, 1>, TurnedTiles<112, 128, 4, 2>,
+        TurnedTiles<80, 128, 2, 2>, TurnedTiles<80, 128, 4, 2>, TurnedTiles<224, 64, 1, 2>,
+        TurnedTiles<128, 64, 1, 2>, TurnedTiles<96, 64, 2, 4>, TurnedTiles<64, 64, 1, 1>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

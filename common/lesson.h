@@ -130,7 +130,7 @@ struct Kernel;
 
 /// How many ways to compute a row are tried, and how much longer than the best of them one may be
 /// expected to take: estimates err by less.
-inline constexpr size_t kMostWays = 8;
+inline constexpr size_t kMostWays = 10;
 inline constexpr double kHopelessWay = 1.15;
 
 /// One of several ways to compute a row, such as with tiles of one size.

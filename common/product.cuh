@@ -48,21 +48,22 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 };
 
 /// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
-/// multiple of 8. Consumers divide the columns; of a tile of more than 256 rows (or 192 rows by 192
-/// columns) two consumers divide the rows. A consumer's sum must have room in its registers.
-template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
+/// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
+/// (or 192 rows by 192 columns), two consumers divide the rows. A consumer's sum must have room in
+/// its registers, and kLeastOut rows of its results (or all) in shared memory, before any stage.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kLeastOut = 40>
 struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kBoxes = kColumns / kBoxCols;
-  static constexpr bool kByRows = kRows > (kBoxes == 3 ? 192 : 256);
+  static constexpr bool kByRows = kBoxes == 1 || kRows > (kBoxes == 3 ? 192 : 256);
   static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
-  // Shared memory has as many stages as leave room for 40 rows of each consumer's results. With
-  // what is left then, results leave in as few parts as possible, of kOutRows rows each.
+  // There are as many stages as there is room for then. With what is left after them, results leave
+  // in as few parts as possible, of kOutRows rows each: a part has to wait for the one before it.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
-  static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
+  static constexpr int kLeast = kConsumers * (kSumRows < kLeastOut ? kSumRows : kLeastOut);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
   static constexpr int kParts = (kSumRows + kLeft / 8 * 8 - 1) / (kLeft / 8 * 8);
   static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;

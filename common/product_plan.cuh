@@ -189,7 +189,7 @@ struct TileChoice {
         const auto resources = [](Kernel& row) {
           row.resources(product<T, Each, Epilogue>, Each::kThreads, sizeof(ProductShared<T, Each>));
         };
-        ways.push_back({name_of<Each>(plan), plan.microseconds,
+        ways.push_back({name_of<Each>(plan, ProductShared<T, Each>::kStages), plan.microseconds,
                         [=] { launch.template operator()<Each>(plan); }, resources});
       }
     };
@@ -197,11 +197,12 @@ struct TileChoice {
     if (!ways.empty()) problem.kernel(name, Role::ours, ways).hopper_only();
   }
 
-  /// "176 x 192 tiles, 2 x 1 in a cluster, 66 clusters, tiles shared"
+  /// "176 x 192 tiles, 4 stages, 2 x 1 in a cluster, 66 clusters, tiles shared"
   template <class Each>
-  static std::string name_of(const ProductPlan& plan) {
+  static std::string name_of(const ProductPlan& plan, int stages) {
     return std::to_string(Each::BM) + " x " + std::to_string(Each::BN) + " tiles, " +
-           std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide) + " in a cluster, " +
-           std::to_string(plan.clusters) + " clusters" + (plan.split ? ", tiles shared" : "");
+           std::to_string(stages) + " stages, " + std::to_string(Each::kStack) + " x " +
+           std::to_string(Each::kSide) + " in a cluster, " + std::to_string(plan.clusters) +
+           " clusters" + (plan.split ? ", tiles shared" : "");
   }
 };

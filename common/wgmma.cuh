@@ -83,6 +83,9 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   if constexpr (kCount == 16) {
     HOPPER_WGMMA("32", HOPPER_R16, "%16", "%17", "%18", "1, 1, %19, %20", HOPPER_SHARED_A,
                  HOPPER_SUM8(0), HOPPER_SUM8(8))
+  } else if constexpr (kCount == 24) {
+    HOPPER_WGMMA("48", HOPPER_R24, "%24", "%25", "%26", "1, 1, %27, %28", HOPPER_SHARED_A,
+                 HOPPER_SUM8(0), HOPPER_SUM8(8), HOPPER_SUM8(16))
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, 1, %35, %36", HOPPER_SHARED_A,
                  HOPPER_SUM32(0))

@@ -123,5 +123,7 @@ int main(int argc, char** argv) {
   ok = right<TurnedTiles<272, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
   ok = right<TurnedTiles<80, 128, 2, 2>>(shape, false, false) && ok;  // and by columns
   ok = right<TurnedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
+  ok = right<TurnedTiles<96, 64, 2, 4>>(shape, false, false) && ok;       // all columns are a box
+  ok = right<TurnedTiles<80, 256, 2, 1, 80>>(shape, false, false) && ok;  // all rows leave at once
   return ok ? 0 : 1;
 }
