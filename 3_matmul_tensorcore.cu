@@ -689,7 +689,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Eight tiles in a cluster, 4 below and 2 beside each other, copy half as much as two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
-//     have equally many steps. One that begins inside a tile hands its sum to the one that ends it.
+//     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
 // product() of common/product.cuh is the kernel above for all of these. Estimates say which tiles

@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // all columns, a consumer computes them in parts, from the same tile of x, which is read once.
 //
 // How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): by the copy
-// engine, so that no thread computes an address, or, where rows are not aligned, as they lie.
+// engine, so that no thread computes an address, or, where rows do not suit it, as they lie.
 template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,
@@ -522,7 +522,7 @@ struct GatedProduct {
                     Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
-  // Adds the row, with those of lesson 3's tiles (common/product.cuh) that should be the fastest.
+  // Adds the row, with the fastest of some of lesson 3's tiles (common/product.cuh).
   void add() const {
     using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
                               Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;

@@ -19,10 +19,11 @@
 //     (2) unfused   our product, then the same softmax kernel
 //     (3) fused     our product and softmax in one launch
 //
-// (2) against (3) is fusion alone: the product is the same kernel, only its epilogue differs. (1)
-// against (2) is the quality of the library. And there are two sets of tables, never mixed: true
-// fp32 accuracy, and TF32, where the operands of the product are rounded to 10 bits of mantissa so
-// that tensor cores can multiply them. Both accumulate in fp32. The kernels:
+// (2) against (3) is fusion alone: the product is the same kernel, with another epilogue and the
+// tiles that suit it best. (1) against (2) is the quality of the library. And there are two sets of
+// tables, never mixed: true fp32 accuracy, and TF32, where the operands of the product are rounded
+// to 10 bits of mantissa so that tensor cores can multiply them. Both accumulate in fp32. The
+// kernels:
 //
 //     fused rows      a block a row: simple; every block reads all of W (fp32 tables: --all)
 //     ..., D split    at most 16 columns: a row's inputs are spread over the block's threads, too
@@ -48,11 +49,12 @@
 //                     only maximum and sum. Half fused where that should take less time: few tiles
 //                     are cut along D, too, unlike in "unfused"
 //
-// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. In
-// the fp32 tables tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores:
-// each operand as the sum of two TF32 numbers, and three products instead of one. Its error is held
-// to the bound of fp32. Cluster and exchange are there as 3xTF32. All kernels and the softmax are
-// launched early (common/early_launch.cuh): here the time between two kernels counts.
+// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits; of
+// exchange, (2) and (3) each have the fastest of the tiles that were tried. In the fp32 tables
+// tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as
+// the sum of two TF32 numbers, and three products instead of one. Its error is held to the bound of
+// fp32. Cluster and exchange are there as 3xTF32. All kernels and the softmax are launched early
+// (common/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -945,7 +947,7 @@ Plan plan_cluster(const Layer& layer) {
     return tiles == 1 ? product_of("cluster", kernel, kThreads, kBytes, launch)
                       : half_fused(in, "cluster", kernel, kThreads, kBytes, 1, tiles, launch);
   };
-  return {microseconds, copies_x, false, make};
+  return {microseconds, microseconds, copies_x, false, "", "", make};
 }
 
 // Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
@@ -983,12 +985,8 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
     launch_early(kernel, dim3(count * tiles, of_D), Shared::kThreads, bytes,  //
                  x, W, layer.C, Exchange{left, turns, count}, results);
   };
-  Product product = at_once > 0 ? product_of("exchange", kernel, Shared::kThreads, bytes, launch)
-                                : half_fused(layer, "exchange", kernel, Shared::kThreads, bytes,
-                                             slices, tiles, launch);
-  product.way = text_of_tiles(kRows, kColumns, kPeers) +
-                (at_once > 0 ? "" : ", half fused, " + std::to_string(slices) + " slices");
-  return product;
+  if (at_once > 0) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
+  return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, slices, tiles, launch);
 }
 
 // Plans with one size of tiles: exchange, and half fused with as many slices as should take the
@@ -1011,35 +1009,40 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
   const bool copies_W = kAligned && layer.C % 4 != 0;
   const double copies = (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
                         (copies_W ? copy_microseconds(layer, layer.D, layer.C) : 0);
-  const auto consider = [&](double microseconds, int64_t at_once, int slices) {
+  const bool in_registers = layer.C <= kLongestInRegisters;
+  const double logits = 8 * layer.shape.logits() / (26e3 * all);
+  const double least = layer.C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
+  const double slice = layer.C <= 1024 ? 0.05 : layer.C % 4 == 0 ? 0.7 : 3;
+  const auto two_kernels = [&](int slices) {
+    const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
+    const double product = time(rounds, units / rounds, all, slices);
+    const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
+    return product + 2.05 + std::max(moved, least) + (slices - 1) * slice;
+  };
+  const auto add = [&](double microseconds, int64_t at_once, int slices, const std::string& how) {
     const auto make = [=](const Layer& aligned) {
       return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, at_once, slices);
     };
-    plans.push_back({copies + microseconds, copies_x, copies_W, make});
+    plans.push_back({copies + microseconds, copies + two_kernels(1), copies_x, copies_W,
+                     text_of_tiles(kRows, kColumns, kPeers, copies_x), how, make});
   };
   if (const int64_t at_once = all / tiles; at_once > 0) {
     const double rounds = blocks(strips, at_once);
     const double active = 1.0 * tiles * persistent(strips, at_once);
     const double wait = tiles == 1 ? 1 : 2.7 + 0.115 * tiles;
-    consider(time(rounds, active, all, 1) + rounds * wait, at_once, 1);
+    add(time(rounds, active, all, 1) + rounds * wait, at_once, 1, "");
   }
-  const bool in_registers = layer.C <= kLongestInRegisters;
-  const double logits = 8 * layer.shape.logits() / (26e3 * all);
-  const double least = layer.C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
-  const double slice = layer.C <= 1024 ? 0.05 : layer.C % 4 == 0 ? 0.7 : 3;
   const int most = std::clamp(layer.D / (4 * Shared::kDepth), 1, kMostSlices);
-  std::pair<double, int> best = {INFINITY, 1};
-  for (int slices = 1; slices <= most; ++slices) {
-    const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    const double product = time(rounds, units / rounds, all, slices);
-    const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
-    const double softmax = 2.05 + std::max(moved, least) + (slices - 1) * slice;
-    best = std::min(best, {(slices == 1 ? 1.04 : 1) * (product + softmax), slices});
+  std::pair<double, int> best = {1.04 * two_kernels(1), 1};
+  for (int slices = 2; slices <= most; ++slices) {
+    best = std::min(best, {two_kernels(slices), slices});
   }
-  consider(best.first, 0, best.second);
+  const auto [microseconds, slices] = best;
+  add(microseconds, 0, slices, "; half fused; slices: " + std::to_string(slices));
 }
 
-// With all tiles (rows, columns, in clusters of how many), and with x as it lies or copied.
+// The plans with all tiles (rows, columns, blocks in a cluster), with x as it lies or copied; the
+// fastest first.
 template <Math kMath, bool kAligned>
 std::vector<Plan> plan_exchange(const Layer& layer) {
   std::vector<Plan> plans;
@@ -1087,9 +1090,9 @@ std::vector<Product> make_hopper_products(const Layer& layer) {
                                      : choose_cluster<kMath, 128>(layer);
     const double most =
         kMath == Math::split || plans.empty() ? INFINITY : 1.05 * plans[0].microseconds;
-    if (other.make && other.microseconds < most) plans = {other};
+    if (other.microseconds < most) plans = {other};
   }
-  return products_of(layer, plans);  // none: fewer multiprocessors than a cluster has blocks
+  return products_of(layer, plans);  // empty if no cluster fits on the device
 }
 
 // ---- The tables ---------------------------------------------------------------------------------

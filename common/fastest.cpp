@@ -45,11 +45,13 @@ Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float 
       std::erase_if(candidates, [&](size_t i) { return samples[i][0] > kHopeless * least; });
     }
   }
-  Trial trial{0, {}};
+  std::vector<float> medians;
   for (std::vector<float>& each : samples) {
     std::sort(each.begin(), each.end());
-    trial.ms.push_back(each.empty() ? 0 : each[each.size() / 2]);
+    medians.push_back(each.empty() ? 0 : each[each.size() / 2]);
   }
-  trial.fastest = std::min_element(trial.ms.begin(), trial.ms.end()) - trial.ms.begin();
-  return trial;
+  const size_t fastest =
+      *std::min_element(candidates.begin(), candidates.end(),
+                        [&](size_t a, size_t b) { return medians[a] < medians[b]; });
+  return {fastest, medians};
 }

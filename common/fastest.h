@@ -11,8 +11,8 @@ struct Trial {
   std::vector<float> ms;  ///< the median of each call
 };
 
-/// The calls are sampled as the lessons sample their kernels: in turn, each after a call of its
-/// own, and if `cold`, with a cold L2 cache. Who is much slower than the fastest is not asked
-/// again. It takes about so many milliseconds, or five rounds if that is more, and 200 ms before
-/// that if the calls are a load for the card. It must not be captured in a graph.
+/// Calls are sampled in turn, each after a call of its own and, if `cold`, with a cold L2 cache. A
+/// call that is much slower than the fastest is not made again. All of it takes about
+/// `milliseconds`, or five rounds if these take longer, after 200 ms of calls if one is a load for
+/// the card. It must not be captured in a graph.
 Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float milliseconds);

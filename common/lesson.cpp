@@ -395,7 +395,7 @@ struct Lesson::State {
   bool selected(const Kernel& kernel) const { return can_run(kernel) && matches(kernel); }
   void require_memory();
   void prepare(Problem& problem);
-  /// Of each kernel with several ways the fastest.
+  /// Tries the ways of each kernel that has several, and takes the fastest.
   void choose(Problem& problem);
   void verify(Problem& problem, const std::function<void(Kernel&)>& launch);
   /// Verifies the launches that it counts.
@@ -699,7 +699,8 @@ void Lesson::State::choose([[maybe_unused]] Problem& problem) {
   for (Kernel& kernel : problem.kernels_) {
     if (kernel.ways.size() < 2 || !selected(kernel)) continue;
     progress.show(problem.name_ + ": trying the ways of " + kernel.name);
-    // As it will be timed; but long calls need no graph.
+    if (kernel.before) kernel.before();
+    // A way is called as the row will be timed; but long calls need no graph.
     constexpr double kLongUs = 500;
     constexpr int kCalls = 5;
     std::deque<Graph> graphs;
@@ -1256,11 +1257,11 @@ int Lesson::run() {
     const Clock::time_point start = Clock::now();
     const Clock::time_point end = start + (deadline - start) / left--;
     state.prepare(problem);
+    if (!state.counting) state.choose(problem);
     const Clock::time_point prepared = Clock::now();
     if (state.counting) {
       state.count(problem);
     } else {
-      state.choose(problem);
       state.verify(problem, [&](const Kernel& kernel) { launch_watched(problem.name_, kernel); });
       state.sample(problem, end - (Clock::now() - prepared));
     }

@@ -5,7 +5,8 @@
 // `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for
 // each problem
 //   1. refuses what does not fit in memory,
-//   2. fills the inputs with random numbers and computes the reference,
+//   2. fills the inputs with random numbers, computes the reference, and on a GPU tries the ways
+//      of kernels that have several,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
 //   4. samples the kernels in turn, each round in another order, each with a cold L2 cache (or, for
 //      kernels of microseconds, as the nodes of a CUDA graph), for as long as the run may last,
@@ -128,12 +129,12 @@ inline constexpr int kGraphCalls = 20;
 
 struct Kernel;
 
-/// How many ways to compute a row are tried, and how much longer than the best of them one may be
-/// expected to take: estimates err by less.
+/// How many ways to compute a row are tried, and how much longer than the first of them one may be
+/// expected to take: most estimates err by less.
 inline constexpr size_t kMostWays = 10;
 inline constexpr double kHopelessWay = 1.15;
 
-/// One of several ways to compute a row, such as with tiles of one size.
+/// One of several ways to compute a row, such as with one of several tiles.
 struct Way {
   std::string name;
   double microseconds;  ///< that it should take
@@ -279,9 +280,9 @@ class Problem {
   /// Adds a row. The first one is what `speed` compares with. The reference returned is valid until
   /// the next call.
   Kernel& kernel(std::string name, Role role, std::function<void()> launch);
-  /// Adds a row that may be computed in several ways. On a GPU the few that should be the fastest
-  /// are tried before the row is verified, and the fastest of them is what is verified and timed.
-  /// Where nothing is timed that is the one that should be the fastest.
+  /// Adds a row that may be computed in several ways, at least one. On a GPU the few that should be
+  /// the fastest are tried before the row is verified, and the fastest of them is what is verified
+  /// and timed. Where nothing is timed, the row is the way that should be the fastest.
   Kernel& kernel(std::string name, Role role, std::vector<Way> ways);
 
   /// After the tables, on a GPU, if both kernels were timed: comparison_text() of `format` and of

@@ -1,5 +1,5 @@
 // C = epilogue(A B) for Hopper: the product at which lesson 3 arrives, with its tiles, its schedule
-// and its epilogue as parameters. What chooses them is in common/product_plan.cuh.
+// and its epilogue as parameters. What ranks them is in common/product_plan.cuh.
 #pragma once
 
 #include <cuda/atomic>
@@ -49,8 +49,9 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 
 /// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
 /// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
-/// (or 192 rows by 192 columns), two consumers divide the rows. A consumer's sum must have room in
-/// its registers, and kLeastOut rows of its results (or all) in shared memory, before any stage.
+/// (192 if it has 192 columns), two consumers divide the rows. A consumer's sum must fit into its
+/// registers. Shared memory has room for kLeastOut rows of each consumer's results (or all), by 64
+/// columns, and then for stages.
 template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kLeastOut = 40>
 struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kBoxes = kColumns / kBoxCols;
@@ -60,8 +61,8 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
-  // There are as many stages as there is room for then. With what is left after them, results leave
-  // in as few parts as possible, of kOutRows rows each: a part has to wait for the one before it.
+  // With what is left after these, results leave in as few parts as possible, of kOutRows rows
+  // each: a part has to wait for the one before it.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
   static constexpr int kLeast = kConsumers * (kSumRows < kLeastOut ? kSumRows : kLeastOut);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;

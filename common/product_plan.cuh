@@ -131,7 +131,7 @@ struct ProductPlan {
   double microseconds;
 };
 
-/// The plans for some tiles: one, or another where tiles are shared; none if no cluster fits.
+/// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits.
 ///
 /// What a step costs was fitted to 950 measurements on an H200, in nanoseconds. The tensor cores
 /// take 20 and for each column of a tile of 128 rows 2.33, up to 3 in large products, which lower
@@ -197,12 +197,13 @@ struct TileChoice {
     if (!ways.empty()) problem.kernel(name, Role::ours, ways).hopper_only();
   }
 
-  /// "176 x 192 tiles, 4 stages, 2 x 1 in a cluster, 66 clusters, tiles shared"
+  /// "tile 176 x 192, turned; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
   template <class Each>
   static std::string name_of(const ProductPlan& plan, int stages) {
-    return std::to_string(Each::BM) + " x " + std::to_string(Each::BN) + " tiles, " +
-           std::to_string(stages) + " stages, " + std::to_string(Each::kStack) + " x " +
-           std::to_string(Each::kSide) + " in a cluster, " + std::to_string(plan.clusters) +
-           " clusters" + (plan.split ? ", tiles shared" : "");
+    constexpr bool kTurned = requires { Each::kSumRows; };
+    return "tile " + std::to_string(Each::BM) + " x " + std::to_string(Each::BN) +
+           (kTurned ? ", turned" : "") + "; stages: " + std::to_string(stages) +
+           "; cluster: " + std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide) +
+           "; clusters: " + std::to_string(plan.clusters) + (plan.split ? "; tiles shared" : "");
   }
 };

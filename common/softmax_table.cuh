@@ -4,6 +4,7 @@
 
 #include <cublas_v2.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
@@ -41,9 +42,11 @@ struct Product {
   const char* name;
   std::function<void(Results)> launch;
   std::function<void(Kernel&)> state_resources;
-  bool fuses = true;        // false: launched for probabilities, it is its unfused form
-  std::string way = {};     // its tiles, where there are others,
-  double microseconds = 0;  // and how long it should take with them
+  bool fuses = true;  // false: launched for probabilities, it is its unfused form
+  // Where there are others: its tiles in words, what (3) is with them if it is more than one
+  // launch, and how long (3) and (2) should take.
+  std::string tiles = {}, how = {};
+  double microseconds = 0, unfused_microseconds = 0;
 };
 
 template <typename Function>
@@ -127,28 +130,34 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   return {aligned, launch};
 }
 
-// How a product is to be made, and how long that should take: what its kernel and the softmax after
-// it take, if it is half fused, and copies of x or of W with aligned rows.
+// How a product is to be made, and how long (3) and (2) should take with it: what its kernel, the
+// softmax after it, and copies of x or of W with aligned rows take.
 struct Plan {
-  double microseconds = INFINITY;
+  double microseconds = INFINITY, unfused_microseconds = INFINITY;
   bool copies_x = false, copies_W = false;
+  std::string tiles = {}, how = {};  // see Product
   std::function<Product(const Layer&)> make = {};
   bool operator<(const Plan& other) const { return microseconds < other.microseconds; }
 };
 
-// The products of some plans, which share copies: of the first few, as no more are tried.
+// The products of the first few plans: no more are tried. Plans that copy the same matrices share
+// the copies.
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;
   for (const Plan& plan : plans) {
-    if (products.size() == kMostWays) break;
+    const bool hopeless = plan.microseconds > kHopelessWay * plans[0].microseconds;
+    if (hopeless || products.size() == kMostWays) break;
     const std::pair copies = {plan.copies_x, plan.copies_W};
     if (!aligned.contains(copies)) {
       aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));
     }
     const auto& [inputs, align] = aligned.at(copies);
     Product& product = products.emplace_back(plan.make(inputs));
+    product.tiles = plan.tiles;
+    product.how = plan.how;
     product.microseconds = plan.microseconds;
+    product.unfused_microseconds = plan.unfused_microseconds;
     if (align) {
       product.launch = [align = align, launch = product.launch](Results results) {
         align();
@@ -159,10 +168,9 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
   return products;
 }
 
-// "128 x 192 tiles, 2 in a cluster"
-inline std::string text_of_tiles(int rows, int cols, int cluster) {
-  return std::to_string(rows) + " x " + std::to_string(cols) + " tiles, " +
-         std::to_string(cluster) + " in a cluster";
+inline std::string text_of_tiles(int rows, int cols, int cluster, bool copies_x) {
+  return "tile " + std::to_string(rows) + " x " + std::to_string(cols) +
+         "; cluster: " + std::to_string(cluster) + (copies_x ? "; x copied" : "");
 }
 
 // Of a launch that copies rows: 23 GB/s for each multiprocessor.
@@ -258,22 +266,28 @@ struct SoftmaxTable : Layer {
     return {.epilogue = epilogue, .out = out, .parts = reinterpret_cast<float2*>(parts.data())};
   }
 
-  // Ways (2) and (3), by the same kind of product with the fastest of its tiles; only (2) if no
-  // tiles make (3) anything else.
+  // Rows (2) and (3), by the same kind of product, each with the fastest of its tiles; no row (3)
+  // if with none of them it differs from (2).
   void add_ours(const std::vector<Product>& products, const std::string& suffix,
                 int needs_cc) const {
     const std::string kind = products[0].name + suffix, fused = "fused " + kind;
     std::vector<Way> with_logits, with_softmax;
     for (const Product& product : products) {
-      const auto add_way = [&](std::vector<Way>& ways, std::function<void()> launch) {
-        ways.push_back({product.way, product.microseconds, launch, product.state_resources});
-      };
-      add_way(with_logits, [product, *this] {
+      const auto launch_unfused = [product, *this] {
         product.launch(results(Epilogue::logits));
         softmax_of_logits();
-      });
-      if (!product.fuses) continue;
-      add_way(with_softmax, [product, *this] { product.launch(results(Epilogue::softmax)); });
+      };
+      const auto launch_fused = [product, *this] { product.launch(results(Epilogue::softmax)); };
+      // Half fused or not, (2) is the same.
+      const auto same = [&](const Way& way) { return way.name == product.tiles; };
+      if (std::none_of(with_logits.begin(), with_logits.end(), same)) {
+        with_logits.push_back(
+            {product.tiles, product.unfused_microseconds, launch_unfused, product.state_resources});
+      }
+      if (product.fuses) {
+        with_softmax.push_back({product.tiles + product.how, product.microseconds, launch_fused,
+                                product.state_resources});
+      }
     }
     add("un" + fused, Role::ours, needs_cc, with_logits);
     const std::string what = name + ", " + kind + ": ";

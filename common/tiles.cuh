@@ -92,15 +92,15 @@ struct Sum {
   }
 
   /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`. f(i) may
-  /// use whatever of the thread's elements it likes. Columns from kEnd on are left out.
-  template <int kEnd = kCols, typename T, typename F>
+  /// use whatever of the thread's elements it likes.
+  template <typename T, typename F>
   __device__ void store(Box<T, 64>& box, int col, F f) const {
     const int thread = threadIdx.x % 128;
     // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
     const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
     for (int c = 0; c < kBoxCols; c += 16) {
-      if (col + c >= kEnd) break;
+      if (col + c >= kCols) break;
       uint32_t registers[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
