@@ -599,6 +599,16 @@ def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
     assert re.fullmatch(way, row["way"])
 
 
+@pytest.mark.parametrize("channels, hidden, kernel", [
+    (128, 64, "resident"), (1024, 300, "cluster"),
+    (1024, 258200, "cluster"), (1024, 516288, "cluster"),  # 2 GiB of weights
+])
+def test_weights_that_do_not_fit_are_not_resident(channels, hidden, kernel):
+    command = [program("6_gating_fused"), 1, "--channels", channels, "--hidden", hidden]
+    result = execute([*command, "--device", "cpu", "--list"])
+    assert re.findall("layer: Hopper (.*)", result.stdout) == [kernel]
+
+
 def test_one_way_has_no_name(run):
     result = run("1_matmul_basic", 16, "--samples", 1)
     assert {kernel["way"] for _, kernel in result.kernels} == {None}
