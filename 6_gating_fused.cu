@@ -447,7 +447,6 @@ bool add_planned(GatingProblem& table, const Device& device) {
   const auto add_way = [&]<class Plan>(const Plan& plan, const typename Plan::Rows& rows,
                                        int blocks) {
     const auto kernel = gating_hopper_resident<Plan>;
-    allow_shared_bytes(kernel, device.shared_bytes);
     const unsigned fit = std::max(1, device.sms / blocks);
     const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), blocks);
     const auto launch = [=, &table] {
@@ -461,7 +460,8 @@ bool add_planned(GatingProblem& table, const Device& device) {
     ways.push_back({plan.name(blocks), plan.microseconds(table.shape, device), launch,
                     [=](Kernel& row) { row.resources(kernel, Plan::kThreads, plan.bytes()); }});
   };
-  const auto add_ways = [&]<class Plan>(std::type_identity<Plan>) {
+  const auto add_ways = [&]<class Plan>() {
+    allow_shared_bytes(gating_hopper_resident<Plan>, device.shared_bytes);
     for (int boxes = Plan::Rows::most_boxes(table.shape); boxes > 0; --boxes) {
       const typename Plan::Rows rows(table.shape, boxes);
       const int64_t most = std::min<int64_t>(8, Plan::Rows::most_fetches(table.shape));
@@ -471,7 +471,7 @@ bool add_planned(GatingProblem& table, const Device& device) {
       }
     }
   };
-  (add_ways(std::type_identity<Plans>()), ...);
+  (add_ways.template operator()<Plans>(), ...);
   if (ways.empty()) return false;
   table.problem.kernel("Hopper resident", Role::ours, ways).hopper_only();
   return true;

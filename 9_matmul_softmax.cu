@@ -947,7 +947,7 @@ Plan plan_cluster(const Layer& layer) {
     return tiles == 1 ? product_of("cluster", kernel, kThreads, kBytes, launch)
                       : half_fused(in, "cluster", kernel, kThreads, kBytes, 1, tiles, launch);
   };
-  return {microseconds, microseconds, copies_x, false, "", "", make};
+  return {{microseconds, microseconds}, copies_x, false, make};
 }
 
 // Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
@@ -1023,8 +1023,9 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
     const auto make = [=](const Layer& aligned) {
       return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, at_once, slices);
     };
-    plans.push_back({copies + microseconds, copies + two_kernels(1), copies_x, copies_W,
-                     text_of_tiles(kRows, kColumns, kPeers, copies_x), how, make});
+    const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
+    plans.push_back(
+        {{copies + microseconds, copies + two_kernels(1), tiles, how}, copies_x, copies_W, make});
   };
   if (const int64_t at_once = all / tiles; at_once > 0) {
     const double rounds = blocks(strips, at_once);
@@ -1089,8 +1090,8 @@ std::vector<Product> make_hopper_products(const Layer& layer) {
     const Plan other = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
     const double most =
-        kMath == Math::split || plans.empty() ? INFINITY : 1.05 * plans[0].microseconds;
-    if (other.microseconds < most) plans = {other};
+        kMath == Math::split || plans.empty() ? INFINITY : 1.05 * plans[0].microseconds();
+    if (other.microseconds() < most) plans = {other};
   }
   return products_of(layer, plans);  // empty if no cluster fits on the device
 }

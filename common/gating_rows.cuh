@@ -313,16 +313,17 @@ struct ResidentPlan {
         out_bytes(kLines ? (parts > 1 ? 2 : 1) * static_cast<int>(sizeof(Box<half, 64>))
                          : (128 * pitch + 1023) / 1024 * 1024) {
     if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
-    if (int64_t{parts} * kWidth * (blocks - 1) >= shape.hidden || parts > room / rows) return;
+    if (int64_t{parts} * kWidth * (blocks - 1) >= shape.hidden) return;
+    if (parts > room / rows) return;  // bytes() would not be an int
     const int64_t each = kConsumers * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
     const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
     // All parts read the same tile. A stage is given back when the next one has come.
     if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // The cost, to rank plans, was fitted to what 20 shapes took on an H200. A consumer
-    // needs these for its parts; 1000 pass until what it asks for has come, unless it has stages to
-    // ask in time. Blocks side by side write parts of rows, whose ends are parts of a sector, which
-    // takes twice as long; and they fetch the same rows of x, 24 bytes a cycle.
+    // The cost was fitted to what 20 shapes took on an H200. A consumer needs `work` for a tile,
+    // and 1000 cycles pass until what it asks for has come, unless it has stages to ask in time.
+    // Blocks side by side write parts of rows, whose ends are parts of a sector, which takes twice
+    // as long; and they fetch the same rows of x, 24 bytes a cycle.
     const int ahead = stages - (parts > 1 ? x.stages : 1);
     const double work = parts * (600 + kWidth * (rows / 16 + 14)) + 400;
     const double consumer = ahead > 0 ? std::max(work, 1000.0 * x.stages / ahead) : work + 1000;

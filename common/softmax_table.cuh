@@ -37,16 +37,20 @@ struct Results {
   unsigned* arrived = nullptr;  // blocks of these rows that have ended; zero between launches
 };
 
+// How long (3) and (2) should take with a product; and where there are others, its tiles in words,
+// and what (3) is with them if it is more than one launch.
+struct Expected {
+  double microseconds = INFINITY, unfused_microseconds = INFINITY;
+  std::string tiles = {}, how = {};
+};
+
 // One of the lesson's kernels with its tile, its grid, and what it needs besides results.
 struct Product {
   const char* name;
   std::function<void(Results)> launch;
   std::function<void(Kernel&)> state_resources;
   bool fuses = true;  // false: launched for probabilities, it is its unfused form
-  // Where there are others: its tiles in words, what (3) is with them if it is more than one
-  // launch, and how long (3) and (2) should take.
-  std::string tiles = {}, how = {};
-  double microseconds = 0, unfused_microseconds = 0;
+  Expected expected = {};
 };
 
 template <typename Function>
@@ -130,14 +134,15 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   return {aligned, launch};
 }
 
-// How a product is to be made, and how long (3) and (2) should take with it: what its kernel, the
-// softmax after it, and copies of x or of W with aligned rows take.
+// How a product is to be made, and what to expect of it: that counts its kernel, the softmax after
+// it, and copies of x or of W with aligned rows.
 struct Plan {
-  double microseconds = INFINITY, unfused_microseconds = INFINITY;
+  Expected expected = {};
   bool copies_x = false, copies_W = false;
-  std::string tiles = {}, how = {};  // see Product
   std::function<Product(const Layer&)> make = {};
-  bool operator<(const Plan& other) const { return microseconds < other.microseconds; }
+
+  double microseconds() const { return expected.microseconds; }
+  bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
 };
 
 // The products of the first few plans: no more are tried. Plans that copy the same matrices share
@@ -146,7 +151,7 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;
   for (const Plan& plan : plans) {
-    const bool hopeless = plan.microseconds > kHopelessWay * plans[0].microseconds;
+    const bool hopeless = plan.microseconds() > kHopelessWay * plans[0].microseconds();
     if (hopeless || products.size() == kMostWays) break;
     const std::pair copies = {plan.copies_x, plan.copies_W};
     if (!aligned.contains(copies)) {
@@ -154,10 +159,7 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
     }
     const auto& [inputs, align] = aligned.at(copies);
     Product& product = products.emplace_back(plan.make(inputs));
-    product.tiles = plan.tiles;
-    product.how = plan.how;
-    product.microseconds = plan.microseconds;
-    product.unfused_microseconds = plan.unfused_microseconds;
+    product.expected = plan.expected;
     if (align) {
       product.launch = [align = align, launch = product.launch](Results results) {
         align();
@@ -279,14 +281,14 @@ struct SoftmaxTable : Layer {
       };
       const auto launch_fused = [product, *this] { product.launch(results(Epilogue::softmax)); };
       // Half fused or not, (2) is the same.
-      const auto same = [&](const Way& way) { return way.name == product.tiles; };
+      const auto& [microseconds, unfused_microseconds, tiles, how] = product.expected;
+      const auto same = [&name = tiles](const Way& way) { return way.name == name; };
       if (std::none_of(with_logits.begin(), with_logits.end(), same)) {
         with_logits.push_back(
-            {product.tiles, product.unfused_microseconds, launch_unfused, product.state_resources});
+            {tiles, unfused_microseconds, launch_unfused, product.state_resources});
       }
       if (product.fuses) {
-        with_softmax.push_back({product.tiles + product.how, product.microseconds, launch_fused,
-                                product.state_resources});
+        with_softmax.push_back({tiles + how, microseconds, launch_fused, product.state_resources});
       }
     }
     add("un" + fused, Role::ours, needs_cc, with_logits);

@@ -12,8 +12,8 @@
 
 Peers are the rows of role "peer" in results/<gpu>/<lesson>*.peers.json, in problems of the lesson's
 own names and dims; <lesson>.sweep*.peers.json stands in the figures of the sweep. The same records give
-the same files, up to a coordinate's last digit. With --check nothing is written, and the exit code says whether the SVG files are those
-that the records give.
+the same files, up to a coordinate's last digit. With --check nothing is written, and the exit code says
+whether the SVG files are those that the records give.
 """
 import argparse
 import io
