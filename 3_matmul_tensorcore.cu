@@ -526,8 +526,6 @@ __global__ void __launch_bounds__(384, 1)
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
 //     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
 //     a patch reads, they have to keep in step (Pace).
-//   - For its first stage a block waits, whatever comes later. While the blocks of the cluster
-//     meet, the consumers have that stage's lines brought into the L2 cache.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -576,13 +574,11 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
 }
 #endif
 
-// `a` and `b` are the matrices that A and B describe; `progress` is one number for all blocks, 0
-// before the launch and after it, or null.
+// `progress` is one number for all blocks, 0 before the launch and after it, or null.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-                      const __grid_constant__ CUtensorMap C, const half* a, const half* b, int n,
-                      unsigned* progress) {
+                      const __grid_constant__ CUtensorMap C, int n, unsigned* progress) {
 #if HOPPER_CODE
   using Shared = PersistentShared<kStages, kBuffers>;
   constexpr int BM = Shared::BM, BN = Shared::BN;
@@ -603,21 +599,12 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     return Place{(2 * (group * kGroup + within - column * rows) + rank) * BM,
                  (group % 2 == 0 ? column : tile_cols - 1 - column) * BN};
   };
-  const Place first = place(blockIdx.x / 2);
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(&shared.full[s], 1);
       barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
     }
     barrier_init_fence();
-  } else if (threadIdx.x >= 128) {  // a line each: of 128 rows of A; 4 of each of 32 rows of B
-    const int thread = threadIdx.x % 128, row = first.row + thread;
-    const int k = rank * 32 + thread / 4, col = first.col + thread % 4 * 64;
-    if (threadIdx.x < 256) {
-      if (row < n) prefetch_l2(a + static_cast<size_t>(row) * n);
-    } else {
-      if (k < n && col < n) prefetch_l2(b + static_cast<size_t>(k) * n + col);
-    }
   }
   cluster_meet();
 
@@ -629,9 +616,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
       const bool in_step = progress != nullptr && rank == 0;
       Pace pace{progress, static_cast<unsigned>(clusters)};
       bool backward = false;
-      Place at = first;
       for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters, backward = !backward) {
-        if (tile >= clusters) at = place(tile);
+        const Place at = place(tile);
         for (int step = 0; step < steps; ++step, ring.advance()) {
           if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
           const int k = (backward ? steps - 1 - step : step) * kStepK;
@@ -687,7 +673,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     boxes of 64, and rows of A only 64 at a time. So the product is turned round (TurnedTiles):
 //     C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows of A as suit N.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
-//     slow. Eight tiles in a cluster, 4 below and 2 beside each other, copy half as much as two do.
+//     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
@@ -712,8 +698,7 @@ struct SquareProduct {
       const RowCopies<half, 2> copies{A.job(), B.job()};
       align_rows<half, 2><<<copies.blocks(), copies.threads()>>>(copies);
     }
-    const Factor<half> left{{A.map(Tile::kRowsA)}, {A.data()}, A.stride};
-    const Factor<half> right{{B.map(Tile::kRowsB)}, {B.data()}, B.stride};
+    const Factor<> left{{A.map(Tile::kRowsA)}}, right{{B.map(Tile::kRowsB)}};
     product<half, Tile, StoreRounded<half>>
         <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
             left, right, rounded_to<half>(C, A.rows, A.rows, Tile::kOutRows),
@@ -722,16 +707,16 @@ struct SquareProduct {
 
   void add() const {
     using Choice = TileChoice<
-        Tiles<128, 256, 2, 1, 2>, Tiles<128, 256, 2, 1, 4>, Tiles<128, 192, 2, 1, 3>,
-        Tiles<192, 192, 1, 2, 1>, Tiles<128, 144, 4, 2, 1>, Tiles<64, 192, 4, 2, 3>,
-        Tiles<64, 128, 1, 1, 2>, Tiles<64, 64, 1, 1, 1>, Tiles<64, 64, 2, 4, 1>,
-        TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 2, 1>, TurnedTiles<144, 256, 2, 1>,
-        TurnedTiles<160, 256, 2, 1, 160>, TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 2, 1>,
-        TurnedTiles<152, 256, 2, 1, 152>, TurnedTiles<176, 192, 2, 1>, TurnedTiles<160, 192, 2, 1>,
-        TurnedTiles<144, 256, 2, 1, 144>, TurnedTiles<160, 192, 4, 2>, TurnedTiles<96, 192, 2, 1>,
-        TurnedTiles<240, 128, 1, 2>, TurnedTiles<168, 128, 2, 1>, TurnedTiles<112, 128, 4, 2>,
-        TurnedTiles<80, 128, 2, 2>, TurnedTiles<80, 128, 4, 2>, TurnedTiles<224, 64, 1, 2>,
-        TurnedTiles<128, 64, 1, 2>, TurnedTiles<96, 64, 2, 4>, TurnedTiles<64, 64, 1, 1>>;
+        Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
+        Tiles<128, 144, 4, 2, 1>, Tiles<64, 192, 4, 2, 3>, Tiles<64, 128, 1, 1, 2>,
+        Tiles<64, 128, 2, 1, 2>, Tiles<64, 64, 1, 1, 1>, Tiles<64, 64, 2, 4, 1>,
+        TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 1, 2>, TurnedTiles<288, 128, 1, 2>,
+        TurnedTiles<256, 128, 1, 2>, TurnedTiles<240, 128, 1, 2>, TurnedTiles<232, 128, 1, 2>,
+        TurnedTiles<200, 128, 1, 2>, TurnedTiles<208, 192, 1, 2>, TurnedTiles<184, 192, 1, 2>,
+        TurnedTiles<176, 192, 2, 1>, TurnedTiles<160, 192, 2, 1>, TurnedTiles<160, 192, 2, 2>,
+        TurnedTiles<152, 192, 1, 2>, TurnedTiles<144, 192, 2, 2>, TurnedTiles<96, 192, 2, 1>,
+        TurnedTiles<144, 128, 2, 2>, TurnedTiles<128, 128, 2, 1>, TurnedTiles<112, 128, 4, 2>,
+        TurnedTiles<104, 128, 4, 2>, TurnedTiles<72, 128, 2, 4>, TurnedTiles<96, 64, 2, 4>>;
     Choice::add<half, StoreRounded<half>>(
         square, "any shape", shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
@@ -801,7 +786,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
                 const CUtensorMap b = tensor_map<half>(B, n, n, kStepK);
                 const CUtensorMap c = tensor_map<half>(C, n, n, 64);
                 matmul_persistent<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
-                    a, b, c, A, B, n, in_step ? progress.data() : nullptr);
+                    a, b, c, n, in_step ? progress.data() : nullptr);
               })
       .resources(kernel, 384, kBytes)
       .hopper_only();

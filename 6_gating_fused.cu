@@ -513,9 +513,8 @@ struct GatedProduct {
     if (copied) {
       align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
     }
-    const Factor<half> left{{x.map(Tile::kRowsA)}, {x.data()}, x.stride};
-    const Factor<half, 2> right{
-        {W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}, {W1.data(), W2.data()}, W1.stride};
+    const Factor<> left{{x.map(Tile::kRowsA)}};
+    const Factor<2> right{{W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}};
     const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
     launch_clusters(product<half, Tile, GateEpilogue>, 1, copied, plan.clusters * Tile::kBlocks,
                     Tile::kThreads, kBytes, left, right, epilogue,

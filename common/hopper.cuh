@@ -52,11 +52,14 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
                                    : type_of<T> == Type::fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                    : type_of<T> == Type::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // How much the L2 cache reads from memory for each request. Where a row of a box lies across the
+  // pieces of 256 bytes, twice as many reads would be too many: up to 10 % of a product's time.
+  const auto fetched = strides[0] % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                             : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   CUtensorMap map;
   const CUresult status =
       encode(&map, type, rank, const_cast<T*>(tensor), extents, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     fail(kDeviceCannot, "cuTensorMapEncodeTiled: CUresult %d (%u dimensions, the first of %llu)",
          static_cast<int>(status), rank, static_cast<unsigned long long>(extents[0]));
@@ -234,11 +237,6 @@ __device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
                "r"(col), "r"(row)
                : "memory");
-}
-
-/// Has the cache line of `from` brought into the L2 cache. "prefetch".
-__device__ inline void prefetch_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
 
 /// Copies the 64 elements of a vector from `first` on.

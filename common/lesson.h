@@ -131,7 +131,7 @@ struct Kernel;
 
 /// How many ways to compute a row are tried, and how much longer than the first of them one may be
 /// expected to take: most estimates err by less.
-inline constexpr size_t kMostWays = 10;
+inline constexpr size_t kMostWays = 16;
 inline constexpr double kHopelessWay = 1.15;
 
 /// One of several ways to compute a row, such as with one of several tiles.

@@ -25,8 +25,8 @@ struct TileShape {
   static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
   static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
   static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
-  static constexpr int kRowsA = BM / kSide;  // and of a tile of A: whole groups of 8 rows
-  static_assert(BM % (8 * kSide) == 0);
+  static constexpr int kRowsA = BM / kSide;  // and of a tile of A
+  static_assert(BM % 8 == 0 && BM % kSide == 0);
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
@@ -50,9 +50,9 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 /// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
 /// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
 /// (192 if it has 192 columns), two consumers divide the rows. A consumer's sum must fit into its
-/// registers. Shared memory has room for kLeastOut rows of each consumer's results (or all), by 64
+/// registers. Shared memory has room for 40 rows of each consumer's results (or all), by 64
 /// columns, and then for stages.
-template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kLeastOut = 40>
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
 struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kBoxes = kColumns / kBoxCols;
   static constexpr bool kByRows = kBoxes == 1 || kRows > (kBoxes == 3 ? 192 : 256);
@@ -64,7 +64,7 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   // With what is left after these, results leave in as few parts as possible, of kOutRows rows
   // each: a part has to wait for the one before it.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
-  static constexpr int kLeast = kConsumers * (kSumRows < kLeastOut ? kSumRows : kLeastOut);
+  static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
   static constexpr int kParts = (kSumRows + kLeft / 8 * 8 - 1) / (kLeft / 8 * 8);
   static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
@@ -84,13 +84,11 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
 #endif
 };
 
-/// A factor: described to the copy engine, and where it starts. As a right one it may be kCount
-/// matrices of as many columns, side by side: each has the same share of a tile's columns.
-template <typename T, int kCount = 1>
+/// A factor, described to the copy engine. As a right one it may be kCount matrices of as many
+/// columns, side by side: each has the same share of a tile's columns.
+template <int kCount = 1>
 struct Factor {
   CUtensorMap maps[kCount];
-  const T* data[kCount];
-  int64_t stride;  ///< elements from a row to the next
 };
 
 struct ProductShape {
@@ -244,8 +242,8 @@ struct Cluster {
     }
   }
   template <typename T, int kCount>
-  __device__ void load_right(RightTile<T, Tile::BN>& tile, const Factor<T, kCount>& B, int k,
-                             int col, Barrier* arrived) const {
+  __device__ void load_right(RightTile<T, Tile::BN>& tile, const Factor<kCount>& B, int k, int col,
+                             Barrier* arrived) const {
 #pragma unroll
     for (int i = 0; i < Tile::kBoxesB; ++i) {
       const int box = Tile::kBoxesB * (Tile::kShareBoxes ? stack : 0) + i;
@@ -270,34 +268,6 @@ struct Cluster {
   __device__ static int col_of(int col, int box) {
     return kCount == 1 ? col + kBoxCols * box
                        : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
-  }
-
-  /// The consumers call it: the first lines of tile number `index` to the L2 cache. They are this
-  /// block's first stage, unless it begins inside of a tile.
-  template <typename T, int kCount>
-  __device__ void prefetch_first(const Factor<T>& A, const Factor<T, kCount>& B,
-                                 const Schedule<Tile>& schedule) const {
-    const auto at = schedule.place(index, stack, side);
-    const int thread = threadIdx.x % 128, consumer = threadIdx.x / 128 - 1;
-    if (consumer == 0) {
-#pragma unroll
-      for (int i = thread; i < Tile::kRowsA; i += 128) {
-        const int row = at.row + side * Tile::kRowsA + i;
-        if (row < schedule.shape.rows) prefetch_l2(A.data[0] + row * A.stride);
-      }
-    }
-    if (consumer == Tile::kConsumers - 1) {
-#pragma unroll
-      for (int i = thread; i < Tile::kRowsB * Tile::kBoxesB; i += 128) {
-        const int part = stack * (Tile::kShareBoxes ? Tile::kBoxesB : Tile::kRowsB);
-        const int k = i / Tile::kBoxesB + (Tile::kShareBoxes ? 0 : part);
-        const int box = i % Tile::kBoxesB + (Tile::kShareBoxes ? part : 0);
-        const int col = col_of<kCount>(at.col, box);
-        if (k < schedule.shape.depth && col < schedule.shape.cols / kCount) {
-          prefetch_l2(B.data[matrix_of<kCount>(box)] + k * B.stride + col);
-        }
-      }
-    }
   }
 
   /// Tells the producers of all who send to this block that it has read the stage of `empty`.
@@ -492,9 +462,8 @@ struct Handover {
 /// The producer's part: one thread, which only starts copies. Of what blocks of the cluster share
 /// each fetches its part and multicasts it to all of them.
 template <typename T, class Tile, int kCount>
-__device__ void produce(ProductShared<T, Tile>& shared, const Factor<T>& A,
-                        const Factor<T, kCount>& B, const Schedule<Tile>& schedule,
-                        unsigned* progress) {
+__device__ void produce(ProductShared<T, Tile>& shared, const Factor<>& A, const Factor<kCount>& B,
+                        const Schedule<Tile>& schedule, unsigned* progress) {
   const Cluster<Tile> cluster;
   const bool in_step = progress != nullptr && cluster.rank == 0;
   Pace pace{progress, static_cast<unsigned>(cluster.count)};
@@ -562,8 +531,8 @@ __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& sc
 /// Launched with Tile::kBlocks blocks for each of the schedule's clusters.
 template <typename T, class Tile, class Epilogue>
 __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
-    product(const __grid_constant__ Factor<T> A,
-            const __grid_constant__ Factor<T, Epilogue::kRightFactors> B,
+    product(const __grid_constant__ Factor<> A,
+            const __grid_constant__ Factor<Epilogue::kRightFactors> B,
             const __grid_constant__ Epilogue epilogue,
             const __grid_constant__ Schedule<Tile> schedule,
             const __grid_constant__ Exchange exchange) {
@@ -577,8 +546,6 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
       barrier_init(&shared.empty[s], Tile::kConsumers * Tile::kPeers);
     }
     barrier_init_fence();
-  } else if (threadIdx.x >= 128) {
-    Cluster<Tile>().prefetch_first(A, B, schedule);
   }
   if constexpr (Tile::kBlocks > 1) {
     cluster_meet();

@@ -133,13 +133,17 @@ struct ProductPlan {
 
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits.
 ///
-/// What a step costs was fitted to 950 measurements on an H200, in nanoseconds. The tensor cores
-/// take 20 and for each column of a tile of 128 rows 2.33, up to 3 in large products, which lower
-/// the clock; a little more if wgmma's sum has less than 256 columns. The L2 cache takes 0.55 for
-/// each piece of 128 bytes if all 132 multiprocessors fetch some. Where rows are not multiples of
-/// 128 bytes, a piece lies on two lines, and takes 1.8, or 2.4 if rows are no multiples of a sector
-/// of 32 bytes either. Of the two the larger one counts, and where they are about equal, more. To
-/// begin and to end takes 6.3 us, 0.2 less where blocks are not in clusters, to share tiles 9 more.
+/// What a step costs was fitted to 6,900 measurements on an H100 (tiles at 1.6 times the fastest
+/// time or better), in nanoseconds. The slowest of three counts, and where two are about equal, a
+/// little more:
+///   - The tensor cores take 2.44 for each column of a tile of 128 rows, up to 3.07 in large
+///     products, which lower the clock; more if wgmma's sum has less than 256 columns.
+///   - The L2 cache takes 1.8 for each piece of 128 bytes that all 132 multiprocessors fetch; if
+///     not all fetch, less. Where rows are not multiples of 128 bytes, a piece lies on two lines and
+///     takes 2.17, or 2.65 if rows are no multiples of a sector of 32 bytes either.
+///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's; where
+///     a piece is of five sectors, 1.4.
+/// To begin and to end takes 5.7 us, 0.35 more with clusters, to share tiles 7 more.
 template <typename T, class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
                                       int64_t stride_b) {
@@ -152,26 +156,25 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
 
   constexpr double kArea = Tile::BM / 128.0 * Tile::BN;
-  constexpr double kNarrow = 1 + 0.006 * (256 - Tile::kWide) / 64;
+  constexpr double kNarrow = 1 + 0.017 * (256 - Tile::kWide) / 64;
   const double flops = 2.0 * shape.rows * shape.cols * shape.depth;
-  const double column = kNarrow * (2.33 + 0.67 * std::min(1.0, flops / 1e11));
-  constexpr int kPieces = Tile::kRowsA + kStepK * Tile::kAllBoxes / Tile::kStack;
+  const double products = kNarrow * (2.44 + 0.63 * std::min(1.0, flops / 1e11)) * kArea;
+  constexpr int kFetched = Tile::kRowsA + kStepK * Tile::kAllBoxes / Tile::kStack;
+  constexpr int kArriving = Tile::BM + kStepK * Tile::kAllBoxes;
   const auto rows_are = [&](int64_t bytes) {
     return stride_a * sizeof(T) % bytes == 0 && stride_b * sizeof(T) % bytes == 0;
   };
-  const double piece = rows_are(128) ? 0.55 : rows_are(32) ? 1.8 : 2.4;
+  const double fetch = rows_are(128) ? 1.8 : rows_are(32) ? 2.17 : 2.65;
+  const double arrive = rows_are(128) ? 1.1 : rows_are(32) ? 1.17 : 1.4;
   const auto microseconds = [&](double rounds, int of_clusters) {
-    const double products = 20 + column * kArea;
-    const double copies = piece * kPieces * of_clusters * Tile::kBlocks / 132;
-    const double step = std::pow(std::pow(products, 4) + std::pow(copies, 4), 0.25);
-    return (Tile::kBlocks == 1 ? 6.1 : 6.3) + rounds * whole.steps * step / 1000;
+    const double fetched = fetch * kFetched * of_clusters * Tile::kBlocks / 132;
+    const double step = std::pow(
+        std::pow(products, 6) + std::pow(fetched, 6) + std::pow(arrive * kArriving, 6), 1 / 6.0);
+    return (Tile::kBlocks == 1 ? 5.7 : 6.05) + rounds * whole.steps * step / 1000;
   };
-  // A consumer on its own stops multiplying while it stores.
-  const double stores = Tile::kConsumers == 1 ? 0.8 * (whole.rounds - 1) : 0;
-  std::vector<ProductPlan> plans = {
-      {clusters, false, stores + microseconds(whole.rounds, clusters)}};
+  std::vector<ProductPlan> plans = {{clusters, false, microseconds(whole.rounds, clusters)}};
   if (shared.shared > 0) {
-    plans.push_back({capacity, true, 9 + microseconds(1.0 * whole.tiles / capacity, capacity)});
+    plans.push_back({capacity, true, 7 + microseconds(1.0 * whole.tiles / capacity, capacity)});
   }
   return plans;
 }

@@ -27,21 +27,22 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R20 HOPPER_R16 ", %16, %17, %18, %19"
 #define HOPPER_R24 HOPPER_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define HOPPER_R32 HOPPER_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define HOPPER_R36 HOPPER_R32 ", %32, %33, %34, %35"
 #define HOPPER_R40 HOPPER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define HOPPER_R48 HOPPER_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define HOPPER_R52 HOPPER_R48 ", %48, %49, %50, %51"
 #define HOPPER_R56 HOPPER_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define HOPPER_R64 HOPPER_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define HOPPER_R68 HOPPER_R64 ", %64, %65, %66, %67"
 #define HOPPER_R72 HOPPER_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define HOPPER_R76 HOPPER_R72 ", %72, %73, %74, %75"
 #define HOPPER_R80 HOPPER_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define HOPPER_R84 HOPPER_R80 ", %80, %81, %82, %83"
 #define HOPPER_R88 HOPPER_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define HOPPER_R92 HOPPER_R88 ", %88, %89, %90, %91"
 #define HOPPER_R96 HOPPER_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define HOPPER_R100 HOPPER_R96 ", %96, %97, %98, %99"
 #define HOPPER_R104 HOPPER_R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define HOPPER_R112 HOPPER_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define HOPPER_R116 HOPPER_R112 ", %112, %113, %114, %115"
 #define HOPPER_R120 HOPPER_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define HOPPER_R128 HOPPER_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 // The types' instructions. `n`: columns; `k`: rows of B; `registers`: the sum's operands; `a` to
@@ -89,6 +90,9 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "%32", "%33", "%34", "1, 1, %35, %36", HOPPER_SHARED_A,
                  HOPPER_SUM32(0))
+  } else if constexpr (kCount == 36) {
+    HOPPER_WGMMA("72", HOPPER_R36, "%36", "%37", "%38", "1, 1, %39, %40", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM4(32))
   } else if constexpr (kCount == 40) {
     HOPPER_WGMMA("80", HOPPER_R40, "%40", "%41", "%42", "1, 1, %43, %44", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM8(32))
@@ -104,9 +108,6 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, 1, %67, %68", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32))
-  } else if constexpr (kCount == 68) {
-    HOPPER_WGMMA("136", HOPPER_R68, "%68", "%69", "%70", "1, 1, %71, %72", HOPPER_SHARED_A,
-                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM4(64))
   } else if constexpr (kCount == 72) {
     HOPPER_WGMMA("144", HOPPER_R72, "%72", "%73", "%74", "1, 1, %75, %76", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64))
@@ -116,10 +117,6 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 80) {
     HOPPER_WGMMA("160", HOPPER_R80, "%80", "%81", "%82", "1, 1, %83, %84", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72))
-  } else if constexpr (kCount == 84) {
-    HOPPER_WGMMA("168", HOPPER_R84, "%84", "%85", "%86", "1, 1, %87, %88", HOPPER_SHARED_A,
-                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
-                 HOPPER_SUM4(80))
   } else if constexpr (kCount == 88) {
     HOPPER_WGMMA("176", HOPPER_R88, "%88", "%89", "%90", "1, 1, %91, %92", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
@@ -131,6 +128,13 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 96) {
     HOPPER_WGMMA("192", HOPPER_R96, "%96", "%97", "%98", "1, 1, %99, %100", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64))
+  } else if constexpr (kCount == 100) {
+    HOPPER_WGMMA("200", HOPPER_R100, "%100", "%101", "%102", "1, 1, %103, %104", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM4(96))
+  } else if constexpr (kCount == 116) {
+    HOPPER_WGMMA("232", HOPPER_R116, "%116", "%117", "%118", "1, 1, %119, %120", HOPPER_SHARED_A,
+                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
+                 HOPPER_SUM8(104), HOPPER_SUM4(112))
   } else if constexpr (kCount == 120) {
     HOPPER_WGMMA("240", HOPPER_R120, "%120", "%121", "%122", "1, 1, %123, %124", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM8(96),
