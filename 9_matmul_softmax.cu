@@ -877,7 +877,7 @@ Product make_one_row(const Layer& layer) {
 template <Math kMath>
 CUtensorMap map_of_x(const Layer& layer, unsigned rows) {
   return tensor_map<float>(layer.x, layer.shape.rows, layer.shape.inputs, rows, kMath == Math::tf32,
-                           layer.x_stride);
+                           layer.x_stride, Reads::often);
 }
 
 template <int kTiles>

@@ -53,7 +53,7 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 /// registers. Shared memory has room for 40 rows of each consumer's results (or all), by 64
 /// columns, and then for stages.
 template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
-struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
+struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
   static constexpr int kBoxes = kColumns / kBoxCols;
   static constexpr bool kByRows = kBoxes == 1 || kRows > (kBoxes == 3 ? 192 : 256);
   static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
@@ -62,11 +62,11 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 1> {
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
   // With what is left after these, results leave in as few parts as possible, of kOutRows rows
-  // each: a part has to wait for the one before it.
+  // each: a part has to wait for the one before the one before it.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
   static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
-  static constexpr int kParts = (kSumRows + kLeft / 8 * 8 - 1) / (kLeft / 8 * 8);
+  static constexpr int kMost = kLeft / 16 * 8, kParts = (kSumRows + kMost - 1) / kMost;
   static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
   using TileSum = TurnedSum<kSumRows, kSumBoxes>;
 
@@ -291,9 +291,10 @@ struct Outbox {
   int consumer;
 
   __device__ void meet() const { named_barrier(1 + consumer, 128); }
-  /// Waits until the boxes may be written.
+  /// Waits until all boxes but the kNewest last ones to leave may be written.
+  template <int kNewest = 0>
   __device__ void wait() const {
-    if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
+    if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<kNewest>();
     meet();
   }
 };
@@ -321,56 +322,48 @@ struct StoreRounded {
   template <int kRows, int kCount, int kBoxes, int kBoxRows>
   __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,
                              const Outbox<T, kBoxes, kBoxRows>& out) const {
-    constexpr int kPieces = (kRows + kBoxRows - 1) / kBoxRows, kAll = kPieces * kCount;
-    const auto first_row = [](int i) { return min(i % kPieces * kBoxRows, kRows - kBoxRows); };
-#pragma unroll
-    for (int first = 0; first < kAll; first += kBoxes) {
-      if (first > 0) out.wait();
-#pragma unroll
-      for (int i = first; i < kAll && i < first + kBoxes; ++i) {
-        sum.store(out.boxes[i - first], first_row(i), i / kPieces);
-      }
-      shared_fence();
-      out.meet();
-      const bool one = aligned && warp_of_block() % 4 == 0 && elect_one();
-#pragma unroll
-      for (int i = first; i < kAll && i < first + kBoxes; ++i) {
-        const auto& box = out.boxes[i - first];
-        const int box_row = row + first_row(i), box_col = col + kBoxCols * (i / kPieces);
-        if (one) tensor_store(&map, box_row, box_col, box.elements);
-        if (!aligned) copy(box, box_row, box_col, kBoxCols);
-      }
-      if (one) tensor_store_commit();
-    }
+    constexpr int kParts = (kRows + kBoxRows - 1) / kBoxRows;
+    send<kParts * kCount>(out, [&](auto& box, int i) {
+      const int first = min(i % kParts * kBoxRows, kRows - kBoxRows), j = i / kParts;
+      sum.store(box, first, j);
+      return Place{row + first, col + kBoxCols * j, kBoxCols};
+    });
   }
 
   /// A warpgroup's results, 64 rows and kCols columns, go to (row, col) of C. fill(box, c) puts
   /// those of 64 columns, from the c-th on, into a box.
   template <int kCols, int kBoxes, typename Fill>
   __device__ void store(int row, int col, const Outbox<T, kBoxes>& out, Fill fill) const {
-    constexpr int kAll = RightTile<T, kCols>::kBoxes;
-#pragma unroll
-    for (int first = 0; first < kAll; first += kBoxes) {
-      if (first > 0) out.wait();
-#pragma unroll
-      for (int box = first; box < kAll && box < first + kBoxes; ++box) {
-        fill(out.boxes[box - first], kBoxCols * box);
-      }
-      shared_fence();
-      out.meet();
-      const bool one = aligned && warp_of_block() % 4 == 0 && elect_one();
-#pragma unroll
-      for (int box = first; box < kAll && box < first + kBoxes; ++box) {
-        const auto& from = out.boxes[box - first];
-        const int to_col = col + kBoxCols * box, count = min(kBoxCols, kCols - kBoxCols * box);
-        if (one && count == kBoxCols) tensor_store(&map, row, to_col, from.elements);
-        if (!aligned || count < kBoxCols) copy(from, row, to_col, count);
-      }
-      if (one) tensor_store_commit();
-    }
+    send<RightTile<T, kCols>::kBoxes>(out, [&](auto& box, int i) {
+      fill(box, kBoxCols * i);
+      return Place{row, col + kBoxCols * i, min(kBoxCols, kCols - kBoxCols * i)};
+    });
   }
 
  private:
+  struct Place {  // in C
+    int row, col, count;
+  };
+  /// kAll boxes leave one after another. A box is filled while those before it are on their way:
+  /// fill(box, i) puts the i-th results into it, and says where in C they belong, `count` columns.
+  template <int kAll, int kBoxes, int kRows, typename Fill>
+  __device__ void send(const Outbox<T, kBoxes, kRows>& out, Fill fill) const {
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) {
+      auto& box = out.boxes[i % kBoxes];
+      if (i >= kBoxes) out.template wait<kBoxes - 1>();
+      const Place to = fill(box, i);
+      shared_fence();
+      out.meet();
+      if (!aligned || to.count < kBoxCols) {
+        copy(box, to.row, to.col, to.count);
+      } else if (warp_of_block() % 4 == 0 && elect_one()) {
+        tensor_store(&map, to.row, to.col, box.elements);
+        tensor_store_commit();
+      }
+    }
+  }
+
   /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time: always
   /// in the same columns, and 8 loads before the first store.
   template <int kWidth, int kRows>

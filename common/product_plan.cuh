@@ -92,7 +92,7 @@ struct AlignedRows {
   /// For align_rows, if `copied`.
   RowCopy<T> job() const { return {from, copy, copied ? rows : 0, cols, stride}; }
   CUtensorMap map(int box_rows) const {
-    return tensor_map<T>(data(), rows, cols, box_rows, false, stride);
+    return tensor_map<T>(data(), rows, cols, box_rows, false, stride, Reads::often);
   }
 };
 

@@ -228,7 +228,7 @@ template <bool kAligned, int kColumns>
 MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
   MapsOfW maps = {};
   if constexpr (kAligned) {
-    maps.of[0] = tensor_map<float>(W, D, C, 32, to_tf32, stride);
+    maps.of[0] = tensor_map<float>(W, D, C, 32, to_tf32, stride, Reads::often);
   } else {
     for (int64_t i = 0; i < 4; ++i) {
       const int64_t before = i * C % 4, rows = (D - i + 3) / 4;
@@ -237,7 +237,7 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
       const cuuint64_t strides[] = {static_cast<cuuint64_t>(C) * 16};
       const cuuint32_t box[] = {kColumns + 28, 8};
       maps.of[i] = encode_tensor_map(W + i * C - before, 2, extents, strides, box,
-                                     CU_TENSOR_MAP_SWIZZLE_NONE, to_tf32);
+                                     CU_TENSOR_MAP_SWIZZLE_NONE, to_tf32, Reads::often);
     }
   }
   return maps;
@@ -256,7 +256,7 @@ struct RowsOfX {
       : B(rows), D(inputs), shift(shift_of(stride)) {
     for (int i = 0; i < 1 << shift; ++i) {
       of[i] = tensor_map<float>(x + i * stride - before(i), rows_from(i), D + before(i), box_rows,
-                                to_tf32, stride << shift);
+                                to_tf32, stride << shift, Reads::often);
     }
   }
   static int shift_of(int64_t stride) { return stride % 4 == 0 ? 0 : stride % 2 == 0 ? 1 : 2; }
