@@ -33,10 +33,10 @@
 
 // ---- Host: tensor maps --------------------------------------------------------------------------
 
-/// What the L2 cache reads from memory for a request of the copy engine. `once`: 256 bytes, of
-/// which nothing is read again. `often`: 256 bytes where rows are multiples of that, else 128. There
-/// the rows of boxes lie across the pieces of 256 bytes, and where many blocks read the same boxes
-/// more reads than necessary cost up to 10 % of a product's time.
+/// How often a byte is copied, which says what the L2 cache should read from memory at a time.
+/// `once`: 256 bytes. `often`, by many blocks: 256 bytes where rows are multiples of that, else
+/// 128. There the rows of boxes lie across the pieces of 256 bytes, and to ask for these costs up
+/// to 10 % of a product's time.
 enum class Reads { once, often };
 
 template <typename T>

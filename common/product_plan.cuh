@@ -139,8 +139,8 @@ struct ProductPlan {
 ///   - The tensor cores take 2.44 for each column of a tile of 128 rows, up to 3.07 in large
 ///     products, which lower the clock; more if wgmma's sum has less than 256 columns.
 ///   - The L2 cache takes 1.8 for each piece of 128 bytes that all 132 multiprocessors fetch; if
-///     not all fetch, less. Where rows are not multiples of 128 bytes, a piece lies on two lines and
-///     takes 2.17, or 2.65 if rows are no multiples of a sector of 32 bytes either.
+///     not all fetch, less. Where rows are not multiples of 128 bytes, a piece lies on two lines
+///     and takes 2.17, or 2.65 if rows are no multiples of a sector of 32 bytes either.
 ///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's; where
 ///     a piece is of five sectors, 1.4.
 /// To begin and to end takes 5.7 us, 0.35 more with clusters, to share tiles 7 more.
