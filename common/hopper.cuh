@@ -35,8 +35,8 @@
 
 /// How often a byte is copied, which says what the L2 cache should read from memory at a time.
 /// `once`: 256 bytes. `often`, by many blocks: 256 bytes where rows are multiples of that, else
-/// 128. There the rows of boxes lie across the pieces of 256 bytes, and to ask for these costs up
-/// to 10 % of a product's time.
+/// 128. With other rows, a row of a box often lies in two pieces of 256 bytes, and to ask for both
+/// costs up to 10 % of a product's time. For a matrix that is only written it means nothing.
 enum class Reads { once, often };
 
 template <typename T>
@@ -75,11 +75,13 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 
 /// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16 or float to the copy engine,
 /// which moves boxes of `box_rows` (at most 256) rows by 128 bytes (64 columns, of float 32) to or
-/// from shared memory. There the box is dense, 128 bytes a row, and swizzled: the 16-byte piece p
-/// of row r lies at piece p ^ (r % 8), as wgmma and swizzled() expect it. What a box reads outside
-/// of the matrix becomes zero; what it writes there is dropped. `matrix` must be aligned to 16
-/// bytes, and so must its rows, `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are
-/// rounded to TF32 on the way. CUDA Driver API, "Tensor Map Object Management".
+/// from shared memory. There the box is dense, 128 bytes a row, and swizzled by address: if it
+/// starts at a multiple of 1024 bytes, the 16-byte piece p of row r lies at piece p ^ (r % 8), as
+/// wgmma and swizzled() expect it; from another multiple of 128 on, as if it were a later part of
+/// such a box. What a box reads outside of the matrix becomes zero; what it writes there is
+/// dropped. `matrix` must be aligned to 16 bytes, and so must its rows, `row_stride` elements apart
+/// (0: `cols`). With `to_tf32`, floats are rounded to TF32 on the way. CUDA Driver API, "Tensor Map
+/// Object Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
                        bool to_tf32 = false, int64_t row_stride = 0, Reads reads = Reads::once) {
@@ -228,7 +230,7 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
 //
 // "Data Movement and Conversion Instructions: cp.async.bulk.tensor". One thread copies a whole box.
 
-/// Copies the box whose first element is (row, col) to `to` (aligned to 1024 bytes) in shared
+/// Copies the box whose first element is (row, col) to `to` (aligned to 128 bytes) in shared
 /// memory; its bytes count at `barrier`.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
                                    Barrier* barrier) {

@@ -25,7 +25,7 @@ struct TileShape {
   static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
   static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
   static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
-  static constexpr int kRowsA = BM / kSide;  // and of a tile of A
+  static constexpr int kRowsA = BM / kSide;  // of a tile of A any number of rows
   static_assert(BM % 8 == 0 && BM % kSide == 0);
 };
 
@@ -50,8 +50,9 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 /// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
 /// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
 /// (192 if it has 192 columns), two consumers divide the rows. A consumer's sum must fit into its
-/// registers. Shared memory has room for 40 rows of each consumer's results (or all), by 64
-/// columns, and then for stages.
+/// registers. Shared memory has room for at least 40 rows of each consumer's results, by 64 columns
+/// (or for all), and for as many stages as fit beside it. What the stages leave is room for
+/// results, too.
 template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
 struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
   static constexpr int kBoxes = kColumns / kBoxCols;
@@ -60,9 +61,9 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
-  static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0);
-  // With what is left after these, results leave in as few parts as possible, of kOutRows rows
-  // each: a part has to wait for the one before the one before it.
+  static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0 && kSumRows >= 16);
+  // That room is two boxes of at most kMost rows. Results leave in as few parts as possible, of
+  // kOutRows rows each: a part waits until the second one before it has left its box.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
   static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
@@ -291,7 +292,8 @@ struct Outbox {
   int consumer;
 
   __device__ void meet() const { named_barrier(1 + consumer, 128); }
-  /// Waits until all boxes but the kNewest last ones to leave may be written.
+  /// Waits until all boxes but the kNewest last ones to leave may be written. Threads that copied a
+  /// box themselves (StoreRounded) have done so when they meet.
   template <int kNewest = 0>
   __device__ void wait() const {
     if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<kNewest>();

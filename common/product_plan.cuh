@@ -133,16 +133,16 @@ struct ProductPlan {
 
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits.
 ///
-/// What a step costs was fitted to 6,900 measurements on an H100 (tiles at 1.6 times the fastest
-/// time or better), in nanoseconds. The slowest of three counts, and where two are about equal, a
-/// little more:
+/// What a step, 64 of k, costs was fitted to 6,900 measurements on an H100 (tiles at 1.6 times the
+/// fastest time or better), in nanoseconds. Three things take time; the slowest decides, and where
+/// two are about equal, it is a little more:
 ///   - The tensor cores take 2.44 for each column of a tile of 128 rows, up to 3.07 in large
 ///     products, which lower the clock; more if wgmma's sum has less than 256 columns.
-///   - The L2 cache takes 1.8 for each piece of 128 bytes that all 132 multiprocessors fetch; if
-///     not all fetch, less. Where rows are not multiples of 128 bytes, a piece lies on two lines
+///   - The L2 cache takes 1.8 for each piece of 128 bytes that a multiprocessor fetches, if all 132
+///     do; less if fewer do. Where rows are not multiples of 128 bytes, a piece lies on two lines
 ///     and takes 2.17, or 2.65 if rows are no multiples of a sector of 32 bytes either.
-///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's; where
-///     a piece is of five sectors, 1.4.
+///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's; 1.17 for
+///     one on two lines, 1.4 for one of five sectors.
 /// To begin and to end takes 5.7 us, 0.35 more with clusters, to share tiles 7 more.
 template <typename T, class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,

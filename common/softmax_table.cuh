@@ -145,7 +145,7 @@ struct Plan {
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
 };
 
-// The products of the first few plans: no more are tried. Plans that copy the same matrices share
+// The products of the first plans: no more are tried. Plans that copy the same matrices share
 // the copies.
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;

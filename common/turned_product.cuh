@@ -188,8 +188,7 @@ __device__ float exp_of(float value) {
 // Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D: lesson
 // 3's last product, turned round. A block is a producer warpgroup and two or three consumers, of 64
 // columns each. The kPeers blocks of a cluster (1 to 3) have the same rows of x: each fetches some
-// boxes of kBoxRows rows for all of them, one box if equal shares are whole groups of 8 rows, as
-// swizzles are.
+// boxes of kBoxRows rows for all of them, one box if equal shares are whole groups of 8 rows.
 //
 // W comes in boxes of 32 columns. If its rows may start anywhere (kAligned is false), it is
 // four matrices: matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i

@@ -126,7 +126,7 @@ _CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
 _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
 _SPIN = re.compile(r"\bwhile \((!|flag\.load)")
 # What has such words inside, where product.cuh says it.
-_METHOD = re.compile(r"\b(?:out|cluster)\.(?:wait|meet|release)\(")
+_METHOD = re.compile(r"\b(?:out|cluster)\.(?:template )?(?:wait|meet|release)(?:<[^<>;(]*>)?\(")
 
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster")

@@ -121,8 +121,9 @@ int main(int argc, char** argv) {
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
   ok = right<Tiles<64, 112, 2, 4, 1>>(shape, false, false) && ok;     // four share each tile of A
   ok = right<TurnedTiles<288, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
-  ok =
-      right<TurnedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // by columns; parts of 18 rows
+  ok = right<TurnedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // parts of 18 rows
+  ok = right<TurnedTiles<200, 128, 1, 2>>(shape, false, false) && ok;
+  ok = right<TurnedTiles<232, 128, 1, 2>>(shape, false, false) && ok;
   ok = right<TurnedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
   ok = right<TurnedTiles<96, 64, 2, 4>>(shape, false, false) && ok;  // all columns are a box
   ok = right<TurnedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in parts

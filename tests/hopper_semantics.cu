@@ -151,10 +151,10 @@ CASE(arrivals_at_other_blocks) {
 
 template <typename T>
 __global__ void load_box(const __grid_constant__ CUtensorMap map, int row, int col, int rows,
-                         T* raw) {
+                         T* raw, int before = 0) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
-  T* box = reinterpret_cast<T*>(bytes);
+  T* box = reinterpret_cast<T*>(bytes + 128 * before);
   __shared__ Barrier barrier;
   const int count = rows * static_cast<int>(128 / sizeof(T));
   if (threadIdx.x == 0) {
@@ -170,19 +170,20 @@ __global__ void load_box(const __grid_constant__ CUtensorMap map, int row, int c
 }
 
 template <typename T>
-void expect_box(int rows, int cols, int row, int col, int box_rows, bool to_tf32 = false) {
+void expect_box(int rows, int cols, int row, int col, int box_rows, bool to_tf32 = false,
+                int before = 0) {
   constexpr int kCols = 128 / sizeof(T), kPiece = 16 / sizeof(T);
   Array<T> matrix(static_cast<size_t>(rows) * cols), raw(static_cast<size_t>(box_rows) * kCols);
   fill(matrix, cols);
   const CUtensorMap map = tensor_map<T>(matrix.device, rows, cols, box_rows, to_tf32);
-  load_box<T><<<1, 64, box_rows * 128>>>(map, row, col, box_rows, raw.device);
+  load_box<T><<<1, 64, (before + box_rows) * 128>>>(map, row, col, box_rows, raw.device, before);
   raw.get();
   for (int r = 0; r < box_rows; ++r) {
     for (int c = 0; c < kCols; ++c) {
       const int y = row + r, x = col + c;
       const bool inside = y >= 0 && y < rows && x >= 0 && x < cols;
       const float expected = inside ? number(y, x) : 0;
-      const int at = r * kCols + (c / kPiece ^ r % 8) * kPiece + c % kPiece;
+      const int at = r * kCols + (c / kPiece ^ (before + r) % 8) * kPiece + c % kPiece;
       EXPECT(static_cast<float>(raw[at]) == expected);
     }
   }
@@ -196,6 +197,7 @@ CASE(loads_swizzled_and_padded) {
   expect_box<half>(40, 72, -8, -16, 64);  // before both
   expect_box<bf16>(8, 8, 100, 0, 8);      // nothing of it
   expect_box<float>(30, 36, 8, 32, 64);
+  expect_box<half>(40, 80, 3, 64, 18, false, 18);  // swizzled by address: a part of a larger box
 }
 
 __global__ void copy_box(const __grid_constant__ CUtensorMap from,

@@ -642,8 +642,7 @@ void check_column(const TensorMap& map, const int* at, const char* operation, co
 void check_box(const SharedPlace& place, const char* operation, const Site& site) {
   if (runner->window_address(place) % 128 != 0) {
     CUDA_CPU_COMPLAIN(operation, site,
-                      "the box in shared memory is not aligned to 128 bytes (1024, if it is"
-                      " swizzled): it starts %zu beyond",
+                      "the box in shared memory is not aligned to 128 bytes: it starts %zu beyond",
                       runner->window_address(place) % 128);
   }
 }
