@@ -151,7 +151,7 @@ CASE(arrivals_at_other_blocks) {
 
 template <typename T>
 __global__ void load_box(const __grid_constant__ CUtensorMap map, int row, int col, int rows,
-                         T* raw, int before = 0) {
+                         T* raw, int before) {
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   T* box = reinterpret_cast<T*>(bytes + 128 * before);
@@ -268,7 +268,7 @@ CASE(loads_rounded_to_tf32) {
   for (int i = 0; i < 32; ++i) matrix[i] = (1 + static_cast<float>(i) / 0x1p13f) * (i % 2 ? -1 : 1);
   matrix.put();
   load_box<float>
-      <<<1, 64, 128>>>(tensor_map<float>(matrix.device, 1, 32, 1, true), 0, 0, 1, raw.device);
+      <<<1, 64, 128>>>(tensor_map<float>(matrix.device, 1, 32, 1, true), 0, 0, 1, raw.device, 0);
   raw.get();
   for (int i = 0; i < 32; ++i) {
     if (i % 8 == 4) continue;  // a tie
