@@ -10,6 +10,14 @@ class Event {
   Event& operator=(const Event&) = delete;
   ~Event() { cudaEventDestroy(event_); }
   void record() { CUDA_CHECK(cudaEventRecord(event_)); }
+  /// The same at another place in the queue of commands each time: at some places what follows
+  /// starts most of a microsecond later, whatever it is. Of several records the last one counts.
+  template <class Random>
+  void record_anywhere(Random& random) {
+    constexpr unsigned kPlaces = 16;
+    for (auto i = random() % kPlaces; i > 0; --i) record();
+    record();
+  }
   /// Milliseconds from `start` to this event; waits for it.
   float since(const Event& start) const {
     CUDA_CHECK(cudaEventSynchronize(event_));

@@ -822,9 +822,10 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
 #endif
   Event start, stop;
   SmClock clock;
+  std::mt19937_64 order(seed);
   const auto time_one = [&](const Kernel* kernel) {
     if (kernel->time && device.backend == "cuda") return kernel->time(timing);
-    start.record();
+    start.record_anywhere(order);
     launches[kernel]();
     stop.record();
     CUDA_CHECK(cudaGetLastError());
@@ -856,7 +857,6 @@ void Lesson::State::sample(Problem& problem, Clock::time_point end) {
   // long that its beginning does not count goes without all this.
   constexpr double kSettleMs = 200, kLongMs = 4 * kSettleMs;
   const double alone_ms = round_ms > kSettleMs ? kSettleMs : 0;
-  std::mt19937_64 order(seed);
   // On the CPU a launch may take as long as all the rest: a single sample is what is verified.
   const bool together = !gpu && most == 1;
   for (int round = 0; !together && round < most && (round < least || Clock::now() < end); ++round) {
