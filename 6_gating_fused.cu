@@ -290,6 +290,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // which the producer fills. While one consumer waits for its products another computes sigmoids,
 // and a third waits for its tile; each goes at its own pace. If registers do not hold the sums of
 // all columns, a consumer computes them in parts, from the same tile of x, which is read once.
+// If there is no room for as many tiles as consumers, two consumers are a team: they share a tile
+// and its room for results, and each computes every other part.
 //
 // How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): by the copy
 // engine, so that no thread computes an address, or, where rows do not suit it, as they lie.
@@ -301,13 +303,14 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
                            const __grid_constant__ Plan plan) {
 #if HOPPER_CODE
   constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
+  constexpr int kTeam = Plan::kTeam, kTeams = Plan::kTeams;
   extern __shared__ __align__(1024) char memory[];
   const ResidentShared<Plan> shared(memory, plan);
-  const int tiles = (in.M + 63) / 64, stride = kConsumers * gridDim.x;
+  const int tiles = (in.M + 63) / 64, stride = kTeams * gridDim.x;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kConsumers * plan.stages; ++s) {
+    for (int s = 0; s < kTeams * plan.stages; ++s) {
       barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);  // the consumer's warps
+      barrier_init(&shared.empty[s], 4 * kTeam);  // the team's warps
     }
     barrier_init_fence();
   }
@@ -319,12 +322,12 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     if (warp_of_block() != 0 || !elect_one()) return;
     for (int first = blockIdx.x; first < tiles; first += stride) {
       const StageRing start = ring;
-      for (int consumer = 0; consumer < kConsumers; ++consumer) {
-        const int tile = first + consumer * gridDim.x;
+      for (int team = 0; team < kTeams; ++team) {
+        const int tile = first + team * gridDim.x;
         if (tile >= tiles) break;
         ring = start;
         for (int s = 0; s < x.stages; ++s, ring.advance()) {
-          const int stage = consumer * plan.stages + ring.stage;
+          const int stage = team * plan.stages + ring.stage;
           barrier_wait(&shared.empty[stage], ring.parity ^ 1);
           x.load(shared.stages + stage * plan.stage_bytes, 64 * tile, s, &shared.full[stage]);
         }
@@ -332,24 +335,24 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     }
   } else {
     registers_grow_to<Plan::kRegisters>();
-    const int consumer = warp_of_block() / 4 - 1, col0 = blockIdx.y * plan.parts * kWidth;
-    ResidentOut<Plan> results{plan,     in,  out, shared.out + consumer * plan.out_bytes,
-                              consumer, col0};
+    const int consumer = warp_of_block() / 4 - 1, team = consumer / kTeam;
+    const int col0 = blockIdx.y * plan.parts * kWidth;
+    ResidentOut<Plan> results{plan, in, out, shared.out + team * plan.out_bytes, team, col0};
     const auto release = [&](int stage) {
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
     shared.W.template load<128 * kConsumers>(in, col0, plan.parts, threadIdx.x - 128);
     named_barrier(1 + kConsumers, 128 * kConsumers);
-    for (int tile = blockIdx.x + consumer * gridDim.x; tile < tiles; tile += stride) {
+    for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
-      for (int part = 0; part < plan.parts; ++part) {
-        const bool last = part == plan.parts - 1;
+      for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
+        const bool last = part + kTeam >= plan.parts;
         int previous = 0;
         Sum<2 * kWidth> sum;
         shared.W.start(sum, part);
         ring = start;
         for (int s = 0; s < x.stages; ++s, ring.advance()) {
-          const int stage = consumer * plan.stages + ring.stage;
+          const int stage = team * plan.stages + ring.stage;
           barrier_wait(&shared.full[stage], ring.parity);
           x.add_product(sum, shared.stages + stage * plan.stage_bytes, s, shared.W.operand(part));
           if (last && s > 0) release(previous);
@@ -440,10 +443,11 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
 }
 
 // Adds "Hopper resident". Its ways are the plans, each with one block for all columns or several
-// side by side that divide them. False if there is no room for any.
+// side by side that divide them. False if there is no room for a plan with one.
 template <class... Plans>
 bool add_planned(GatingProblem& table, const Device& device) {
   std::vector<Way> ways;
+  bool whole = false;
   const auto add_way = [&]<class Plan>(const Plan& plan, const typename Plan::Rows& rows,
                                        int blocks) {
     const auto kernel = gating_hopper_resident<Plan>;
@@ -467,14 +471,15 @@ bool add_planned(GatingProblem& table, const Device& device) {
       const int64_t most = std::min<int64_t>(8, Plan::Rows::most_fetches(table.shape));
       for (int blocks = 1; blocks <= most; ++blocks) {
         const Plan plan(rows, table.shape, blocks, device.shared_bytes);
-        if (plan.stages > 0) add_way(plan, rows, blocks);
+        if (plan.stages == 0) continue;
+        add_way(plan, rows, blocks);
+        whole = whole || blocks == 1;
       }
     }
   };
   (add_ways.template operator()<Plans>(), ...);
-  if (ways.empty()) return false;
-  table.problem.kernel("Hopper resident", Role::ours, ways).hopper_only();
-  return true;
+  if (!ways.empty()) table.problem.kernel("Hopper resident", Role::ours, ways).hopper_only();
+  return whole;
 }
 
 // The plans: few columns and many consumers, or the other way round where the weights leave less
@@ -488,11 +493,14 @@ bool add_hopper_resident(GatingProblem& table, const Device& device) {
   return add_planned<ResidentPlan<Rows, 16, 4, false>, ResidentPlan<Rows, 32, 4, false>,
                      ResidentPlan<Rows, 48, 4, false>, ResidentPlan<Rows, 64, 4, false>,
                      ResidentPlan<Rows, 32, 3, false>, ResidentPlan<Rows, 48, 3, false>,
-                     ResidentPlan<Rows, 64, 3, false>, ResidentPlan<Rows, 80, 3, false>,
-                     ResidentPlan<Rows, 96, 3, false>, ResidentPlan<Rows, 32, 2, false>,
-                     ResidentPlan<Rows, 48, 2, false>, ResidentPlan<Rows, 64, 2, false>,
-                     ResidentPlan<Rows, 80, 2, false>, ResidentPlan<Rows, 96, 2, false>,
-                     ResidentPlan<Rows, 128, 2, false>>(table, device);
+                     ResidentPlan<Rows, 64, 3, false>, ResidentPlan<Rows, 72, 3, false>,
+                     ResidentPlan<Rows, 80, 3, false>, ResidentPlan<Rows, 96, 3, false>,
+                     ResidentPlan<Rows, 32, 2, false>, ResidentPlan<Rows, 48, 2, false>,
+                     ResidentPlan<Rows, 64, 2, false>, ResidentPlan<Rows, 80, 2, false>,
+                     ResidentPlan<Rows, 96, 2, false>, ResidentPlan<Rows, 128, 2, false>,
+                     ResidentPlan<Rows, 32, 4, false, 2>, ResidentPlan<Rows, 40, 4, false, 2>,
+                     ResidentPlan<Rows, 56, 4, false, 2>, ResidentPlan<Rows, 64, 4, false, 2>>(
+      table, device);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.
@@ -563,8 +571,8 @@ int main(int argc, char** argv) {
                          : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
     add(layer, lesson.device());
   }
-  // x comes in boxes if its rows are aligned, and most of a box is x. Where the weights do not stay
-  // on chip: lesson 3's product.
+  // x comes in boxes if its rows are aligned, and most of a box is x. Where all weights together do
+  // not stay on a multiprocessor: lesson 3's product, too.
   const bool boxed = K % 8 == 0 && 4 * ((K + 63) / 64 * 64) <= 7 * K;
   const auto add_resident = boxed ? add_hopper_resident<BoxedRows> : add_hopper_resident<LooseRows>;
   if (!add_resident(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();

@@ -287,11 +287,14 @@ struct LooseRows {
 // ---- what fits beside what ----------------------------------------------------------------------
 
 /// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
-/// each consumer's results, and `stages` stages of x for each. kLines: rows of out are whole lines
-/// of 128 bytes. There are no stages if there is no room.
-template <class Rows_, int kWidth_, int kConsumers_, bool kLines_>
+/// each team's results, and `stages` stages of x for each. A team is kTeam consumers, which share a
+/// tile of x and divide its parts among them. kLines: rows of out are whole lines of 128 bytes, and
+/// a team is one consumer. There are no stages if there is no room.
+template <class Rows_, int kWidth_, int kConsumers_, bool kLines_, int kTeam_ = 1>
 struct ResidentPlan {
   using Rows = Rows_;
+  static constexpr int kTeam = kTeam_, kTeams = kConsumers_ / kTeam;
+  static_assert(kConsumers_ % kTeam == 0 && (kTeam == 1 || !kLines_));
   static constexpr int kWidth = kWidth_;          // columns of out that are one sum
   static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
   static constexpr int kThreads = 128 * (1 + kConsumers);
@@ -315,19 +318,20 @@ struct ResidentPlan {
     if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
     if (int64_t{parts} * kWidth * (blocks - 1) >= shape.hidden) return;
     if (parts > room / rows) return;  // bytes() would not be an int
-    const int64_t each = kConsumers * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
+    if (parts < kTeam) return;
+    const int64_t each = kTeams * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
     const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
     // All parts read the same tile. A stage is given back when the next one has come.
     if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // The cost was fitted to what 20 shapes took on an H200. A consumer needs `work` for a tile,
-    // and 1000 cycles pass until what it asks for has come, unless it has stages to ask in time.
+    // The cost was fitted to what 20 shapes took on an H200. A team needs `work` for a tile, and 1000 cycles pass until what it asks for has come, unless it has stages to ask in time.
     // Blocks side by side write parts of rows, whose ends are parts of a sector, which takes twice
     // as long; and they fetch the same rows of x, 24 bytes a cycle.
     const int ahead = stages - (parts > 1 ? x.stages : 1);
-    const double work = parts * (600 + kWidth * (rows / 16 + 14)) + 400;
-    const double consumer = ahead > 0 ? std::max(work, 1000.0 * x.stages / ahead) : work + 1000;
-    cost = blocks * consumer / kConsumers;
+    const int own = (parts + kTeam - 1) / kTeam;  // of a consumer
+    const double work = own * (600 + kWidth * (rows / 16 + 14)) + 400;
+    const double team = ahead > 0 ? std::max(work, 1000.0 * x.stages / ahead) : work + 1000;
+    cost = blocks * team / kTeams;
     if (blocks == 1) return;
     const double fetched = 128.0 * static_cast<double>(shape.channels * blocks + shape.hidden);
     cost = std::max(kLines ? cost : 2 * cost, fetched / 24);
@@ -342,11 +346,13 @@ struct ResidentPlan {
   }
   std::string name(int blocks) const {
     return "columns of a sum: " + std::to_string(kWidth) +
-           "; consumers: " + std::to_string(kConsumers) + "; stages: " + std::to_string(stages) +
+           "; consumers: " + std::to_string(kConsumers) +
+           (kTeam > 1 ? ", in teams of " + std::to_string(kTeam) : "") +
+           "; stages: " + std::to_string(stages) +
            "; blocks side by side: " + std::to_string(blocks);
   }
   size_t bytes() const {
-    return weight_bytes() + kConsumers * (out_bytes + stages * (stage_bytes + 2 * sizeof(Barrier)));
+    return weight_bytes() + kTeams * (out_bytes + stages * (stage_bytes + 2 * sizeof(Barrier)));
   }
 };
 
@@ -360,15 +366,15 @@ struct ResidentShared {
 
   __device__ ResidentShared(char* memory, const Plan& plan)
       : out(memory + plan.weight_bytes()),
-        stages(out + Plan::kConsumers * plan.out_bytes),
+        stages(out + Plan::kTeams * plan.out_bytes),
         W{reinterpret_cast<half*>(memory), plan.rows} {
-    const int count = Plan::kConsumers * plan.stages;
+    const int count = Plan::kTeams * plan.stages;
     full = reinterpret_cast<Barrier*>(stages + count * plan.stage_bytes);
     empty = full + count;
   }
 };
 
-/// Where a consumer, or the producer for it, stands among its `count` stages.
+/// Where a team, or the producer for it, stands among its `count` stages.
 struct StageRing {
   int count, stage = 0, parity = 0;
   __device__ void advance() {
@@ -378,20 +384,22 @@ struct StageRing {
 
 // ---- out ----------------------------------------------------------------------------------------
 
-/// The results of a consumer on their way out.
+/// The results of a team on their way out.
 template <class Plan>
 struct ResidentOut {
   static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2;
+  static constexpr int kTeam = Plan::kTeam, kThreads = 128 * kTeam;  // of a team
   const Plan& plan;
   const GatingOperands& in;
   const CUtensorMap& map;
   char* memory;
-  int consumer, col0, boxes = 0;
+  int team, col0, boxes = 0;
 
-  __device__ void meet() const { named_barrier(1 + consumer, 128); }
+  __device__ void meet() const { named_barrier(1 + team, kThreads); }
+  __device__ static int own() { return (threadIdx.x - 128) % kThreads; }  // thread of the team
   __device__ static bool one() { return warp_of_block() % 4 == 0 && elect_one(); }
 
-  /// 64 rows of a part, from row `row` of out on.
+  /// 64 rows of a part, from row `row` of out on. Each of the team has put its parts in order.
   __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) {
     if constexpr (Plan::kLines) {
       put_box(sum, row, part);
@@ -421,22 +429,22 @@ struct ResidentOut {
     }
   }
 
-  /// Rows that are no whole lines. If all parts have been put beside each other, 64 rows are one
+  /// Rows that are no whole lines. If the team has put all parts beside each other, 64 rows are one
   /// piece of memory, as in LooseRows. It leaves as such, for what is slow to write is a part of a
   /// sector of 32 bytes.
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
     const int col = part * kWidth, cols = min(plan.pitch, in.H - col0);
-    if (part == 0) meet();  // the last tile's have left
+    if (part < kTeam) meet();  // the last tile's have left
     plan.pitch % 2 == 0 ? pack<false>(rows + col, sum, cols - col)
                         : pack<true>(rows + col, sum, cols - col);
-    if (part < plan.parts - 1) return;
+    if (part + kTeam < plan.parts) return;
     meet();
     half* const to = in.out + static_cast<size_t>(row) * in.H + col0;
     const int count = min(64, in.M - row);
     if (plan.pitch == in.H) {
 #pragma unroll 4
-      for (int i = threadIdx.x % 128; i < count * in.H / 8; i += 128) {
+      for (int i = own(); i < count * in.H / 8; i += kThreads) {
         reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(rows)[i];
       }
     } else if (in.H % 8 == 0) {
@@ -446,20 +454,23 @@ struct ResidentOut {
     }
   }
   /// Puts a part's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows start
-  /// in the middle of 4 bytes.
+  /// in the middle of 4 bytes. A thread's columns are 8 apart, in two rows.
   template <bool kOdd>
   __device__ void pack(half* to, const Sum<2 * kWidth>& sum, int cols) const {
+    half* const upper = to + Sum<64>::row(0) * plan.pitch + Sum<64>::col(0);
+    half* const lower = upper + 8 * plan.pitch;
+    const int there = cols - Sum<64>::col(0);
 #pragma unroll
     for (int i = 0; i < kHalf; i += 2) {
-      const int col = Sum<64>::col(i);
-      half* const own = to + Sum<64>::row(i) * plan.pitch + col;
+      const int col = i / 4 * 8;
+      half* const own = (i % 4 == 0 ? upper : lower) + col;
       const float left = gated(sum.elements[i], sum.elements[kHalf + i]);
       const float right = gated(sum.elements[i + 1], sum.elements[kHalf + i + 1]);
       if constexpr (kOdd) {
-        if (col < cols) own[0] = __float2half_rn(left);
-        if (col + 1 < cols) own[1] = __float2half_rn(right);
+        if (col < there) own[0] = __float2half_rn(left);
+        if (col + 1 < there) own[1] = __float2half_rn(right);
       } else {
-        if (col < cols) *reinterpret_cast<uint32_t*>(own) = pack2<half>(left, right);
+        if (col < there) *reinterpret_cast<uint32_t*>(own) = pack2<half>(left, right);
       }
     }
   }
@@ -468,7 +479,7 @@ struct ResidentOut {
   __device__ void copy(half* to, const half* from, int count, int cols) const {
     using Pack = Neighbours<half, kPack>;
 #pragma unroll 4
-    for (int r = threadIdx.x % 128 / 32; r < count; r += 4) {
+    for (int r = own() / 32; r < count; r += kThreads / 32) {
       for (int c = threadIdx.x % 32 * kPack; c < cols; c += 32 * kPack) {
         *reinterpret_cast<Pack*>(to + static_cast<int64_t>(r) * in.H + c) =
             *reinterpret_cast<const Pack*>(from + r * plan.pitch + c);

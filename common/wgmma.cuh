@@ -160,9 +160,19 @@ __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint6
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0))
+  } else if constexpr (kCount == 40) {
+    HOPPER_WGMMA("80", HOPPER_R40, "{%40, %41, %42, %43}", "%44", "%45", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM8(32))
+  } else if constexpr (kCount == 56) {
+    HOPPER_WGMMA("112", HOPPER_R56, "{%56, %57, %58, %59}", "%60", "%61", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40),
+                 HOPPER_SUM8(48))
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32))
+  } else if constexpr (kCount == 72) {
+    HOPPER_WGMMA("144", HOPPER_R72, "{%72, %73, %74, %75}", "%76", "%77", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64))
   } else if constexpr (kCount == 80) {
     HOPPER_WGMMA("160", HOPPER_R80, "{%80, %81, %82, %83}", "%84", "%85", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64),

@@ -607,7 +607,10 @@ CASE(wgmma_fp16) {
   expect_product<half, From::shared, 128>();
   expect_product<half, From::registers, 16>();
   expect_product<half, From::registers, 32>();
+  expect_product<half, From::registers, 40>();
   expect_product<half, From::registers, 48>();
+  expect_product<half, From::registers, 56>();
+  expect_product<half, From::registers, 72>();
   expect_product<half, From::registers, 80>();
   expect_product<half, From::registers, 128>();
   expect_product<half, From::transposed, 64>();
