@@ -21,27 +21,22 @@
 // libraries allow. cuBLASLt adds a bias in the epilogue of its product, while the result is still
 // in registers; and since both products have the same left factor, one product with [W1 W2] side by
 // side reads x once. What no library kernel has is our sigmoid and product: one elementwise kernel
-// stays. That second form is the honest baseline for lesson 6.
+// stays (common/gating_library.cuh). That second form is the honest baseline for lesson 6.
 //
 // The third table is a square one, N x N x N, where arithmetic is the limit: there the temporaries
 // hardly matter, and fusion has less to win.
 
-#include <cublasLt.h>
-
 #include <deque>
-#include <optional>
 
-#include "common/gating.h"
+#include "common/gating_library.cuh"
 
 // ---- The elementwise kernels --------------------------------------------------------------------
 
+__device__ float sigmoid(float s) { return 1 / (1 + __expf(-s)); }
+
 // kWidth consecutive elements, moved as one access of up to 16 bytes.
 template <int kWidth>
-struct alignas(kWidth * sizeof(half)) Pack {
-  half values[kWidth];
-};
-
-__device__ float sigmoid(float s) { return 1 / (1 + __expf(-s)); }
+using Pack = Neighbours<half, kWidth>;
 
 // Thread i owns elements [i kWidth, (i + 1) kWidth) of a row-major (rows, columns) result, and
 // reads the same elements of its inputs: every byte once, 16 at a time. columns is a multiple of
@@ -84,23 +79,6 @@ __global__ void multiply(const half* left, const half* right, half* out, size_t 
   *reinterpret_cast<Pack<kWidth>*>(out + i) = product;
 }
 
-// out (rows, hidden) = sigmoid(both[:, :hidden]) * both[:, hidden:], both (rows, 2 hidden): what is
-// left to do after the library's products. A thread owns kWidth consecutive elements of out.
-template <int kWidth>
-__global__ void gate_halves(const half* both, half* out, size_t count, int hidden) {
-  const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
-  if (i >= count) return;
-  const half* gate_at = both + i / hidden * 2 * hidden + i % hidden;
-  const Pack<kWidth> gate = *reinterpret_cast<const Pack<kWidth>*>(gate_at);
-  const Pack<kWidth> value = *reinterpret_cast<const Pack<kWidth>*>(gate_at + hidden);
-  Pack<kWidth> result;
-  for (int j = 0; j < kWidth; ++j) {
-    result.values[j] =
-        __float2half_rn(sigmoid(__half2float(gate.values[j])) * __half2float(value.values[j]));
-  }
-  *reinterpret_cast<Pack<kWidth>*>(out + i) = result;
-}
-
 constexpr int kThreads = 256;
 
 template <int kWidth>
@@ -108,7 +86,7 @@ unsigned blocks(size_t count) {
   return static_cast<unsigned>((count / kWidth + kThreads - 1) / kThreads);
 }
 
-// ---- The library's kernels ----------------------------------------------------------------------
+// ---- The library's product ----------------------------------------------------------------------
 
 // c (m, n) = a (m, k) b (k, n), fp16, row-major, fp32 accumulation; operands swapped as in
 // lesson 4.
@@ -120,58 +98,6 @@ void matmul(cublasHandle_t blas, const half* a, const half* b, half* c, int64_t 
       &one, b, CUDA_R_16F, static_cast<int>(n), a, CUDA_R_16F, static_cast<int>(k), &zero, c,
       CUDA_R_16F, static_cast<int>(n), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
 }
-
-// c (m, n) = a (m, k) b (k, n) + bias (n), fp16, row-major, by cuBLASLt with the bias in the
-// epilogue. Its plan, made once: descriptors, the first algorithm of its heuristic, a workspace.
-class MatmulBias {
- public:
-  MatmulBias(int64_t m, int64_t n, int64_t k) {
-    // As in lesson 4, c^T = b^T a^T: columns of c are rows for cuBLASLt, whose bias goes along
-    // rows.
-    CUBLAS_CHECK(cublasLtCreate(&blas_));
-    CUBLAS_CHECK(cublasLtMatmulDescCreate(&matmul_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul_, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
-                                                sizeof epilogue));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&b_, CUDA_R_16F, n, k, n));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&a_, CUDA_R_16F, k, m, k));
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&c_, CUDA_R_16F, n, m, n));
-    cublasLtMatmulPreference_t preference;
-    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(
-        preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &kWorkspace, sizeof kWorkspace));
-    int found = 0;
-    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas_, matmul_, b_, a_, c_, c_, preference, 1,
-                                                &algorithm_, &found));
-    CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-    if (found == 0) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
-  }
-  MatmulBias(const MatmulBias&) = delete;
-  MatmulBias& operator=(const MatmulBias&) = delete;
-  ~MatmulBias() {
-    cublasLtMatrixLayoutDestroy(a_);
-    cublasLtMatrixLayoutDestroy(b_);
-    cublasLtMatrixLayoutDestroy(c_);
-    cublasLtMatmulDescDestroy(matmul_);
-    cublasLtDestroy(blas_);
-  }
-
-  void operator()(const half* a, const half* b, const half* bias, half* c) {
-    const float one = 1, zero = 0;
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
-                                                sizeof bias));
-    CUBLAS_CHECK(cublasLtMatmul(blas_, matmul_, &one, b, b_, a, a_, &zero, c, c_, c, c_,
-                                &algorithm_.algo, workspace_, kWorkspace, cudaStreamPerThread));
-  }
-
- private:
-  static constexpr size_t kWorkspace = 32 << 20;
-  cublasLtHandle_t blas_ = nullptr;
-  cublasLtMatmulDesc_t matmul_ = nullptr;
-  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, c_ = nullptr;
-  cublasLtMatmulHeuristicResult_t algorithm_ = {};
-  Scratch<char> workspace_{kWorkspace};
-};
 
 // -------------------------------------------------------------------------------------------------
 
@@ -244,43 +170,6 @@ struct Framework {
   }
 };
 
-// out = gate_halves(x [W1 W2] + [b1 b2]): one product with its biases, one elementwise kernel.
-template <int kWidth>
-class LibraryBest {
- public:
-  explicit LibraryBest(const GatingProblem& layer)
-      : layer_(layer),
-        weights_(layer.problem.input<half>(2 * layer.W1.size())),
-        biases_(layer.problem.input<half>(2 * layer.b1.size())),
-        both_(layer.problem.output<half>(2 * layer.out.size())) {}
-
-  /// Weights are constants: they are put side by side once, when the model is loaded.
-  void prepare() {
-    matmul_bias_.emplace(layer_.shape.rows, 2 * layer_.shape.hidden, layer_.shape.channels);
-    const size_t width = layer_.b1.size() * sizeof(half);
-    const auto place = [&](half* to, const half* from, size_t rows) {
-      CUDA_CHECK(cudaMemcpy2D(to, 2 * width, from, width, width, rows, cudaMemcpyDeviceToDevice));
-    };
-    place(weights_, layer_.W1, layer_.shape.channels);
-    place(weights_ + layer_.shape.hidden, layer_.W2, layer_.shape.channels);
-    place(biases_, layer_.b1, 1);
-    place(biases_ + layer_.shape.hidden, layer_.b2, 1);
-  }
-
-  void run() {
-    const size_t count = layer_.out.size();
-    (*matmul_bias_)(layer_.x, weights_, biases_, both_);
-    gate_halves<kWidth>
-        <<<blocks<kWidth>(count), kThreads>>>(both_, layer_.out, count, layer_.shape.hidden);
-  }
-  double bytes() const { return weights_.bytes() + biases_.bytes() + both_.bytes(); }
-
- private:
-  const GatingProblem& layer_;
-  Buffer<half> weights_, biases_, both_;  // (K, 2H), (2H), (M, 2H)
-  std::optional<MatmulBias> matmul_bias_;
-};
-
 template <int kWidth>
 int run_lesson(Lesson& lesson, GatingShape shape) {
   Cublas blas;
@@ -296,7 +185,7 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
   GatingProblem layer(lesson, blas, "layer", shape, 6);
   GatingProblem square(lesson, blas, "square", {n, n, n}, 6);
   std::deque<Framework<kWidth>> frameworks;
-  std::deque<LibraryBest<kWidth>> libraries;
+  std::deque<LibraryGate> libraries;
   for (GatingProblem* table : {&layer, &square}) {
     const double ends = table->x.bytes() + table->out.bytes();
     const double weights =
@@ -307,13 +196,8 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
         .kernel("six kernels", Role::baseline, [&] { framework.run_until(framework.kSteps); })
         .occupies(ends + weights + framework.first.bytes() + framework.second.bytes());
 
-    auto& library = libraries.emplace_back(*table);
-    table->problem.kernel("cuBLASLt + one kernel", Role::library, [&] { library.run(); })
-        .occupies(ends + library.bytes());  // whose weights lie side by side instead
-    table->problem.reference_from(table->scratch_bytes(), [&, table] {
-      table->compute_reference(GatingStep::out);
-      library.prepare();
-    });
+    LibraryGate& library = libraries.emplace_back(*table);
+    library.add().occupies(ends + library.bytes());  // whose weights lie side by side instead
   }
   layer.problem.compare("cuBLASLt + one kernel", "six kernels",
                         "Layer: with what libraries can fuse, % times faster.");

@@ -9,8 +9,10 @@
 // multiplies, and writes out. If H is at most 64, x is read once. No temporary touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
-// of both sums, gate and value, ends up in the same thread, which needs no other. Six kernels:
+// of both sums, gate and value, ends up in the same thread, which needs no other. Six kernels, and
+// what they have to beat:
 //
+//     cuBLASLt + one kernel    lesson 5's best: a product with its biases, an elementwise kernel
 //     one thread per element   fused, but on the CUDA cores and without tiles, and so slow
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
@@ -24,7 +26,10 @@
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are only in the first.
 
+#include <deque>
+
 #include "common/async_copy.cuh"
+#include "common/gating_library.cuh"
 #include "common/gating_rows.cuh"
 #include "common/product_plan.cuh"
 #include "common/wmma_fragments.cuh"
@@ -555,7 +560,9 @@ int main(int argc, char** argv) {
   GatingProblem layer(lesson, blas, "layer",
                       {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
+  std::deque<LibraryGate> libraries;
   for (GatingProblem* table : {&layer, &square}) {
+    libraries.emplace_back(*table).add();
     if (!table->shape.aligned()) {
       add_kernels<GateTiles<128, 64, 32, 4, 2, false>, 2>(*table);
     } else if (large) {
@@ -578,11 +585,12 @@ int main(int argc, char** argv) {
   if (!add_resident(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();
   GatedProduct{square, lesson.device()}.add();
 
-  layer.problem.compare("resident weights", "one thread per element",
-                        "Layer: tiles, tensor cores and resident weights: % times faster.");
-  layer.problem.compare("Hopper resident", "resident weights",
+  layer.problem.compare(
+      "resident weights", "cuBLASLt + one kernel",
+      "Layer: one kernel, tiles, tensor cores, resident weights: % times faster.");
+  layer.problem.compare("Hopper resident", "cuBLASLt + one kernel",
                         "Layer: the same idea with TMA and wgmma: % times faster.");
-  square.problem.compare("Hopper cluster", "async tiles",
-                         "Square: TMA and wgmma feed the tensor cores: % times faster.");
+  square.problem.compare("Hopper cluster", "cuBLASLt + one kernel",
+                         "Square: the library's product, fused: % times faster.");
   return lesson.run();
 }

@@ -5,15 +5,10 @@
 
 #include "common/hopper.cuh"
 #include "common/mma.cuh"
+#include "common/neighbours.cuh"
 
 inline constexpr int kBoxCols = 64;  // of 2 bytes: the copy engine swizzles rows of 128 bytes
 inline constexpr int kStepK = 64;    // columns of A, rows of B, that a step of a product takes
-
-/// kWidth elements side by side, which move as one.
-template <typename T, int kWidth>
-struct alignas(kWidth * sizeof(T)) Neighbours {
-  T values[kWidth];
-};
 
 /// kRows rows by 64 columns of T in shared memory, swizzled: what one tensor copy moves.
 template <typename T, int kRows>

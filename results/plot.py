@@ -350,12 +350,13 @@ def rows_of(folder, lesson, run, problem):
         return kernel["role"] == "library" or kernel["name"].startswith("unfused")
 
     other = UNFUSED_IN.get(lesson)
-    rows = []
+    rows = [(k["name"], k["ms"]["median"], GREY) for k in problem["kernels"] if is_unfused(k)]
     if other:
+        own = {name for name, *_ in rows}
         twins = load(folder / f"{other}{run}.json")
         for twin in same_problem(twins, problem):
-            rows += [(k["name"], k["ms"]["median"], GREY) for k in twin["kernels"]]
-    rows += [(k["name"], k["ms"]["median"], GREY) for k in problem["kernels"] if is_unfused(k)]
+            rows += [(k["name"], k["ms"]["median"], GREY) for k in twin["kernels"]
+                     if k["name"] not in own]
     for each in filter(None, (other, lesson)):
         for path in sorted(folder.glob(f"{each}*.peers.json")):
             if ".sweep" in path.name:
@@ -633,9 +634,16 @@ def draw_all(folder):
 
 def same(drawn, there):
     """Whether two plots are one, but for the last digit of a coordinate, which another processor rounds
-    the other way."""
+    the other way, and for the names of clip paths, which are hashes of coordinates."""
     if drawn is None or there is None:
         return False
+
+    def numbered(text):
+        names = {}
+        return re.sub(r"\bp[0-9a-f]{10}\b",
+                      lambda match: names.setdefault(match[0], f"clip{len(names)}"), text)
+
+    drawn, there = numbered(drawn), numbered(there)
     number = re.compile(r"-?\d+\.\d+")
     return number.sub("", drawn) == number.sub("", there) and all(
         math.isclose(float(a), float(b), rel_tol=0, abs_tol=2e-6)

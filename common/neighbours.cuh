@@ -1,0 +1,7 @@
+#pragma once
+
+/// kWidth elements side by side, which move as one.
+template <typename T, int kWidth>
+struct alignas(kWidth * sizeof(T)) Neighbours {
+  T values[kWidth];
+};
