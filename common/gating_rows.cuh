@@ -324,7 +324,8 @@ struct ResidentPlan {
     // All parts read the same tile. A stage is given back when the next one has come.
     if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // The cost was fitted to what 20 shapes took on an H200. A team needs `work` for a tile, and 1000 cycles pass until what it asks for has come, unless it has stages to ask in time.
+    // The cost was fitted to what 20 shapes took on an H200. A team needs `work` for a tile, and
+    // 1000 cycles pass until what it asks for has come, unless it has stages to ask in time.
     // Blocks side by side write parts of rows, whose ends are parts of a sector, which takes twice
     // as long; and they fetch the same rows of x, 24 bytes a cycle.
     const int ahead = stages - (parts > 1 ? x.stages : 1);

@@ -141,8 +141,9 @@ struct ProductPlan {
 ///   - The L2 cache takes 1.8 for each piece of 128 bytes that a multiprocessor fetches, if all 132
 ///     do; less if fewer do. Where rows are not multiples of 128 bytes, a piece lies on two lines
 ///     and takes 2.17, or 2.65 if rows are no multiples of a sector of 32 bytes either.
-///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's; 1.17 for
-///     one on two lines, 1.4 for one of five sectors.
+///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's, because
+///     the tensor cores read shared memory meanwhile (docs/hopper.md); 1.17 for one on two lines,
+///     1.4 for one of five sectors.
 /// To begin and to end takes 5.7 us, 0.35 more with clusters, to share tiles 7 more.
 template <typename T, class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
