@@ -131,7 +131,7 @@ _METHOD = re.compile(r"\b(?:out|cluster)\.(?:template )?(?:wait|meet|release)(?:
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster")
 HALF_FUSED = ("20", "--inputs", "40", "--classes", "8300", "--kernel", "^fused exchange")
-PLANES_BESIDE = ("500", "--features", "150", "--algebra", "2,0,0", "--kernel", "^planes beside$")
+PLANES_BESIDE = ("390", "--features", "130", "--algebra", "2,0,0", "--kernel", "^planes beside$")
 IN_PLACE = (ROWS_OF_CLASSES, HALF_FUSED, PLANES_BESIDE)
 
 # What a mistake needs to show: several tiles for each block, more steps than stages, and clusters
@@ -193,9 +193,9 @@ RUNS = {
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
     ],
     # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another; few rows,
-    # whose weights are the left factor, and shared sums.
+    # whose weights are the left factor, and shared sums. With fewer rows planes beside have small tiles.
     CONNECTED: [
-        (("300", "--features", "140", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
+        (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (PLANES_BESIDE, 4),
         (("4", "--features", "512", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
     ],
