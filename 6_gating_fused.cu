@@ -9,10 +9,10 @@
 // multiplies, and writes out. If H is at most 64, x is read once. No temporary touches memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
-// of both sums, gate and value, ends up in the same thread, which needs no other. Six kernels, and
-// what they have to beat:
+// of both sums, gate and value, ends up in the same thread, which needs no other. This lesson's
+// six kernels, below the row that they have to beat:
 //
-//     cuBLASLt + one kernel    lesson 5's best: a product with its biases, an elementwise kernel
+//     cuBLASLt + one kernel    lesson 5's best: one product with its biases, one kernel after it
 //     one thread per element   fused, but on the CUDA cores and without tiles, and so slow
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
@@ -20,11 +20,12 @@
 //     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
 //     Hopper cluster           lesson 3's last product, with two weights and the gate after it
 //
-// The first three need compute capability 7.5 (which copies synchronously), the fourth 8.0 (for its
-// shared memory), the last two 9.0. The CPU backend runs all.
+// "resident weights" needs compute capability 8.0 (for its shared memory), the last two need 9.0,
+// the others 7.5 (which copies synchronously). The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are only in the first.
+// "Hopper cluster" is in the second, and in the first if one block cannot hold all weights.
 
 #include <deque>
 
@@ -295,8 +296,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // which the producer fills. While one consumer waits for its products another computes sigmoids,
 // and a third waits for its tile; each goes at its own pace. If registers do not hold the sums of
 // all columns, a consumer computes them in parts, from the same tile of x, which is read once.
-// If there is no room for as many tiles as consumers, two consumers are a team: they share a tile
-// and its room for results, and each computes every other part.
+// If shared memory has no room for as many tiles as there are consumers, consumers 2 t and 2 t + 1
+// are a team. They share a tile of x, and the place where its results wait to leave; each computes
+// every other part.
 //
 // How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): by the copy
 // engine, so that no thread computes an address, or, where rows do not suit it, as they lie.
@@ -330,7 +332,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       for (int team = 0; team < kTeams; ++team) {
         const int tile = first + team * gridDim.x;
         if (tile >= tiles) break;
-        ring = start;
+        ring = start;  // each team's own stages are as far as every other's
         for (int s = 0; s < x.stages; ++s, ring.advance()) {
           const int stage = team * plan.stages + ring.stage;
           barrier_wait(&shared.empty[stage], ring.parity ^ 1);
@@ -351,7 +353,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
       for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
-        const bool last = part + kTeam >= plan.parts;
+        const bool last = part + kTeam >= plan.parts;  // before it the tile is still needed
         int previous = 0;
         Sum<2 * kWidth> sum;
         shared.W.start(sum, part);
@@ -448,7 +450,7 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
 }
 
 // Adds "Hopper resident". Its ways are the plans, each with one block for all columns or several
-// side by side that divide them. False if there is no room for a plan with one.
+// side by side that divide them. Returns whether one block can hold all weights in some plan.
 template <class... Plans>
 bool add_planned(GatingProblem& table, const Device& device) {
   std::vector<Way> ways;
@@ -487,8 +489,8 @@ bool add_planned(GatingProblem& table, const Device& device) {
   return whole;
 }
 
-// The plans: few columns and many consumers, or the other way round where the weights leave less
-// room.
+// The plans: columns of a sum, consumers, whether rows of out are whole lines, consumers of a team.
+// Many consumers have few columns each. Where the weights leave less room, they are fewer or teams.
 template <class Rows>
 bool add_hopper_resident(GatingProblem& table, const Device& device) {
   if (table.shape.hidden % 64 == 0) {
@@ -585,12 +587,12 @@ int main(int argc, char** argv) {
   if (!add_resident(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();
   GatedProduct{square, lesson.device()}.add();
 
-  layer.problem.compare(
-      "resident weights", "cuBLASLt + one kernel",
-      "Layer: one kernel, tiles, tensor cores, resident weights: % times faster.");
+  layer.problem.compare("resident weights", "cuBLASLt + one kernel",
+                        "Layer, beside the library: resident weights, % times faster.");
   layer.problem.compare("Hopper resident", "cuBLASLt + one kernel",
-                        "Layer: the same idea with TMA and wgmma: % times faster.");
-  square.problem.compare("Hopper cluster", "cuBLASLt + one kernel",
-                         "Square: the library's product, fused: % times faster.");
+                        "Layer, beside the library: with TMA and wgmma, % times faster.");
+  square.problem.compare(
+      "Hopper cluster", "cuBLASLt + one kernel",
+      "Square, beside the library: lesson 3's product and gate, % times faster.");
   return lesson.run();
 }

@@ -11,7 +11,7 @@ class Event {
   ~Event() { cudaEventDestroy(event_); }
   void record() { CUDA_CHECK(cudaEventRecord(event_)); }
   /// The same at another place in the queue of commands each time: at some places what follows
-  /// starts most of a microsecond later, whatever it is. Of several records the last one counts.
+  /// starts up to a microsecond later, whatever it is. Of several records the last one counts.
   template <class Random>
   void record_anywhere(Random& random) {
     constexpr unsigned kPlaces = 16;

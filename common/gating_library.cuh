@@ -50,7 +50,8 @@ class LibraryGate {
 
  private:
   /// What is done once, when the model is loaded: the weights, which are constants, are put side by
-  /// side, and the fastest product is found. What that one leaves is overwritten.
+  /// side, and the first call of product_ finds the fastest. It leaves a right result in both_,
+  /// which becomes NaN again: a row that did not compute it would show.
   void prepare() {
     const size_t width = layer_.b1.size() * sizeof(half);
     const auto place = [&](half* to, const half* from, size_t rows) {

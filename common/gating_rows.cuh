@@ -400,7 +400,7 @@ struct ResidentOut {
   __device__ static int own() { return (threadIdx.x - 128) % kThreads; }  // thread of the team
   __device__ static bool one() { return warp_of_block() % 4 == 0 && elect_one(); }
 
-  /// 64 rows of a part, from row `row` of out on. Each of the team has put its parts in order.
+  /// 64 rows of a part, from row `row` of out on. A consumer puts its own parts, first to last.
   __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) {
     if constexpr (Plan::kLines) {
       put_box(sum, row, part);
@@ -430,9 +430,9 @@ struct ResidentOut {
     }
   }
 
-  /// Rows that are no whole lines. If the team has put all parts beside each other, 64 rows are one
-  /// piece of memory, as in LooseRows. It leaves as such, for what is slow to write is a part of a
-  /// sector of 32 bytes.
+  /// Rows that are no whole lines. If the block has all columns of out, its parts, put beside each
+  /// other, are one piece of memory, as in LooseRows. It leaves as such, for what is slow to write
+  /// is a part of a sector of 32 bytes.
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
     const int col = part * kWidth, cols = min(plan.pitch, in.H - col0);

@@ -660,7 +660,7 @@ void Lesson::State::require_memory() {
     }
     if (bytes > needed) needed = bytes, largest = &problem;
   }
-  // The flush; the workspaces of cuBLAS and of cuBLASLt's plans, 32 MiB each.
+  // The flush; workspaces that cuBLAS allocates.
   needed += 2.0 * static_cast<double>(device.l2_bytes) + 0x1p27;
   size_t free = 0, total = 0;
   CUDA_CHECK(cudaMemGetInfo(&free, &total));

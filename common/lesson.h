@@ -152,7 +152,7 @@ struct Kernel {
   std::string way;               ///< which of them `launch` is
   Work work;                     ///< the problem's, unless is_step() changes it
   std::vector<Check> checks;     ///< the problem's, unless is_step() changes them
-  std::function<void()> before;  ///< makes the inputs of a step; not timed
+  std::function<void()> before;  ///< comes before a verified launch, untimed: a step's inputs
   /// Of work on several devices: brings all results to where the checks look, not timed; and what
   /// one launch takes, in milliseconds (of Timing::graph, each of kGraphCalls).
   std::function<void()> collect;

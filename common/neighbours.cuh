@@ -1,3 +1,4 @@
+// What a thread moves as one access.
 #pragma once
 
 /// kWidth elements side by side, which move as one.

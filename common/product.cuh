@@ -474,7 +474,7 @@ __device__ void fetch_first(ProductShared<T, Tile>& shared, const Factor<>& A,
                               &shared.full[0]);
 }
 
-/// The producer's part: one thread, which only starts copies; those of the first step are started.
+/// The producer's part: one thread, which only starts copies.
 template <typename T, class Tile, int kCount>
 __device__ void produce(ProductShared<T, Tile>& shared, const Factor<>& A, const Factor<kCount>& B,
                         const Schedule<Tile>& schedule, unsigned* progress) {
@@ -483,14 +483,14 @@ __device__ void produce(ProductShared<T, Tile>& shared, const Factor<>& A, const
   Pace pace{progress, static_cast<unsigned>(cluster.count)};
   Ring<ProductShared<T, Tile>::kStages> ring;
   typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
-  bool backward = false, started = true;
+  bool backward = false, fetched = true;  // fetched: the next step, by fetch_first
   int done = 0;
   for (Piece piece; pieces.get(piece); backward = !backward) {
     const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
     for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
       if (in_step && ++done % Pace::kSteps == 0) pace.next();
-      if (started) {
-        started = false;
+      if (fetched) {
+        fetched = false;
         continue;
       }
       const int k = (backward ? piece.begin + piece.end - 1 - step : step) * kStepK;

@@ -152,6 +152,9 @@ RUNS = {
         (("3", "--channels", "200", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "51", "--hidden", "301", "--kernel", "^Hopper resident"), 2),
+        # Teams with an odd number of parts, and with boxes of x.
+        (("2", "--channels", "51", "--hidden", "261", "--kernel", "^Hopper resident"), 2),
+        (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),
         (("3", "--channels", "300", "--hidden", "200", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
     ],

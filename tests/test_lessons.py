@@ -26,7 +26,8 @@ RANDOM_LAYERS = [(_random.randint(1, 160), _random.randint(1, 100)) for _ in ran
 CHANNELS = [1, 7, 100, 129, 200]
 HIDDEN = [1, 3, 65, 96]
 # Each number of channels, and each of hidden, at least once; both odd tiles and 16-byte rows.
-LAYERS = [(1, 1), (7, 3), (100, 65), (129, 96), (200, 1), (1, 96), (200, 96), (128, 64)]
+LAYERS = [(1, 1), (7, 3), (100, 65), (129, 96), (200, 1), (1, 96), (200, 96), (128, 64),
+          (96, 200), (54, 261), (200, 200)]
 
 # The N x N x N table of these lessons at all sizes. Their other table has 1024 N rows: it is kept
 # narrow, and at large N its slowest kernel, which the square one does not have, is left out.
@@ -590,6 +591,8 @@ def test_the_fastest_way_is_found(backend):
 @pytest.mark.parametrize("lesson, arguments, kernel, way", [
     ("3_matmul_tensorcore", [64], "any shape", r"tile 64 x 64; stages: \d+; cluster: 1 x 1; clusters: 1"),
     ("6_gating_fused", [1], "Hopper resident", r"columns of a sum: 64; consumers: 4; stages: \d+; .*"),
+    ("6_gating_fused", [1, "--channels", 96, "--hidden", 200], "Hopper resident",
+     r"columns of a sum: 56; consumers: 4, in teams of 2; .*"),
     (SOFTMAX, [300, "--inputs", 300, "--classes", 260], "fused exchange", r"tile \d+ x \d+; cluster: \d.*"),
 ])
 def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
@@ -599,14 +602,15 @@ def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
     assert re.fullmatch(way, row["way"])
 
 
-@pytest.mark.parametrize("channels, hidden, kernel", [
-    (128, 64, "resident"), (1024, 300, "cluster"),
-    (1024, 258200, "cluster"), (1024, 516288, "cluster"),  # 2 GiB of weights
+@pytest.mark.parametrize("channels, hidden, kernels", [
+    (128, 64, ["resident"]), (1024, 300, ["cluster"]),
+    (200, 200, ["resident", "cluster"]),  # but blocks side by side have room
+    (1024, 258200, ["cluster"]), (1024, 516288, ["cluster"]),  # 2 GiB of weights
 ])
-def test_weights_that_do_not_fit_are_not_resident(channels, hidden, kernel):
+def test_weights_that_do_not_fit_are_not_resident(channels, hidden, kernels):
     command = [program("6_gating_fused"), 1, "--channels", channels, "--hidden", hidden]
     result = execute([*command, "--device", "cpu", "--list"])
-    assert re.findall("layer: Hopper (.*)", result.stdout) == [kernel]
+    assert re.findall("layer: Hopper (.*)", result.stdout) == kernels
 
 
 def test_one_way_has_no_name(run):
