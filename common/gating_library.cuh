@@ -49,9 +49,10 @@ class LibraryGate {
   double bytes() const { return weights_.bytes() + biases_.bytes() + both_.bytes(); }
 
  private:
-  /// What is done once, when the model is loaded: the weights, which are constants, are put side by
-  /// side, and the first call of product_ finds the fastest. It leaves a right result in both_,
-  /// which becomes NaN again: a row that did not compute it would show.
+  /// What a model does once, when it is loaded, and this row before it is verified: the weights,
+  /// which are constants, are put side by side, and the first call of product_ finds the fastest.
+  /// That leaves a right result in both_, which becomes NaN again: a row that did not compute it
+  /// would show.
   void prepare() {
     const size_t width = layer_.b1.size() * sizeof(half);
     const auto place = [&](half* to, const half* from, size_t rows) {
@@ -72,9 +73,8 @@ class LibraryGate {
   void gate() const {
     const size_t count = layer_.out.size();
     constexpr unsigned kThreads = 256;
-    const auto blocks = static_cast<unsigned>((count / kWidth + kThreads - 1) / kThreads);
-    gate_halves<kWidth>
-        <<<blocks, kThreads>>>(both_, layer_.out, count, static_cast<int>(layer_.shape.hidden));
+    gate_halves<kWidth><<<blocks_for(count, kWidth * kThreads), kThreads>>>(
+        both_, layer_.out, count, static_cast<int>(layer_.shape.hidden));
   }
 
   const GatingProblem& layer_;
