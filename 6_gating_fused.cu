@@ -497,17 +497,18 @@ bool add_hopper_resident(GatingProblem& table, const Device& device) {
     return add_planned<ResidentPlan<Rows, 64, 4, true>, ResidentPlan<Rows, 64, 3, true>,
                        ResidentPlan<Rows, 64, 2, true>>(table, device);
   }
-  return add_planned<ResidentPlan<Rows, 16, 4, false>, ResidentPlan<Rows, 32, 4, false>,
-                     ResidentPlan<Rows, 48, 4, false>, ResidentPlan<Rows, 64, 4, false>,
-                     ResidentPlan<Rows, 32, 3, false>, ResidentPlan<Rows, 48, 3, false>,
-                     ResidentPlan<Rows, 64, 3, false>, ResidentPlan<Rows, 72, 3, false>,
-                     ResidentPlan<Rows, 80, 3, false>, ResidentPlan<Rows, 96, 3, false>,
-                     ResidentPlan<Rows, 32, 2, false>, ResidentPlan<Rows, 48, 2, false>,
-                     ResidentPlan<Rows, 64, 2, false>, ResidentPlan<Rows, 80, 2, false>,
-                     ResidentPlan<Rows, 96, 2, false>, ResidentPlan<Rows, 128, 2, false>,
-                     ResidentPlan<Rows, 32, 4, false, 2>, ResidentPlan<Rows, 40, 4, false, 2>,
-                     ResidentPlan<Rows, 56, 4, false, 2>, ResidentPlan<Rows, 64, 4, false, 2>>(
-      table, device);
+  return add_planned<ResidentPlan<Rows, 16, 4, false>, ResidentPlan<Rows, 24, 4, false>,
+                     ResidentPlan<Rows, 32, 4, false>, ResidentPlan<Rows, 40, 4, false>,
+                     ResidentPlan<Rows, 48, 4, false>, ResidentPlan<Rows, 56, 4, false>,
+                     ResidentPlan<Rows, 64, 4, false>, ResidentPlan<Rows, 32, 3, false>,
+                     ResidentPlan<Rows, 48, 3, false>, ResidentPlan<Rows, 64, 3, false>,
+                     ResidentPlan<Rows, 72, 3, false>, ResidentPlan<Rows, 80, 3, false>,
+                     ResidentPlan<Rows, 96, 3, false>, ResidentPlan<Rows, 32, 2, false>,
+                     ResidentPlan<Rows, 48, 2, false>, ResidentPlan<Rows, 64, 2, false>,
+                     ResidentPlan<Rows, 80, 2, false>, ResidentPlan<Rows, 96, 2, false>,
+                     ResidentPlan<Rows, 128, 2, false>, ResidentPlan<Rows, 32, 4, false, 2>,
+                     ResidentPlan<Rows, 40, 4, false, 2>, ResidentPlan<Rows, 56, 4, false, 2>,
+                     ResidentPlan<Rows, 64, 4, false, 2>>(table, device);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.

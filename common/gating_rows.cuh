@@ -76,23 +76,27 @@ struct ResidentWeights {
   /// time; this is number `own`.
   template <int kThreads>
   __device__ void load(const GatingOperands& in, int col0, int parts, int own) const {
-    constexpr int kPieces = 2 * kWidth / 8;
-#pragma unroll 2
-    for (int i = own; i < rows * kPieces * parts; i += kThreads) {
-      const int piece = i % kPieces, k = i / kPieces % rows, part = i / kPieces / rows;
+    constexpr int kPieces = 2 * kWidth / 8, kRows = kThreads / kPieces;
+    const int piece = own % kPieces, first = own / kPieces < kRows ? own / kPieces : rows;
+    const bool gate = 8 * piece < kWidth;
+    for (int part = 0; part < parts; ++part) {
+      half* const box = elements + (part * kBoxes + piece / 8) * rows * kBoxCols;
       const int col = col0 + part * kWidth + piece * 8 % kWidth;
-      const bool gate = 8 * piece < kWidth, bias = k == rows - 16;
-      const half* from = bias ? (gate ? in.b1 : in.b2) + col
-                              : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
-      half* to = elements + (part * kBoxes + piece / 8) * rows * kBoxCols + swizzled(k, piece % 8);
-      const int there = bias || k < in.K ? in.H - col : 0;
-      if (in.H % 8 == 0) {
-        copy_async<16>(to, from, there > 0);
-      } else {
-        alignas(16) half eight[8];
+#pragma unroll 2
+      for (int k = first; k < rows; k += kRows) {
+        const bool bias = k == rows - 16;
+        const half* from = bias ? (gate ? in.b1 : in.b2) + col
+                                : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
+        half* to = box + swizzled(k, piece % 8);
+        const int there = bias || k < in.K ? in.H - col : 0;
+        if (in.H % 8 == 0) {
+          copy_async<16>(to, from, there > 0);
+        } else {
+          alignas(16) half eight[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] = j < there ? from[j] : __float2half_rn(0);
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(eight);
+          for (int j = 0; j < 8; ++j) eight[j] = j < there ? from[j] : __float2half_rn(0);
+          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(eight);
+        }
       }
     }
     copy_async_commit();
@@ -398,7 +402,9 @@ struct ResidentOut {
 
   __device__ void meet() const { named_barrier(1 + team, kThreads); }
   __device__ static int own() { return (threadIdx.x - 128) % kThreads; }  // thread of the team
-  __device__ static bool one() { return warp_of_block() % 4 == 0 && elect_one(); }
+  __device__ static bool one() {
+    return warp_of_block() % (4 * kTeam) == 4 % (4 * kTeam) && elect_one();
+  }
 
   /// 64 rows of a part, from row `row` of out on. A consumer puts its own parts, first to last.
   __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) {
@@ -410,7 +416,7 @@ struct ResidentOut {
   }
   /// No box is read any more.
   __device__ void end() const {
-    if (Plan::kLines && one()) tensor_store_wait_read<0>();
+    if (one()) tensor_store_wait_read<0>();
   }
 
  private:
@@ -431,23 +437,27 @@ struct ResidentOut {
   }
 
   /// Rows that are no whole lines. If the block has all columns of out, its parts, put beside each
-  /// other, are one piece of memory, as in LooseRows. It leaves as such, for what is slow to write
-  /// is a part of a sector of 32 bytes.
+  /// other, are one piece of memory, as in LooseRows. The copy engine takes it away as such: what is
+  /// slow to write is a part of a sector of 32 bytes.
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
     const int col = part * kWidth, cols = min(plan.pitch, in.H - col0);
-    if (part < kTeam) meet();  // the last tile's have left
+    const bool whole = plan.pitch == in.H, first = whole && one();
+    if (part < kTeam) {  // the last tile's have left
+      if (first) tensor_store_wait_read<0>();
+      meet();
+    }
     plan.pitch % 2 == 0 ? pack<false>(rows + col, sum, cols - col)
                         : pack<true>(rows + col, sum, cols - col);
     if (part + kTeam < plan.parts) return;
+    if (whole) shared_fence();
     meet();
     half* const to = in.out + static_cast<size_t>(row) * in.H + col0;
     const int count = min(64, in.M - row);
-    if (plan.pitch == in.H) {
-#pragma unroll 4
-      for (int i = own(); i < count * in.H / 8; i += kThreads) {
-        reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(rows)[i];
-      }
+    if (whole) {
+      if (!first) return;
+      bulk_store(to, rows, count * in.H * 2);
+      tensor_store_commit();
     } else if (in.H % 8 == 0) {
       copy<8>(to, rows, count, cols);
     } else {

@@ -317,6 +317,13 @@ __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, co
       "r"(col), "r"(row), "r"(shared_address(from))
       : "memory");
 }
+/// Copies `bytes` in a row from shared memory; both addresses and `bytes` are multiples of 16. As
+/// for tensor_store, with which it shares commit and wait. "cp.async.bulk".
+__device__ inline void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
 __device__ inline void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -154,6 +154,9 @@ __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint6
   if constexpr (kCount == 16) {
     HOPPER_WGMMA("32", HOPPER_R16, "{%16, %17, %18, %19}", "%20", "%21", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM8(0), HOPPER_SUM8(8))
+  } else if constexpr (kCount == 24) {
+    HOPPER_WGMMA("48", HOPPER_R24, "{%24, %25, %26, %27}", "%28", "%29", "1, 1, 1",
+                 HOPPER_REGISTER_A, HOPPER_SUM8(0), HOPPER_SUM8(8), HOPPER_SUM8(16))
   } else if constexpr (kCount == 48) {
     HOPPER_WGMMA("96", HOPPER_R48, "{%48, %49, %50, %51}", "%52", "%53", "1, 1, 1",
                  HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40))

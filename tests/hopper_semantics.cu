@@ -355,6 +355,35 @@ CASE(bulk_loads_and_pushes) {
   for (int i = 0; i < 256; ++i) EXPECT(out[i] == number(0, i ^ 64) + 100);
 }
 
+__global__ void store_rows(float* out) {
+#if HOPPER_CODE
+  __shared__ alignas(16) float mine[64];
+  for (int turn = 0; turn < 3; ++turn) {
+    if (threadIdx.x == 0) tensor_store_wait_read<0>();
+    __syncthreads();
+    mine[threadIdx.x] = static_cast<float>(100 * turn + threadIdx.x);
+    shared_fence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      bulk_store(out + 68 * turn, mine + 4, (64 - 4) * sizeof(float));
+      tensor_store_commit();
+    }
+  }
+  if (threadIdx.x == 0) tensor_store_wait_read<0>();
+#endif
+}
+
+// "cp.async.bulk", from .shared::cta to .global, in groups; what is around the bytes stays.
+CASE(bulk_stores) {
+  Array<float> out(3 * 68, -1);
+  store_rows<<<1, 64>>>(out.device);
+  out.get();
+  for (int i = 0; i < 3 * 68; ++i) {
+    const bool written = i % 68 < 60;
+    EXPECT(out[i] == (written ? static_cast<float>(100 * (i / 68) + i % 68 + 4) : -1));
+  }
+}
+
 __global__ void HOPPER_CLUSTER(2) pushed_values(float* out) {
 #if HOPPER_CODE
   __shared__ float theirs[64];
@@ -606,6 +635,7 @@ CASE(wgmma_fp16) {
   expect_product<half, From::shared, 64>();
   expect_product<half, From::shared, 128>();
   expect_product<half, From::registers, 16>();
+  expect_product<half, From::registers, 24>();
   expect_product<half, From::registers, 32>();
   expect_product<half, From::registers, 40>();
   expect_product<half, From::registers, 48>();

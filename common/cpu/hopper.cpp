@@ -198,6 +198,8 @@ struct Store {
   TensorMap map;
   int at[3];
   SharedPlace from;
+  char* to;  // of bytes in a row; null if it is a box
+  std::size_t bytes;
 };
 using Stores = std::vector<Store>;
 
@@ -659,6 +661,15 @@ std::size_t count_box(const TensorMap& map, const int* at) {
   return all;
 }
 
+/// What "cp.async.bulk" asks for.
+void check_bulk(const void* to, const void* from, int bytes, const char* operation, Site site) {
+  if (bytes < 0 || bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(from) % 16 != 0 ||
+      reinterpret_cast<std::uintptr_t>(to) % 16 != 0) {
+    CUDA_CPU_COMPLAIN(operation, site, "%d bytes from %p to %p: not multiples of 16", bytes, from,
+                      to);
+  }
+}
+
 }  // namespace
 
 void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordinates,
@@ -690,11 +701,7 @@ void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, in
   const bool push = rank != kOwnRank;
   const char* const operation = push ? "bulk_push()" : "bulk_load()";
   Block& own = *runner->current().block;
-  if (bytes < 0 || bytes % 16 != 0 || reinterpret_cast<std::uintptr_t>(from) % 16 != 0 ||
-      reinterpret_cast<std::uintptr_t>(to) % 16 != 0) {
-    CUDA_CPU_COMPLAIN(operation, site, "%d bytes from %p to %p: not multiples of 16", bytes, from,
-                      to);
-  }
+  check_bulk(to, from, bytes, operation, site);
   Transfer transfer = {};
   transfer.source = static_cast<const char*>(from);
   transfer.bytes = static_cast<std::size_t>(bytes);
@@ -748,7 +755,11 @@ void land_store(Block& block, const Store& store) {
   ActAs stores(block, kStores);
   tsan_acquire(&hopper_of(block).tsan_fenced);
   tsan_acquire(&hopper_of(block).tsan_async);
-  tsan_reads(from, map.bytes());
+  tsan_reads(from, store.bytes);
+  if (store.to) {
+    tsan_writes(store.to, store.bytes);
+    return copy_bytes(store.to, from, store.bytes);
+  }
   char row[kMaxRowBytes];
   for (std::size_t r = 0; r < map.rows(); ++r) {
     const RowInside inside = row_inside(map, store.at, r);
@@ -783,21 +794,32 @@ bool land_stores(Block& block, BulkGroups& bulk, Thread& thread) {
 
 }  // namespace
 
+namespace {
+
+/// Adds a store to the thread's open group, once what it reads is known to be there.
+void open_store(const Store& store, const void* from, const char* operation, Site site) {
+  if (store.from.offset + store.bytes > runner->shared_size(store.from.declaration)) {
+    CUDA_CPU_COMPLAIN(operation, site, "%zu bytes are more than what follows in shared memory",
+                      store.bytes);
+  }
+  thread_reads(from, store.bytes);
+  bulk_of(runner->current()).open.push_back(store);
+}
+
+}  // namespace
+
 void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
                   Site site) {
   const Unwatched bookkeeping;
   const char* const operation = "tensor_store()";
   Store store = {};
   store.map = read_map(map, rank, operation, site);
+  store.bytes = store.map.bytes();
   for (int i = 0; i < rank; ++i) store.at[i] = coordinates[i];
   store.from = place_of(from, "the source", operation, site);
   check_box(store.from, operation, site);
   check_column(store.map, coordinates, operation, site);
-  if (store.from.offset + store.map.bytes() > runner->shared_size(store.from.declaration)) {
-    CUDA_CPU_COMPLAIN(operation, site, "%zu bytes are more than what follows in shared memory",
-                      store.map.bytes());
-  }
-  thread_reads(from, store.map.bytes());
+  open_store(store, from, operation, site);
   count_box(store.map, coordinates);
   for (std::size_t r = 0; r < store.map.rows(); ++r) {
     const RowInside inside = row_inside(store.map, store.at, r);
@@ -805,7 +827,19 @@ void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, cons
     fill_bytes(inside.address, 0xFF,
                std::size_t{inside.end - inside.first} * store.map.element_bytes);
   }
-  bulk_of(runner->current()).open.push_back(store);
+}
+
+void bulk_store(void* to, const void* from, int bytes, Site site) {
+  const Unwatched bookkeeping;
+  const char* const operation = "bulk_store()";
+  check_bulk(to, from, bytes, operation, site);
+  Store store = {};
+  store.to = static_cast<char*>(to);
+  store.bytes = static_cast<std::size_t>(bytes);
+  store.from = place_of(from, "the source", operation, site);
+  open_store(store, from, operation, site);
+  count_copy_engine(to, store.bytes);
+  fill_bytes(store.to, 0xFF, store.bytes);
 }
 
 void bulk_commit() {

@@ -33,6 +33,7 @@ void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, in
 void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site site);
 void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
                   Site site);
+void bulk_store(void* to, const void* from, int bytes, Site site);
 void bulk_commit();
 void bulk_wait_read(int newest, Site site);
 void async_proxy_fence();
@@ -153,6 +154,10 @@ inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col, c
                          std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const int coordinates[3] = {col, row, matrix};
   cuda_cpu::tensor_store(map, 3, coordinates, from, site);
+}
+inline void bulk_store(void* to, const void* from, int bytes,
+                       cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::bulk_store(to, from, bytes, site);
 }
 inline void tensor_store_commit() { cuda_cpu::bulk_commit(); }
 template <int kNewest>
