@@ -437,8 +437,8 @@ struct ResidentOut {
   }
 
   /// Rows that are no whole lines. If the block has all columns of out, its parts, put beside each
-  /// other, are one piece of memory, as in LooseRows. The copy engine takes it away as such: what is
-  /// slow to write is a part of a sector of 32 bytes.
+  /// other, are one piece of memory, as in LooseRows. The copy engine takes it away as such: what
+  /// is slow to write is a part of a sector of 32 bytes.
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
     const int col = part * kWidth, cols = min(plan.pitch, in.H - col0);
