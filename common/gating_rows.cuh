@@ -402,8 +402,8 @@ struct ResidentOut {
 
   __device__ void meet() const { named_barrier(1 + team, kThreads); }
   __device__ static int own() { return (threadIdx.x - 128) % kThreads; }  // thread of the team
-  __device__ static bool one() {
-    return warp_of_block() % (4 * kTeam) == 4 % (4 * kTeam) && elect_one();
+  __device__ static bool one() {  // thread of the team's first warp
+    return (warp_of_block() - 4) % (4 * kTeam) == 0 && elect_one();
   }
 
   /// 64 rows of a part, from row `row` of out on. A consumer puts its own parts, first to last.
@@ -414,7 +414,7 @@ struct ResidentOut {
       put_rows(sum, row, part);
     }
   }
-  /// No box is read any more.
+  /// What the team has stored is not read any more.
   __device__ void end() const {
     if (one()) tensor_store_wait_read<0>();
   }

@@ -792,10 +792,6 @@ bool land_stores(Block& block, BulkGroups& bulk, Thread& thread) {
   return true;
 }
 
-}  // namespace
-
-namespace {
-
 /// Adds a store to the thread's open group, once what it reads is known to be there.
 void open_store(const Store& store, const void* from, const char* operation, Site site) {
   if (store.from.offset + store.bytes > runner->shared_size(store.from.declaration)) {
