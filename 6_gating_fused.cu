@@ -296,9 +296,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // which the producer fills. While one consumer waits for its products another computes sigmoids,
 // and a third waits for its tile; each goes at its own pace. If registers do not hold the sums of
 // all columns, a consumer computes them in parts, from the same tile of x, which is read once.
-// If shared memory has no room for as many tiles as there are consumers, consumers 2 t and 2 t + 1
-// are a team. They share a tile of x, and the place where its results wait to leave; each computes
-// every other part.
+// Where shared memory has no room for a tile for each consumer, two or four are a team. They share
+// a tile, and each computes every second or fourth part.
 //
 // How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): by the copy
 // engine, so that no thread computes an address, or, where rows do not suit it, as they lie.
@@ -306,8 +305,7 @@ template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,
                            const __grid_constant__ GatingOperands in,
-                           const __grid_constant__ CUtensorMap out,
-                           const __grid_constant__ Plan plan) {
+                           const __grid_constant__ OutMaps out, const __grid_constant__ Plan plan) {
 #if HOPPER_CODE
   constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
   constexpr int kTeam = Plan::kTeam, kTeams = Plan::kTeams;
@@ -344,12 +342,14 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     registers_grow_to<Plan::kRegisters>();
     const int consumer = warp_of_block() / 4 - 1, team = consumer / kTeam;
     const int col0 = blockIdx.y * plan.parts * kWidth;
-    ResidentOut<Plan> results{plan, in, out, shared.out + team * plan.out_bytes, team, col0};
+    const ResidentOut<Plan> results{
+        plan, in,  out, shared.out + (Plan::kOut == Out::rows ? team : consumer) * plan.out_bytes,
+        team, col0};
     const auto release = [&](int stage) {
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
-    shared.W.template load<128 * kConsumers>(in, col0, plan.parts, threadIdx.x - 128);
-    named_barrier(1 + kConsumers, 128 * kConsumers);
+    shared.W.template load<128 * kConsumers>(in, x, col0, plan.parts, threadIdx.x - 128);
+    named_barrier(15, 128 * kConsumers);
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
       for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
@@ -461,10 +461,11 @@ bool add_planned(GatingProblem& table, const Device& device) {
     const unsigned fit = std::max(1, device.sms / blocks);
     const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), blocks);
     const auto launch = [=, &table] {
-      const auto [M, K, H] = table.shape;
       typename Plan::Rows x = rows;
       x.are_of(table.x, table.shape);
-      const CUtensorMap out = Plan::kLines ? tensor_map<half>(table.out, M, H, 64) : CUtensorMap();
+      OutMaps out;
+      if (Plan::kOut == Out::boxes)
+        out.are_of(table.out, table.shape, plan.parts * blocks, Plan::kWidth);
       gating_hopper_resident<Plan>
           <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
     };
@@ -489,26 +490,20 @@ bool add_planned(GatingProblem& table, const Device& device) {
   return whole;
 }
 
-// The plans: columns of a sum, consumers, whether rows of out are whole lines, consumers of a team.
-// Many consumers have few columns each. Where the weights leave less room, they are fewer or teams.
+// The plans: columns of a sum, consumers, consumers of a team. Many consumers have few columns
+// each; where the weights leave less room, there are fewer, or teams. 75 shapes chose these plans.
 template <class Rows>
 bool add_hopper_resident(GatingProblem& table, const Device& device) {
-  if (table.shape.hidden % 64 == 0) {
-    return add_planned<ResidentPlan<Rows, 64, 4, true>, ResidentPlan<Rows, 64, 3, true>,
-                       ResidentPlan<Rows, 64, 2, true>>(table, device);
-  }
-  return add_planned<ResidentPlan<Rows, 16, 4, false>, ResidentPlan<Rows, 24, 4, false>,
-                     ResidentPlan<Rows, 32, 4, false>, ResidentPlan<Rows, 40, 4, false>,
-                     ResidentPlan<Rows, 48, 4, false>, ResidentPlan<Rows, 56, 4, false>,
-                     ResidentPlan<Rows, 64, 4, false>, ResidentPlan<Rows, 32, 3, false>,
-                     ResidentPlan<Rows, 48, 3, false>, ResidentPlan<Rows, 64, 3, false>,
-                     ResidentPlan<Rows, 72, 3, false>, ResidentPlan<Rows, 80, 3, false>,
-                     ResidentPlan<Rows, 96, 3, false>, ResidentPlan<Rows, 32, 2, false>,
-                     ResidentPlan<Rows, 48, 2, false>, ResidentPlan<Rows, 64, 2, false>,
-                     ResidentPlan<Rows, 80, 2, false>, ResidentPlan<Rows, 96, 2, false>,
-                     ResidentPlan<Rows, 128, 2, false>, ResidentPlan<Rows, 32, 4, false, 2>,
-                     ResidentPlan<Rows, 40, 4, false, 2>, ResidentPlan<Rows, 56, 4, false, 2>,
-                     ResidentPlan<Rows, 64, 4, false, 2>>(table, device);
+  return add_planned<
+      InBoxes<Rows, 16, 4>, InBoxes<Rows, 24, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 48, 4>,
+      InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>, InBoxes<Rows, 72, 3>, InBoxes<Rows, 80, 3>,
+      InBoxes<Rows, 96, 3>, InBoxes<Rows, 64, 2>, InBoxes<Rows, 128, 2>, InBoxes<Rows, 32, 2, 2>,
+      InBoxes<Rows, 56, 4, 2>, InBoxes<Rows, 64, 4, 2>, InBoxes<Rows, 56, 4, 4>,
+      InBoxes<Rows, 64, 4, 4>, InRows<Rows, 16, 4>, InRows<Rows, 24, 4>, InRows<Rows, 32, 4>,
+      InRows<Rows, 40, 4>, InRows<Rows, 48, 4>, InRows<Rows, 56, 4>, InRows<Rows, 64, 4>,
+      InRows<Rows, 64, 3>, InRows<Rows, 72, 3>, InRows<Rows, 32, 2>, InRows<Rows, 96, 2>,
+      InRows<Rows, 128, 2>, InRows<Rows, 56, 4, 2>, InParts<Rows, 56, 4>, InParts<Rows, 64, 4>,
+      InParts<Rows, 64, 3>, InParts<Rows, 64, 4, 4>>(table, device);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.

@@ -74,8 +74,9 @@ struct ResidentWeights {
 
   /// All of kThreads threads copy `parts` parts, whose first column is col0 of out, 8 columns at a
   /// time; this is number `own`.
-  template <int kThreads>
-  __device__ void load(const GatingOperands& in, int col0, int parts, int own) const {
+  template <int kThreads, class Rows>
+  __device__ void load(const GatingOperands& in, const Rows& x, int col0, int parts,
+                       int own) const {
     constexpr int kPieces = 2 * kWidth / 8, kRows = kThreads / kPieces;
     const int piece = own % kPieces, first = own / kPieces < kRows ? own / kPieces : rows;
     const bool gate = 8 * piece < kWidth;
@@ -83,11 +84,12 @@ struct ResidentWeights {
       half* const box = elements + (part * kBoxes + piece / 8) * rows * kBoxCols;
       const int col = col0 + part * kWidth + piece * 8 % kWidth;
 #pragma unroll 2
-      for (int k = first; k < rows; k += kRows) {
-        const bool bias = k == rows - 16;
+      for (int place = first; place < rows; place += kRows) {
+        const bool bias = place == rows - 16;
+        const int k = place < rows - 16 ? x.weights_row(place, rows - 16) : in.K;
         const half* from = bias ? (gate ? in.b1 : in.b2) + col
                                 : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
-        half* to = box + swizzled(k, piece % 8);
+        half* to = box + swizzled(place, piece % 8);
         const int there = bias || k < in.K ? in.H - col : 0;
         if (in.H % 8 == 0) {
           copy_async<16>(to, from, there > 0);
@@ -146,6 +148,7 @@ __device__ void add_slices(Sum<kColumns>& sum, const Left& left, uint64_t W, int
 /// brings, zeros beyond M or K, and wgmma reads. A stage has `stage_boxes` of them.
 struct BoxedRows {
   using Tile = LeftTile<half, 64>;
+  static constexpr int kSliceCycles = 0;  // for a slice of a tile, beside the product
   CUtensorMap map = {};
   int boxes, stage_boxes, stages, slices;  ///< of a tile: boxes, stages, slices of 16 columns
 
@@ -159,6 +162,7 @@ struct BoxedRows {
   }
   static int most_boxes(const GatingShape& shape) { return shape.channels > kStepK ? 2 : 1; }
   int stage_bytes() const { return stage_boxes * static_cast<int>(sizeof(Tile)); }
+  __host__ __device__ int weights_row(int place, int) const { return place; }
   /// If x were fetched more often, lesson 3's product would be faster.
   static int64_t most_fetches(const GatingShape& shape) {
     return 1 + shape.hidden / shape.channels;
@@ -210,7 +214,7 @@ struct BoxedRows {
 /// last row's last slice ends up to 32 bytes behind the piece: what a stage has there is read, to
 /// become zeros, and must not be what a copy writes meanwhile.
 struct LooseRows {
-  static constexpr int stages = 1, kBehind = 32;
+  static constexpr int stages = 1, kBehind = 32, kSliceCycles = 70;
   const half* x = nullptr;
   int M, K;
 
@@ -219,6 +223,16 @@ struct LooseRows {
   void are_of(const half* from, const GatingShape&) { x = from; }
   static int most_boxes(const GatingShape&) { return 1; }
   int stage_bytes() const { return 128 * K + kBehind; }
+  /// Which row of the weights lies at `place` of `all` places, a multiple of 16. A product may add
+  /// up in any order. So if K is odd, a thread takes 8 neighbours of a row for two slices (4 for
+  /// the last one, if their number is odd): 5 words, where 4 pairs here and there would be 8. Their
+  /// rows of W are where thread t of 4 multiplies: 16 j + 8 m + 2 t + e, for all j, m and e.
+  __host__ __device__ int weights_row(int place, int all) const {
+    if (K % 2 == 0) return place;
+    const int slice = place / 16, slices = (slice | 1) < all / 16 ? 2 : 1;
+    const int j = slice % slices, m = place % 16 / 8, t = place % 8 / 2, e = place % 2;
+    return 16 * (slice - j) + 4 * slices * t + 4 * j + 2 * m + e;
+  }
   /// For lesson 3's product x has to be copied first.
   static int64_t most_fetches(const GatingShape& shape) {
     return 1 + 4 * std::max<int64_t>(1, shape.hidden / shape.channels);
@@ -246,17 +260,17 @@ struct LooseRows {
   /// row starts in the middle of 4 bytes, and there two neighbours come from two words.
   template <bool kOdd>
   struct Left {
-    const uint32_t* rows[2];  ///< the words that have the first two elements of its two rows
+    const uint32_t* rows[2];  ///< the words that have the first elements of its two rows
     int shift;                ///< bits of the first word that are not theirs
     int left;                 ///< elements of a row from there on
 
     __device__ Left(const char* tile, int K) {
-      const unsigned thread = threadIdx.x % 128, col = thread % 4 * 2;
-      const unsigned first = (thread / 32 * 16 + thread % 32 / 4) * K + col, second = first + 8 * K;
+      const unsigned thread = threadIdx.x % 128;
+      const unsigned first = (thread / 32 * 16 + thread % 32 / 4) * K, second = first + 8 * K;
       rows[0] = reinterpret_cast<const uint32_t*>(tile) + first / 2;
       rows[1] = reinterpret_cast<const uint32_t*>(tile) + second / 2;
       shift = first % 2 * 16;
-      left = K - static_cast<int>(col);
+      left = K;
     }
     /// By 4 slices.
     __device__ void advance() { rows[0] += 32, rows[1] += 32, left -= 64; }
@@ -269,20 +283,33 @@ struct LooseRows {
     __device__ Slices<kCount> slices() const {
       Slices<kCount> result;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
+      for (int at = 0; at + 2 <= kCount; at += 2) take<2>(result, at);
+      if constexpr (kCount % 2 == 1) take<1>(result, kCount - 1);
+      return result;
+    }
+
+   private:
+    /// `kSlices` slices from number `at` on. What is beyond K, if they are the last, becomes zeros.
+    template <int kSlices, int kCount>
+    __device__ void take(Slices<kCount>& to, int at) const {
+      constexpr int kPairs = 2 * kSlices, kStep = kOdd ? 1 : 4;  // from a thread's pair to its next
+      const int own = threadIdx.x % 4 * (kOdd ? kPairs : 1), there = left - 16 * at - 2 * own;
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const uint32_t* from = rows[m % 2] + 8 * i + 4 * (m / 2);
-          result.of[i][m] = kOdd ? __funnelshift_r(from[0], from[1], shift) : from[0];
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t* from = rows[r] + 8 * at + own;
+        uint32_t words[kPairs + 1];
+#pragma unroll
+        for (int i = 0; i < kPairs + kOdd; ++i) words[i] = from[kStep * i];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          uint32_t pair = kOdd ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
+          if (at + kSlices == kCount) {
+            const int last = there - 2 * kStep * i;
+            pair &= last > 1 ? 0xffffffff : last == 1 ? 0xffff : 0;
+          }
+          to.of[at + i / 2][r + 2 * (i % 2)] = pair;
         }
       }
-      // What is beyond K, if the last of these is the row's last one, becomes zeros.
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int there = left - 16 * (kCount - 1) - 8 * (m / 2);
-        result.of[kCount - 1][m] &= there > 1 ? 0xffffffff : there == 1 ? 0xffff : 0;
-      }
-      return result;
     }
   };
 #endif
@@ -290,24 +317,46 @@ struct LooseRows {
 
 // ---- what fits beside what ----------------------------------------------------------------------
 
+/// out as the copy engine is told of it, once for each part: boxes of a warp's 16 rows by 64
+/// columns, of a matrix that ends where the part ends. What a box has beyond that is dropped.
+struct OutMaps {
+  static constexpr int kMost = 16;
+  CUtensorMap of[kMost] = {};
+
+  /// For all parts of all blocks, of which the last may have none of out's columns.
+  void are_of(const half* out, const GatingShape& shape, int parts, int width) {
+    for (int part = 0; part < parts; ++part) {
+      const int64_t end = std::min<int64_t>(shape.hidden, (part + 1) * width);
+      of[part] = tensor_map<half>(out, shape.rows, end, 16, false, shape.hidden);
+    }
+  }
+};
+
+/// How results leave. `boxes`: a part at a time, as boxes of the copy engine, if H is a multiple of
+/// 8. `rows`: all parts, put beside each other, are whole rows of out, one piece of memory, which
+/// the copy engine takes as such. `parts`: a part at a time, by threads.
+enum class Out { boxes, rows, parts };
+
 /// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
-/// each team's results, and `stages` stages of x for each. A team is kTeam consumers, which share a
-/// tile of x and divide its parts among them. kLines: rows of out are whole lines of 128 bytes, and
-/// a team is one consumer. There are no stages if there is no room.
-template <class Rows_, int kWidth_, int kConsumers_, bool kLines_, int kTeam_ = 1>
+/// results (each consumer's, or each team's whole rows), and `stages` stages of x for each team. A
+/// team is kTeam consumers, which share a tile of x and divide its parts among them. There are no
+/// stages if there is no room.
+template <class Rows_, int kWidth_, int kConsumers_, Out kOut_, int kTeam_ = 1>
 struct ResidentPlan {
   using Rows = Rows_;
   static constexpr int kTeam = kTeam_, kTeams = kConsumers_ / kTeam;
-  static_assert(kConsumers_ % kTeam == 0 && (kTeam == 1 || !kLines_));
+  static_assert(kConsumers_ % kTeam == 0);
   static constexpr int kWidth = kWidth_;          // columns of out that are one sum
   static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static constexpr int kRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
-  static constexpr bool kLines = kLines_;
+  static constexpr Out kOut = kOut_;
+  static constexpr int kOutBoxes = (kWidth + kBoxCols - 1) / kBoxCols;
+  static constexpr int kOuts = kOut == Out::rows ? kTeams : kConsumers;  // rooms for results
   static constexpr int kMostStages = 16;
   int rows;   ///< of ResidentWeights
   int parts;  ///< of a block
-  int pitch;  ///< elements from a row of results to the next, if not kLines
+  int pitch;  ///< elements from a row of results to the next; of parts: on other banks
   int stage_bytes, out_bytes, stages = 0;
   double cost = 0;  ///< clock cycles for 64 rows
 
@@ -315,51 +364,60 @@ struct ResidentPlan {
   ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
       : rows(static_cast<int>(shape.channels + 15) / 16 * 16 + 16),
         parts(static_cast<int>((shape.hidden + kWidth * blocks - 1) / (kWidth * blocks))),
-        pitch(static_cast<int>(std::min<int64_t>(shape.hidden, parts * kWidth))),
+        pitch(kOut == Out::boxes  ? kOutBoxes * kBoxCols
+              : kOut == Out::rows ? static_cast<int>(shape.hidden)
+                                  : (kWidth + 7) / 16 * 16 + 8),
         stage_bytes(x.stage_bytes()),
-        out_bytes(kLines ? (parts > 1 ? 2 : 1) * static_cast<int>(sizeof(Box<half, 64>))
-                         : (128 * pitch + 1023) / 1024 * 1024) {
+        out_bytes((128 * pitch + 1023) / 1024 * 1024) {
     if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
     if (int64_t{parts} * kWidth * (blocks - 1) >= shape.hidden) return;
     if (parts > room / rows) return;  // bytes() would not be an int
     if (parts < kTeam) return;
+    if (kOut == Out::rows && blocks > 1) return;
+    if (kOut == Out::boxes && (shape.hidden % 8 != 0 || parts * blocks > OutMaps::kMost)) return;
     const int64_t each = kTeams * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
     const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
     // All parts read the same tile. A stage is given back when the next one has come.
     if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
-    // The cost was fitted to what 20 shapes took on an H200. A team needs `work` for a tile, and
-    // 1000 cycles pass until what it asks for has come, unless it has stages to ask in time.
-    // Blocks side by side write parts of rows, whose ends are parts of a sector, which takes twice
-    // as long; and they fetch the same rows of x, 24 bytes a cycle.
-    const int ahead = stages - (parts > 1 ? x.stages : 1);
-    const int own = (parts + kTeam - 1) / kTeam;  // of a consumer
-    const double work = own * (600 + kWidth * (rows / 16 + 14)) + 400;
-    const double team = ahead > 0 ? std::max(work, 1000.0 * x.stages / ahead) : work + 1000;
-    cost = blocks * team / kTeams;
-    if (blocks == 1) return;
-    const double fetched = 128.0 * static_cast<double>(shape.channels * blocks + shape.hidden);
-    cost = std::max(kLines ? cost : 2 * cost, fetched / 24);
+    // Fitted to what 75 shapes took on an H200. Consumers work side by side, but they share the
+    // tensor cores (a cycle for a column and slice) and the unit for ex2 and rcp (8 for a column).
+    const int slices = rows / 16, own = (parts + kTeam - 1) / kTeam;
+    const int leaving = kOut == Out::parts ? 20 : kOut == Out::rows && kTeam > 1 ? 10 : 0;
+    const double part = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
+    const double shared = 1.2 * parts * kWidth * std::max(8, slices);
+    cost = blocks * std::max((own * part + 150) / kTeams, shared);
   }
   __host__ __device__ int weight_bytes() const {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
   }
-  /// What it should take, at 1.7 GHz and 4.3 TB/s. Where both take about as long, it takes longer.
+  /// What it should take, at 1.65 GHz and 4.3 TB/s. Where both take about as long, it takes longer.
   double microseconds(const GatingShape& shape, const Device& device) const {
-    const double work = cost * blocks_for(shape.rows, 64) / device.sms / 1.7e3;
-    return std::pow(std::pow(work, 4) + std::pow(shape.bytes() / 4.3e6, 4), 0.25);
+    const double work = cost * blocks_for(shape.rows, 64) / device.sms / 1.65e3;
+    return std::hypot(work, shape.bytes() / 4.3e6);
   }
   std::string name(int blocks) const {
     return "columns of a sum: " + std::to_string(kWidth) +
            "; consumers: " + std::to_string(kConsumers) +
            (kTeam > 1 ? ", in teams of " + std::to_string(kTeam) : "") +
+           (kOut == Out::boxes  ? "; out in boxes"
+            : kOut == Out::rows ? "; out in rows"
+                                : "; out in parts") +
            "; stages: " + std::to_string(stages) +
            "; blocks side by side: " + std::to_string(blocks);
   }
   size_t bytes() const {
-    return weight_bytes() + kTeams * (out_bytes + stages * (stage_bytes + 2 * sizeof(Barrier)));
+    return weight_bytes() + kOuts * out_bytes +
+           kTeams * stages * (stage_bytes + 2 * sizeof(Barrier));
   }
 };
+
+template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
+using InBoxes = ResidentPlan<Rows, kWidth, kConsumers, Out::boxes, kTeam>;
+template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
+using InRows = ResidentPlan<Rows, kWidth, kConsumers, Out::rows, kTeam>;
+template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
+using InParts = ResidentPlan<Rows, kWidth, kConsumers, Out::parts, kTeam>;
 
 #if HOPPER_CODE
 /// The parts of a plan, at their places in shared memory.
@@ -371,7 +429,7 @@ struct ResidentShared {
 
   __device__ ResidentShared(char* memory, const Plan& plan)
       : out(memory + plan.weight_bytes()),
-        stages(out + Plan::kTeams * plan.out_bytes),
+        stages(out + Plan::kOuts * plan.out_bytes),
         W{reinterpret_cast<half*>(memory), plan.rows} {
     const int count = Plan::kTeams * plan.stages;
     full = reinterpret_cast<Barrier*>(stages + count * plan.stage_bytes);
@@ -389,80 +447,97 @@ struct StageRing {
 
 // ---- out ----------------------------------------------------------------------------------------
 
-/// The results of a team on their way out.
+/// The results of a team on their way out. The warps of a consumer do not wait for each other: each
+/// has 16 rows of a tile, which it stores when they are complete. In a team those are the rows of a
+/// warp of each consumer.
 template <class Plan>
 struct ResidentOut {
-  static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2;
-  static constexpr int kTeam = Plan::kTeam, kThreads = 128 * kTeam;  // of a team
+  static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2, kTeam = Plan::kTeam;
+  static constexpr bool kAlone = Plan::kOut != Out::rows || kTeam == 1;
   const Plan& plan;
   const GatingOperands& in;
-  const CUtensorMap& map;
-  char* memory;
-  int team, col0, boxes = 0;
+  const OutMaps& maps;
+  char* memory;  // the consumer's, or the team's, 64 rows
+  int team, col0;
+  const int warp = warp_of_block() % 4, first = 16 * warp;     // of a consumer; its first row
+  const int member = (warp_of_block() - 4) % (4 * kTeam) / 4;  // of the team: which consumer
 
-  __device__ void meet() const { named_barrier(1 + team, kThreads); }
-  __device__ static int own() { return (threadIdx.x - 128) % kThreads; }  // thread of the team
-  __device__ static bool one() {  // thread of the team's first warp
-    return (warp_of_block() - 4) % (4 * kTeam) == 0 && elect_one();
+  /// The warps that have the same rows.
+  __device__ void meet() const {
+    kAlone ? __syncwarp() : named_barrier(1 + 4 * team + warp, 32 * kTeam);
   }
+  __device__ bool one() const { return (kAlone || member == 0) && elect_one(); }  // thread of them
 
-  /// 64 rows of a part, from row `row` of out on. A consumer puts its own parts, first to last.
-  __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) {
-    if constexpr (Plan::kLines) {
+  /// A warp's rows of a part, of the tile from row `row` of out on. A consumer puts its own parts,
+  /// first to last.
+  __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) const {
+    if constexpr (Plan::kOut == Out::boxes) {
       put_box(sum, row, part);
-    } else {
+    } else if constexpr (Plan::kOut == Out::rows) {
       put_rows(sum, row, part);
+    } else {
+      put_part(sum, row, part);
     }
   }
-  /// What the team has stored is not read any more.
+  /// What has been stored is not read any more.
   __device__ void end() const {
     if (one()) tensor_store_wait_read<0>();
   }
 
  private:
-  /// By the copy engine; of several parts while the next one is computed.
-  __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int part) {
-    auto& box = reinterpret_cast<Box<half, 64>*>(memory)[plan.parts == 1 ? 0 : boxes++ % 2];
-    const bool first = one();
-    if (first) plan.parts == 1 ? tensor_store_wait_read<0>() : tensor_store_wait_read<1>();
+  __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int part) const {
+    const bool stores = one();
+    if (stores) tensor_store_wait_read<0>();
     meet();
-    static_assert(kWidth == kBoxCols);
-    sum.store(box, 0, [&](int i) { return gated(sum.elements[i], sum.elements[kHalf + i]); });
+    auto* const boxes = reinterpret_cast<Box<half, 64>*>(memory);
+#pragma unroll
+    for (int b = 0; b < Plan::kOutBoxes; ++b) {
+      sum.store(boxes[b], kBoxCols * b, [&](int i) {
+        return i < kHalf ? gated(sum.elements[i], sum.elements[kHalf + i]) : 0;
+      });
+    }
     shared_fence();
     meet();
-    if (first) {
-      tensor_store(&map, row, col0 + part * kWidth, box.elements);
-      tensor_store_commit();
+    if (!stores) return;
+#pragma unroll
+    for (int b = 0; b < Plan::kOutBoxes; ++b) {
+      tensor_store(&maps.of[col0 / kWidth + part], row + first, col0 + part * kWidth + kBoxCols * b,
+                   boxes[b].row(first));
     }
+    tensor_store_commit();
   }
 
-  /// Rows that are no whole lines. If the block has all columns of out, its parts, put beside each
-  /// other, are one piece of memory, as in LooseRows. The copy engine takes it away as such: what
-  /// is slow to write is a part of a sector of 32 bytes.
+  /// The last part completes the rows. In shared memory they are as in out, one after the other.
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
-    const int col = part * kWidth, cols = min(plan.pitch, in.H - col0);
-    const bool whole = plan.pitch == in.H, first = whole && one();
+    const int col = part * kWidth, count = min(16, in.M - row - first);
+    const bool stores = one();
     if (part < kTeam) {  // the last tile's have left
-      if (first) tensor_store_wait_read<0>();
+      if (stores) tensor_store_wait_read<0>();
       meet();
     }
-    plan.pitch % 2 == 0 ? pack<false>(rows + col, sum, cols - col)
-                        : pack<true>(rows + col, sum, cols - col);
+    in.H % 2 == 0 ? pack<false>(rows + col, sum, in.H - col)
+                  : pack<true>(rows + col, sum, in.H - col);
     if (part + kTeam < plan.parts) return;
-    if (whole) shared_fence();
+    shared_fence();
     meet();
-    half* const to = in.out + static_cast<size_t>(row) * in.H + col0;
-    const int count = min(64, in.M - row);
-    if (whole) {
-      if (!first) return;
-      bulk_store(to, rows, count * in.H * 2);
-      tensor_store_commit();
-    } else if (in.H % 8 == 0) {
-      copy<8>(to, rows, count, cols);
-    } else {
-      in.H % 2 == 0 ? copy<2>(to, rows, count, cols) : copy<1>(to, rows, count, cols);
-    }
+    if (!stores || count <= 0) return;
+    bulk_store(in.out + static_cast<size_t>(row + first) * in.H, rows + first * in.H,
+               count * in.H * 2);
+    tensor_store_commit();
+  }
+
+  __device__ void put_part(const Sum<2 * kWidth>& sum, int row, int part) const {
+    half* const rows = reinterpret_cast<half*>(memory);
+    const int col = col0 + part * kWidth;
+    __syncwarp();  // the last part has been copied
+    pack<false>(rows, sum, kWidth);
+    __syncwarp();
+    half* const to = in.out + static_cast<int64_t>(row + first) * in.H + col;
+    const half* const from = rows + first * plan.pitch;
+    const int count = in.M - row - first, cols = in.H - col;
+    if (in.H % 4 == 0) return copy<4>(to, from, count, cols);
+    in.H % 2 == 0 ? copy<2>(to, from, count, cols) : copy<1>(to, from, count, cols);
   }
   /// Puts a part's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows start
   /// in the middle of 4 bytes. A thread's columns are 8 apart, in two rows.
@@ -485,16 +560,17 @@ struct ResidentOut {
       }
     }
   }
-  /// A warp takes a row at a time, kPack elements a lane.
+  /// A warp's rows of a part, of which `count` and `cols` are in out, kPack elements a lane.
   template <int kPack>
   __device__ void copy(half* to, const half* from, int count, int cols) const {
     using Pack = Neighbours<half, kPack>;
+    constexpr int kPieces = kWidth / kPack;
 #pragma unroll 4
-    for (int r = own() / 32; r < count; r += kThreads / 32) {
-      for (int c = threadIdx.x % 32 * kPack; c < cols; c += 32 * kPack) {
-        *reinterpret_cast<Pack*>(to + static_cast<int64_t>(r) * in.H + c) =
-            *reinterpret_cast<const Pack*>(from + r * plan.pitch + c);
-      }
+    for (int i = threadIdx.x % 32; i < 16 * kPieces; i += 32) {
+      const int r = i / kPieces, c = i % kPieces * kPack;
+      if (r >= count || c >= cols) continue;
+      *reinterpret_cast<Pack*>(to + static_cast<int64_t>(r) * in.H + c) =
+          *reinterpret_cast<const Pack*>(from + r * plan.pitch + c);
     }
   }
 };

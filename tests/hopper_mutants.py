@@ -147,13 +147,14 @@ RUNS = {
     PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
         (("1", "--channels", "128", "--kernel", "^Hopper"), 2),
-        # More stages than one for a tile; lines of out in parts; rows of any length, in parts and with a last
+        # More stages than one for a tile; boxes of out in parts; rows of any length, in parts and with a last
         # slice of x that is not whole; columns divided among blocks; lesson 3's product.
         (("3", "--channels", "200", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "51", "--hidden", "301", "--kernel", "^Hopper resident"), 2),
-        # Teams with an odd number of parts, and with boxes of x.
-        (("2", "--channels", "51", "--hidden", "261", "--kernel", "^Hopper resident"), 2),
+        # Teams with boxes of x; parts by threads, of one block and of several.
+        (("2", "--channels", "40", "--hidden", "500", "--kernel", "^Hopper resident"), 2),
+        (("2", "--channels", "128", "--hidden", "255", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),
         (("3", "--channels", "300", "--hidden", "200", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),

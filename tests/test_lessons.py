@@ -590,9 +590,10 @@ def test_the_fastest_way_is_found(backend):
 
 @pytest.mark.parametrize("lesson, arguments, kernel, way", [
     ("3_matmul_tensorcore", [64], "any shape", r"tile 64 x 64; stages: \d+; cluster: 1 x 1; clusters: 1"),
-    ("6_gating_fused", [1], "Hopper resident", r"columns of a sum: 64; consumers: 4; stages: \d+; .*"),
+    ("6_gating_fused", [1], "Hopper resident",
+     r"columns of a sum: 64; consumers: 4; out in boxes; stages: \d+; .*"),
     ("6_gating_fused", [1, "--channels", 96, "--hidden", 200], "Hopper resident",
-     r"columns of a sum: 56; consumers: 4, in teams of 2; .*"),
+     r"columns of a sum: 56; consumers: 4, in teams of 2; out in boxes; .*"),
     (SOFTMAX, [300, "--inputs", 300, "--classes", 260], "fused exchange", r"tile \d+ x \d+; cluster: \d.*"),
 ])
 def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
