@@ -299,8 +299,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // Where shared memory has no room for a tile for each consumer, two or four are a team. They share
 // a tile, and each computes every second or fourth part.
 //
-// How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): by the copy
-// engine, so that no thread computes an address, or, where rows do not suit it, as they lie.
+// How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): in boxes, as
+// whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
+// 16 rows of a tile and does not wait for the other three.
 template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,
@@ -342,14 +343,13 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     registers_grow_to<Plan::kRegisters>();
     const int consumer = warp_of_block() / 4 - 1, team = consumer / kTeam;
     const int col0 = blockIdx.y * plan.parts * kWidth;
-    const ResidentOut<Plan> results{
-        plan, in,  out, shared.out + (Plan::kOut == Out::rows ? team : consumer) * plan.out_bytes,
-        team, col0};
+    const int room = Plan::kOut == Out::rows ? team : consumer;
+    const ResidentOut<Plan> results{plan, in, out, shared.out + room * plan.out_bytes, team, col0};
     const auto release = [&](int stage) {
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
     shared.W.template load<128 * kConsumers>(in, x, col0, plan.parts, threadIdx.x - 128);
-    named_barrier(15, 128 * kConsumers);
+    named_barrier(15, 128 * kConsumers);  // the results have 1 to 8
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
       for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
@@ -490,8 +490,9 @@ bool add_planned(GatingProblem& table, const Device& device) {
   return whole;
 }
 
-// The plans: columns of a sum, consumers, consumers of a team. Many consumers have few columns
-// each; where the weights leave less room, there are fewer, or teams. 75 shapes chose these plans.
+// The plans, by how out leaves: columns of a sum, consumers, consumers of a team. Many consumers
+// have few columns each; where the weights leave less room, a plan has fewer consumers, or teams.
+// These plans are the fastest of more, on 75 shapes.
 template <class Rows>
 bool add_hopper_resident(GatingProblem& table, const Device& device) {
   return add_planned<
@@ -503,7 +504,8 @@ bool add_hopper_resident(GatingProblem& table, const Device& device) {
       InRows<Rows, 40, 4>, InRows<Rows, 48, 4>, InRows<Rows, 56, 4>, InRows<Rows, 64, 4>,
       InRows<Rows, 64, 3>, InRows<Rows, 72, 3>, InRows<Rows, 32, 2>, InRows<Rows, 96, 2>,
       InRows<Rows, 128, 2>, InRows<Rows, 56, 4, 2>, InParts<Rows, 56, 4>, InParts<Rows, 64, 4>,
-      InParts<Rows, 64, 3>, InParts<Rows, 64, 4, 4>>(table, device);
+      InParts<Rows, 64, 3>, InParts<Rows, 64, 4, 4>, InParts<Rows, 56, 4, 2>, InParts<Rows, 32, 2>>(
+      table, device);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.

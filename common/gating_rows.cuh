@@ -1,5 +1,5 @@
 // What "Hopper resident" of lesson 6 is made of: the weights that stay in a block's shared memory,
-// the two ways in which rows of x come there, the two in which rows of out leave, and what fits
+// the two ways in which rows of x come there, the three in which results leave, and what fits
 // beside what. And the gate, as the epilogue of lesson 3's product.
 #pragma once
 
@@ -162,7 +162,7 @@ struct BoxedRows {
   }
   static int most_boxes(const GatingShape& shape) { return shape.channels > kStepK ? 2 : 1; }
   int stage_bytes() const { return stage_boxes * static_cast<int>(sizeof(Tile)); }
-  __host__ __device__ int weights_row(int place, int) const { return place; }
+  __device__ int weights_row(int place, int) const { return place; }
   /// If x were fetched more often, lesson 3's product would be faster.
   static int64_t most_fetches(const GatingShape& shape) {
     return 1 + shape.hidden / shape.channels;
@@ -223,11 +223,11 @@ struct LooseRows {
   void are_of(const half* from, const GatingShape&) { x = from; }
   static int most_boxes(const GatingShape&) { return 1; }
   int stage_bytes() const { return 128 * K + kBehind; }
-  /// Which row of the weights lies at `place` of `all` places, a multiple of 16. A product may add
-  /// up in any order. So if K is odd, a thread takes 8 neighbours of a row for two slices (4 for
-  /// the last one, if their number is odd): 5 words, where 4 pairs here and there would be 8. Their
-  /// rows of W are where thread t of 4 multiplies: 16 j + 8 m + 2 t + e, for all j, m and e.
-  __host__ __device__ int weights_row(int place, int all) const {
+  /// Which row of W lies at `place` of `all` places, a multiple of 16. If K is odd, thread t of 4
+  /// takes 8 neighbours of a row of x for two slices (4, if one slice is left): 5 words, where 4
+  /// separate pairs would be 8. wgmma multiplies the thread's element e of pair m of slice j by
+  /// place 16 j + 8 m + 2 t + e: there that neighbour's row of W lies.
+  __device__ int weights_row(int place, int all) const {
     if (K % 2 == 0) return place;
     const int slice = place / 16, slices = (slice | 1) < all / 16 ? 2 : 1;
     const int j = slice % slices, m = place % 16 / 8, t = place % 8 / 2, e = place % 2;
@@ -261,7 +261,7 @@ struct LooseRows {
   template <bool kOdd>
   struct Left {
     const uint32_t* rows[2];  ///< the words that have the first elements of its two rows
-    int shift;                ///< bits of the first word that are not theirs
+    int shift;                ///< bits of the first word that are not the row's
     int left;                 ///< elements of a row from there on
 
     __device__ Left(const char* tile, int K) {
@@ -289,10 +289,11 @@ struct LooseRows {
     }
 
    private:
-    /// `kSlices` slices from number `at` on. What is beyond K, if they are the last, becomes zeros.
+    /// Takes `kSlices` slices from number `at` on. If they are the last, what is beyond K becomes
+    /// zeros.
     template <int kSlices, int kCount>
     __device__ void take(Slices<kCount>& to, int at) const {
-      constexpr int kPairs = 2 * kSlices, kStep = kOdd ? 1 : 4;  // from a thread's pair to its next
+      constexpr int kPairs = 2 * kSlices, kStep = kOdd ? 1 : 4;  // words to a thread's next pair
       const int own = threadIdx.x % 4 * (kOdd ? kPairs : 1), there = left - 16 * at - 2 * own;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -318,7 +319,7 @@ struct LooseRows {
 // ---- what fits beside what ----------------------------------------------------------------------
 
 /// out as the copy engine is told of it, once for each part: boxes of a warp's 16 rows by 64
-/// columns, of a matrix that ends where the part ends. What a box has beyond that is dropped.
+/// columns, of a matrix that ends where the part ends, so that no box overwrites the next part.
 struct OutMaps {
   static constexpr int kMost = 16;
   CUtensorMap of[kMost] = {};
@@ -333,8 +334,9 @@ struct OutMaps {
 };
 
 /// How results leave. `boxes`: a part at a time, as boxes of the copy engine, if H is a multiple of
-/// 8. `rows`: all parts, put beside each other, are whole rows of out, one piece of memory, which
-/// the copy engine takes as such. `parts`: a part at a time, by threads.
+/// 8 and has at most 16 parts. `rows`: all parts, put beside each other, are whole rows of out, one
+/// piece of memory, which the copy engine takes as such. `parts`: a part at a time, by threads, for
+/// any H, since whole rows need room until all their parts are there.
 enum class Out { boxes, rows, parts };
 
 /// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
@@ -356,7 +358,7 @@ struct ResidentPlan {
   static constexpr int kMostStages = 16;
   int rows;   ///< of ResidentWeights
   int parts;  ///< of a block
-  int pitch;  ///< elements from a row of results to the next; of parts: on other banks
+  int pitch;  ///< elements from a row of results to the next; of `parts` on different banks
   int stage_bytes, out_bytes, stages = 0;
   double cost = 0;  ///< clock cycles for 64 rows
 
@@ -391,7 +393,7 @@ struct ResidentPlan {
   __host__ __device__ int weight_bytes() const {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
   }
-  /// What it should take, at 1.65 GHz and 4.3 TB/s. Where both take about as long, it takes longer.
+  /// What it should take, at 1.65 GHz and 4.3 TB/s. The longer of both counts most.
   double microseconds(const GatingShape& shape, const Device& device) const {
     const double work = cost * blocks_for(shape.rows, 64) / device.sms / 1.65e3;
     return std::hypot(work, shape.bytes() / 4.3e6);
@@ -399,10 +401,10 @@ struct ResidentPlan {
   std::string name(int blocks) const {
     return "columns of a sum: " + std::to_string(kWidth) +
            "; consumers: " + std::to_string(kConsumers) +
-           (kTeam > 1 ? ", in teams of " + std::to_string(kTeam) : "") +
-           (kOut == Out::boxes  ? "; out in boxes"
-            : kOut == Out::rows ? "; out in rows"
-                                : "; out in parts") +
+           (kTeam > 1 ? ", in teams of " + std::to_string(kTeam) : "") + "; out in " +
+           (kOut == Out::boxes  ? "boxes"
+            : kOut == Out::rows ? "rows"
+                                : "parts") +
            "; stages: " + std::to_string(stages) +
            "; blocks side by side: " + std::to_string(blocks);
   }
@@ -447,29 +449,30 @@ struct StageRing {
 
 // ---- out ----------------------------------------------------------------------------------------
 
-/// The results of a team on their way out. The warps of a consumer do not wait for each other: each
-/// has 16 rows of a tile, which it stores when they are complete. In a team those are the rows of a
-/// warp of each consumer.
+/// The results of a consumer on their way out. Its warps do not wait for each other: each has 16
+/// rows of a tile, which it stores when they are complete. Only whole rows that a team makes come
+/// from a warp of each of its consumers, and these warps meet.
 template <class Plan>
 struct ResidentOut {
   static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2, kTeam = Plan::kTeam;
+  // Whether no other warp has a warp's rows.
   static constexpr bool kAlone = Plan::kOut != Out::rows || kTeam == 1;
   const Plan& plan;
   const GatingOperands& in;
   const OutMaps& maps;
   char* memory;  // the consumer's, or the team's, 64 rows
   int team, col0;
-  const int warp = warp_of_block() % 4, first = 16 * warp;     // of a consumer; its first row
-  const int member = (warp_of_block() - 4) % (4 * kTeam) / 4;  // of the team: which consumer
+  const int warp = warp_of_block() % 4, first = 16 * warp;  // of a consumer; its first row
+  const bool stores = kAlone || (warp_of_block() - 4) % (4 * kTeam) < 4;  // one of those that meet
 
-  /// The warps that have the same rows.
+  /// A barrier among the warps that have the same rows.
   __device__ void meet() const {
     kAlone ? __syncwarp() : named_barrier(1 + 4 * team + warp, 32 * kTeam);
   }
-  __device__ bool one() const { return (kAlone || member == 0) && elect_one(); }  // thread of them
+  __device__ bool one() const { return stores && elect_one(); }  // thread, which stores
 
-  /// A warp's rows of a part, of the tile from row `row` of out on. A consumer puts its own parts,
-  /// first to last.
+  /// Stores a warp's rows of a part; its tile starts at row `row` of out. A consumer puts its own
+  /// parts, first to last.
   __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) const {
     if constexpr (Plan::kOut == Out::boxes) {
       put_box(sum, row, part);
@@ -479,15 +482,15 @@ struct ResidentOut {
       put_part(sum, row, part);
     }
   }
-  /// What has been stored is not read any more.
+  /// Waits until the copy engine has read what was stored.
   __device__ void end() const {
     if (one()) tensor_store_wait_read<0>();
   }
 
  private:
   __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int part) const {
-    const bool stores = one();
-    if (stores) tensor_store_wait_read<0>();
+    const bool storing = one();
+    if (storing) tensor_store_wait_read<0>();
     meet();
     auto* const boxes = reinterpret_cast<Box<half, 64>*>(memory);
 #pragma unroll
@@ -498,7 +501,7 @@ struct ResidentOut {
     }
     shared_fence();
     meet();
-    if (!stores) return;
+    if (!storing) return;
 #pragma unroll
     for (int b = 0; b < Plan::kOutBoxes; ++b) {
       tensor_store(&maps.of[col0 / kWidth + part], row + first, col0 + part * kWidth + kBoxCols * b,
@@ -511,9 +514,9 @@ struct ResidentOut {
   __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
     const int col = part * kWidth, count = min(16, in.M - row - first);
-    const bool stores = one();
-    if (part < kTeam) {  // the last tile's have left
-      if (stores) tensor_store_wait_read<0>();
+    const bool storing = one();
+    if (part < kTeam) {  // the rows of the tile before have been read
+      if (storing) tensor_store_wait_read<0>();
       meet();
     }
     in.H % 2 == 0 ? pack<false>(rows + col, sum, in.H - col)
@@ -521,7 +524,7 @@ struct ResidentOut {
     if (part + kTeam < plan.parts) return;
     shared_fence();
     meet();
-    if (!stores || count <= 0) return;
+    if (!storing || count <= 0) return;
     bulk_store(in.out + static_cast<size_t>(row + first) * in.H, rows + first * in.H,
                count * in.H * 2);
     tensor_store_commit();
@@ -530,7 +533,7 @@ struct ResidentOut {
   __device__ void put_part(const Sum<2 * kWidth>& sum, int row, int part) const {
     half* const rows = reinterpret_cast<half*>(memory);
     const int col = col0 + part * kWidth;
-    __syncwarp();  // the last part has been copied
+    __syncwarp();  // the part before has been copied
     pack<false>(rows, sum, kWidth);
     __syncwarp();
     half* const to = in.out + static_cast<int64_t>(row + first) * in.H + col;
@@ -560,7 +563,8 @@ struct ResidentOut {
       }
     }
   }
-  /// A warp's rows of a part, of which `count` and `cols` are in out, kPack elements a lane.
+  /// Copies a warp's rows of a part, the first `count` rows and `cols` columns, kPack elements a
+  /// lane.
   template <int kPack>
   __device__ void copy(half* to, const half* from, int count, int cols) const {
     using Pack = Neighbours<half, kPack>;

@@ -98,6 +98,8 @@ HARMLESS = {
     "6_gating_fused": {
         ("load", "wgmma_commit() without", 0):
             "the product of the biases is then in one group with the first slices of x",
+        ("meet", "__syncwarp() without", 1):
+            "since the last part was copied the warp has met at wgmma's instructions",
     },
     GPUS: {
         ("damp_spectrum", "tensor_store_commit() without", 0):
@@ -152,7 +154,7 @@ RUNS = {
         (("3", "--channels", "200", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "51", "--hidden", "301", "--kernel", "^Hopper resident"), 2),
-        # Teams with boxes of x; parts by threads, of one block and of several.
+        # Parts by threads, of one block and of several; teams with boxes of x and of out.
         (("2", "--channels", "40", "--hidden", "500", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "128", "--hidden", "255", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),
