@@ -379,12 +379,12 @@ struct ResidentPlan {
     if (kOut == Out::boxes && (shape.hidden % 8 != 0 || parts * blocks > OutMaps::kMost)) return;
     const int64_t each = kTeams * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
     const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
-    // All parts read the same tile. A stage is given back when the next one has come.
-    if (most < (parts > 1 ? x.stages : std::min(2, x.stages))) return;
+    // A consumer's parts read the same tile. A stage is given back when the next one has come.
+    const int slices = rows / 16, own = (parts + kTeam - 1) / kTeam;
+    if (most < (own > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
     // Fitted to what 75 shapes took on an H200. Consumers work side by side, but they share the
     // tensor cores (a cycle for a column and slice) and the unit for ex2 and rcp (8 for a column).
-    const int slices = rows / 16, own = (parts + kTeam - 1) / kTeam;
     const int leaving = kOut == Out::parts ? 20 : kOut == Out::rows && kTeam > 1 ? 10 : 0;
     const double part = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
     const double shared = 1.2 * parts * kWidth * std::max(8, slices);

@@ -158,6 +158,8 @@ RUNS = {
         (("2", "--channels", "40", "--hidden", "500", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "128", "--hidden", "255", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),
+        # A team that has fewer stages than a tile.
+        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
         (("3", "--channels", "300", "--hidden", "200", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
     ],

@@ -594,6 +594,10 @@ def test_the_fastest_way_is_found(backend):
      r"columns of a sum: 64; consumers: 4; out in boxes; stages: \d+; .*"),
     ("6_gating_fused", [1, "--channels", 96, "--hidden", 200], "Hopper resident",
      r"columns of a sum: 56; consumers: 4, in teams of 2; out in boxes; .*"),
+    ("6_gating_fused", [1, "--channels", 136, "--hidden", 400], "Hopper resident",
+     r"columns of a sum: 56; consumers: 4, in teams of 4; out in boxes; .*; blocks side by side: 2"),
+    ("6_gating_fused", [1, "--channels", 136, "--hidden", 811], "Hopper resident",
+     r"columns of a sum: 64; consumers: 4, in teams of 4; out in parts; .*"),
     (SOFTMAX, [300, "--inputs", 300, "--classes", 260], "fused exchange", r"tile \d+ x \d+; cluster: \d.*"),
 ])
 def test_a_row_says_which_way_it_is(run, lesson, arguments, kernel, way):
