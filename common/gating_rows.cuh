@@ -65,7 +65,8 @@ __device__ inline uint64_t further(uint64_t descriptor, uint32_t by) {
 /// A block's columns of both weights in shared memory, in parts of kWidth columns of out. In each
 /// part W1's columns and then W2's are one factor, so that one wgmma computes gates and values, and
 /// a thread gets both of an element. They lie in boxes of 64 columns by `rows` of k: the weights'
-/// rows, zeros up to a multiple of 16, and 16 more, of which the first has the biases.
+/// rows, in the order of x's weights_row(), zeros up to a multiple of 16, and 16 more, of which the
+/// first has the biases.
 template <int kWidth>
 struct ResidentWeights {
   static constexpr int kBoxes = (2 * kWidth + kBoxCols - 1) / kBoxCols;
