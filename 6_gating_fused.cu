@@ -343,8 +343,8 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     registers_grow_to<Plan::kRegisters>();
     const int consumer = warp_of_block() / 4 - 1, team = consumer / kTeam;
     const int col0 = blockIdx.y * plan.parts * kWidth;
-    const int room = Plan::kOut == Out::rows ? team : consumer;
-    const ResidentOut<Plan> results{plan, in, out, shared.out + room * plan.out_bytes, team, col0};
+    const int room = consumer / Plan::kSharers;  // for results
+    const ResidentOut<Plan> results{plan, in, out, shared.out + room * plan.out_bytes, room, col0};
     const auto release = [&](int stage) {
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
@@ -464,8 +464,9 @@ bool add_planned(GatingProblem& table, const Device& device) {
       typename Plan::Rows x = rows;
       x.are_of(table.x, table.shape);
       OutMaps out;
-      if (Plan::kOut == Out::boxes)
+      if (Plan::kOut == Out::boxes) {
         out.are_of(table.out, table.shape, plan.parts * blocks, Plan::kWidth);
+      }
       gating_hopper_resident<Plan>
           <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
     };

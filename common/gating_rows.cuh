@@ -355,7 +355,7 @@ struct ResidentPlan {
   static constexpr int kRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
   static constexpr Out kOut = kOut_;
   static constexpr int kOutBoxes = (kWidth + kBoxCols - 1) / kBoxCols;
-  static constexpr int kOuts = kOut == Out::rows ? kTeams : kConsumers;  // rooms for results
+  static constexpr int kSharers = kOut == Out::rows ? kTeam : 1;  // consumers of a room for results
   static constexpr int kMostStages = 16;
   int rows;   ///< of ResidentWeights
   int parts;  ///< of a block
@@ -386,7 +386,7 @@ struct ResidentPlan {
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
     // Fitted to what 75 shapes took on an H200. Consumers work side by side, but they share the
     // tensor cores (a cycle for a column and slice) and the unit for ex2 and rcp (8 for a column).
-    const int leaving = kOut == Out::parts ? 20 : kOut == Out::rows && kTeam > 1 ? 10 : 0;
+    const int leaving = kOut == Out::parts ? 20 : kSharers > 1 ? 10 : 0;
     const double part = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
     const double shared = 1.2 * parts * kWidth * std::max(8, slices);
     cost = blocks * std::max((own * part + 150) / kTeams, shared);
@@ -410,11 +410,12 @@ struct ResidentPlan {
            "; blocks side by side: " + std::to_string(blocks);
   }
   size_t bytes() const {
-    return weight_bytes() + kOuts * out_bytes +
+    return weight_bytes() + kConsumers / kSharers * out_bytes +
            kTeams * stages * (stage_bytes + 2 * sizeof(Barrier));
   }
 };
 
+/// Plans by how their results leave.
 template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
 using InBoxes = ResidentPlan<Rows, kWidth, kConsumers, Out::boxes, kTeam>;
 template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
@@ -432,7 +433,7 @@ struct ResidentShared {
 
   __device__ ResidentShared(char* memory, const Plan& plan)
       : out(memory + plan.weight_bytes()),
-        stages(out + Plan::kOuts * plan.out_bytes),
+        stages(out + Plan::kConsumers / Plan::kSharers * plan.out_bytes),
         W{reinterpret_cast<half*>(memory), plan.rows} {
     const int count = Plan::kTeams * plan.stages;
     full = reinterpret_cast<Barrier*>(stages + count * plan.stage_bytes);
@@ -456,19 +457,18 @@ struct StageRing {
 template <class Plan>
 struct ResidentOut {
   static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2, kTeam = Plan::kTeam;
-  // Whether no other warp has a warp's rows.
-  static constexpr bool kAlone = Plan::kOut != Out::rows || kTeam == 1;
+  static constexpr int kSharers = Plan::kSharers;  // of a room; so many warps have the same rows
   const Plan& plan;
   const GatingOperands& in;
   const OutMaps& maps;
-  char* memory;  // the consumer's, or the team's, 64 rows
-  int team, col0;
-  const int warp = warp_of_block() % 4, first = 16 * warp;  // of a consumer; its first row
-  const bool stores = kAlone || (warp_of_block() - 4) % (4 * kTeam) < 4;  // one of those that meet
+  char* memory;  // of the room: 64 rows
+  int room, col0;
+  const int warp = warp_of_block() % 4, first = 16 * warp;         // of a consumer; its first row
+  const bool stores = (warp_of_block() - 4) % (4 * kSharers) < 4;  // one of those that meet
 
   /// A barrier among the warps that have the same rows.
   __device__ void meet() const {
-    kAlone ? __syncwarp() : named_barrier(1 + 4 * team + warp, 32 * kTeam);
+    kSharers == 1 ? __syncwarp() : named_barrier(1 + 4 * room + warp, 32 * kSharers);
   }
   __device__ bool one() const { return stores && elect_one(); }  // thread, which stores
 
