@@ -35,7 +35,8 @@
 //                     its sum; a second kernel makes probabilities of them. (Of up to 8192 columns,
 //                     of few rows 4096, the usual softmax needs no sums: then there is only
 //                     "unfused online")
-//     fused one row   B = 1: half fused. D is cut into slices, unlike in "unfused" (one_row())
+//     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused; D may be cut into
+//                     slices, unlike in "unfused"
 //
 // and on Hopper, with its copy engine and wgmma, one of these:
 //
@@ -316,52 +317,67 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
   }
 }
 
-// ---- fused one row ------------------------------------------------------------------------------
+// ---- fused few rows -----------------------------------------------------------------------------
 
-// Of one row all there is to read is W, and all that counts is how many of its bytes are on their
-// way. So no tiles: a thread has a column, and loads 16 of its elements before it needs the first
-// one; a warp's are neighbours in memory, wherever a row starts. x comes from shared memory, the
-// same element for all threads. Where there are few columns kParts threads share one: each has
-// every kParts-th group of 16 inputs. A block has one of gridDim.y slices of D, of which `out`
-// (slices, C) gets the logits: half fused, what adds them up is the softmax.
-template <int kParts>
-__global__ void __launch_bounds__(256)
-    one_row(const float* x, const float* W, float* out, int D, int C) {
+// Of up to kRows rows nearly all there is to read is W, and all that counts is how many of its bytes
+// are on their way. So no tiles: a lane has a column, and loads 16 of its elements before it needs
+// the first one; a warp's are neighbours in memory, wherever a row starts. The warps of a block have
+// the same 32 columns, and each takes every 8th group of 16 inputs. Of x a warp copies such a group
+// to shared memory, where all lanes read the same numbers, those of all rows side by side. A block
+// has one of gridDim.y slices of D, of which results.out (slices, B, C) gets the logits: half fused,
+// what adds them up is the softmax. Without slices the block may leave its maxima and sums instead.
+constexpr int kFewWarps = 8;
+
+template <int kRows>
+__global__ void __launch_bounds__(32 * kFewWarps)
+    few_rows(const float* x, const float* W, int B, int D, int C, Results results) {
   start_next_kernel();
   wait_for_previous_kernel();
-  constexpr int kDepth = 256, kAtOnce = 16, kCols = 256 / kParts;
-  __shared__ alignas(16) float x_part[kDepth];
-  __shared__ float sums[kParts][kCols];
-  const int part = threadIdx.x / kCols, col = blockIdx.x * kCols + threadIdx.x % kCols;
-  const int chunks = (D + kAtOnce - 1) / kAtOnce, slices = gridDim.y, slice = blockIdx.y;
-  const int first = chunks * slice / slices * kAtOnce;
-  const int last = min(D, chunks * (slice + 1) / slices * kAtOnce);
+  constexpr int kAtOnce = 16;
+  static_assert(kRows <= kFewWarps);
+  __shared__ alignas(16) float x_parts[kFewWarps][kAtOnce][kRows];
+  __shared__ float sums[kFewWarps][kRows][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = blockIdx.x * 32 + lane;
+  const int64_t groups = (D + kAtOnce - 1) / kAtOnce;
+  const int first = static_cast<int>(groups * blockIdx.y / gridDim.y);
+  const int last = static_cast<int>(groups * (blockIdx.y + 1) / gridDim.y);
   const float* column = W + min(col, C - 1);
-  float sum = 0;
-  for (int d0 = first; d0 < last; d0 += kDepth) {
-    const int own = d0 + threadIdx.x;
-    __syncthreads();
-    x_part[threadIdx.x] = own < last ? x[own] : 0;
-    __syncthreads();
-    for (int k0 = part * kAtOnce; k0 < min(kDepth, last - d0); k0 += kParts * kAtOnce) {
-      float w[kAtOnce];
+  float sum[kRows] = {};
+  for (int group = first + warp; group < last; group += kFewWarps) {
+    const int d0 = group * kAtOnce;
+    float w[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int d = d0 + k0 + k;
-        w[k] = d < last ? column[static_cast<size_t>(d) * C] : 0;
-      }
+    for (int k = 0; k < kAtOnce; ++k) {
+      w[k] = d0 + k < D ? column[static_cast<size_t>(d0 + k) * C] : 0;
+    }
+    __syncwarp();  // all lanes have read the last group
+    for (int i = lane; i < kAtOnce * kRows; i += 32) {
+      const int row = i / kAtOnce, k = i % kAtOnce;
+      const bool inside = row < B && d0 + k < D;
+      x_parts[warp][k][row] = inside ? x[static_cast<size_t>(row) * D + d0 + k] : 0;
+    }
+    __syncwarp();
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) sum += x_part[k0 + k] * w[k];
+    for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) sum[row] += x_parts[warp][k][row] * w[k];
     }
   }
-  if constexpr (kParts > 1) {
-    sums[part][threadIdx.x % kCols] = sum;
-    __syncthreads();
-  }
-  if (part > 0 || col >= C) return;
 #pragma unroll
-  for (int i = 1; i < kParts; ++i) sum += sums[i][threadIdx.x];
-  out[static_cast<size_t>(slice) * C + col] = sum;
+  for (int row = 0; row < kRows; ++row) sums[warp][row][lane] = sum[row];
+  __syncthreads();
+  const int row = warp;  // each warp finishes one
+  if (row >= min(kRows, B)) return;
+  float logit = 0;
+#pragma unroll
+  for (int i = 0; i < kFewWarps; ++i) logit += sums[i][row][lane];
+  if (col < C) results.out[(static_cast<size_t>(blockIdx.y) * B + row) * C + col] = logit;
+  if (results.epilogue == Epilogue::logits) return;
+  if (col >= C) logit = minus_infinity();
+  const MaxSum part = warp_merge({logit, expf(logit - base_of(logit))});
+  if (lane == 0) {
+    results.parts[static_cast<size_t>(row) * gridDim.x + blockIdx.x] = {part.largest, part.sum};
+  }
 }
 
 // ---- Hopper: fused narrow -----------------------------------------------------------------------
@@ -859,18 +875,33 @@ Product make_product(const Layer& layer) {
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
-template <int kParts>
-Product make_one_row(const Layer& layer) {
-  // Slices of D: 7 blocks a multiprocessor; where kParts threads share a column 1, and at most 4.
-  const int columns = static_cast<int>(blocks(layer.C, 256 / kParts));
-  const int most = std::max(1, layer.D / (kParts > 1 ? 16 * kParts : 64));
-  const int wanted = kParts > 1 ? std::min(4, layer.sms / columns) : 7 * layer.sms / columns;
+// A way for each number of slices that leaves a multiprocessor no more blocks than it can have at a
+// time: all should take about as long as W takes to come.
+template <int kRows>
+std::vector<Product> make_few_rows(const Layer& layer) {
+  constexpr int kThreads = 32 * kFewWarps, kMostBlocks = 8;
+  const int columns = static_cast<int>(blocks(layer.C, 32));
   const auto launch = [=](Results results, int slices) {
-    launch_early(one_row<kParts>, dim3(columns, slices), 256, 0,  //
-                 layer.x, layer.W, results.out, layer.D, layer.C);
+    launch_early(few_rows<kRows>, dim3(columns, slices), kThreads, 0,  //
+                 layer.x, layer.W, layer.B, layer.D, layer.C, results);
   };
-  return half_fused(layer, "one row", one_row<kParts>, 256, 0, std::clamp(wanted, 1, most), 0,
-                    launch);
+  std::vector<Product> products;
+  for (int slices = 1; slices == 1 || (slices <= kMostSlices && 64 * slices <= layer.D &&
+                                       slices * columns <= kMostBlocks * layer.sms);
+       slices *= 2) {
+    products.push_back(
+        half_fused(layer, "few rows", few_rows<kRows>, kThreads, 0, slices, columns, launch));
+    const double microseconds = 4 + 1e-6 * layer.D * layer.C;
+    products.back().expected = {microseconds, microseconds, "",
+                                "half fused; slices: " + std::to_string(slices)};
+  }
+  return products;
+}
+
+std::vector<Product> make_few_rows(const Layer& layer) {
+  if (layer.B == 1) return make_few_rows<1>(layer);
+  if (layer.B == 2) return make_few_rows<2>(layer);
+  return layer.B <= 4 ? make_few_rows<4>(layer) : make_few_rows<8>(layer);
 }
 
 // x for the copy engine, in boxes of kRows rows.
@@ -1131,18 +1162,14 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
   }
-  // These round nothing, in TF32's table either: for a few columns, or one row, they are what
+  // These round nothing, in TF32's table either: for few columns, or few rows, they are what
   // tensor cores have to beat.
   if (C <= 16) {
     const auto kernel = fused_narrow_rows<16>;
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }
-  if (B == 1 && C > 128) {
-    const bool many = C > kLongestInRegisters;
-    const std::vector<Product> one = {many ? make_one_row<1>(table) : make_one_row<8>(table)};
-    table.add_ours(one, "", 0);
-  }
+  if (B <= kFewWarps && C > 16) table.add_ours(make_few_rows(table), "", 0);
   if (kind != Kind::fp32)
     table.add_products<Math::tf32>(kind == Kind::only_infinite ? ", TF32" : "");
   if (tf32) return;

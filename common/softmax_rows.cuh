@@ -48,12 +48,15 @@ constexpr int kSoftmaxThreads = 256;
 // is a multiple of 4 (kWidth = 4). A thread has kWidth neighbours, and then again every kGroup *
 // kWidth columns.
 // Where the product's D is cut into slices, logits (slices, B, C) are to be added up.
+template <int kGroup>
+constexpr int kRowThreads = kGroup > kSoftmaxThreads ? kGroup : kSoftmaxThreads;
+
 template <int kGroup, int kValues, int kWidth>
-__global__ void __launch_bounds__(kSoftmaxThreads)
+__global__ void __launch_bounds__(kRowThreads<kGroup>)
     softmax_rows(const float* logits, float* probs, int B, int C, int slices) {
   start_next_kernel();
   wait_for_previous_kernel();
-  const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
+  const int row = blockIdx.x * (kRowThreads<kGroup> / kGroup) + threadIdx.x / kGroup;
   if (row >= B) return;
   const float* from = logits + static_cast<size_t>(row) * C;
   float* to = probs + static_cast<size_t>(row) * C;
@@ -204,8 +207,8 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
     return;
   }
   const unsigned warps = blocks(B, kSoftmaxThreads / 32);
-  const auto launch = [&](auto* kernel, unsigned count) {
-    launch_early(kernel, count, kSoftmaxThreads, 0, logits, probs, B, C, slices);
+  const auto launch = [&](auto* kernel, unsigned count, int threads = kSoftmaxThreads) {
+    launch_early(kernel, count, threads, 0, logits, probs, B, C, slices);
   };
   if (C % 4 != 0 && C <= 32) {
     launch(softmax_rows<32, 1, 1>, warps);
@@ -215,6 +218,8 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
     launch(C % 4 != 0 ? softmax_rows<256, 4, 1> : softmax_rows<256, 4, 4>, B);
   } else if (C <= 1024) {
     launch(C % 4 != 0 ? softmax_rows<32, 32, 1> : softmax_rows<32, 32, 4>, warps);
+  } else if (B <= 256) {
+    launch(C % 4 != 0 ? softmax_rows<1024, 8, 1> : softmax_rows<1024, 8, 4>, B, 1024);
   } else {
     launch(C % 4 != 0 ? softmax_rows<256, 32, 1> : softmax_rows<256, 32, 4>, B);
   }

@@ -176,8 +176,8 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "unfused one row", "one_row(const", 3,
-     ("1", "--inputs", "600", "--classes", "300", "--all")),
+    (SOFTMAX, "unfused few rows", "few_rows(const", 3,
+     ("3", "--inputs", "300", "--classes", "40", "--all")),
     (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
      ("3", "--inputs", "260", "--classes", "10", "--all")),
     # More than a step, and two slices of the batch.
