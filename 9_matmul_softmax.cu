@@ -32,9 +32,8 @@
 //                     blocks
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, its maximum and
-//                     its sum; a second kernel makes probabilities of them. (Of up to 8192 columns,
-//                     of few rows 4096, the usual softmax needs no sums: then there is only
-//                     "unfused online")
+//                     its sum; a second kernel makes probabilities of them. (Only unfused up to
+//                     8192 columns, of few rows 4096: there the usual softmax needs no sums)
 //     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused; D may be cut into
 //                     slices, unlike in "unfused"
 //
@@ -319,13 +318,12 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 
 // ---- fused few rows -----------------------------------------------------------------------------
 
-// Of up to kRows rows nearly all there is to read is W, and all that counts is how many of its bytes
+// Of up to kRows rows nearly all there is to read is W, and what counts is how many of its bytes
 // are on their way. So no tiles: a lane has a column, and loads 16 of its elements before it needs
-// the first one; a warp's are neighbours in memory, wherever a row starts. The warps of a block have
-// the same 32 columns, and each takes every 8th group of 16 inputs. Of x a warp copies such a group
-// to shared memory, where all lanes read the same numbers, those of all rows side by side. A block
-// has one of gridDim.y slices of D, of which results.out (slices, B, C) gets the logits: half fused,
-// what adds them up is the softmax. Without slices the block may leave its maxima and sums instead.
+// the first one; a warp's are neighbours in memory, wherever a row starts. The warps of a block
+// have the same 32 columns, and each takes every 8th group of 16 inputs. It copies that part of x
+// to shared memory, the rows of an input side by side. A block has one of gridDim.y slices of D,
+// of which results.out (slices, B, C) gets the logits: half fused, the softmax adds them up.
 constexpr int kFewWarps = 8;
 
 template <int kRows>
@@ -338,9 +336,8 @@ __global__ void __launch_bounds__(32 * kFewWarps)
   __shared__ alignas(16) float x_parts[kFewWarps][kAtOnce][kRows];
   __shared__ float sums[kFewWarps][kRows][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = blockIdx.x * 32 + lane;
-  const int64_t groups = (D + kAtOnce - 1) / kAtOnce;
-  const int first = static_cast<int>(groups * blockIdx.y / gridDim.y);
-  const int last = static_cast<int>(groups * (blockIdx.y + 1) / gridDim.y);
+  const int groups = (D + kAtOnce - 1) / kAtOnce, slice = (groups + gridDim.y - 1) / gridDim.y;
+  const int first = slice * blockIdx.y, last = min(groups, first + slice);
   const float* column = W + min(col, C - 1);
   float sum[kRows] = {};
   for (int group = first + warp; group < last; group += kFewWarps) {
@@ -352,9 +349,8 @@ __global__ void __launch_bounds__(32 * kFewWarps)
     }
     __syncwarp();  // all lanes have read the last group
     for (int i = lane; i < kAtOnce * kRows; i += 32) {
-      const int row = i / kAtOnce, k = i % kAtOnce;
-      const bool inside = row < B && d0 + k < D;
-      x_parts[warp][k][row] = inside ? x[static_cast<size_t>(row) * D + d0 + k] : 0;
+      const int row = i / kAtOnce, k = i % kAtOnce, d = d0 + k;
+      x_parts[warp][k][row] = row < B && d < D ? x[static_cast<size_t>(row) * D + d] : 0;
     }
     __syncwarp();
 #pragma unroll
@@ -366,18 +362,12 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 #pragma unroll
   for (int row = 0; row < kRows; ++row) sums[warp][row][lane] = sum[row];
   __syncthreads();
-  const int row = warp;  // each warp finishes one
-  if (row >= min(kRows, B)) return;
-  float logit = 0;
+  if (warp >= min(kRows, B)) return;  // each warp finishes a row
+  float logit[1] = {};
 #pragma unroll
-  for (int i = 0; i < kFewWarps; ++i) logit += sums[i][row][lane];
-  if (col < C) results.out[(static_cast<size_t>(blockIdx.y) * B + row) * C + col] = logit;
-  if (results.epilogue == Epilogue::logits) return;
-  if (col >= C) logit = minus_infinity();
-  const MaxSum part = warp_merge({logit, expf(logit - base_of(logit))});
-  if (lane == 0) {
-    results.parts[static_cast<size_t>(row) * gridDim.x + blockIdx.x] = {part.largest, part.sum};
-  }
+  for (int i = 0; i < kFewWarps; ++i) logit[0] += sums[i][warp][lane];
+  results.out += static_cast<size_t>(blockIdx.y) * B * C;
+  finish_row(logit, warp, C, results, blockIdx.x, gridDim.x);
 }
 
 // ---- Hopper: fused narrow -----------------------------------------------------------------------
@@ -875,33 +865,25 @@ Product make_product(const Layer& layer) {
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
-// A way for each number of slices that leaves a multiprocessor no more blocks than it can have at a
-// time: all should take about as long as W takes to come.
+// A way for each number of slices of which a multiprocessor gets no more than 8 blocks, as many as
+// it can have at a time. All should take about as long as W takes to come.
 template <int kRows>
 std::vector<Product> make_few_rows(const Layer& layer) {
-  constexpr int kThreads = 32 * kFewWarps, kMostBlocks = 8;
   const int columns = static_cast<int>(blocks(layer.C, 32));
+  const int most = std::min({kMostSlices, layer.D / 64, 8 * layer.sms / columns});
+  const double microseconds = 4 + 1e-6 * layer.D * layer.C;
   const auto launch = [=](Results results, int slices) {
-    launch_early(few_rows<kRows>, dim3(columns, slices), kThreads, 0,  //
+    launch_early(few_rows<kRows>, dim3(columns, slices), 32 * kFewWarps, 0,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, results);
   };
   std::vector<Product> products;
-  for (int slices = 1; slices == 1 || (slices <= kMostSlices && 64 * slices <= layer.D &&
-                                       slices * columns <= kMostBlocks * layer.sms);
-       slices *= 2) {
+  for (int slices = 1; slices == 1 || slices <= most; slices *= 2) {
     products.push_back(
-        half_fused(layer, "few rows", few_rows<kRows>, kThreads, 0, slices, columns, launch));
-    const double microseconds = 4 + 1e-6 * layer.D * layer.C;
+        half_fused(layer, "few rows", few_rows<kRows>, 32 * kFewWarps, 0, slices, columns, launch));
     products.back().expected = {microseconds, microseconds, "",
                                 "half fused; slices: " + std::to_string(slices)};
   }
   return products;
-}
-
-std::vector<Product> make_few_rows(const Layer& layer) {
-  if (layer.B == 1) return make_few_rows<1>(layer);
-  if (layer.B == 2) return make_few_rows<2>(layer);
-  return layer.B <= 4 ? make_few_rows<4>(layer) : make_few_rows<8>(layer);
 }
 
 // x for the copy engine, in boxes of kRows rows.
@@ -1169,7 +1151,9 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }
-  if (B <= kFewWarps && C > 16) table.add_ours(make_few_rows(table), "", 0);
+  if (C > 16 && B == 1) table.add_ours(make_few_rows<1>(table), "", 0);
+  if (C > 16 && B > 1 && B <= 4) table.add_ours(make_few_rows<4>(table), "", 0);
+  if (C > 16 && B > 4 && B <= 8) table.add_ours(make_few_rows<8>(table), "", 0);
   if (kind != Kind::fp32)
     table.add_products<Math::tf32>(kind == Kind::only_infinite ? ", TF32" : "");
   if (tf32) return;

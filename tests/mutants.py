@@ -176,7 +176,7 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "unfused few rows", "few_rows(const", 3,
+    (SOFTMAX, "unfused few rows", "few_rows(const", 1,
      ("3", "--inputs", "300", "--classes", "40", "--all")),
     (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
      ("3", "--inputs", "260", "--classes", "10", "--all")),
@@ -198,7 +198,7 @@ BARRIERS = [
 
 
 # Before these come the numbers of hopper_mutants.py.
-FIRST_BARRIER, FIRST_WRONG_RESULT = 1000, 2000
+FIRST_BARRIER, FIRST_WRONG_RESULT, FIRST_RACE = 1000, 2000, 3000
 
 
 def _missing_barriers():
@@ -257,6 +257,18 @@ MUTANTS = [
     ),
     # The second __syncwarp() of the same loop is as necessary, but goes unnoticed: before the CPU
     # backend's store_matrix_sync() writes, it lets the warp's lanes wait for each other.
+    _mutant(
+        "group_of_x_overwritten_too_early", "thread", SOFTMAX, "few_rows(const",
+        "__syncwarp();", ";",
+        DATA_RACE, "3", "--inputs", "300", "--classes", "40", "--kernel", "^unfused few rows$",
+        number=FIRST_RACE,
+    ),
+    _mutant(
+        "group_of_x_used_before_it_is_there", "thread", SOFTMAX, "few_rows(const",
+        "__syncwarp();", ";",
+        DATA_RACE, "3", "--inputs", "9", "--classes", "40", "--kernel", "^unfused few rows$",
+        nth=1, number=FIRST_RACE + 1,
+    ),
     _mutant(
         "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
         "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
