@@ -1025,7 +1025,7 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
   const bool in_registers = layer.C <= kLongestInRegisters;
   const double logits = 8 * layer.shape.logits() / (26e3 * all);
   const double least = layer.C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
-  const double slice = layer.C <= 1024 ? 0.05 : layer.C % 4 == 0 ? 0.7 : 3;
+  const double slice = layer.C <= 1024 ? 0.05 : layer.C <= 4096 ? 0.4 : layer.C % 4 == 0 ? 0.7 : 3;
   const auto two_kernels = [&](int slices) {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
     const double product = time(rounds, units / rounds, all, slices);

@@ -33,10 +33,13 @@ __device__ MaxSum block_merge(MaxSum part) {
   __shared__ MaxSum parts[kWarps];
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
   __syncthreads();
-  MaxSum all = parts[0];
+  // First the maximum: then no exponential waits for another one.
+  float largest = parts[0].largest, sum = 0;
 #pragma unroll
-  for (int i = 1; i < kWarps; ++i) all = merge(all, parts[i]);
-  return all;
+  for (int i = 1; i < kWarps; ++i) largest = fmaxf(largest, parts[i].largest);
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += parts[i].sum * rebase(parts[i].largest, largest);
+  return {largest, sum};
 }
 
 // ---- Softmax in a kernel of its own -------------------------------------------------------------
@@ -48,15 +51,12 @@ constexpr int kSoftmaxThreads = 256;
 // is a multiple of 4 (kWidth = 4). A thread has kWidth neighbours, and then again every kGroup *
 // kWidth columns.
 // Where the product's D is cut into slices, logits (slices, B, C) are to be added up.
-template <int kGroup>
-constexpr int kRowThreads = kGroup > kSoftmaxThreads ? kGroup : kSoftmaxThreads;
-
 template <int kGroup, int kValues, int kWidth>
-__global__ void __launch_bounds__(kRowThreads<kGroup>)
+__global__ void __launch_bounds__(kSoftmaxThreads)
     softmax_rows(const float* logits, float* probs, int B, int C, int slices) {
   start_next_kernel();
   wait_for_previous_kernel();
-  const int row = blockIdx.x * (kRowThreads<kGroup> / kGroup) + threadIdx.x / kGroup;
+  const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
   if (row >= B) return;
   const float* from = logits + static_cast<size_t>(row) * C;
   float* to = probs + static_cast<size_t>(row) * C;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kRowThreads<kGroup>)
       v[i] = col < C ? from[col] : minus_infinity();
     }
   }
-#pragma unroll(kValues < 16 ? 4 : 1)
+#pragma unroll(kValues < 16 ? 4 : 32 / kValues)
   for (int slice = 1; slice < slices; ++slice) {
     from += static_cast<size_t>(B) * C;
 #pragma unroll
@@ -207,8 +207,8 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
     return;
   }
   const unsigned warps = blocks(B, kSoftmaxThreads / 32);
-  const auto launch = [&](auto* kernel, unsigned count, int threads = kSoftmaxThreads) {
-    launch_early(kernel, count, threads, 0, logits, probs, B, C, slices);
+  const auto launch = [&](auto* kernel, unsigned count) {
+    launch_early(kernel, count, kSoftmaxThreads, 0, logits, probs, B, C, slices);
   };
   if (C % 4 != 0 && C <= 32) {
     launch(softmax_rows<32, 1, 1>, warps);
@@ -218,8 +218,10 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
     launch(C % 4 != 0 ? softmax_rows<256, 4, 1> : softmax_rows<256, 4, 4>, B);
   } else if (C <= 1024) {
     launch(C % 4 != 0 ? softmax_rows<32, 32, 1> : softmax_rows<32, 32, 4>, warps);
-  } else if (B <= 256) {
-    launch(C % 4 != 0 ? softmax_rows<1024, 8, 1> : softmax_rows<1024, 8, 4>, B, 1024);
+  } else if (C <= 2048) {
+    launch(C % 4 != 0 ? softmax_rows<256, 8, 1> : softmax_rows<256, 8, 4>, B);
+  } else if (C <= 4096) {
+    launch(C % 4 != 0 ? softmax_rows<256, 16, 1> : softmax_rows<256, 16, 4>, B);
   } else {
     launch(C % 4 != 0 ? softmax_rows<256, 32, 1> : softmax_rows<256, 32, 4>, B);
   }
