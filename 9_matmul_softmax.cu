@@ -33,9 +33,9 @@
 //     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
 //                     half fused: they leave logits and, of each part of a row, its maximum and
 //                     its sum; a second kernel makes probabilities of them. (Only unfused up to
-//                     8192 columns, of few rows 4096: there the usual softmax needs no sums)
+//                     8192 columns, of up to 16 rows 4096: there the softmax needs no sums)
 //     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused; D may be cut into
-//                     slices, unlike in "unfused"
+//                     slices, unlike in "unfused": then (2) / (3) is what the slices are worth
 //
 // and on Hopper, with its copy engine and wgmma, one of these:
 //
@@ -318,12 +318,12 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 
 // ---- fused few rows -----------------------------------------------------------------------------
 
-// Of up to kRows rows nearly all there is to read is W, and what counts is how many of its bytes
-// are on their way. So no tiles: a lane has a column, and loads 16 of its elements before it needs
-// the first one; a warp's are neighbours in memory, wherever a row starts. The warps of a block
-// have the same 32 columns, and each takes every 8th group of 16 inputs. It copies that part of x
-// to shared memory, the rows of an input side by side. A block has one of gridDim.y slices of D,
-// of which results.out (slices, B, C) gets the logits: half fused, the softmax adds them up.
+// With up to kRows rows memory has to deliver little but W, and as much of it as possible should be
+// on its way. So no tiles: a lane has one column, and loads 16 elements before it uses the first.
+// The lanes of a warp read neighbours. All warps of a block have the same 32 columns; each takes
+// every 8th group of 16 inputs, and copies x of that group to shared memory: for each input, the
+// values of all rows. Each of gridDim.y slices of D leaves its part of the logits in results.out
+// (slices, B, C); the softmax adds the parts up: half fused.
 constexpr int kFewWarps = 8;
 
 template <int kRows>
@@ -336,8 +336,8 @@ __global__ void __launch_bounds__(32 * kFewWarps)
   __shared__ alignas(16) float x_parts[kFewWarps][kAtOnce][kRows];
   __shared__ float sums[kFewWarps][kRows][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = blockIdx.x * 32 + lane;
-  const int groups = (D + kAtOnce - 1) / kAtOnce, slice = (groups + gridDim.y - 1) / gridDim.y;
-  const int first = slice * blockIdx.y, last = min(groups, first + slice);
+  const int groups = (D + kAtOnce - 1) / kAtOnce;
+  const int first = groups * blockIdx.y / gridDim.y, last = groups * (blockIdx.y + 1) / gridDim.y;
   const float* column = W + min(col, C - 1);
   float sum[kRows] = {};
   for (int group = first + warp; group < last; group += kFewWarps) {
@@ -865,8 +865,8 @@ Product make_product(const Layer& layer) {
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
-// A way for each number of slices of which a multiprocessor gets no more than 8 blocks, as many as
-// it can have at a time. All should take about as long as W takes to come.
+// 1, 2, 4, ... slices, each of at least 64 inputs, and at most 8 blocks for each multiprocessor (4
+// to 6 run at a time). All should take about as long as W takes to come, so all are tried.
 template <int kRows>
 std::vector<Product> make_few_rows(const Layer& layer) {
   const int columns = static_cast<int>(blocks(layer.C, 32));
@@ -1144,7 +1144,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
   }
-  // These round nothing, in TF32's table either: for few columns, or few rows, they are what
+  // These round nothing, not even in TF32's table. For few columns, or few rows, they are what
   // tensor cores have to beat.
   if (C <= 16) {
     const auto kernel = fused_narrow_rows<16>;

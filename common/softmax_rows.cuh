@@ -33,7 +33,7 @@ __device__ MaxSum block_merge(MaxSum part) {
   __shared__ MaxSum parts[kWarps];
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
   __syncthreads();
-  // First the maximum: then no exponential waits for another one.
+  // First the maximum of all parts: then no exponential depends on another one.
   float largest = parts[0].largest, sum = 0;
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) largest = fmaxf(largest, parts[i].largest);

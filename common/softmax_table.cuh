@@ -30,7 +30,7 @@ enum class Epilogue {
 
 struct Results {
   Epilogue epilogue;
-  float* out;               // (B, C)
+  float* out;               // (B, C); of slices of D (slices, B, C)
   float2* parts = nullptr;  // (B, tiles of C): a tile's maximum, and sum relative to it
   // What blocks of fused tiles leave to the last one of those that share a row.
   float* partial = nullptr;     // (splits of D, B, C): logits of a part of D
@@ -66,14 +66,14 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 // kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
 // save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
 // and the sum of each of a row's `tiles` tiles (0: it cannot), and finish_columns() uses them; of
-// more than kFewRows only if they do not fit into a block's registers.
-constexpr int kLeastForParts = 4096, kFewRows = 16;
+// more than kRowsForParts only if they do not fit into a block's registers.
+constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 template <typename Function, typename Launch>
 Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
                    int shared_bytes, int slices, int tiles, Launch launch) {
   const auto sums =
       layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
-  const int least = layer.B > kFewRows ? kLongestInRegisters : kLeastForParts;
+  const int least = layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts;
   const bool parts = slices == 1 && layer.C > least && tiles > 0;
   const auto both = [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);

@@ -215,7 +215,8 @@ def test_softmax(run, backend, shape):
                 assert (kernel["error"] > 1e-6) != exact
 
 
-@pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300), (70, 33, 300)],
+@pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300), (70, 33, 300),
+                                   (5, 130, 40), (8, 70, 4200)],
                          ids=str)
 def test_softmax_of_hard_rows(run, backend, shape):
     arguments = softmax_arguments(shape, "--hard-rows", "--all")
