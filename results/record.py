@@ -1,6 +1,6 @@
 """Runs every lesson on the GPU and records what it measured as results/<gpu>/<lesson>[.RUN].json.
 
-    results/record.py [--bin FOLDER] [--out FOLDER] [LESSON ...]
+    results/record.py [--bin FOLDER] [--out FOLDER] [LESSON[:RUN] ...]
 
 A lesson is recorded at its default N and at those of SIZES (RUN is the N), with the arguments of
 DEFAULTS, and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
@@ -128,23 +128,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bin", type=pathlib.Path, default=ROOT / "build" / "cuda")
     parser.add_argument("--out", type=pathlib.Path, help="instead of results/<gpu>")
-    parser.add_argument("lessons", nargs="*", metavar="LESSON")
+    parser.add_argument("lessons", nargs="*", metavar="LESSON[:RUN]")
     arguments = parser.parse_args()
-    lessons = arguments.lessons or sorted(
+    words = arguments.lessons or sorted(
         path.stem for pattern in ("[0-9]*.cu", "bonus*.cu", "exercises/[0-9]*.cu")
         for path in ROOT.glob(pattern)
     )
-    failed = [
-        f"{lesson} {run}".strip()
-        for lesson in lessons
-        for run, options in runs_of(lesson)
-        if not record(arguments.bin.resolve() / lesson, run, options, arguments.out)
-    ]
-    failed += [
-        f"{lesson} shapes"
-        for lesson in lessons
-        if lesson in SHAPES and not record_shapes(arguments.bin.resolve() / lesson, arguments.out)
-    ]
+    failed = []
+    for word in words:
+        lesson, colon, only = word.partition(":")
+        runs = dict(runs_of(lesson)) | ({"shapes": None} if lesson in SHAPES else {})
+        if colon and only not in runs:
+            parser.error(f"{lesson} has no run '{only}', only {', '.join(filter(None, runs))}")
+        program = arguments.bin.resolve() / lesson
+        for run in [only] if colon else runs:
+            done = (record_shapes(program, arguments.out) if run == "shapes"
+                    else record(program, run, runs[run], arguments.out))
+            failed += [] if done else [f"{lesson} {run}".strip()]
     if failed:
         print("not recorded:", ", ".join(failed), file=sys.stderr)
     return bool(failed)
