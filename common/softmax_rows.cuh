@@ -34,11 +34,15 @@ __device__ MaxSum block_merge(MaxSum part) {
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
   __syncthreads();
   // First the maximum of all parts: then no exponential depends on another one.
-  float largest = parts[0].largest, sum = 0;
+  MaxSum each[kWarps];
+  float largest = minus_infinity(), sum = 0;
 #pragma unroll
-  for (int i = 1; i < kWarps; ++i) largest = fmaxf(largest, parts[i].largest);
+  for (int i = 0; i < kWarps; ++i) {
+    each[i] = parts[i];
+    largest = fmaxf(largest, each[i].largest);
+  }
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += parts[i].sum * rebase(parts[i].largest, largest);
+  for (int i = 0; i < kWarps; ++i) sum += each[i].sum * rebase(each[i].largest, largest);
   return {largest, sum};
 }
 
