@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "results"))
 sys.path.insert(0, str(ROOT / "peers"))
 
+import record
 import records
-from record import gpu_folder
 from update_readme import duration, side_by_side
 
 # By lesson: the module of its operator, and the arguments of each RUN, named as in record.py.
@@ -131,7 +131,7 @@ def compare(lesson, name, arguments, options, versions):
     by_name = [{peer: [results[peer] for results in rounds] for peer in rounds[0]}
                for rounds in zip(*peers)]
     merged = records.merged_run(runs, by_name, versions)
-    folder = options.out or ROOT / "results" / gpu_folder(merged["device"]["name"])
+    folder = options.out or ROOT / "results" / record.gpu_folder(merged["device"]["name"])
     suffix = f".{name}" if name else ""
     write_atomically(folder / f"{lesson}{suffix}.peers.json", json.dumps(merged, indent=2) + "\n")
     print(f"{options.rounds} rounds: the lesson {seconds['lesson']:.0f} s, its peers "
@@ -159,17 +159,8 @@ def print_side_by_side(run):
 
 
 def runs_named(words, lessons):
-    """([(lesson, RUN, arguments)], [unknown word]) of words like LESSON, all its runs, and LESSON:RUN."""
-    wanted, unknown = [], []
-    for word in words:
-        lesson, colon, run = word.partition(":")
-        runs = lessons[lesson][1] if lesson in lessons else {}
-        found = [(lesson, name, arguments) for name, arguments in runs.items()
-                 if name == run or not colon]
-        wanted += found
-        if not found:
-            unknown.append(word)
-    return wanted, unknown
+    """record.runs_named() of the runs in LESSONS or SWEEPS."""
+    return record.runs_named(words, {lesson: entry[1] for lesson, entry in lessons.items()})
 
 
 def main():

@@ -80,6 +80,20 @@ def runs_of(lesson):
     return [("", always), *sizes, *VARIANTS.get(lesson, {}).items()]
 
 
+def runs_named(words, lessons):
+    """([(lesson, RUN, arguments)], [unknown word]) of words like LESSON, all its runs, and LESSON:RUN;
+    `lessons` has {RUN: arguments} of each."""
+    wanted, unknown = [], []
+    for word in words:
+        lesson, colon, run = word.partition(":")
+        found = [(lesson, name, arguments) for name, arguments in lessons.get(lesson, {}).items()
+                 if name == run or not colon]
+        wanted += found
+        if not found:
+            unknown.append(word)
+    return wanted, unknown
+
+
 def gpu_folder(name):
     """NVIDIA H200 -> h200, NVIDIA GeForce RTX 4090 -> geforce-rtx-4090."""
     return name.removeprefix("NVIDIA ").lower().replace(" ", "-")
@@ -130,21 +144,23 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="instead of results/<gpu>")
     parser.add_argument("lessons", nargs="*", metavar="LESSON[:RUN]")
     arguments = parser.parse_args()
-    words = arguments.lessons or sorted(
+    names = sorted(
         path.stem for pattern in ("[0-9]*.cu", "bonus*.cu", "exercises/[0-9]*.cu")
         for path in ROOT.glob(pattern)
     )
+    lessons = {name: dict(runs_of(name)) for name in names}
+    for name in SHAPES:
+        lessons[name]["shapes"] = None  # record_shapes() has their arguments
+    wanted, unknown = runs_named(arguments.lessons or names, lessons)
+    if unknown:
+        parser.error(f"no runs {', '.join(unknown)}")
     failed = []
-    for word in words:
-        lesson, colon, only = word.partition(":")
-        runs = dict(runs_of(lesson)) | ({"shapes": None} if lesson in SHAPES else {})
-        if colon and only not in runs:
-            parser.error(f"{lesson} has no run '{only}', only {', '.join(filter(None, runs))}")
+    for lesson, run, options in wanted:
         program = arguments.bin.resolve() / lesson
-        for run in [only] if colon else runs:
-            done = (record_shapes(program, arguments.out) if run == "shapes"
-                    else record(program, run, runs[run], arguments.out))
-            failed += [] if done else [f"{lesson} {run}".strip()]
+        done = (record_shapes(program, arguments.out) if run == "shapes"
+                else record(program, run, options, arguments.out))
+        if not done:
+            failed.append(f"{lesson} {run}".strip())
     if failed:
         print("not recorded:", ", ".join(failed), file=sys.stderr)
     return bool(failed)
