@@ -870,14 +870,14 @@ Product make_product(const Layer& layer) {
 template <int kRows>
 std::vector<Product> make_few_rows(const Layer& layer) {
   const int columns = static_cast<int>(blocks(layer.C, 32));
-  const int most = std::min({kMostSlices, layer.D / 64, 8 * layer.sms / columns});
+  const int most = std::max(1, std::min({kMostSlices, layer.D / 64, 8 * layer.sms / columns}));
   const double microseconds = 4 + 1e-6 * layer.D * layer.C;
   const auto launch = [=](Results results, int slices) {
     launch_early(few_rows<kRows>, dim3(columns, slices), 32 * kFewWarps, 0,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, results);
   };
   std::vector<Product> products;
-  for (int slices = 1; slices == 1 || slices <= most; slices *= 2) {
+  for (int slices = 1; slices <= most; slices *= 2) {
     products.push_back(
         half_fused(layer, "few rows", few_rows<kRows>, 32 * kFewWarps, 0, slices, columns, launch));
     products.back().expected = {microseconds, microseconds, "",

@@ -65,8 +65,8 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 // many slices of D, parts of them. Another kernel makes probabilities of them. For rows of up to
 // kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
 // save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
-// and the sum of each of a row's `tiles` tiles (0: it cannot), and finish_columns() uses them; of
-// more than kRowsForParts only if they do not fit into a block's registers.
+// and the sum of each of a row's `tiles` tiles, and finish_columns() uses them; of more than
+// kRowsForParts only if they do not fit into a block's registers.
 constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 template <typename Function, typename Launch>
 Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
@@ -74,7 +74,7 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int t
   const auto sums =
       layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
   const int least = layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts;
-  const bool parts = slices == 1 && layer.C > least && tiles > 0;
+  const bool parts = slices == 1 && layer.C > least;
   const auto both = [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;

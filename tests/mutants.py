@@ -258,6 +258,12 @@ MUTANTS = [
     # The second __syncwarp() of the same loop is as necessary, but goes unnoticed: before the CPU
     # backend's store_matrix_sync() writes, it lets the warp's lanes wait for each other.
     _mutant(
+        "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
+        "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
+        "C[static_cast<size_t>(row) * n + col] += sum[i][j];",
+        DATA_RACE, "129", "--kernel", "^tile stationary$",
+    ),
+    _mutant(
         "group_of_x_overwritten_too_early", "thread", SOFTMAX, "few_rows(const",
         "__syncwarp();", ";",
         DATA_RACE, "3", "--inputs", "300", "--classes", "40", "--kernel", "^unfused few rows$",
@@ -268,12 +274,6 @@ MUTANTS = [
         "__syncwarp();", ";",
         DATA_RACE, "3", "--inputs", "9", "--classes", "40", "--kernel", "^unfused few rows$",
         nth=1, number=FIRST_RACE + 1,
-    ),
-    _mutant(
-        "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
-        "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
-        "C[static_cast<size_t>(row) * n + col] += sum[i][j];",
-        DATA_RACE, "129", "--kernel", "^tile stationary$",
     ),
     # ---- Shared memory, out of bounds
     _mutant(
