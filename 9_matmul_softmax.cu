@@ -34,27 +34,27 @@
 //                     half fused: they leave logits and, of each part of a row, its maximum and
 //                     its sum; a second kernel makes probabilities of them. (Only unfused up to
 //                     8192 columns, of up to 16 rows 4096: there the softmax needs no sums)
-//     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused; D may be cut into
-//                     slices, unlike in "unfused": then (2) / (3) is what the slices are worth
+//     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused
 //
-// and on Hopper, with its copy engine and wgmma, one of these:
+// and on Hopper, with its copy engine and wgmma:
 //
 //     fused narrow    many rows of few columns: W stays in registers, and slabs of x stream past it
 //                     (narrow_columns(); TF32)
 //     fused cluster   few rows, or few columns: the blocks that share D are a cluster
 //                     (cluster_columns()): their parts of the sums go straight into each other's
 //                     shared memory
-//     fused exchange  the rest: the blocks that share a row run at the same time
+//     fused exchange  any shape: the blocks that share a row run at the same time
 //                     (exchange_columns()), keep their logits in registers, and tell each other
-//                     only maximum and sum. Half fused where that should take less time: few tiles
-//                     are cut along D, too, unlike in "unfused"
+//                     only maximum and sum. Half fused where that takes less time
 //
-// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits; of
-// exchange, (2) and (3) each have the fastest of the tiles that were tried. In the fp32 tables
-// tiles and online multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as
-// the sum of two TF32 numbers, and three products instead of one. Its error is held to the bound of
-// fp32. Cluster and exchange are there as 3xTF32. All kernels and the softmax are launched early
-// (common/early_launch.cuh): here the time between two kernels counts.
+// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. Few
+// rows and exchange may be half fused in one more way, for few tiles: D is cut into slices, and the
+// softmax adds up what they leave. Of their tiles and slices, (2) and (3) each have the fastest that
+// was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and online multiply on
+// the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two TF32 numbers, and
+// three products instead of one. Its error is held to the bound of fp32. Cluster and exchange are
+// there as 3xTF32. All kernels and the softmax are launched early (common/early_launch.cuh): here the
+// time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -67,6 +67,8 @@
 #include <optional>
 
 #include "common/fp32_product.cuh"
+#include "common/row_inbox.cuh"
+#include "common/softmax_plans.cuh"
 #include "common/softmax_rows.cuh"
 #include "common/softmax_table.cuh"
 #include "common/turned_product.cuh"
@@ -319,33 +321,44 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 // ---- fused few rows -----------------------------------------------------------------------------
 
 // With up to kRows rows memory has to deliver little but W, and as much of it as possible should be
-// on its way. So no tiles: a lane has one column, and loads 16 elements before it uses the first.
-// The lanes of a warp read neighbours. All warps of a block have the same 32 columns; each takes
-// every 8th group of 16 inputs, and copies x of that group to shared memory: for each input, the
-// values of all rows. Each of gridDim.y slices of D leaves its part of the logits in results.out
-// (slices, B, C); the softmax adds the parts up: half fused.
+// on its way. So no tiles: a lane has kCols columns, 32 apart, so that the lanes of a warp read
+// neighbours, and loads them for 16 inputs before it uses the first. All warps of a block have the
+// same columns; each takes every 8th group of 16 inputs, and copies x of that group to shared
+// memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
+// into gridDim.y slices, which leave their parts of the logits in results.out (slices, B, C) for the
+// softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks, which
+// add up a row in one of them (common/row_inbox.cuh).
 constexpr int kFewWarps = 8;
 
-template <int kRows>
+template <int kRows, int kCols>
 __global__ void __launch_bounds__(32 * kFewWarps)
-    few_rows(const float* x, const float* W, int B, int D, int C, Results results) {
-  start_next_kernel();
-  wait_for_previous_kernel();
-  constexpr int kAtOnce = 16;
+    few_rows(const float* x, const float* W, int B, int D, int C, int splits, Results results) {
+  constexpr int kAtOnce = 16, kColumns = 32 * kCols;
   static_assert(kRows <= kFewWarps);
   __shared__ alignas(16) float x_parts[kFewWarps][kAtOnce][kRows];
-  __shared__ float sums[kFewWarps][kRows][32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = blockIdx.x * 32 + lane;
-  const int groups = (D + kAtOnce - 1) / kAtOnce;
-  const int first = groups * blockIdx.y / gridDim.y, last = groups * (blockIdx.y + 1) / gridDim.y;
-  const float* column = W + min(col, C - 1);
-  float sum[kRows] = {};
+  __shared__ float sums[kFewWarps][kRows][kColumns];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = min(kRows, B);
+  const int tile = blockIdx.x / splits, rank = blockIdx.x % splits;
+#if CLUSTER_CODE
+  __shared__ RowInbox<kRows, kColumns> inbox;
+  if (splits > 1) inbox.open(rank, splits, rows);
+#endif
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const int groups = (D + kAtOnce - 1) / kAtOnce, parts = gridDim.y * splits;
+  const int part = blockIdx.y * splits + rank, col = tile * kColumns + lane;
+  const int first = groups * part / parts, last = groups * (part + 1) / parts;
+  float sum[kRows][kCols] = {};
   for (int group = first + warp; group < last; group += kFewWarps) {
     const int d0 = group * kAtOnce;
-    float w[kAtOnce];
+    float w[kAtOnce][kCols];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      w[k] = d0 + k < D ? column[static_cast<size_t>(d0 + k) * C] : 0;
+      const float* row = W + static_cast<size_t>(d0 + k) * C + col;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        w[k][j] = d0 + k < D && col + 32 * j < C ? row[32 * j] : 0;
+      }
     }
     __syncwarp();  // all lanes have read the last group
     for (int i = lane; i < kAtOnce * kRows; i += 32) {
@@ -356,18 +369,33 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) sum[row] += x_parts[warp][k][row] * w[k];
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) sum[row][j] += x_parts[warp][k][row] * w[k][j];
+      }
     }
   }
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) sums[warp][row][lane] = sum[row];
-  __syncthreads();
-  if (warp >= min(kRows, B)) return;  // each warp finishes a row
-  float logit[1] = {};
+  for (int row = 0; row < kRows; ++row) {
 #pragma unroll
-  for (int i = 0; i < kFewWarps; ++i) logit[0] += sums[i][warp][lane];
+    for (int j = 0; j < kCols; ++j) sums[warp][row][lane + 32 * j] = sum[row][j];
+  }
+  __syncthreads();
+#if CLUSTER_CODE
+  if (splits > 1) cluster_wait();  // the others' inboxes are open
+#endif
+  if (warp >= rows) return;  // each warp finishes a row
+  float logits[kCols] = {};
+#pragma unroll
+  for (int i = 0; i < kFewWarps; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) logits[j] += sums[i][warp][lane + 32 * j];
+  }
+#if CLUSTER_CODE
+  if (splits > 1 && !inbox.add_up(logits, warp, rank, splits)) return;
+#endif
   results.out += static_cast<size_t>(blockIdx.y) * B * C;
-  finish_row(logit, warp, C, results, blockIdx.x, gridDim.x);
+  finish_row(logits, warp, C, results, tile, gridDim.x / splits);
 }
 
 // ---- Hopper: fused narrow -----------------------------------------------------------------------
@@ -684,7 +712,21 @@ using Left = unsigned long long;
 struct Exchange {
   Left* left;       // (strips of kRows rows, tiles of kColumns classes, kRows)
   unsigned* turns;  // a block's own count of launches, its last bit
-  int strips_at_once;
+};
+
+// A block has every gridDim.x-th of these places. Blocks that wait for one another go strip after
+// strip (`together` = 1): those that run at the same time have all tiles of some strips. Others go
+// through `together` strips at once, tile after tile, and so share what they read of W as well as of
+// x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
+struct Places {
+  int strips, tiles, together;
+
+  template <int kPeers>
+  __device__ int2 strip_and_tile(int i) const {
+    const int of_band = together * tiles, band = i / of_band, cluster = i % of_band / kPeers;
+    const int here = min(together, strips - band * together);
+    return {band * together + cluster % here, cluster / here * kPeers + i % kPeers};
+  }
 };
 
 #if HOPPER_CODE
@@ -698,8 +740,8 @@ __device__ inline MaxSum part_of(Left left) {
           __uint_as_float(static_cast<unsigned>(left >> 32) & ~1u)};
 }
 
-// A row's maximum and sum in all of its tiles, of which this block has `own`: leaves that, and
-// waits for the others', 16 loads at a time. `of_tiles` points to the row's in the first tile.
+// A row's maximum and sum in all of its tiles, the first at `of_tiles`, of which this block has
+// `own`: leaves that, and waits for the others', 16 loads at a time.
 template <Math kMath, int kRows>
 __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, unsigned turn) {
   const auto left_at = [&](int i) {
@@ -735,20 +777,16 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
 }
 #endif
 
-// The clusters side by side have all columns of a strip of kRows rows. At any time strips_at_once
-// strips are under way: so many that all of their blocks run at the same time. (Half fused, all
-// are, and there are gridDim.y blocks for each tile of a strip, with a slice of D each.)
+// (Half fused there may be gridDim.y blocks for each place, with a slice of D each.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
-                     Exchange others, Results results) {
+                     Places places, Exchange others, Results results) {
 #if HOPPER_CODE
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int strips = RowsOfX::strips<kRows>(x.B, x.shift);
-  const int tiles = (C + kPeers * kColumns - 1) / (kPeers * kColumns) * kPeers;
-  const int tile = blockIdx.x % tiles, col0 = tile * kColumns;
+  const int count = places.strips * places.tiles;
   if (threadIdx.x == 0) init_barriers(shared);
   cluster_meet();
   start_next_kernel();
@@ -758,37 +796,38 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
   Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<kRows == 256 ? 40 : 56>();
-    for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
-      produce(shared, ring, x, W, strip, col0, x.steps(x.matrix(strip)));
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const auto [strip, tile] = places.strip_and_tile<kPeers>(i);
+      produce(shared, ring, x, W, strip, tile * kColumns, x.steps(x.matrix(strip)));
     }
     if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
   } else {
     registers_grow_to<kColumns == 192 ? 152 : kRows == 256 ? 232 : 224>();  // all that are left
     TurnedConsumer<Shared> consumer{shared, C};
-    const int own = consumer.own, col = col0 + consumer.col();
-    const bool softmax = results.epilogue == Epilogue::softmax;
+    const int own = consumer.own;
     float sum[kRows / 2];
-    if (!softmax) {
-      if (own < kRows) shared.rows[own] = 1;
-      named_barrier(1, 128 * Shared::kConsumers);
-    }
-    for (int strip = blockIdx.x / tiles; strip < strips; strip += others.strips_at_once) {
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+      const auto [strip, tile] = places.strip_and_tile<kPeers>(i);
       const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
+      const int col = tile * kColumns + consumer.col(), tiles = places.tiles;
       consumer.before = x.before(matrix);
       consumer.multiply(sum, ring, x.steps(matrix));
-      if (softmax) {
+      float factor = 1;
+      if (results.epilogue == Epilogue::softmax) {
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < kRows) {
           Left* of_tiles = others.left + static_cast<size_t>(strip) * tiles * kRows + own;
           const MaxSum all =
               tiles == 1 ? row : exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
-          shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
+          factor = rebase(row.largest, all.largest) / all.sum;
         }
-        named_barrier(1, 128 * Shared::kConsumers);
       }
+      if (own < kRows) shared.rows[own] = factor;
+      named_barrier(1, 128 * Shared::kConsumers);
       float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
-      if (results.epilogue == Epilogue::parts) {  // one strip only: this overwrites the factors 1
+      if (results.epilogue == Epilogue::parts) {
+        named_barrier(1, 128 * Shared::kConsumers);  // all have read the factors
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < min(kRows, x.rows_from(row0))) {
           results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
@@ -805,7 +844,6 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
 
 // D is split until the GPU is full, but into no less than kLeastDepth.
 constexpr int kLeastDepth = 128, kMostSplits = 8;
-constexpr int kMostSlices = 16;
 
 template <class Tile>
 Product make_all_columns(const Layer& layer) {
@@ -836,9 +874,6 @@ Product make_column_tiles(const Layer& layer) {
                     static_cast<int>(blocks(layer.C, Tile::kCols)), launch);
 }
 
-// From so many rows on fused narrow, if there are few classes.
-constexpr int kManyRows = 2048;
-
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
 template <Math kMath>
 Product make_product(const Layer& layer) {
@@ -865,32 +900,37 @@ Product make_product(const Layer& layer) {
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
-// 1, 2, 4, ... slices, each of at least 64 inputs, and at most 8 blocks for each multiprocessor (4
-// to 6 run at a time). All should take about as long as W takes to come, so all are tried.
-template <int kRows>
-std::vector<Product> make_few_rows(const Layer& layer) {
-  const int columns = static_cast<int>(blocks(layer.C, 32));
-  const int most = std::max(1, std::min({kMostSlices, layer.D / 64, 8 * layer.sms / columns}));
-  const double microseconds = 4 + 1e-6 * layer.D * layer.C;
-  const auto launch = [=](Results results, int slices) {
-    launch_early(few_rows<kRows>, dim3(columns, slices), 32 * kFewWarps, 0,  //
-                 layer.x, layer.W, layer.B, layer.D, layer.C, results);
+// D in 1, 2, 4, ... parts of at least 64 inputs, as long as there are at most 8 blocks for each
+// multiprocessor. All should take about as long as W takes to come, so all are tried.
+template <int kRows, int kCols>
+void add_few_rows(const Layer& layer, std::vector<Product>& products) {
+  constexpr int kThreads = 32 * kFewWarps;
+  const auto kernel = few_rows<kRows, kCols>;
+  const int tiles = static_cast<int>(blocks(layer.C, 32 * kCols));
+  const auto add = [&](int slices, int splits) {
+    const auto launch = [=](Results results, int of_D) {
+      launch_clusters(kernel, splits, true, dim3(tiles * splits, of_D), kThreads, 0,  //
+                      layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
+    };
+    const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
+    const double microseconds = 4 + 1e-6 * layer.D * layer.C;
+    products.push_back(half_fused(layer, "few rows", kernel, kThreads, 0, slices, tiles, launch));
+    products.back().expected = {microseconds, microseconds, text + std::to_string(splits),
+                                "; half fused; slices: " + std::to_string(slices)};
   };
-  std::vector<Product> products;
-  for (int slices = 1; slices <= most; slices *= 2) {
-    products.push_back(
-        half_fused(layer, "few rows", few_rows<kRows>, 32 * kFewWarps, 0, slices, columns, launch));
-    products.back().expected = {microseconds, microseconds, "",
-                                "half fused; slices: " + std::to_string(slices)};
+  const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
+  for (int parts = 1; parts == 1 || parts <= most; parts *= 2) {
+    if (parts > 1 && parts <= kMostSplits && has_clusters(kernel)) add(1, parts);
+    add(parts, 1);
   }
-  return products;
 }
 
-// x for the copy engine, in boxes of kRows rows.
-template <Math kMath>
-CUtensorMap map_of_x(const Layer& layer, unsigned rows) {
-  return tensor_map<float>(layer.x, layer.shape.rows, layer.shape.inputs, rows, kMath == Math::tf32,
-                           layer.x_stride, Reads::often);
+template <int kRows>
+std::vector<Product> make_few_rows(const Layer& layer) {
+  std::vector<Product> products;
+  add_few_rows<kRows, 4>(layer, products);
+  add_few_rows<kRows, 2>(layer, products);
+  return products;
 }
 
 template <int kTiles>
@@ -917,50 +957,42 @@ Product make_narrow(const Layer& layer) {
   return product_of("narrow", narrow_columns<kTiles>, kThreads, bytes, launch);
 }
 
-// Whether a block's warps have room for W.
+// For many rows, if a block's warps have room for W.
 template <int kTiles>
 bool fits_narrow(const Layer& layer) {
-  return layer.C <= 16 * kTiles && layer.D <= 32 * kNarrowWarps * Narrow<kTiles>::kChunks;
+  constexpr int kManyRows = 2048, kMostInputs = 32 * kNarrowWarps * Narrow<kTiles>::kChunks;
+  return layer.B >= kManyRows && layer.C <= 16 * kTiles && layer.D >= 4 && layer.D <= kMostInputs;
 }
 
 std::optional<Product> choose_narrow(const Layer& layer) {
   if (fits_narrow<1>(layer)) return make_narrow<1>(layer);
   if (fits_narrow<2>(layer)) return make_narrow<2>(layer);
   if (fits_narrow<3>(layer)) return make_narrow<3>(layer);
-  if (fits_narrow<5>(layer)) return make_narrow<5>(layer);
-  if (fits_narrow<8>(layer)) return make_narrow<8>(layer);
   return {};
 }
 
-// fused cluster. Of a chunk a block loads 50 KB a microsecond if it is alone, 32 KB if each
-// multiprocessor has one (`busy` = 1); then it multiplies. (46 shapes on an H200: 10 % rms.)
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 Plan plan_cluster(const Layer& layer) {
   constexpr int kThreads = 2 * kClasses;
   constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
   const auto kernel = cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>;
   allow_shared_bytes(kernel, kBytes);
-  const int tiles = static_cast<int>(blocks(layer.C, kClasses));
-  const int64_t clusters = int64_t{tiles} * blocks(layer.B, kRows);
-  const int64_t at_once = clusters_that_fit(kernel, kSplits, kThreads, kBytes);
+  const int at_once = clusters_that_fit(kernel, kSplits, kThreads, kBytes);
   if (at_once == 0) return {};
-  const double busy = 1.0 * std::min(clusters, at_once) * kSplits / layer.sms;
-  const double loaded = 4e-3 * kDepth * (std::min(kRows, layer.B) + std::min(kClasses, layer.C));
-  const double chunk = (layer.C % 2 == 0 ? 1 : 1.12) * (0.23 + loaded * (0.02 + 0.011 * busy));
-  const double chunks = blocks(clusters, at_once) * blocks(layer.D, kSplits * kDepth);
-  const bool copies_x = layer.D % 4 != 0;
-  const double microseconds = 1.4 + 0.9 * std::min(1.0, busy) + chunks * chunk +
-                              (tiles > 1 ? 1.5 + 1.1e-5 * layer.shape.logits() : 0) +
-                              (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0);
+  const double microseconds =
+      cluster_microseconds(layer, kSplits, kRows, kClasses, kDepth, at_once);
   const auto make = [=](const Layer& in) {
+    const int tiles = static_cast<int>(blocks(in.C, kClasses));
     const auto launch = [=](Results results, int = 1) {
+      const CUtensorMap x = tensor_map<float>(in.x, in.B, in.D, kRows, kMath == Math::tf32,
+                                              in.x_stride, Reads::often);
       launch_early(kernel, dim3(kSplits * blocks(in.B, kRows), tiles), kThreads, kBytes,  //
-                   map_of_x<kMath>(in, kRows), in.W, in.B, in.D, in.C, results);
+                   x, in.W, in.B, in.D, in.C, results);
     };
     return tiles == 1 ? product_of("cluster", kernel, kThreads, kBytes, launch)
                       : half_fused(in, "cluster", kernel, kThreads, kBytes, 1, tiles, launch);
   };
-  return {{microseconds, microseconds}, copies_x, false, make};
+  return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }
 
 // Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
@@ -977,17 +1009,19 @@ Plan choose_cluster(const Layer& layer) {
   return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
 }
 
-// fused exchange in strips of kRows rows: `at_once` strips have all of their blocks running at a
-// time. at_once = 0: half fused, of `slices` slices of D.
+// fused exchange in strips of kRows rows, `clusters` of which run at a time. `slices` = 0: the blocks
+// of a strip wait for one another. Else half fused, of so many slices of D.
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
+Product make_exchange(const Layer& layer, int clusters, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
+  constexpr int kRowsTogether = 2048;
+  const bool waits = slices == 0;
   const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * kColumns));
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
-  const int count = at_once > 0 ? static_cast<int>(persistent(strips, at_once)) : strips;
-  const size_t exchanged = at_once > 0 ? static_cast<size_t>(strips) * tiles * kRows : 1;
-  const auto left = layer.problem.workspace<Left>(exchanged);
-  const auto turns = layer.problem.workspace<unsigned>(count * tiles);
+  const int waiting = waits ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
+  const int others = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
+  const auto left = layer.problem.workspace<Left>(waits ? int64_t{strips} * tiles * kRows : 1);
+  const auto turns = layer.problem.workspace<unsigned>(int64_t{strips} * tiles);
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   const int bytes = sizeof(Shared);
   const auto launch = [=](Results results, int of_D = 1) {
@@ -995,64 +1029,38 @@ Product make_exchange(const Layer& layer, int64_t at_once, int slices) {
         maps_of<kAligned, kColumns>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
     const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, Shared::kBoxRows,
                     kMath == Math::tf32);
-    launch_early(kernel, dim3(count * tiles, of_D), Shared::kThreads, bytes,  //
-                 x, W, layer.C, Exchange{left, turns, count}, results);
+    const bool wait = results.epilogue == Epilogue::softmax;
+    const Places places = {strips, tiles, wait ? 1 : kRowsTogether / kRows};
+    const int grid = wait ? waiting : of_D > 1 ? strips * tiles : others;
+    launch_early(kernel, dim3(grid, of_D), Shared::kThreads, bytes,  //
+                 x, W, layer.C, places, Exchange{left, turns}, results);
   };
-  if (at_once > 0) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
+  if (waits) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
   return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, slices, tiles, launch);
 }
 
 // Plans with one size of tiles: exchange, and half fused with as many slices as should take the
-// least time. Exchange: the more blocks wait for one another, the longer. Half fused, 8 bytes more
-// per logit and slice move, at 26 GB/s for each multiprocessor, and the softmax is another kernel
-// (2.05 us, and some for each further slice); of more than 1024 columns it has a block a row, which
-// takes time if rows are many. Without slices it has to be faster by 4 %. (Fitted on an H200, like
-// what else is estimated here; blocks that wait need a GPU without other work.)
+// least time. (Blocks that wait for one another need a GPU without other work.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   allow_shared_bytes(kernel, sizeof(Shared));
-  const int shift = copies_x ? 0 : RowsOfX::shift_of(layer.D);
-  const int64_t tiles = kPeers * blocks(layer.C, kPeers * kColumns);
-  const int64_t strips = RowsOfX::strips<kRows>(layer.B, shift);
-  const int64_t all = kPeers * clusters_that_fit(kernel, kPeers, Shared::kThreads, sizeof(Shared));
-  if (all == 0 || layer.C <= (kPeers - 1) * kColumns) return;  // none fits, or one has no tile
-  const TurnedTime<Shared> time = {layer.B, layer.D, layer.C, shift};
+  const int clusters = clusters_that_fit(kernel, kPeers, Shared::kThreads, sizeof(Shared));
+  if (clusters == 0 || layer.C <= (kPeers - 1) * kColumns) return;  // none fits, or one has no tile
   const bool copies_W = kAligned && layer.C % 4 != 0;
-  const double copies = (copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
-                        (copies_W ? copy_microseconds(layer, layer.D, layer.C) : 0);
-  const bool in_registers = layer.C <= kLongestInRegisters;
-  const double logits = 8 * layer.shape.logits() / (26e3 * all);
-  const double least = layer.C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
-  const double slice = layer.C <= 1024 ? 0.05 : layer.C <= 4096 ? 0.4 : layer.C % 4 == 0 ? 0.7 : 3;
-  const auto two_kernels = [&](int slices) {
-    const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    const double product = time(rounds, units / rounds, all, slices);
-    const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
-    return product + 2.05 + std::max(moved, least) + (slices - 1) * slice;
-  };
-  const auto add = [&](double microseconds, int64_t at_once, int slices, const std::string& how) {
+  const ExchangeTime<Shared> time(layer, copies_x, copies_W, kPeers * clusters);
+  const auto add = [&](double microseconds, int slices, const std::string& how) {
     const auto make = [=](const Layer& aligned) {
-      return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, at_once, slices);
+      return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, clusters, slices);
     };
     const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
-    plans.push_back(
-        {{copies + microseconds, copies + two_kernels(1), tiles, how}, copies_x, copies_W, make});
+    plans.push_back({{microseconds, time.two_kernels(1), tiles, how}, copies_x, copies_W, make});
   };
-  if (const int64_t at_once = all / tiles; at_once > 0) {
-    const double rounds = blocks(strips, at_once);
-    const double active = 1.0 * tiles * persistent(strips, at_once);
-    const double wait = tiles == 1 ? 1 : 2.7 + 0.115 * tiles;
-    add(time(rounds, active, all, 1) + rounds * wait, at_once, 1, "");
+  if (time.tiles <= time.all) add(time.fused(time.all / time.tiles), 0, "");
+  for (const int slices : time.likely_slices(layer.most_slices(4 * Shared::kDepth))) {
+    add(time.two_kernels(slices), slices, "; half fused; slices: " + std::to_string(slices));
   }
-  const int most = std::clamp(layer.D / (4 * Shared::kDepth), 1, kMostSlices);
-  std::pair<double, int> best = {1.04 * two_kernels(1), 1};
-  for (int slices = 2; slices <= most; ++slices) {
-    best = std::min(best, {two_kernels(slices), slices});
-  }
-  const auto [microseconds, slices] = best;
-  add(microseconds, 0, slices, "; half fused; slices: " + std::to_string(slices));
 }
 
 // The plans with all tiles (rows, columns, blocks in a cluster), with x as it lies or copied; the
@@ -1060,53 +1068,51 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
 template <Math kMath, bool kAligned>
 std::vector<Plan> plan_exchange(const Layer& layer) {
   std::vector<Plan> plans;
-  for (int copies_x = 0; copies_x <= (layer.D % 4 != 0); ++copies_x) {
+  for (int copies_x = 0; copies_x <= (layer.x_stride % 4 != 0); ++copies_x) {
     const auto add = [&]<int kRows, int kColumns, int... kPeers>() {
       (plan_exchange<kMath, kRows, kColumns, kPeers, kAligned>(layer, copies_x, plans), ...);
     };
-    add.template operator()<64, 128, 1, 2>();
+    add.template operator()<32, 128, 1, 2>();
+    add.template operator()<64, 128, 1>();
     add.template operator()<128, 128, 1, 2, 3>();
     if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
-      add.template operator()<256, 128, 1, 2, 3>();
-      add.template operator()<128, 192, 1, 2>();
-      add.template operator()<160, 192, 1, 2>();
+      add.template operator()<96, 128, 1, 3>();
+      add.template operator()<192, 128, 1, 3>();
+      add.template operator()<256, 128, 1, 2>();
+      add.template operator()<64, 192, 1, 2>();
+      add.template operator()<128, 192, 2>();
+      add.template operator()<160, 192, 2>();
     }
   }
   std::stable_sort(plans.begin(), plans.end());
   return plans;
 }
 
-// What Hopper has for a shape. TF32 with many rows of few columns: fused narrow. Up to 16 rows:
-// fused cluster. Else fused exchange. But for few tiles, and for few columns unless rows are very
-// many, the cluster is considered, too: 3xTF32 takes it, TF32 unless exchange should be 5 % faster.
-// (D < 4 and C % 4 != 0: not all of W's matrices have a row. Then TF32 has only the cluster.)
+// What Hopper has for a shape, a row each: fused narrow, or else fused cluster; and fused exchange.
+// But none that should take much longer. (D < 4, C % 4 != 0: not all of W's matrices have a row.)
 template <Math kMath>
-std::vector<Product> make_hopper_products(const Layer& layer) {
+std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
   if (layer.shape.rows > kMost || layer.C > 65535 * 128) return {};  // the grid's y: its tiles
-  const bool many = layer.B >= kManyRows, few_columns = layer.C <= 128;
-  if constexpr (kMath == Math::tf32) {
-    const auto product = many && few_columns && layer.D >= 4 ? choose_narrow(layer) : std::nullopt;
-    if (product) return {*product};
+  std::vector<Plan> exchange;
+  if (kMath != Math::tf32 || layer.C % 4 == 0) {
+    exchange = plan_exchange<kMath, true>(layer);
+  } else if (layer.D >= 4) {
+    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);
   }
-  const int64_t tiles =
-      int64_t{1} * blocks(layer.B, layer.B <= 32 ? 16 : 64) * blocks(layer.C, 128);
-  const bool anywhere = kMath == Math::tf32 && layer.C % 4 != 0;
-  const bool needed = (anywhere && layer.D < 4) || layer.B <= 16;
-  const bool cluster = needed || (few_columns ? !many || layer.B <= 8 * int64_t{layer.D}
-                                              : 8 * tiles <= 2 * int64_t{layer.sms});
-  std::vector<Plan> plans;
-  if (!needed)
-    plans = anywhere ? plan_exchange<kMath, kMath != Math::tf32>(layer)
-                     : plan_exchange<kMath, true>(layer);
-  if (cluster) {
-    const Plan other = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
+  const Plan cluster = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
-    const double most =
-        kMath == Math::split || plans.empty() ? INFINITY : 1.05 * plans[0].microseconds();
-    if (other.microseconds() < most) plans = {other};
+  const double others = exchange.empty() ? INFINITY : exchange[0].microseconds();
+  std::vector<std::vector<Product>> rows;
+  if (const auto narrow = choose_narrow(layer); narrow && kMath == Math::tf32) {
+    rows.push_back({*narrow});
+  } else if (cluster.microseconds() < kTries.hopeless * others) {
+    rows.push_back(products_of(layer, {cluster}));
   }
-  return products_of(layer, plans);  // empty if no cluster fits on the device
+  if (others < kTries.hopeless * cluster.microseconds()) {
+    rows.push_back(products_of(layer, exchange));
+  }
+  return rows;  // none if no cluster fits on the device
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -1121,8 +1127,7 @@ struct Table : SoftmaxTable {
     const std::vector<Product> portable = {make_product<kMath>(*this)};
     add_ours(portable, suffix, kMath == Math::fp32 ? 0 : 80);
     if constexpr (kMath != Math::fp32) {
-      const auto products = make_hopper_products<kMath>(*this);
-      if (!products.empty()) add_ours(products, suffix, 90);
+      for (const auto& row : make_hopper_products<kMath>(*this)) add_ours(row, suffix, 90);
     }
   }
 };
@@ -1134,11 +1139,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
   const bool tf32 = kind == Kind::tf32;
   table.verify(blas, lesson.flag("--hard-rows"));
 
-  table.add("library", Role::library, tf32 ? 80 : 0, [=] {  // way (1)
-    library_product(blas, x, W, table.logits, shape,
-                    tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F);
-    table.softmax_of_logits();
-  });
+  table.add_library(blas);
   // It reads W once per row: of the largest shapes 20 calls would take a minute.
   if (!tf32 && shape.flops() < 1e11) {
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };

@@ -9,26 +9,33 @@
 
 #include "common/check.h"
 
+/// Whether a kernel's code is for devices that have clusters and early launches.
+template <typename Kernel>
+bool has_clusters(Kernel* kernel) {
+  cudaFuncAttributes code;
+  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+  return code.ptxVersion >= 90;
+}
+
 /// Launches a kernel in clusters of `cluster` blocks, for one that does not say how many; 1: as
 /// it says. `early` as launch_early(). Code for older devices is launched as usual.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
                      dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
-  cudaFuncAttributes code;
-  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+  const bool modern = has_clusters(kernel);
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.attrs = attributes;
-  if (cluster > 1 && code.ptxVersion >= 90) {
+  if (cluster > 1 && modern) {
     cudaLaunchAttribute& size = attributes[config.numAttrs++];
     size.id = cudaLaunchAttributeClusterDimension;
     size.val.clusterDim.x = cluster;
     size.val.clusterDim.y = size.val.clusterDim.z = 1;
   }
-  if (early && code.ptxVersion >= 90) {
+  if (early && modern) {
     cudaLaunchAttribute& serialization = attributes[config.numAttrs++];
     serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     serialization.val.programmaticStreamSerializationAllowed = 1;

@@ -85,12 +85,12 @@ Kernel& Problem::kernel(std::string name, Role role, std::function<void()> launc
   return kernels_.back();
 }
 
-Kernel& Problem::kernel(std::string name, Role role, std::vector<Way> ways) {
+Kernel& Problem::kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries) {
   std::stable_sort(ways.begin(), ways.end(),
                    [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });
-  const double least = ways.front().microseconds;
-  std::erase_if(ways, [&](const Way& way) { return way.microseconds > kHopelessWay * least; });
-  if (ways.size() > kMostWays) ways.erase(ways.begin() + kMostWays, ways.end());
+  const double most = tries.hopeless * ways.front().microseconds;
+  std::erase_if(ways, [&](const Way& way) { return way.microseconds > most; });
+  if (ways.size() > tries.most) ways.erase(ways.begin() + tries.most, ways.end());
   Kernel& row = kernel(std::move(name), role, nullptr);
   row.ways = std::move(ways);
   row.take(row.ways.front());

@@ -129,17 +129,19 @@ inline constexpr int kGraphCalls = 20;
 
 struct Kernel;
 
-/// How many ways to compute a row are tried, and how much longer than the first of them one may be
-/// expected to take: most estimates err by less.
-inline constexpr size_t kMostWays = 16;
-inline constexpr double kHopelessWay = 1.15;
+/// Which of the ways to compute a row are tried: at most so many, and none that is expected to take
+/// so much longer than the first. Most estimates err by less.
+struct Tries {
+  size_t most = 16;
+  double hopeless = 1.15;
+};
 
 /// One of several ways to compute a row, such as with one of several tiles.
 struct Way {
   std::string name;
   double microseconds;  ///< that it should take
   std::function<void()> launch;
-  std::function<void(Kernel&)> state_resources;
+  std::function<void(Kernel&)> state_resources = {};
   double tried_ms = 0;  ///< that it took when it was tried; 0: it was not
 };
 
@@ -164,7 +166,7 @@ struct Kernel {
 
   void take(const Way& way) {
     launch = way.launch, this->way = way.name;
-    way.state_resources(*this);
+    if (way.state_resources) way.state_resources(*this);
   }
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
@@ -283,7 +285,7 @@ class Problem {
   /// Adds a row that may be computed in several ways, at least one. On a GPU the few that should be
   /// the fastest are tried before the row is verified, and the fastest of them is what is verified
   /// and timed. Where nothing is timed, the row is the way that should be the fastest.
-  Kernel& kernel(std::string name, Role role, std::vector<Way> ways);
+  Kernel& kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries = {});
 
   /// After the tables, on a GPU, if both kernels were timed: comparison_text() of `format` and of
   /// how many times as fast as `slow` `fast` is.

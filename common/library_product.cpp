@@ -1,7 +1,6 @@
 #include "common/library_product.h"
 
 #include <functional>
-#include <vector>
 
 #include "common/fastest.h"
 
@@ -35,18 +34,24 @@ void LibraryProduct::operator()(const void* a, const void* b, void* c, const voi
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(matmul_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
                                                 sizeof bias));
   }
-  if (!chosen_) choose(a, b, c);
+  if (fastest_ < 0) {
+    std::vector<std::function<void()>> calls;
+    for (int i = 0; i < candidates(); ++i) calls.push_back([=, this] { call(i, a, b, c); });
+    if (calls.empty()) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
+    fastest_ = static_cast<int>(try_all(calls, true, 600).fastest);
+  }
   call(fastest_, a, b, c);
 }
 
-void LibraryProduct::call(const cublasLtMatmulAlgo_t& algorithm, const void* a, const void* b,
-                          void* c) {
+void LibraryProduct::call(int candidate, const void* a, const void* b, void* c) const {
   const float one = 1, zero = 0;
-  CUBLAS_CHECK(cublasLtMatmul(blas_, matmul_, &one, b, b_, a, a_, &zero, c, c_, c, c_, &algorithm,
-                              workspace_.data(), kWorkspaceBytes, cudaStreamPerThread));
+  CUBLAS_CHECK(cublasLtMatmul(blas_, matmul_, &one, b, b_, a, a_, &zero, c, c_, c, c_,
+                              &candidates_[candidate], workspace_.data(), kWorkspaceBytes,
+                              cudaStreamPerThread));
 }
 
-void LibraryProduct::choose(const void* a, const void* b, void* c) {
+int LibraryProduct::candidates() {
+  if (!candidates_.empty()) return static_cast<int>(candidates_.size());
   constexpr int kMost = 64;
   cublasLtMatmulPreference_t preference;
   CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -55,17 +60,14 @@ void LibraryProduct::choose(const void* a, const void* b, void* c) {
                                                     &kWorkspaceBytes, sizeof kWorkspaceBytes));
   std::vector<cublasLtMatmulHeuristicResult_t> results(kMost);
   int found = 0;
-  CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(blas_, matmul_, b_, a_, c_, c_, preference, kMost,
-                                              results.data(), &found));
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+      blas_, matmul_, b_, a_, c_, c_, preference, kMost, results.data(), &found);
   CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return 0;
+  CUBLAS_CHECK(status);
   results.resize(found);
-  std::erase_if(results, [](const cublasLtMatmulHeuristicResult_t& result) {
-    return result.state != CUBLAS_STATUS_SUCCESS;
-  });
-
-  std::vector<std::function<void()>> calls;
-  for (const auto& result : results) calls.push_back([&] { call(result.algo, a, b, c); });
-  if (calls.empty()) fail(kDeviceCannot, "cuBLASLt has no algorithm for this shape");
-  fastest_ = results[try_all(calls, true, 600).fastest].algo;
-  chosen_ = true;
+  for (const cublasLtMatmulHeuristicResult_t& result : results) {
+    if (result.state == CUBLAS_STATUS_SUCCESS) candidates_.push_back(result.algo);
+  }
+  return static_cast<int>(candidates_.size());
 }

@@ -3,6 +3,8 @@
 
 #include <cublasLt.h>
 
+#include <vector>
+
 #include "common/lesson.h"
 
 /// c (m, n) = a (m, k) b (k, n) by cuBLASLt, row-major and dense, plus a bias for each column if
@@ -24,17 +26,19 @@ class LibraryProduct {
 
   void operator()(const void* a, const void* b, void* c, const void* bias = nullptr);
 
+  /// For those who try them otherwise: how many kernels the heuristic would consider, and a call of
+  /// one of them, without a bias. The first is the one that it guesses to be the fastest.
+  int candidates();
+  void call(int candidate, const void* a, const void* b, void* c) const;
+
  private:
   static constexpr size_t kWorkspaceBytes = 64 << 20;
-
-  void call(const cublasLtMatmulAlgo_t& algorithm, const void* a, const void* b, void* c);
-  void choose(const void* a, const void* b, void* c);
 
   cublasLtHandle_t blas_ = nullptr;
   cublasLtMatmulDesc_t matmul_ = nullptr;
   cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, c_ = nullptr;
   Buffer<float> workspace_;
   bool with_bias_;
-  bool chosen_ = false;
-  cublasLtMatmulAlgo_t fastest_ = {};
+  std::vector<cublasLtMatmulAlgo_t> candidates_;
+  int fastest_ = -1;
 };

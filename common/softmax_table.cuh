@@ -8,7 +8,12 @@
 #include <cmath>
 #include <map>
 
+#include "common/library_product.h"
 #include "common/softmax_rows.cuh"
+
+// D may be cut into at most so many slices; what they leave takes at most so many floats.
+constexpr int kMostSlices = 16;
+constexpr int64_t kMostSliced = 16 << 20;
 
 // What a product is made for.
 struct Layer {
@@ -16,10 +21,22 @@ struct Layer {
   Problem& problem;
   SoftmaxShape shape;
   Buffer<float> x, W;
-  int64_t x_stride = shape.inputs, W_stride = shape.classes;  // from one row to the next
+  Buffer<float> sliced;  // (slices of D, B, C): parts of the logits
+  // From one row to the next. Of a single row any will do, and this suits the copy engine.
+  int64_t x_stride = shape.rows > 1 ? shape.inputs : (shape.inputs + 3) / 4 * 4;
+  int64_t W_stride = shape.classes;
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = lesson.device().sms;
+
+  // So many that each has `least` inputs, and that there is room.
+  int most_slices(int least) const {
+    const int64_t fit = kMostSliced / static_cast<int64_t>(shape.logits());
+    return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, kMostSlices));
+  }
 };
+
+// What lesson 9's estimates are worth: some are a third too low.
+constexpr Tries kTries = {.most = 40, .hopeless = 1.4};
 
 // What becomes of a product's sums:
 enum class Epilogue {
@@ -71,15 +88,14 @@ constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 template <typename Function, typename Launch>
 Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
                    int shared_bytes, int slices, int tiles, Launch launch) {
-  const auto sums =
-      layer.problem.output<float>(slices > 1 ? slices * layer.shape.rows * layer.C : 1);
   const int least = layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts;
   const bool parts = slices == 1 && layer.C > least;
-  const auto both = [=, shape = layer.shape, B = layer.B, C = layer.C](Results results) {
+  const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B,
+                     C = layer.C](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
     results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
-    if (slices > 1) results.out = sums;
+    if (slices > 1) results.out = sliced;
     launch(results, slices);
     if (parts) {
       launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks(C, kPartColumns)),
@@ -145,14 +161,13 @@ struct Plan {
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
 };
 
-// The products of the first plans: no more are tried. Plans that copy the same matrices share
-// the copies.
+// The products of the plans that are tried. Plans that copy the same matrices share the copies.
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;
   for (const Plan& plan : plans) {
-    const bool hopeless = plan.microseconds() > kHopelessWay * plans[0].microseconds();
-    if (hopeless || products.size() == kMostWays) break;
+    const bool hopeless = plan.microseconds() > kTries.hopeless * plans[0].microseconds();
+    if (hopeless || products.size() == kTries.most) break;
     const std::pair copies = {plan.copies_x, plan.copies_W};
     if (!aligned.contains(copies)) {
       aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));
@@ -173,11 +188,6 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
 inline std::string text_of_tiles(int rows, int cols, int cluster, bool copies_x) {
   return "tile " + std::to_string(rows) + " x " + std::to_string(cols) +
          "; cluster: " + std::to_string(cluster) + (copies_x ? "; x copied" : "");
-}
-
-// Of a launch that copies rows: 23 GB/s for each multiprocessor.
-inline double copy_microseconds(const Layer& layer, int rows, int cols) {
-  return 1 + 8.0 * rows * cols / (23e3 * layer.sms);
 }
 
 // logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
@@ -241,7 +251,9 @@ struct SoftmaxTable : Layer {
     const auto x = problem.input<float>(shape.rows * shape.inputs);
     const auto W = problem.input<float>(shape.inputs * shape.classes,
                                         kWeightScale / sqrt(static_cast<double>(shape.inputs)));
-    return {lesson, problem, shape, x, W};
+    const double floats = std::min<double>(kMostSlices * shape.logits(), kMostSliced);
+    const auto sliced = problem.output<float>(static_cast<size_t>(floats));
+    return {lesson, problem, shape, x, W, sliced};
   }
 
   Kernel& add(const std::string& row, Role role, int needs_cc, std::function<void()> launch) const {
@@ -249,7 +261,7 @@ struct SoftmaxTable : Layer {
   }
   void add(const std::string& row, Role role, int needs_cc, std::vector<Way> ways) const {
     for (Way& way : ways) way.launch = verifiable(way.launch);
-    problem.kernel(row, role, ways).needs(needs_cc);
+    problem.kernel(row, role, ways, kTries).needs(needs_cc);
   }
   std::function<void()> verifiable(const std::function<void()>& launch) const {
     if (kind != Kind::only_infinite) return launch;
@@ -261,6 +273,30 @@ struct SoftmaxTable : Layer {
 
   void softmax_of_logits() const {
     softmax(logits, probs, shape, reinterpret_cast<float2*>(parts.data()));
+  }
+
+  // (1): cuBLAS's own choice, or one of cuBLASLt's candidates if that is faster; and our softmax.
+  void add_library(cublasHandle_t blas) const {
+    const bool tf32 = kind == Kind::tf32;
+    const auto compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    std::vector<Way> ways;
+    const auto add_product = [&](const std::string& name, const std::function<void()>& product) {
+      const auto launch = [product, *this] {
+        product();
+        softmax_of_logits();
+      };
+      // Nobody says how long which of them takes: all are tried.
+      ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
+    };
+    add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
+    const LibraryProduct::Shape product_shape = {shape.rows, shape.classes, shape.inputs};
+    const auto product =
+        std::make_shared<LibraryProduct>(problem, product_shape, CUDA_R_32F, compute);
+    for (int i = 0; i < product->candidates(); ++i) {
+      add_product("cuBLASLt, candidate " + std::to_string(i),
+                  [=, *this] { product->call(i, x, W, logits); });
+    }
+    add("library", Role::library, tf32 ? 80 : 0, ways);
   }
 
   Results results(Epilogue epilogue) const {

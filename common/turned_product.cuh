@@ -254,6 +254,10 @@ struct RowsOfX {
   RowsOfX(const float* x, int rows, int inputs, int64_t stride, unsigned box_rows, bool to_tf32)
       : B(rows), D(inputs), shift(shift_of(stride)) {
     for (int i = 0; i < 1 << shift; ++i) {
+      if (i >= rows) {  // no such row: nobody looks at what becomes of another one's
+        of[i] = of[0];
+        continue;
+      }
       of[i] = tensor_map<float>(x + i * stride - before(i), rows_from(i), D + before(i), box_rows,
                                 to_tf32, stride << shift, Reads::often);
     }

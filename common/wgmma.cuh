@@ -199,20 +199,29 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
                                   bool add) {
   if constexpr (kCount == 8) {
     HOPPER_WGMMA_TF32("16", HOPPER_R8, "{%8, %9, %10, %11}", "%12", "%13", HOPPER_SUM8(0));
-  } else if constexpr (kCount == 40) {
-    HOPPER_WGMMA_TF32("80", HOPPER_R40, "{%40, %41, %42, %43}", "%44", "%45", HOPPER_SUM32(0),
-                      HOPPER_SUM8(32));
+  } else if constexpr (kCount == 16) {
+    HOPPER_WGMMA_TF32("32", HOPPER_R16, "{%16, %17, %18, %19}", "%20", "%21", HOPPER_SUM8(0),
+                      HOPPER_SUM8(8));
   } else if constexpr (kCount == 20) {
     HOPPER_WGMMA_TF32("40", HOPPER_R20, "{%20, %21, %22, %23}", "%24", "%25", HOPPER_SUM8(0),
                       HOPPER_SUM8(8), HOPPER_SUM4(16));
   } else if constexpr (kCount == 32) {
     HOPPER_WGMMA_TF32("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", HOPPER_SUM32(0));
+  } else if constexpr (kCount == 40) {
+    HOPPER_WGMMA_TF32("80", HOPPER_R40, "{%40, %41, %42, %43}", "%44", "%45", HOPPER_SUM32(0),
+                      HOPPER_SUM8(32));
+  } else if constexpr (kCount == 48) {
+    HOPPER_WGMMA_TF32("96", HOPPER_R48, "{%48, %49, %50, %51}", "%52", "%53", HOPPER_SUM32(0),
+                      HOPPER_SUM8(32), HOPPER_SUM8(40));
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA_TF32("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", HOPPER_SUM32(0),
                       HOPPER_SUM32(32));
   } else if constexpr (kCount == 80) {
     HOPPER_WGMMA_TF32("160", HOPPER_R80, "{%80, %81, %82, %83}", "%84", "%85", HOPPER_SUM32(0),
                       HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72));
+  } else if constexpr (kCount == 96) {
+    HOPPER_WGMMA_TF32("192", HOPPER_R96, "{%96, %97, %98, %99}", "%100", "%101", HOPPER_SUM32(0),
+                      HOPPER_SUM32(32), HOPPER_SUM32(64));
   } else {
     static_assert(kCount == 128);
     HOPPER_WGMMA_TF32("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133",
