@@ -64,7 +64,6 @@
 // exercises/9_softmax_training.cu: cross-entropy, the backward pass, fp16 inputs.
 
 #include <cuda/atomic>
-#include <optional>
 
 #include "common/fp32_product.cuh"
 #include "common/row_inbox.cuh"
@@ -716,8 +715,8 @@ struct Exchange {
 
 // A block has every gridDim.x-th of these places. Blocks that wait for one another go strip after
 // strip (`together` = 1): those that run at the same time have all tiles of some strips. Others go
-// through `together` strips at once, tile after tile, and so share what they read of W as well as of
-// x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
+// through strips of 2048 rows together, tile after tile, and so share what they read of W as well as
+// of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
 struct Places {
   int strips, tiles, together;
 
@@ -844,7 +843,6 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
 
 // D is split until the GPU is full, but into no less than kLeastDepth.
 constexpr int kLeastDepth = 128, kMostSplits = 8;
-
 template <class Tile>
 Product make_all_columns(const Layer& layer) {
   constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
@@ -901,21 +899,25 @@ Product make_product(const Layer& layer) {
 }
 
 // D in 1, 2, 4, ... parts of at least 64 inputs, as long as there are at most 8 blocks for each
-// multiprocessor. All should take about as long as W takes to come, so all are tried.
+// multiprocessor. All take about as long as W takes to come, unless they are too few blocks.
 template <int kRows, int kCols>
 void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   constexpr int kThreads = 32 * kFewWarps;
   const auto kernel = few_rows<kRows, kCols>;
   const int tiles = static_cast<int>(blocks(layer.C, 32 * kCols));
+  const auto microseconds = [&](int slices, int splits) {
+    const double idle = std::max(1.0, 1.0 * layer.sms / (tiles * slices * splits));
+    return 3 + 1e-6 * layer.D * layer.C * idle + 0.1 * (slices - 1);
+  };
+  const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
   const auto add = [&](int slices, int splits) {
     const auto launch = [=](Results results, int of_D) {
       launch_clusters(kernel, splits, true, dim3(tiles * splits, of_D), kThreads, 0,  //
                       layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
     };
-    const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
-    const double microseconds = 4 + 1e-6 * layer.D * layer.C;
     products.push_back(half_fused(layer, "few rows", kernel, kThreads, 0, slices, tiles, launch));
-    products.back().expected = {microseconds, microseconds, text + std::to_string(splits),
+    products.back().expected = {microseconds(slices, splits), microseconds(1, splits),
+                                text + std::to_string(splits),
                                 "; half fused; slices: " + std::to_string(slices)};
   };
   const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
@@ -964,10 +966,10 @@ bool fits_narrow(const Layer& layer) {
   return layer.B >= kManyRows && layer.C <= 16 * kTiles && layer.D >= 4 && layer.D <= kMostInputs;
 }
 
-std::optional<Product> choose_narrow(const Layer& layer) {
-  if (fits_narrow<1>(layer)) return make_narrow<1>(layer);
-  if (fits_narrow<2>(layer)) return make_narrow<2>(layer);
-  if (fits_narrow<3>(layer)) return make_narrow<3>(layer);
+std::vector<Product> choose_narrow(const Layer& layer) {
+  if (fits_narrow<1>(layer)) return {make_narrow<1>(layer)};
+  if (fits_narrow<2>(layer)) return {make_narrow<2>(layer)};
+  if (fits_narrow<3>(layer)) return {make_narrow<3>(layer)};
   return {};
 }
 
@@ -1014,7 +1016,6 @@ Plan choose_cluster(const Layer& layer) {
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
-  constexpr int kRowsTogether = 2048;
   const bool waits = slices == 0;
   const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * kColumns));
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
@@ -1023,20 +1024,20 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const auto left = layer.problem.workspace<Left>(waits ? int64_t{strips} * tiles * kRows : 1);
   const auto turns = layer.problem.workspace<unsigned>(int64_t{strips} * tiles);
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
-  const int bytes = sizeof(Shared);
   const auto launch = [=](Results results, int of_D = 1) {
     const MapsOfW W =
         maps_of<kAligned, kColumns>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
     const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, Shared::kBoxRows,
                     kMath == Math::tf32);
     const bool wait = results.epilogue == Epilogue::softmax;
-    const Places places = {strips, tiles, wait ? 1 : kRowsTogether / kRows};
+    const Places places = {strips, tiles, wait ? 1 : 2048 / kRows};
     const int grid = wait ? waiting : of_D > 1 ? strips * tiles : others;
-    launch_early(kernel, dim3(grid, of_D), Shared::kThreads, bytes,  //
+    launch_early(kernel, dim3(grid, of_D), Shared::kThreads, sizeof(Shared),  //
                  x, W, layer.C, places, Exchange{left, turns}, results);
   };
-  if (waits) return product_of("exchange", kernel, Shared::kThreads, bytes, launch);
-  return half_fused(layer, "exchange", kernel, Shared::kThreads, bytes, slices, tiles, launch);
+  if (waits) return product_of("exchange", kernel, Shared::kThreads, sizeof(Shared), launch);
+  return half_fused(layer, "exchange", kernel, Shared::kThreads, sizeof(Shared), slices, tiles,
+                    launch);
 }
 
 // Plans with one size of tiles: exchange, and half fused with as many slices as should take the
@@ -1104,8 +1105,8 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
                                      : choose_cluster<kMath, 128>(layer);
   const double others = exchange.empty() ? INFINITY : exchange[0].microseconds();
   std::vector<std::vector<Product>> rows;
-  if (const auto narrow = choose_narrow(layer); narrow && kMath == Math::tf32) {
-    rows.push_back({*narrow});
+  if (const auto narrow = choose_narrow(layer); kMath == Math::tf32 && !narrow.empty()) {
+    rows.push_back(narrow);
   } else if (cluster.microseconds() < kTries.hopeless * others) {
     rows.push_back(products_of(layer, {cluster}));
   }
@@ -1145,8 +1146,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
   }
-  // These round nothing, not even in TF32's table. For few columns, or few rows, they are what
-  // tensor cores have to beat.
+  // These round nothing, not even in TF32's table: what tensor cores have to beat.
   if (C <= 16) {
     const auto kernel = fused_narrow_rows<16>;
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };

@@ -5,7 +5,8 @@
 A lesson is recorded at its default N and at those of SIZES (RUN is the N), with the arguments of
 DEFAULTS, and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
 most kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels
-that matter at any shape. A lesson that fails is not recorded, and the exit code says so.
+that matter at any shape; it is written anew after each of them. A lesson that fails is not
+recorded, and the exit code says so.
 """
 import argparse
 import json
@@ -27,6 +28,7 @@ SIZES = {
 # The record has all tables, not one screen of them.
 DEFAULTS = {"9_matmul_softmax": ["--all"], "bonus_diffusion_gpus": ["--part"]}
 SECONDS = 60
+SHAPE_SECONDS = 15
 VARIANTS = {
     "7_diffusion_fused": {"sweep": ["--sweep"]},
     "8_spatial_gradients": {
@@ -61,12 +63,12 @@ SHAPES = {
         [[str(B), "--inputs", str(D), "--classes", str(C)] for B, D, C in (
             (1, 1024, 1000), (1, 1999, 2500), (1, 832, 22816), (1, 4096, 50256), (1, 4096, 50257),
             (3, 3217, 473), (8, 1024, 1000), (8, 4096, 50257), (16, 777, 333), (30, 3000, 3000),
-            (64, 128, 10), (64, 512, 1000), (64, 2048, 50257), (68, 3844, 7664), (128, 2048, 50256),
-            (128, 2048, 50257), (256, 512, 50), (256, 1001, 1001), (512, 777, 1001),
-            (1000, 1000, 1001), (1024, 1024, 100), (1024, 4096, 50257), (2048, 4096, 10000),
-            (3000, 1000, 10000), (3000, 1001, 10001), (4096, 333, 77), (4096, 1024, 1000),
-            (4096, 1025, 1001), (4096, 2047, 10), (8192, 64, 1000), (8192, 4096, 8192),
-            (10000, 777, 333), (16384, 64, 10), (16384, 129, 77), (16384, 1024, 1000),
+            (64, 128, 10), (64, 512, 1000), (64, 2048, 50257), (68, 3844, 7664), (100, 4096, 4096),
+            (120, 2768, 5748), (128, 2048, 50256), (128, 2048, 50257), (256, 512, 50), (256, 1001, 1001),
+            (300, 3000, 128), (512, 777, 1001), (1000, 1000, 1001), (1024, 1024, 100), (1024, 4096, 50257),
+            (1098, 1232, 29236), (2048, 4096, 10000), (3000, 1000, 10000), (3000, 1001, 10001),
+            (4096, 333, 77), (4096, 1024, 1000), (4096, 1025, 1001), (4096, 2047, 10), (8192, 64, 1000),
+            (8192, 4096, 8192), (10000, 777, 333), (16384, 64, 10), (16384, 129, 77), (16384, 1024, 1000),
             (16384, 4096, 50257))],
         "^(library|fused)|^unfused (few|cluster|exchange)",
     ),
@@ -99,12 +101,12 @@ def gpu_folder(name):
     return name.removeprefix("NVIDIA ").lower().replace(" ", "-")
 
 
-def measure(program, arguments):
+def measure(program, arguments, seconds=SECONDS):
     """The record of one run, or None if a kernel was not verified."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "run.json"
         print("$", program.name, *arguments, flush=True)
-        command = [program, *arguments, "--device", "cuda", "--seconds", str(SECONDS)]
+        command = [program, *arguments, "--device", "cuda", "--seconds", str(seconds)]
         command += ["--json", written]
         if subprocess.run(command).returncode != 0:
             return None
@@ -129,12 +131,14 @@ def record(program, run, arguments, out):
 def record_shapes(program, out):
     """The runs of SHAPES as one: the first, with the problems of all."""
     shapes, kernels = SHAPES[program.name]
-    texts = [measure(program, [*shape, "--kernel", kernels]) for shape in shapes]
-    if not all(texts):
-        return False
-    whole = json.loads(texts[0])
-    whole["problems"] = [problem for text in texts for problem in json.loads(text)["problems"]]
-    write(program, "shapes", json.dumps(whole, indent=2) + "\n", out)
+    whole, problems = None, []
+    for shape in shapes:
+        text = measure(program, [*shape, "--kernel", kernels], SHAPE_SECONDS)
+        if not text:
+            return False
+        whole = whole or json.loads(text)
+        problems += json.loads(text)["problems"]
+        write(program, "shapes", json.dumps({**whole, "problems": problems}, indent=2) + "\n", out)
     return True
 
 

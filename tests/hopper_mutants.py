@@ -35,7 +35,7 @@ HEADERS = {
     "6_gating_fused": ("common/gating_rows.cuh",),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
     "8_spatial_gradients": ("common/gradient_tiles.cuh",),
-    "9_matmul_softmax": ("common/turned_product.cuh",),
+    "9_matmul_softmax": ("common/turned_product.cuh", "common/row_inbox.cuh"),
     CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh", "common/connected_few.cuh"),
     "10_clifford_gp": ("common/row_exchange.cuh",),
 }
@@ -199,6 +199,11 @@ RUNS = {
         (("130", "--inputs", "70", "--classes", "261", "--kernel", "^fused exchange"), 8),
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
+        # Clusters that add up rows: each block owns one or none, or two.
+        (("3", "--inputs", "500", "--classes", "70", "--kernel", "few rows"), 16),
+        (("8", "--inputs", "500", "--classes", "70", "--kernel", "few rows"), 16),
+        # Blocks that do not wait for one another, and each have several tiles and strips.
+        (("300", "--inputs", "70", "--classes", "1500", "--kernel", "^unfused exchange"), 4),
     ],
     # Small tiles; clusters of two blocks, with planes beside, whose tiles wait for one another; few rows,
     # whose weights are the left factor, and shared sums. With fewer rows planes beside have small tiles.
