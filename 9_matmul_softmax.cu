@@ -47,14 +47,14 @@
 //                     (exchange_columns()), keep their logits in registers, and tell each other
 //                     only maximum and sum. Half fused where that takes less time
 //
-// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits. Few
-// rows and exchange may be half fused in one more way, for few tiles: D is cut into slices, and the
-// softmax adds up what they leave. Of their tiles and slices, (2) and (3) each have the fastest that
-// was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and online multiply on
-// the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two TF32 numbers, and
-// three products instead of one. Its error is held to the bound of fp32. Cluster and exchange are
-// there as 3xTF32. All kernels and the softmax are launched early (common/early_launch.cuh): here the
-// time between two kernels counts.
+// "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits.
+// Few rows and exchange may be half fused in one more way, for few tiles: D is cut into slices, and
+// the softmax adds up what they leave. Of their tiles and slices, (2) and (3) each have the fastest
+// that was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and online
+// multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two TF32
+// numbers, and three products instead of one. Its error is held to the bound of fp32. Cluster and
+// exchange are there as 3xTF32. All kernels and the softmax are launched early
+// (common/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -324,9 +324,9 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 // neighbours, and loads them for 16 inputs before it uses the first. All warps of a block have the
 // same columns; each takes every 8th group of 16 inputs, and copies x of that group to shared
 // memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
-// into gridDim.y slices, which leave their parts of the logits in results.out (slices, B, C) for the
-// softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks, which
-// add up a row in one of them (common/row_inbox.cuh).
+// into gridDim.y slices, which leave their parts of the logits in results.out (slices, B, C) for
+// the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
+// which add up a row in one of them (common/row_inbox.cuh).
 constexpr int kFewWarps = 8;
 
 template <int kRows, int kCols>
@@ -715,8 +715,8 @@ struct Exchange {
 
 // A block has every gridDim.x-th of these places. Blocks that wait for one another go strip after
 // strip (`together` = 1): those that run at the same time have all tiles of some strips. Others go
-// through strips of 2048 rows together, tile after tile, and so share what they read of W as well as
-// of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
+// through strips of 2048 rows together, tile after tile, and so share what they read of W as well
+// as of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
 struct Places {
   int strips, tiles, together;
 
@@ -1011,8 +1011,8 @@ Plan choose_cluster(const Layer& layer) {
   return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
 }
 
-// fused exchange in strips of kRows rows, `clusters` of which run at a time. `slices` = 0: the blocks
-// of a strip wait for one another. Else half fused, of so many slices of D.
+// fused exchange in strips of kRows rows, `clusters` of which run at a time. `slices` = 0: the
+// blocks of a strip wait for one another. Else half fused, of so many slices of D.
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;

@@ -1,5 +1,5 @@
-// How the blocks of a cluster add up their parts of a few rows: each pushes its part of a row into the
-// shared memory of the block that owns the row.
+// How the blocks of a cluster add up their parts of a few rows: each pushes its part of a row into
+// the shared memory of the block that owns the row.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,8 @@
 #include "common/hopper.cuh"
 
 /// A block's shared memory for that: of kRows rows, kColumns wide, each of the cluster's `splits`
-/// blocks owns every splits-th one. `rank` is the block's own number. kRows and `splits` are powers of
-/// two, at most kMost.
+/// blocks owns every splits-th one. `rank` is the block's own number. kRows and `splits` are powers
+/// of two, at most kMost.
 template <int kRows, int kColumns>
 struct RowInbox {
   static constexpr int kMost = 8;
@@ -32,9 +32,9 @@ struct RowInbox {
     cluster_arrive();
   }
 
-  /// A warp has its block's part of a row: a lane has every 32nd column. False if another block owns
-  /// the row. Else the lanes then have the sums of all parts, added up in the order of ranks, but for
-  /// the block's own part, which comes first.
+  /// A warp has its block's part of a row: a lane has every 32nd column. False if another block
+  /// owns the row. Else the lanes then have the sums of all parts, added up in the order of ranks,
+  /// but for the block's own part, which comes first.
   template <int kCols>
   __device__ bool add_up(float (&row)[kCols], int number, int rank, int splits) {
     static_assert(32 * kCols == kColumns);

@@ -1,5 +1,5 @@
-// How long lesson 9's kernels for Hopper should take, in microseconds: what ranks the ways to compute
-// a row, of which the first ones are tried. Fitted on an H200.
+// How long lesson 9's kernels for Hopper should take, in microseconds: what ranks the ways to
+// compute a row, of which the first ones are tried. Fitted on an H200.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ inline double copy_microseconds(const Layer& layer, int rows, int cols) {
   return 1 + 8.0 * rows * cols / (23e3 * layer.sms);
 }
 
-/// Fused cluster, whose clusters of `splits` blocks have tiles of `rows` x `classes`, and take `depth`
-/// inputs at a time; `at_once` of them run at a time. Of such a chunk a block loads 50 KB a microsecond
-/// if it is alone, 32 KB if each multiprocessor has one (`busy` = 1); then it multiplies. (46 shapes:
-/// 10 % rms.)
+/// Fused cluster, whose clusters of `splits` blocks have tiles of `rows` x `classes`, and take
+/// `depth` inputs at a time; `at_once` of them run at a time. Of such a chunk a block loads 50 KB a
+/// microsecond if it is alone, 32 KB if each multiprocessor has one (`busy` = 1); then it
+/// multiplies. (46 shapes: 10 % rms.)
 inline double cluster_microseconds(const Layer& layer, int splits, int rows, int classes, int depth,
                                    int64_t at_once) {
   const int64_t tiles = blocks(layer.C, classes), clusters = tiles * blocks(layer.B, rows);
@@ -31,10 +31,10 @@ inline double cluster_microseconds(const Layer& layer, int splits, int rows, int
          (layer.x_stride % 4 != 0 ? copy_microseconds(layer, layer.B, layer.D) : 0);
 }
 
-/// Fused exchange with one size of tiles, of which `all` blocks run at a time. The more blocks wait for
-/// one another, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for each
-/// multiprocessor, and the softmax is another kernel (2.05 us, and some for each further slice); of
-/// more than 1024 columns it has a block a row, which takes time if rows are many.
+/// Fused exchange with one size of tiles, of which `all` blocks run at a time. The more blocks wait
+/// for one another, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for
+/// each multiprocessor, and the softmax is another kernel (2.05 us, and some for each further
+/// slice); of more than 1024 columns it has a block a row, which takes time if rows are many.
 template <class Shared>
 struct ExchangeTime {
   const Layer& layer;

@@ -288,7 +288,7 @@ EXERCISES = [
 """),),
         finds="^Wrong from element ", columns=600,
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
-        headers=("common/softmax_table.cuh", "common/softmax_rows.cuh"),
+        headers=("common/softmax_plans.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh"),
     ),
     Exercise(
         "cross_entropy", "9_softmax_training", "a loss and its gradient beside the softmax",

@@ -35,7 +35,7 @@ HEADERS = {
     "6_gating_fused": ("common/gating_rows.cuh",),
     GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
     "8_spatial_gradients": ("common/gradient_tiles.cuh",),
-    "9_matmul_softmax": ("common/turned_product.cuh", "common/row_inbox.cuh"),
+    "9_matmul_softmax": ("common/softmax_plans.cuh", "common/turned_product.cuh", "common/row_inbox.cuh"),
     CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh", "common/connected_few.cuh"),
     "10_clifford_gp": ("common/row_exchange.cuh",),
 }

@@ -116,8 +116,8 @@ HEADERS = {
                "common/algebra.cuh"),
     CONNECTED: ("common/connected_few.cuh", "common/connected_gradients.cuh"),
     FUSED: ("common/wmma_fragments.cuh",),
-    SOFTMAX: ("common/turned_product.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh",
-              "common/fp32_product.cuh", "common/row_parts.cuh"),
+    SOFTMAX: ("common/softmax_plans.cuh", "common/turned_product.cuh", "common/softmax_table.cuh",
+              "common/softmax_rows.cuh", "common/fp32_product.cuh", "common/row_parts.cuh"),
     TRAINING: ("common/row_parts.cuh",),
 }
 
