@@ -9,7 +9,15 @@ from conftest import ROOT, execute, program
 sys.path.insert(0, str(ROOT / "results"))
 import counters  # noqa: E402
 
-RECORDED = ROOT / "results" / "h200" / "counts"
+# The same chip, with another memory: what it counts but for that is the same.
+FOLDERS = [ROOT / "results" / gpu / "counts" for gpu in ("h200", "h100-80gb-hbm3")]
+
+
+def records_named(pattern):
+    """The records of counts of that name."""
+    return sorted(path for folder in FOLDERS for path in folder.glob(f"{pattern}.json"))
+
+
 RUNS = [(lesson, run, arguments) for lesson, runs in counters.SMALL.items()
         for run, arguments in runs.items()]
 # How far apart the two may be; lessons that are not here: 5%.
@@ -61,11 +69,8 @@ EXPLAINED = {
         "shared_load_requests": MERGED},
     **{("9_matmul_softmax", "300,300,260", f"TF32 300x300x260: {kernel}"): {
         "shared_load_requests": APART} for kernel in ("unfused exchange", "fused exchange")},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused cluster"): {
-        "shared_load_conflicts": ARBITRATION, "shared_store_conflicts": ARBITRATION},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused cluster"): {
-        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION,
-        "shared_store_conflicts": ARBITRATION},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused cluster"): {
+        "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
     ("10_clifford_gp", "", "forward: rows streamed"): {"shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: one launch each"): {
@@ -89,15 +94,18 @@ def compare(lesson, run, arguments, tmp_path):
         pytest.skip("this compiler's programs do not count")
     assert result.rc == 0, result.stderr
     suffix = f".{run}" if run else ""
-    record = json.loads((RECORDED / f"{lesson}{suffix}.json").read_text())
+    record = json.loads(records_named(f"{lesson}{suffix}")[0].read_text())
     apart, compared = {}, 0
     for ours, theirs in zip(json.loads(path.read_text())["problems"], record["problems"],
                             strict=True):
         assert ours["dims"] == theirs["dims"]
-        for kernel, known in zip(ours["kernels"], theirs["kernels"], strict=True):
-            assert kernel["name"] == known["name"]
-            if not kernel["counts"] or not known["counts"]:
-                continue  # the library's
+        known_rows = {known["name"]: known for known in theirs["kernels"]}
+        for kernel in ours["kernels"]:
+            # Lesson 9 leaves out rows that should take too long, which an occupancy decides.
+            known = known_rows.get(kernel["name"])
+            assert known or lesson == "9_matmul_softmax"
+            if not known or not kernel["counts"] or not known["counts"]:
+                continue  # or the library's
             compared += 1
             for count in COUNTS:
                 counted, recorded = kernel["counts"][count], known["counts"][count]
@@ -126,7 +134,7 @@ def test_counts_are_the_profilers(lesson, run, arguments, tmp_path):
 
 @pytest.mark.parametrize("lesson", [*counters.SMALL, *(f"{name}.moved" for name in counters.MOVED)])
 def test_counts_are_recorded(lesson):
-    paths = sorted(RECORDED.glob(f"{lesson}*.json"))
+    paths = records_named(f"{lesson}*")
     assert paths
     for path in paths:
         record = json.loads(path.read_text())
@@ -140,7 +148,7 @@ def test_counts_are_recorded(lesson):
 def test_explanations_are_of_kernels_that_are_there():
     for (lesson, run, kernel), reasons in EXPLAINED.items():
         suffix = f".{run}" if run else ""
-        record = json.loads((RECORDED / f"{lesson}{suffix}.json").read_text())
+        record = json.loads(records_named(f"{lesson}{suffix}")[0].read_text())
         names = {f"{problem['name']}: {each['name']}" for problem in record["problems"]
                  for each in problem["kernels"]}
         assert kernel in names and reasons.keys() <= set(COUNTS)
