@@ -199,9 +199,9 @@ RUNS = {
         (("130", "--inputs", "70", "--classes", "261", "--kernel", "^fused exchange"), 8),
         # More slabs than stages, and a last one whose end is no multiple of 16 bytes.
         (("2053", "--inputs", "129", "--classes", "20", "--kernel", "^fused narrow"), 4),
-        # Clusters that add up rows: each block owns one or none, or two.
-        (("3", "--inputs", "500", "--classes", "70", "--kernel", "few rows"), 16),
-        (("8", "--inputs", "500", "--classes", "70", "--kernel", "few rows"), 16),
+        # Clusters that add up rows: each block owns one or two, or two; and several groups of inputs a warp.
+        (("3", "--inputs", "1100", "--classes", "70", "--kernel", "^unfused few rows$"), 2),
+        (("8", "--inputs", "1100", "--classes", "70", "--kernel", "^unfused few rows$"), 4),
         # Blocks that do not wait for one another, and each have several tiles and strips.
         (("300", "--inputs", "70", "--classes", "1500", "--kernel", "^unfused exchange"), 4),
     ],
@@ -421,10 +421,15 @@ def plant(text, program):
         headers[file] = planted(header, file, number).replace("#pragma once", "")
         number += len(derive(header, file)[0])
 
+    done = set()  # as by #pragma once
+
     def with_headers(text, file):
         for header in headers:
             before, include, after = text.partition(f'#include "{header}"')
-            if include:
+            if include and header in done:
+                text = before + after
+            elif include:
+                done.add(header)
                 inside = with_headers(headers[header], header)
                 next_line = before.count("\n") + 2
                 text = f'{before}#line 1 "{header}"\n{inside}\n#line {next_line} "{file}"{after}'

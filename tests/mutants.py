@@ -176,8 +176,6 @@ BARRIERS = [
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "unfused few rows", "few_rows(const", 1,
-     ("3", "--inputs", "300", "--classes", "40", "--all")),
     (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
      ("3", "--inputs", "260", "--classes", "10", "--all")),
     # More than a step, and two slices of the batch.
@@ -262,18 +260,6 @@ MUTANTS = [
         "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
         "C[static_cast<size_t>(row) * n + col] += sum[i][j];",
         DATA_RACE, "129", "--kernel", "^tile stationary$",
-    ),
-    _mutant(
-        "group_of_x_overwritten_too_early", "thread", SOFTMAX, "few_rows(const",
-        "__syncwarp();", ";",
-        DATA_RACE, "3", "--inputs", "300", "--classes", "40", "--kernel", "^unfused few rows$",
-        number=FIRST_RACE,
-    ),
-    _mutant(
-        "group_of_x_used_before_it_is_there", "thread", SOFTMAX, "few_rows(const",
-        "__syncwarp();", ";",
-        DATA_RACE, "3", "--inputs", "9", "--classes", "40", "--kernel", "^unfused few rows$",
-        nth=1, number=FIRST_RACE + 1,
     ),
     # ---- Shared memory, out of bounds
     _mutant(
