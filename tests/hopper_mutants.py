@@ -181,7 +181,7 @@ RUNS = {
         # Two warpgroups, and two or three chunks for each block.
         (("13", "--inputs", "1100", "--classes", "70", "--all", "--kernel", "^fused cluster"), 8),
         # Rows that start anywhere, in tiles of classes.
-        (ROWS_OF_CLASSES, 16),
+        (ROWS_OF_CLASSES, 32),
         (("200", "--inputs", "300", "--classes", "390", "--all", "--kernel", "^fused exchange"), 4),
         # Rows with more blocks than run at a time.
         (HALF_FUSED, 8),
