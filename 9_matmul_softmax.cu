@@ -826,7 +826,6 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
       float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
       if (results.epilogue == Epilogue::parts) {
-        named_barrier(1, 128 * Shared::kConsumers);  // all have read the factors
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < min(kRows, x.rows_from(row0))) {
           results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
