@@ -80,6 +80,8 @@ EXPLAINED = {
     ("10_clifford_gp", "", "forward + backward: both streamed"): {
         "shared_load_conflicts": ARBITRATION},
 }
+# Rows that should take too long, by an estimate which asks how many clusters fit: on a GPU they are there.
+LEFT_OUT = {("9_matmul_softmax", "9,233,4101"): ("unfused cluster", "fused cluster")}
 COUNTS = [*counters.SOURCES]
 
 
@@ -99,13 +101,12 @@ def compare(lesson, run, arguments, tmp_path):
     for ours, theirs in zip(json.loads(path.read_text())["problems"], record["problems"],
                             strict=True):
         assert ours["dims"] == theirs["dims"]
-        known_rows = {known["name"]: known for known in theirs["kernels"]}
-        for kernel in ours["kernels"]:
-            # Lesson 9 leaves out rows that should take too long, which an occupancy decides.
-            known = known_rows.get(kernel["name"])
-            assert known or lesson == "9_matmul_softmax"
-            if not known or not kernel["counts"] or not known["counts"]:
-                continue  # or the library's
+        there = [known for known in theirs["kernels"]
+                 if known["name"] not in LEFT_OUT.get((lesson, run), ())]
+        for kernel, known in zip(ours["kernels"], there, strict=True):
+            assert kernel["name"] == known["name"]
+            if not kernel["counts"] or not known["counts"]:
+                continue  # the library's
             compared += 1
             for count in COUNTS:
                 counted, recorded = kernel["counts"][count], known["counts"][count]
