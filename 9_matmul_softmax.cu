@@ -805,23 +805,22 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     TurnedConsumer<Shared> consumer{shared, C};
     const int own = consumer.own;
     float sum[kRows / 2];
+    if (own < kRows) shared.rows[own] = 1;  // logits are written as they are
     for (int i = blockIdx.x; i < count; i += gridDim.x) {
       const auto [strip, tile] = places.strip_and_tile<kPeers>(i);
       const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
       const int col = tile * kColumns + consumer.col(), tiles = places.tiles;
       consumer.before = x.before(matrix);
       consumer.multiply(sum, ring, x.steps(matrix));
-      float factor = 1;
       if (results.epilogue == Epilogue::softmax) {
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < kRows) {
           Left* of_tiles = others.left + static_cast<size_t>(strip) * tiles * kRows + own;
           const MaxSum all =
               tiles == 1 ? row : exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
-          factor = rebase(row.largest, all.largest) / all.sum;
+          shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
         }
       }
-      if (own < kRows) shared.rows[own] = factor;
       named_barrier(1, 128 * Shared::kConsumers);
       float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
       consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
@@ -830,6 +829,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
         if (own < min(kRows, x.rows_from(row0))) {
           results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
         }
+        if (own < kRows) shared.rows[own] = 1;
       }
     }
   }
