@@ -24,7 +24,7 @@
 //
 // One more thing: mma.sync wants each lane's two elements of B below each other, in one column, but
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
-// matrix on its way to the registers (.trans), at no cost; no other copy of B is needed.
+// matrix on its way to the registers (.trans), at no cost; no transposed copy of B is needed.
 //
 //     cuBLAS fp16     the library, lesson 4; "cuBLASLt, best": the fastest that it has for this N
 //     wmma global     fragments straight from memory, through the C++ interface to tensor cores
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // multiprocessors at once, and share what they read through the L2 cache. Blocks in one row of C
 // would read one row of tiles of A but all of B. Instead kGroup rows of tiles are walked column by
 // column, so that the blocks of one moment form a patch of C which is about square.
-constexpr int kPatchRows = 2048;  // 132 multiprocessors with 128 x 256 each: about 2048 x 2048
+constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
   const int group_size = kGroup * tiles_n;
@@ -243,11 +243,10 @@ struct TileCopies {
   }
 };
 
-// The whole of lesson 2 for tensor cores. A block owns BM x BN elements of C, a warp 64 x 64 of
-// them (WM x WN): 32 products of 16 x 8 per 16 of k, for which it loads 4 + 4 times by ldmatrix.
-// The sums, 128 registers a thread, never leave.
-// (Where shared memory is small, or N is no multiple of 8, tiles are 128 x 128 and a warp has
-// 64 x 32: 16 products for 4 + 2 loads.) What is new against the kernel above:
+// The whole of lesson 2 for tensor cores. A block owns 256 x 128 elements of C (BM x BN; above: 128
+// x 128), a warp 64 x 64 of them (WM x WN; above: 64 x 32): 32 products of 16 x 8 per 16 of k, for
+// 4 + 4 ldmatrix. The sums, 128 registers a thread, never leave. (Where shared memory is small, or
+// N is no multiple of 8, both are as above: 16 products for 4 + 2 loads.) What is new beside that:
 //
 //   - Tiles are swizzled (common/mma.cuh), not padded: neither the copies, which write 16 bytes a
 //     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
@@ -265,7 +264,7 @@ struct TileCopies {
 // kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
 // multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
-__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 ? 2 : 1)
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
                int n) {
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
-  typename Copies::Offsets offsets;  // in the struct it would be memory, and the struct with it
+  typename Copies::Offsets offsets;  // as a member it would keep the struct out of registers
   Copies copies(A, B, row0, col0, n, offsets);
 
   // Fragments. Of 16 x 16 elements lane l passes row l % 16, the first 8 columns of it or, from
@@ -368,9 +367,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kWarpsM* kWarpsN <= 4 
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// These kernels use the names of common/tiles.cuh: Box, LeftTile, RightTile are tiles in shared
-// memory, Sum is in the registers of a warpgroup (4 warps). common/hopper.cuh has the PTX; its
-// HOPPER_CODE is 1 where the compiler accepts it.
+// docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
+// common/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the registers of
+// a warpgroup, 4 warps) and kStepK (the 64 of k of a step). common/hopper.cuh has Ring (which
+// stage comes, with which parity) and the PTX. HOPPER_CODE is 1 where the compiler accepts that.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -401,9 +401,9 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 // the matrix arrives as zeros. Arrival: an mbarrier in shared memory counts the bytes in. Products:
 // a warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction (wgmma), straight out
 // of shared memory: no ldmatrix, no fragments of A and B in registers. wgmma reads a row-major B as
-// it is. A block is one warpgroup with a 128 x 128 tile of C, two sums of 64 x 128. All of its
-// threads do everything together: wait for a stage, multiply, wait for the products, refill the
-// stage.
+// it is. A block is one warpgroup with a 128 x 128 tile of C, two sums of 64 x 128. All wait for a
+// stage, multiply, and wait for the products; then one thread orders the next tiles into the stage.
+// Blocks come in plain order here and in the next kernel; "persistent" walks in patches again.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(128)
 // each 64 rows of a 128 x 256 tile, and two barriers per stage connect them: full (the bytes are
 // there) and empty (both consumers have read them). A consumer keeps one step of products in flight
 // while it waits for the next stage. A sum of 64 x 256 takes 128 registers of each thread;
-// setmaxnreg hands the producer's registers to the consumers.
+// setmaxnreg hands the producer's registers to the consumers (3 x 168 become 24 + 2 x 240).
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -506,9 +506,9 @@ __global__ void __launch_bounds__(384, 1)
 }
 
 // Three more things:
-//   - Persistent blocks: as many as fit, each walking over tiles of C. The producer runs ahead into
-//     the next tile while the consumers still write this one. Tiles are taken in groups of kGroup
-//     rows of tiles, so that those worked on at one time form a square patch of C, as in the
+//   - Persistent blocks: no more than fit, each walking over tiles of C. The producer runs ahead
+//     into the next tile while the consumers still write this one. Tiles are taken in groups of
+//     kGroup rows of tiles, so that those worked on at one time form a square patch of C, as in the
 //     mma.sync kernel.
 //   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it
 //     and multicasts that half into both: B is read from the L2 cache once, not twice. A stage is
@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(384, 1)
 //     before it ended: it is still in the L2 cache.
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
 //     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
-//     a patch reads, they have to keep in step (Pace).
+//     a patch reads, they keep in step (Pace; it and quotient, a division: common/product.cuh).
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -654,7 +654,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
         if (step > 0) release(previous);
         previous = ring.stage;
       }
-      // While the last products are on their way.
+      // The last products are still on their way.
       const Place at = place(tile);
       wait_for_stores(consumer);
       wgmma_wait<0>();
@@ -670,10 +670,11 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Of 64 x 128 there are 128. And the
 //     time until the first data come counts: a block asks for its first stage before its cluster
 //     has met.
-//   - At N = 4104 there are 561 tiles of 128 x 256: four rounds, and a fifth for 33 of them. There
-//     are 528 of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns, but B comes in
-//     boxes of 64, and rows of A only 64 at a time. So the product is turned round (TurnedTiles):
-//     C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows of A as suit N.
+//   - At N = 4104 there are 289 pairs of 128 x 256: four rounds of 66, and a fifth for 25. There
+//     are 264 pairs of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns,
+//     but B comes in boxes of 64, and rows of A only 64 at a time. So the product is turned round
+//     (TurnedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows
+//     of A as suit N.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
@@ -707,9 +708,9 @@ struct SquareProduct {
             Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
-  // Rows, columns, how many tiles of a cluster lie below and how many beside each other (and boxes
-  // for results). Of 100 tiles 30 of these lost least at 55 sizes from 256 to 8192; of 15 more, two
-  // gained at 20 sizes from 600 to 2560.
+  // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
+  // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; these 30 lose
+  // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding.
   void add() const {
     using Choice = TileChoice<
         Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
@@ -871,7 +872,7 @@ int main(int argc, char** argv) {
     add_mma<128, 128, 32, 2, 4, 3, 2>(square, A, B, C, n);
   } else if (lesson.device().shared_bytes >= 144 << 10) {
     add_mma<256, 128, 64, 4, 2, 3, 8>(square, A, B, C, n);
-  } else {  // less shared memory: compute capability 7.5, 8.6, 8.9
+  } else {  // less shared memory: such as compute capability 7.5, 8.6, 8.9
     add_mma<128, 128, 32, 2, 4, 3, 8>(square, A, B, C, n);
   }
 

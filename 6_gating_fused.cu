@@ -203,8 +203,9 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 // ---- async tiles --------------------------------------------------------------------------------
 
 // The same, but kStages sets of tiles are in flight, as in lesson 2's `async`: the tensor cores
-// work on one while the copies of the next ones are on their way, and a step needs one barrier
-// instead of two. In the end the stagings take the place of the tiles.
+// work on one while the next are on their way, and a step needs one barrier, not two. Tiles are
+// larger, too: 128 rows, not 64, and 64 of k, not 32, where that fits. So not all that is gained
+// comes from the copies. In the end the stagings take the place of the tiles.
 template <class Tiles, int kStages>
 constexpr int kAsyncBytes = Tiles::kBiasBytes +
                             std::max(kStages* Tiles::kStageBytes, Tiles::kStagingBytes);
@@ -294,10 +295,10 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // computes both sums: gate in the left half of a thread's registers, value in the right half. Each
 // consumer warpgroup owns a tile of 64 rows of out at a time, and has stages of its own for x,
 // which the producer fills. While one consumer waits for its products another computes sigmoids,
-// and a third waits for its tile; each goes at its own pace. If registers do not hold the sums of
-// all columns, a consumer computes them in parts, from the same tile of x, which is read once.
-// Where shared memory has no room for a tile for each consumer, two or four are a team. They share
-// a tile, and each computes every second or fourth part.
+// and a third waits for its tile; each goes at its own pace, as far as its stages last. If
+// registers do not hold the sums of all columns, a consumer computes them in parts, from the same
+// tile of x, which is read once. Where shared memory has no room for a tile for each consumer, two
+// or four are a team. They share a tile, and each computes every second or fourth part.
 //
 // How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): in boxes, as
 // whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
@@ -349,11 +350,11 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
     shared.W.template load<128 * kConsumers>(in, x, col0, plan.parts, threadIdx.x - 128);
-    named_barrier(15, 128 * kConsumers);  // the results have 1 to 8
+    named_barrier(15, 128 * kConsumers);  // ResidentOut::meet has 1 to 8
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
       for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
-        const bool last = part + kTeam >= plan.parts;  // before it the tile is still needed
+        const bool last = part + kTeam >= plan.parts;  // before it the tile stays
         int previous = 0;
         Sum<2 * kWidth> sum;
         shared.W.start(sum, part);
@@ -449,8 +450,9 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
       .resources(kernel, Tiles::kThreads, kBytes);
 }
 
-// Adds "Hopper resident". Its ways are the plans, each with one block for all columns or several
-// side by side that divide them. Returns whether one block can hold all weights in some plan.
+// Adds "Hopper resident". Several ways are timed, and the fastest is shown (docs/measuring.md): the
+// plans, each with one block for all columns or several side by side that divide them. Returns
+// whether one block can hold all weights in some plan.
 template <class... Plans>
 bool add_planned(GatingProblem& table, const Device& device) {
   std::vector<Way> ways;
@@ -535,7 +537,7 @@ struct GatedProduct {
                     Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
-  // Adds the row, with the fastest of some of lesson 3's tiles (common/product.cuh).
+  // Adds the row, with the fastest of some tiles (common/product.cuh).
   void add() const {
     using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
                               Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;
