@@ -2,7 +2,7 @@
 //
 //     probs(b, c) = exp(l(b, c) - m(b)) / sum over j of exp(l(b, j) - m(b))
 //     logits l = x W, m(b) = the maximum of row b
-//     x (B, D), W (D, C), probs (B, C): fp32, row-major
+//     x (B, D), W (D, C), probs (B, C): fp32, row-major; D inputs, C classes
 //
 // The last layer of a classifier. What is computed is 2 B D C operations; what has to move is x, W
 // and probs, 4 (B D + D C + B C) bytes. Small layers are limited by neither but by launches, and by
@@ -17,24 +17,23 @@
 //
 //     (1) library   cuBLAS, then the best softmax kernel that we have (common/softmax_rows.cuh)
 //     (2) unfused   our product, then the same softmax kernel
-//     (3) fused     our product and softmax in one launch
+//     (3) fused     our product and softmax in one launch; half fused (below): in two or three
 //
 // (2) against (3) is fusion alone: the product is the same kernel, with another epilogue and the
 // tiles that suit it best. (1) against (2) is the quality of the library. And there are two sets of
-// tables, never mixed: true fp32 accuracy, and TF32, where the operands of the product are rounded
-// to 10 bits of mantissa so that tensor cores can multiply them. Both accumulate in fp32. The
-// kernels:
+// tables, never mixed: true fp32 accuracy, and TF32, where a product may round its operands to 10
+// bits of mantissa, so that tensor cores can multiply them. Both accumulate in fp32. The kernels:
 //
-//     fused rows      a block a row: simple; every block reads all of W (fp32 tables: --all)
+//     fused rows      a block a row: simple; every block reads all of W (in the fp32 tables)
 //     ..., D split    at most 16 columns: a row's inputs are spread over the block's threads, too
 //     fused tiles     a block has all columns of 8 to 32 rows (all_columns() below); D is spread
 //                     over its warps and, if there are too few rows to fill the GPU, over several
 //                     blocks
-//     fused online    C of thousands: a row is spread over several blocks (column_tiles()). Only
-//                     half fused: they leave logits and, of each part of a row, its maximum and
-//                     its sum; a second kernel makes probabilities of them. (Only unfused up to
-//                     8192 columns, of up to 16 rows 4096: there the softmax needs no sums)
-//     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused
+//     fused online    more columns: a row is spread over several blocks (column_tiles()). Only
+//                     half fused: they write logits and, of each part of a row, maximum and sum;
+//                     a second kernel makes probabilities of both. (Only unfused up to 8192
+//                     columns, of up to 16 rows 4096: the usual softmax reads logits once, too)
+//     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused, as above
 //
 // and on Hopper, with its copy engine and wgmma:
 //
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kCols;
   float logit = 0;
   for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kParts) {
-    // First all loads, where needed of another element that exists: a branch would wait for each.
+    // All loads first. Beyond D or C they are of a valid element: a branch would wait for each.
     float left[kAtOnce], right[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -145,11 +144,11 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // ---- fused tiles --------------------------------------------------------------------------------
 
 // Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3
-// (common/fp32_product.cuh). `Results` says what becomes of them: logits, or of each tile's part of
-// a row its maximum and sum as well, or probabilities.
+// (common/fp32_product.cuh). Results (common/softmax_table.cuh) say what becomes of them: logits,
+// or of each tile's part of a row its maximum and sum as well, or probabilities.
 
-// kLanes lanes share a row of a tile, one of the row's `tiles`, of kLanes * kValues columns. Lane l
-// has its columns l, l + kLanes, ... Writes what the epilogue makes of them, if the row exists.
+// kLanes lanes share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its
+// columns l, l + kLanes, ... Applies the epilogue; writes the result only if the row `exists`.
 template <int kValues, int kLanes = 32>
 __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results,
                            int tile = 0, int tiles = 1, bool exists = true) {
@@ -359,7 +358,7 @@ __global__ void __launch_bounds__(32 * kFewWarps)
         w[k][j] = d0 + k < D && col + 32 * j < C ? row[32 * j] : 0;
       }
     }
-    __syncwarp();  // all lanes have read the last group
+    __syncwarp();  // all lanes have read the previous group
     for (int i = lane; i < kAtOnce * kRows; i += 32) {
       const int row = i / kAtOnce, k = i % kAtOnce, d = d0 + k;
       x_parts[warp][k][row] = row < B && d < D ? x[static_cast<size_t>(row) * D + d] : 0;
@@ -424,7 +423,7 @@ struct Slabs {
 };
 
 #if HOPPER_CODE
-// Adds up what the warps have of a slab's rows, 8 lanes a row, and finishes them.
+// Adds up and finishes a slab's rows, 8 lanes a row. A warp's 4 rows go together: it shuffles.
 template <int kTiles>
 __device__ void finish_slab(const float* sums, int row0, int here, int C, Slabs of,
                             const Results& results) {
@@ -461,10 +460,10 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
   }
   start_next_kernel();
   wait_for_previous_kernel();
-  // What is left of `count` floats after all whole 16 bytes.
-  const auto copy_rest = [](float* to, const float* from, int count) {
-    const int at = count / 4 * 4 + static_cast<int>(threadIdx.x);
-    if (at < count) to[at] = from[at];
+  // Copies the last floats % 4 floats: the copy engine moves whole 16 bytes.
+  const auto copy_rest = [](float* to, const float* from, int floats) {
+    const int at = floats / 4 * 4 + static_cast<int>(threadIdx.x);
+    if (at < floats) to[at] = from[at];
   };
   copy_rest(slabs + W_at, W, D * C);
   __syncthreads();
@@ -535,7 +534,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
 
 // A block's shared memory. kSplits: the blocks of a cluster, over which D is split. kDepth: how
-// many of the D inputs are taken at a time. kTwoParts: whether operands are (3xTF32).
+// many of the D inputs are taken at a time. kTwoParts: an operand is the sum of two TF32 numbers.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 struct ClusterShared {
   static constexpr bool kTwoParts = kMath == Math::split;
@@ -679,21 +678,21 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 
 // ---- Hopper: fused exchange ---------------------------------------------------------------------
 
-// For all but few columns. Of its row a block needs only a maximum and a sum; what fused online
-// pays for is that no block knows them in time, so that each writes logits that are read again.
-// Here the blocks of some rows run at the same time, keep their logits in registers, leave each
-// row's maximum and sum in memory, wait until all of the others have, and then write probabilities,
-// once. (Where a row has more blocks than can run at a time, or so many that writing the logits
-// should take less time, the kernel is half fused. Where it has but one, nobody has to wait.)
+// For any shape. To finish its part of a row a block needs the row's maximum and sum. In fused
+// online no block knows them in time, so each writes logits, which are read again. Here a row's
+// blocks run at the same time: each keeps its logits in registers, posts the maximum and sum of its
+// part in memory, waits until the others have, and writes probabilities, once. (Half fused where a
+// row has more blocks than can run at a time, or so many that to write logits should take less
+// time. A row of one block waits for nobody.)
 //
 // Few rows, or few columns, are few tiles: 2048 x 300 logits are 24 of 256 x 128, and most of the
 // GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
 // slice of a tile, and the softmax adds up what it reads.
 //
-// The product is turned round, as in fused cluster, and otherwise lesson 3's last one: a warpgroup
-// that copies, two or three that multiply, 64 columns each, several stages, and clusters of one to
-// three. For all of the D inputs W has no room in registers: it comes through the stages, too, and
-// from there to registers. (Rows may start anywhere: RowsOfX, MapsOfW. 3xTF32 copies such a W.)
+// The product is turned round, as in fused cluster, and otherwise lesson 3's "persistent": a
+// warpgroup that copies, two or three that multiply, 64 columns each, several stages, clusters of
+// one to three. For all of the D inputs W has no room in registers: it comes through the stages as
+// well, and from there to registers. (Rows may start anywhere: RowsOfX, MapsOfW. 3xTF32 copies W.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 struct ExchangeShared : TurnedShared<kMath, kRows, kColumns, kPeers, kAligned> {
   // Of each warp that multiplies: its columns' maximum or sum, for each row.
@@ -701,22 +700,22 @@ struct ExchangeShared : TurnedShared<kMath, kRows, kColumns, kPeers, kAligned> {
   alignas(16) float rows[kRows];  // what exponentials are relative to; then their factor
 };
 
-// What a block leaves behind for the others: a row's maximum in its tile, and the sum relative to
-// it, 8 bytes, written and read at once. The sum can spare its last bit: it says whether an odd or
-// an even launch wrote them. Readers look until it is this launch's bit: no flag, and no fence.
-using Left = unsigned long long;
+// What a block posts for the others: a row's maximum in its tile, and the sum relative to it, 8
+// bytes, written and read at once. The sum can spare its last bit: it says whether an odd or an
+// even launch wrote them. Readers look until it is this launch's bit: no flag, and no fence.
+using Posted = unsigned long long;
 
-// What blocks leave to those that have the same rows. Zero before the first launch; a launch leaves
-// it ready for the next one. One launch at a time: two streams need one of these each.
+// What blocks tell those that have the same rows. Zero before the first launch; a launch leaves it
+// ready for the next one. One launch at a time: two streams need one of these each.
 struct Exchange {
-  Left* left;       // (strips of kRows rows, tiles of kColumns classes, kRows)
+  Posted* posted;   // (strips of kRows rows, tiles of kColumns classes, kRows)
   unsigned* turns;  // a block's own count of launches, its last bit
 };
 
-// A block has every gridDim.x-th of these places. Blocks that wait for one another go strip after
-// strip (`together` = 1): those that run at the same time have all tiles of some strips. Others go
-// through strips of 2048 rows together, tile after tile, and so share what they read of W as well
-// as of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
+// A place is a tile of a strip of kRows rows. Block b has places b, b + gridDim.x, ... Blocks that
+// wait for one another need all tiles of a strip at the same time: `together` = 1. Others take
+// `together` strips, about 2048 rows, tile after tile, and so share what they read of W as well as
+// of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
 struct Places {
   int strips, tiles, together;
 
@@ -729,46 +728,46 @@ struct Places {
 };
 
 #if HOPPER_CODE
-__device__ inline Left leave(MaxSum part, unsigned turn) {
-  return static_cast<Left>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
+__device__ inline Posted post(MaxSum part, unsigned turn) {
+  return static_cast<Posted>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
          __float_as_uint(part.largest);
 }
-__device__ inline bool is_left(Left left, unsigned turn) { return (left >> 32 & 1) == turn; }
-__device__ inline MaxSum part_of(Left left) {
-  return {__uint_as_float(static_cast<unsigned>(left)),
-          __uint_as_float(static_cast<unsigned>(left >> 32) & ~1u)};
+__device__ inline bool is_posted(Posted part, unsigned turn) { return (part >> 32 & 1) == turn; }
+__device__ inline MaxSum part_of(Posted posted) {
+  return {__uint_as_float(static_cast<unsigned>(posted)),
+          __uint_as_float(static_cast<unsigned>(posted >> 32) & ~1u)};
 }
 
-// A row's maximum and sum in all of its tiles, the first at `of_tiles`, of which this block has
-// `own`: leaves that, and waits for the others', 16 loads at a time.
+// This block has `own`, the maximum and sum of its tile's part of a row. It posts them for the
+// others, reads all tiles' (the first is at `of_tiles`), 16 loads at a time, and merges them.
 template <Math kMath, int kRows>
-__device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, unsigned turn) {
-  const auto left_at = [&](int i) {
-    return cuda::atomic_ref<Left, cuda::thread_scope_device>(
+__device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
+  const auto posted_at = [&](int i) {
+    return cuda::atomic_ref<Posted, cuda::thread_scope_device>(
         of_tiles[static_cast<size_t>(i) * kRows]);
   };
-  left_at(tile).store(leave(own, turn), cuda::memory_order_relaxed);
+  posted_at(tile).store(post(own, turn), cuda::memory_order_relaxed);
   MaxSum all = {minus_infinity(), 0};
   constexpr int kAtOnce = 16;
   for (int first = 0; first < tiles; first += kAtOnce) {
-    Left left[kAtOnce];
+    Posted posted[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      left[i] = leave({minus_infinity(), 0}, turn);
-      if (first + i < tiles) left[i] = left_at(first + i).load(cuda::memory_order_relaxed);
+      posted[i] = post({minus_infinity(), 0}, turn);
+      if (first + i < tiles) posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
     }
     float largest = all.largest;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      while (!is_left(left[i], turn)) {
-        left[i] = left_at(first + i).load(cuda::memory_order_relaxed);
+      while (!is_posted(posted[i], turn)) {
+        posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
       }
-      largest = fmaxf(largest, part_of(left[i]).largest);
+      largest = fmaxf(largest, part_of(posted[i]).largest);
     }
     all = {largest, all.sum * rebase(all.largest, largest)};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const MaxSum part = part_of(left[i]);
+      const MaxSum part = part_of(posted[i]);
       all.sum += part.sum * exp_of<kMath>(part.largest - base_of(largest));
     }
   }
@@ -780,7 +779,7 @@ __device__ MaxSum exchange_row(MaxSum own, Left* of_tiles, int tile, int tiles, 
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
-                     Places places, Exchange others, Results results) {
+                     Places places, Exchange exchange, Results results) {
 #if HOPPER_CODE
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   extern __shared__ __align__(1024) char bytes[];
@@ -791,7 +790,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
   start_next_kernel();
   wait_for_previous_kernel();
 
-  const unsigned turn = others.turns[blockIdx.x] ^ 1;
+  const unsigned turn = exchange.turns[blockIdx.x] ^ 1;
   Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<kRows == 256 ? 40 : 56>();
@@ -815,7 +814,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
       if (results.epilogue == Epilogue::softmax) {
         const MaxSum row = exponentials(shared, consumer, sum, C - col);
         if (own < kRows) {
-          Left* of_tiles = others.left + static_cast<size_t>(strip) * tiles * kRows + own;
+          Posted* of_tiles = exchange.posted + static_cast<size_t>(strip) * tiles * kRows + own;
           const MaxSum all =
               tiles == 1 ? row : exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
           shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
@@ -834,7 +833,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     }
   }
   __syncthreads();  // all know the turn
-  if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) others.turns[blockIdx.x] = turn;
+  if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) exchange.turns[blockIdx.x] = turn;
 #endif
 }
 
@@ -897,8 +896,8 @@ Product make_product(const Layer& layer) {
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
-// D in 1, 2, 4, ... parts of at least 64 inputs, as long as there are at most 8 blocks for each
-// multiprocessor. All take about as long as W takes to come, unless they are too few blocks.
+// D in 1, 2, 4, ... parts of at least 64 inputs: at most 16 parts (8 in a cluster), and at most 8
+// blocks for each multiprocessor. All take about as long as W takes to come, unless blocks are few.
 template <int kRows, int kCols>
 void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   constexpr int kThreads = 32 * kFewWarps;
@@ -936,7 +935,7 @@ std::vector<Product> make_few_rows(const Layer& layer) {
 
 template <int kTiles>
 Product make_narrow(const Layer& layer) {
-  // As few warps share a row as can hold W. A slab is 32 rows, or 8 for each group of warps if that
+  // As few warps share a row as can hold W. A slab is 32 rows, or 8 for each `splits` warps if that
   // is more; fewer if multiprocessors would get none, or if a block had no room for two.
   using N = Narrow<kTiles>;
   constexpr int kThreads = 32 * kNarrowWarps;
@@ -996,8 +995,9 @@ Plan plan_cluster(const Layer& layer) {
   return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }
 
-// Few rows: D is split over more blocks. 40 rows: of 1024 rows about as many clusters of 4 as fit
-// at a time. Split operands take twice the registers for W: fewer inputs at a time, more blocks.
+// Few rows: D is split over more blocks. Many rows, or columns: 64 rows. 40: of 1024 rows about as
+// many clusters of 4 as fit at a time. Split operands take twice the registers for W: fewer inputs
+// at a time, more blocks.
 template <Math kMath, int kClasses>
 Plan choose_cluster(const Layer& layer) {
   constexpr bool kTwoParts = kMath == Math::split;
@@ -1010,17 +1010,18 @@ Plan choose_cluster(const Layer& layer) {
   return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
 }
 
-// fused exchange in strips of kRows rows, `clusters` of which run at a time. `slices` = 0: the
-// blocks of a strip wait for one another. Else half fused, of so many slices of D.
+// Exchange with strips of kRows rows; at most `clusters` clusters run at a time. `slices` = 0: the
+// blocks of a strip wait for one another. Else half fused, with so many slices of D.
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
-  const bool waits = slices == 0;
+  const bool fused = slices == 0;
   const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * kColumns));
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
-  const int waiting = waits ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
-  const int others = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
-  const auto left = layer.problem.workspace<Left>(waits ? int64_t{strips} * tiles * kRows : 1);
+  const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
+  const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
+  const int64_t parts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
+  const auto posted = layer.problem.workspace<Posted>(parts);
   const auto turns = layer.problem.workspace<unsigned>(int64_t{strips} * tiles);
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   const auto launch = [=](Results results, int of_D = 1) {
@@ -1028,19 +1029,19 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
         maps_of<kAligned, kColumns>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
     const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, Shared::kBoxRows,
                     kMath == Math::tf32);
-    const bool wait = results.epilogue == Epilogue::softmax;
-    const Places places = {strips, tiles, wait ? 1 : 2048 / kRows};
-    const int grid = wait ? waiting : of_D > 1 ? strips * tiles : others;
+    const bool softmax = results.epilogue == Epilogue::softmax;
+    const Places places = {strips, tiles, softmax ? 1 : 2048 / kRows};
+    const int grid = softmax ? waiting_grid : of_D > 1 ? strips * tiles : free_grid;
     launch_early(kernel, dim3(grid, of_D), Shared::kThreads, sizeof(Shared),  //
-                 x, W, layer.C, places, Exchange{left, turns}, results);
+                 x, W, layer.C, places, Exchange{posted, turns}, results);
   };
-  if (waits) return product_of("exchange", kernel, Shared::kThreads, sizeof(Shared), launch);
+  if (fused) return product_of("exchange", kernel, Shared::kThreads, sizeof(Shared), launch);
   return half_fused(layer, "exchange", kernel, Shared::kThreads, sizeof(Shared), slices, tiles,
                     launch);
 }
 
-// Plans with one size of tiles: exchange, and half fused with as many slices as should take the
-// least time. (Blocks that wait for one another need a GPU without other work.)
+// Plans with one size of tiles: fused, and half fused, with the three numbers of slices that should
+// take the least time. (Blocks that wait for one another need a GPU without other work.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
@@ -1089,7 +1090,7 @@ std::vector<Plan> plan_exchange(const Layer& layer) {
 }
 
 // What Hopper has for a shape, a row each: fused narrow, or else fused cluster; and fused exchange.
-// But none that should take much longer. (D < 4, C % 4 != 0: not all of W's matrices have a row.)
+// But none that should take much longer. (TF32, D < 4, C % 4 != 0: a matrix of W has no row.)
 template <Math kMath>
 std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
@@ -1098,18 +1099,18 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   if (kMath != Math::tf32 || layer.C % 4 == 0) {
     exchange = plan_exchange<kMath, true>(layer);
   } else if (layer.D >= 4) {
-    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);
+    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);  // here that is false
   }
   const Plan cluster = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
-  const double others = exchange.empty() ? INFINITY : exchange[0].microseconds();
+  const double exchange_time = exchange.empty() ? INFINITY : exchange[0].microseconds();
   std::vector<std::vector<Product>> rows;
   if (const auto narrow = choose_narrow(layer); kMath == Math::tf32 && !narrow.empty()) {
     rows.push_back(narrow);
-  } else if (cluster.microseconds() < kTries.hopeless * others) {
+  } else if (cluster.microseconds() < kTries.hopeless * exchange_time) {
     rows.push_back(products_of(layer, {cluster}));
   }
-  if (others < kTries.hopeless * cluster.microseconds()) {
+  if (exchange_time < kTries.hopeless * cluster.microseconds()) {
     rows.push_back(products_of(layer, exchange));
   }
   return rows;  // none if no cluster fits on the device
@@ -1140,7 +1141,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
   table.verify(blas, lesson.flag("--hard-rows"));
 
   table.add_library(blas);
-  // It reads W once per row: of the largest shapes 20 calls would take a minute.
+  // fused rows reads W once per row: of the largest shapes 20 calls would take a minute.
   if (!tf32 && shape.flops() < 1e11) {
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
