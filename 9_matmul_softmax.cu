@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // per row.
 template <int kCols>
 __global__ void __launch_bounds__(kSoftmaxThreads)
-    fused_narrow_rows(const float* x, const float* W, float* probs, int D, int C) {
+    fused_rows_split(const float* x, const float* W, float* probs, int D, int C) {
   start_next_kernel();
   wait_for_previous_kernel();
   constexpr int kWarps = kSoftmaxThreads / 32, kParts = kSoftmaxThreads / kCols, kAtOnce = 8;
@@ -1148,7 +1148,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
   }
   // These round nothing, not even in TF32's table: what tensor cores have to beat.
   if (C <= 16) {
-    const auto kernel = fused_narrow_rows<16>;
+    const auto kernel = fused_rows_split<16>;
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
     table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
   }

@@ -32,7 +32,7 @@ LADDERS = {
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
     "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],
     "9_matmul_softmax": [
-        "fused_rows", "fused_narrow_rows", "all_columns", "column_tiles", "narrow_columns",
+        "fused_rows", "fused_rows_split", "all_columns", "column_tiles", "narrow_columns",
         "cluster_columns", "exchange_columns",
     ],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],

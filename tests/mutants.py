@@ -170,7 +170,7 @@ BARRIERS = [
     (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
     # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
-    (SOFTMAX, "fused rows, D split", "fused_narrow_rows(", 1,
+    (SOFTMAX, "fused rows, D split", "fused_rows_split(", 1,
      ("3", "--inputs", "40", "--classes", "10", "--all")),
     (SOFTMAX, "unfused tiles", "multiply_tiles(", 1,
      ("3", "--inputs", "150", "--classes", "10", "--all")),
