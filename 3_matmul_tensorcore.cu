@@ -246,7 +246,7 @@ struct TileCopies {
 // The whole of lesson 2 for tensor cores. A block owns 256 x 128 elements of C (BM x BN; above: 128
 // x 128), a warp 64 x 64 of them (WM x WN; above: 64 x 32): 32 products of 16 x 8 per 16 of k, for
 // 4 + 4 ldmatrix. The sums, 128 registers a thread, never leave. (Where shared memory is small, or
-// N is no multiple of 8, both are as above: 16 products for 4 + 2 loads.) What is new beside that:
+// N is no multiple of 8, both are as above: 16 products for 4 + 2 loads.) What else is new here:
 //
 //   - Tiles are swizzled (common/mma.cuh), not padded: neither the copies, which write 16 bytes a
 //     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
@@ -370,7 +370,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
 // common/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the registers of
 // a warpgroup, 4 warps) and kStepK (the 64 of k of a step). common/hopper.cuh has Ring (which
-// stage comes, with which parity) and the PTX. HOPPER_CODE is 1 where the compiler accepts that.
+// stage comes, with which parity) and the PTX. HOPPER_CODE is 1 where the compiler takes this PTX.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -709,7 +709,7 @@ struct SquareProduct {
   }
 
   // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
-  // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; these 30 lose
+  // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; 30 of these lose
   // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding.
   void add() const {
     using Choice = TileChoice<

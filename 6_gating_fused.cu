@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
       for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
-        const bool last = part + kTeam >= plan.parts;  // before it the tile stays
+        const bool last = part + kTeam >= plan.parts;  // until then the stages are kept
         int previous = 0;
         Sum<2 * kWidth> sum;
         shared.W.start(sum, part);

@@ -15,12 +15,12 @@
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three ways:
 //
-//     (1) library   cuBLAS, then the best softmax kernel that we have (common/softmax_rows.cuh)
+//     (1) library   cuBLAS's fastest, then the best softmax that we have (common/softmax_rows.cuh)
 //     (2) unfused   our product, then the same softmax kernel
 //     (3) fused     our product and softmax in one launch; half fused (below): in two or three
 //
-// (2) against (3) is fusion alone: the product is the same kernel, with another epilogue and the
-// tiles that suit it best. (1) against (2) is the quality of the library. And there are two sets of
+// (2) against (3) is fusion: the product is the same kernel, with another epilogue and the tiles
+// that suit it best. (1) against (2) is the quality of the library. And there are two sets of
 // tables, never mixed: true fp32 accuracy, and TF32, where a product may round its operands to 10
 // bits of mantissa, so that tensor cores can multiply them. Both accumulate in fp32. The kernels:
 //
@@ -48,11 +48,11 @@
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits.
 // Few rows and exchange may be half fused in one more way, for few tiles: D is cut into slices, and
-// the softmax adds up what they leave. Of their tiles and slices, (2) and (3) each have the fastest
-// that was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and online
-// multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two TF32
-// numbers, and three products instead of one. Its error is held to the bound of fp32. Cluster and
-// exchange are there as 3xTF32. All kernels and the softmax are launched early
+// the softmax adds up what they leave; (2) has no slices. Of its tiles, and slices, each has the
+// fastest that was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and
+// online multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of
+// two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
+// Cluster and exchange are there as 3xTF32. All kernels and the softmax are launched early
 // (common/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // or of each tile's part of a row its maximum and sum as well, or probabilities.
 
 // kLanes lanes share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its
-// columns l, l + kLanes, ... Applies the epilogue; writes the result only if the row `exists`.
+// columns l, l + kLanes, ... Applies the epilogue; writes `out` only if the row `exists`.
 template <int kValues, int kLanes = 32>
 __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results,
                            int tile = 0, int tiles = 1, bool exists = true) {
@@ -423,7 +423,7 @@ struct Slabs {
 };
 
 #if HOPPER_CODE
-// Adds up and finishes a slab's rows, 8 lanes a row. A warp's 4 rows go together: it shuffles.
+// Adds up and finishes a slab's rows, 8 lanes a row; also lanes without a row, for the shuffles.
 template <int kTiles>
 __device__ void finish_slab(const float* sums, int row0, int here, int C, Slabs of,
                             const Results& results) {
@@ -691,13 +691,13 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 //
 // The product is turned round, as in fused cluster, and otherwise lesson 3's "persistent": a
 // warpgroup that copies, two or three that multiply, 64 columns each, several stages, clusters of
-// one to three. For all of the D inputs W has no room in registers: it comes through the stages as
-// well, and from there to registers. (Rows may start anywhere: RowsOfX, MapsOfW. 3xTF32 copies W.)
+// one to three. For all D inputs registers have no room: W comes through the stages as well, and
+// from there to registers. (Rows may start anywhere, RowsOfX, MapsOfW; in 3xTF32 only those of x.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 struct ExchangeShared : TurnedShared<kMath, kRows, kColumns, kPeers, kAligned> {
   // Of each warp that multiplies: its columns' maximum or sum, for each row.
   alignas(16) float parts[kColumns / 16][kRows];
-  alignas(16) float rows[kRows];  // what exponentials are relative to; then their factor
+  alignas(16) float rows[kRows];  // what exponentials are relative to; then what is multiplied
 };
 
 // What a block posts for the others: a row's maximum in its tile, and the sum relative to it, 8
@@ -739,7 +739,7 @@ __device__ inline MaxSum part_of(Posted posted) {
 }
 
 // This block has `own`, the maximum and sum of its tile's part of a row. It posts them for the
-// others, reads all tiles' (the first is at `of_tiles`), 16 loads at a time, and merges them.
+// others, reads those of all tiles (the first's are at `of_tiles`), 16 at a time, and merges them.
 template <Math kMath, int kRows>
 __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
   const auto posted_at = [&](int i) {
@@ -828,7 +828,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
         if (own < min(kRows, x.rows_from(row0))) {
           results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
         }
-        if (own < kRows) shared.rows[own] = 1;
+        if (own < kRows) shared.rows[own] = 1;  // for the next place's logits
       }
     }
   }
@@ -995,9 +995,9 @@ Plan plan_cluster(const Layer& layer) {
   return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }
 
-// Few rows: D is split over more blocks. Many rows, or columns: 64 rows. 40: of 1024 rows about as
-// many clusters of 4 as fit at a time. Split operands take twice the registers for W: fewer inputs
-// at a time, more blocks.
+// Few rows: D is split over more blocks. Many rows, or columns: 64 rows. Else 40: 1024 rows are
+// then as many clusters of 4 as fit at a time. Split operands take twice the registers for W: fewer
+// inputs at a time, more blocks.
 template <Math kMath, int kClasses>
 Plan choose_cluster(const Layer& layer) {
   constexpr bool kTwoParts = kMath == Math::split;
@@ -1040,8 +1040,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
                     launch);
 }
 
-// Plans with one size of tiles: fused, and half fused, with the three numbers of slices that should
-// take the least time. (Blocks that wait for one another need a GPU without other work.)
+// Plans with one size of tiles: fused, and half fused, with the numbers of slices that should take
+// the least time, up to three. (Blocks that wait for one another need a GPU without other work.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
@@ -1099,7 +1099,7 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   if (kMath != Math::tf32 || layer.C % 4 == 0) {
     exchange = plan_exchange<kMath, true>(layer);
   } else if (layer.D >= 4) {
-    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);  // here that is false
+    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);  // false
   }
   const Plan cluster = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);

@@ -5,9 +5,10 @@
 // D); those of x are, those of W are not. So the product is turned round: x^T is the factor from
 // shared memory, as the copy engine leaves it there, and W^T is the one from registers. A warpgroup
 // has 64 columns of W, a warp 16; for wgmma these are rows of W^T, and thread l has rows l / 4 and
-// l / 4 + 8. Which column is which row is ours to say: these are neighbours, so that W is read 8
-// bytes at a time (not where TurnedConsumer has a W whose rows are not aligned). The thread's sums
-// of the two are sum[4 j + e] and sum[4 j + 2 + e], for row 8 j + 2 (l % 4) + e of x (e is 0 or 1).
+// l / 4 + 8. Which column is which row is ours to say: a thread's two are neighbours, so that W is
+// read 8 bytes at a time (not where TurnedConsumer has a W whose rows are not aligned). The
+// thread's sums of the two are sum[4 j + e] and sum[4 j + 2 + e], for row 8 j + 2 (l % 4) + e of x
+// (e is 0 or 1).
 #pragma once
 
 #include <algorithm>
