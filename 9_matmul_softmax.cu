@@ -1099,7 +1099,7 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   if (kMath != Math::tf32 || layer.C % 4 == 0) {
     exchange = plan_exchange<kMath, true>(layer);
   } else if (layer.D >= 4) {
-    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);  // false
+    exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);  // TF32: W as it lies
   }
   const Plan cluster = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
                                      : choose_cluster<kMath, 128>(layer);
