@@ -20,7 +20,7 @@
 // moves once. Run operator by operator it does not: that is the first kernel of the table.
 //
 //     unfused         a kernel for each operator, as a framework runs it: 26 of them in 3-D; they
-//                     stand in common/clifford_unfused.cuh
+//                     stand in operators/clifford/unfused.cuh
 //     fused product   gates and product in one kernel, the norm in another
 //     one launch      a block owns a row (all features of a batch element) and reads it twice
 //     row on chip     the row stays in registers while its norm is reduced, the weights in shared
@@ -38,19 +38,19 @@
 // write these lines by hand, or generate them with a symbolic package. Here the compiler does, from
 // the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
-// gradients() in common/algebra.cuh. Gates and norms in registers: common/clifford.cuh.
+// gradients() in operators/clifford/algebra.cuh. Gates and norms in registers: operators/clifford/clifford.cuh.
 
 #include <algorithm>
 #include <optional>
 
-#include "common/algebra.cuh"
-#include "common/async_copy.cuh"
-#include "common/clifford.cuh"
-#include "common/clifford.h"
-#include "common/clifford_unfused.cuh"
-#include "common/early_launch.cuh"
-#include "common/hopper.cuh"
-#include "common/row_exchange.cuh"
+#include "operators/clifford/algebra.cuh"
+#include "primitives/async_copy.cuh"
+#include "operators/clifford/clifford.cuh"
+#include "checks/clifford/clifford.h"
+#include "operators/clifford/unfused.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/hopper/hopper.cuh"
+#include "operators/clifford/row_exchange.cuh"
 
 // ---- Fused product ------------------------------------------------------------------------------
 
@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 //
 // The warps of a row do not stop at __syncthreads() for its sums either. Each warp posts its sums
 // and goes on, forward with its part of the next row. It collects the row's sums when it needs them
-// (common/row_exchange.cuh).
+// (operators/clifford/row_exchange.cuh).
 //
 // Backward, registers are scarce. In 3-D a thread has for each feature 20 weights, 20 sums for dw
 // and three multivectors of 8 numbers. So with 8 blades and more the weights are in shared memory,

@@ -26,7 +26,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/matmul.h"
+#include "checks/product/square_matmul.h"
 
 // Thread (x, y) owns C(row = x, col = y): neighbours in a warp sit in neighbouring ROWS. At each
 // step of the loop a warp reads one element of B (the same for all) but 32 elements of A that lie N

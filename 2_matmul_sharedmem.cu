@@ -34,8 +34,8 @@
 #include <limits>
 #include <tuple>
 
-#include "common/async_copy.cuh"
-#include "common/matmul.h"
+#include "primitives/async_copy.cuh"
+#include "checks/product/square_matmul.h"
 
 // ---- tile ---------------------------------------------------------------------------------------
 

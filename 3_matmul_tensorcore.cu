@@ -37,17 +37,17 @@
 //
 // All without (Hopper) need compute capability 7.5 (7.5 copies synchronously); the CPU runs all.
 
-#include "common/async_copy.cuh"
-#include "common/hopper.cuh"
-#include "common/library_product.h"
-#include "common/matmul.h"
-#include "common/mma.cuh"
-#include "common/product_plan.cuh"
-#include "common/wmma_fragments.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/hopper/hopper.cuh"
+#include "checks/product/library_product.h"
+#include "checks/product/square_matmul.h"
+#include "primitives/mma.cuh"
+#include "operators/product/plan.cuh"
+#include "primitives/wmma_fragments.cuh"
 
 // ---- wmma global --------------------------------------------------------------------------------
 
-// FragmentA, FragmentB and FragmentSum (common/wmma_fragments.cuh): 16 x 16 matrices that the lanes
+// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh): 16 x 16 matrices that the lanes
 // of a warp hold together, in a layout that the interface does not tell. A warp loads fragments,
 // multiplies them, and stores them.
 
@@ -80,7 +80,7 @@ constexpr int kSide = 4;  // a block is kSide x kSide warps
 // 16, with nothing kept but the sums. A fragment is loaded from memory for every product: 2 * 256
 // elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the L1
 // cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know which
-// elements they are. store_rounded (common/wmma_fragments.cuh) takes them through shared memory.
+// elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared memory.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -248,7 +248,7 @@ struct TileCopies {
 // 4 + 4 ldmatrix. The sums, 128 registers a thread, never leave. (Where shared memory is small, or
 // N is no multiple of 8, both are as above: 16 products for 4 + 2 loads.) What else is new here:
 //
-//   - Tiles are swizzled (common/mma.cuh), not padded: neither the copies, which write 16 bytes a
+//   - Tiles are swizzled (primitives/mma.cuh), not padded: neither the copies, which write 16 bytes a
 //     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
 //   - kStages pairs of tiles are in flight, with one barrier a step, as in lesson 2's `async`.
 //   - Two sets of fragments: while the products of 16 k are on the tensor cores, ldmatrix loads the
@@ -368,8 +368,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // ---- Hopper -------------------------------------------------------------------------------------
 
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
-// common/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the registers of
-// a warpgroup, 4 warps) and kStepK (the 64 of k of a step). common/hopper.cuh has Ring (which
+// primitives/hopper/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the registers of
+// a warpgroup, 4 warps) and kStepK (the 64 of k of a step). primitives/hopper/hopper.cuh has Ring (which
 // stage comes, with which parity) and the PTX. HOPPER_CODE is 1 where the compiler takes this PTX.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(384, 1)
 //     before it ended: it is still in the L2 cache.
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
 //     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
-//     a patch reads, they keep in step (Pace; it and quotient, a division: common/product.cuh).
+//     a patch reads, they keep in step (Pace; it and quotient, a division: operators/product/product.cuh).
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -681,7 +681,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
-// product() of common/product.cuh is the kernel above for all of these. Estimates say which tiles
+// product() of operators/product/product.cuh is the kernel above for all of these. Estimates say which tiles
 // may be the fastest (product_plan.cuh); some are tried, and the fastest is in the table.
 struct SquareProduct {
   Problem& square;

@@ -18,8 +18,8 @@
 //
 // Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
 
-#include "common/library_product.h"
-#include "common/matmul.h"
+#include "checks/product/library_product.h"
+#include "checks/product/square_matmul.h"
 
 // C = A B in elements of T (cuBLAS's name for it: `type`), accumulated in fp32 as `compute` says.
 template <typename T>

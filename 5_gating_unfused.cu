@@ -21,14 +21,14 @@
 // libraries allow. cuBLASLt adds a bias in the epilogue of its product, while the result is still
 // in registers; and since both products have the same left factor, one product with [W1 W2] side by
 // side reads x once. What no library kernel has is our sigmoid and product: one elementwise kernel
-// stays (common/gating_library.cuh). That second form is the honest baseline for lesson 6.
+// stays (checks/gating/library.cuh). That second form is the honest baseline for lesson 6.
 //
 // The third table is a square one, N x N x N, where arithmetic is the limit: there the temporaries
 // hardly matter, and fusion has less to win.
 
 #include <deque>
 
-#include "common/gating_library.cuh"
+#include "checks/gating/library.cuh"
 
 // ---- The elementwise kernels --------------------------------------------------------------------
 

@@ -29,11 +29,11 @@
 
 #include <deque>
 
-#include "common/async_copy.cuh"
-#include "common/gating_library.cuh"
-#include "common/gating_rows.cuh"
-#include "common/product_plan.cuh"
-#include "common/wmma_fragments.cuh"
+#include "primitives/async_copy.cuh"
+#include "checks/gating/library.cuh"
+#include "operators/gating/rows.cuh"
+#include "operators/product/plan.cuh"
+#include "primitives/wmma_fragments.cuh"
 
 // 1 / (1 + e^-s), by the approximate exponential and division: they are wrong by some units in the
 // last place of fp32, far less than the rounding to fp16 of the result.
@@ -287,8 +287,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
 // The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). common/tiles.cuh has the names, and
-// common/gating_rows.cuh the parts of the first of the two.
+// in shared memory (mbarrier), products of a warpgroup (wgmma). primitives/hopper/tiles.cuh has the names, and
+// operators/gating/rows.cuh the parts of the first of the two.
 //
 // The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps its columns
 // of both weights in shared memory: W1's and W2's next to each other, as one factor. So one wgmma
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // tile of x, which is read once. Where shared memory has no room for a tile for each consumer, two
 // or four are a team. They share a tile, and each computes every second or fourth part.
 //
-// How x comes and how out leaves depends on K and H (Plan; common/gating_rows.cuh): in boxes, as
+// How x comes and how out leaves depends on K and H (Plan; operators/gating/rows.cuh): in boxes, as
 // whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
 // 16 rows of a tile and does not wait for the other three.
 template <class Plan>
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 
 // ---- Hopper: clusters ---------------------------------------------------------------------------
 
-// Lesson 3's product (common/product.cuh) for K and H of any size. Its right factor is W1 and W2
+// Lesson 3's product (operators/product/product.cuh) for K and H of any size. Its right factor is W1 and W2
 // side by side: half of a tile's columns are of W1, half of W2. So where a tile has 256 columns, a
 // consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one thread.
 // Of two blocks that share a tile of this factor one brings W1's part, the other W2's.
@@ -537,7 +537,7 @@ struct GatedProduct {
                     Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
   }
 
-  // Adds the row, with the fastest of some tiles (common/product.cuh).
+  // Adds the row, with the fastest of some tiles (operators/product/product.cuh).
   void add() const {
     using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
                               Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;

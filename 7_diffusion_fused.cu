@@ -28,7 +28,7 @@
 // fused?
 //
 //     unfused      five library and elementwise kernels, as a framework launches them
-//                  (common/diffusion.cu)
+//                  (checks/diffusion/diffusion.cu)
 //     half fused   mass is multiplied in inside a product, and one small kernel between the two
 //                  products does the rest. But the first product's result is only 128 x 256: a few
 //                  tiles, a few blocks, each walking over all vertices, on a GPU made for hundreds
@@ -47,13 +47,13 @@
 #include <deque>
 #include <vector>
 
-#include "common/async_copy.cuh"
-#include "common/diffusion.h"
-#include "common/diffusion_one_launch.cuh"
-#include "common/early_launch.cuh"
-#include "common/fragments.cuh"
+#include "primitives/async_copy.cuh"
+#include "checks/diffusion/diffusion.h"
+#include "operators/diffusion/one_launch.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/fragments.cuh"
 #include "common/lesson.h"
-#include "common/mma.cuh"
+#include "primitives/mma.cuh"
 #include "common/numerics.h"
 
 using bf16 = __nv_bfloat16;
@@ -67,7 +67,7 @@ using Operands = DiffusionOperands;
 // Three kernels, for both passes: the product to the spectrum in slices, their sum, the product
 // from the spectrum. What passes between the unfused kernels stays in registers here: the product
 // by mass, as large as x, the exponentials and s. Only the slices (fp32) and the spectrum are in
-// memory. Each kernel is launched early (common/early_launch.cuh): its blocks take their places
+// memory. Each kernel is launched early (primitives/early_launch.cuh): its blocks take their places
 // while the kernel before it ends.
 
 // A block owns kE x kW elements of the spectrum, a warp kWarpE x kWarpW of them, in registers. Per
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // for another kernel to add. With more meshes than clusters find room, each has one: it waits for
 // no other, so that they need not all be there at the same time.
 //
-// The steps are in common/diffusion_one_launch.cuh, a function each, in this order.
+// The steps are in operators/diffusion/one_launch.cuh, a function each, in this order.
 template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion_one_launch(const __grid_constant__ DiffusionMaps maps, const Operands operands,

@@ -47,7 +47,7 @@
 // sums over V are cut into slices, as in lesson 7.
 //
 //     unfused       forward 12, backward 22 library and elementwise kernels, as a framework does it
-//                   (common/gradients.cu)
+//                   (checks/gradients/gradients.cu)
 //     one kernel    a block's rows of xr, xi stay on chip, and Lr, Li stream through it
 //     associated    x, M1, M2 stay on chip, and Gr, Gi stream through it; also backward
 //     Hopper        the same with TMA and wgmma
@@ -57,16 +57,16 @@
 #include <deque>
 #include <vector>
 
-#include "common/async_copy.cuh"
-#include "common/early_launch.cuh"
-#include "common/fast_tanh.cuh"
-#include "common/fragments.cuh"
-#include "common/gradient_tiles.cuh"
-#include "common/gradients.h"
-#include "common/hopper.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/fast_tanh.cuh"
+#include "primitives/fragments.cuh"
+#include "operators/gradients/tiles.cuh"
+#include "checks/gradients/gradients.h"
+#include "primitives/hopper/hopper.cuh"
 #include "common/lesson.h"
 #include "common/numerics.h"
-#include "common/tiles.cuh"
+#include "primitives/hopper/tiles.cuh"
 
 using bf16 = __nv_bfloat16;
 // E and W are multiples of 8: every row starts at a multiple of 16 bytes.
@@ -83,7 +83,7 @@ __device__ float tanh_slope(float u) {
 
 // ---- one kernel ---------------------------------------------------------------------------------
 
-// All portable kernels multiply tiles in shared memory, in the words of common/fragments.cuh. Long
+// All portable kernels multiply tiles in shared memory, in the words of primitives/fragments.cuh. Long
 // rows are cut into boxes of 64 columns, each a tile of its own, swizzled. What differs from kernel
 // to kernel is where tiles come from, and how long they stay.
 constexpr int kBox = 64;
@@ -659,7 +659,7 @@ __global__ void __launch_bounds__(kSmallThreads)
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// Associated, once more, in the words of common/tiles.cuh. A product of 64 rows of Gr and Gi with
+// Associated, once more, in the words of primitives/hopper/tiles.cuh. A product of 64 rows of Gr and Gi with
 // 64 columns of the right factors is four sums of 64 x 64, 128 registers a thread of a warpgroup,
 // and takes 32 instructions for E = 128. Side by side, and with -M2 as a factor of its own, the
 // right factors make of each pair one product of 128 columns:
@@ -675,7 +675,7 @@ __global__ void __launch_bounds__(kSmallThreads)
 // or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
 // cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
 // stages, forward two at a time, a part. What the blocks do, step by step, is in
-// common/gradient_tiles.cuh.
+// operators/gradients/tiles.cuh.
 constexpr unsigned kMostSteps = 4, kMostBlocks = 2;
 
 template <int kSteps>

@@ -15,7 +15,7 @@
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three ways:
 //
-//     (1) library   cuBLAS's fastest, then the best softmax that we have (common/softmax_rows.cuh)
+//     (1) library   cuBLAS's fastest, then the best softmax that we have (operators/softmax/rows.cuh)
 //     (2) unfused   our product, then the same softmax kernel
 //     (3) fused     our product and softmax in one launch; half fused (below): in two or three
 //
@@ -53,7 +53,7 @@
 // online multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of
 // two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
 // Cluster and exchange are there as 3xTF32. All kernels and the softmax are launched early
-// (common/early_launch.cuh): here the time between two kernels counts.
+// (primitives/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -64,18 +64,18 @@
 
 #include <cuda/atomic>
 
-#include "common/fp32_product.cuh"
-#include "common/row_inbox.cuh"
-#include "common/softmax_plans.cuh"
-#include "common/softmax_rows.cuh"
-#include "common/softmax_table.cuh"
-#include "common/turned_product.cuh"
+#include "operators/softmax/fp32_product.cuh"
+#include "operators/softmax/row_inbox.cuh"
+#include "operators/softmax/plans.cuh"
+#include "operators/softmax/rows.cuh"
+#include "operators/softmax/table.cuh"
+#include "operators/softmax/turned_product.cuh"
 
 // ---- fused rows ---------------------------------------------------------------------------------
 
 // A block owns a row, a thread the columns threadIdx.x, threadIdx.x + 256, ...: lesson 1's product,
 // coalesced along W. A thread keeps the maximum and the sum of its logits so far (merge() in
-// common/softmax_rows.cuh), and writes the logits to `probs`. When the block has merged what all
+// operators/softmax/rows.cuh), and writes the logits to `probs`. When the block has merged what all
 // threads have, each reads its logits again, from the caches, and writes probabilities over them.
 // This is fused. But W is read once per row: 2 operations for every 4 bytes from the L2 cache.
 __global__ void __launch_bounds__(kSoftmaxThreads)
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // ---- fused tiles --------------------------------------------------------------------------------
 
 // Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3
-// (common/fp32_product.cuh). Results (common/softmax_table.cuh) say what becomes of them: logits,
+// (operators/softmax/fp32_product.cuh). Results (operators/softmax/table.cuh) say what becomes of them: logits,
 // or of each tile's part of a row its maximum and sum as well, or probabilities.
 
 // kLanes lanes share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 // memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
 // into gridDim.y slices, which leave their parts of the logits in results.out (slices, B, C) for
 // the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
-// which add up a row in one of them (common/row_inbox.cuh).
+// which add up a row in one of them (operators/softmax/row_inbox.cuh).
 constexpr int kFewWarps = 8;
 
 template <int kRows, int kCols>
@@ -599,7 +599,7 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
 // sums here, as below, took longer than a softmax kernel whose launch is early.)
 //
-// The product is turned round (common/turned_product.cuh): x^T comes from shared memory, W^T from
+// The product is turned round (operators/softmax/turned_product.cuh): x^T comes from shared memory, W^T from
 // registers. No other thread of the block needs the same elements of W: they go from memory
 // straight to the registers, all of a chunk of kDepth inputs at once. (Of what it finds in shared
 // memory wgmma ignores the bits that TF32 does not have, which would truncate x. So the copy engine
@@ -1118,7 +1118,7 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// A table of softmax(x W) (common/softmax_table.cuh), and what is ours in it.
+// A table of softmax(x W) (operators/softmax/table.cuh), and what is ours in it.
 struct Table : SoftmaxTable {
   using SoftmaxTable::SoftmaxTable;
 

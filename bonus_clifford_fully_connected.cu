@@ -28,16 +28,16 @@
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
 // planes, or later their gradients, take up to 1 GiB; dz and weights made ready add to that.
 //
-// The algebra is lesson 10's; common/connected.cuh has which triples lead where.
+// The algebra is lesson 10's; operators/clifford_connected/connected.cuh has which triples lead where.
 
-#include "common/algebra.cuh"
-#include "common/async_copy.cuh"
-#include "common/clifford.cuh"
-#include "common/clifford.h"
-#include "common/connected.cuh"
-#include "common/connected_few.cuh"
-#include "common/connected_unfused.cuh"
-#include "common/tf32_tiles.cuh"
+#include "operators/clifford/algebra.cuh"
+#include "primitives/async_copy.cuh"
+#include "operators/clifford/clifford.cuh"
+#include "checks/clifford/clifford.h"
+#include "operators/clifford_connected/connected.cuh"
+#include "operators/clifford_connected/few_rows.cuh"
+#include "operators/clifford_connected/unfused.cuh"
+#include "operators/clifford_connected/tf32_tiles.cuh"
 
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
-// Backward in tiles is in common/connected_gradients.cuh: input_gradient_tiles makes the planes'
+// Backward in tiles is in operators/clifford_connected/gradients.cuh: input_gradient_tiles makes the planes'
 // gradients dz_k w[t]^T of a tile in shared memory and takes them apart there, triple by triple,
 // into sums of dx and dy in memory; weight_gradient_tiles makes planes as above for P_t,k^T dz_k.
 
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kTileThreads)
 // Every block above makes its planes again, as many times as there are tiles of columns, and while
 // it makes them its tensor cores wait. Hopper's copy engine can bring finished planes while tensor
 // cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
-// What is left is lesson 3's product in TF32 (common/tf32_product.cuh): a tile is 128 rows of one
+// What is left is lesson 3's product in TF32 (operators/clifford_connected/tf32_product.cuh): a tile is 128 rows of one
 // blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
 // the triples' planes and weights one after the other. Tiles of the same rows and grade share a
 // norm. If all of them are multiplied at the same time, they scale z before they store it
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kTileThreads)
 //
 // Where rows are few it takes longer to make weights ready than to multiply them. Then both rows of
 // the table run the same kernels: weights, as they lie, are the left factor of the transposed
-// product (common/connected_few.cuh). 100 rows of 1024 features take 62 us instead of 136.
+// product (operators/clifford_connected/few_rows.cuh). 100 rows of 1024 features take 62 us instead of 136.
 
 // z of a chunk, and its norm. Left factor: planes; right: weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>

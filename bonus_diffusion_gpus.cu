@@ -24,7 +24,7 @@
 #include <deque>
 #include <optional>
 
-#include "common/diffusion_gpus.cuh"
+#include "checks/diffusion/gpus.cuh"
 
 using bf16 = __nv_bfloat16;
 using Shape = DiffusionShape;

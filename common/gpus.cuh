@@ -10,7 +10,7 @@
 
 #include "common/event.h"
 #include "common/lesson.h"
-#include "common/mma.cuh"
+#include "primitives/mma.cuh"
 #include "common/numerics.h"
 
 /// While one exists, GPU `gpu` is the calling thread's.

@@ -30,8 +30,8 @@
 #include "common/sm_clock.h"
 
 #ifdef CUDA_CPU
-#include "common/cpu/counting.h"
-#include "common/cpu/memory_watch.h"
+#include "cpu/watch/counting.h"
+#include "cpu/watch/memory_watch.h"
 #else
 #include <cuda_profiler_api.h>
 #include <nvtx3/nvToolsExt.h>

@@ -15,10 +15,10 @@
 //
 // Thousands of classes need no kernel of their own here: try --classes 4000.
 
-#include "common/early_launch.cuh"
-#include "common/mma.cuh"
-#include "common/row_parts.cuh"
-#include "common/softmax.h"
+#include "primitives/early_launch.cuh"
+#include "primitives/mma.cuh"
+#include "primitives/row_parts.cuh"
+#include "checks/softmax/softmax.h"
 
 // ---- The product --------------------------------------------------------------------------------
 

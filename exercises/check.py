@@ -52,7 +52,7 @@ def _own_line(report, lines):
     match = re.search(rf"^ *#\d+ .*?{_OWN}", report, re.MULTILINE)
     if match:
         return f"in {_line(lines, int(match[2]))}"
-    if re.search(r"common/cpu/(hopper|async_copies)\.cpp", report):
+    if re.search(r"\bcpu/hopper/(hopper|async_copies)\.cpp", report):
         return f"by a copy, or a product of a warpgroup, {_BY_ITSELF}"
     return "in a line that the report does not name"
 

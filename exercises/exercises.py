@@ -288,7 +288,7 @@ EXERCISES = [
 """),),
         finds="^Wrong from element ", columns=600,
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
-        headers=("common/softmax_plans.cuh", "common/softmax_table.cuh", "common/softmax_rows.cuh"),
+        headers=("operators/softmax/plans.cuh", "operators/softmax/table.cuh", "operators/softmax/rows.cuh"),
     ),
     Exercise(
         "cross_entropy", "9_softmax_training", "a loss and its gradient beside the softmax",
@@ -328,8 +328,8 @@ EXERCISES = [
     return 1;
 """),),
         finds="^It does not compile: .*static assertion failed",
-        headers=("common/row_exchange.cuh", "common/clifford_unfused.cuh", "common/clifford.cuh",
-                 "common/algebra.cuh"),
+        headers=("operators/clifford/row_exchange.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
+                 "operators/clifford/algebra.cuh"),
     ),
     Exercise(
         "gradient", CLIFFORD, "the gradient of the geometric product",
@@ -343,7 +343,7 @@ EXERCISES = [
       // TODO: the same for dy_j.
       const float sum = 0;
 """)),
-        finds="^Wrong from element ", columns=40, headers=("common/clifford_unfused.cuh",),
+        finds="^Wrong from element ", columns=40, headers=("operators/clifford/unfused.cuh",),
     ),
     # ---- Find the mistake
     Exercise(

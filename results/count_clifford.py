@@ -27,7 +27,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RECORD = ROOT / "results" / "clifford_operations.json"
-ALGEBRA = "common/algebra.cuh"
+ALGEBRA = "operators/clifford/algebra.cuh"
 ALGEBRAS = ("2,0,0", "3,0,0", "3,0,1", "1,3,0", "4,1,0")
 ARCHITECTURE = "sm_90a"
 OPCODES = {"FFMA": 0x23, "FMUL": 0x20, "FADD": 0x21, "LDG": 0x181, "STG": 0x186}  # since sm_70

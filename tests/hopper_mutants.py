@@ -1,7 +1,7 @@
 """Every wait, arrival, expected byte count, fence and barrier of the Hopper kernels, taken out or shifted.
 
 The mistakes are not listed here but derived from a lesson's source: each call of a word of
-common/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
+primitives/hopper/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
 helper functions and lambdas. So it is with the product that lessons share, in common/, whose words
 hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
 and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment says which one the
@@ -31,13 +31,13 @@ GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
-    PRODUCT: ("common/product.cuh", "common/tiles.cuh"),
-    "6_gating_fused": ("common/gating_rows.cuh",),
-    GPUS: ("common/diffusion_one_launch.cuh", "common/diffusion_gpus.cuh"),
-    "8_spatial_gradients": ("common/gradient_tiles.cuh",),
-    "9_matmul_softmax": ("common/softmax_plans.cuh", "common/turned_product.cuh", "common/row_inbox.cuh"),
-    CONNECTED: ("common/tf32_product.cuh", "common/connected_planes.cuh", "common/connected_few.cuh"),
-    "10_clifford_gp": ("common/row_exchange.cuh",),
+    PRODUCT: ("operators/product/product.cuh", "primitives/hopper/tiles.cuh"),
+    "6_gating_fused": ("operators/gating/rows.cuh",),
+    GPUS: ("operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
+    "8_spatial_gradients": ("operators/gradients/tiles.cuh",),
+    "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/turned_product.cuh", "operators/softmax/row_inbox.cuh"),
+    CONNECTED: ("operators/clifford_connected/tf32_product.cuh", "operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
+    "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp", GPUS, CONNECTED)

@@ -1,4 +1,4 @@
-// The product of common/product.cuh with each kind of tile, schedule and alignment, against sums in
+// The product of operators/product/product.cuh with each kind of tile, schedule and alignment, against sums in
 // double: sizes that no lesson has, on the CPU backend and on a GPU.
 //
 //     hopper_product ROWS COLS DEPTH    prints a line for each kind; exits with 1 if one is wrong
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "common/device.h"
-#include "common/product.cuh"
+#include "operators/product/product.cuh"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// What the words of common/hopper.cuh mean, case by case, each with the section of the PTX ISA that
+// What the words of primitives/hopper/hopper.cuh mean, case by case, each with the section of the PTX ISA that
 // says so. Built for the CPU backend and with nvcc: both are held to the same expectations.
 //
 //     hopper_semantics --list     prints the names of the cases
@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
-#include "common/batched_tensors.cuh"
-#include "common/early_launch.cuh"
-#include "common/hopper.cuh"
-#include "common/mma.cuh"
+#include "primitives/hopper/batched_tensors.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/hopper/hopper.cuh"
+#include "primitives/mma.cuh"
 
 namespace {
 

@@ -112,13 +112,13 @@ CONNECTED = "bonus_clifford_fully_connected"
 
 # Headers that mistakes are made in.
 HEADERS = {
-    CLIFFORD: ("common/row_exchange.cuh", "common/clifford_unfused.cuh", "common/clifford.cuh",
-               "common/algebra.cuh"),
-    CONNECTED: ("common/connected_few.cuh", "common/connected_gradients.cuh"),
-    FUSED: ("common/wmma_fragments.cuh",),
-    SOFTMAX: ("common/softmax_plans.cuh", "common/turned_product.cuh", "common/softmax_table.cuh",
-              "common/softmax_rows.cuh", "common/fp32_product.cuh", "common/row_parts.cuh"),
-    TRAINING: ("common/row_parts.cuh",),
+    CLIFFORD: ("operators/clifford/row_exchange.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
+               "operators/clifford/algebra.cuh"),
+    CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
+    FUSED: ("primitives/wmma_fragments.cuh",),
+    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/turned_product.cuh", "operators/softmax/table.cuh",
+              "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh"),
+    TRAINING: ("primitives/row_parts.cuh",),
 }
 
 # What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
@@ -310,13 +310,13 @@ MUTANTS = [
         "reference_of_d_times_with_the_wrong_sign", "", DIFFUSION, "void spectrum_gradient_fp64(",
         "sum += as_double(evalues[e])", "sum -= as_double(evalues[e])",
         "error: the reference's dTimes and finite differences", "33", *NARROW,
-        operator="common/diffusion.cu",
+        operator="checks/diffusion/diffusion.cu",
     ),
     _mutant(
         "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
         "(s, evalues, times, count,", "(s, evalues, times, count / 2,",
         "error: the reference's dX and finite differences", "33", *NARROW,
-        operator="common/diffusion.cu",
+        operator="checks/diffusion/diffusion.cu",
     ),
     # A kernel's gradient, and the sum of a slice that another one's takes the place of.
     _wrong(
@@ -333,7 +333,7 @@ MUTANTS = [
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
         "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
         "error: the reference's dx and finite differences", "33", *NARROW,
-        operator="common/gradients.cu",
+        operator="checks/gradients/gradients.cu",
     ),
     # Complex products with a wrong sign, in ai and in dM2.
     _wrong(

@@ -1,7 +1,7 @@
 """What a row claims of memory (inputs, outputs, temporaries: the column of bytes) is what it uses.
 
 The CPU backend gives each allocation pages of its own and closes them before a launch: whoever comes to
-one opens it (common/cpu/memory_watch.h). Its bytes are those that the allocator gave out, all of them.
+one opens it (cpu/watch/memory_watch.h). Its bytes are those that the allocator gave out, all of them.
 """
 import json
 import re

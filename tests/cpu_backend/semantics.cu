@@ -28,7 +28,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "common/mma.cuh"
+#include "primitives/mma.cuh"
 
 namespace {
 

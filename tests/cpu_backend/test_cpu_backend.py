@@ -1,4 +1,4 @@
-"""Tests of the CPU backend in common/cpu: its semantics, its errors, and what sanitizers see.
+"""Tests of the CPU backend in cpu/: its semantics, its errors, and what sanitizers see.
 
 The programs come from the build: CPU_BUILD_DIR names its folder (build/cpu by default), and those
 of the sanitizer builds are next to it. Tests whose program has not been built are skipped.

@@ -1,0 +1,109 @@
+#include "checks/gating/gating.h"
+
+namespace {
+
+/// Turns s1 = x W1 and s2 = x W2 (rows, hidden) into `step`'s result, in place of s2. One thread an
+/// element.
+__global__ void finish_step_kernel(const double* s1, double* s2, const half* b1, const half* b2,
+                                   size_t count, int64_t hidden, GatingStep step) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const int64_t column = static_cast<int64_t>(i % static_cast<size_t>(hidden));
+  const double gate = s1[i] + static_cast<double>(__half2float(b1[column]));
+  const double value = s2[i] + static_cast<double>(__half2float(b2[column]));
+  const double sigmoid = 1 / (1 + exp(-gate));
+  switch (step) {
+    case GatingStep::x_w1:
+      s2[i] = s1[i];
+      break;
+    case GatingStep::plus_b1:
+      s2[i] = gate;
+      break;
+    case GatingStep::sigmoid:
+      s2[i] = sigmoid;
+      break;
+    case GatingStep::x_w2:
+      break;
+    case GatingStep::plus_b2:
+      s2[i] = value;
+      break;
+    case GatingStep::out:
+      s2[i] = sigmoid * value;
+      break;
+  }
+}
+
+Problem& declare(Lesson& lesson, const char* name, const GatingShape& shape) {
+  if (shape.rows > INT32_MAX - 1023) {
+    fail(kBadUsage, "M = 1024 N = %lld rows are more than an int can count",
+         static_cast<long long>(shape.rows));
+  }
+  if (shape.hidden > 32 * 65535) {
+    fail(kBadUsage, "H = %lld columns are more than %d", static_cast<long long>(shape.hidden),
+         32 * 65535);
+  }
+  return lesson.problem(name, {{"M", shape.rows}, {"K", shape.channels}, {"H", shape.hidden}},
+                        "fp16", {.flops = shape.flops(), .bytes = shape.bytes()}, Rate::fp16);
+}
+
+}  // namespace
+
+GatingProblem::GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* name,
+                             GatingShape shape, int roundings)
+    : shape(shape),
+      blas(blas),
+      problem(declare(lesson, name, shape)),
+      x(problem.input<half>(shape.rows * shape.channels)),
+      // With x uniform in [-1, 1), both products have mean 0 and variance 1: the sigmoid's bend.
+      W1(problem.input<half>(shape.channels * shape.hidden,
+                             3 / sqrt(static_cast<double>(shape.channels)))),
+      b1(problem.input<half>(shape.hidden)),
+      W2(problem.input<half>(shape.channels * shape.hidden,
+                             3 / sqrt(static_cast<double>(shape.channels)))),
+      b2(problem.input<half>(shape.hidden)),
+      out(problem.output<half>(shape.rows * shape.hidden)),
+      expected(problem.reference(shape.rows * shape.hidden)) {
+  problem.reference_from(scratch_bytes(), [this] { compute_reference(GatingStep::out); });
+  problem.check(out, expected, tolerance(roundings));
+}
+
+GatingOperands GatingProblem::operands() const {
+  return {x,
+          W1,
+          b1,
+          W2,
+          b2,
+          out,
+          static_cast<int>(shape.rows),
+          static_cast<int>(shape.channels),
+          static_cast<int>(shape.hidden)};
+}
+
+double GatingProblem::scratch_bytes() const {
+  const double rows = static_cast<double>(std::min(shape.rows, kReferenceRows));
+  const double k = static_cast<double>(shape.channels), h = static_cast<double>(shape.hidden);
+  return 8 * (rows * k + 2 * k * h + rows * h);
+}
+
+double GatingProblem::tolerance(int roundings) const {
+  return dot_tolerance(shape.channels, tensor_core_sum(shape.channels),
+                       sqrt(static_cast<double>(roundings)) * kRoundoffFp16);
+}
+
+void GatingProblem::compute_reference(GatingStep step) const {
+  const int64_t K = shape.channels, H = shape.hidden, chunk = std::min(shape.rows, kReferenceRows);
+  Scratch<double> x64(chunk * K), W1_64(K * H), W2_64(K * H), s1(chunk * H);
+  to_fp64(W1, Type::fp16, K * H, W1_64);
+  to_fp64(W2, Type::fp16, K * H, W2_64);
+  for (int64_t row = 0; row < shape.rows; row += chunk) {
+    const int64_t rows = std::min(chunk, shape.rows - row);
+    double* s2 = expected + row * H;
+    to_fp64(x + row * K, Type::fp16, rows * K, x64);
+    matmul_fp64(blas, x64, W1_64, s1, rows, H, K);
+    matmul_fp64(blas, x64, W2_64, s2, rows, H, K);
+    const size_t count = static_cast<size_t>(rows * H);
+    finish_step_kernel<<<static_cast<unsigned>((count + 255) / 256), 256>>>(s1, s2, b1, b2, count,
+                                                                            H, step);
+    CUDA_CHECK(cudaGetLastError());
+  }
+}

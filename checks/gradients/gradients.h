@@ -1,0 +1,78 @@
+// The gradient features of lesson 8: their inputs and results, their reference in fp64, how far a
+// kernel may be from that, and the unfused kernels of a framework. The formulas of both passes are
+// at the top of 8_spatial_gradients.cu.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <functional>
+#include <vector>
+
+#include "checks/gradient_check.h"
+#include "common/lesson.h"
+
+struct GradientsShape {
+  int64_t V, E, W;  ///< vertices, coefficients of a feature, features; each below 2^31
+
+  int64_t vertex_values() const { return V * W; }
+  int64_t tangent_values() const { return V * E; }
+  int64_t coefficients() const { return E * W; }
+  int64_t weights() const { return W * W; }
+};
+
+/// What a pass reads and writes, for a kernel: row-major, dense, on the device. What only the other
+/// pass has is null.
+struct GradientsOperands {
+  const __nv_bfloat16 *Gr, *Gi;  ///< (V, E)
+  const __nv_bfloat16* x;        ///< (E, W)
+  const __nv_bfloat16 *Lr, *Li;  ///< (W, W)
+  const __nv_bfloat16* d_out;    ///< (V, W); backward
+  __nv_bfloat16* out;            ///< (V, W); forward
+  __nv_bfloat16* d_x;            ///< (E, W); backward
+  __nv_bfloat16 *d_Lr, *d_Li;    ///< (W, W); backward
+  int64_t V;
+  int E, W;
+};
+
+/// One table of lesson 8: a pass, with random inputs.
+struct GradientsProblem {
+  GradientsProblem(Lesson& lesson, cublasHandle_t blas, Pass pass, GradientsShape shape);
+
+  GradientsOperands operands() const;
+
+  /// Device memory of inputs and outputs, in bytes.
+  double ends() const;
+
+  /// For a kernel that rounds to bf16 `roundings_of_u` times on the way to u. Backward: and
+  /// `roundings` times from there to a gradient, and in which one fp32 accumulator of the tensor
+  /// cores adds up `chain` vertices.
+  std::vector<Check> checks(int roundings_of_u, int roundings = 0, int64_t chain = 0) const;
+
+  Pass pass;
+  GradientsShape shape;
+  cublasHandle_t blas;
+  Problem& problem;
+  Buffer<__nv_bfloat16> Gr, Gi, x, Lr, Li;
+  Buffer<__nv_bfloat16> vertices;                ///< out; backward dOut
+  std::vector<Buffer<__nv_bfloat16>> gradients;  ///< backward: of x, Lr, Li
+  std::vector<Buffer<__nv_bfloat16>> saved;      ///< backward, for "unfused": xr, xi, ar, ai, out
+  std::vector<Buffer<double>> expected;          ///< of out; backward of `gradients`
+  /// Backward: how far the reference was from finite differences; called when it is known.
+  std::function<void(double)> report_difference;
+};
+
+/// What a backward pass that adds up `slices` partial sums leaves from kernel to kernel. M has room
+/// for M1 and M2, or for `matrices` of their size.
+struct GradientsTemporaries {
+  GradientsTemporaries(GradientsProblem& table, int matrices, unsigned slices);
+  double bytes() const { return M.bytes() + partials.bytes() + dM.bytes() + D.bytes(); }
+
+  int slices;
+  int64_t count;                ///< of the elements of M1
+  Buffer<__nv_bfloat16> M, dM;  ///< (matrices, E, W); dM1 and dM2 (2, E, W)
+  Buffer<float> partials, D;    ///< (slices, 3, E, W): of dM1, dM2, D; (E, W)
+};
+
+/// Adds the row *unfused*: the pass as a framework launches it, in kernels of the library and
+/// elementwise ones, whose results all go through memory.
+void add_unfused(GradientsProblem& problem);

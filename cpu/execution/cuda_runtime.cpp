@@ -1,0 +1,634 @@
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#include "cuda.h"
+#include "cpu/execution/cuda_cpu.h"
+#include "cuda_runtime_api.h"
+#include "cpu/execution/device_state.h"
+#include "cpu/watch/memory_watch.h"
+
+struct CUstream_st {};
+
+struct CUevent_st {
+  bool recorded = false;
+  std::chrono::steady_clock::time_point time;
+};
+
+namespace cuda_cpu {
+
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local int chosen_device = 0;
+
+bool is_device(int device) { return device >= 0 && device < device_count(); }
+
+struct ErrorText {
+  cudaError_t error;
+  const char* name;
+  const char* text;
+};
+
+#define CUDA_CPU_ERROR(error, text) \
+  { error, #error, text }
+constexpr ErrorText kErrors[] = {
+    CUDA_CPU_ERROR(cudaSuccess, "no error"),
+    CUDA_CPU_ERROR(cudaErrorInvalidValue, "invalid argument"),
+    CUDA_CPU_ERROR(cudaErrorMemoryAllocation, "out of memory"),
+    CUDA_CPU_ERROR(cudaErrorInitializationError, "initialization error"),
+    CUDA_CPU_ERROR(cudaErrorInvalidConfiguration, "invalid configuration argument"),
+    CUDA_CPU_ERROR(cudaErrorInvalidPitchValue, "invalid pitch argument"),
+    CUDA_CPU_ERROR(cudaErrorInvalidSymbol, "invalid device symbol"),
+    CUDA_CPU_ERROR(cudaErrorInvalidDevicePointer, "invalid device pointer"),
+    CUDA_CPU_ERROR(cudaErrorInvalidMemcpyDirection, "invalid copy direction for memcpy"),
+    CUDA_CPU_ERROR(cudaErrorInsufficientDriver,
+                   "CUDA driver version is insufficient for CUDA runtime version"),
+    CUDA_CPU_ERROR(cudaErrorInvalidDeviceFunction, "invalid device function"),
+    CUDA_CPU_ERROR(cudaErrorNoDevice, "no CUDA-capable device is detected"),
+    CUDA_CPU_ERROR(cudaErrorInvalidDevice, "invalid device ordinal"),
+    CUDA_CPU_ERROR(cudaErrorNoKernelImageForDevice,
+                   "no kernel image is available for execution on the device"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessUnsupported,
+                   "peer access is not supported between these two devices"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled"),
+    CUDA_CPU_ERROR(cudaErrorPeerAccessNotEnabled, "peer access has not been enabled"),
+    CUDA_CPU_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
+    CUDA_CPU_ERROR(cudaErrorNotReady, "device not ready"),
+    CUDA_CPU_ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered"),
+    CUDA_CPU_ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch"),
+    CUDA_CPU_ERROR(cudaErrorLaunchTimeout, "the launch timed out and was terminated"),
+    CUDA_CPU_ERROR(cudaErrorAssert, "device-side assert triggered"),
+    CUDA_CPU_ERROR(cudaErrorIllegalInstruction, "an illegal instruction was encountered"),
+    CUDA_CPU_ERROR(cudaErrorMisalignedAddress, "misaligned address"),
+    CUDA_CPU_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
+    CUDA_CPU_ERROR(cudaErrorNotPermitted, "operation not permitted"),
+    CUDA_CPU_ERROR(cudaErrorNotSupported, "operation not supported"),
+    CUDA_CPU_ERROR(cudaErrorInvalidClusterSize, "invalid cluster size"),
+    CUDA_CPU_ERROR(cudaErrorUnknown, "unknown error"),
+};
+#undef CUDA_CPU_ERROR
+
+const ErrorText* find(cudaError_t error) {
+  for (const ErrorText& entry : kErrors) {
+    if (entry.error == error) return &entry;
+  }
+  return nullptr;
+}
+
+/// The value of the first line "key : value" of a file in /proc; empty if there is none.
+std::string proc_value(const char* path, const std::string& key) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (line.compare(0, key.size(), key) != 0) continue;
+    const std::size_t start = line.find_first_not_of(" \t", line.find(':') + 1);
+    return start == std::string::npos ? "" : line.substr(start);
+  }
+  return "";
+}
+
+std::size_t meminfo_bytes(const char* key) {
+  return 1024 * std::strtoull(proc_value("/proc/meminfo", key).c_str(), nullptr, 10);
+}
+
+cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
+  if (!pointer) return result(cudaErrorInvalidValue);
+  *pointer = nullptr;
+  if (device().broken) return result(cudaErrorLaunchFailure);
+  if (size == 0) return result(cudaSuccess);
+  void* memory = nullptr;
+  const bool watched = watches_memory();
+  if (size > meminfo_bytes("MemAvailable") ||
+      posix_memalign(&memory, watched ? kPage : 256, watched ? in_pages(size) : size) != 0) {
+    return result(cudaErrorMemoryAllocation);
+  }
+  std::memset(memory, 0xFF, size);
+  std::lock_guard lock(device().mutex);
+  device().allocations[static_cast<char*>(memory)] = {size, type, false, current_device()};
+  *pointer = memory;
+  return result(cudaSuccess);
+}
+
+cudaError_t release(void* pointer, bool host) {
+  finish_kernels();
+  if (!pointer) return result(cudaSuccess);
+  {
+    std::lock_guard lock(device().mutex);
+    auto& allocations = device().allocations;
+    const auto found = allocations.find(static_cast<char*>(pointer));
+    if (found == allocations.end() || found->second.variable ||
+        (found->second.type == cudaMemoryTypeHost) != host) {
+      return result(cudaErrorInvalidValue);
+    }
+    allocations.erase(found);
+  }
+  std::free(pointer);
+  return result(cudaSuccess);
+}
+
+/// What `pointer` points to, and how many bytes there are from there on.
+struct Region {
+  cudaMemoryType type;
+  std::size_t bytes;
+  int device = 0;
+};
+
+Region region_of(const void* pointer) {
+  const char* address = static_cast<const char*>(pointer);
+  std::lock_guard lock(device().mutex);
+  auto& allocations = device().allocations;
+  auto next = allocations.upper_bound(address);
+  if (next != allocations.begin()) {
+    const auto& [start, allocation] = *--next;
+    if (address < start + allocation.size) {
+      return {allocation.type, static_cast<std::size_t>(start + allocation.size - address),
+              allocation.device};
+    }
+  }
+  return {cudaMemoryTypeUnregistered, std::numeric_limits<std::size_t>::max()};
+}
+
+bool valid_side(const void* pointer, std::size_t extent, bool must_be_device, bool must_be_host) {
+  const Region region = region_of(pointer);
+  const bool host = region.type == cudaMemoryTypeUnregistered || region.type == cudaMemoryTypeHost;
+  if (must_be_device && host) return false;
+  if (must_be_host && region.type == cudaMemoryTypeDevice) return false;
+  return extent <= region.bytes;
+}
+
+cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
+                 std::size_t source_pitch, std::size_t width, std::size_t height,
+                 cudaMemcpyKind kind) {
+  finish_kernels();
+  if (device().broken) return result(cudaErrorLaunchFailure);
+  if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) {
+    return result(cudaErrorInvalidMemcpyDirection);
+  }
+  if (width == 0 || height == 0) return result(cudaSuccess);
+  if (!target || !source) return result(cudaErrorInvalidValue);
+  if (height > 1 && (width > target_pitch || width > source_pitch)) {
+    return result(cudaErrorInvalidPitchValue);
+  }
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool to_host = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyHostToHost;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  const bool from_host = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyHostToHost;
+  if (!valid_side(target, (height - 1) * target_pitch + width, to_device, to_host) ||
+      !valid_side(source, (height - 1) * source_pitch + width, from_device, from_host)) {
+    return result(cudaErrorInvalidValue);
+  }
+  for (std::size_t row = 0; row < height; ++row) {
+    std::memmove(static_cast<char*>(target) + row * target_pitch,
+                 static_cast<const char*>(source) + row * source_pitch, width);
+  }
+  return result(cudaSuccess);
+}
+
+cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock:
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY:
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = kMaxThreadsPerBlock;
+      break;
+    case cudaDevAttrMaxBlockDimZ:
+      *value = 64;
+      break;
+    case cudaDevAttrMaxGridDimX:
+    case cudaDevAttrMaxPitch:
+      *value = std::numeric_limits<int>::max();
+      break;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ:
+      *value = 65535;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = kDefaultSharedBytes;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = static_cast<int>(max_shared_bytes());
+      break;
+    case cudaDevAttrTotalConstantMemory:
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor:
+      *value = 65536;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = warpSize;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = multiprocessors();
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = compute_capability() / 10;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = compute_capability() % 10;
+      break;
+    case cudaDevAttrL2CacheSize:
+      *value = 2 << 20;  // whatever the machine has: kernels choose their schedules by it
+      break;
+    case cudaDevAttrIntegrated:
+    case cudaDevAttrCanMapHostMemory:
+    case cudaDevAttrUnifiedAddressing:
+    case cudaDevAttrManagedMemory:
+    case cudaDevAttrConcurrentManagedAccess:
+    case cudaDevAttrMaxBlocksPerMultiprocessor:
+    case cudaDevAttrClusterLaunch:
+      *value = 1;
+      break;
+    default:
+      *value = 0;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+DeviceState& device() {
+  static DeviceState* const state = new DeviceState;
+  return *state;
+}
+
+int device_count() {
+  static const int count = [] {
+    const char* given = std::getenv("CUDA_CPU_DEVICES");
+    return given ? std::clamp(std::atoi(given), 1, kMostDevices) : 4;
+  }();
+  return count;
+}
+
+int current_device() { return chosen_device; }
+
+cudaError_t symbol_address(void** pointer, void* variable, std::size_t size) {
+  *pointer = variable;
+  std::lock_guard lock(device().mutex);
+  device().allocations[static_cast<char*>(variable)] = {size, cudaMemoryTypeManaged, true};
+  return result(cudaSuccess);
+}
+
+cudaError_t result(cudaError_t error) {
+  if (device().broken) error = cudaErrorLaunchFailure;
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+}  // namespace cuda_cpu
+
+using cuda_cpu::device;
+using cuda_cpu::result;
+
+const char* cudaGetErrorName(cudaError_t error) {
+  const auto* entry = cuda_cpu::find(error);
+  return entry ? entry->name : "unrecognized error code";
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  const auto* entry = cuda_cpu::find(error);
+  return entry ? entry->text : "unrecognized error code";
+}
+
+cudaError_t cudaPeekAtLastError() {
+  result(cudaSuccess);
+  return cuda_cpu::last_error;
+}
+
+cudaError_t cudaGetLastError() {
+  result(cudaSuccess);
+  return std::exchange(cuda_cpu::last_error, cudaSuccess);
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = cuda_cpu::device_count();
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaSetDevice(int device) {
+  if (!cuda_cpu::is_device(device)) return result(cudaErrorInvalidDevice);
+  cuda_cpu::chosen_device = device;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = cuda_cpu::chosen_device;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
+  if (!cuda_cpu::is_device(device) || !cuda_cpu::is_device(peer)) {
+    return result(cudaErrorInvalidDevice);
+  }
+  const char* given = std::getenv("CUDA_CPU_PEER_ACCESS");
+  *can = device != peer && (!given || std::atoi(given) != 0);
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
+  int can = 0;
+  const int own = cuda_cpu::chosen_device;
+  const cudaError_t valid = cudaDeviceCanAccessPeer(&can, own, peer);
+  if (valid != cudaSuccess) return valid;
+  if (!can) return result(cudaErrorPeerAccessUnsupported);
+  std::lock_guard lock(device().mutex);
+  if (device().peers[own] >> peer & 1) return result(cudaErrorPeerAccessAlreadyEnabled);
+  device().peers[own] |= 1u << peer;
+  device().concurrent = true;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceDisablePeerAccess(int peer) {
+  cuda_cpu::finish_kernels();
+  if (!cuda_cpu::is_device(peer)) return result(cudaErrorInvalidDevice);
+  std::lock_guard lock(device().mutex);
+  unsigned& peers = device().peers[cuda_cpu::chosen_device];
+  if (!(peers >> peer & 1)) return result(cudaErrorPeerAccessNotEnabled);
+  peers &= ~(1u << peer);
+  device().concurrent = std::any_of(std::begin(device().peers), std::end(device().peers),
+                                    [](unsigned peers) { return peers != 0; });
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (!cuda_cpu::is_device(device)) return result(cudaErrorInvalidDevice);
+  return result(cuda_cpu::attribute_value(attribute, value));
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  if (!cuda_cpu::is_device(device)) return result(cudaErrorInvalidDevice);
+  *properties = {};
+  const auto get = [](cudaDeviceAttr attribute) {
+    int value = 0;
+    cuda_cpu::attribute_value(attribute, &value);
+    return value;
+  };
+  std::string name = cuda_cpu::proc_value("/proc/cpuinfo", "model name");
+  if (name.empty()) name = "CPU";
+  name.copy(properties->name, sizeof properties->name - 1);
+  properties->totalGlobalMem = cuda_cpu::meminfo_bytes("MemTotal");
+  properties->sharedMemPerBlock = cuda_cpu::kDefaultSharedBytes;
+  properties->sharedMemPerBlockOptin = cuda_cpu::max_shared_bytes();
+  properties->sharedMemPerMultiprocessor = cuda_cpu::max_shared_bytes();
+  properties->major = get(cudaDevAttrComputeCapabilityMajor);
+  properties->minor = get(cudaDevAttrComputeCapabilityMinor);
+  properties->clusterLaunch = get(cudaDevAttrClusterLaunch);
+  properties->warpSize = warpSize;
+  properties->memPitch = get(cudaDevAttrMaxPitch);
+  properties->maxThreadsPerBlock = get(cudaDevAttrMaxThreadsPerBlock);
+  properties->maxThreadsPerMultiProcessor = get(cudaDevAttrMaxThreadsPerMultiProcessor);
+  properties->maxBlocksPerMultiProcessor = get(cudaDevAttrMaxBlocksPerMultiprocessor);
+  for (int i = 0; i < 3; ++i) {
+    properties->maxThreadsDim[i] = get(static_cast<cudaDeviceAttr>(cudaDevAttrMaxBlockDimX + i));
+    properties->maxGridSize[i] = get(static_cast<cudaDeviceAttr>(cudaDevAttrMaxGridDimX + i));
+  }
+  properties->regsPerBlock = get(cudaDevAttrMaxRegistersPerBlock);
+  properties->regsPerMultiprocessor = get(cudaDevAttrMaxRegistersPerMultiprocessor);
+  properties->totalConstMem = get(cudaDevAttrTotalConstantMemory);
+  properties->multiProcessorCount = get(cudaDevAttrMultiProcessorCount);
+  properties->integrated = get(cudaDevAttrIntegrated);
+  properties->canMapHostMemory = get(cudaDevAttrCanMapHostMemory);
+  properties->unifiedAddressing = get(cudaDevAttrUnifiedAddressing);
+  properties->managedMemory = get(cudaDevAttrManagedMemory);
+  properties->l2CacheSize = get(cudaDevAttrL2CacheSize);
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 13000;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = 13000;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceSynchronize() {
+  cuda_cpu::finish_kernels();
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaDeviceReset() {
+  device().broken = false;
+  cuda_cpu::last_error = cudaSuccess;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** pointer, std::size_t size) {
+  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeDevice);
+}
+
+cudaError_t cudaFree(void* pointer) { return cuda_cpu::release(pointer, false); }
+
+cudaError_t cudaMallocAsync(void** pointer, std::size_t size, cudaStream_t) {
+  return cudaMalloc(pointer, size);
+}
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
+
+cudaError_t cudaMallocManaged(void** pointer, std::size_t size, unsigned) {
+  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeManaged);
+}
+
+cudaError_t cudaMallocHost(void** pointer, std::size_t size) {
+  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeHost);
+}
+
+cudaError_t cudaHostAlloc(void** pointer, std::size_t size, unsigned) {
+  return cudaMallocHost(pointer, size);
+}
+
+cudaError_t cudaFreeHost(void* pointer) { return cuda_cpu::release(pointer, true); }
+
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  *free = cuda_cpu::meminfo_bytes("MemAvailable");
+  *total = cuda_cpu::meminfo_bytes("MemTotal");
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  void* address = const_cast<void*>(pointer);
+  const auto [type, bytes, device] = cuda_cpu::region_of(pointer);
+  attributes->type = type;
+  attributes->device = device;
+  attributes->devicePointer = type == cudaMemoryTypeUnregistered ? nullptr : address;
+  attributes->hostPointer =
+      type == cudaMemoryTypeHost || type == cudaMemoryTypeManaged ? address : nullptr;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaMemcpy(void* target, const void* source, std::size_t size, cudaMemcpyKind kind) {
+  return cuda_cpu::copy(target, 0, source, 0, size, 1, kind);
+}
+
+cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t size, cudaMemcpyKind kind,
+                            cudaStream_t) {
+  return cudaMemcpy(target, source, size, kind);
+}
+
+cudaError_t cudaMemcpyPeer(void* target, int, const void* source, int, std::size_t size) {
+  return cudaMemcpy(target, source, size, cudaMemcpyDeviceToDevice);
+}
+
+cudaError_t cudaMemcpy2D(void* target, std::size_t target_pitch, const void* source,
+                         std::size_t source_pitch, std::size_t width, std::size_t height,
+                         cudaMemcpyKind kind) {
+  return cuda_cpu::copy(target, target_pitch, source, source_pitch, width, height, kind);
+}
+
+cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void* source,
+                              std::size_t source_pitch, std::size_t width, std::size_t height,
+                              cudaMemcpyKind kind, cudaStream_t) {
+  return cudaMemcpy2D(target, target_pitch, source, source_pitch, width, height, kind);
+}
+
+cudaError_t cudaMemset(void* target, int value, std::size_t size) {
+  cuda_cpu::finish_kernels();
+  if (device().broken) return result(cudaErrorLaunchFailure);
+  if (size == 0) return result(cudaSuccess);
+  if (!cuda_cpu::valid_side(target, size, false, false) || !target ||
+      cuda_cpu::region_of(target).type == cudaMemoryTypeUnregistered) {
+    return result(cudaErrorInvalidValue);
+  }
+  std::memset(target, value, size);
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size, cudaStream_t) {
+  return cudaMemset(target, value, size);
+}
+
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  *stream = new CUstream_st;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  return cudaStreamCreate(stream);
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  if (!stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
+    return result(cudaErrorInvalidResourceHandle);
+  }
+  delete stream;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+
+cudaError_t cudaStreamQuery(cudaStream_t) { return result(cudaSuccess); }
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
+  return result(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new CUevent_st;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  return cudaEventCreate(event);
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  if (!event) return result(cudaErrorInvalidResourceHandle);
+  delete event;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  if (!event) return result(cudaErrorInvalidResourceHandle);
+  event->recorded = true;
+  event->time = std::chrono::steady_clock::now();
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  cuda_cpu::finish_kernels();
+  return result(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  if (!start || !end || !start->recorded || !end->recorded) {
+    return result(cudaErrorInvalidResourceHandle);
+  }
+  *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count();
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    if (value < 0 || static_cast<std::size_t>(value) > cuda_cpu::max_shared_bytes()) {
+      return result(cudaErrorInvalidValue);
+    }
+    std::lock_guard lock(device().mutex);
+    device().dynamic_shared_limits[{cuda_cpu::current_device(), function}] = value;
+  }
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+  *attributes = {};
+  attributes->maxThreadsPerBlock = cuda_cpu::kMaxThreadsPerBlock;
+  attributes->ptxVersion = attributes->binaryVersion = 90;
+  std::lock_guard lock(device().mutex);
+  const auto limit = device().dynamic_shared_limits.find({cuda_cpu::current_device(), function});
+  attributes->maxDynamicSharedSizeBytes =
+      static_cast<int>(limit == device().dynamic_shared_limits.end() ? cuda_cpu::kDefaultSharedBytes
+                                                                     : limit->second);
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
+  *blocks = 1;
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* query) {
+  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
+  if (query) *query = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return result(known ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+namespace cuda_cpu {
+
+LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site) {
+  LaunchConfig launch = {
+      config.gridDim, config.blockDim, config.dynamicSmemBytes, config.stream, site, 0, false};
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      launch.cluster = attribute.val.clusterDim.x;
+    } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.early = attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
+  }
+  return launch;
+}
+
+}  // namespace cuda_cpu
+
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,
+                                           const cudaLaunchConfig_t* config) {
+  const auto launch = cuda_cpu::launch_with_attributes(*config, cuda_cpu::Site::here());
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, function);
+  const bool fits =
+      config->dynamicSmemBytes <= static_cast<std::size_t>(attributes.maxDynamicSharedSizeBytes);
+  *clusters =
+      fits ? cuda_cpu::multiprocessors() / static_cast<int>(std::max(1u, launch.cluster)) : 0;
+  return result(cudaSuccess);
+}

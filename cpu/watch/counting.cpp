@@ -1,0 +1,616 @@
+#include "cpu/watch/counting.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/execution/device_state.h"
+#include "cpu/execution/execution.h"
+#include "cpu/execution/sanitizers.h"
+
+extern "C" const char __executable_start;  // where the linker has put the program
+
+namespace cuda_cpu {
+
+namespace {
+
+enum class Kind : std::uint8_t { load, store, atomic, async_copy };
+
+constexpr unsigned kSectorBytes = 32, kBanks = 32;
+
+/// What one instruction of a warp asks for.
+struct Request {
+  std::uintptr_t base;
+  std::int32_t offsets[32];  ///< of each lane's address from base
+  unsigned lanes;
+
+  std::uintptr_t address(int lane) const {
+    return base + static_cast<std::uintptr_t>(static_cast<std::intptr_t>(offsets[lane]));
+  }
+};
+
+/// Device memory from cudaMalloc.
+struct Range {
+  std::uintptr_t begin, end;
+};
+
+/// An instruction: a place in the program, and the memory that it goes to.
+struct Place {
+  std::uintptr_t code;
+  Kind kind;
+  bool shared;
+  unsigned bytes;                       ///< of a lane
+  Range last;                           ///< the device memory in which it was last
+  std::int64_t requests, units, least;  ///< units: sectors, or conflicts
+};
+
+/// The requests of a warp at one place that not all lanes have made yet.
+struct Pending {
+  std::array<std::uint32_t, 32> made;  ///< by each lane, since the warp met
+  std::vector<Request> requests;
+  std::uint32_t over = 0;  ///< how many of them are
+  bool touched = false;
+};
+
+struct WarpRequests {
+  std::vector<Pending> of_place;
+  std::vector<std::uint32_t> touched;
+};
+
+/// How many sectors the lanes' bytes are in, and how many the same bytes would be in one after the
+/// other.
+void count_sectors(const Request& request, unsigned bytes, Place& place) {
+  std::uintptr_t sectors[64];
+  int count = 0;
+  for (unsigned lanes = request.lanes; lanes; lanes &= lanes - 1) {
+    const std::uintptr_t address = request.address(__builtin_ctz(lanes));
+    const std::uintptr_t last = (address + bytes - 1) / kSectorBytes;
+    for (std::uintptr_t sector = address / kSectorBytes; sector <= last; ++sector) {
+      bool known = false;
+      for (int i = count - 1; i >= 0 && !known; --i) known = sectors[i] == sector;
+      if (!known && count < 64) sectors[count++] = sector;
+    }
+  }
+  place.units += count;
+  const unsigned asked = static_cast<unsigned>(__builtin_popcount(request.lanes)) * bytes;
+  place.least += std::min<std::int64_t>(count, (asked + kSectorBytes - 1) / kSectorBytes);
+}
+
+/// Atomic operations on the same address come one after the other: as often as on the one that most
+/// lanes have, a sector is asked for.
+void count_atomic_sectors(const Request& request, Place& place) {
+  std::map<std::uintptr_t, std::map<std::uintptr_t, int>> lanes_of;  // sector, address
+  for (unsigned lanes = request.lanes; lanes; lanes &= lanes - 1) {
+    const std::uintptr_t address = request.address(__builtin_ctz(lanes));
+    ++lanes_of[address / kSectorBytes][address];
+  }
+  for (const auto& [sector, addresses] : lanes_of) {
+    int most = 0;
+    for (const auto& [address, lanes] : addresses) most = std::max(most, lanes);
+    place.units += most;
+  }
+}
+
+/// How often a bank has to answer beyond the first time, when it is asked for several words. Lanes
+/// of 8 bytes are served in halves of the warp, lanes of 16 bytes in quarters.
+void count_conflicts(const Request& request, unsigned bytes, Place& place) {
+  const unsigned together = bytes <= 4 ? 32 : bytes <= 8 ? 16 : 8;
+  for (unsigned first = 0; first < 32; first += together) {
+    std::uintptr_t words[64];
+    int count = 0;
+    unsigned lanes = request.lanes >> first & (together == 32 ? ~0u : (1u << together) - 1);
+    if (!lanes) continue;
+    unsigned in_bank[kBanks] = {}, most = 0;
+    for (; lanes; lanes &= lanes - 1) {
+      const std::uintptr_t address =
+          request.address(static_cast<int>(first) + __builtin_ctz(lanes));
+      const std::uintptr_t last = (address + bytes - 1) / 4;
+      for (std::uintptr_t word = address / 4; word <= last; ++word) {
+        bool known = false;
+        for (int i = count - 1; i >= 0 && !known; --i) known = words[i] == word;
+        if (known || count == 64) continue;
+        words[count++] = word;
+        most = std::max(most, ++in_bank[word % kBanks]);
+      }
+    }
+    place.units += most - 1;
+  }
+}
+
+/// What one worker thread has counted.
+class Counter {
+ public:
+  Counter() {
+    std::lock_guard lock(mutex());
+    all().push_back(this);
+  }
+
+  void access(std::uintptr_t address, unsigned bytes, Kind kind, std::uintptr_t code);
+  void end_of_warp(std::size_t slot, std::size_t warp) {
+    if (slot < warps_.size() && warp < warps_[slot].size()) end(warps_[slot][warp]);
+  }
+  void end_of_block(std::size_t slot) {
+    if (slot >= warps_.size()) return;
+    for (WarpRequests& warp : warps_[slot]) end(warp);
+  }
+  void clear() {
+    places_.clear();
+    table_.assign(kTable, 0);
+    warps_.clear();
+    sums = {};
+    barrier_threads = 0;
+  }
+  const std::vector<Place>& places() {
+    for (auto& block : warps_) {
+      for (WarpRequests& warp : block) end(warp);
+    }
+    return places_;
+  }
+
+  static std::vector<Counter*>& all() {
+    static std::vector<Counter*> counters;
+    return counters;
+  }
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+
+  Counts sums;
+  std::int64_t barrier_threads = 0;
+
+ private:
+  static constexpr std::size_t kTable = 1 << 14;
+
+  std::uint32_t place_of(std::uintptr_t code, Kind kind, bool shared, unsigned bytes);
+  void end(WarpRequests& warp);
+  static void evaluate(const Request& request, Place& place) {
+    if (place.shared) {
+      count_conflicts(request, place.bytes, place);
+    } else if (place.kind == Kind::atomic) {
+      count_atomic_sectors(request, place);
+    } else {
+      count_sectors(request, place.bytes, place);
+    }
+    ++place.requests;
+  }
+
+  std::vector<Place> places_;
+  std::vector<std::uint32_t> table_ = std::vector<std::uint32_t>(kTable);  ///< number + 1
+  std::vector<std::vector<WarpRequests>> warps_;                           ///< by the block's slot
+};
+
+bool counting = false;
+bool compiled_for_it = false;
+bool library_called = false;
+std::vector<Range> device_memory;  ///< while counting, in order
+
+thread_local int uncounted = 0;
+thread_local std::unique_ptr<Counter> own_counter;
+
+Counter& counter() {
+  if (!own_counter) own_counter = std::make_unique<Counter>();
+  return *own_counter;
+}
+
+bool find_device_memory(std::uintptr_t address, Range& range) {
+  if (address - range.begin < range.end - range.begin) return true;
+  const auto next =
+      std::upper_bound(device_memory.begin(), device_memory.end(), address,
+                       [](std::uintptr_t at, const Range& each) { return at < each.begin; });
+  if (next == device_memory.begin() || address >= next[-1].end) return false;
+  range = next[-1];
+  return true;
+}
+
+std::uint32_t Counter::place_of(std::uintptr_t code, Kind kind, bool shared, unsigned bytes) {
+  std::size_t at = (code * 0x9E3779B97F4A7C15u >> 32) % kTable;
+  for (; table_[at]; at = (at + 1) % kTable) {
+    const Place& place = places_[table_[at] - 1];
+    if (place.code == code && place.kind == kind && place.shared == shared &&
+        place.bytes == bytes) {
+      return table_[at] - 1;
+    }
+  }
+  if (places_.size() + 1 == kTable) {
+    std::fputs("cuda_cpu: too many places to count\n", stderr);
+    std::abort();
+  }
+  places_.push_back({code, kind, shared, bytes, {}, 0, 0, 0});
+  table_[at] = static_cast<std::uint32_t>(places_.size());
+  return table_[at] - 1;
+}
+
+void Counter::access(std::uintptr_t address, unsigned bytes, Kind kind, std::uintptr_t code) {
+  const Thread& thread = runner->current();
+  const Block& block = *thread.block;
+  bool shared = false;
+  for (const SharedStorage& storage : block.shared) {
+    shared |= address - reinterpret_cast<std::uintptr_t>(storage.data) < storage.size;
+  }
+  const std::uint32_t number = place_of(code, kind, shared, bytes);
+  Place& place = places_[number];
+  if (!shared && !find_device_memory(address, place.last)) return;
+
+  if (block.slot >= warps_.size()) warps_.resize(block.slot + 1);
+  std::vector<WarpRequests>& warps = warps_[block.slot];
+  if (warps.empty()) warps.resize(kMaxThreadsPerBlock / 32);
+  WarpRequests& warp = warps[thread.number / 32];
+  if (warp.of_place.size() <= number) warp.of_place.resize(number + 1);
+  Pending& pending = warp.of_place[number];
+  if (!pending.touched) {
+    pending.touched = true;
+    pending.made.fill(0);
+    warp.touched.push_back(number);
+  }
+  const unsigned lane = thread.number % 32;
+  const std::uint32_t nth = pending.made[lane]++;
+  if (nth == pending.requests.size()) pending.requests.push_back({address, {}, 0});
+  Request& request = pending.requests[nth];
+  request.offsets[lane] = static_cast<std::int32_t>(address - request.base);
+  request.lanes |= 1u << lane;
+  // Lanes run one after the other: when the last one comes, the first request is complete first.
+  if (nth == pending.over && request.lanes == ~0u) {
+    evaluate(request, place);
+    ++pending.over;
+    if (pending.over == pending.requests.size()) {
+      pending.requests.clear();
+      pending.made.fill(0);
+      pending.over = 0;
+    }
+  }
+}
+
+void Counter::end(WarpRequests& warp) {
+  for (const std::uint32_t number : warp.touched) {
+    Pending& pending = warp.of_place[number];
+    for (; pending.over < pending.requests.size(); ++pending.over) {
+      evaluate(pending.requests[pending.over], places_[number]);
+    }
+    pending.requests.clear();
+    pending.over = 0;
+    pending.touched = false;
+  }
+  warp.touched.clear();
+}
+
+bool watched() { return counting && runner && runner->in_thread() && uncounted == 0; }
+
+inline void hook(const void* address, std::size_t bytes, Kind kind, const void* code) {
+  if (!watched()) return;
+  if (runner->on_own_stack(address)) return;
+  counter().access(reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(bytes), kind,
+                   reinterpret_cast<std::uintptr_t>(code));
+}
+
+// ---- Places in the source ----------------------------------------------------------------------
+
+struct Line {
+  std::string file;
+  int number;
+};
+
+/// The lines of addresses in this program, as binutils' addr2line knows them: of each the innermost
+/// that is not the backend's. Empty without it.
+std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses) {
+  char self[4096];
+  const ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+  if (length <= 0 || addresses.empty()) return {};
+  std::string command =
+      "addr2line -a -i -e '" + std::string(self, static_cast<std::size_t>(length)) + "'";
+  for (const std::uintptr_t address : addresses) {
+    char text[32];
+    // The call before the address, where it returns to.
+    std::snprintf(text, sizeof text, " 0x%zx",
+                  address - 1 - reinterpret_cast<std::uintptr_t>(&__executable_start));
+    command += text;
+  }
+  FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r");
+  if (!pipe) return {};
+  std::vector<Line> lines;
+  char text[4096];
+  bool found = true;
+  while (std::fgets(text, sizeof text, pipe)) {
+    std::string line = text;
+    if (line.starts_with("0x")) {
+      lines.push_back({"", 0});
+      found = false;
+      continue;
+    }
+    const std::size_t colon = line.rfind(':');
+    if (found || lines.empty() || colon == std::string::npos) continue;
+    std::string file = line.substr(0, colon);
+    if (file.starts_with("./")) file.erase(0, 2);
+    if (file.starts_with("cpu/") || file.starts_with("/")) continue;
+    lines.back() = {file, std::atoi(line.c_str() + colon + 1)};
+    found = true;
+  }
+  pclose(pipe);
+  if (lines.size() != addresses.size()) return {};
+  return lines;
+}
+
+/// The three lines that cost most beyond what they must, if they do so visibly: twice the least
+/// sectors, or a conflict in two requests, and a twentieth of all that the kernel asks for.
+std::vector<Counts::Place> worst_of(const std::vector<Place>& places, const Counts& counts) {
+  std::vector<const Place*> bad;
+  for (const Place& place : places) {
+    if (place.requests == 0 || (place.kind != Kind::load && place.kind != Kind::store)) continue;
+    const std::int64_t all_units = place.shared
+                                       ? counts.shared_load_requests + counts.shared_store_requests
+                                       : counts.global_load_sectors + counts.global_store_sectors;
+    const std::int64_t excess = place.shared ? place.units : place.units - place.least;
+    const bool often =
+        place.shared ? 2 * place.units >= place.requests : place.units >= 2 * place.least;
+    if (often && 20 * excess >= all_units) bad.push_back(&place);
+  }
+  std::vector<std::uintptr_t> addresses;
+  for (const Place* place : bad) addresses.push_back(place->code);
+  const std::vector<Line> lines = lines_of(addresses);
+  if (lines.empty()) return {};
+
+  // Copies of a line, in instances of a template or an unrolled loop, count as one.
+  struct Sum {
+    std::int64_t requests = 0, units = 0, least = 0;
+  };
+  std::map<std::tuple<std::string, int, bool, bool>, Sum> sums;
+  for (std::size_t i = 0; i < bad.size(); ++i) {
+    if (lines[i].file.empty()) continue;
+    Sum& sum = sums[{lines[i].file, lines[i].number, bad[i]->shared, bad[i]->kind == Kind::store}];
+    sum.requests += bad[i]->requests;
+    sum.units += bad[i]->units;
+    sum.least += bad[i]->least;
+  }
+  std::vector<std::pair<std::int64_t, Counts::Place>> found;
+  for (const auto& [where, sum] : sums) {
+    const auto& [file, line, shared, store] = where;
+    const double requests = static_cast<double>(sum.requests);
+    found.push_back(
+        {sum.units - sum.least,
+         {file, line, shared, store, sum.requests, static_cast<double>(sum.units) / requests,
+          static_cast<double>(sum.least) / requests}});
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<Counts::Place> worst;
+  for (std::size_t i = 0; i < std::min<std::size_t>(3, found.size()); ++i) {
+    worst.push_back(found[i].second);
+  }
+  return worst;
+}
+
+}  // namespace
+
+bool can_count() { return compiled_for_it; }
+
+void start_counting() {
+  finish_kernels();
+  {
+    std::lock_guard lock(device().mutex);
+    device_memory.clear();
+    for (const auto& [start, allocation] : device().allocations) {
+      if (allocation.type == cudaMemoryTypeHost) continue;
+      const auto begin = reinterpret_cast<std::uintptr_t>(start);
+      device_memory.push_back({begin, begin + allocation.size});
+    }
+  }
+  std::lock_guard lock(Counter::mutex());
+  for (Counter* each : Counter::all()) each->clear();
+  library_called = false;
+  counting = true;
+}
+
+Counts stop_counting() {
+  finish_kernels();
+  counting = false;
+  std::lock_guard lock(Counter::mutex());
+  Counts counts;
+  std::vector<Place> places;
+  std::int64_t barrier_threads = 0;
+  for (Counter* each : Counter::all()) {
+    places.insert(places.end(), each->places().begin(), each->places().end());
+    counts.async_copy_bytes += each->sums.async_copy_bytes;
+    counts.copy_engine_bytes += each->sums.copy_engine_bytes;
+    counts.multicast_saved_bytes += each->sums.multicast_saved_bytes;
+    counts.tensor_flops += each->sums.tensor_flops;
+    counts.l2_bytes += each->sums.l2_bytes;
+    barrier_threads += each->barrier_threads;
+  }
+  counts.barriers = barrier_threads / 32;
+  for (const Place& place : places) {
+    const bool load = place.kind != Kind::store;  // a copy by cp.async loads
+    if (place.kind == Kind::atomic) {
+      if (place.shared) continue;
+      counts.atomic_requests += place.requests;
+      counts.atomic_sectors += place.units;
+    } else if (place.shared) {
+      (load ? counts.shared_load_requests : counts.shared_store_requests) += place.requests;
+      (load ? counts.shared_load_conflicts : counts.shared_store_conflicts) += place.units;
+    } else {
+      (load ? counts.global_load_requests : counts.global_store_requests) += place.requests;
+      (load ? counts.global_load_sectors : counts.global_store_sectors) += place.units;
+    }
+  }
+  counts.l2_bytes += kSectorBytes * (counts.global_load_sectors + counts.global_store_sectors +
+                                     counts.atomic_sectors);
+  counts.worst = worst_of(places, counts);
+  return counts;
+}
+
+bool counted_everything() { return !library_called; }
+void library_is_called() { library_called = true; }
+
+void requests_of_warp_end(const Block& block, unsigned first) {
+  if (counting) counter().end_of_warp(block.slot, first / 32);
+}
+void requests_of_block_end(const Block& block) {
+  if (counting) counter().end_of_block(block.slot);
+}
+
+void count_async_copy(const void* from, std::size_t bytes, const void* place) {
+  if (!watched()) return;
+  counter().sums.async_copy_bytes += static_cast<std::int64_t>(bytes);
+  if (bytes == 0) return;
+  counter().access(reinterpret_cast<std::uintptr_t>(from), static_cast<unsigned>(bytes),
+                   Kind::async_copy, reinterpret_cast<std::uintptr_t>(place));
+}
+
+void count_atomic(const void* address, std::size_t bytes) {
+  if (!watched()) return;
+  counter().access(reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(bytes),
+                   Kind::atomic, reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)));
+}
+
+bool is_shared(const void* address) {
+  SharedPlace place;
+  return runner->find_shared(*runner->current().block, address, place);
+}
+
+void count_access(const void* address, std::size_t bytes, bool store) {
+  if (!watched()) return;
+  counter().access(reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(bytes),
+                   store ? Kind::store : Kind::load,
+                   reinterpret_cast<std::uintptr_t>(__builtin_return_address(0)));
+}
+
+void count_copy_engine(const void* address, std::size_t bytes) {
+  if (!counting || bytes == 0) return;
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  const std::uintptr_t sectors = (at + bytes - 1) / kSectorBytes - at / kSectorBytes + 1;
+  counter().sums.copy_engine_bytes += static_cast<std::int64_t>(bytes);
+  counter().sums.l2_bytes += static_cast<std::int64_t>(sectors * kSectorBytes);
+}
+
+void count_multicast(std::size_t saved_bytes) {
+  if (counting) counter().sums.multicast_saved_bytes += static_cast<std::int64_t>(saved_bytes);
+}
+
+void count_tensor_flops(std::int64_t flops) {
+  if (counting) counter().sums.tensor_flops += flops;
+}
+
+void count_barrier() {
+  if (counting) ++counter().barrier_threads;
+}
+
+Uncounted::Uncounted() { ++uncounted; }
+Uncounted::~Uncounted() { --uncounted; }
+
+}  // namespace cuda_cpu
+
+// ---- What the compiler calls --------------------------------------------------------------------
+
+// Under ThreadSanitizer itself its own functions are linked.
+#if !defined(CUDA_CPU_TSAN)
+
+#define CUDA_CPU_PLACE __builtin_return_address(0)
+
+extern "C" {
+
+void __tsan_init() { cuda_cpu::compiled_for_it = true; }
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+void __tsan_read_range(void* address, std::size_t size) {
+  cuda_cpu::hook(address, size, cuda_cpu::Kind::load, CUDA_CPU_PLACE);
+}
+void __tsan_write_range(void* address, std::size_t size) {
+  cuda_cpu::hook(address, size, cuda_cpu::Kind::store, CUDA_CPU_PLACE);
+}
+
+#define CUDA_CPU_ACCESS(SIZE)                                             \
+  void __tsan_read##SIZE(void* address) {                                 \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
+  }                                                                       \
+  void __tsan_write##SIZE(void* address) {                                \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
+  }                                                                       \
+  void __tsan_unaligned_read##SIZE(void* address) {                       \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
+  }                                                                       \
+  void __tsan_unaligned_write##SIZE(void* address) {                      \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
+  }
+CUDA_CPU_ACCESS(1)
+CUDA_CPU_ACCESS(2)
+CUDA_CPU_ACCESS(4)
+CUDA_CPU_ACCESS(8)
+CUDA_CPU_ACCESS(16)
+#undef CUDA_CPU_ACCESS
+
+// Atomic operations, all as strong as can be.
+#define CUDA_CPU_ATOMIC_UPDATE(BITS, NAME)                                                      \
+  std::uint##BITS##_t __tsan_atomic##BITS##_##NAME(volatile std::uint##BITS##_t* address,       \
+                                                   std::uint##BITS##_t value, int) {            \
+    cuda_cpu::hook(const_cast<std::uint##BITS##_t*>(address), BITS / 8, cuda_cpu::Kind::atomic, \
+                   CUDA_CPU_PLACE);                                                             \
+    return __atomic_##NAME(address, value, __ATOMIC_SEQ_CST);                                   \
+  }
+#define CUDA_CPU_ATOMIC_COMPARE(BITS, NAME)                                                     \
+  int __tsan_atomic##BITS##_compare_exchange_##NAME(volatile std::uint##BITS##_t* address,      \
+                                                    std::uint##BITS##_t* expected,              \
+                                                    std::uint##BITS##_t value, int, int) {      \
+    cuda_cpu::hook(const_cast<std::uint##BITS##_t*>(address), BITS / 8, cuda_cpu::Kind::atomic, \
+                   CUDA_CPU_PLACE);                                                             \
+    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,       \
+                                       __ATOMIC_SEQ_CST);                                       \
+  }
+#define CUDA_CPU_ATOMIC(BITS)                                                                   \
+  std::uint##BITS##_t __tsan_atomic##BITS##_load(const volatile std::uint##BITS##_t* address,   \
+                                                 int) {                                         \
+    cuda_cpu::hook(const_cast<const std::uint##BITS##_t*>(address), BITS / 8,                   \
+                   cuda_cpu::Kind::load, CUDA_CPU_PLACE);                                       \
+    return __atomic_load_n(address, __ATOMIC_SEQ_CST);                                          \
+  }                                                                                             \
+  void __tsan_atomic##BITS##_store(volatile std::uint##BITS##_t* address,                       \
+                                   std::uint##BITS##_t value, int) {                            \
+    cuda_cpu::hook(const_cast<std::uint##BITS##_t*>(address), BITS / 8, cuda_cpu::Kind::store,  \
+                   CUDA_CPU_PLACE);                                                             \
+    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);                                         \
+  }                                                                                             \
+  std::uint##BITS##_t __tsan_atomic##BITS##_exchange(volatile std::uint##BITS##_t* address,     \
+                                                     std::uint##BITS##_t value, int) {          \
+    cuda_cpu::hook(const_cast<std::uint##BITS##_t*>(address), BITS / 8, cuda_cpu::Kind::atomic, \
+                   CUDA_CPU_PLACE);                                                             \
+    return __atomic_exchange_n(address, value, __ATOMIC_SEQ_CST);                               \
+  }                                                                                             \
+  CUDA_CPU_ATOMIC_UPDATE(BITS, fetch_add)                                                       \
+  CUDA_CPU_ATOMIC_UPDATE(BITS, fetch_sub)                                                       \
+  CUDA_CPU_ATOMIC_UPDATE(BITS, fetch_and)                                                       \
+  CUDA_CPU_ATOMIC_UPDATE(BITS, fetch_or)                                                        \
+  CUDA_CPU_ATOMIC_UPDATE(BITS, fetch_xor)                                                       \
+  CUDA_CPU_ATOMIC_UPDATE(BITS, fetch_nand)                                                      \
+  CUDA_CPU_ATOMIC_COMPARE(BITS, strong)                                                         \
+  CUDA_CPU_ATOMIC_COMPARE(BITS, weak)                                                           \
+  std::uint##BITS##_t __tsan_atomic##BITS##_compare_exchange_val(                               \
+      volatile std::uint##BITS##_t* address, std::uint##BITS##_t expected,                      \
+      std::uint##BITS##_t value, int, int) {                                                    \
+    cuda_cpu::hook(const_cast<std::uint##BITS##_t*>(address), BITS / 8, cuda_cpu::Kind::atomic, \
+                   CUDA_CPU_PLACE);                                                             \
+    __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_SEQ_CST,             \
+                                __ATOMIC_SEQ_CST);                                              \
+    return expected;                                                                            \
+  }
+CUDA_CPU_ATOMIC(8)
+CUDA_CPU_ATOMIC(16)
+CUDA_CPU_ATOMIC(32)
+CUDA_CPU_ATOMIC(64)
+#undef CUDA_CPU_ATOMIC
+#undef CUDA_CPU_ATOMIC_COMPARE
+#undef CUDA_CPU_ATOMIC_UPDATE
+
+void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
+}  // extern "C"
+
+#endif

@@ -1,0 +1,72 @@
+#include "cpu/watch/memory_watch.h"
+
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <deque>
+
+#include "cpu/execution/device_state.h"
+
+namespace cuda_cpu {
+namespace {
+
+struct Watched {
+  Watched(char* start, std::size_t bytes) : start(start), bytes(bytes) {}
+  char* start;
+  std::size_t bytes;
+  std::atomic<bool> used = false;
+
+  void open() { mprotect(start, in_pages(bytes), PROT_READ | PROT_WRITE); }
+};
+std::deque<Watched>& watched() {
+  static std::deque<Watched> all;
+  return all;
+}
+
+/// Of a thread that comes to closed memory: opens it, and the thread tries again.
+void open_at(int signal, siginfo_t* info, void*) {
+  const char* address = static_cast<const char*>(info->si_addr);
+  for (Watched& each : watched()) {
+    if (address < each.start || address >= each.start + in_pages(each.bytes)) continue;
+    each.used = true;
+    each.open();
+    return;
+  }
+  ::signal(signal, SIG_DFL);  // the program's own mistake
+}
+
+}  // namespace
+
+bool watches_memory() {
+  static const bool asked = std::getenv("CUDA_CPU_WATCH_MEMORY") != nullptr;
+  return asked;
+}
+
+void start_watching() {
+  if (!watches_memory()) return;
+  struct sigaction action = {};
+  action.sa_sigaction = open_at;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGSEGV, &action, nullptr);
+  watched().clear();
+  std::lock_guard lock(device().mutex);
+  for (const auto& [start, allocation] : device().allocations) {
+    if (allocation.type != cudaMemoryTypeDevice || allocation.variable) continue;
+    watched().emplace_back(const_cast<char*>(start), allocation.size);
+  }
+  for (const Watched& each : watched()) mprotect(each.start, in_pages(each.bytes), PROT_NONE);
+}
+
+double stop_watching() {
+  double bytes = 0;
+  for (Watched& each : watched()) {
+    if (each.used) bytes += static_cast<double>(each.bytes);
+    each.open();
+  }
+  watched().clear();
+  return bytes;
+}
+
+}  // namespace cuda_cpu

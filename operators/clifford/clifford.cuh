@@ -1,0 +1,269 @@
+// What lesson 10's kernels compute on registers beside the product (operators/clifford/algebra.cuh): gates, the
+// sums of the norm and how a row adds them up, and the gradients of both. W is how many
+// multivectors a thread works on at a time.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <bit>
+
+#include "operators/clifford/algebra.cuh"
+#include "checks/clifford/clifford.h"
+
+// ---- Gates and norms ----------------------------------------------------------------------------
+
+constexpr float kEpsilon = 1e-6f;
+
+__device__ inline float gate(float s) { return 0.5f + 0.5f * erff(s * 0.70710678f); }
+// Its derivative, the normal density. The approximate exponential: two units in the last place
+// where the density matters, more only far out where it is almost 0.
+__device__ inline float gate_slope(float s) { return 0.39894228f * __expf(-0.5f * s * s); }
+
+// Both gates scale the whole product: z = gate(x_0) gate(y_0) (x y).
+template <int W>
+struct Gates {
+  Pack<W> x, y;
+
+  __device__ __forceinline__ Gates(const Pack<W>& x_0, const Pack<W>& y_0) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) {
+      x.v[e] = gate(x_0.v[e]);
+      y.v[e] = gate(y_0.v[e]);
+    }
+  }
+  __device__ __forceinline__ Pack<W> product() const {
+    Pack<W> result;
+#pragma unroll
+    for (int e = 0; e < W; ++e) result.v[e] = x.v[e] * y.v[e];
+    return result;
+  }
+};
+
+// rsqrtf is within two units in the last place.
+__device__ inline float inverse_rms(float squares, const Layer& layer) {
+  return rsqrtf(squares * layer.inverse_features + kEpsilon);
+}
+
+// kCount numbers that a row adds up over its features; in memory a multiple of 16 bytes.
+template <int kCount>
+struct alignas(16) Sums {
+  float value[(kCount + 3) / 4 * 4];
+};
+
+template <int kCount>
+__device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
+  for (int other = lanes / 2; other > 0; other /= 2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      sums.value[i] += __shfl_xor_sync(0xffffffffu, sums.value[i], other);
+    }
+  }
+}
+
+constexpr int kMaxWarps = 16;  // of a block
+
+// Adds up a row's sums, the same in all of its threads: over the lanes of each warp, then over the
+// row's `warps`: a power of two, or with kAnyNumber any; a block has one row or several. Always in
+// the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
+// passed the barrier of the other, and so has everybody who read it.
+template <bool kAnyNumber = false, int kCount>
+__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  add_up_lanes(sums, 32);
+  if (lane == 0) partials[warp] = sums;
+  __syncthreads();
+  const int lanes = kAnyNumber ? 1 << (32 - __clz(warps - 1)) : warps, of = lane % lanes;
+  sums = partials[warp / warps * warps + (kAnyNumber ? min(of, warps - 1) : of)];
+  if (kAnyNumber && of >= warps) sums = {};
+  add_up_lanes(sums, lanes);
+}
+
+// Fewer shuffles, for kernels whose warps have nothing else to do: lanes give each other half of
+// what they hold, so that each adds up fewer of the sums, of more lanes. In the end lane i has sum
+// i of its warp, and so have lanes i + kPlaces... For 8 sums: 9 shuffles, instead of 40.
+template <int kCount>
+struct Halves {
+  static constexpr int kSteps = std::bit_width(kCount - 1u), kPlaces = 1 << kSteps;
+
+  __device__ static float add_up_places(float sum) {
+#pragma unroll
+    for (int other = kPlaces; other < 32; other *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    }
+    return sum;
+  }
+  __device__ __forceinline__ static float of_warp(const Sums<kCount>& sums) {
+    const int lane = threadIdx.x % 32;
+    float held[kPlaces];
+    unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
+    unroll<0, kSteps>([&](auto step) {
+      constexpr int half = kPlaces >> (step + 1);
+      const bool upper = (lane & half) != 0;
+      unroll<0, half>([&](auto i) {
+        const float given = upper ? held[i] : held[i + half];
+        held[i] = (upper ? held[i + half] : held[i]) + __shfl_xor_sync(0xffffffffu, given, half);
+      });
+    });
+    return add_up_places(held[0]);
+  }
+  // What a lane adds up of its place's sums of these warps, kMost at most.
+  template <int kMost>
+  __device__ __forceinline__ static float part_of(const Sums<kCount>* partials, int warps) {
+    const int place = threadIdx.x % kPlaces, first = threadIdx.x % 32 / kPlaces;
+    float sum = 0;
+#pragma unroll
+    for (int of = 0; of < kMost; of += 32 / kPlaces) {
+      if (first + of < warps && place < kCount) sum += partials[first + of].value[place];
+    }
+    return sum;
+  }
+  // From these parts all sums, in all lanes.
+  __device__ __forceinline__ static Sums<kCount> from_parts(float part) {
+    const float sum = add_up_places(part);
+    Sums<kCount> sums = {};
+    unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
+    return sums;
+  }
+};
+
+// add_up_row by these halves.
+template <int kCount>
+__device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
+                                                     int warps) {
+  using Halves = ::Halves<kCount>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const float of_warp = Halves::of_warp(sums);
+  if (lane < kCount) partials[warp].value[lane] = of_warp;
+  __syncthreads();
+  const Sums<kCount>* row = partials + warp / warps * warps;
+  sums = Halves::from_parts(Halves::template part_of<kMaxWarps>(row, warps));
+}
+
+// sums[c] += the squares of z of grade c.
+template <typename A, int W>
+__device__ __forceinline__ void add_squares(const Multivectors<A, W>& z, Sums<A::kGrades>& sums) {
+  unroll<0, A::kBlades>([&](auto k) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) sums.value[A::grade(k)] += z.blade[k].v[e] * z.blade[k].v[e];
+  });
+}
+
+// ---- One multivector in memory ------------------------------------------------------------------
+
+template <typename A>
+__device__ __forceinline__ Multivectors<A, 1> load(const float* from, size_t plane) {
+  Multivectors<A, 1> result;
+  unroll<0, A::kBlades>([&](auto k) { result.blade[k].v[0] = from[k * plane]; });
+  return result;
+}
+
+template <int grade, typename A>
+__device__ __forceinline__ void load_grade(Multivectors<A, 1>& to, const float* from,
+                                           size_t plane) {
+  unroll<A::first(grade), A::first(grade + 1)>([&](auto k) { to.blade[k].v[0] = from[k * plane]; });
+}
+
+// A feature's weights, consecutive in memory: up to 16 bytes at a time.
+template <typename A>
+struct Weights {
+  static constexpr int kWidth = A::kTriples % 4 == 0 ? 4 : A::kTriples % 2 == 0 ? 2 : 1;
+  Pack<kWidth> packs[A::kTriples / kWidth];
+
+  __device__ __forceinline__ explicit Weights(const float* from) {
+#pragma unroll
+    for (int i = 0; i < A::kTriples / kWidth; ++i) {
+      packs[i] = reinterpret_cast<const Pack<kWidth>*>(from)[i];
+    }
+  }
+  template <typename Index>
+  __device__ __forceinline__ Pack<1> operator()(Index) const {
+    return {{packs[Index::value / kWidth].v[Index::value % kWidth]}};
+  }
+};
+
+// z of x and y before the norm.
+template <typename A, int W, typename Weight>
+__device__ __forceinline__ Multivectors<A, W> gated_product(const Multivectors<A, W>& x,
+                                                            const Multivectors<A, W>& y,
+                                                            const Weight& weight) {
+  Multivectors<A, W> z = weighted_product(x, y, weight);
+  const Pack<W> gates = Gates<W>(x.blade[0], y.blade[0]).product();
+  unroll<0, A::kBlades>([&](auto k) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) z.blade[k].v[e] *= gates.v[e];
+  });
+  return z;
+}
+
+// The sums that dz needs, of a row: per grade of z^2, and of d_out z.
+template <typename A>
+using GradientSums = Sums<2 * A::kGrades>;
+
+// With P the product before its gates, z = g P: adds to the sums.
+template <typename A, int W>
+__device__ __forceinline__ void add_gradient_sums(const Multivectors<A, W>& P, const Pack<W>& g,
+                                                  const Multivectors<A, W>& d_out,
+                                                  GradientSums<A>& sums) {
+  unroll<0, A::kBlades>([&](auto k) {
+    constexpr int c = A::grade(k);
+#pragma unroll
+    for (int e = 0; e < W; ++e) {
+      const float z = g.v[e] * P.blade[k].v[e];
+      sums.value[c] += z * z;
+      sums.value[A::kGrades + c] += d_out.blade[k].v[e] * z;
+    }
+  });
+}
+
+// From d_out, the gradients of P (returned) and of g: dz = r d_out - r^3 z sum(d_out z) / features
+// as in normalize_grade_gradient, dP = g dz, dg = sum of P dz.
+template <typename A, int W>
+__device__ __forceinline__ Multivectors<A, W> gradient_of_product(const Multivectors<A, W>& P,
+                                                                  const Pack<W>& g,
+                                                                  const Multivectors<A, W>& d_out,
+                                                                  const GradientSums<A>& sums,
+                                                                  const Layer& layer, Pack<W>& dg) {
+  Multivectors<A, W> dP;
+  dg = empty_sum<W>();
+  unroll<0, A::kGrades>([&](auto c) {
+    float r = 1, factor = 0;
+    if (layer.normed) {
+      r = inverse_rms(sums.value[c], layer);
+      factor = r * r * r * sums.value[A::kGrades + c] * layer.inverse_features;
+    }
+    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const float dz = r * d_out.blade[k].v[e] - factor * g.v[e] * P.blade[k].v[e];
+        dg.v[e] += P.blade[k].v[e] * dz;
+        dP.blade[k].v[e] = g.v[e] * dz;
+      }
+    });
+  });
+  return dP;
+}
+
+// What dg adds to the scalar part of dx, as g = gate(x_0) gate(y_0); swapped, of dy.
+template <int W>
+__device__ __forceinline__ Pack<W> through_gate(const Pack<W>& dg, const Pack<W>& x_0,
+                                                const Pack<W>& other_gate) {
+  Pack<W> result;
+#pragma unroll
+  for (int e = 0; e < W; ++e) result.v[e] = dg.v[e] * gate_slope(x_0.v[e]) * other_gate.v[e];
+  return result;
+}
+
+// ---- Floating-point operations ------------------------------------------------------------------
+
+// Per multivector: the product; scale, erf, add and halve for each gate, and their product; scaling
+// by it, square and add, and scaling by 1 / rms.
+template <typename A>
+double forward_flops() {
+  return 2 * A::product_multiply_adds() + 9 + 4 * A::kBlades;
+}
+// The product and its gates again, both sums of the norm, dz, dg and dP, the gradients, two slopes.
+template <typename A>
+double backward_flops() {
+  return 2 * A::product_multiply_adds() + 9 + 11 * A::kBlades + 2 * A::gradient_multiply_adds() +
+         14;
+}

@@ -1,0 +1,229 @@
+// What every kernel of the fully connected product knows when it is compiled: the planes of each
+// grade triple, and how the triples are divided among blocks. Matrices of weights in TF32.
+#pragma once
+
+#include "operators/clifford/algebra.cuh"
+#include "primitives/async_copy.cuh"
+#include "operators/clifford/clifford.cuh"
+#include "checks/clifford/clifford.h"
+#include "primitives/early_launch.cuh"
+#include "operators/clifford_connected/tf32_tiles.cuh"
+
+/// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade. Slots are
+/// triples in the order of their results' grades; planes are numbered by slot, then by blade.
+template <typename A>
+struct Order {
+  int triple_of[A::kTriples] = {};  ///< a slot
+  /// The first slot, plane and blade of each grade of the result, and how many there are.
+  int slot[A::kGrades + 1] = {}, plane[A::kGrades + 1] = {}, blade[A::kGrades + 1] = {};
+
+  constexpr Order() {
+    for (int c = 0; c < A::kGrades; ++c) {
+      slot[c + 1] = slot[c];
+      blade[c + 1] = A::kTables.first[c + 1];
+      for (int t = 0; t < A::kTriples; ++t) {
+        if (A::kTables.triple[t].result == c) triple_of[slot[c + 1]++] = t;
+      }
+      plane[c + 1] = plane[c] + (slot[c + 1] - slot[c]) * (blade[c + 1] - blade[c]);
+    }
+  }
+  /// The grade with the given slot, plane or blade, of the array of that name.
+  __device__ static int grade_of(const int (&first)[A::kGrades + 1], int number) {
+    int c = 0;
+    while (number >= first[c + 1]) ++c;
+    return c;
+  }
+
+  /// At compile time: how many triples have a result of this grade; the i-th of them.
+  __host__ __device__ static constexpr int triples(int grade) {
+    int sum = 0;
+    for (int t = 0; t < A::kTriples; ++t) sum += A::triple(t).result == grade;
+    return sum;
+  }
+  __host__ __device__ static constexpr int triple(int grade, int i) {
+    for (int t = 0; t < A::kTriples; ++t) {
+      if (A::triple(t).result == grade && i-- == 0) return t;
+    }
+    return -1;
+  }
+};
+template <typename A, int grade>
+inline constexpr int kFirstPlane = Order<A>().plane[grade];
+template <typename A>
+inline constexpr int kPlanes = kFirstPlane<A, A::kGrades>;
+static_assert(kPlanes<Cl<3, 0, 0>> == 44 && kPlanes<Cl<2, 0, 0>> == 14);
+
+/// A block works on four blades of the result: in 2-D these are all, in 3-D grades 0 and 1, or 2
+/// and 3. In either algebra 10 triples lead to them. In a Part triples are in the order of their
+/// results' grades.
+template <typename A, int part>
+struct Part {
+  static_assert(A::kBlades % 4 == 0);
+  static constexpr int kFirstBlade = 4 * part, kBlades = 4;
+  static constexpr int kFirstGrade = A::grade(kFirstBlade);
+  static constexpr int kEndGrade = A::grade(kFirstBlade + kBlades - 1) + 1;
+  static_assert(A::first(kFirstGrade) == kFirstBlade && A::first(kEndGrade) == kFirstBlade + 4);
+
+  __host__ __device__ static constexpr int triples(int grade) { return Order<A>::triples(grade); }
+  __host__ __device__ static constexpr int triple(int grade, int i) {
+    return Order<A>::triple(grade, i);
+  }
+  /// The part's triples before those of a grade, and its planes before those of the i-th of them.
+  __host__ __device__ static constexpr int before(int grade) {
+    int sum = 0;
+    for (int c = kFirstGrade; c < grade; ++c) sum += triples(c);
+    return sum;
+  }
+  __host__ __device__ static constexpr int plane(int grade, int i) {
+    int sum = i * A::blades_of(grade);
+    for (int c = kFirstGrade; c < grade; ++c) sum += triples(c) * A::blades_of(c);
+    return sum;
+  }
+  static constexpr int kTriples = before(kEndGrade);
+  static constexpr int kPlanes = plane(kEndGrade - 1, triples(kEndGrade - 1));
+
+  /// visit(grade, i) with constants, for each of the part's triples.
+  template <typename Visit>
+  __device__ __forceinline__ static void for_triples(Visit visit) {
+    unroll<kFirstGrade, kEndGrade>(
+        [&](auto c) { unroll<0, triples(c)>([&](auto i) { visit(c, i); }); });
+  }
+};
+template <typename A>
+inline constexpr int kParts = A::kBlades / 4;
+
+/// x becomes gate(x_0) gate(y_0) x: then x y is x' y'.
+template <typename A, int W>
+__device__ __forceinline__ void apply_gates(Multivectors<A, W>& x, const Multivectors<A, W>& y) {
+  const Pack<W> factor = Gates<W>(x.blade[0], y.blade[0]).product();
+  unroll<0, A::kBlades>([&](auto i) {
+#pragma unroll
+    for (int e = 0; e < W; ++e) x.blade[i].v[e] *= factor.v[e];
+  });
+}
+
+// Of a row and feature that is there; zeros of others.
+template <typename A>
+__device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int n, int f,
+                                                          const Layer& layer) {
+  if (n >= layer.batch || f >= layer.features) return {};
+  return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
+}
+
+/// How many tiles of so many rows or columns `count` takes.
+__host__ __device__ constexpr int count_tiles(int count, int tile) {
+  return (count + tile - 1) / tile;
+}
+
+__device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
+
+// W neighbouring features of all blades, 0 where there is nothing.
+template <typename A, int W>
+__device__ __forceinline__ Multivectors<A, W> load_neighbours(const float* from, int n, int f,
+                                                              const Layer& layer) {
+  Multivectors<A, W> result = {};
+  if (n >= layer.batch || f >= layer.features) return result;
+  const float* at = from + static_cast<size_t>(n) * layer.features + f;
+  if (layer.features % W == 0) {
+    unroll<0, A::kBlades>([&](auto k) {
+      result.blade[k] = *reinterpret_cast<const Pack<W>*>(at + k * layer.plane());
+    });
+  } else {
+    unroll<0, A::kBlades>([&](auto k) {
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        if (f + e < layer.features) result.blade[k].v[e] = at[k * layer.plane() + e];
+      }
+    });
+  }
+  return result;
+}
+
+// The packs of a plane, in TF32.
+template <int W>
+__device__ __forceinline__ void store_rounded(float* to, Pack<W> pack) {
+#pragma unroll
+  for (int e = 0; e < W; ++e) pack.v[e] = rounded_to_tf32(pack.v[e]);
+  *reinterpret_cast<Pack<W>*>(to) = pack;
+}
+
+/// Matrices of weights, TF32, with `stride` rows and columns, a multiple of 64 that is at least
+/// `features`; what is beyond these is 0. A thread copies an element.
+__global__ void round_weights(const float* w, float* to, int features, int stride) {
+  const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  if (col >= stride) return;
+  const size_t t = blockIdx.z;
+  const bool inside = row < features && col < features;
+  to[(t * stride + row) * stride + col] =
+      inside ? rounded_to_tf32(w[(t * features + row) * features + col]) : 0;
+}
+
+/// out = z / rms(z) for each grade, in place; keeps 1 / rms (grades, batch) for backward. A block a
+/// row, W features a thread at a time; it reads the row twice, the second time from a cache.
+template <typename A, int W>
+__global__ void normalize_rows(float* out, float* inverses, Layer layer) {
+  __shared__ Sums<A::kGrades> partials[kMaxWarps];
+  const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
+  const auto pack = [&](int k, int f) -> Pack<W>& {
+    return *reinterpret_cast<Pack<W>*>(out + k * plane + row + f);
+  };
+  wait_for_previous_kernel();
+  Sums<A::kGrades> squares = {};
+  for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
+    Multivectors<A, W> z;
+    unroll<0, A::kBlades>([&](auto k) { z.blade[k] = pack(k, f); });
+    add_squares(z, squares);
+  }
+  add_up_row(squares, partials, blockDim.x / 32);
+  unroll<0, A::kGrades>([&](auto c) {
+    const float r = inverse_rms(squares.value[c], layer);
+    if (threadIdx.x == 0) inverses[static_cast<size_t>(c) * layer.batch + blockIdx.x] = r;
+    squares.value[c] = r;
+  });
+  for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
+    unroll<0, A::kBlades>([&](auto k) {
+      Pack<W> z = pack(k, f);
+#pragma unroll
+      for (int e = 0; e < W; ++e) z.v[e] *= squares.value[A::grade(k)];
+      pack(k, f) = z;
+    });
+  }
+}
+
+/// dw = the sum of `count` partial sums, in their order; a thread four neighbours.
+__global__ void sum_weight_gradients(const float* partials, float* dw, int count, size_t size) {
+  const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+  wait_for_previous_kernel();
+  if (size % 4 == 0) {
+    if (first >= size) return;
+    Pack<4> sum = empty_sum<4>();
+    for (int i = 0; i < count; ++i) {
+      const auto part = *reinterpret_cast<const Pack<4>*>(partials + i * size + first);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum.v[e] += part.v[e];
+    }
+    *reinterpret_cast<Pack<4>*>(dw + first) = sum;
+  } else {
+    for (size_t at = first; at < first + 4 && at < size; ++at) {
+      float sum = 0;
+      for (int i = 0; i < count; ++i) sum += partials[i * size + at];
+      dw[at] = sum;
+    }
+  }
+}
+
+template <typename A>
+void normalize(const CliffordTensors& of, float* inverses) {
+  const Layer& layer = of.layer;
+  if (!layer.normed) return;
+  const bool fours = layer.features % 4 == 0;
+  launch_early(fours ? normalize_rows<A, 4> : normalize_rows<A, 1>, layer.batch,
+               fours && layer.features <= 512 ? 128 : 256, 0, of.out.data(), inverses, layer);
+}
+
+// Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
+inline void add_partials(const CliffordGradients& d, const Buffer<float>& partials, int splits) {
+  if (splits == 1) return;
+  launch_early(sum_weight_gradients, blocks_for(d.dw.size(), 4 * 256), 256, 0,
+               static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
+}

@@ -1,0 +1,582 @@
+// What "Hopper resident" of lesson 6 is made of: the weights that stay in a block's shared memory,
+// the two ways in which rows of x come there, the three in which results leave, and what fits
+// beside what. And the gate, as the epilogue of lesson 3's product.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "primitives/async_copy.cuh"
+#include "checks/gating/gating.h"
+#include "primitives/hopper/tiles.cuh"
+
+#if HOPPER_CODE
+/// sigmoid(gate) * value, in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
+/// units in the last place of fp32 at most, and have 0 for what would be denormal.
+__device__ inline float gated(float gate, float value) {
+  return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
+}
+
+/// The biases of 64 columns of out, from col0 on. A thread keeps those of its columns, two
+/// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
+/// last bias, so that no load depends on a condition, and all of them are on their way at once.
+struct Gate {
+  float2 b1[8], b2[8];
+
+  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
+    H % 2 == 0 ? load<true>(bias1, bias2, col0, H) : load<false>(bias1, bias2, col0, H);
+  }
+  /// kPairs: H is even, and two neighbours are one load.
+  template <bool kPairs>
+  __device__ void load(const half* bias1, const half* bias2, int col0, int H) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
+      b1[j] = two<kPairs>(bias1, col, H);
+      b2[j] = two<kPairs>(bias2, col, H);
+    }
+  }
+  template <bool kPairs>
+  __device__ static float2 two(const half* from, int col, int H) {
+    if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
+    return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
+  }
+  /// A sum has the gates in the left half of its columns, the values in the right. Puts the results
+  /// of 64 columns, from `first` on, into a box.
+  template <int kAll>
+  __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
+    sum.store(to, first, [&](int i) {
+      const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
+      return gated(sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y),
+                   sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
+    });
+  }
+};
+
+/// A descriptor for what lies `by` 16-byte pieces further on in shared memory. Only its lower half
+/// changes, which takes half the instructions of an addition of 64 bits.
+__device__ inline uint64_t further(uint64_t descriptor, uint32_t by) {
+  return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + by);
+}
+
+// ---- the weights --------------------------------------------------------------------------------
+
+/// A block's columns of both weights in shared memory, in parts of kWidth columns of out. In each
+/// part W1's columns and then W2's are one factor, so that one wgmma computes gates and values, and
+/// a thread gets both of an element. They lie in boxes of 64 columns by `rows` of k: the weights'
+/// rows, in the order of x's weights_row(), zeros up to a multiple of 16, and 16 more, of which the
+/// first has the biases.
+template <int kWidth>
+struct ResidentWeights {
+  static constexpr int kBoxes = (2 * kWidth + kBoxCols - 1) / kBoxCols;
+  half* elements;
+  int rows;
+
+  /// All of kThreads threads copy `parts` parts, whose first column is col0 of out, 8 columns at a
+  /// time; this is number `own`.
+  template <int kThreads, class Rows>
+  __device__ void load(const GatingOperands& in, const Rows& x, int col0, int parts,
+                       int own) const {
+    constexpr int kPieces = 2 * kWidth / 8, kRows = kThreads / kPieces;
+    const int piece = own % kPieces, first = own / kPieces < kRows ? own / kPieces : rows;
+    const bool gate = 8 * piece < kWidth;
+    for (int part = 0; part < parts; ++part) {
+      half* const box = elements + (part * kBoxes + piece / 8) * rows * kBoxCols;
+      const int col = col0 + part * kWidth + piece * 8 % kWidth;
+#pragma unroll 2
+      for (int place = first; place < rows; place += kRows) {
+        const bool bias = place == rows - 16;
+        const int k = place < rows - 16 ? x.weights_row(place, rows - 16) : in.K;
+        const half* from = bias ? (gate ? in.b1 : in.b2) + col
+                                : (gate ? in.W1 : in.W2) + static_cast<size_t>(k) * in.H + col;
+        half* to = box + swizzled(place, piece % 8);
+        const int there = bias || k < in.K ? in.H - col : 0;
+        if (in.H % 8 == 0) {
+          copy_async<16>(to, from, there > 0);
+        } else {
+          alignas(16) half eight[8];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) eight[j] = j < there ? from[j] : __float2half_rn(0);
+          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(eight);
+        }
+      }
+    }
+    copy_async_commit();
+    copy_async_wait<0>();
+    shared_fence();
+  }
+  /// A part's first 16 rows, for wgmma; the next 16 are 128 pieces further.
+  __device__ uint64_t operand(int part) const {
+    return descriptor_b(elements + part * kBoxes * rows * kBoxCols, rows);
+  }
+  /// Starts a sum with the biases: with the product of the last 16 rows and of a left factor that
+  /// has ones in its first column, zeros in the others, and is in registers. So no thread loads or
+  /// adds a bias.
+  __device__ void start(Sum<2 * kWidth>& sum, int part) const {
+    const uint32_t one_zero = threadIdx.x % 4 == 0 ? 0x3c00 : 0;
+    const uint32_t ones[4] = {one_zero, one_zero, 0, 0};
+    wgmma_fence();
+    wgmma<half>(sum.elements, ones, further(operand(part), 8 * (rows - 16)), false);
+    wgmma_commit();
+  }
+};
+
+/// sum += x W, for `count` slices of 16 columns of x and rows of W, 4 at most. `left` has
+/// slices<kCount>(), the first of x for wgmma; W is where the first of its rows is. At most
+/// kInFlight groups of products are still under way then.
+template <int kInFlight, int kColumns, class Left>
+__device__ void add_slices(Sum<kColumns>& sum, const Left& left, uint64_t W, int count) {
+  const auto add = [&]<int kCount>() {
+    const auto slices = left.template slices<kCount>();
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      wgmma<half>(sum.elements, slices.of[i], further(W, 128 * i), true);
+    }
+    wgmma_commit();
+    wgmma_wait<kInFlight>();
+  };
+  if (count >= 4) return add.template operator()<4>();
+  if (count == 3) return add.template operator()<3>();
+  count == 2 ? add.template operator()<2>() : add.template operator()<1>();
+}
+#endif
+
+// ---- x ------------------------------------------------------------------------------------------
+
+/// x if its rows are multiples of 16 bytes: boxes of 64 rows by 64 columns, which the copy engine
+/// brings, zeros beyond M or K, and wgmma reads. A stage has `stage_boxes` of them.
+struct BoxedRows {
+  using Tile = LeftTile<half, 64>;
+  static constexpr int kSliceCycles = 0;  // for a slice of a tile, beside the product
+  CUtensorMap map = {};
+  int boxes, stage_boxes, stages, slices;  ///< of a tile: boxes, stages, slices of 16 columns
+
+  BoxedRows(const GatingShape& shape, int most_boxes)
+      : boxes(static_cast<int>(shape.channels + kStepK - 1) / kStepK),
+        stage_boxes(std::min(most_boxes, boxes)),
+        stages((boxes + stage_boxes - 1) / stage_boxes),
+        slices(static_cast<int>(shape.channels + 15) / 16) {}
+  void are_of(const half* x, const GatingShape& shape) {
+    map = tensor_map<half>(x, shape.rows, shape.channels, 64);
+  }
+  static int most_boxes(const GatingShape& shape) { return shape.channels > kStepK ? 2 : 1; }
+  int stage_bytes() const { return stage_boxes * static_cast<int>(sizeof(Tile)); }
+  __device__ int weights_row(int place, int) const { return place; }
+  /// If x were fetched more often, lesson 3's product would be faster.
+  static int64_t most_fetches(const GatingShape& shape) {
+    return 1 + shape.hidden / shape.channels;
+  }
+
+#if HOPPER_CODE
+  /// Stage number `stage` of the tile of 64 rows from `row` on.
+  __device__ void load(char* to, int row, int stage, Barrier* arrived) const {
+    const int first = stage * stage_boxes, count = min(stage_boxes, boxes - first);
+    barrier_arrive_expect(arrived, count * sizeof(Tile));
+    for (int i = 0; i < count; ++i) {
+      tensor_load(to + i * sizeof(Tile), &map, row, kStepK * (first + i), arrived);
+    }
+  }
+  /// Adds the product of that stage, which is at `from`; W is where the weights' first rows are.
+  template <int kColumns>
+  __device__ void add_product(Sum<kColumns>& sum, const char* from, int stage, uint64_t W) const {
+    const int first = kStepK / 16 * stage_boxes * stage;
+    Left left{descriptor_a(from)};
+    W = further(W, 128 * first);
+    for (int there = min(kStepK / 16 * stage_boxes, slices - first); there > 0; there -= 4) {
+      add_slices<1>(sum, left, W, there);
+      left.first = further(left.first, sizeof(Tile) / 16), W = further(W, 4 * 128);
+    }
+  }
+
+ private:
+  struct Left {
+    uint64_t first;
+    template <int kCount>
+    struct Slices {
+      uint64_t of[kCount];
+    };
+    template <int kCount>
+    __device__ Slices<kCount> slices() const {
+      Slices<kCount> result;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) result.of[i] = further(first, 2 * i);
+      return result;
+    }
+  };
+#endif
+};
+
+/// x with rows of any length. The copy engine moves boxes of a matrix only if its rows are
+/// multiples of 16 bytes. But 64 rows one after the other are one piece of memory, which starts at
+/// a multiple of 128 bytes, whatever the length of a row. So a tile of x comes as that piece, in
+/// one stage. wgmma cannot read such rows from shared memory: it takes them from registers. The
+/// last row's last slice ends up to 32 bytes behind the piece: what a stage has there is read, to
+/// become zeros, and must not be what a copy writes meanwhile.
+struct LooseRows {
+  static constexpr int stages = 1, kBehind = 32, kSliceCycles = 70;
+  const half* x = nullptr;
+  int M, K;
+
+  LooseRows(const GatingShape& shape, int)
+      : M(static_cast<int>(shape.rows)), K(static_cast<int>(shape.channels)) {}
+  void are_of(const half* from, const GatingShape&) { x = from; }
+  static int most_boxes(const GatingShape&) { return 1; }
+  int stage_bytes() const { return 128 * K + kBehind; }
+  /// Which row of W lies at `place` of `all` places, a multiple of 16. If K is odd, thread t of 4
+  /// takes 8 neighbours of a row of x for two slices (4, if one slice is left): 5 words, where 4
+  /// separate pairs would be 8. wgmma multiplies the thread's element e of pair m of slice j by
+  /// place 16 j + 8 m + 2 t + e: there that neighbour's row of W lies.
+  __device__ int weights_row(int place, int all) const {
+    if (K % 2 == 0) return place;
+    const int slice = place / 16, slices = (slice | 1) < all / 16 ? 2 : 1;
+    const int j = slice % slices, m = place % 16 / 8, t = place % 8 / 2, e = place % 2;
+    return 16 * (slice - j) + 4 * slices * t + 4 * j + 2 * m + e;
+  }
+  /// For lesson 3's product x has to be copied first.
+  static int64_t most_fetches(const GatingShape& shape) {
+    return 1 + 4 * std::max<int64_t>(1, shape.hidden / shape.channels);
+  }
+
+#if HOPPER_CODE
+  __device__ void load(char* to, int row, int, Barrier* arrived) const {
+    const int bytes = min(64, M - row) * K * 2;
+    barrier_arrive_expect(arrived, bytes);
+    bulk_load(to, x + static_cast<size_t>(row) * K, bytes, arrived);
+  }
+  template <int kColumns>
+  __device__ void add_product(Sum<kColumns>& sum, const char* from, int, uint64_t W) const {
+    const auto add_all = [&](auto left) {
+      for (int there = (K + 15) / 16; there > 0; there -= 4) {
+        add_slices<0>(sum, left, W, there);
+        left.advance(), W = further(W, 4 * 128);
+      }
+    };
+    K % 2 == 0 ? add_all(Left<false>(from, K)) : add_all(Left<true>(from, K));
+  }
+
+ private:
+  /// A thread's fragments, two neighbours of a row in each register. kOdd: K is odd, every other
+  /// row starts in the middle of 4 bytes, and there two neighbours come from two words.
+  template <bool kOdd>
+  struct Left {
+    const uint32_t* rows[2];  ///< the words that have the first elements of its two rows
+    int shift;                ///< bits of the first word that are not the row's
+    int left;                 ///< elements of a row from there on
+
+    __device__ Left(const char* tile, int K) {
+      const unsigned thread = threadIdx.x % 128;
+      const unsigned first = (thread / 32 * 16 + thread % 32 / 4) * K, second = first + 8 * K;
+      rows[0] = reinterpret_cast<const uint32_t*>(tile) + first / 2;
+      rows[1] = reinterpret_cast<const uint32_t*>(tile) + second / 2;
+      shift = first % 2 * 16;
+      left = K;
+    }
+    /// By 4 slices.
+    __device__ void advance() { rows[0] += 32, rows[1] += 32, left -= 64; }
+
+    template <int kCount>
+    struct Slices {
+      uint32_t of[kCount][4];
+    };
+    template <int kCount>
+    __device__ Slices<kCount> slices() const {
+      Slices<kCount> result;
+#pragma unroll
+      for (int at = 0; at + 2 <= kCount; at += 2) take<2>(result, at);
+      if constexpr (kCount % 2 == 1) take<1>(result, kCount - 1);
+      return result;
+    }
+
+   private:
+    /// Takes `kSlices` slices from number `at` on. If they are the last, what is beyond K becomes
+    /// zeros.
+    template <int kSlices, int kCount>
+    __device__ void take(Slices<kCount>& to, int at) const {
+      constexpr int kPairs = 2 * kSlices, kStep = kOdd ? 1 : 4;  // words to a thread's next pair
+      const int own = threadIdx.x % 4 * (kOdd ? kPairs : 1), there = left - 16 * at - 2 * own;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t* from = rows[r] + 8 * at + own;
+        uint32_t words[kPairs + 1];
+#pragma unroll
+        for (int i = 0; i < kPairs + kOdd; ++i) words[i] = from[kStep * i];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          uint32_t pair = kOdd ? __funnelshift_r(words[i], words[i + 1], shift) : words[i];
+          if (at + kSlices == kCount) {
+            const int last = there - 2 * kStep * i;
+            pair &= last > 1 ? 0xffffffff : last == 1 ? 0xffff : 0;
+          }
+          to.of[at + i / 2][r + 2 * (i % 2)] = pair;
+        }
+      }
+    }
+  };
+#endif
+};
+
+// ---- what fits beside what ----------------------------------------------------------------------
+
+/// out as the copy engine is told of it, once for each part: boxes of a warp's 16 rows by 64
+/// columns, of a matrix that ends where the part ends, so that no box overwrites the next part.
+struct OutMaps {
+  static constexpr int kMost = 16;
+  CUtensorMap of[kMost] = {};
+
+  /// For all parts of all blocks, of which the last may have none of out's columns.
+  void are_of(const half* out, const GatingShape& shape, int parts, int width) {
+    for (int part = 0; part < parts; ++part) {
+      const int64_t end = std::min<int64_t>(shape.hidden, (part + 1) * width);
+      of[part] = tensor_map<half>(out, shape.rows, end, 16, false, shape.hidden);
+    }
+  }
+};
+
+/// How results leave. `boxes`: a part at a time, as boxes of the copy engine, if H is a multiple of
+/// 8 and has at most 16 parts. `rows`: all parts, put beside each other, are whole rows of out, one
+/// piece of memory, which the copy engine takes as such. `parts`: a part at a time, by threads, for
+/// any H, since whole rows need room until all their parts are there.
+enum class Out { boxes, rows, parts };
+
+/// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
+/// results (each consumer's, or each team's whole rows), and `stages` stages of x for each team. A
+/// team is kTeam consumers, which share a tile of x and divide its parts among them. There are no
+/// stages if there is no room.
+template <class Rows_, int kWidth_, int kConsumers_, Out kOut_, int kTeam_ = 1>
+struct ResidentPlan {
+  using Rows = Rows_;
+  static constexpr int kTeam = kTeam_, kTeams = kConsumers_ / kTeam;
+  static_assert(kConsumers_ % kTeam == 0);
+  static constexpr int kWidth = kWidth_;          // columns of out that are one sum
+  static constexpr int kConsumers = kConsumers_;  // warpgroups, beside one that copies
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kRegisters = kConsumers == 4 ? 112 : kConsumers == 3 ? 160 : 240;
+  static constexpr Out kOut = kOut_;
+  static constexpr int kOutBoxes = (kWidth + kBoxCols - 1) / kBoxCols;
+  static constexpr int kSharers = kOut == Out::rows ? kTeam : 1;  // consumers of a room for results
+  static constexpr int kMostStages = 16;
+  int rows;   ///< of ResidentWeights
+  int parts;  ///< of a block
+  int pitch;  ///< elements from a row of results to the next; of `parts` on different banks
+  int stage_bytes, out_bytes, stages = 0;
+  double cost = 0;  ///< clock cycles for 64 rows
+
+  /// For `blocks` blocks side by side, which have all columns together.
+  ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
+      : rows(static_cast<int>(shape.channels + 15) / 16 * 16 + 16),
+        parts(static_cast<int>((shape.hidden + kWidth * blocks - 1) / (kWidth * blocks))),
+        pitch(kOut == Out::boxes  ? kOutBoxes * kBoxCols
+              : kOut == Out::rows ? static_cast<int>(shape.hidden)
+                                  : (kWidth + 7) / 16 * 16 + 8),
+        stage_bytes(x.stage_bytes()),
+        out_bytes((128 * pitch + 1023) / 1024 * 1024) {
+    if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
+    if (int64_t{parts} * kWidth * (blocks - 1) >= shape.hidden) return;
+    if (parts > room / rows) return;  // bytes() would not be an int
+    if (parts < kTeam) return;
+    if (kOut == Out::rows && blocks > 1) return;
+    if (kOut == Out::boxes && (shape.hidden % 8 != 0 || parts * blocks > OutMaps::kMost)) return;
+    const int64_t each = kTeams * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
+    const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
+    // A consumer's parts read the same tile. A stage is given back when the next one has come.
+    const int slices = rows / 16, own = (parts + kTeam - 1) / kTeam;
+    if (most < (own > 1 ? x.stages : std::min(2, x.stages))) return;
+    stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
+    // Fitted to what 75 shapes took on an H200. Consumers work side by side, but they share the
+    // tensor cores (a cycle for a column and slice) and the unit for ex2 and rcp (8 for a column).
+    const int leaving = kOut == Out::parts ? 20 : kSharers > 1 ? 10 : 0;
+    const double part = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
+    const double shared = 1.2 * parts * kWidth * std::max(8, slices);
+    cost = blocks * std::max((own * part + 150) / kTeams, shared);
+  }
+  __host__ __device__ int weight_bytes() const {
+    return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
+  }
+  /// What it should take, at 1.65 GHz and 4.3 TB/s. The longer of both counts most.
+  double microseconds(const GatingShape& shape, const Device& device) const {
+    const double work = cost * blocks_for(shape.rows, 64) / device.sms / 1.65e3;
+    return std::hypot(work, shape.bytes() / 4.3e6);
+  }
+  std::string name(int blocks) const {
+    return "columns of a sum: " + std::to_string(kWidth) +
+           "; consumers: " + std::to_string(kConsumers) +
+           (kTeam > 1 ? ", in teams of " + std::to_string(kTeam) : "") + "; out in " +
+           (kOut == Out::boxes  ? "boxes"
+            : kOut == Out::rows ? "rows"
+                                : "parts") +
+           "; stages: " + std::to_string(stages) +
+           "; blocks side by side: " + std::to_string(blocks);
+  }
+  size_t bytes() const {
+    return weight_bytes() + kConsumers / kSharers * out_bytes +
+           kTeams * stages * (stage_bytes + 2 * sizeof(Barrier));
+  }
+};
+
+/// Plans by how their results leave.
+template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
+using InBoxes = ResidentPlan<Rows, kWidth, kConsumers, Out::boxes, kTeam>;
+template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
+using InRows = ResidentPlan<Rows, kWidth, kConsumers, Out::rows, kTeam>;
+template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
+using InParts = ResidentPlan<Rows, kWidth, kConsumers, Out::parts, kTeam>;
+
+#if HOPPER_CODE
+/// The parts of a plan, at their places in shared memory.
+template <class Plan>
+struct ResidentShared {
+  char *out, *stages;
+  ResidentWeights<Plan::kWidth> W;
+  Barrier *full, *empty;
+
+  __device__ ResidentShared(char* memory, const Plan& plan)
+      : out(memory + plan.weight_bytes()),
+        stages(out + Plan::kConsumers / Plan::kSharers * plan.out_bytes),
+        W{reinterpret_cast<half*>(memory), plan.rows} {
+    const int count = Plan::kTeams * plan.stages;
+    full = reinterpret_cast<Barrier*>(stages + count * plan.stage_bytes);
+    empty = full + count;
+  }
+};
+
+/// Where a team, or the producer for it, stands among its `count` stages.
+struct StageRing {
+  int count, stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == count) stage = 0, parity ^= 1;
+  }
+};
+
+// ---- out ----------------------------------------------------------------------------------------
+
+/// The results of a consumer on their way out. Its warps do not wait for each other: each has 16
+/// rows of a tile, which it stores when they are complete. Only whole rows that a team makes come
+/// from a warp of each of its consumers, and these warps meet.
+template <class Plan>
+struct ResidentOut {
+  static constexpr int kWidth = Plan::kWidth, kHalf = kWidth / 2, kTeam = Plan::kTeam;
+  static constexpr int kSharers = Plan::kSharers;  // of a room; so many warps have the same rows
+  const Plan& plan;
+  const GatingOperands& in;
+  const OutMaps& maps;
+  char* memory;  // of the room: 64 rows
+  int room, col0;
+  const int warp = warp_of_block() % 4, first = 16 * warp;         // of a consumer; its first row
+  const bool stores = (warp_of_block() - 4) % (4 * kSharers) < 4;  // one of those that meet
+
+  /// A barrier among the warps that have the same rows.
+  __device__ void meet() const {
+    kSharers == 1 ? __syncwarp() : named_barrier(1 + 4 * room + warp, 32 * kSharers);
+  }
+  __device__ bool one() const { return stores && elect_one(); }  // thread, which stores
+
+  /// Stores a warp's rows of a part; its tile starts at row `row` of out. A consumer puts its own
+  /// parts, first to last.
+  __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) const {
+    if constexpr (Plan::kOut == Out::boxes) {
+      put_box(sum, row, part);
+    } else if constexpr (Plan::kOut == Out::rows) {
+      put_rows(sum, row, part);
+    } else {
+      put_part(sum, row, part);
+    }
+  }
+  /// Waits until the copy engine has read what was stored.
+  __device__ void end() const {
+    if (one()) tensor_store_wait_read<0>();
+  }
+
+ private:
+  __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int part) const {
+    const bool storing = one();
+    if (storing) tensor_store_wait_read<0>();
+    meet();
+    auto* const boxes = reinterpret_cast<Box<half, 64>*>(memory);
+#pragma unroll
+    for (int b = 0; b < Plan::kOutBoxes; ++b) {
+      sum.store(boxes[b], kBoxCols * b, [&](int i) {
+        return i < kHalf ? gated(sum.elements[i], sum.elements[kHalf + i]) : 0;
+      });
+    }
+    shared_fence();
+    meet();
+    if (!storing) return;
+#pragma unroll
+    for (int b = 0; b < Plan::kOutBoxes; ++b) {
+      tensor_store(&maps.of[col0 / kWidth + part], row + first, col0 + part * kWidth + kBoxCols * b,
+                   boxes[b].row(first));
+    }
+    tensor_store_commit();
+  }
+
+  /// The last part completes the rows. In shared memory they are as in out, one after the other.
+  __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
+    half* const rows = reinterpret_cast<half*>(memory);
+    const int col = part * kWidth, count = min(16, in.M - row - first);
+    const bool storing = one();
+    if (part < kTeam) {  // the rows of the tile before have been read
+      if (storing) tensor_store_wait_read<0>();
+      meet();
+    }
+    in.H % 2 == 0 ? pack<false>(rows + col, sum, in.H - col)
+                  : pack<true>(rows + col, sum, in.H - col);
+    if (part + kTeam < plan.parts) return;
+    shared_fence();
+    meet();
+    if (!storing || count <= 0) return;
+    bulk_store(in.out + static_cast<size_t>(row + first) * in.H, rows + first * in.H,
+               count * in.H * 2);
+    tensor_store_commit();
+  }
+
+  __device__ void put_part(const Sum<2 * kWidth>& sum, int row, int part) const {
+    half* const rows = reinterpret_cast<half*>(memory);
+    const int col = col0 + part * kWidth;
+    __syncwarp();  // the part before has been copied
+    pack<false>(rows, sum, kWidth);
+    __syncwarp();
+    half* const to = in.out + static_cast<int64_t>(row + first) * in.H + col;
+    const half* const from = rows + first * plan.pitch;
+    const int count = in.M - row - first, cols = in.H - col;
+    if (in.H % 4 == 0) return copy<4>(to, from, count, cols);
+    in.H % 2 == 0 ? copy<2>(to, from, count, cols) : copy<1>(to, from, count, cols);
+  }
+  /// Puts a part's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows start
+  /// in the middle of 4 bytes. A thread's columns are 8 apart, in two rows.
+  template <bool kOdd>
+  __device__ void pack(half* to, const Sum<2 * kWidth>& sum, int cols) const {
+    half* const upper = to + Sum<64>::row(0) * plan.pitch + Sum<64>::col(0);
+    half* const lower = upper + 8 * plan.pitch;
+    const int there = cols - Sum<64>::col(0);
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 2) {
+      const int col = i / 4 * 8;
+      half* const own = (i % 4 == 0 ? upper : lower) + col;
+      const float left = gated(sum.elements[i], sum.elements[kHalf + i]);
+      const float right = gated(sum.elements[i + 1], sum.elements[kHalf + i + 1]);
+      if constexpr (kOdd) {
+        if (col < there) own[0] = __float2half_rn(left);
+        if (col + 1 < there) own[1] = __float2half_rn(right);
+      } else {
+        if (col < there) *reinterpret_cast<uint32_t*>(own) = pack2<half>(left, right);
+      }
+    }
+  }
+  /// Copies a warp's rows of a part, the first `count` rows and `cols` columns, kPack elements a
+  /// lane.
+  template <int kPack>
+  __device__ void copy(half* to, const half* from, int count, int cols) const {
+    using Pack = Neighbours<half, kPack>;
+    constexpr int kPieces = kWidth / kPack;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < 16 * kPieces; i += 32) {
+      const int r = i / kPieces, c = i % kPieces * kPack;
+      if (r >= count || c >= cols) continue;
+      *reinterpret_cast<Pack*>(to + static_cast<int64_t>(r) * in.H + c) =
+          *reinterpret_cast<const Pack*>(from + r * plan.pitch + c);
+    }
+  }
+};
+#endif

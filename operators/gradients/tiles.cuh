@@ -1,0 +1,374 @@
+// What the blocks of lesson 8's Hopper kernels do, step by step: load factors, multiply, and
+// backward make a tile's sums the factors of the gradients, and add those up. The kernels in
+// 8_spatial_gradients.cu are their order.
+//
+// All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a part: its
+// fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
+#pragma once
+
+#include "primitives/early_launch.cuh"
+#include "checks/gradients/gradients.h"
+#include "primitives/mma.cuh"
+#include "primitives/hopper/tiles.cuh"
+
+inline constexpr int kPart = 128, kPartSteps = kPart / kStepK;
+
+/// How many of a part's steps there are if E has `steps` in all.
+__host__ __device__ constexpr int steps_of(int part, int steps) {
+  return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
+}
+
+/// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
+/// is [M1 | M2], 32 columns of either in turn.
+struct GradientMaps {
+  CUtensorMap Gr, Gi, minus_M2, M1, M2, x;
+  CUtensorMap vertices;  // out, or dOut
+};
+
+/// 64 rows (of E) and 64 columns of each right factor, forward. wgmma reads two neighbours as one.
+struct RightFactors {
+  Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;  // [-M2 | M1], and [M1 | M2]
+};
+
+/// The same backward, 32 columns. wgmma reads 96 columns as one: [M1 | M2 | x].
+struct BackwardFactors {
+  Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
+};
+
+/// 64 rows (of V) and 64 columns of Gr and Gi.
+struct LeftFactors {
+  LeftTile<__nv_bfloat16, 64> Gr, Gi;
+};
+
+#if HOPPER_CODE
+
+// ---- Load ---------------------------------------------------------------------------------------
+
+/// Rows 64 `step` to 64 `step` + 63, columns from `col` on, of the right factors that are products
+/// with x: M1 and M2.
+__device__ inline void load_products_with_x(RightFactors& to, const GradientMaps& maps, int step,
+                                            int col, Barrier* loaded) {
+  tensor_load(&to.minus_M2, &maps.minus_M2, kStepK * step, col, loaded);
+  tensor_load(&to.M1, &maps.M1, kStepK * step, col, loaded);
+  tensor_load(&to.M2, &maps.M2, kStepK * step, col, loaded);
+}
+__device__ inline void load_products_with_x(BackwardFactors& to, const GradientMaps& maps, int step,
+                                            int col, Barrier* loaded) {
+  tensor_load(&to.M1_M2, &maps.M1, kStepK * step, 2 * col, loaded);
+}
+
+/// All right factors of a block, kCols columns in each of `groups`, from col0 on. While `associate`
+/// makes M1 and M2, x is already on its way. A group has a barrier of its own, so that the first
+/// one can be multiplied while the others come.
+template <int kCols, typename Factors, int kGroups, int kSteps>
+__device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], int groups,
+                                          const GradientMaps& maps, int col0,
+                                          Barrier (&loaded)[kGroups]) {
+  for (int group = 0; group < groups; ++group) {
+    barrier_arrive_expect(&loaded[group], sizeof to[group]);
+    for (int step = 0; step < kSteps; ++step) {
+      tensor_load(&to[group][step].x, &maps.x, kStepK * step, col0 + kCols * group, &loaded[group]);
+    }
+  }
+  wait_for_previous_kernel();  // associate
+  for (int group = 0; group < groups; ++group) {
+    for (int step = 0; step < kSteps; ++step) {
+      load_products_with_x(to[group][step], maps, step, col0 + kCols * group, &loaded[group]);
+    }
+  }
+}
+
+/// Of a tile's columns from 64 `step` on, the box that block `rank` of a cluster of two fetches for
+/// both; a block on its own fetches both boxes.
+__device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& maps, int tile,
+                                         int step, int rank, int blocks, Barrier* full) {
+  const uint16_t all = static_cast<uint16_t>((1 << blocks) - 1);
+  if (rank == 0) {
+    tensor_load_multicast(&to.Gr, &maps.Gr, 64 * tile, kStepK * step, full, all);
+  }
+  if (rank == blocks - 1) {
+    tensor_load_multicast(&to.Gi, &maps.Gi, 64 * tile, kStepK * step, full, all);
+  }
+}
+
+/// What a warpgroup's thread holds of LeftFactors, as fragments.
+struct LeftFragments {
+  uint32_t gr[4][4], gi[4][4];
+
+  __device__ void load(const LeftFactors& from) {
+    from.Gr.load_fragments(gr);
+    from.Gi.load_fragments(gi);
+  }
+};
+
+template <int kSteps, int kCount>
+__device__ inline void load_fragments(LeftFragments (&to)[kCount], const LeftFactors* from) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) to[step].load(from[step]);
+}
+
+// ---- Multiply -----------------------------------------------------------------------------------
+
+// A warpgroup's sums of 64 vertices and of features, fp32: ar(i), ai(i), xr(i), xi(i) belong to one
+// vertex and feature, those of Sum::row(i) and col(i).
+
+/// Forward, 64 features: [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x: 128
+/// registers.
+struct Gradients {
+  Sum<128> a;
+  Sum<64> r, i;
+
+  __device__ float& ar(int e) { return a.elements[e]; }
+  __device__ float& ai(int e) { return a.elements[32 + e]; }
+  __device__ float& xr(int e) { return r.elements[e]; }
+  __device__ float& xi(int e) { return i.elements[e]; }
+  __device__ void add_product(const uint32_t (&gr)[4], const uint32_t (&gi)[4],
+                              const RightFactors& right, int k, bool add) {
+    wgmma<__nv_bfloat16>(a.elements, gr, right.M1.operand_b(k), add);
+    wgmma<__nv_bfloat16>(r.elements, gr, right.x.operand_b(k), add);
+    wgmma<__nv_bfloat16>(a.elements, gi, right.minus_M2.operand_b(k), true);
+    wgmma<__nv_bfloat16>(i.elements, gi, right.x.operand_b(k), add);
+  }
+};
+
+/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps, of each the first
+/// kSlices times 16 of E. The left factors come from registers: from shared memory, which has no
+/// bandwidth to spare, each would be read for each right factor.
+template <int kSteps, int kSlices, int kCount>
+__device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left)[kCount],
+                                     const RightFactors* right, bool add) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      sums.add_product(left[step].gr[k], left[step].gi[k], right[step], k,
+                       add || step > 0 || k > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+/// Assigns the product of the first part, which has kSteps steps. Up to E = 32 half a step is all.
+template <int kSteps>
+__device__ inline void multiply_first_part(Gradients& sums, const LeftFragments (&left)[kSteps],
+                                           const RightFactors* right, int E) {
+  if (kSteps == 1 && E <= kStepK / 2) {
+    multiply_part<kSteps, 2>(sums, left, right, false);
+  } else {
+    multiply_part<kSteps, 4>(sums, left, right, false);
+  }
+}
+
+/// Backward, 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96 registers, of which combine()
+/// makes ar and ai. That is half as many registers again for a feature, but M1 and M2 are on chip
+/// only once, and a left factor from shared memory is read once for all three right ones.
+struct GradientPairs {
+  Sum<96> by_gr, by_gi;
+
+  __device__ float& ar(int e) { return by_gr.elements[e]; }
+  __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
+  __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
+  __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
+  /// Starts to add (or, if not `add`, to assign) the product of a step's first kSlices times 16 of
+  /// E, as one group of wgmma.
+  template <int kSlices>
+  __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      const uint64_t b = right.M1_M2.operand_b(k);
+      wgmma<__nv_bfloat16>(by_gr.elements, left.Gr.operand(0, k), b, add || k > 0);
+      wgmma<__nv_bfloat16>(by_gi.elements, left.Gi.operand(0, k), b, add || k > 0);
+    }
+    wgmma_commit();
+  }
+  __device__ void combine() {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      ar(e) -= by_gi.elements[16 + e];
+      ai(e) += by_gi.elements[e];
+    }
+  }
+};
+
+// ---- Backward: the factors of the gradients -----------------------------------------------------
+
+/// Puts f(e), for a warpgroup's elements e of 32 columns, rounded, into columns from `at` on.
+template <typename F>
+__device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+  for (int c = 0; c < 32; c += 16) {
+    uint32_t registers[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      registers[m] = pack2<__nv_bfloat16>(f(c / 2 + 2 * m), f(c / 2 + 2 * m + 1));
+    }
+    store_matrices(&box.elements[swizzled(row, (at + c) / 8 + threadIdx.x % 32 / 16)], registers);
+  }
+}
+#endif
+
+/// P, R, Q, S and -P of a tile, side by side: [P | R | Q] is the right factor of Gr^T, [Q | S | -P]
+/// that of Gi^T.
+template <int kCols>
+struct Products {
+  Box<__nv_bfloat16, 64> boxes[(5 * kCols + 63) / 64];
+#if HOPPER_CODE
+  __device__ uint64_t by_gr(int k) const { return boxes[0].operand_b(k); }
+  __device__ uint64_t by_gi(int k) const { return boxes[2 * kCols / 64].operand_b(k); }
+  /// Those of 32 features from column `col` on.
+  __device__ void store(GradientPairs& from, int col) {
+    const auto put = [&](int which, auto f) {
+      put_columns(boxes[which * kCols / 64], which * kCols % 64 + col, f);
+    };
+    put(0, [&](int e) { return from.xr(e); });
+    put(1, [&](int e) { return from.ar(e); });
+    put(2, [&](int e) { return from.xi(e); });
+    put(3, [&](int e) { return from.ai(e); });
+    put(4, [&](int e) { return -from.xr(e); });
+  }
+#endif
+};
+
+#if HOPPER_CODE
+/// A thread's elements of dOut, in pairs: those of Sum<32> in columns from `at` on of a tile.
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const Box<__nv_bfloat16, 64>& tile,
+                                  int at) {
+  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int piece = at / 8 + 2 * c + threadIdx.x % 32 / 16;
+    ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[4 * c]),
+                &tile.elements[swizzled(row, piece)]);
+  }
+}
+/// The same from (row, col) on of all of dOut (V, W).
+__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int row, int col,
+                                  int V, int W) {
+  const int v0 = row + Sum<32>::row(0), w0 = col + Sum<32>::col(0);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const auto* pair = reinterpret_cast<const uint32_t*>(from + int64_t{v0 + 8 * r} * W + w0);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      pairs[2 * c + r] = v0 + 8 * r < V && w0 + 8 * c < W ? pair[4 * c] : 0;
+    }
+  }
+}
+
+/// 1 / value, off by a unit in the last place of fp32 (PTX ISA, "rcp").
+__device__ inline float reciprocal(float value) {
+#ifdef CUDA_CPU
+  return 1 / value;
+#else
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+#endif
+}
+
+/// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
+/// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
+/// result below 2^-126 becomes 0.
+__device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out)[8]) {
+  constexpr float kLog2E = 1.44269504f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float2 pair = unpack2(d_out[i / 2]);
+    const float u = sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i);
+    const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
+    const float part = reciprocal(1 + four_e / 4);
+    const float g = (i % 2 == 0 ? pair.x : pair.y) * part * (four_e * part);
+    sums.ar(i) *= g;
+    sums.ai(i) *= g;
+    sums.xr(i) *= g;
+    sums.xi(i) *= g;
+  }
+}
+
+/// What two warpgroups do: they compute what the forward pass did, then P, Q, R, S, and leave these
+/// in shared memory. Of 64 columns either has one half, of 32 columns every second tile.
+template <typename Shared>
+__device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out, int col0, int V,
+                                     int E, int W) {
+  constexpr int kSteps = Shared::kSteps;
+  constexpr bool kShare = Shared::kCols == 64;
+  const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
+  const int clusters = gridDim.y;
+  Ring<Shared::kStages> ring;
+  Ring<1> turn;  // one phase a tile of its own
+  const auto skip_tile = [&] {
+    for (int step = 0; step < kSteps; ++step) ring.advance();
+  };
+  int tile = blockIdx.y;
+  if (!kShare && maker == 1) skip_tile(), tile += clusters;
+  barrier_wait(&shared.loaded[half], 0);
+  for (; 64 * tile < V; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
+    GradientPairs sums;
+    uint32_t d_out_pairs[8];
+    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, 64 * tile, col0, V, W);
+    const int first_stage = ring.stage;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step, ring.advance()) {
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      const LeftFactors& left = shared.left[ring.stage];
+      const BackwardFactors& right = shared.right[half][step];
+      if (kSteps == 1 && E <= kStepK / 2) {
+        sums.template start_product<2>(left, right, false);
+      } else {
+        sums.template start_product<4>(left, right, step > 0);
+      }
+    }
+    wgmma_wait<0>();
+    if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
+    sums.combine();
+    multiply_by_g(sums, d_out_pairs);
+    // Until the tile before has been used. With 32 columns the other maker had that tile.
+    barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
+    shared.products.store(sums, 32 * half);
+    shared_fence();
+    barrier_arrive(&shared.ready);
+    if (!kShare) skip_tile();
+  }
+}
+
+// ---- Backward: the gradients --------------------------------------------------------------------
+
+/// 64 rows of E and kCols columns of each of dM1, D and dM2, side by side.
+template <int kCols>
+struct Slice {
+  Sum<3 * kCols> sum;
+
+  /// Starts to add (or, if not `add`, to assign) [dM1 | D | dM2] of a tile, Gr^T [P | R | Q] + Gi^T
+  /// [Q | S | -P], as one group of wgmma.
+  __device__ void start_product(const LeftFactors& left, const Products<kCols>& products,
+                                bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      wgmma<__nv_bfloat16, true>(sum.elements, left.Gr.operand_b(k), products.by_gr(k),
+                                 add || k > 0);
+      wgmma<__nv_bfloat16, true>(sum.elements, left.Gi.operand_b(k), products.by_gi(k), true);
+    }
+    wgmma_commit();
+  }
+
+  /// To row e0, column w0 of dM1, dM2 and D (3, E, W).
+  __device__ void store(float* to, int e0, int w0, int E, int W) const {
+#pragma unroll
+    for (int i = 0; i < kCols / 2; i += 2) {
+      const int e = e0 + Sum<kCols>::row(i), w = w0 + Sum<kCols>::col(i);
+      if (e >= E || w >= W) continue;
+      const size_t next = static_cast<size_t>(E) * W, at = static_cast<size_t>(e) * W + w;
+#pragma unroll
+      for (int which = 0; which < 3; ++which) {
+        const float* pair = sum.elements + which * 2 % 3 * kCols / 2 + i;
+        *reinterpret_cast<float2*>(to + which * next + at) = make_float2(pair[0], pair[1]);
+      }
+    }
+  }
+};
+#endif

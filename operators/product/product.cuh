@@ -1,0 +1,590 @@
+// C = epilogue(A B) for Hopper: the product at which lesson 3 arrives, with its tiles, its schedule
+// and its epilogue as parameters. What ranks them is in operators/product/plan.cuh.
+#pragma once
+
+#include <cuda/atomic>
+
+#include "primitives/early_launch.cuh"
+#include "primitives/hopper/tiles.cuh"
+
+/// Shared memory that a block may have for stages and results, beside barriers.
+inline constexpr int kSharedRoom = (227 << 10) - 1024;
+
+/// Tiles of C, kRows by kColumns, one a block at a time. The blocks of a cluster own kStackedTiles
+/// tiles below each other, which share what they copy of B, by kSideTiles next to each other, which
+/// share what they copy of A. kOutBoxes boxes of 64 columns are room for results of each consumer
+/// on their way out.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+struct TileShape {
+  static constexpr int BM = kRows, BN = kColumns, kStack = kStackedTiles, kSide = kSideTiles;
+  static constexpr int kOut = kOutBoxes, kBlocks = kStack * kSide;
+  static constexpr int kPeers = kStack + kSide - 1;  // who share A or B with a block, and itself
+  // What a block fetches of a tile of B: whole boxes if they can be divided among those who share
+  // it, else as many rows of each.
+  static constexpr int kAllBoxes = (BN + kBoxCols - 1) / kBoxCols;
+  static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
+  static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
+  static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
+  static constexpr int kRowsA = BM / kSide;  // of a tile of A any number of rows
+  static_assert(BM % 8 == 0 && BM % kSide == 0);
+};
+
+/// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> {
+  static constexpr int kConsumers = kRows / 64, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kOutRows = 64;
+  static constexpr int kWide = kColumns;  // columns of wgmma's sum
+  using TileSum = Sum<kColumns>;
+
+  __host__ __device__ static constexpr int row_of(int consumer) { return 64 * consumer; }
+  __host__ __device__ static constexpr int col_of(int) { return 0; }
+#if HOPPER_CODE
+  template <class Stage>
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
+    sum.start_product(stage.a, row_of(consumer), stage.b, add);
+  }
+#endif
+};
+
+/// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
+/// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
+/// (192 if it has 192 columns), two consumers divide the rows. A consumer's sum must fit into its
+/// registers. Shared memory has room for at least 40 rows of each consumer's results, by 64 columns
+/// (or for all), and for as many stages as fit beside it. What the stages leave is room for
+/// results, too.
+template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
+struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
+  static constexpr int kBoxes = kColumns / kBoxCols;
+  static constexpr bool kByRows = kBoxes == 1 || kRows > (kBoxes == 3 ? 192 : 256);
+  static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
+  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
+  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
+  static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0 && kSumRows >= 16);
+  // That room is two boxes of at most kMost rows. Results leave in as few parts as possible, of
+  // kOutRows rows each: a part waits until the second one before it has left its box.
+  static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
+  static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
+  static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
+  static constexpr int kMost = kLeft / 16 * 8, kParts = (kSumRows + kMost - 1) / kMost;
+  static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
+  using TileSum = TurnedSum<kSumRows, kSumBoxes>;
+
+  __host__ __device__ static constexpr int row_of(int consumer) {
+    return kByRows ? kSumRows * consumer : 0;
+  }
+  __host__ __device__ static constexpr int col_of(int consumer) {
+    return kByRows ? 0 : kBoxCols * kSumBoxes * consumer;
+  }
+#if HOPPER_CODE
+  template <class Stage>
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
+    sum.start_product(stage.a, row_of(consumer), stage.b, col_of(consumer) / kBoxCols, add);
+  }
+#endif
+};
+
+/// A factor, described to the copy engine. As a right one it may be kCount matrices of as many
+/// columns, side by side: each has the same share of a tile's columns.
+template <int kCount = 1>
+struct Factor {
+  CUtensorMap maps[kCount];
+};
+
+struct ProductShape {
+  int rows, cols, depth;
+};
+
+template <typename T, class Tile>
+struct ProductShared {
+  struct Stage {
+    LeftTile<T, Tile::BM> a;
+    RightTile<T, Tile::BN> b;
+  };
+  static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(Box<T, Tile::kOutRows>);
+  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(Stage);
+  Stage stages[kStages];
+  Box<T, Tile::kOutRows> out[Tile::kConsumers][Tile::kOut];
+  Barrier full[kStages], empty[kStages];
+};
+
+#if HOPPER_CODE
+// dividend / divisor, 0 to 2^20 by 1 to 2^20. Approximately, and still exactly: the half keeps
+// quotients further from the next whole number than __fdividef errs. That is 6 instructions instead
+// of 30, which count at the start, where each is fetched from memory.
+__device__ inline int quotient(int dividend, int divisor) {
+  return static_cast<int>(__fdividef(dividend + 0.5f, static_cast<float>(divisor)));
+}
+#endif
+
+/// What a cluster does at a time: steps `begin` to `end` of its tile number `tile`.
+struct Piece {
+  int tile, begin, end;
+};
+
+/// Which tiles a cluster takes, and in which order. Clusters take whole tiles in turn, for `rounds`
+/// rounds; what is left, `shared` tiles, at least as many as there are clusters, is divided into
+/// ranges of equally many steps. A tile is then shared by two clusters at most: one ends with its
+/// first steps, and the next one began with the rest of it.
+template <class Tile>
+struct Schedule {
+  static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
+  static constexpr int kGroup = 2048 / kRows;
+  ProductShape shape;
+  int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
+
+  Schedule(const ProductShape& of, int cluster_count, bool split)
+      : shape(of),
+        tile_rows((shape.rows + kRows - 1) / kRows),
+        tile_cols((shape.cols + kCols - 1) / kCols),
+        tiles(tile_rows * tile_cols),
+        steps((shape.depth + kStepK - 1) / kStepK),
+        clusters(cluster_count),
+        rounds((tiles + clusters - 1) / clusters),
+        shared(0) {
+    if (split && tiles > clusters && tiles % clusters != 0) {
+      rounds = tiles / clusters - 1;
+      shared = tiles - rounds * clusters;
+    }
+  }
+
+#if HOPPER_CODE
+  struct Place {
+    int row, col;
+  };
+  /// Where the tile of block (stack, side) starts in the cluster's tile number `tile`: tiles go in
+  /// groups of rows of tiles, column by column, so that those of one time form about a square patch
+  /// of C; every other group from the right.
+  __device__ Place place(int tile, int stack, int side) const {
+    const int group = quotient(tile, kGroup * tile_cols);
+    const int within = tile - group * kGroup * tile_cols;
+    const int rows = min(kGroup, tile_rows - group * kGroup), column = quotient(within, rows);
+    return {(group * kGroup + within - column * rows) * kRows + stack * Tile::BM,
+            (group % 2 == 0 ? column : tile_cols - 1 - column) * kCols + side * Tile::BN};
+  }
+
+  /// The pieces of a cluster, one after the other.
+  struct Pieces {
+    const Schedule& schedule;
+    int cluster, round = 0, next = 0, last = 0;  // of the shared steps
+
+    __device__ Pieces(const Schedule& of, int number) : schedule(of), cluster(number) {
+      if (of.shared > 0) {
+        next = of.shared * of.steps * number / of.clusters;
+        last = of.shared * of.steps * (number + 1) / of.clusters;
+      }
+    }
+    __device__ bool get(Piece& piece) {
+      if (round < schedule.rounds) {
+        piece = {cluster + round++ * schedule.clusters, 0, schedule.steps};
+        return piece.tile < schedule.tiles;
+      }
+      if (next >= last) return false;
+      const int tile = next / schedule.steps, begin = next - tile * schedule.steps;
+      const int end = min(schedule.steps, begin + last - next);
+      next += end - begin;
+      piece = {schedule.rounds * schedule.clusters + tile, begin, end};
+      return true;
+    }
+  };
+#endif
+};
+
+#if HOPPER_CODE
+/// Clusters keep in step: they count their paces, of kSteps steps each, in one number for all. Who
+/// is more than one pace ahead of the mean waits, but not for long: it only saves reads, and the
+/// others may not have got a multiprocessor yet.
+struct Pace {
+  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
+  unsigned* total;
+  unsigned clusters, mine = 0;
+
+  __device__ void next() {
+    Counter counter(*total);
+    counter.fetch_add(1, cuda::memory_order_relaxed);
+    for (int look = 0; look < kPatience; ++look) {
+      if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
+    }
+    ++mine;
+  }
+
+  // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
+  // one leaves a 0 for the next launch.
+  __device__ void end(unsigned most) {
+    Counter counter(*total);
+    const unsigned rest = most - mine;
+    if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
+      counter.store(0, cuda::memory_order_relaxed);
+    }
+  }
+};
+
+/// Where this block stands in its cluster, and what it does for the others.
+template <class Tile>
+struct Cluster {
+  static constexpr int kStack = Tile::kStack, kSide = Tile::kSide;
+  const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
+  const int stack = rank % kStack, side = rank / kStack;
+  const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
+
+  /// Starts the copies of a step, 64 of k, of the block's tile at (row, col). Of what blocks of the
+  /// cluster share each fetches its part and multicasts it to all of them; with kAlone a block
+  /// fetches all that it needs, and nothing for the others.
+  template <bool kAlone = false, class Stage, int kCount>
+  __device__ void load(Stage& stage, const Factor<>& A, const Factor<kCount>& B, int row, int col,
+                       int k, Barrier* arrived) const {
+#pragma unroll
+    for (int i = 0; i < (kAlone ? kSide : 1); ++i) {
+      const int part = (kAlone ? i : side) * Tile::kRowsA;
+      if constexpr (kAlone || kSide == 1) {
+        tensor_load(stage.a.row(part), &A.maps[0], row + part, k, arrived);
+      } else {
+        static_assert(kSide == 2 || kSide == 4);
+        constexpr unsigned kTwo = 1 | 1 << kStack;
+        constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
+        tensor_load_multicast(stage.a.row(part), &A.maps[0], row + part, k, arrived, kAll << stack);
+      }
+    }
+    constexpr int kBoxes = kAlone ? Tile::kAllBoxes : Tile::kBoxesB;
+    constexpr int kParts = kAlone ? kStepK / Tile::kRowsB : 1;
+#pragma unroll
+    for (int i = 0; i < kBoxes * kParts; ++i) {
+      const int box = i / kParts + (!kAlone && Tile::kShareBoxes ? stack * kBoxes : 0);
+      const int part = (kAlone ? i % kParts : Tile::kShareBoxes ? 0 : stack) * Tile::kRowsB;
+      const CUtensorMap* map = &B.maps[matrix_of<kCount>(box)];
+      const int first = col_of<kCount>(col, box);
+      if constexpr (kAlone || kStack == 1) {
+        tensor_load(stage.b.boxes[box].row(part), map, k + part, first, arrived);
+      } else {
+        tensor_load_multicast(stage.b.boxes[box].row(part), map, k + part, first, arrived,
+                              ((1 << kStack) - 1) << kStack * side);
+      }
+    }
+  }
+  /// With kCount right factors side by side in a tile: which of them `box` is from, and at which of
+  /// its columns the box starts. `col` is where the tile starts in all of them together.
+  template <int kCount>
+  __device__ static int matrix_of(int box) {
+    static_assert(Tile::BN % (kBoxCols * kCount) == 0 || kCount == 1);
+    return kCount == 1 ? 0 : box / (Tile::kAllBoxes / kCount);
+  }
+  template <int kCount>
+  __device__ static int col_of(int col, int box) {
+    return kCount == 1 ? col + kBoxCols * box
+                       : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
+  }
+
+  /// Tells the producers of all who send to this block that it has read the stage of `empty`.
+  __device__ void release(Barrier& empty) const {
+    const int thread = threadIdx.x % 128;
+    if constexpr (Tile::kBlocks == 1) {
+      if (thread == 0) barrier_arrive(&empty);
+    } else if (thread < kStack) {
+      barrier_arrive(&empty, thread + kStack * side);
+    } else if (thread < Tile::kPeers) {
+      const int other = thread - kStack;
+      barrier_arrive(&empty, stack + kStack * (other < side ? other : other + 1));
+    }
+  }
+};
+
+/// Boxes in which a consumer's results leave.
+template <typename T, int kBoxes, int kRows = 64>
+struct Outbox {
+  Box<T, kRows> (&boxes)[kBoxes];
+  int consumer;
+
+  __device__ void meet() const { named_barrier(1 + consumer, 128); }
+  /// Waits until all boxes but the kNewest last ones to leave may be written. Threads that copied a
+  /// box themselves (StoreRounded) have done so when they meet.
+  template <int kNewest = 0>
+  __device__ void wait() const {
+    if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<kNewest>();
+    meet();
+  }
+};
+#endif
+
+/// The epilogue of a plain product: rounds it to T.
+template <typename T>
+struct StoreRounded {
+  static constexpr int kRightFactors = 1;
+  CUtensorMap map;  ///< of C, boxes of Tile::kOutRows rows; only if `aligned`
+  T* data;
+  int rows, cols;
+  bool aligned;  ///< C's rows to 16 bytes
+
+#if HOPPER_CODE
+  template <int kCols, int kBoxes>
+  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
+                             const Outbox<T, kBoxes>& out) const {
+    store<kCols>(row, col, out, [&](Box<T, 64>& to, int first) {
+      sum.store(to, first, [&](int i) { return sum.elements[i]; });
+    });
+  }
+
+  /// The same turned round. The last box may repeat some rows of the one before it.
+  template <int kRows, int kCount, int kBoxes, int kBoxRows>
+  __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,
+                             const Outbox<T, kBoxes, kBoxRows>& out) const {
+    constexpr int kParts = (kRows + kBoxRows - 1) / kBoxRows;
+    send<kParts * kCount>(out, [&](auto& box, int i) {
+      const int first = min(i % kParts * kBoxRows, kRows - kBoxRows), j = i / kParts;
+      sum.store(box, first, j);
+      return Place{row + first, col + kBoxCols * j, kBoxCols};
+    });
+  }
+
+  /// A warpgroup's results, 64 rows and kCols columns, go to (row, col) of C. fill(box, c) puts
+  /// those of 64 columns, from the c-th on, into a box.
+  template <int kCols, int kBoxes, typename Fill>
+  __device__ void store(int row, int col, const Outbox<T, kBoxes>& out, Fill fill) const {
+    send<RightTile<T, kCols>::kBoxes>(out, [&](auto& box, int i) {
+      fill(box, kBoxCols * i);
+      return Place{row, col + kBoxCols * i, min(kBoxCols, kCols - kBoxCols * i)};
+    });
+  }
+
+ private:
+  struct Place {  // in C
+    int row, col, count;
+  };
+  /// kAll boxes leave one after another. A box is filled while those before it are on their way:
+  /// fill(box, i) puts the i-th results into it, and says where in C they belong, `count` columns.
+  template <int kAll, int kBoxes, int kRows, typename Fill>
+  __device__ void send(const Outbox<T, kBoxes, kRows>& out, Fill fill) const {
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) {
+      auto& box = out.boxes[i % kBoxes];
+      if (i >= kBoxes) out.template wait<kBoxes - 1>();
+      const Place to = fill(box, i);
+      shared_fence();
+      out.meet();
+      if (!aligned || to.count < kBoxCols) {
+        copy(box, to.row, to.col, to.count);
+      } else if (warp_of_block() % 4 == 0 && elect_one()) {
+        tensor_store(&map, to.row, to.col, box.elements);
+        tensor_store_commit();
+      }
+    }
+  }
+
+  /// The warpgroup copies `count` columns of a box to C, kWidth elements a thread at a time: always
+  /// in the same columns, and 8 loads before the first store.
+  template <int kWidth, int kRows>
+  __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
+    constexpr int kPieces = kBoxCols / kWidth, kStep = 128 / kPieces;
+    using Pack = Neighbours<T, kWidth>;
+    const int own = threadIdx.x % 128 / kPieces, c = threadIdx.x % kPieces * kWidth;
+    if (c >= count || col + c >= cols) return;
+    T* to = data + static_cast<int64_t>(row + own) * cols + col + c;
+    for (int first = own; first < min(kRows, rows - row); first += 8 * kStep) {
+      Pack packs[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int r = min(first + i * kStep, kRows - 1);
+        packs[i] = *reinterpret_cast<const Pack*>(&box.elements[swizzled(r, c / 8) + c % 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i, to += kStep * cols) {
+        const int r = first + i * kStep;
+        if (r < kRows && row + r < rows) *reinterpret_cast<Pack*>(to) = packs[i];
+      }
+    }
+  }
+  template <int kRows>
+  __device__ void copy(const Box<T, kRows>& box, int row, int col, int count) const {
+    if (cols % 8 == 0) return copy<8>(box, row, col, count);
+    cols % 2 == 0 ? copy<2>(box, row, col, count) : copy<1>(box, row, col, count);
+  }
+#endif
+};
+
+/// What clusters tell each other, in the memory of ExchangeMemory. *pace and ready[] are 0 before
+/// the first launch and after every launch.
+struct Exchange {
+  unsigned* pace;   ///< null: clusters do not keep in step
+  unsigned* ready;  ///< of each consumer of the grid: its partial sum may be read
+  float* partial;   ///< of each consumer of the grid: its part of a tile
+};
+
+#if HOPPER_CODE
+/// Partial sums go from a consumer to the one at the same place in the cluster before it. Each
+/// thread takes over the elements of the same thread.
+template <class Tile>
+struct Handover {
+  using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+  using TileSum = typename Tile::TileSum;
+  static constexpr int kFours = TileSum::size() / 4;
+  const Exchange& exchange;
+  int consumer;
+
+  __device__ int slot(int cluster, int rank) const {
+    return (cluster * Tile::kBlocks + rank) * Tile::kConsumers + consumer;
+  }
+  __device__ float4* elements(int slot) const {
+    return reinterpret_cast<float4*>(exchange.partial) + size_t{kFours * 128} * slot +
+           threadIdx.x % 128;
+  }
+  __device__ void give(const TileSum& sum, int cluster, int rank) const {
+    const int mine = slot(cluster, rank);
+    float4* to = elements(mine);
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      __stcg(to + 128 * i, make_float4(sum.element(4 * i), sum.element(4 * i + 1),
+                                       sum.element(4 * i + 2), sum.element(4 * i + 3)));
+    }
+    named_barrier(1 + consumer, 128);
+    if (threadIdx.x % 128 == 0) Flag(exchange.ready[mine]).store(1, cuda::memory_order_release);
+  }
+  __device__ void add_to(TileSum& sum, int cluster, int rank) const {
+    const int other = slot(cluster + 1, rank);
+    if (threadIdx.x % 128 == 0) {
+      Flag flag(exchange.ready[other]);
+      while (flag.load(cuda::memory_order_acquire) == 0) continue;
+      flag.store(0, cuda::memory_order_relaxed);
+    }
+    named_barrier(1 + consumer, 128);
+    const float4* from = elements(other);
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const float4 four = __ldcg(from + 128 * i);
+      sum.element(4 * i) += four.x;
+      sum.element(4 * i + 1) += four.y;
+      sum.element(4 * i + 2) += four.z;
+      sum.element(4 * i + 3) += four.w;
+    }
+  }
+};
+
+/// Fetches the block's first stage, before the blocks of the cluster have met. Until then none may
+/// send to another, so it fetches all of that itself: its data come some 300 ns sooner.
+template <typename T, class Tile, int kCount>
+__device__ void fetch_first(ProductShared<T, Tile>& shared, const Factor<>& A,
+                            const Factor<kCount>& B, const Schedule<Tile>& schedule) {
+  const Cluster<Tile> cluster;
+  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
+  Piece first;
+  if (!pieces.get(first)) return;
+  const auto at = schedule.place(first.tile, cluster.stack, cluster.side);
+  barrier_arrive_expect(&shared.full[0], sizeof shared.stages[0]);
+  cluster.template load<true>(shared.stages[0], A, B, at.row, at.col, first.begin * kStepK,
+                              &shared.full[0]);
+}
+
+/// The producer's part: one thread, which only starts copies.
+template <typename T, class Tile, int kCount>
+__device__ void produce(ProductShared<T, Tile>& shared, const Factor<>& A, const Factor<kCount>& B,
+                        const Schedule<Tile>& schedule, unsigned* progress) {
+  const Cluster<Tile> cluster;
+  const bool in_step = progress != nullptr && cluster.rank == 0;
+  Pace pace{progress, static_cast<unsigned>(cluster.count)};
+  Ring<ProductShared<T, Tile>::kStages> ring;
+  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
+  bool backward = false, fetched = true;  // fetched: the next step, by fetch_first
+  int done = 0;
+  for (Piece piece; pieces.get(piece); backward = !backward) {
+    const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
+    for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
+      if (in_step && ++done % Pace::kSteps == 0) pace.next();
+      if (fetched) {
+        fetched = false;
+        continue;
+      }
+      const int k = (backward ? piece.begin + piece.end - 1 - step : step) * kStepK;
+      auto& stage = shared.stages[ring.stage];
+      Barrier* arrived = &shared.full[ring.stage];
+      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      barrier_arrive_expect(arrived, sizeof stage);
+      cluster.load(stage, A, B, at.row, at.col, k, arrived);
+    }
+  }
+  if constexpr (Tile::kBlocks > 1) wait_until_empty(shared.empty, ring);
+  if (in_step) {
+    const int rounds = (schedule.tiles + schedule.clusters - 1) / schedule.clusters;
+    pace.end(rounds * schedule.steps / Pace::kSteps);
+  }
+}
+
+/// A consumer's part: a warpgroup, which multiplies its rows and columns of each tile.
+template <typename T, class Tile, class Epilogue>
+__device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& schedule,
+                        const Epilogue& epilogue, const Exchange& exchange) {
+  const Cluster<Tile> cluster;
+  const int consumer = threadIdx.x / 128 - 1;
+  const Outbox<T, Tile::kOut, Tile::kOutRows> out{shared.out[consumer], consumer};
+  const Handover<Tile> handover{exchange, consumer};
+  Ring<ProductShared<T, Tile>::kStages> ring;
+  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
+  for (Piece piece; pieces.get(piece);) {
+    typename Tile::TileSum sum;
+    int previous = 0;
+    for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
+      const auto& stage = shared.stages[ring.stage];
+      barrier_wait(&shared.full[ring.stage], ring.parity);
+      Tile::start_product(sum, stage, consumer, step > piece.begin);
+      wgmma_wait<1>();
+      if (step > piece.begin) cluster.release(shared.empty[previous]);
+      previous = ring.stage;
+    }
+    // While the last products are on their way.
+    const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
+    out.wait();
+    wgmma_wait<0>();
+    cluster.release(shared.empty[previous]);
+    if (piece.begin > 0) {
+      handover.give(sum, cluster.index, cluster.rank);
+    } else {
+      if (piece.end < schedule.steps) handover.add_to(sum, cluster.index, cluster.rank);
+      epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
+    }
+  }
+  out.wait();
+}
+#endif
+
+/// Launched with Tile::kBlocks blocks for each of the schedule's clusters.
+template <typename T, class Tile, class Epilogue>
+__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
+    product(const __grid_constant__ Factor<> A,
+            const __grid_constant__ Factor<Epilogue::kRightFactors> B,
+            const __grid_constant__ Epilogue epilogue,
+            const __grid_constant__ Schedule<Tile> schedule,
+            const __grid_constant__ Exchange exchange) {
+#if HOPPER_CODE
+  using Shared = ProductShared<T, Tile>;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int warp = warp_of_block();
+  if (warp == 0) {
+    if (elect_one()) {
+      barrier_init(&shared.full[0], 1);
+      barrier_init_fence();
+      wait_for_previous_kernel();  // it may have made copies of A and B
+      fetch_first(shared, A, B, schedule);
+    }
+  } else if (warp == 1) {
+    if (elect_one()) {
+      for (int s = 0; s < Shared::kStages; ++s) {
+        if (s > 0) barrier_init(&shared.full[s], 1);
+        barrier_init(&shared.empty[s], Tile::kConsumers * Tile::kPeers);
+      }
+      barrier_init_fence();
+    }
+  }
+  if constexpr (Tile::kBlocks > 1) {
+    cluster_meet();
+  } else {
+    __syncthreads();
+  }
+  if (warp < 4) {
+    if constexpr (Tile::kConsumers > 1) registers_shrink_to<24>();
+    if (warp == 0 && elect_one()) produce(shared, A, B, schedule, exchange.pace);
+  } else {
+    if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
+    consume(shared, schedule, epilogue, exchange);
+  }
+#endif
+}

@@ -1,0 +1,282 @@
+// Products of fp32 matrices with the tiles and pipelines of lessons 2 and 3, for any GPU: on the
+// CUDA cores, on tensor cores in TF32, and on tensor cores with the accuracy of fp32. Lesson 9's
+// portable kernels differ in what they do with the sums.
+#pragma once
+
+#include <algorithm>
+
+#include "primitives/async_copy.cuh"
+#include "primitives/mma.cuh"
+
+// How logits are computed; all accumulate in fp32.
+enum class Math {
+  fp32,   // multiply-adds on the CUDA cores
+  tf32,   // tensor cores, operands rounded to TF32
+  split,  // tensor cores, operands as sums of two TF32 numbers
+};
+
+// A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits in steps of BK along D. The
+// warps that differ in the third coordinate have the same logits, and each its share of every step:
+// when B and C are small, that is how a block gets enough warps to hide latencies, and enough
+// copies in flight. kStages tiles of x and W are in shared memory at a time.
+template <Math kMath_, int BM_, int BN_, int BK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
+          int kStages_>
+struct Tile {
+  static constexpr Math kMath = kMath_;
+  static constexpr int BM = BM_, BN = BN_, BK = BK_, kStages = kStages_;
+  static constexpr int kWarpsM = kWarpsM_, kWarpsN = kWarpsN_, kWarpsK = kWarpsK_;
+  static constexpr bool kTensor = kMath != Math::fp32;
+  static constexpr int kWarps = kWarpsM * kWarpsN * kWarpsK, kThreads = 32 * kWarps;
+  static constexpr int kRows = BM / kWarpsM, kCols = BN / kWarpsN;  // a warp's
+  static constexpr int kDepth = BK / kWarpsK;                       // and its share of a step
+
+  // Rows of x start 16 bytes further along the banks than a multiple of 128: eight of them, 16
+  // bytes each, are on different banks. So are 4 rows of 8 floats of W, whose rows start 8 or 24
+  // banks further.
+  static constexpr int kStrideX = BK + 4;
+  static constexpr int kStrideW = BN + (BN % 16 == 0 ? 8 : 0);
+  static constexpr int kTileX = BM * kStrideX, kTileW = BK * kStrideW;
+  static constexpr int kStageBytes = kStages * (kTileX + kTileW) * 4;
+
+  // Where all_columns() brings logits together: kWarpsK times BM x BN of them.
+  static constexpr int kStrideLogits = BN + 8;
+  static constexpr int kLogitBytes = kWarpsK * BM * kStrideLogits * static_cast<int>(sizeof(float));
+
+  static constexpr int kStepK = kMath == Math::fp32 ? 4 : 8;
+  static_assert(BM % kWarpsM == 0 && BN % kWarpsN == 0 && BK % (kWarpsK * kStepK) == 0);
+  static_assert(kTensor ? kRows % 16 == 0 && kCols % 8 == 0 : kRows % 4 == 0 && kCols % 8 == 0);
+};
+
+// A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them: (row(i), col(j)). Along
+// a row they come in runs of kRun neighbours, and kLanesPerRow consecutive lanes share a row.
+template <class Tile>
+struct Sums {
+  // Tensor cores: fragments of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
+  static constexpr bool kTensor = Tile::kTensor;
+  static constexpr int kOwnRows = kTensor ? Tile::kRows / 8 : Tile::kRows / 4;
+  static constexpr int kOwnCols = kTensor ? Tile::kCols / 4 : Tile::kCols / 8;
+  static constexpr int kRun =
+      kTensor || kOwnCols % 4 != 0 ? kTensor || kOwnCols % 2 == 0 ? 2 : 1 : 4;
+  static constexpr int kLanesPerRow = kTensor ? 4 : 8;
+  static constexpr int kHeight = kTensor ? 2 : 1, kWidth = kTensor ? 2 : 1;  // of an entry of v
+  float v[kOwnRows / kHeight][kOwnCols / kWidth][kHeight * kWidth] = {};
+
+  __device__ float& at(int i, int j) {
+    return v[i / kHeight][j / kWidth][i % kHeight * kWidth + j % kWidth];
+  }
+  static __device__ int row(int i) {
+    const int lane = threadIdx.x % 32;
+    return lane / kLanesPerRow + (32 / kLanesPerRow) * i;
+  }
+  static __device__ int col(int j) {
+    const int lane = threadIdx.x % 32;
+    return lane % kLanesPerRow * kRun + j / kRun * kLanesPerRow * kRun + j % kRun;
+  }
+};
+
+// An fp32 number as the sum of two TF32 numbers: its first 11 bits, and the next 11, rounded. An
+// infinity has no `low`.
+struct SplitTf32 {
+  unsigned high, low;
+};
+__device__ inline bool is_infinite(unsigned bits) { return (bits & 0x7fffffff) == 0x7f800000; }
+__device__ inline SplitTf32 split_tf32(float value) {
+  constexpr unsigned kMantissa = 0xffffe000, kHalf = 0x1000;
+  const unsigned high = __float_as_uint(value) & kMantissa;
+  const unsigned rest = __float_as_uint(value - __uint_as_float(high));
+  return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
+}
+
+// Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
+// share of the step, all in shared memory.
+template <class Tile>
+__device__ void add_products(Sums<Tile>& sums, const float* x_tile, const float* W_tile) {
+  constexpr int kX = Tile::kStrideX, kW = Tile::kStrideW;
+  const int lane = threadIdx.x % 32;
+  if constexpr (Tile::kMath == Math::fp32) {
+    // Per 4 steps of k a thread reads 4 floats of each of its rows at once, and per k its columns.
+    constexpr int kOwnRows = Sums<Tile>::kOwnRows, kOwnCols = Sums<Tile>::kOwnCols;
+    constexpr int kRun = Sums<Tile>::kRun;
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth; k += 4) {
+      float4 x[kOwnRows];
+#pragma unroll
+      for (int i = 0; i < kOwnRows; ++i) {
+        x[i] = *reinterpret_cast<const float4*>(x_tile + Sums<Tile>::row(i) * kX + k);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float w[kOwnCols];
+#pragma unroll
+        for (int j = 0; j < kOwnCols; j += kRun) {
+          const float* at = W_tile + (k + e) * kW + Sums<Tile>::col(j);
+          if constexpr (kRun == 4) {
+            const float4 four = *reinterpret_cast<const float4*>(at);
+            w[j] = four.x, w[j + 1] = four.y, w[j + 2] = four.z, w[j + 3] = four.w;
+          } else if constexpr (kRun == 2) {
+            const float2 two = *reinterpret_cast<const float2*>(at);
+            w[j] = two.x, w[j + 1] = two.y;
+          } else {
+            w[j] = *at;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kOwnRows; ++i) {
+          const float factor = e == 0 ? x[i].x : e == 1 ? x[i].y : e == 2 ? x[i].z : x[i].w;
+#pragma unroll
+          for (int j = 0; j < kOwnCols; ++j) sums.v[i][j][0] += factor * w[j];
+        }
+      }
+    }
+  } else {
+    constexpr int kM = Tile::kRows / 16, kN = Tile::kCols / 8;
+    constexpr bool kSplit = Tile::kMath == Math::split;
+    // Tensor cores truncate what they accumulate, and over a long sum that adds up. For the
+    // accuracy of fp32 they sum only a step, which then is added, rounded to nearest, to the rest.
+    Sums<Tile> step;
+    Sums<Tile>& to = kSplit ? step : sums;
+#pragma unroll
+    for (int k = 0; k < Tile::kDepth; k += 8) {
+      unsigned x[kM][4], x_low[kSplit ? kM : 1][4];
+#pragma unroll
+      for (int i = 0; i < kM; ++i) {
+        ldmatrix_x4(x[i], x_tile + (16 * i + lane % 16) * kX + k + lane / 16 * 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (kSplit) {
+            const SplitTf32 parts = split_tf32(__uint_as_float(x[i][e]));
+            x[i][e] = parts.high, x_low[i][e] = parts.low;
+          } else {
+            x[i][e] = to_tf32(__uint_as_float(x[i][e]));
+          }
+        }
+      }
+      const float* W_at = W_tile + (k + lane % 4) * kW + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kN; ++j) {
+        const float w0 = W_at[8 * j], w1 = W_at[4 * kW + 8 * j];
+        if constexpr (kSplit) {
+          const SplitTf32 p0 = split_tf32(w0), p1 = split_tf32(w1);
+          // An infinity of W times what x lacks of itself, perhaps 0, could be NaN: no such
+          // product. (With an infinity of x the whole row is NaN either way.)
+          const unsigned f0 = is_infinite(p0.high) ? 0 : p0.high;
+          const unsigned f1 = is_infinite(p1.high) ? 0 : p1.high;
+#pragma unroll
+          for (int i = 0; i < kM; ++i) {  // the smallest products first
+            mma_m16n8k8_tf32(to.v[i][j], x_low[i], f0, f1);
+            mma_m16n8k8_tf32(to.v[i][j], x[i], p0.low, p1.low);
+            mma_m16n8k8_tf32(to.v[i][j], x[i], p0.high, p1.high);
+          }
+        } else {
+          const unsigned b0 = to_tf32(w0), b1 = to_tf32(w1);
+#pragma unroll
+          for (int i = 0; i < kM; ++i) mma_m16n8k8_tf32(to.v[i][j], x[i], b0, b1);
+        }
+      }
+    }
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < Sums<Tile>::kOwnCols; ++j) sums.at(i, j) += step.at(i, j);
+      }
+    }
+  }
+}
+
+// The factors. Rows start at a multiple of row_bytes (16, 8 or 4), the size of their copies.
+struct Factors {
+  const float *x, *W;
+  int B, D, C;
+  int row_bytes_x, row_bytes_W;
+};
+
+inline Factors factors_of(const float* x, const float* W, int B, int D, int C) {
+  const auto row_bytes = [](int64_t columns) {
+    const int64_t bytes = 4 * columns;
+    return static_cast<int>(std::min<int64_t>(16, bytes & -bytes));
+  };
+  return {x, W, B, D, C, row_bytes(D), row_bytes(C)};
+}
+
+// The block's kThreads threads copy a kRows x kCols tile at (row0, col0) of a matrix with `pitch`
+// elements a row to shared memory, kBytes at a time; zeros where row >= rows or col >= cols.
+template <int kRows, int kCols, int kStride, int kThreads, int kBytes>
+__device__ void copy_pieces(float* to, const float* from, int row0, int col0, int rows, int cols,
+                            int pitch) {
+  constexpr int kWidth = kBytes / 4, kPieces = kCols / kWidth;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
+    const int row = i / kPieces, col = i % kPieces * kWidth;
+    const bool inside = row0 + row < rows && col0 + col < cols;
+    copy_async<kBytes>(to + row * kStride + col,
+                       from + static_cast<size_t>(row0 + row) * pitch + col0 + col, inside);
+  }
+}
+
+template <int kRows, int kCols, int kStride, int kThreads>
+__device__ void copy_tile_of(float* to, const float* from, int row0, int col0, int rows, int cols,
+                             int pitch, int row_bytes) {
+  if (row_bytes == 16) {
+    copy_pieces<kRows, kCols, kStride, kThreads, 16>(to, from, row0, col0, rows, cols, pitch);
+  } else if (row_bytes == 8) {
+    copy_pieces<kRows, kCols, kStride, kThreads, 8>(to, from, row0, col0, rows, cols, pitch);
+  } else {
+    copy_pieces<kRows, kCols, kStride, kThreads, 4>(to, from, row0, col0, rows, cols, pitch);
+  }
+}
+
+// The BM x BN logits at (row0, col0), summed over d_begin <= d < d_end: kStages - 1 steps are on
+// their way while one is multiplied, as in lesson 2's `async`.
+template <class Tile>
+__device__ void multiply_tiles(Sums<Tile>& sums, float* stages, const Factors& factors, int row0,
+                               int col0, int d_begin, int d_end) {
+  constexpr int kStages = Tile::kStages;
+  const int warp = threadIdx.x / 32;
+  const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
+  const int warp_col = warp % Tile::kWarpsN * Tile::kCols;
+  const int warp_k = warp / (Tile::kWarpsM * Tile::kWarpsN) * Tile::kDepth;
+  const auto copy_step = [&](int step) {
+    auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
+    const int d = d_begin + step * Tile::BK;
+    copy_tile_of<Tile::BM, Tile::BK, Tile::kStrideX, Tile::kThreads>(
+        x_tile, factors.x, row0, d, factors.B, d_end, factors.D, factors.row_bytes_x);
+    copy_tile_of<Tile::BK, Tile::BN, Tile::kStrideW, Tile::kThreads>(
+        x_tile + Tile::kTileX, factors.W, d, col0, d_end, factors.C, factors.C,
+        factors.row_bytes_W);
+  };
+
+  const int steps = (d_end - d_begin + Tile::BK - 1) / Tile::BK;
+  for (int step = 0; step < kStages - 1; ++step) {
+    if (step < steps) copy_step(step);
+    copy_async_commit();
+  }
+  for (int step = 0; step < steps; ++step) {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
+    copy_async_commit();
+    const auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
+    add_products<Tile>(sums, x_tile + warp_row * Tile::kStrideX + warp_k,
+                       x_tile + Tile::kTileX + warp_k * Tile::kStrideW + warp_col);
+  }
+}
+
+// Stores kRun neighbours of a row, of which `left` exist: at once if the row's start allows it.
+template <int kRun>
+__device__ void store_run(float* to, const float* values, int left, bool aligned) {
+  if (aligned && left >= kRun) {
+    if constexpr (kRun == 4) {
+      *reinterpret_cast<float4*>(to) = {values[0], values[1], values[2], values[3]};
+    } else if constexpr (kRun == 2) {
+      *reinterpret_cast<float2*>(to) = {values[0], values[1]};
+    } else {
+      *to = *values;
+    }
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kRun; ++e) {
+    if (e < left) to[e] = values[e];
+  }
+}

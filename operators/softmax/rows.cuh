@@ -1,0 +1,232 @@
+// What a softmax has to know of a row, and softmax as a kernel after a product: the one that lesson
+// 9's library and unfused rows have in common.
+#pragma once
+
+#include "primitives/early_launch.cuh"
+#include "primitives/row_parts.cuh"
+#include "checks/softmax/softmax.h"
+
+// ---- Maximum and sum ----------------------------------------------------------------------------
+
+// The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
+__device__ inline float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
+
+// Two parts of a row together. This is "online softmax": no part has to know the others' maximum
+// beforehand.
+__device__ inline MaxSum merge(MaxSum a, MaxSum b) {
+  const float largest = fmaxf(a.largest, b.largest);
+  return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
+}
+
+__device__ inline MaxSum warp_merge(MaxSum part) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    part = merge(part, {__shfl_xor_sync(kAllLanes, part.largest, i),
+                        __shfl_xor_sync(kAllLanes, part.sum, i)});
+  }
+  return part;
+}
+
+// All parts of a block of kWarps warps, of which `part` is this warp's.
+template <int kWarps>
+__device__ MaxSum block_merge(MaxSum part) {
+  __shared__ MaxSum parts[kWarps];
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+  __syncthreads();
+  // First the maximum of all parts: then no exponential depends on another one.
+  MaxSum each[kWarps];
+  float largest = minus_infinity(), sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    each[i] = parts[i];
+    largest = fmaxf(largest, each[i].largest);
+  }
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += each[i].sum * rebase(each[i].largest, largest);
+  return {largest, sum};
+}
+
+// ---- Softmax in a kernel of its own -------------------------------------------------------------
+
+constexpr int kSoftmaxThreads = 256;
+
+// kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits and keep it
+// in registers: each logit is read once and each probability written once, 16 bytes at a time if C
+// is a multiple of 4 (kWidth = 4). A thread has kWidth neighbours, and then again every kGroup *
+// kWidth columns.
+// Where the product's D is cut into slices, logits (slices, B, C) are to be added up.
+template <int kGroup, int kValues, int kWidth>
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    softmax_rows(const float* logits, float* probs, int B, int C, int slices) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const int row = blockIdx.x * (kSoftmaxThreads / kGroup) + threadIdx.x / kGroup;
+  if (row >= B) return;
+  const float* from = logits + static_cast<size_t>(row) * C;
+  float* to = probs + static_cast<size_t>(row) * C;
+  const int col0 = threadIdx.x % kGroup * kWidth;
+  float v[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; i += kWidth) {
+    const int col = col0 + i * kGroup;
+    if constexpr (kWidth == 4) {
+      float4 four = {minus_infinity(), minus_infinity(), minus_infinity(), minus_infinity()};
+      if (col < C) four = *reinterpret_cast<const float4*>(from + col);
+      v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    } else {
+      v[i] = col < C ? from[col] : minus_infinity();
+    }
+  }
+#pragma unroll(kValues < 16 ? 4 : 32 / kValues)
+  for (int slice = 1; slice < slices; ++slice) {
+    from += static_cast<size_t>(B) * C;
+#pragma unroll
+    for (int i = 0; i < kValues; i += kWidth) {
+      const int col = col0 + i * kGroup;
+      if constexpr (kWidth == 4) {
+        float4 four = {};
+        if (col < C) four = *reinterpret_cast<const float4*>(from + col);
+        v[i] += four.x, v[i + 1] += four.y, v[i + 2] += four.z, v[i + 3] += four.w;
+      } else {
+        v[i] += col < C ? from[col] : 0;
+      }
+    }
+  }
+  float largest = v[0];
+#pragma unroll
+  for (int i = 1; i < kValues; ++i) largest = fmaxf(largest, v[i]);
+  largest = lanes_max<32>(largest);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) sum += v[i] = expf(v[i] - base_of(largest));
+  sum = lanes_sum<32>(sum);
+  float factor;
+  if constexpr (kGroup == 32) {
+    factor = 1 / sum;
+  } else {
+    const MaxSum all = block_merge<kGroup / 32>({largest, sum});
+    factor = rebase(largest, all.largest) / all.sum;
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; i += kWidth) {
+    const int col = col0 + i * kGroup;
+    if (col >= C) continue;
+    if constexpr (kWidth == 4) {
+      *reinterpret_cast<float4*>(to + col) = {v[i] * factor, v[i + 1] * factor, v[i + 2] * factor,
+                                              v[i + 3] * factor};
+    } else {
+      to[col] = v[i] * factor;
+    }
+  }
+}
+
+/// Long rows are cut into parts of so many columns.
+constexpr int kPartColumns = 4096;
+
+/// The maximum and the sum of a part of a row go to `parts`: part blockIdx.y (of gridDim.y) of row
+/// blockIdx.x. If `slices` > 1, a logit is the sum of `slices` numbers, gridDim.x * C apart: the
+/// block adds them up first, and writes the logit to `out`.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    sum_row_parts(const float* logits, float* out, float2* parts, int C, int slices) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kValues = kPartColumns / kThreads;
+  const size_t start = static_cast<size_t>(blockIdx.x) * C;
+  const size_t stride = static_cast<size_t>(gridDim.x) * C;
+  const int first = blockIdx.y * kPartColumns + threadIdx.x;
+  float v[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int col = first + i * kThreads;
+    v[i] = col < C ? logits[start + col] : minus_infinity();
+  }
+  for (int slice = 1; slice < slices; ++slice) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int col = first + i * kThreads;
+      if (col < C) v[i] += logits[slice * stride + start + col];
+    }
+  }
+  float largest = minus_infinity(), sum = 0;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int col = first + i * kThreads;
+    if (slices > 1 && col < C) out[start + col] = v[i];
+    largest = fmaxf(largest, v[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) sum += expf(v[i] - base_of(largest));
+  const MaxSum all = block_merge<kThreads / 32>(warp_merge({largest, sum}));
+  if (threadIdx.x == 0)
+    parts[static_cast<size_t>(blockIdx.x) * gridDim.y + blockIdx.y] = {all.largest, all.sum};
+}
+
+/// Turns logits (B, C) into probabilities, in place or not. A block has kPartColumns columns of row
+/// blockIdx.x, and all of the row's `count` maxima and sums.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    finish_columns(const float* logits, float* out, const float2* parts, int C, int count) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kValues = kPartColumns / kThreads;
+  const size_t start = static_cast<size_t>(blockIdx.x) * C;
+  const int first = blockIdx.y * kPartColumns + threadIdx.x;
+  float v[kValues];  // on their way while the maxima and sums come
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    v[i] = first + i * kThreads < C ? logits[start + first + i * kThreads] : 0;
+  }
+  const float2* of_row = parts + static_cast<size_t>(blockIdx.x) * count;
+  MaxSum part = {minus_infinity(), 0};
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    part = merge(part, {of_row[i].x, of_row[i].y});
+  }
+  const MaxSum all = block_merge<kThreads / 32>(warp_merge(part));
+  const float base = base_of(all.largest), factor = 1 / all.sum;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    if (first + i * kThreads < C) out[start + first + i * kThreads] = expf(v[i] - base) * factor;
+  }
+}
+
+inline unsigned blocks(int64_t count, int64_t per_block) {
+  return static_cast<unsigned>((count + per_block - 1) / per_block);
+}
+
+/// Rows longer than this do not fit into a block's registers.
+constexpr int kLongestInRegisters = 8192;
+
+/// probs = softmax(logits), of logits (B, C) or the sum of logits (slices, B, C): a warp a row, or
+/// a block, or several, which leave maxima and sums in `parts` (B, C / kPartColumns).
+inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape, float2* parts,
+                    int slices = 1) {
+  const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
+  if (C > kLongestInRegisters) {
+    const dim3 grid(B, blocks(C, kPartColumns));
+    launch_early(sum_row_parts<kSoftmaxThreads>, grid, kSoftmaxThreads, 0, logits, probs, parts, C,
+                 slices);
+    launch_early(finish_columns<kSoftmaxThreads>, grid, kSoftmaxThreads, 0,
+                 slices > 1 ? probs : logits, probs, parts, C, static_cast<int>(grid.y));
+    return;
+  }
+  const unsigned warps = blocks(B, kSoftmaxThreads / 32);
+  const auto launch = [&](auto* kernel, unsigned count) {
+    launch_early(kernel, count, kSoftmaxThreads, 0, logits, probs, B, C, slices);
+  };
+  if (C % 4 != 0 && C <= 32) {
+    launch(softmax_rows<32, 1, 1>, warps);
+  } else if (C <= 128) {
+    launch(C % 4 != 0 ? softmax_rows<32, 4, 1> : softmax_rows<32, 4, 4>, warps);
+  } else if (C <= 1024 && B <= 512) {  // few rows: more threads for each
+    launch(C % 4 != 0 ? softmax_rows<256, 4, 1> : softmax_rows<256, 4, 4>, B);
+  } else if (C <= 1024) {
+    launch(C % 4 != 0 ? softmax_rows<32, 32, 1> : softmax_rows<32, 32, 4>, warps);
+  } else if (C <= 2048) {
+    launch(C % 4 != 0 ? softmax_rows<256, 8, 1> : softmax_rows<256, 8, 4>, B);
+  } else if (C <= 4096) {
+    launch(C % 4 != 0 ? softmax_rows<256, 16, 1> : softmax_rows<256, 16, 4>, B);
+  } else {
+    launch(C % 4 != 0 ? softmax_rows<256, 32, 1> : softmax_rows<256, 32, 4>, B);
+  }
+}

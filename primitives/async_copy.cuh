@@ -1,0 +1,90 @@
+// Copies from global to shared memory that run while the thread goes on: cp.async.
+//
+// A thread starts copies, closes a group of them with copy_async_commit(), and later waits until
+// all but the newest groups have landed. The wait is for this thread's own copies: a barrier has to
+// follow before other threads read them. Below compute capability 8.0 the same calls copy at once.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "primitives/mma.cuh"
+
+/// Copies kBytes (4, 8 or 16; both addresses aligned to that). If not `inside` it writes as many
+/// zeros, and `from` is not read and may point anywhere. PTX ISA, "Data Movement and Conversion
+/// Instructions: cp.async" (its src-size operand).
+template <int kBytes>
+__device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
+  const int bytes = inside ? kBytes : 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
+  if constexpr (kBytes == 16) {  // .cg: through the L2 cache only
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from_global),
+                 "r"(bytes));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from_global),
+                 "n"(kBytes), "r"(bytes));
+  }
+#else
+  // With nothing to copy the library's function would still want a source that may be read.
+  __pipeline_memcpy_async(to_shared, inside ? from_global : to_shared, kBytes,
+                          static_cast<size_t>(kBytes - bytes));
+#endif
+}
+
+__device__ inline void copy_async_commit() { __pipeline_commit(); }
+
+/// Waits until at most kNewest groups are still under way.
+template <int kNewest>
+__device__ inline void copy_async_wait() {
+  __pipeline_wait_prior(kNewest);
+}
+
+/// The block's kThreads threads copy the kRows x kCols tile of `from` (row-major, rows x cols) at
+/// (row0, col0) to shared memory, where its rows are kStride halves apart; zeros where that is
+/// outside. With kAligned (cols a multiple of 8) by copy_async, 16 bytes at a time; otherwise at
+/// once, element by element.
+template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
+__device__ void copy_tile(half* to, const half* from, int row0, int col0, int rows, int cols) {
+  constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
+    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
+    const bool inside = row0 + row < rows && col0 + col < cols;
+    const half* at = from + static_cast<size_t>(row0 + row) * cols + col0 + col;
+    if constexpr (kAligned) {
+      copy_async<16>(to + row * kStride + col, at, inside);
+    } else {
+      to[row * kStride + col] = inside ? *at : __float2half_rn(0);
+    }
+  }
+}
+
+/// The block's kThreads threads start the copy of the kRows x kCols tile of `from` (row-major,
+/// rows x cols, elements of 16 bits, cols a multiple of 8) at (row0, col0) to shared memory, where
+/// it lies as swizzle<kCols>() says; zeros where that is outside.
+template <int kRows, int kCols, int kThreads, typename T>
+__device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
+                              int cols) {
+  static_assert(sizeof(T) == 2);
+  // A thread's pieces are all in the same columns, kStep rows apart, so that one address leads to
+  // the next by an addition, and where they go to is at a fixed distance.
+  constexpr int kPieces = kCols / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0 && (kStep % 8 == 0 || kStep >= kRows));
+  const int row = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;
+  const T* piece = from + (row0 + row) * cols + col0 + col;
+  T* at = to + swizzle<kCols>(row, col);
+  // How many rows there are from the thread's first one on.
+  const int64_t there = col0 + col < cols ? rows - row0 - row : 0;
+  const int inside = there < kRows ? static_cast<int>(there) : kRows;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep) {
+    if (kRows % kStep == 0 || r + row < kRows) {
+      copy_async<16>(at + r * kCols, piece, r < inside);
+    }
+    piece += static_cast<int64_t>(kStep) * cols;
+  }
+}

@@ -1,0 +1,146 @@
+// The words of a portable kernel: fragments of factors, from swizzled tiles in shared memory to the
+// registers of a warp; their products, and the sums on their way back. The instructions below them
+// are in primitives/mma.cuh; Hopper's words are in primitives/hopper/tiles.cuh.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "primitives/mma.cuh"
+
+/// A warp's kRows x kCols results: a lane's part, as mma_m16n8k16 leaves it.
+template <int kRows, int kCols>
+using Sums = float[kRows / 16][kCols / 8][4];
+
+/// The fragments of a left factor a, 16 kCount rows from `row` on and 16 columns from k on, from a
+/// tile of it with kCols columns. Lane l passes a row of 8 elements: matrices 0 to 3 are top left,
+/// bottom left, top right, bottom right.
+template <int kCols, typename T, int kCount>
+__device__ inline void load_left(unsigned (&a)[kCount][4], const T* tile, int row, int k) {
+  const int lane = threadIdx.x % 32;
+  const T* from = tile + (swizzle<kCols>(row + lane % 16, lane / 16 * 8) ^ k);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) ldmatrix_x4(a[i], from + 16 * i * kCols);
+}
+
+/// The same where memory has a^T: `row` is a column of the tile, k a row of it, and ldmatrix
+/// transposes on the way to the registers.
+template <int kCols, typename T, int kCount>
+__device__ inline void load_left_transposed(unsigned (&a)[kCount][4], const T* tile, int row,
+                                            int k) {
+  const int lane = threadIdx.x % 32;
+  const int from = swizzle<kCols>(lane % 8 + lane / 16 * 8, row + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) ldmatrix_x4_trans(a[i], tile + (from ^ 16 * i) + k * kCols);
+}
+
+/// The fragments of a right factor b, 16 rows from k on and 16 kCount columns from `col` on. A
+/// right factor's fragments are those of its transpose: it is the plain one that ldmatrix
+/// transposes.
+template <int kCols, typename T, int kCount>
+__device__ inline void load_right(unsigned (&b)[kCount][4], const T* tile, int k, int col) {
+  const int lane = threadIdx.x % 32;
+  const int from = swizzle<kCols>(lane % 16, col + lane / 16 * 8);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) ldmatrix_x4_trans(b[j], tile + (from ^ 16 * j) + k * kCols);
+}
+
+/// The same where memory has b^T: `col` is a row of the tile, k a column of it.
+template <int kCols, typename T, int kCount>
+__device__ inline void load_right_transposed(unsigned (&b)[kCount][4], const T* tile, int k,
+                                             int col) {
+  const int lane = threadIdx.x % 32;
+  const T* from = tile + (swizzle<kCols>(col + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8) ^ k);
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) ldmatrix_x4(b[j], from + 16 * j * kCols);
+}
+
+/// sum += a b
+template <typename T = __nv_bfloat16, int kRows, int kCols>
+__device__ inline void add_product(float (&sum)[kRows][2 * kCols][4], const unsigned (&a)[kRows][4],
+                                   const unsigned (&b)[kCols][4]) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2 * kCols; ++j) {
+      mma_m16n8k16<T>(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+    }
+  }
+}
+
+/// The tensor cores only add: for sum -= a b, a changes its sign, the top bits of its bf16 pairs.
+template <int kCount>
+__device__ inline void negate(unsigned (&negative)[kCount][4], const unsigned (&a)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) negative[i][j] = a[i][j] ^ 0x80008000u;
+  }
+}
+
+/// A lane's results lie in pairs of neighbours: pair (i, j) in row 8 i + lane / 4, and in the
+/// columns 8 j + 2 (lane % 4) and the next one.
+template <int kRows, int kCols>
+__device__ inline float2 pair_of(const float (&sum)[kRows][kCols][4], int i, int j) {
+  return make_float2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);
+}
+template <int kCols, typename T>
+__device__ inline unsigned* pair_in(T* tile, int row, int col, int i, int j) {
+  const int lane = threadIdx.x % 32;
+  return reinterpret_cast<unsigned*>(
+      tile + swizzle<kCols>(row + 8 * i + lane / 4, col + 8 * j + lane % 4 * 2));
+}
+__device__ inline float2 unpack2(unsigned pair) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+}
+
+/// Rounds a warp's sums, and puts them at (row, col) of a tile with kCols columns.
+template <int kCols, typename T, int kRows16, int kCols8>
+__device__ inline void to_tile(T* tile, int row, int col, const float (&sum)[kRows16][kCols8][4]) {
+#pragma unroll
+  for (int i = 0; i < 2 * kRows16; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols8; ++j) {
+      const float2 pair = pair_of(sum, i, j);
+      *pair_in<kCols>(tile, row, col, i, j) = pack2<T>(pair.x, pair.y);
+    }
+  }
+}
+
+/// Calls visit(row, col, pair) for each of the lane's pairs that is inside of a matrix of rows x
+/// cols, in which the warp's sums start at (row0, col0).
+template <int kRows16, int kCols8, typename Visit>
+__device__ inline void for_pairs(const float (&sum)[kRows16][kCols8][4], int row0, int col0,
+                                 int rows, int cols, Visit visit) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2 * kRows16; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols8; ++j) {
+      const int row = row0 + 8 * i + lane / 4, col = col0 + 8 * j + lane % 4 * 2;
+      if (row < rows && col < cols) visit(row, col, pair_of(sum, i, j));
+    }
+  }
+}
+
+/// A warp's kRows x kCols results, whose pairs `pair` computes, go to (row0, col0) of `to`
+/// (rows x cols). They pass through `staging`, as large and the warp's own, to leave as 16 bytes a
+/// lane.
+template <int kRows, int kCols, typename T, typename Pair>
+__device__ inline void store_results(T* staging, T* to, int64_t row0, int col0, int64_t rows,
+                                     int cols, Pair pair) {
+  __syncwarp();  // what was here before has left
+#pragma unroll
+  for (int i = 0; i < kRows / 8; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) *pair_in<kCols>(staging, 0, 0, i, j) = pair(i, j);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = threadIdx.x % 32 * 8; i < kRows * kCols; i += 32 * 8) {
+    const int row = i / kCols, col = i % kCols;
+    if (row0 + row < rows && col0 + col < cols) {
+      *reinterpret_cast<uint4*>(to + (row0 + row) * cols + col0 + col) =
+          *reinterpret_cast<const uint4*>(staging + swizzle<kCols>(row, col));
+    }
+  }
+}

@@ -1,0 +1,162 @@
+// The words of Hopper's kernels: tiles in shared memory as the copy engine leaves them and as wgmma
+// reads them, and sums in the registers of a warpgroup. Lesson 3 introduces each of them. The
+// instructions below them are in primitives/hopper/hopper.cuh.
+#pragma once
+
+#include "primitives/hopper/hopper.cuh"
+#include "primitives/mma.cuh"
+#include "primitives/neighbours.cuh"
+
+inline constexpr int kBoxCols = 64;  // of 2 bytes: the copy engine swizzles rows of 128 bytes
+inline constexpr int kStepK = 64;    // columns of A, rows of B, that a step of a product takes
+
+/// kRows rows by 64 columns of T in shared memory, swizzled: what one tensor copy moves.
+template <typename T, int kRows>
+struct alignas(1024) Box {
+  T elements[kRows * kBoxCols];
+
+  __device__ T* row(int row) { return elements + row * kBoxCols; }
+  __device__ const T* row(int row) const { return elements + row * kBoxCols; }
+#if HOPPER_CODE
+  /// For wgmma: 16 rows, from 16 `slice` on, as a right factor or as a transposed left one. It has
+  /// 64 columns, or 128 if another box follows.
+  __device__ uint64_t operand_b(int slice) const {
+    return descriptor_b(elements, kRows) + 128 * slice;
+  }
+#endif
+};
+
+/// A tile of a product's left factor: kRows rows, 64 of k.
+template <typename T, int kRows>
+struct LeftTile : Box<T, kRows> {
+#if HOPPER_CODE
+  /// 64 rows from `row` on, 16 of k from 16 `slice` on, for wgmma: 32 bytes further each.
+  __device__ uint64_t operand(int row, int slice) const {
+    return descriptor_a(this->row(row)) + 2 * slice;
+  }
+  /// The fragments of 64 rows, 16 of k each, for a warpgroup whose left factor is in registers.
+  __device__ void load_fragments(uint32_t (&fragments)[4][4]) const {
+    static_assert(kRows == 64);
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ldmatrix_x4(fragments[k], &this->elements[swizzled(row, 2 * k + threadIdx.x % 32 / 16)]);
+    }
+  }
+#endif
+};
+
+/// A tile of a row-major right factor: 64 of k, kCols columns, in boxes of 64 by 64.
+template <typename T, int kCols>
+struct RightTile {
+  static constexpr int kBoxes = (kCols + kBoxCols - 1) / kBoxCols;
+  Box<T, kStepK> boxes[kBoxes];
+#if HOPPER_CODE
+  /// All columns, 16 of k from 16 `slice` on, for wgmma: 2048 bytes further each.
+  __device__ uint64_t operand(int slice) const { return descriptor_b(boxes, kStepK) + 128 * slice; }
+#endif
+};
+
+/// A warpgroup's sum of 64 rows by kCols columns, fp32, in its registers. Element i of a thread is
+/// the one in row(i), col(i).
+template <int kCols>
+struct Sum {
+  float elements[kCols / 2];
+
+  __device__ static constexpr int size() { return kCols / 2; }
+  __device__ float& element(int i) { return elements[i]; }
+  __device__ float element(int i) const { return elements[i]; }
+  __device__ static int row(int i) {
+    const int thread = threadIdx.x % 128;
+    return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+  }
+  __device__ static int col(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+
+#if HOPPER_CODE
+  /// Starts to add (or, if not `add`, to assign) the product of 64 rows of `a` from `row` on by
+  /// `b`, as one group of wgmma.
+  template <typename T, int kRows>
+  __device__ void start_product(const LeftTile<T, kRows>& a, int row, const RightTile<T, kCols>& b,
+                                bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kStepK / 16; ++slice) {
+      wgmma<T>(elements, a.operand(row, slice), b.operand(slice), add || slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`. f(i) may
+  /// use whatever of the thread's elements it likes.
+  template <typename T, typename F>
+  __device__ void store(Box<T, 64>& box, int col, F f) const {
+    const int thread = threadIdx.x % 128;
+    // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
+    const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+#pragma unroll
+    for (int c = 0; c < kBoxCols; c += 16) {
+      if (col + c >= kCols) break;
+      uint32_t registers[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int i = (col + c) / 2 + 2 * m;
+        registers[m] = pack2<T>(f(i), f(i + 1));
+      }
+      store_matrices(&box.elements[swizzled(row, c / 8 + piece)], registers);
+    }
+  }
+#endif
+};
+
+/// A warpgroup's sum of kRows rows (a multiple of 8, at most 256) by 64 kCount columns, which wgmma
+/// computes turned round: C^T = B^T A^T. Its left factor is 64 columns of B, transposed. Its right
+/// factor is kRows rows of A, and the first of them may be any multiple of 8.
+template <int kRows, int kCount>
+struct TurnedSum {
+  float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but turned
+
+  __device__ static constexpr int size() { return kCount * kRows / 2; }
+  __device__ float& element(int i) { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
+  __device__ float element(int i) const { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
+
+#if HOPPER_CODE
+  /// As Sum's: rows of `a` from `row` on by the columns of `b` from its box number `box` on.
+  template <typename T, int kLeftRows, int kCols>
+  __device__ void start_product(const LeftTile<T, kLeftRows>& a, int row,
+                                const RightTile<T, kCols>& b, int box, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kStepK / 16; ++slice) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), a.operand(row, slice),
+                             add || slice > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  /// Rounds the elements of kBoxRows rows, from `first` on, and of the 64 columns of elements[j],
+  /// and puts them into `box`. Each 8 x 8 of them is turned back on the way.
+  template <typename T, int kBoxRows>
+  __device__ void store(Box<T, kBoxRows>& box, int first, int j) const {
+    // Matrix m of a store_matrices: columns 8 (m % 2) of the warp's 16, rows 8 (m / 2) of 16.
+    const int thread = threadIdx.x % 128, row = thread % 8;
+    const int piece = thread / 32 * 2 + thread / 8 % 2;
+    const auto put = [&]<int kMatrices>(int at, int to_row) {
+      uint32_t registers[kMatrices];
+#pragma unroll
+      for (int m = 0; m < kMatrices; ++m) {
+        const int i = (first + at) / 2 + 2 * m;
+        registers[m] = pack2<T>(elements[j][i], elements[j][i + 1]);
+      }
+      store_matrices<true>(&box.elements[swizzled(at + to_row, piece)], registers);
+    };
+#pragma unroll
+    for (int at = 0; at + 16 <= kBoxRows; at += 16) {
+      put.template operator()<4>(at, thread % 32 / 16 * 8 + row);
+    }
+    if (kBoxRows % 16 != 0) put.template operator()<2>(kBoxRows - 8, row);
+  }
+#endif
+};
