@@ -57,7 +57,7 @@ def with_headers(text: str, *headers: str) -> str:
     """The source with the text of these headers (as their #include names them; what includes others
     comes first) in the place of the #include: for who changes a piece of a header, in one source."""
     for header in headers:
-        body = (Path(__file__).resolve().parents[2] / header).read_text().replace("#pragma once\n", "")
+        body = (Path(__file__).resolve().parents[1] / header).read_text().replace("#pragma once\n", "")
         before, include, after = text.partition(f'#include "{header}"\n')
         if not include:
             raise TranslationError(f"the source does not include {header}")
@@ -69,9 +69,9 @@ def with_headers(text: str, *headers: str) -> str:
 
 
 def _included(header):
-    """The headers of common/ that this one includes, and those that they do."""
+    """The headers of ours that this one includes, and those that they do."""
     try:
-        text = (Path(__file__).resolve().parents[2] / header).read_text()
+        text = (Path(__file__).resolve().parents[1] / header).read_text()
     except FileNotFoundError:
         return set()  # one of the compiler's, or of a library's
     return {each for name in _INCLUDE.findall(text) for each in (name, *_included(name))}
