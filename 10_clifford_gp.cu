@@ -43,14 +43,18 @@
 #include <algorithm>
 #include <optional>
 
-#include "operators/clifford/algebra.cuh"
-#include "primitives/async_copy.cuh"
-#include "operators/clifford/clifford.cuh"
 #include "checks/clifford/clifford.h"
+#include "operators/clifford/algebra.cuh"
+#include "operators/clifford/clifford.cuh"
+#include "operators/clifford/row_exchange.cuh"
 #include "operators/clifford/unfused.cuh"
+#include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/hopper.cuh"
-#include "operators/clifford/row_exchange.cuh"
+#include "primitives/launch.h"
+
+using namespace checks;
+using namespace operators::clifford;
 
 // ---- Fused product ------------------------------------------------------------------------------
 
@@ -802,7 +806,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-using Tensors = CliffordTensors;
+using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
 
 // What a row of the table launches, the memory that this takes beside inputs and outputs, which
@@ -815,8 +819,8 @@ struct Launch {
 };
 
 template <typename A>
-Launch forward_once(const Tensors& of, const Device& device) {
-  const int resident = resident_blocks(forward_one_launch<A>, kRowThreads, 0, device);
+Launch forward_once(const Tensors& of) {
+  const int resident = resident_blocks(forward_one_launch<A>, kRowThreads, 0);
   const int blocks = std::min(of.layer.batch, resident);
   const auto run = [=] {
     forward_one_launch<A><<<blocks, kRowThreads>>>(of.x, of.y, of.w, of.out, of.layer);
@@ -825,10 +829,10 @@ Launch forward_once(const Tensors& of, const Device& device) {
 }
 
 template <typename A>
-Launch backward_once(const Tensors& of, const Gradients& d, const Device& device) {
-  const int resident = resident_blocks(backward_one_launch<A>, kRowThreads, 0, device);
+Launch backward_once(const Tensors& of, const Gradients& d) {
+  const int resident = resident_blocks(backward_one_launch<A>, kRowThreads, 0);
   const int blocks = std::min(of.layer.batch, resident);
-  const auto partials = of.problem.output<float>(blocks * of.w.size());
+  const auto partials = of.workspace.any<float>(blocks * of.w.size());
   const auto run = [=] {
     backward_one_launch<A>
         <<<blocks, kRowThreads>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer);
@@ -879,7 +883,7 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
   allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int resident = static_cast<int>(bytes) > device.shared_bytes ? device.sms  // does not run
                        : shape.blocks == 1
-                           ? resident_blocks(kernel, shape.threads, bytes, device)
+                           ? resident_blocks(kernel, shape.threads, bytes)
                            : resident_clusters(kernel, shape.blocks, shape.threads, bytes);
   return shape.blocks * std::min(shape.groups(layer), resident);
 }
@@ -899,8 +903,7 @@ template <typename A, typename Function>
 Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
                    const Tensors& of, const Gradients& d, const Device& device) {
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
-  const auto partials =
-      of.problem.output<float>(blocks / shape.blocks * shape.rows() * of.w.size());
+  const auto partials = of.workspace.any<float>(blocks / shape.blocks * shape.rows() * of.w.size());
   const auto run = [=] {
     launch_clusters(kernel, shape.blocks, false, blocks, shape.threads, bytes,  //
                     of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
@@ -985,7 +988,7 @@ bool add_forward(const Tensors& of, const Device& device) {
     launch.describe(row);
     if (launch.hopper) row.hopper_only();
   };
-  add("one launch", forward_once<A>(of, device));
+  add("one launch", forward_once<A>(of));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   if (on_chip.run) add("row on chip", on_chip);
   const Launch streamed = forward_streamed_of<A>(of, device);
@@ -1010,8 +1013,8 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
     backward.describe(row);
     if (forward.hopper || backward.hopper) row.hopper_only();
   };
-  const Launch once = forward_once<A>(of, device);
-  add("one launch each", once, backward_once<A>(of, d, device));
+  const Launch once = forward_once<A>(of);
+  add("one launch each", once, backward_once<A>(of, d));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   const Launch streamed = forward_streamed_of<A>(of, device);
   const Launch backward = backward_on_chip_of<A>(of, d, device);

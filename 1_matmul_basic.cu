@@ -28,6 +28,8 @@
 
 #include "checks/product/square_matmul.h"
 
+using namespace checks;
+
 // Thread (x, y) owns C(row = x, col = y): neighbours in a warp sit in neighbouring ROWS. At each
 // step of the loop a warp reads one element of B (the same for all) but 32 elements of A that lie N
 // floats apart, from 32 different 32-byte sectors, of each of which it uses 4 bytes. The same

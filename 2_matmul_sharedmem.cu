@@ -34,8 +34,12 @@
 #include <limits>
 #include <tuple>
 
-#include "primitives/async_copy.cuh"
 #include "checks/product/square_matmul.h"
+#include "primitives/async_copy.cuh"
+#include "primitives/launch.h"
+
+using namespace checks;
+using namespace primitives;
 
 // ---- tile ---------------------------------------------------------------------------------------
 
@@ -704,7 +708,7 @@ struct AnyShape {
     const auto kernel = matmul_any_shape<Tile, kAligned>;
     allow_shared_bytes(kernel, Tile::kSharedBytes);
     Timetable<Tile> timetable(n, device.sms,
-                              resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes, device));
+                              resident_blocks(kernel, Tile::kThreads, Tile::kSharedBytes));
     // Measured: one more launch, and 8 bytes moved for each number of B.
     if (kCopied<Tile>) timetable.microseconds += 3.8 + 2.8e-6 * n * n;
     if (Tile::kSharedBytes > device.shared_bytes) {

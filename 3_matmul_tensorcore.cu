@@ -37,13 +37,17 @@
 //
 // All without (Hopper) need compute capability 7.5 (7.5 copies synchronously); the CPU runs all.
 
-#include "primitives/async_copy.cuh"
-#include "primitives/hopper/hopper.cuh"
 #include "checks/product/library_product.h"
 #include "checks/product/square_matmul.h"
-#include "primitives/mma.cuh"
+#include "checks/workspace.h"
 #include "operators/product/plan.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/hopper/hopper.cuh"
+#include "primitives/mma.cuh"
 #include "primitives/wmma_fragments.cuh"
+
+using namespace checks;
+using namespace operators::product;
 
 // ---- wmma global --------------------------------------------------------------------------------
 
@@ -690,9 +694,13 @@ struct SquareProduct {
   ExchangeMemory memory;
   ProductShape shape;
 
-  SquareProduct(Problem& in, Buffer<half> a, Buffer<half> b, Buffer<half> c, int n,
-                const Device& device)
-      : square(in), A(in, a, n, n), B(in, b, n, n), C(c), memory(in, device), shape{n, n, n} {}
+  SquareProduct(Problem& in, Buffer<half> a, Buffer<half> b, Buffer<half> c, int n)
+      : square(in),
+        A(workspace_of(in), a, n, n),
+        B(workspace_of(in), b, n, n),
+        C(c),
+        memory(workspace_of(in)),
+        shape{n, n, n} {}
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
@@ -724,9 +732,11 @@ struct SquareProduct {
         TurnedTiles<96, 192, 2, 1>, TurnedTiles<144, 128, 2, 2>, TurnedTiles<128, 128, 2, 1>,
         TurnedTiles<112, 128, 2, 1>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<104, 128, 4, 2>,
         TurnedTiles<72, 128, 2, 4>, TurnedTiles<96, 64, 2, 4>>;
-    Choice::add<half, StoreRounded<half>>(
-        square, "any shape", shape, A.stride, B.stride,
+    const auto ways = Choice::ways<half, StoreRounded<half>>(
+        shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
+    if (ways.empty()) return;
+    square.kernel("any shape", Role::ours, ways_of_row(ways)).hopper_only();
   }
 };
 
@@ -883,7 +893,7 @@ int main(int argc, char** argv) {
         "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
         "last kernel copies them first.");
   }
-  SquareProduct(square, A, B, C, static_cast<int>(n), lesson.device()).add();
+  SquareProduct(square, A, B, C, static_cast<int>(n)).add();
 
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
   square.compare("mma.sync", "wmma shared",

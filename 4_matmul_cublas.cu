@@ -21,6 +21,8 @@
 #include "checks/product/library_product.h"
 #include "checks/product/square_matmul.h"
 
+using namespace checks;
+
 // C = A B in elements of T (cuBLAS's name for it: `type`), accumulated in fp32 as `compute` says.
 template <typename T>
 void gemm(cublasHandle_t blas, const T* A, const T* B, T* C, int n, cudaDataType_t type,

@@ -30,6 +30,8 @@
 
 #include "checks/gating/library.cuh"
 
+using namespace checks;
+
 // ---- The elementwise kernels --------------------------------------------------------------------
 
 __device__ float sigmoid(float s) { return 1 / (1 + __expf(-s)); }

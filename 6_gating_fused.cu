@@ -29,11 +29,17 @@
 
 #include <deque>
 
-#include "primitives/async_copy.cuh"
 #include "checks/gating/library.cuh"
+#include "checks/workspace.h"
 #include "operators/gating/rows.cuh"
 #include "operators/product/plan.cuh"
+#include "primitives/async_copy.cuh"
 #include "primitives/wmma_fragments.cuh"
+#include "primitives/launch.h"
+
+using namespace checks;
+using namespace operators::gating;
+using namespace operators::product;
 
 // 1 / (1 + e^-s), by the approximate exponential and division: they are wrong by some units in the
 // last place of fp32, far less than the rounding to fp16 of the result.
@@ -472,7 +478,7 @@ bool add_planned(GatingProblem& table, const Device& device) {
       gating_hopper_resident<Plan>
           <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
     };
-    ways.push_back({plan.name(blocks), plan.microseconds(table.shape, device), launch,
+    ways.push_back({plan.name(blocks), plan.microseconds(table.shape), launch,
                     [=](Kernel& row) { row.resources(kernel, Plan::kThreads, plan.bytes()); }});
   };
   const auto add_ways = [&]<class Plan>() {
@@ -514,11 +520,11 @@ bool add_hopper_resident(GatingProblem& table, const Device& device) {
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.
 struct GatedProduct {
   GatingProblem& table;
-  const Device& device;
-  AlignedRows<half> x{table.problem, table.x, table.shape.rows, table.shape.channels};
-  AlignedRows<half> W1{table.problem, table.W1, table.shape.channels, table.shape.hidden};
-  AlignedRows<half> W2{table.problem, table.W2, table.shape.channels, table.shape.hidden};
-  ExchangeMemory memory{table.problem, device};
+  Workspace workspace = workspace_of(table.problem);
+  AlignedRows<half> x{workspace, table.x, table.shape.rows, table.shape.channels};
+  AlignedRows<half> W1{workspace, table.W1, table.shape.channels, table.shape.hidden};
+  AlignedRows<half> W2{workspace, table.W2, table.shape.channels, table.shape.hidden};
+  ExchangeMemory memory{workspace};
   ProductShape shape{x.rows, 2 * W1.cols, x.cols};  // of x [W1 W2]
 
   template <class Tile>
@@ -541,9 +547,11 @@ struct GatedProduct {
   void add() const {
     using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
                               Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;
-    Choice::add<half, GateEpilogue>(
-        table.problem, "Hopper cluster", shape, x.stride, W1.stride,
+    const auto ways = Choice::ways<half, GateEpilogue>(
+        shape, x.stride, W1.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
+    if (ways.empty()) return;
+    table.problem.kernel("Hopper cluster", Role::ours, ways_of_row(ways)).hopper_only();
   }
 };
 
@@ -585,8 +593,8 @@ int main(int argc, char** argv) {
   // not stay on a multiprocessor: lesson 3's product, too.
   const bool boxed = K % 8 == 0 && 4 * ((K + 63) / 64 * 64) <= 7 * K;
   const auto add_resident = boxed ? add_hopper_resident<BoxedRows> : add_hopper_resident<LooseRows>;
-  if (!add_resident(layer, lesson.device())) GatedProduct{layer, lesson.device()}.add();
-  GatedProduct{square, lesson.device()}.add();
+  if (!add_resident(layer, lesson.device())) GatedProduct{layer}.add();
+  GatedProduct{square}.add();
 
   layer.problem.compare("resident weights", "cuBLASLt + one kernel",
                         "Layer, beside the library: resident weights, % times faster.");

@@ -47,14 +47,18 @@
 #include <deque>
 #include <vector>
 
-#include "primitives/async_copy.cuh"
 #include "checks/diffusion/diffusion.h"
+#include "common/lesson.h"
+#include "common/numerics.h"
 #include "operators/diffusion/one_launch.cuh"
+#include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
-#include "common/lesson.h"
 #include "primitives/mma.cuh"
-#include "common/numerics.h"
+#include "primitives/launch.h"
+
+using namespace checks;
+using namespace operators::diffusion;
 
 using bf16 = __nv_bfloat16;
 

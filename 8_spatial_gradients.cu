@@ -57,16 +57,20 @@
 #include <deque>
 #include <vector>
 
-#include "primitives/async_copy.cuh"
-#include "primitives/early_launch.cuh"
-#include "primitives/fast_tanh.cuh"
-#include "primitives/fragments.cuh"
-#include "operators/gradients/tiles.cuh"
 #include "checks/gradients/gradients.h"
-#include "primitives/hopper/hopper.cuh"
 #include "common/lesson.h"
 #include "common/numerics.h"
+#include "operators/gradients/tiles.cuh"
+#include "primitives/approximate.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/fragments.cuh"
+#include "primitives/hopper/hopper.cuh"
 #include "primitives/hopper/tiles.cuh"
+#include "primitives/launch.h"
+
+using namespace checks;
+using namespace operators::gradients;
 
 using bf16 = __nv_bfloat16;
 // E and W are multiples of 8: every row starts at a multiple of 16 bytes.
@@ -134,7 +138,8 @@ __device__ void add_rotated(Sums<32, 32>& ar, Sums<32, 32>& ai, const bf16* xr_t
 
 // tanh(xr ar + xi ai) of two neighbours
 __device__ unsigned features(float2 xr, float2 xi, float2 ar, float2 ai) {
-  return pack2<bf16>(fast_tanh(xr.x * ar.x + xi.x * ai.x), fast_tanh(xr.y * ar.y + xi.y * ai.y));
+  return pack2<bf16>(tanh_approximate(xr.x * ar.x + xi.x * ai.x),
+                     tanh_approximate(xr.y * ar.y + xi.y * ai.y));
 }
 
 // First a block computes its rows of xr and xi, 64 columns at a time, and leaves them in shared
@@ -778,7 +783,7 @@ __global__ void __launch_bounds__(384, 1)
         Sum<64> out;
 #pragma unroll
         for (int e = 0; e < 32; ++e) {
-          out.elements[e] = fast_tanh(sums.xr(e) * sums.ar(e) + sums.xi(e) * sums.ai(e));
+          out.elements[e] = tanh_approximate(sums.xr(e) * sums.ar(e) + sums.xi(e) * sums.ai(e));
         }
         // Until this box has been read; the other one may still be on its way.
         if (thread == 0) tensor_store_wait_read<kGroups - 1>();

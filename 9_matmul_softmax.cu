@@ -62,14 +62,25 @@
 // huge numbers among the logits, and adds tables of only -inf. What a reader may try next stands in
 // exercises/9_softmax_training.cu: cross-entropy, the backward pass, fp16 inputs.
 
+#include <algorithm>
+#include <cmath>
 #include <cuda/atomic>
+#include <memory>
+#include <string>
+#include <vector>
 
+#include "checks/product/library_product.h"
+#include "checks/softmax/softmax.h"
+#include "checks/workspace.h"
 #include "operators/softmax/fp32_product.cuh"
-#include "operators/softmax/row_inbox.cuh"
+#include "operators/softmax/layer.cuh"
 #include "operators/softmax/plans.cuh"
+#include "operators/softmax/row_inbox.cuh"
 #include "operators/softmax/rows.cuh"
-#include "operators/softmax/table.cuh"
 #include "operators/softmax/turned_product.cuh"
+
+using namespace checks;
+using namespace operators::softmax;
 
 // ---- fused rows ---------------------------------------------------------------------------------
 
@@ -144,7 +155,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // ---- fused tiles --------------------------------------------------------------------------------
 
 // Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3
-// (operators/softmax/fp32_product.cuh). Results (operators/softmax/table.cuh) say what becomes of them: logits,
+// (operators/softmax/fp32_product.cuh). Results (operators/softmax/layer.cuh) say what becomes of them: logits,
 // or of each tile's part of a row its maximum and sum as well, or probabilities.
 
 // kLanes lanes share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its
@@ -848,8 +859,8 @@ Product make_all_columns(const Layer& layer) {
   const int splits =
       std::max(1, std::min({layer.D / kLeastDepth, kMostSplits, layer.sms / row_tiles}));
   const auto partial =
-      layer.problem.output<float>(splits > 1 ? splits * layer.shape.rows * layer.C : 1);
-  const auto arrived = layer.problem.workspace<unsigned>(row_tiles);
+      layer.workspace.any<float>(splits > 1 ? splits * layer.shape.rows * layer.C : 1);
+  const auto arrived = layer.workspace.zeros<unsigned>(row_tiles);
   const auto launch = [=](Results results) {
     results.partial = partial;
     results.arrived = arrived;
@@ -876,8 +887,8 @@ Product make_product(const Layer& layer) {
   const int C = layer.C;
   // A block of compute capability 9.0 has 227 KB of shared memory, of 8.0 163 KB, of 8.6 99 KB, of
   // 7.5 64 KB: where all columns of a row do not fit, they are spread over column_tiles().
-  const bool large = layer.lesson.device().shared_bytes >= 220 << 10;
-  const bool medium = layer.lesson.device().shared_bytes >= 126 << 10;
+  const bool large = most_shared_bytes() >= 220 << 10;
+  const bool medium = most_shared_bytes() >= 126 << 10;
   if (C <= 16) {
     return make_all_columns<Tile<kMath, kMath == Math::fp32 ? 8 : 16, 16, 64, 1, 1, 8, 3>>(layer);
   }
@@ -940,7 +951,7 @@ Product make_narrow(const Layer& layer) {
   using N = Narrow<kTiles>;
   constexpr int kThreads = 32 * kNarrowWarps;
   const int splits = static_cast<int>(blocks(blocks(layer.D, 32), N::kChunks));
-  const int most = static_cast<int>(layer.lesson.device().shared_bytes) - 1024;
+  const int most = most_shared_bytes() - 1024;
   const int slab_bytes = 8 * 4 * layer.D, sums_bytes = 8 * 4 * splits * N::kStride;
   const int groups = std::min({std::max(4, kNarrowWarps / splits),
                                static_cast<int>(blocks(layer.B, 8 * layer.sms)),
@@ -1021,8 +1032,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
   const int64_t parts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = layer.problem.workspace<Posted>(parts);
-  const auto turns = layer.problem.workspace<unsigned>(int64_t{strips} * tiles);
+  const auto posted = layer.workspace.zeros<Posted>(parts);
+  const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   const auto launch = [=](Results results, int of_D = 1) {
     const MapsOfW W =
@@ -1107,10 +1118,10 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   std::vector<std::vector<Product>> rows;
   if (const auto narrow = choose_narrow(layer); kMath == Math::tf32 && !narrow.empty()) {
     rows.push_back(narrow);
-  } else if (cluster.microseconds() < kTries.hopeless * exchange_time) {
+  } else if (cluster.microseconds() < kHopeless * exchange_time) {
     rows.push_back(products_of(layer, {cluster}));
   }
-  if (exchange_time < kTries.hopeless * cluster.microseconds()) {
+  if (exchange_time < kHopeless * cluster.microseconds()) {
     rows.push_back(products_of(layer, exchange));
   }
   return rows;  // none if no cluster fits on the device
@@ -1118,7 +1129,193 @@ std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
 
 // ---- The tables ---------------------------------------------------------------------------------
 
-// A table of softmax(x W) (operators/softmax/table.cuh), and what is ours in it.
+// logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
+inline void library_product(cublasHandle_t blas, const float* x, const float* W, float* logits,
+                            const SoftmaxShape& shape, cublasComputeType_t compute) {
+  const float one = 1, zero = 0;
+  const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
+            C = static_cast<int>(shape.classes);
+  CUBLAS_CHECK(cublasGemmEx(blas, CUBLAS_OP_N, CUBLAS_OP_N, C, B, D, &one, W, CUDA_R_32F, C, x,
+                            CUDA_R_32F, D, &zero, logits, CUDA_R_32F, C, compute,
+                            CUBLAS_GEMM_DEFAULT));
+}
+
+inline std::string text_of(const SoftmaxShape& shape) {
+  return std::to_string(shape.rows) + "x" + std::to_string(shape.inputs) + "x" +
+         std::to_string(shape.classes);
+}
+
+// What a table is about. only_infinite, with --hard-rows: rows of only -inf, beside others. Of
+// these tables what is verified are their NaN.
+enum class Kind { tf32, fp32, only_infinite };
+
+// A table of softmax(x W) with its buffers, and the rows that such tables have in common.
+struct SoftmaxTable : Layer {
+  Problem& problem;
+  Kind kind;
+  std::string name;
+  Buffer<float> probs;
+  Buffer<float> logits;  // of the unfused ways
+  Buffer<float> parts;   // of long rows
+  Buffer<float> result;  // what is verified: probs, or that with its NaN marked
+
+  SoftmaxTable(Lesson& lesson, Kind kind, const SoftmaxShape& shape)
+      : SoftmaxTable(problem_of(lesson, kind, shape), kind, shape) {}
+  SoftmaxTable(Problem& problem, Kind kind, const SoftmaxShape& shape)
+      : Layer(layer_of(problem, shape)),
+        problem(problem),
+        kind(kind),
+        name(name_of(kind, shape)),
+        probs(problem.output<float>(shape.rows * shape.classes)),
+        logits(problem.output<float>(shape.rows * shape.classes)),
+        parts(problem.workspace<float>(C > kLeastForParts ? 2 * shape.rows * (blocks(C, 32) + 1)
+                                                          : 2)),
+        result(kind == Kind::only_infinite ? problem.output<float>(probs.size()) : probs) {
+    problem.in_graph();
+  }
+
+  static std::string name_of(Kind kind, const SoftmaxShape& shape) {
+    const char* names[] = {"TF32 ", "fp32 ", "only -inf "};
+    return names[static_cast<int>(kind)] + text_of(shape);
+  }
+
+  static Problem& problem_of(Lesson& lesson, Kind kind, const SoftmaxShape& shape) {
+    // Where a block's steps end is an int, too; and a grid's y counts the parts of a row.
+    constexpr int64_t kMostInputs = INT32_MAX - 1023, kMostClasses = int64_t{65535} * kPartColumns;
+    if (shape.inputs > kMostInputs || shape.classes > kMostClasses) {
+      fail(kBadUsage, "at most %lld inputs and %lld classes", static_cast<long long>(kMostInputs),
+           static_cast<long long>(kMostClasses));
+    }
+    const bool tf32 = kind == Kind::tf32;
+    return lesson.problem(
+        name_of(kind, shape), {{"B", shape.rows}, {"D", shape.inputs}, {"C", shape.classes}},
+        tf32 ? "tf32" : "fp32", {.flops = shape.flops(), .bytes = shape.bytes(sizeof(float))},
+        tf32 ? Rate::tf32 : Rate::fp32);
+  }
+
+  static Layer layer_of(Problem& problem, const SoftmaxShape& shape) {
+    const auto x = problem.input<float>(shape.rows * shape.inputs);
+    const auto W = problem.input<float>(shape.inputs * shape.classes,
+                                        kWeightScale / sqrt(static_cast<double>(shape.inputs)));
+    const double floats = std::min<double>(kMostSlices * shape.logits(), kMostSliced);
+    const auto sliced = problem.output<float>(static_cast<size_t>(floats));
+    return {workspace_of(problem), shape, x, W, sliced};
+  }
+
+  Kernel& add(const std::string& row, Role role, int needs_cc, std::function<void()> launch) const {
+    return problem.kernel(row, role, verifiable(launch)).needs(needs_cc);
+  }
+  void add(const std::string& row, Role role, int needs_cc, std::vector<Way> ways) const {
+    for (Way& way : ways) way.launch = verifiable(way.launch);
+    problem.kernel(row, role, ways, {.most = kMostPlans, .hopeless = kHopeless}).needs(needs_cc);
+  }
+  std::function<void()> verifiable(const std::function<void()>& launch) const {
+    if (kind != Kind::only_infinite) return launch;
+    return [launch, probs = probs, result = result] {
+      launch();
+      mark_nan(probs, result, probs.size());
+    };
+  }
+
+  void softmax_of_logits() const {
+    softmax(logits, probs, shape, reinterpret_cast<float2*>(parts.data()));
+  }
+
+  // (1): cuBLAS's own choice, or one of cuBLASLt's candidates if that is faster; and our softmax.
+  void add_library(cublasHandle_t blas) const {
+    const bool tf32 = kind == Kind::tf32;
+    const auto compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    std::vector<Way> ways;
+    const auto add_product = [&](const std::string& name, const std::function<void()>& product) {
+      const auto launch = [product, *this] {
+        product();
+        softmax_of_logits();
+      };
+      // Nobody says how long which of them takes: all are tried.
+      ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
+    };
+    add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
+    const LibraryProduct::Shape product_shape = {shape.rows, shape.classes, shape.inputs};
+    const auto product =
+        std::make_shared<LibraryProduct>(problem, product_shape, CUDA_R_32F, compute);
+    for (int i = 0; i < product->candidates(); ++i) {
+      add_product("cuBLASLt, candidate " + std::to_string(i),
+                  [=, *this] { product->call(i, x, W, logits); });
+    }
+    add("library", Role::library, tf32 ? 80 : 0, ways);
+  }
+
+  Results results(Epilogue epilogue) const {
+    float* out = epilogue == Epilogue::softmax ? probs : logits;
+    return {.epilogue = epilogue, .out = out, .parts = reinterpret_cast<float2*>(parts.data())};
+  }
+
+  // Rows (2) and (3), by the same kind of product, each with the fastest of its tiles; no row (3)
+  // if with none of them it differs from (2).
+  void add_ours(const std::vector<Product>& products, const std::string& suffix,
+                int needs_cc) const {
+    const std::string kind = products[0].name + suffix, fused = "fused " + kind;
+    std::vector<operators::Way> with_logits, with_softmax;
+    for (const Product& product : products) {
+      const auto launch_unfused = [product, *this] {
+        product.launch(results(Epilogue::logits));
+        softmax_of_logits();
+      };
+      const auto launch_fused = [product, *this] { product.launch(results(Epilogue::softmax)); };
+      // Half fused or not, (2) is the same.
+      const auto& [microseconds, unfused_microseconds, tiles, how] = product.expected;
+      const auto same = [&name = tiles](const operators::Way& way) { return way.name == name; };
+      if (std::none_of(with_logits.begin(), with_logits.end(), same)) {
+        with_logits.push_back({tiles, unfused_microseconds, launch_unfused, product.kernel,
+                               product.threads, product.shared_bytes});
+      }
+      if (product.fuses) {
+        with_softmax.push_back({tiles + how, microseconds, launch_fused, product.kernel,
+                                product.threads, product.shared_bytes});
+      }
+    }
+    add("un" + fused, Role::ours, needs_cc, ways_of_row(with_logits));
+    const std::string what = name + ", " + kind + ": ";
+    if (!with_softmax.empty()) {
+      add(fused, Role::ours, needs_cc, ways_of_row(with_softmax));
+      problem.compare(fused, "un" + fused, what + "fused (3) against unfused (2), % times faster.");
+    }
+    problem.compare("un" + fused, "library",
+                    what + "unfused (2) against library (1), % times faster.");
+  }
+
+  // What every row of the table is held to.
+  void verify(cublasHandle_t blas, bool hard_rows) const {
+    const bool only_infinite = kind == Kind::only_infinite;
+    const auto expected = problem.reference(probs.size());
+    if (only_infinite) {
+      problem.adjust_inputs([=, *this] { make_only_minus_infinity(x, W, shape); });
+    } else if (hard_rows) {
+      problem.adjust_inputs([=, *this] { make_hard(x, W, shape); });
+    }
+    problem.reference_from(softmax_scratch(shape), [=, *this] {
+      reference_softmax<float>(blas, x, W, expected, shape);
+      if (only_infinite) mark_nan(expected, expected.size());
+    });
+    problem.check(
+        result, expected,
+        kind != Kind::fp32
+            ? softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs), kRoundoffTf32)
+            : softmax_tolerance(shape.inputs, kRoundoffFp32));
+  }
+};
+
+// A line a shape: what whole fusion saves (half fused saves none of it).
+inline void add_bytes_note(Lesson& lesson, const SoftmaxShape& shape) {
+  char text[160];
+  snprintf(text, sizeof text,
+           "%s: fused in one launch, logits are neither written nor read: 2 x %.4g of %.4g MB.",
+           text_of(shape).c_str(), 4e-6 * shape.logits(),
+           1e-6 * (shape.bytes(sizeof(float)) + 8 * shape.logits()));
+  lesson.note(text);
+}
+
+// A table of softmax(x W), and what is ours in it.
 struct Table : SoftmaxTable {
   using SoftmaxTable::SoftmaxTable;
 
@@ -1135,7 +1332,7 @@ struct Table : SoftmaxTable {
 
 void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShape& shape) {
   const Table table(lesson, kind, shape);
-  const auto x = table.x, W = table.W, probs = table.probs;
+  const Memory<float> x = table.x, W = table.W, probs = table.probs;
   const int B = table.B, D = table.D, C = table.C;
   const bool tf32 = kind == Kind::tf32;
   table.verify(blas, lesson.flag("--hard-rows"));

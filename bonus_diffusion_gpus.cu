@@ -25,6 +25,50 @@
 #include <optional>
 
 #include "checks/diffusion/gpus.cuh"
+#include "operators/diffusion/one_launch.cuh"
+#include "primitives/peers.cuh"
+
+using namespace checks;
+using namespace operators::diffusion;
+
+// ---- What a row launches ------------------------------------------------------------------------
+
+/// Which kernels: lesson 7's choice, by a GPU's number of vertices.
+template <int kTheColumns, int kTheStages>
+struct Tile {
+  static constexpr int kColumns = kTheColumns, kStages = kTheStages;
+  static constexpr int kQuads = 128 * kColumns / 4;
+  static constexpr int kBytes = sizeof(OneLaunchShared<128, kColumns, kStages>);
+  unsigned blocks;  // of a cluster
+  int capacity;     // how many clusters a GPU holds
+
+  template <typename Kernel>
+  Tile(Kernel* kernel, int gpus, int64_t W)
+      : blocks(static_cast<unsigned>((W + kColumns - 1) / kColumns)) {
+    on_each_gpu(gpus, [&](int) { allow_shared_bytes(kernel, kBytes); });
+    capacity = resident_clusters(kernel, blocks, kOneLaunchThreads, kBytes);
+  }
+  /// None may wait for one that cannot start: all of them are there at the same time.
+  unsigned clusters(int64_t rows) const { return persistent((rows + 63) / 64, capacity); }
+  template <typename Kernel, typename... Arguments>
+  void launch(Kernel* kernel, const DiffusionOperands& in, const Arguments&... arguments) const {
+    launch_clusters(kernel, blocks, true, dim3(blocks, clusters(in.V)), kOneLaunchThreads, kBytes,
+                    DiffusionMaps(in), in, arguments...);
+  }
+};
+
+/// How far a row may be from fp64: lesson 7's bound, by how many vertices a block adds up.
+template <Pass kPass, typename TheTile>
+std::vector<Check> checks_of(const Mesh& mesh, const TheTile& tile) {
+  const int64_t tiles = (mesh.most_rows() + 63) / 64, clusters = tile.clusters(mesh.most_rows());
+  return mesh.table().checks((tiles + clusters - 1) / clusters * 64, 0,
+                             kPass == Pass::forward ? 2 : 1, 1);
+}
+
+/// Few vertices for a GPU: narrow blocks, as in lesson 7.
+using Narrow = Tile<64, 9>;
+using Wide = Tile<128, 6>;
+inline bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }
 
 using bf16 = __nv_bfloat16;
 using Shape = DiffusionShape;

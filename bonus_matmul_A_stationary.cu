@@ -19,6 +19,8 @@
 
 #include "checks/product/square_matmul.h"
 
+using namespace checks;
+
 // Thread (x, y) owns A(row = y, k = x), in a register, and walks along row k of B. The 32 threads
 // of a warp own neighbouring k of one row: all of them add to the same element of C at the same
 // time. For the same reason they read 32 different rows of B, and use 4 bytes of each sector.

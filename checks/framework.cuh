@@ -6,6 +6,10 @@
 
 #include "common/numerics.h"
 
+namespace checks {
+
+using namespace common;
+
 /// A thread owns 8 neighbouring elements of its result and moves them as 16 bytes.
 struct alignas(16) Pack {
   __nv_bfloat16 values[8];
@@ -64,3 +68,5 @@ inline void library_products(cublasHandle_t blas, int64_t batch, const __nv_bflo
       &zero, c, CUDA_R_16BF, static_cast<int>(n), m * n, static_cast<int>(batch),
       CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
 }
+
+}  // namespace checks

@@ -4,6 +4,10 @@
 
 #include "common/numerics.h"
 
+namespace checks {
+
+using namespace common;
+
 namespace {
 
 double norm(const std::vector<double>& vector) {
@@ -68,3 +72,5 @@ double check_slope(const char* name, const std::vector<double>& gradient,
   }
   return error;
 }
+
+}  // namespace checks

@@ -14,8 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-/// Lessons 7 and 8 have a table for each.
-enum class Pass { forward, backward };
+namespace checks {
 
 /// `count` doubles from the device; and to it.
 std::vector<double> to_host(const double* from, size_t count);
@@ -45,3 +44,5 @@ struct DifferenceBound {
 double check_slope(const char* name, const std::vector<double>& gradient,
                    const std::vector<double>& direction, const Loss& up, const Loss& down,
                    const DifferenceBound& bound);
+
+}  // namespace checks

@@ -5,6 +5,8 @@
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 
+namespace common {
+
 /// How a lesson ends; docs/measuring.md documents the same numbers.
 enum ExitCode : int {
   kAllVerified = 0,
@@ -29,5 +31,7 @@ inline void check_cublas(cublasStatus_t status, const char* call, const char* fi
   }
 }
 
-#define CUDA_CHECK(call) check_cuda((call), #call, __FILE__, __LINE__)
-#define CUBLAS_CHECK(call) check_cublas((call), #call, __FILE__, __LINE__)
+#define CUDA_CHECK(call) ::common::check_cuda((call), #call, __FILE__, __LINE__)
+#define CUBLAS_CHECK(call) ::common::check_cublas((call), #call, __FILE__, __LINE__)
+
+}  // namespace common

@@ -4,6 +4,8 @@
 
 #include "common/check.h"
 
+namespace common {
+
 namespace {
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -62,12 +64,6 @@ Device Device::current() {
   return device;
 }
 
-int most_shared_bytes() {
-  int id = 0;
-  CUDA_CHECK(cudaGetDevice(&id));
-  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-}
-
 double Device::peak(Rate rate) const {
   for (const FmasPerClock& row : kFmasPerClock) {
     if (row.major == major && row.minor == minor) {
@@ -77,3 +73,5 @@ double Device::peak(Rate rate) const {
   }
   return 0;
 }
+
+}  // namespace common

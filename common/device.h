@@ -6,6 +6,8 @@
 
 #include "common/check.h"
 
+namespace common {
+
 /// The arithmetic unit that bounds a problem: which of a device's peak rates applies to it.
 enum class Rate {
   fp32,  ///< fp32 fused multiply-adds on the CUDA cores
@@ -37,26 +39,4 @@ struct Device {
   double peak(Rate rate) const;
 };
 
-/// The most shared memory that a block may ask for on the current device.
-int most_shared_bytes();
-
-/// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less the kernel
-/// cannot run, and its row says what it needs: nothing happens here.
-template <typename Kernel>
-void allow_shared_bytes(Kernel* kernel, int bytes) {
-  if (bytes > most_shared_bytes()) return;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-}
-
-/// How many blocks it takes for `count` of something, if one has `per_block` of them.
-constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
-/// The grid of a kernel whose blocks stay: how many of them the device holds at once.
-template <typename Kernel>
-int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes, const Device& device) {
-  int per_sm = 0;
-  CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, shared_bytes));
-  return per_sm > 1 ? per_sm * device.sms : device.sms;
-}
+}  // namespace common

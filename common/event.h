@@ -3,6 +3,8 @@
 
 #include "common/check.h"
 
+namespace common {
+
 class Event {
  public:
   Event() { CUDA_CHECK(cudaEventCreate(&event_)); }
@@ -29,3 +31,5 @@ class Event {
  private:
   cudaEvent_t event_ = nullptr;
 };
+
+}  // namespace common

@@ -9,6 +9,8 @@
 #include "common/event.h"
 #include "common/numerics.h"
 
+namespace common {
+
 Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float milliseconds) {
   std::vector<std::vector<float>> samples(calls.size());
   std::vector<size_t> candidates(calls.size());
@@ -57,3 +59,5 @@ Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float 
                         [&](size_t a, size_t b) { return medians[a] < medians[b]; });
   return {fastest, medians};
 }
+
+}  // namespace common

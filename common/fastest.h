@@ -6,6 +6,8 @@
 #include <functional>
 #include <vector>
 
+namespace common {
+
 struct Trial {
   size_t fastest;         ///< the number of a call
   std::vector<float> ms;  ///< the median of each call
@@ -16,3 +18,5 @@ struct Trial {
 /// `milliseconds`, or five rounds if these take longer, after 200 ms of calls if one is a load for
 /// the card. It must not be captured in a graph.
 Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float milliseconds);
+
+}  // namespace common

@@ -37,6 +37,8 @@
 #include <nvtx3/nvToolsExt.h>
 #endif
 
+namespace common {
+
 using Json = nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
 
@@ -1301,3 +1303,5 @@ int Lesson::run() {
   }
   return failed ? kVerificationFailed : kAllVerified;
 }
+
+}  // namespace common

@@ -29,8 +29,12 @@
 #include <vector>
 
 #include "common/check.h"
-#include "common/counts.h"
 #include "common/device.h"
+#include "cpu/watch/counts.h"
+
+namespace common {
+
+using cuda_cpu::Counts;
 
 enum class Type { fp16, bf16, fp32, fp64 };
 template <typename T>
@@ -394,3 +398,5 @@ class Lesson {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+}  // namespace common

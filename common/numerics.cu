@@ -6,6 +6,8 @@
 
 #include "common/numerics.h"
 
+namespace common {
+
 namespace {
 
 /// A 64-bit mix of `x` in which every input bit reaches every output bit: the finalizer of
@@ -197,3 +199,5 @@ void matmul_fp64(cublasHandle_t blas, const double* a, const double* b, double* 
                  int64_t n, int64_t k) {
   product_fp64(blas, 1, a, kPlain, b, kPlain, 0, c, m, n, k);
 }
+
+}  // namespace common

@@ -8,6 +8,8 @@
 
 #include "common/lesson.h"
 
+namespace common {
+
 /// A cuBLAS handle on the stream that `<<<grid, block>>>` launches into.
 class Cublas {
  public:
@@ -85,3 +87,5 @@ void reference_matmul(cublasHandle_t blas, const T* a, const T* b, double* c, in
     matmul_fp64(blas, a64, b64, c + row * n, rows, n, k);
   }
 }
+
+}  // namespace common

@@ -1,6 +1,8 @@
 #include "common/check.h"
 #include "common/sm_clock.h"
 
+namespace common {
+
 /// For each of two moments and each multiprocessor: its cycles, and the time in ns.
 struct SmClock::Reading {
   static constexpr int kMultiprocessors = 1024;
@@ -58,3 +60,5 @@ double SmClock::hz() const {
 }
 
 #endif
+
+}  // namespace common

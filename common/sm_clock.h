@@ -3,6 +3,8 @@
 
 #include <memory>
 
+namespace common {
+
 /// Two readings of the GPU's counters, in the stream: cycles over time between them is the average
 /// clock. Reads nothing on the CPU backend.
 class SmClock {
@@ -19,3 +21,5 @@ class SmClock {
   struct Reading;
   std::shared_ptr<Reading> readings_;
 };
+
+}  // namespace common

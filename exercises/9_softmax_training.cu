@@ -20,6 +20,9 @@
 #include "primitives/row_parts.cuh"
 #include "checks/softmax/softmax.h"
 
+using namespace checks;
+using namespace primitives;
+
 // ---- The product --------------------------------------------------------------------------------
 
 // A block of eight warps has 64 x 64 elements of a product, a warp 16 x 32 of them. Where the

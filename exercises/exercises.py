@@ -57,7 +57,7 @@ class Cut:
 @dataclass(frozen=True)
 class Goal:
     """What a right kernel has to reach, in what the CPU backend counts: `count` for each of `per`, at
-    most `most`. The names are those of common/counts.h; where a record has no counts there is no goal."""
+    most `most`. The names are those of cpu/watch/counts.h; where a record has no counts there is no goal."""
 
     count: str
     per: str
@@ -288,7 +288,7 @@ EXERCISES = [
 """),),
         finds="^Wrong from element ", columns=600,
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
-        headers=("operators/softmax/plans.cuh", "operators/softmax/table.cuh", "operators/softmax/rows.cuh"),
+        headers=("operators/softmax/plans.cuh", "operators/softmax/layer.cuh", "operators/softmax/rows.cuh"),
     ),
     Exercise(
         "cross_entropy", "9_softmax_training", "a loss and its gradient beside the softmax",

@@ -13,6 +13,8 @@
 
 #include "primitives/mma.cuh"
 
+namespace primitives {
+
 /// Copies kBytes (4, 8 or 16; both addresses aligned to that). If not `inside` it writes as many
 /// zeros, and `from` is not read and may point anywhere. PTX ISA, "Data Movement and Conversion
 /// Instructions: cp.async" (its src-size operand).
@@ -88,3 +90,5 @@ __device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int6
     piece += static_cast<int64_t>(kStep) * cols;
   }
 }
+
+}  // namespace primitives

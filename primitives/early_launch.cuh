@@ -7,13 +7,15 @@
 
 #include <cuda_runtime.h>
 
-#include "common/check.h"
+#include "primitives/check.h"
+
+namespace primitives {
 
 /// Whether a kernel's code is for devices that have clusters and early launches.
 template <typename Kernel>
 bool has_clusters(Kernel* kernel) {
   cudaFuncAttributes code;
-  CUDA_CHECK(cudaFuncGetAttributes(&code, kernel));
+  check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
   return code.ptxVersion >= 90;
 }
 
@@ -40,7 +42,7 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early
     serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     serialization.val.programmaticStreamSerializationAllowed = 1;
   }
-  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, arguments...));
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
 }
 
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
@@ -72,3 +74,5 @@ __device__ inline void start_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+}  // namespace primitives

@@ -7,6 +7,8 @@
 
 #include "primitives/mma.cuh"
 
+namespace primitives {
+
 /// A warp's kRows x kCols results: a lane's part, as mma_m16n8k16 leaves it.
 template <int kRows, int kCols>
 using Sums = float[kRows / 16][kCols / 8][4];
@@ -144,3 +146,5 @@ __device__ inline void store_results(T* staging, T* to, int64_t row0, int col0, 
     }
   }
 }
+
+}  // namespace primitives

@@ -22,6 +22,8 @@
 #include "cpu/execution/warp_products.h"
 #endif
 
+namespace primitives {
+
 /// Two floats rounded to T (half or __nv_bfloat16), as a register of a fragment: `low` belongs to
 /// the lower column.
 template <typename T>
@@ -191,3 +193,5 @@ __device__ inline void mma_m16n8k8_tf32(float (&sum)[4], const unsigned (&a)[4],
 }
 
 #endif
+
+}  // namespace primitives

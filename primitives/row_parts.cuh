@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+namespace primitives {
+
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
@@ -47,3 +49,5 @@ struct MaxSum {
 
 /// What exponentials are relative to: the maximum, unless that is -inf; then all of them are 0.
 __device__ inline float base_of(float largest) { return largest == minus_infinity() ? 0 : largest; }
+
+}  // namespace primitives

@@ -6,6 +6,8 @@
 
 #include "primitives/mma.cuh"
 
+namespace primitives {
+
 /// A matrix that the lanes of a warp hold together, in a layout that the interface does not tell: a
 /// warp loads fragments, multiplies them, and stores them.
 namespace wmma = nvcuda::wmma;
@@ -53,3 +55,5 @@ __device__ inline void store_rounded(half* matrix, int row0, int col0, int rows,
                                     pack2<half>(high.x, high.y), pack2<half>(high.z, high.w)));
   __syncwarp();
 }
+
+}  // namespace primitives

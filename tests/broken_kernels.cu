@@ -7,6 +7,8 @@
 #include "common/lesson.h"
 #include "common/numerics.h"
 
+using namespace common;
+
 enum class Bug {
   none,
   last_k_tile_skipped,

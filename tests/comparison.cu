@@ -4,6 +4,8 @@
 
 #include "common/lesson.h"
 
+using namespace common;
+
 int main(int argc, char** argv) {
   if (argc != 3) fail(kBadUsage, "comparison FORMAT FACTOR");
   puts(comparison_text(argv[1], std::atof(argv[2])).c_str());

@@ -6,6 +6,8 @@
 #include "common/check.h"
 #include "common/fastest.h"
 
+using namespace common;
+
 // One thread, `steps` additions that wait for each other.
 __global__ void wait(float* out, int steps) {
   float sum = 0;

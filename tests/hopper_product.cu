@@ -13,6 +13,9 @@
 #include "common/device.h"
 #include "operators/product/product.cuh"
 
+using namespace common;
+using namespace operators::product;
+
 namespace {
 
 /// A rows x cols matrix of numbers that fp16 holds, in device memory, its rows `stride` apart. What

@@ -18,10 +18,11 @@
 #include <string>
 #include <vector>
 
-#include "primitives/hopper/batched_tensors.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/hopper.cuh"
 #include "primitives/mma.cuh"
+
+using namespace primitives;
 
 namespace {
 

@@ -116,7 +116,7 @@ HEADERS = {
                "operators/clifford/algebra.cuh"),
     CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
     FUSED: ("primitives/wmma_fragments.cuh",),
-    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/turned_product.cuh", "operators/softmax/table.cuh",
+    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/turned_product.cuh", "operators/softmax/layer.cuh",
               "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh"),
     TRAINING: ("primitives/row_parts.cuh",),
 }
@@ -354,7 +354,7 @@ MUTANTS = [
     # tanh of large arguments, where exponentials are infinite.
     _wrong(
         4, "tanh_of_exponentials", SPATIAL, "unsigned features(",
-        "fast_tanh", "+[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }",
+        "tanh_approximate", "+[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }",
         "associated .* -?nan .*FAILED", "33", *NARROW,
     ),
     # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.

@@ -7,6 +7,12 @@
 #include "checks/clifford/connected.h"
 #include "checks/clifford/fp64.cuh"
 #include "checks/gradient_check.h"
+#include "checks/workspace.h"
+#include "primitives/launch.h"
+
+namespace checks {
+
+using namespace primitives;
 
 namespace {
 
@@ -505,8 +511,8 @@ CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples,
   }
 }
 
-CliffordTensors CliffordTables::tensors(const CliffordReference& reference, const char* name,
-                                        double flops, int tensors, int weights) {
+CliffordTable CliffordTables::tensors(const CliffordReference& reference, const char* name,
+                                      double flops, int tensors, int weights) {
   const CliffordShape& shape = reference.shape();
   const size_t multivectors = shape.plane(), elements = shape.elements(),
                all_weights = reference.weights();
@@ -518,17 +524,17 @@ CliffordTensors CliffordTables::tensors(const CliffordReference& reference, cons
       {.flops = flops * static_cast<double>(multivectors), .bytes = bytes},
       shape.connected ? Rate::tf32 : Rate::fp32);
   if (multivectors <= kSmall) problem.in_graph();
-  return {problem,
-          {shape.batch, shape.features, shape.normed},
-          problem.input<float>(elements, kDeviation),
-          problem.input<float>(elements, kDeviation),
-          problem.input<float>(all_weights),
-          problem.output<float>(elements)};
+  const auto x = problem.input<float>(elements, kDeviation);
+  const auto y = problem.input<float>(elements, kDeviation);
+  const auto w = problem.input<float>(all_weights);
+  const auto out = problem.output<float>(elements);
+  const Layer layer{shape.batch, shape.features, shape.normed};
+  return {{layer, x, y, w, out, workspace_of(problem)}, problem, out};
 }
 
-CliffordTensors CliffordTables::forward(const CliffordReference& reference, double flops) {
+CliffordTable CliffordTables::forward(const CliffordReference& reference, double flops) {
   const bool turned = lesson_.flag("--turned");
-  const CliffordTensors of = tensors(reference, turned ? "turned" : "forward", flops, 3, 1);
+  const CliffordTable of = tensors(reference, turned ? "turned" : "forward", flops, 3, 1);
   const Buffer<double> expected = of.problem.reference(of.out.size());
   of.problem.reference_from(reference.scratch_bytes(), [=, &reference] {
     reference.forward(of.x, of.y, of.w, expected);
@@ -537,19 +543,20 @@ CliffordTensors CliffordTables::forward(const CliffordReference& reference, doub
     reference.turn(of.x);
     reference.turn(of.y);
   });
-  of.problem.check(of.out, expected,
+  of.problem.check(of.result, expected,
                    turned ? reference.turned_tolerance() : reference.shape().tolerance());
   return of;
 }
 
-std::pair<CliffordTensors, CliffordGradients> CliffordTables::backward(
+std::pair<CliffordTable, CliffordGradients> CliffordTables::backward(
     const CliffordReference& reference, double flops) {
   const CliffordShape& shape = reference.shape();
-  const CliffordTensors of = tensors(reference, "forward + backward", flops, 3 + 5, 1 + 2);
+  const CliffordTable of = tensors(reference, "forward + backward", flops, 3 + 5, 1 + 2);
   Problem& problem = of.problem;
   const size_t elements = shape.elements();
-  const CliffordGradients d{problem.input<float>(elements), problem.output<float>(elements),
-                            problem.output<float>(elements), problem.output<float>(of.w.size())};
+  const auto d_out = problem.input<float>(elements), d_x = problem.output<float>(elements),
+             d_y = problem.output<float>(elements), d_w = problem.output<float>(of.w.size());
+  const CliffordGradients d{d_out, d_x, d_y, d_w};
   const Buffer<double> out = problem.reference(elements), dx = problem.reference(elements),
                        dy = problem.reference(elements), dw = problem.reference(of.w.size());
   ++unchecked_;
@@ -564,10 +571,10 @@ std::pair<CliffordTensors, CliffordGradients> CliffordTables::backward(
              worst_);
     lesson_.note(line);
   });
-  problem.check(of.out, out, shape.tolerance());
-  problem.check(d.dx, dx, shape.gradient_tolerance());
-  problem.check(d.dy, dy, shape.gradient_tolerance());
-  problem.check(d.dw, dw, shape.weight_gradient_tolerance());
+  problem.check(of.result, out, shape.tolerance());
+  problem.check(d_x, dx, shape.gradient_tolerance());
+  problem.check(d_y, dy, shape.gradient_tolerance());
+  problem.check(d_w, dw, shape.weight_gradient_tolerance());
   return {of, d};
 }
 
@@ -581,3 +588,5 @@ void CliffordTables::note_operations(int triples, int product, int written_out, 
       shape.p, shape.q, shape.r, triples, product, written_out, gradients);
   lesson_.note(line);
 }
+
+}  // namespace checks

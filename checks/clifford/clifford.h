@@ -19,15 +19,12 @@
 
 #include "common/lesson.h"
 #include "common/numerics.h"
+#include "operators/clifford/tensors.h"
 
-/// What every kernel knows of the layer. Blade k of feature f in row n of a tensor is element
-/// k plane() + n features + f.
-struct Layer {
-  int batch, features;
-  bool normed;
-  float inverse_features = 1.0f / static_cast<float>(features);
-  __host__ __device__ size_t plane() const { return static_cast<size_t>(batch) * features; }
-};
+namespace checks {
+
+using namespace common;
+using namespace operators::clifford;
 
 struct CliffordShape {
   int p, q, r;  ///< the algebra's signature
@@ -111,16 +108,10 @@ class CliffordReference {
   std::vector<int> first_;  ///< blade of each grade, and the number of blades
 };
 
-/// The tensors of a table, and what backward adds to them.
-struct CliffordTensors {
+/// A table: its tensors are an operator's.
+struct CliffordTable : CliffordTensors {
   Problem& problem;
-  Layer layer;
-  Buffer<float> x, y, w, out;
-  double bytes() const { return x.bytes() + y.bytes() + w.bytes() + out.bytes(); }
-};
-struct CliffordGradients {
-  Buffer<float> d_out, dx, dy, dw;
-  double bytes() const { return d_out.bytes() + dx.bytes() + dy.bytes() + dw.bytes(); }
+  Buffer<float> result;  ///< `out`
 };
 
 /// The tables of a run: one size, or those of --sweep; forward, and forward + backward. With
@@ -133,19 +124,21 @@ class CliffordTables {
 
   const std::deque<CliffordReference>& sizes() const { return references_; }
   /// Each is a table, whose kernels take so many floating-point operations per multivector.
-  CliffordTensors forward(const CliffordReference& reference, double flops);
-  std::pair<CliffordTensors, CliffordGradients> backward(const CliffordReference& reference,
-                                                         double flops);
+  CliffordTable forward(const CliffordReference& reference, double flops);
+  std::pair<CliffordTable, CliffordGradients> backward(const CliffordReference& reference,
+                                                       double flops);
   /// A line after the tables: how many multiply-adds the lesson's product takes, how many it would
   /// take if every term had its weight, and how many its gradients take.
   void note_operations(int triples, int product, int written_out, int gradients);
 
  private:
-  CliffordTensors tensors(const CliffordReference& reference, const char* name, double flops,
-                          int tensors, int weights);
+  CliffordTable tensors(const CliffordReference& reference, const char* name, double flops,
+                        int tensors, int weights);
 
   Lesson& lesson_;
   std::deque<CliffordReference> references_;
   double worst_ = 0;   ///< of the differences between gradients and finite differences
   int unchecked_ = 0;  ///< gradients
 };
+
+}  // namespace checks

@@ -3,6 +3,8 @@
 #include "checks/clifford/connected.h"
 #include "checks/clifford/fp64.cuh"
 
+namespace checks {
+
 namespace {
 
 using fp64::blocks, fp64::direction, fp64::gate, fp64::gate_slope, fp64::kThreads, fp64::OnDevice;
@@ -139,3 +141,5 @@ void ConnectedReference::gradients(const float* x, const float* y, const float* 
   CUDA_CHECK(cudaGetLastError());
   CUDA_CHECK(cudaStreamSynchronize(cudaStreamPerThread));
 }
+
+}  // namespace checks

@@ -9,6 +9,11 @@
 
 #include "checks/clifford/clifford.h"
 
+namespace checks {
+
+using namespace common;
+using namespace operators::clifford;
+
 class ConnectedReference {
  public:
   using Term = CliffordReference::Term;
@@ -34,3 +39,5 @@ class ConnectedReference {
   std::vector<Term> terms_;
   std::vector<std::pair<int, int>> results_;
 };
+
+}  // namespace checks

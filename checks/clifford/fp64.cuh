@@ -6,6 +6,11 @@
 
 #include "common/numerics.h"
 
+namespace checks {
+
+using namespace common;
+using namespace operators::clifford;
+
 namespace fp64 {
 
 constexpr int kThreads = 128;
@@ -40,3 +45,5 @@ class OnDevice {
 };
 
 }  // namespace fp64
+
+}  // namespace checks

@@ -2,8 +2,13 @@
 #include <cmath>
 
 #include "checks/diffusion/diffusion.h"
-#include "common/numerics.h"
 #include "checks/framework.cuh"
+#include "common/numerics.h"
+#include "primitives/launch.h"
+
+namespace checks {
+
+using namespace primitives;
 
 using bf16 = __nv_bfloat16;
 
@@ -414,3 +419,5 @@ std::vector<Check> DiffusionProblem::checks(int64_t chain, int sum_roundings,
 void add_unfused(DiffusionProblem& problem) {
   problem.pass == Pass::forward ? add_unfused_forward(problem) : add_unfused_backward(problem);
 }
+
+}  // namespace checks

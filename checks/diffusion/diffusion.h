@@ -11,37 +11,12 @@
 
 #include "checks/gradient_check.h"
 #include "common/lesson.h"
+#include "operators/diffusion/diffusion.h"
 
-struct DiffusionShape {
-  int64_t V, E, W;     ///< vertices, eigenvectors, features; each below 2^31
-  int64_t meshes = 1;  ///< of this shape, in a batch; meshes * V is below 2^31
+namespace checks {
 
-  int64_t vertices() const { return meshes * V; }
-  int64_t vertex_values() const { return vertices() * W; }
-  int64_t spectrum_values() const { return meshes * E * W; }
-};
-
-/// What a pass reads and writes, for a kernel: row-major, dense, on the device. What only the other
-/// pass has is null. In a batch all but times and d_times, which the meshes share, begin with the
-/// number of the mesh: values (meshes, V, W).
-struct DiffusionOperands {
-  const __nv_bfloat16* values;      ///< (V, W): x; backward dOut
-  const __nv_bfloat16* basis;       ///< (V, E)
-  const __nv_bfloat16* mass;        ///< (V)
-  const __nv_bfloat16* evalues;     ///< (E)
-  const __nv_bfloat16* times;       ///< (W)
-  const __nv_bfloat16* d_spectral;  ///< (E, W); backward
-  const __nv_bfloat16* spectral;    ///< (E, W), what forward has saved; backward
-  __nv_bfloat16* spectrum;  ///< (E, W): spectral; backward exp(-evalues times) * s, a temporary
-  __nv_bfloat16* result;    ///< (V, W): out; backward dX
-  __nv_bfloat16* d_times;   ///< (W); backward
-  int64_t V;
-  int E, W;
-};
-
-/// e^(-evalue time). __expf is off by 2 or 3 units in the last place of fp32 here, where the
-/// exponent is between -2 and 0; what it multiplies is rounded to bf16.
-__device__ inline float damping(float evalue, float time) { return __expf(-evalue * time); }
+using namespace common;
+using namespace operators::diffusion;
 
 /// One table of lesson 7: a pass, with random inputs.
 struct DiffusionProblem {
@@ -74,3 +49,5 @@ struct DiffusionProblem {
 /// Adds the row *unfused*: the pass as a framework launches it, in kernels of the library and
 /// elementwise ones, whose results all go through memory.
 void add_unfused(DiffusionProblem& problem);
+
+}  // namespace checks

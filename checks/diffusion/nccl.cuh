@@ -21,6 +21,11 @@
 #define HAS_NCCL_WINDOWS 0
 #endif
 
+namespace checks {
+
+using namespace common;
+using namespace operators::diffusion;
+
 #if HAS_NCCL
 /// PyTorch brings one, nvidia/nccl/lib below its site-packages, which LD_LIBRARY_PATH may name.
 class Nccl {
@@ -199,3 +204,5 @@ inline std::string why_no_window([[maybe_unused]] const std::shared_ptr<Nccl>& n
 #endif
 }
 #endif  // HAS_NCCL
+
+}  // namespace checks

@@ -1,5 +1,7 @@
 #include "checks/gating/gating.h"
 
+namespace checks {
+
 namespace {
 
 /// Turns s1 = x W1 and s2 = x W2 (rows, hidden) into `step`'s result, in place of s2. One thread an
@@ -107,3 +109,5 @@ void GatingProblem::compute_reference(GatingStep step) const {
     CUDA_CHECK(cudaGetLastError());
   }
 }
+
+}  // namespace checks

@@ -3,7 +3,14 @@
 
 #include "checks/gating/gating.h"
 #include "checks/product/library_product.h"
+#include "primitives/launch.h"
 #include "primitives/neighbours.cuh"
+
+namespace checks {
+
+using namespace common;
+using namespace operators::gating;
+using namespace primitives;
 
 /// out (rows, hidden) = sigmoid(both[:, :hidden]) * both[:, hidden:], both (rows, 2 hidden): what
 /// is left to do after the library's product. A thread owns kWidth consecutive elements of out;
@@ -81,3 +88,5 @@ class LibraryGate {
   Buffer<half> weights_, biases_, both_;  // (K, 2H), (2H), (M, 2H)
   LibraryProduct product_;
 };
+
+}  // namespace checks

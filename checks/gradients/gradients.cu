@@ -2,10 +2,15 @@
 #include <array>
 #include <cmath>
 
-#include "primitives/fast_tanh.cuh"
+#include "checks/framework.cuh"
 #include "checks/gradients/gradients.h"
 #include "common/numerics.h"
-#include "checks/framework.cuh"
+#include "primitives/approximate.cuh"
+#include "primitives/launch.h"
+
+namespace checks {
+
+using namespace primitives;
 
 using bf16 = __nv_bfloat16;
 using Shape = GradientsShape;
@@ -320,7 +325,8 @@ __global__ void tanh_of(const bf16* in, bf16* out, size_t count) {
   const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 8;
   if (i >= count) return;
   Pack pack = *reinterpret_cast<const Pack*>(in + i);
-  for (bf16& value : pack.values) value = __float2bfloat16_rn(fast_tanh(__bfloat162float(value)));
+  for (bf16& value : pack.values)
+    value = __float2bfloat16_rn(tanh_approximate(__bfloat162float(value)));
   *reinterpret_cast<Pack*>(out + i) = pack;
 }
 
@@ -499,3 +505,5 @@ GradientsTemporaries::GradientsTemporaries(GradientsProblem& table, int matrices
 void add_unfused(GradientsProblem& problem) {
   problem.pass == Pass::forward ? add_unfused_forward(problem) : add_unfused_backward(problem);
 }
+
+}  // namespace checks

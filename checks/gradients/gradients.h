@@ -10,29 +10,12 @@
 
 #include "checks/gradient_check.h"
 #include "common/lesson.h"
+#include "operators/gradients/gradients.h"
 
-struct GradientsShape {
-  int64_t V, E, W;  ///< vertices, coefficients of a feature, features; each below 2^31
+namespace checks {
 
-  int64_t vertex_values() const { return V * W; }
-  int64_t tangent_values() const { return V * E; }
-  int64_t coefficients() const { return E * W; }
-  int64_t weights() const { return W * W; }
-};
-
-/// What a pass reads and writes, for a kernel: row-major, dense, on the device. What only the other
-/// pass has is null.
-struct GradientsOperands {
-  const __nv_bfloat16 *Gr, *Gi;  ///< (V, E)
-  const __nv_bfloat16* x;        ///< (E, W)
-  const __nv_bfloat16 *Lr, *Li;  ///< (W, W)
-  const __nv_bfloat16* d_out;    ///< (V, W); backward
-  __nv_bfloat16* out;            ///< (V, W); forward
-  __nv_bfloat16* d_x;            ///< (E, W); backward
-  __nv_bfloat16 *d_Lr, *d_Li;    ///< (W, W); backward
-  int64_t V;
-  int E, W;
-};
+using namespace common;
+using namespace operators::gradients;
 
 /// One table of lesson 8: a pass, with random inputs.
 struct GradientsProblem {
@@ -76,3 +59,5 @@ struct GradientsTemporaries {
 /// Adds the row *unfused*: the pass as a framework launches it, in kernels of the library and
 /// elementwise ones, whose results all go through memory.
 void add_unfused(GradientsProblem& problem);
+
+}  // namespace checks

@@ -4,6 +4,8 @@
 
 #include "common/fastest.h"
 
+namespace checks {
+
 // Row-major c = a b is column-major c^T = b^T a^T (lesson 4): b comes first, and columns of c are
 // rows for cuBLASLt, whose bias goes along rows.
 LibraryProduct::LibraryProduct(Problem& problem, const Shape& shape, cudaDataType_t type,
@@ -71,3 +73,5 @@ int LibraryProduct::candidates() {
   }
   return static_cast<int>(candidates_.size());
 }
+
+}  // namespace checks

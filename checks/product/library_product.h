@@ -7,6 +7,10 @@
 
 #include "common/lesson.h"
 
+namespace checks {
+
+using namespace common;
+
 /// c (m, n) = a (m, k) b (k, n) by cuBLASLt, row-major and dense, plus a bias for each column if
 /// there is one. cuBLAS's heuristic guesses which of its kernels is the fastest; this asks the
 /// heuristic for all that it would consider, calls each a few times, and keeps the fastest. That
@@ -42,3 +46,5 @@ class LibraryProduct {
   std::vector<cublasLtMatmulAlgo_t> candidates_;
   int fastest_ = -1;
 };
+
+}  // namespace checks

@@ -4,6 +4,10 @@
 #include "common/lesson.h"
 #include "common/numerics.h"
 
+namespace checks {
+
+using namespace common;
+
 template <typename T>
 struct SquareMatmul {
   /// A table `name` with random A and B, and C held to their fp64 product by `tolerance`.
@@ -28,3 +32,5 @@ struct SquareMatmul {
   Problem& problem;
   Buffer<T> A, B, C;
 };
+
+}  // namespace checks

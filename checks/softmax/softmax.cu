@@ -1,20 +1,21 @@
 #include <cstdio>
 
 #include "checks/gradient_check.h"
-#include "primitives/row_parts.cuh"
 #include "checks/softmax/softmax.h"
+
+namespace checks {
 
 namespace {
 
 __device__ double warp_max(double value) {
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    value = fmax(value, __shfl_xor_sync(kAllLanes, value, lanes));
+    value = fmax(value, __shfl_xor_sync(0xffffffffu, value, lanes));
   }
   return value;
 }
 
 __device__ double warp_sum(double value) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kAllLanes, value, lanes);
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
   return value;
 }
 
@@ -105,13 +106,13 @@ __global__ void make_W_hard(float* W, int C) {
   if (c >= C) return;
   W[c] = c % 2 == 0 ? 0x1p100f : -0x1p100f;
   W[C + c] = static_cast<float>(2000 + c % 8);
-  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? minus_infinity() : 0;
+  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? -INFINITY : 0;
 }
 
 /// One thread an element of x or of W's last row.
 __global__ void make_only_minus_infinity_kernel(float* x, float* W, int B, int D, int C) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < B && i % 2 == 0) x[(i + size_t{1}) * D - 1] = minus_infinity();
+  if (i < B && i % 2 == 0) x[(i + size_t{1}) * D - 1] = -INFINITY;
   if (i < C) W[(D - size_t{1}) * C + i] = 1;
 }
 
@@ -295,3 +296,5 @@ void mark_nan(double* values, size_t count) {
   mark_nan_fp64_kernel<<<blocks(count), 256>>>(values, count);
   CUDA_CHECK(cudaGetLastError());
 }
+
+}  // namespace checks

@@ -6,20 +6,12 @@
 
 #include "common/lesson.h"
 #include "common/numerics.h"
+#include "operators/softmax/softmax.h"
 
-struct SoftmaxShape {
-  int64_t rows, inputs, classes;  ///< B, D, C; each below 2^31
+namespace checks {
 
-  double logits() const { return static_cast<double>(rows) * static_cast<double>(classes); }
-  /// The product, and per logit: compare with the maximum, subtract it, exp, add, divide.
-  double flops() const { return logits() * (2 * static_cast<double>(inputs) + 5); }
-  /// Least possible traffic in bytes: x and W (elements of `input_bytes`) in, probs (fp32) out.
-  double bytes(size_t input_bytes) const {
-    const double b = static_cast<double>(rows), d = static_cast<double>(inputs),
-                 c = static_cast<double>(classes);
-    return static_cast<double>(input_bytes) * (b * d + d * c) + sizeof(float) * b * c;
-  }
-};
+using namespace common;
+using namespace operators::softmax;
 
 /// Inputs that give logits of mean 0 and standard deviation 1/2: x is uniform in [-1, 1), of
 /// variance 1/3; W is uniform in +-kWeightScale / sqrt(D), of variance 3 / (4 D). Not more, so that
@@ -111,3 +103,5 @@ void make_only_minus_infinity(float* x, float* W, const SoftmaxShape& shape);
 /// not the NaN of what nobody wrote, all of whose bits are set.
 void mark_nan(const float* in, float* out, size_t count);
 void mark_nan(double* values, size_t count);
+
+}  // namespace checks

@@ -111,6 +111,8 @@ struct MmaTf32 {
 
 }  // namespace cuda_cpu
 
+namespace primitives {
+
 inline void ldmatrix_x4(unsigned (&matrices)[4], const void* row) {
   cuda_cpu::Ldmatrix::run<false>(matrices, row);
 }
@@ -132,3 +134,5 @@ inline void mma_m16n8k8_tf32(float (&sum)[4], const unsigned (&a)[4], unsigned b
   cuda_cpu::MmaTf32 self = {sum, a, {b0, b1}};
   cuda_cpu::warp_meet(~0u, cuda_cpu::MmaTf32::combine, &self, "mma", cuda_cpu::Site::here());
 }
+
+}  // namespace primitives

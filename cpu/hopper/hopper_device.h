@@ -1,4 +1,4 @@
-// What primitives/hopper/hopper.cuh says in PTX, said by the CPU: barriers in shared memory, the copy engine,
+// What primitives/hopper says in PTX, said by the CPU: barriers in shared memory, the copy engine,
 // clusters, wgmma. hopper.cpp does the work.
 //
 // Everything asynchronous happens as late as the PTX memory model allows: when a thread waits for
@@ -57,6 +57,8 @@ template <class T>
 inline constexpr Wgmma kWgmmaType = std::is_same_v<T, __half> ? Wgmma::fp16 : Wgmma::bf16;
 
 }  // namespace cuda_cpu
+
+namespace primitives {
 
 // ---- Barriers ----------------------------------------------------------------------------------
 
@@ -233,18 +235,6 @@ void wgmma_tf32(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add
   cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, a, nullptr, false, b, true, add, site);
 }
 
-// ---- Others ------------------------------------------------------------------------------------
-
-inline float exp2_approximate(float value) {
-  const float result = exp2f(value);
-  return result < 0x1p-126f ? 0 : result;
-}
-
-inline float reciprocal_approximate(float value) {
-  const float result = 1 / value;
-  return fabsf(result) < 0x1p-126f ? 0 : result;
-}
-
 template <bool kTransposed = false, int kCount>
 void store_matrices(void* row, const std::uint32_t (&registers)[kCount],
                     cuda_cpu::Site site = cuda_cpu::Site::here()) {
@@ -274,3 +264,5 @@ void store_matrices(void* row, const std::uint32_t (&registers)[kCount],
   }
   memcpy(row, self.row, sizeof self.row);
 }
+
+}  // namespace primitives

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/counts.h"
+#include "cpu/watch/counts.h"
 
 namespace cuda_cpu {
 

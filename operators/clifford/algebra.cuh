@@ -9,6 +9,9 @@
 #include <bit>
 #include <utility>
 
+
+namespace operators::clifford {
+
 // ---- The algebra, at compile time ---------------------------------------------------------------
 
 // A factor of a product, or its result.
@@ -377,3 +380,5 @@ __device__ __forceinline__ void gradients(const Multivectors<A, W>& x, const Mul
     unroll<first, end>([&](auto i) { give(i, sums[i - first]); });
   });
 }
+
+}  // namespace operators::clifford

@@ -8,7 +8,9 @@
 #include <bit>
 
 #include "operators/clifford/algebra.cuh"
-#include "checks/clifford/clifford.h"
+#include "operators/clifford/tensors.h"
+
+namespace operators::clifford {
 
 // ---- Gates and norms ----------------------------------------------------------------------------
 
@@ -130,7 +132,7 @@ struct Halves {
 template <int kCount>
 __device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
                                                      int warps) {
-  using Halves = ::Halves<kCount>;
+  using Halves = operators::clifford::Halves<kCount>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float of_warp = Halves::of_warp(sums);
   if (lane < kCount) partials[warp].value[lane] = of_warp;
@@ -267,3 +269,5 @@ double backward_flops() {
   return 2 * A::product_multiply_adds() + 9 + 11 * A::kBlades + 2 * A::gradient_multiply_adds() +
          14;
 }
+
+}  // namespace operators::clifford

@@ -21,6 +21,10 @@
 #include "operators/clifford/clifford.cuh"
 #include "primitives/hopper/hopper.cuh"
 
+namespace operators::clifford {
+
+using namespace primitives;
+
 constexpr int kMaxBlocks = 8;  // of a cluster: more of them are not portable
 
 // The sums of blocks that have kWarps warps at most. of[slot][i] has those of block i's warps.
@@ -75,3 +79,5 @@ struct alignas(128) RowSums {
   }
 #endif
 };
+
+}  // namespace operators::clifford

@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "operators/clifford/clifford.cuh"
-#include "checks/clifford/clifford.h"
+#include "operators/clifford/tensors.h"
+
+namespace operators::clifford {
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
@@ -203,11 +205,11 @@ template <typename A>
 struct Unfused {
   explicit Unfused(const CliffordTensors& of)
       : of(of),
-        x(of.problem.output<float>(of.x.size())),
-        y(of.problem.output<float>(of.y.size())),
-        z(of.layer.normed ? of.problem.output<float>(of.out.size()) : of.out),
-        inverses(of.problem.output<float>(static_cast<size_t>(of.layer.batch) *
-                                          (of.layer.normed ? A::kGrades : 1))) {}
+        x(of.workspace.any<float>(of.x.size())),
+        y(of.workspace.any<float>(of.y.size())),
+        z(of.layer.normed ? of.workspace.any<float>(of.out.size()) : of.out),
+        inverses(of.workspace.any<float>(static_cast<size_t>(of.layer.batch) *
+                                         (of.layer.normed ? A::kGrades : 1))) {}
 
   double bytes() const {
     return x.bytes() + y.bytes() + (of.layer.normed ? z.bytes() + inverses.bytes() : 0);
@@ -233,12 +235,12 @@ struct Unfused {
   }
 
   CliffordTensors of;
-  Buffer<float> x, y, z, inverses;
+  Memory<float> x, y, z, inverses;
 };
 
 // dw from its partial sums.
 template <typename A>
-void add_up_weights(const CliffordGradients& d, const Buffer<float>& partials, const Layer& layer) {
+void add_up_weights(const CliffordGradients& d, const Memory<float>& partials, const Layer& layer) {
   const int count = static_cast<int>(partials.size() / d.dw.size());
   sum_partials<<<blocks_of(d.dw.size(), 32), dim3(32, kSumRows)>>>(partials, d.dw, count,
                                                                    A::kTriples, layer.features);
@@ -250,8 +252,8 @@ struct UnfusedBackward {
   UnfusedBackward(const CliffordTensors& of, const CliffordGradients& d)
       : forward(of),
         d(d),
-        dz(of.layer.normed ? of.problem.output<float>(of.out.size()) : d.d_out),
-        partials(of.problem.output<float>(strips(of.layer) * of.w.size())) {}
+        dz(of.layer.normed ? of.workspace.any<float>(of.out.size()) : d.d_out),
+        partials(of.workspace.any<float>(strips(of.layer) * of.w.size())) {}
 
   double bytes() const {
     return forward.bytes() + partials.bytes() + (forward.of.layer.normed ? dz.bytes() : 0);
@@ -282,5 +284,7 @@ struct UnfusedBackward {
 
   Unfused<A> forward;
   CliffordGradients d;
-  Buffer<float> dz, partials;
+  Memory<float> dz, partials;
 };
+
+}  // namespace operators::clifford

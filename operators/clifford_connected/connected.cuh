@@ -3,11 +3,17 @@
 #pragma once
 
 #include "operators/clifford/algebra.cuh"
-#include "primitives/async_copy.cuh"
 #include "operators/clifford/clifford.cuh"
-#include "checks/clifford/clifford.h"
-#include "primitives/early_launch.cuh"
+#include "operators/clifford/tensors.h"
 #include "operators/clifford_connected/tf32_tiles.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/launch.h"
+
+namespace operators::clifford_connected {
+
+using namespace primitives;
+using namespace clifford;
 
 /// Triple t makes a plane P_t,k (batch, features) for each blade k of its result's grade. Slots are
 /// triples in the order of their results' grades; planes are numbered by slot, then by blade.
@@ -222,8 +228,10 @@ void normalize(const CliffordTensors& of, float* inverses) {
 }
 
 // Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
-inline void add_partials(const CliffordGradients& d, const Buffer<float>& partials, int splits) {
+inline void add_partials(const CliffordGradients& d, const Memory<float>& partials, int splits) {
   if (splits == 1) return;
   launch_early(sum_weight_gradients, blocks_for(d.dw.size(), 4 * 256), 256, 0,
                static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
 }
+
+}  // namespace operators::clifford_connected

@@ -15,6 +15,11 @@
 #include "operators/clifford_connected/gradients.cuh"
 #include "operators/clifford_connected/planes.cuh"
 
+namespace operators::clifford_connected {
+
+using namespace primitives;
+using namespace clifford;
+
 #if HOPPER_CODE
 /// Where 32 columns of a sum go: to `count` rows of memory, `stride` floats apart.
 struct RowsInMemory {
@@ -204,9 +209,9 @@ struct Few {
     if (!used) return;
     plan_gradients = plan_tiles(work<false>(nullptr, 1));
     const auto size = static_cast<size_t>(A::kTriples) * pitch * pitch;
-    if (pitch != layer.features) weights = of.problem.template output<float>(size);
-    dz = of.problem.template output<float>(A::kBlades * chunk.matrix());
-    if (splits > 1) partials = of.problem.template output<float>(splits * of.out.size());
+    if (pitch != layer.features) weights = of.workspace.template any<float>(size);
+    dz = of.workspace.template any<float>(A::kBlades * chunk.matrix());
+    if (splits > 1) partials = of.workspace.template any<float>(splits * of.out.size());
   }
 
   double bytes() const {
@@ -258,5 +263,7 @@ struct Few {
   bool used = false;
   int splits = 1;
   TilePlan plan = {}, plan_gradients = {};
-  Buffer<float> weights = of.w, partials = of.out, dz = of.out;
+  Memory<float> weights = of.w, partials = of.out, dz = of.out;
 };
+
+}  // namespace operators::clifford_connected

@@ -4,6 +4,11 @@
 
 #include "operators/clifford_connected/connected.cuh"
 
+namespace operators::clifford_connected {
+
+using namespace primitives;
+using namespace clifford;
+
 /// dz of rows `first` and on, one a block, in TF32, to rows of `stride` elements: with out = r z,
 /// dz = r d_out - r out mean(d_out out). `pitch` elements from blade to blade. Zeros beyond the
 /// features, and in rows beyond the batch.
@@ -340,3 +345,5 @@ __global__ void __launch_bounds__(kPairThreads, 2)
     if (grade == c) weight_gradient_tile<A, c>(x, y, dz, to, begin, end, adds, shared, layer);
   });
 }
+
+}  // namespace operators::clifford_connected

@@ -14,6 +14,11 @@
 #include "operators/clifford_connected/connected.cuh"
 #include "operators/clifford_connected/tf32_product.cuh"
 
+namespace operators::clifford_connected {
+
+using namespace primitives;
+using namespace clifford;
+
 /// Some rows of the batch, from `first` on.
 struct Chunk {
   Layer layer;
@@ -534,3 +539,5 @@ __global__ void __launch_bounds__(128) take_planes_apart(PlaneTaker<A> taker) {
   const int f = (blockIdx.x * 128 + threadIdx.x) * W;
   if (f < taker.chunk.layer.features) taker.template take<W>(taker.chunk.rows - 1 - blockIdx.y, f);
 }
+
+}  // namespace operators::clifford_connected

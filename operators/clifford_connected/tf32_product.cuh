@@ -21,9 +21,13 @@
 #include <cuda/atomic>
 #include <vector>
 
-#include "primitives/hopper/batched_tensors.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/tiles.cuh"
+
+namespace operators::clifford_connected {
+
+using namespace primitives;
+using namespace clifford;
 
 /// 128 rows by kColumns columns a block, kBlocks such tiles below each other a cluster.
 template <int kColumns, int kClusterBlocks>
@@ -386,3 +390,5 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
                  tensor_map<float>(b.data, b.rows, b.cols, Tile::BN / Tile::kBlocks), work);
   });
 }
+
+}  // namespace operators::clifford_connected

@@ -4,6 +4,11 @@
 
 #include "primitives/mma.cuh"
 
+namespace operators::clifford_connected {
+
+using namespace primitives;
+using namespace clifford;
+
 // Four warps own a tile of 64 rows by 64 columns, each 32 by 32 of it, in the fragments of
 // mma_m16n8k8_tf32: lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
 constexpr int kTile = 64, kTileThreads = 128;
@@ -74,3 +79,5 @@ struct TileWarp {
     }
   }
 };
+
+}  // namespace operators::clifford_connected

@@ -14,12 +14,15 @@
 
 #include <cuda/atomic>
 
-#include "primitives/hopper/batched_tensors.cuh"
-#include "checks/diffusion/diffusion.h"
+#include "operators/diffusion/diffusion.h"
 #include "primitives/early_launch.cuh"
-#include "common/lesson.h"
-#include "primitives/mma.cuh"
 #include "primitives/hopper/tiles.cuh"
+#include "primitives/launch.h"
+#include "primitives/mma.cuh"
+
+namespace operators::diffusion {
+
+using namespace primitives;
 
 inline constexpr int kMostEigen = 256, kMostWidth = 512;
 
@@ -595,3 +598,5 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
   if (thread == 0) tensor_store_wait_read<0>();
 }
 #endif  // HOPPER_CODE
+
+}  // namespace operators::diffusion

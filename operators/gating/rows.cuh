@@ -7,9 +7,14 @@
 #include <cmath>
 #include <string>
 
+#include "operators/gating/gating.h"
 #include "primitives/async_copy.cuh"
-#include "checks/gating/gating.h"
 #include "primitives/hopper/tiles.cuh"
+#include "primitives/launch.h"
+
+namespace operators::gating {
+
+using namespace primitives;
 
 #if HOPPER_CODE
 /// sigmoid(gate) * value, in 5 instructions. The two that approximate, ex2 and rcp, are wrong by 2
@@ -395,8 +400,8 @@ struct ResidentPlan {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
   }
   /// What it should take, at 1.65 GHz and 4.3 TB/s. The longer of both counts most.
-  double microseconds(const GatingShape& shape, const Device& device) const {
-    const double work = cost * blocks_for(shape.rows, 64) / device.sms / 1.65e3;
+  double microseconds(const GatingShape& shape) const {
+    const double work = cost * blocks_for(shape.rows, 64) / multiprocessors() / 1.65e3;
     return std::hypot(work, shape.bytes() / 4.3e6);
   }
   std::string name(int blocks) const {
@@ -580,3 +585,5 @@ struct ResidentOut {
   }
 };
 #endif
+
+}  // namespace operators::gating

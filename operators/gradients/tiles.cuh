@@ -6,10 +6,16 @@
 // fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
 #pragma once
 
+#include "operators/gradients/gradients.h"
+#include "primitives/approximate.cuh"
 #include "primitives/early_launch.cuh"
-#include "checks/gradients/gradients.h"
-#include "primitives/mma.cuh"
 #include "primitives/hopper/tiles.cuh"
+#include "primitives/mma.cuh"
+#include "primitives/fragments.cuh"
+
+namespace operators::gradients {
+
+using namespace primitives;
 
 inline constexpr int kPart = 128, kPartSteps = kPart / kStepK;
 
@@ -259,17 +265,6 @@ __device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* fro
   }
 }
 
-/// 1 / value, off by a unit in the last place of fp32 (PTX ISA, "rcp").
-__device__ inline float reciprocal(float value) {
-#ifdef CUDA_CPU
-  return 1 / value;
-#else
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
-  return result;
-#endif
-}
-
 /// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
 /// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
 /// result below 2^-126 becomes 0.
@@ -280,7 +275,7 @@ __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out
     const float2 pair = unpack2(d_out[i / 2]);
     const float u = sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i);
     const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
-    const float part = reciprocal(1 + four_e / 4);
+    const float part = reciprocal_approximate(1 + four_e / 4);
     const float g = (i % 2 == 0 ? pair.x : pair.y) * part * (four_e * part);
     sums.ar(i) *= g;
     sums.ai(i) *= g;
@@ -372,3 +367,5 @@ struct Slice {
   }
 };
 #endif
+
+}  // namespace operators::gradients

@@ -1,5 +1,5 @@
-// What a lesson needs to launch the product of operators/product/product.cuh: rows that are aligned, memory
-// for what clusters tell each other, and the tiles that should be the fastest.
+// What it takes to launch the product of operators/product/product.cuh: rows that are aligned,
+// memory for what clusters tell each other, and the tiles that should be the fastest.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,14 @@
 #include <string>
 #include <vector>
 
+#include "operators/operands.h"
 #include "operators/product/product.cuh"
+#include "primitives/launch.h"
+
+namespace operators::product {
+
+using namespace primitives;
+using operators::Memory, operators::Workspace;
 
 /// What align_rows copies: `rows` rows, `cols` wide and dense, into rows of `stride` elements, a
 /// multiple of 8.
@@ -75,18 +82,18 @@ __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) 
 /// bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
 template <typename T>
 struct AlignedRows {
-  Buffer<T> from;
+  Memory<T> from;
   int rows, cols, stride;  ///< of the copy whole lines of 128 bytes
   bool copied;
-  Buffer<T> copy;
+  Memory<T> copy;
 
-  AlignedRows(Problem& problem, Buffer<T> matrix, int64_t row_count, int64_t col_count)
+  AlignedRows(const Workspace& workspace, Memory<T> matrix, int64_t row_count, int64_t col_count)
       : from(matrix),
         rows(static_cast<int>(row_count)),
         cols(static_cast<int>(col_count)),
         stride(cols % 8 == 0 ? cols : (cols + 63) / 64 * 64),
         copied(stride != cols),
-        copy(problem.workspace<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
+        copy(workspace.zeros<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
 
   const T* data() const { return copied ? copy : from; }
   /// For align_rows, if `copied`.
@@ -106,14 +113,14 @@ StoreRounded<T> rounded_to(T* C, int rows, int cols, int box_rows = 64) {
 
 /// The memory for an Exchange. A grid has three consumers for each multiprocessor at most.
 struct ExchangeMemory {
-  Buffer<unsigned> flags;
-  Buffer<float> partial;  // a tile for each multiprocessor
+  Memory<unsigned> flags;
+  Memory<float> partial;  // a tile for each multiprocessor
   int64_t l2_bytes;
 
-  ExchangeMemory(Problem& problem, const Device& device)
-      : flags(problem.workspace<unsigned>(1 + 3 * device.sms)),
-        partial(problem.workspace<float>(static_cast<size_t>(device.sms) * 192 * 256)),
-        l2_bytes(device.l2_bytes) {}
+  explicit ExchangeMemory(const Workspace& workspace)
+      : flags(workspace.zeros<unsigned>(1 + 3 * multiprocessors())),
+        partial(workspace.zeros<float>(static_cast<size_t>(multiprocessors()) * 192 * 256)),
+        l2_bytes(device_attribute(cudaDevAttrL2CacheSize)) {}
 
   /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many
   /// columns reads.
@@ -180,25 +187,24 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
   return plans;
 }
 
-/// Adds one row to a table, whose ways are the plans for each Tile. A plan's launch is
+/// The ways to compute a product: the plans for each Tile. A plan's launch is
 /// launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements.
 template <class... Tile>
 struct TileChoice {
   template <typename T, class Epilogue, typename Launch>
-  static void add(Problem& problem, const char* name, const ProductShape& shape, int64_t stride_a,
-                  int64_t stride_b, Launch launch) {
+  static std::vector<Way> ways(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                               Launch launch) {
     std::vector<Way> ways;
     const auto add_plans = [&]<class Each>() {
       for (const ProductPlan& plan : plan_product<T, Each, Epilogue>(shape, stride_a, stride_b)) {
-        const auto resources = [](Kernel& row) {
-          row.resources(product<T, Each, Epilogue>, Each::kThreads, sizeof(ProductShared<T, Each>));
-        };
         ways.push_back({name_of<Each>(plan, ProductShared<T, Each>::kStages), plan.microseconds,
-                        [=] { launch.template operator()<Each>(plan); }, resources});
+                        [=] { launch.template operator()<Each>(plan); },
+                        reinterpret_cast<const void*>(&product<T, Each, Epilogue>), Each::kThreads,
+                        static_cast<int>(sizeof(ProductShared<T, Each>))});
       }
     };
     (add_plans.template operator()<Tile>(), ...);
-    if (!ways.empty()) problem.kernel(name, Role::ours, ways).hopper_only();
+    return ways;
   }
 
   /// "tile 176 x 192, turned; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
@@ -211,3 +217,5 @@ struct TileChoice {
            "; clusters: " + std::to_string(plan.clusters) + (plan.split ? "; tiles shared" : "");
   }
 };
+
+}  // namespace operators::product

@@ -7,6 +7,10 @@
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/tiles.cuh"
 
+namespace operators::product {
+
+using namespace primitives;
+
 /// Shared memory that a block may have for stages and results, beside barriers.
 inline constexpr int kSharedRoom = (227 << 10) - 1024;
 
@@ -588,3 +592,5 @@ __global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 
   }
 #endif
 }
+
+}  // namespace operators::product

@@ -8,6 +8,10 @@
 #include "primitives/async_copy.cuh"
 #include "primitives/mma.cuh"
 
+namespace operators::softmax {
+
+using namespace primitives;
+
 // How logits are computed; all accumulate in fp32.
 enum class Math {
   fp32,   // multiply-adds on the CUDA cores
@@ -280,3 +284,5 @@ __device__ void store_run(float* to, const float* values, int left, bool aligned
     if (e < left) to[e] = values[e];
   }
 }
+
+}  // namespace operators::softmax

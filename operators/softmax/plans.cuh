@@ -7,8 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "operators/softmax/table.cuh"
+#include "operators/softmax/layer.cuh"
 #include "operators/softmax/turned_product.cuh"
+
+namespace operators::softmax {
+
+using namespace primitives;
 
 /// Of a launch that copies rows: 23 GB/s for each multiprocessor.
 inline double copy_microseconds(const Layer& layer, int rows, int cols) {
@@ -82,3 +86,5 @@ struct ExchangeTime {
     return likely;
   }
 };
+
+}  // namespace operators::softmax

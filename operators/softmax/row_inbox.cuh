@@ -6,6 +6,10 @@
 
 #include "primitives/hopper/hopper.cuh"
 
+namespace operators::softmax {
+
+using namespace primitives;
+
 /// A block's shared memory for that: of kRows rows, kColumns wide, each of the cluster's `splits`
 /// blocks owns every splits-th one. `rank` is the block's own number. kRows and `splits` are powers
 /// of two, at most kMost.
@@ -56,3 +60,5 @@ struct RowInbox {
   }
 #endif
 };
+
+}  // namespace operators::softmax

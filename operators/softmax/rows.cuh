@@ -2,9 +2,13 @@
 // 9's library and unfused rows have in common.
 #pragma once
 
+#include "operators/softmax/softmax.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/row_parts.cuh"
-#include "checks/softmax/softmax.h"
+
+namespace operators::softmax {
+
+using namespace primitives;
 
 // ---- Maximum and sum ----------------------------------------------------------------------------
 
@@ -230,3 +234,5 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
     launch(C % 4 != 0 ? softmax_rows<256, 32, 1> : softmax_rows<256, 32, 4>, B);
   }
 }
+
+}  // namespace operators::softmax

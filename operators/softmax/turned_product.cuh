@@ -18,6 +18,10 @@
 #include "primitives/hopper/hopper.cuh"
 #include "primitives/row_parts.cuh"
 
+namespace operators::softmax {
+
+using namespace primitives;
+
 #if HOPPER_CODE
 // A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: w[k] is
 // for d0 + 8 k to d0 + 8 k + 7. All loads are under way before the first value is needed. Where d
@@ -553,3 +557,5 @@ __device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
   return row;
 }
 #endif
+
+}  // namespace operators::softmax

@@ -7,6 +7,8 @@
 #include "primitives/mma.cuh"
 #include "primitives/neighbours.cuh"
 
+namespace primitives {
+
 inline constexpr int kBoxCols = 64;  // of 2 bytes: the copy engine swizzles rows of 128 bytes
 inline constexpr int kStepK = 64;    // columns of A, rows of B, that a step of a product takes
 
@@ -160,3 +162,5 @@ struct TurnedSum {
   }
 #endif
 };
+
+}  // namespace primitives

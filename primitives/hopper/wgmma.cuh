@@ -1,12 +1,51 @@
-// The part of primitives/hopper/hopper.cuh that has the products of a whole warpgroup; that includes it.
-#pragma once
-
-// ---- Device: wgmma ------------------------------------------------------------------------------
-//
-// "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
+// Products of a whole warpgroup (wgmma), the descriptors of their operands in shared memory, and what
+// is done with their sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
 // 64 x 16 piece of A by a 16 x N piece of B, both in shared memory, into a 64 x N sum in registers.
 // sum[i] of thread t is the element
 //     row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i % 2
+// The CPU backend says the same words in cpu/hopper/hopper_device.h.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "primitives/hopper/barrier.cuh"
+
+namespace primitives {
+
+#if HOPPER_CODE
+
+/// Descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
+/// "Matrix Descriptor Format", K-major, 128-byte swizzle: the stride offset is that of groups of 8
+/// rows. The next 16 columns are 32 bytes on: add 2 to the descriptor.
+__device__ inline uint64_t descriptor_a(const void* tile) {
+  return (shared_address(tile) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+/// Descriptor of a tile of row-major B: boxes of `rows` rows (k) by 64 columns, next to each other
+/// along the columns. MN-major, 128-byte swizzle: the leading offset is that of boxes, the stride
+/// offset that of groups of 8 rows. The next 16 rows are 2048 bytes on: add 128.
+__device__ inline uint64_t descriptor_b(const void* tile, int rows) {
+  return (shared_address(tile) & 0x3ffff) >> 4 | static_cast<uint64_t>(rows * 128 >> 4) << 16 |
+         uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+}
+
+/// The kCount registers of a sum from kFirst on: 2 kCount of its columns.
+template <int kFirst, int kCount, int kAll>
+__device__ inline float (&columns_of(float (&sum)[kAll]))[kCount] {
+  static_assert(kFirst + kCount <= kAll);
+  return reinterpret_cast<float(&)[kCount]>(sum[kFirst]);
+}
+
+/// Where a box of tensor_map keeps piece `piece` (8 elements) of row `row`, in elements.
+__device__ inline int swizzled(int row, int piece) { return row * 64 + (piece ^ row % 8) * 8; }
+
+#ifndef CUDA_CPU
 
 /// Before the first product, and after registers of a sum were touched by other instructions.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -60,7 +99,7 @@ __device__ inline void wgmma_wait() {
                : __VA_ARGS__                                                           \
                : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 #define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
-  if constexpr (type_of<T> == Type::fp16) {                                      \
+  if constexpr (std::is_same_v<T, half>) {                                       \
     asm volatile(HOPPER_WGMMA_TEXT(n, "16", "f16", registers, a, b, add, flags)  \
                  : __VA_ARGS__                                                   \
                  : inputs);                                                      \
@@ -241,3 +280,33 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], uint64_t a, uint64_t b, 
                              HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
   }
 }
+
+/// Stores kCount (2 or 4) 8 x 8 matrices of 2-byte elements to shared memory: thread t gives the
+/// address of row t % 8 of matrix t / 8 (16 bytes, aligned), and holds in registers[m] the elements
+/// 2 (t % 4) and 2 (t % 4) + 1 of row t / 4 of matrix m. kTransposed: of column t / 4 instead, from
+/// row 2 (t % 4) on. "stmatrix".
+template <bool kTransposed = false, int kCount>
+__device__ inline void store_matrices(void* row, const uint32_t (&registers)[kCount]) {
+  if constexpr (kCount == 2) {
+    static_assert(kTransposed);
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(row)),
+        "r"(registers[0]), "r"(registers[1])
+        : "memory");
+  } else if constexpr (kTransposed) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+                 : "memory");
+  }
+}
+
+#endif  // CUDA_CPU
+#endif  // HOPPER_CODE
+
+}  // namespace primitives

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+namespace cuda_cpu {
+
 /// A request is one instruction of a warp. Of global memory it asks for sectors of 32 bytes; of
 /// shared memory for words in 32 banks, and each time that a bank has to answer once more than the
 /// width of the request makes necessary is a conflict.
@@ -33,3 +35,5 @@ struct Counts {
   };
   std::vector<Place> worst;
 };
+
+}  // namespace cuda_cpu

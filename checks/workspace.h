@@ -1,0 +1,33 @@
+// What an operator of operators/ is given by a lesson's table, and what it gives to one.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "common/lesson.h"
+#include "operators/operands.h"
+
+namespace checks {
+
+using namespace common;
+
+/// Memory of the table's: what a launch may find anything in is NaN before each verified launch.
+inline operators::Workspace workspace_of(Problem& problem) {
+  return {[&problem](size_t bytes) { return problem.output<char>(bytes); },
+          [&problem](size_t bytes) { return problem.workspace<char>(bytes); }};
+}
+
+/// An operator's ways as those of a row.
+inline std::vector<Way> ways_of_row(std::vector<operators::Way> ways) {
+  std::vector<Way> result;
+  for (operators::Way& way : ways) {
+    const auto resources = [kernel = way.kernel, threads = way.threads,
+                            bytes = way.shared_bytes](Kernel& row) {
+      row.resources(kernel, threads, static_cast<size_t>(bytes));
+    };
+    result.push_back({std::move(way.name), way.microseconds, std::move(way.launch), resources});
+  }
+  return result;
+}
+
+}  // namespace checks

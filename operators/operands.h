@@ -1,0 +1,72 @@
+// What all operators say about themselves to whoever calls them: which pass, in which memory, and
+// in which ways.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+#include <utility>
+
+namespace operators {
+
+enum class Pass { forward, backward };
+
+/// `size()` elements of T on the device, whose address is known when kernels are launched: of a
+/// pointer, or of what becomes one by then, such as a lesson's buffer.
+template <typename T>
+class Memory {
+ public:
+  Memory(T* data, size_t size) : at_([data] { return data; }), size_(size) {}
+  Memory(std::function<T*()> at, size_t size) : at_(std::move(at)), size_(size) {}
+  template <class Buffer>
+  requires requires(const Buffer& buffer) {
+    static_cast<T*>(buffer);
+    buffer.size();
+  }
+  Memory(const Buffer& buffer)
+      : at_([buffer] { return static_cast<T*>(buffer); }), size_(buffer.size()) {}
+
+  T* data() const { return at_(); }
+  operator T*() const { return at_(); }
+  size_t size() const { return size_; }
+  double bytes() const { return static_cast<double>(size_) * sizeof(T); }
+
+ private:
+  std::function<T*()> at_;
+  size_t size_;
+};
+
+/// Where an operator gets the memory that it needs beside its inputs and outputs.
+struct Workspace {
+  using Allocate = std::function<Memory<char>(size_t bytes)>;
+  Allocate of_any;    ///< a launch finds in it whatever there is
+  Allocate of_zeros;  ///< zeros before the first launch; each launch leaves it ready for the next
+
+  template <typename T>
+  Memory<T> any(size_t count) const {
+    return typed<T>(of_any, count);
+  }
+  template <typename T>
+  Memory<T> zeros(size_t count) const {
+    return typed<T>(of_zeros, count);
+  }
+
+ private:
+  template <typename T>
+  static Memory<T> typed(const Allocate& allocate, size_t count) {
+    const Memory<char> bytes = allocate(count * sizeof(T));
+    return Memory<T>([bytes] { return reinterpret_cast<T*>(bytes.data()); }, count);
+  }
+};
+
+/// One of several ways to compute the same, such as with one of several tiles.
+struct Way {
+  std::string name;
+  double microseconds;  ///< that it should take
+  std::function<void()> launch;
+  const void* kernel;  ///< the one that takes most of the time
+  int threads;         ///< of a block
+  int shared_bytes;    ///< that a block asks for when it is launched
+};
+
+}  // namespace operators

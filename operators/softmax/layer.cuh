@@ -1,0 +1,202 @@
+// What a layer of softmax(x W) is to the kernels that compute it: its memory, what becomes of a
+// product's sums, and how products become plans that are tried.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "operators/operands.h"
+#include "operators/softmax/rows.cuh"
+#include "primitives/launch.h"
+
+namespace operators::softmax {
+
+using namespace primitives;
+using operators::Memory, operators::Workspace;
+
+// D may be cut into at most so many slices; what they leave takes at most so many floats.
+constexpr int kMostSlices = 16;
+constexpr int64_t kMostSliced = 16 << 20;
+
+// What a product is made for.
+struct Layer {
+  Workspace workspace;
+  SoftmaxShape shape;
+  Memory<float> x, W;
+  Memory<float> sliced;  // (slices of D, B, C): parts of the logits
+  // From one row to the next. Of a single row any will do, and this suits the copy engine.
+  int64_t x_stride = shape.rows > 1 ? shape.inputs : (shape.inputs + 3) / 4 * 4;
+  int64_t W_stride = shape.classes;
+  int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
+  int C = static_cast<int>(shape.classes), sms = multiprocessors();
+
+  // So many that each has `least` inputs, and that there is room.
+  int most_slices(int least) const {
+    const int64_t fit = kMostSliced / static_cast<int64_t>(shape.logits());
+    return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, kMostSlices));
+  }
+};
+
+// What the estimates are worth: some are a third too low. So many plans are tried at most, and none
+// that is expected to take so many times as long as the first.
+constexpr size_t kMostPlans = 40;
+constexpr double kHopeless = 1.4;
+
+// What becomes of a product's sums:
+enum class Epilogue {
+  logits,   // out = logits: the product of the unfused way
+  parts,    // the same, and of each tile's part of a row its maximum and its sum: half fused
+  softmax,  // out = probs
+};
+
+struct Results {
+  Epilogue epilogue;
+  float* out;               // (B, C); of slices of D (slices, B, C)
+  float2* parts = nullptr;  // (B, tiles of C): a tile's maximum, and sum relative to it
+  // What blocks of fused tiles leave to the last one of those that share a row.
+  float* partial = nullptr;     // (splits of D, B, C): logits of a part of D
+  unsigned* arrived = nullptr;  // blocks of these rows that have ended; zero between launches
+};
+
+// How long (3) and (2) should take with a product; and where there are others, its tiles in words,
+// and what (3) is with them if it is more than one launch.
+struct Expected {
+  double microseconds = INFINITY, unfused_microseconds = INFINITY;
+  std::string tiles = {}, how = {};
+};
+
+// One of the lesson's kernels with its tile, its grid, and what it needs besides results.
+struct Product {
+  const char* name;
+  std::function<void(Results)> launch;
+  const void* kernel;
+  int threads, shared_bytes;
+  bool fuses = true;  // false: launched for probabilities, it is its unfused form
+  Expected expected = {};
+};
+
+template <typename Function>
+Product product_of(const char* name, Function* kernel, int threads, int shared_bytes,
+                   std::function<void(Results)> launch) {
+  allow_shared_bytes(kernel, shared_bytes);
+  return {name, std::move(launch), reinterpret_cast<const void*>(kernel), threads, shared_bytes};
+}
+
+// A half fused product: `launch` (results, slices) starts `kernel`, which leaves logits or, of that
+// many slices of D, parts of them. Another kernel makes probabilities of them. For rows of up to
+// kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
+// save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
+// and the sum of each of a row's `tiles` tiles, and finish_columns() uses them; of more than
+// kRowsForParts only if they do not fit into a block's registers.
+constexpr int kLeastForParts = 4096, kRowsForParts = 16;
+template <typename Function, typename Launch>
+Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
+                   int shared_bytes, int slices, int tiles, Launch launch) {
+  const int least = layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts;
+  const bool parts = slices == 1 && layer.C > least;
+  const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B,
+                     C = layer.C](Results results) {
+    if (results.epilogue == Epilogue::logits) return launch(results, 1);
+    float* out = results.out;
+    results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
+    if (slices > 1) results.out = sliced;
+    launch(results, slices);
+    if (parts) {
+      launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks(C, kPartColumns)),
+                   kSoftmaxThreads, 0, out, out, results.parts, C, tiles);
+    } else {
+      softmax(results.out, out, shape, results.parts, slices);
+    }
+  };
+  Product product = product_of(name, kernel, threads, shared_bytes, both);
+  product.fuses = parts || slices > 1;
+  return product;
+}
+
+// Copies rows, `cols` wide, into rows `stride` floats apart, a block a row: for the copy engine.
+template <int kThreads>
+__global__ void align_rows(const float* from, float* to, int cols, int64_t stride) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kAtOnce = 4;  // loads under way: the compiler must not move one before a store
+  from += static_cast<size_t>(blockIdx.x) * cols, to += blockIdx.x * stride;
+  for (int c = threadIdx.x; c < cols; c += kAtOnce * kThreads) {
+    float v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (c + i * kThreads < cols) v[i] = from[c + i * kThreads];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (c + i * kThreads < cols) to[c + i * kThreads] = v[i];
+    }
+  }
+}
+
+// The layer, and a launch that copies rows of x, of W, or of both, where they do not start at
+// multiples of 16 bytes, into rows that do. That time counts.
+inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool of_x,
+                                                                 bool of_W) {
+  Layer aligned = layer;
+  std::function<void()> launch;
+  const auto align = [&](Memory<float>& matrix, int64_t& stride, int rows, int cols) {
+    if (cols % 4 == 0) return;
+    stride = blocks(cols, 4) * 4;
+    const auto from = matrix, to = layer.workspace.zeros<float>(rows * stride);
+    launch = [=, before = launch, stride = stride] {
+      if (before) before();
+      launch_early(align_rows<256>, rows, 256, 0, from, to, cols, stride);
+    };
+    matrix = to;
+  };
+  if (of_x) align(aligned.x, aligned.x_stride, layer.B, layer.D);
+  if (of_W) align(aligned.W, aligned.W_stride, layer.D, layer.C);
+  return {aligned, launch};
+}
+
+// How a product is to be made, and what to expect of it: that counts its kernel, the softmax after
+// it, and copies of x or of W with aligned rows.
+struct Plan {
+  Expected expected = {};
+  bool copies_x = false, copies_W = false;
+  std::function<Product(const Layer&)> make = {};
+
+  double microseconds() const { return expected.microseconds; }
+  bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
+};
+
+// The products of the plans that are tried. Plans that copy the same matrices share the copies.
+inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
+  std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
+  std::vector<Product> products;
+  for (const Plan& plan : plans) {
+    const bool hopeless = plan.microseconds() > kHopeless * plans[0].microseconds();
+    if (hopeless || products.size() == kMostPlans) break;
+    const std::pair copies = {plan.copies_x, plan.copies_W};
+    if (!aligned.contains(copies)) {
+      aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));
+    }
+    const auto& [inputs, align] = aligned.at(copies);
+    Product& product = products.emplace_back(plan.make(inputs));
+    product.expected = plan.expected;
+    if (align) {
+      product.launch = [align = align, launch = product.launch](Results results) {
+        align();
+        launch(results);
+      };
+    }
+  }
+  return products;
+}
+
+inline std::string text_of_tiles(int rows, int cols, int cluster, bool copies_x) {
+  return "tile " + std::to_string(rows) + " x " + std::to_string(cols) +
+         "; cluster: " + std::to_string(cluster) + (copies_x ? "; x copied" : "");
+}
+
+}  // namespace operators::softmax

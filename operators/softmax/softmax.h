@@ -1,0 +1,28 @@
+// softmax(x W), row by row: its sizes.
+//
+//     logits = x W, probs = softmax(logits)
+//     x (B, D), W (D, C), logits and probs (B, C), fp32, row-major, dense
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "operators/operands.h"
+
+namespace operators::softmax {
+
+struct SoftmaxShape {
+  int64_t rows, inputs, classes;  ///< B, D, C; each below 2^31
+
+  double logits() const { return static_cast<double>(rows) * static_cast<double>(classes); }
+  /// The product, and per logit: compare with the maximum, subtract it, exp, add, divide.
+  double flops() const { return logits() * (2 * static_cast<double>(inputs) + 5); }
+  /// Least possible traffic in bytes: x and W (elements of `input_bytes`) in, probs (fp32) out.
+  double bytes(size_t input_bytes) const {
+    const double b = static_cast<double>(rows), d = static_cast<double>(inputs),
+                 c = static_cast<double>(classes);
+    return static_cast<double>(input_bytes) * (b * d + d * c) + sizeof(float) * b * c;
+  }
+};
+
+}  // namespace operators::softmax

@@ -1,0 +1,132 @@
+// Warpgroups, and clusters: blocks that run at the same time and reach each other's shared memory.
+// The CPU backend says the same words in cpu/hopper/hopper_device.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "primitives/check.h"
+#include "primitives/hopper/code.h"
+#include "primitives/launch.h"
+#ifdef CUDA_CPU
+#include "cpu/hopper/hopper_device.h"
+#endif
+
+namespace primitives {
+
+// ---- Host: how many fit -------------------------------------------------------------------------
+
+/// How many clusters of `blocks` blocks of `kernel` the device holds at once, perhaps none. For a
+/// device without clusters: how many it has multiprocessors for, so that the rest can be worked out
+/// as elsewhere.
+template <typename Kernel>
+int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+  if (!is_hopper()) return std::max(1, multiprocessors() / static_cast<int>(blocks));
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config),
+        "cudaOccupancyMaxActiveClusters");
+  return clusters;
+}
+
+/// The same for a kernel that has to fit.
+template <typename Kernel>
+int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
+  const int clusters = clusters_that_fit(kernel, blocks, threads, shared_bytes);
+  if (clusters == 0) {
+    throw Error("no cluster of " + std::to_string(blocks) + " blocks fits on this device");
+  }
+  return clusters;
+}
+
+/// How many persistent blocks (or clusters) work on `tiles` tiles if `capacity` fit on the device:
+/// as few as finish in the same number of rounds. Multiprocessors without work leave their share of
+/// the power to the others.
+inline unsigned persistent(int64_t tiles, int64_t capacity) {
+  const int64_t rounds = (tiles + capacity - 1) / capacity;
+  return static_cast<unsigned>((tiles + rounds - 1) / rounds);
+}
+
+#if HOPPER_CODE
+
+/// The number of this thread's warp, which the compiler then knows to be the same for all of it.
+__device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
+
+#ifndef CUDA_CPU
+
+/// A barrier among `threads` threads of the block, one of 16; 0 is __syncthreads().
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// Hands registers back, or takes more: per thread, for the whole warpgroup. "setmaxnreg".
+template <int kRegisters>
+__device__ inline void registers_shrink_to() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void registers_grow_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+/// True for one thread of the warp, the same each time; all 32 have to call it. It is for the one
+/// that starts copies: the compiler then knows that there is only one, and makes no loop over the
+/// warp's threads of each copy, as it does after `threadIdx.x == 0`. "elect.sync".
+__device__ inline bool elect_one() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, chosen;\n"
+      "}"
+      : "=r"(chosen));
+  return chosen != 0;
+}
+
+__device__ inline int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+/// A barrier among all threads of the cluster.
+__device__ inline void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+/// The same in two halves, and without waiting for what was written before, which can take a
+/// microsecond: after it the others' threads are there, but of their writes only the barriers that
+/// barrier_init_fence() followed.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+#endif  // CUDA_CPU
+
+/// Both at once: how the blocks of a cluster meet when each has initialized its barriers.
+__device__ inline void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+#endif  // HOPPER_CODE
+
+}  // namespace primitives

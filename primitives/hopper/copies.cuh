@@ -1,0 +1,246 @@
+// The copy engine (TMA): one thread copies a whole box between memory and shared memory. PTX ISA,
+// "Data Movement and Conversion Instructions: cp.async.bulk.tensor". The CPU backend says the same
+// words in cpu/hopper/hopper_device.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "primitives/hopper/barrier.cuh"
+#include "primitives/hopper/tensor_map.h"
+
+namespace primitives {
+
+#if HOPPER_CODE
+#ifndef CUDA_CPU
+
+/// Copies the box whose first element is (row, col) to `to` (aligned to 128 bytes) in shared
+/// memory; its bytes count at `barrier`.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
+                                   Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// Has the box that tensor_load would copy brought into the L2 cache.
+__device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(col), "r"(row)
+               : "memory");
+}
+
+/// Copies the 64 elements of a vector from `first` on.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2}], [%3];" ::"r"(shared_address(to)),
+      "l"(map), "r"(first), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// tensor_load into all blocks of the cluster with a bit in `ranks`; each one's barrier counts.
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
+                                             Barrier* barrier, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+}
+
+/// Copies `bytes` in a row; both addresses and `bytes` are multiples of 16. "cp.async.bulk".
+__device__ inline void bulk_load(void* to, const void* from, int bytes, Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
+/// Copies `bytes` from this block's shared memory to the place of `to` in that of block `rank` of
+/// the cluster, and counts them at that block's `barrier`. Addresses and `bytes` are multiples of
+/// 16. As for tensor_store, shared_fence() comes before; and this block must not end before the
+/// bytes have come.
+__device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier* barrier,
+                                 int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %4;\n"
+      "mapa.shared::cluster.u32 barrier, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[to], [%1], %2, [barrier];\n"
+      "}" ::"r"(shared_address(to)),
+      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+
+/// Writes `value` to the place of `to` in block `rank` of the cluster, and counts its 4 bytes at
+/// that block's `barrier`, when they have come; that block must not end before, this one may.
+/// "st.async".
+__device__ inline void store_push(float* to, float value, Barrier* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [to], %1, [barrier];\n"
+      "}" ::"r"(shared_address(to)),
+      "f"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+
+/// Copies a box from shared memory to the matrix. The threads that wrote the box call
+/// shared_fence() and meet at a barrier before.
+__device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(col), "r"(row), "r"(shared_address(from))
+      : "memory");
+}
+/// Copies `bytes` in a row from shared memory; both addresses and `bytes` are multiples of 16. As
+/// for tensor_store, with which it shares commit and wait. "cp.async.bulk".
+__device__ inline void bulk_store(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+}
+__device__ inline void tensor_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/// Waits until all but the newest kNewest groups of this thread's stores have read their boxes,
+/// which may then be written again.
+template <int kNewest>
+__device__ inline void tensor_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
+}
+
+/// Makes this thread's writes to shared memory visible to the copy engine and to wgmma; below: what
+/// this thread has written to memory, or seen written, to the copy engine.
+__device__ inline void shared_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// ---- With a policy for the L2 cache, and of a batch of matrices ----------------------------------
+//
+// A box is of one matrix, and ends where that ends: what it reads beyond is zero, not the next
+// matrix, and what it writes there is dropped.
+
+// Policies for the copies below, "createpolicy": the L2 cache gives this data up before other data,
+// after it, or as if nothing was said.
+__device__ inline uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline uint64_t evict_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline uint64_t evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+/// tensor_load() of a box with a policy; below: of matrix `matrix`.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
+                                   Barrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                   Barrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+/// tensor_load_multicast(), likewise.
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
+                                             Barrier* barrier, uint16_t ranks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(shared_address(barrier)), "h"(ranks), "l"(policy)
+      : "memory");
+}
+__device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int matrix, int row,
+                                             int col, Barrier* barrier, uint16_t ranks,
+                                             uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(
+          shared_address(to)),
+      "l"(map), "r"(col), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "h"(ranks),
+      "l"(policy)
+      : "memory");
+}
+
+/// tensor_store(), likewise.
+__device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from,
+                                    uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2}], [%3], "
+      "%4;" ::"l"(map),
+      "r"(col), "r"(row), "r"(shared_address(from)), "l"(policy)
+      : "memory");
+}
+__device__ inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col,
+                                    const void* from, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], "
+      "[%4], %5;" ::"l"(map),
+      "r"(col), "r"(row), "r"(matrix), "r"(shared_address(from)), "l"(policy)
+      : "memory");
+}
+
+#endif  // CUDA_CPU
+
+// The same for kernels that are compiled for a batch and for one matrix, whose `matrix` is 0.
+
+template <bool kBatch>
+__device__ inline void load_box(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                Barrier* barrier, uint64_t policy) {
+  if constexpr (kBatch) {
+    tensor_load(to, map, matrix, row, col, barrier, policy);
+  } else {
+    tensor_load(to, map, row, col, barrier, policy);
+  }
+}
+
+template <bool kBatch>
+__device__ inline void multicast_box(void* to, const CUtensorMap* map, int matrix, int row, int col,
+                                     Barrier* barrier, uint16_t ranks, uint64_t policy) {
+  if constexpr (kBatch) {
+    tensor_load_multicast(to, map, matrix, row, col, barrier, ranks, policy);
+  } else {
+    tensor_load_multicast(to, map, row, col, barrier, ranks, policy);
+  }
+}
+
+template <bool kBatch>
+__device__ inline void store_box(const CUtensorMap* map, int matrix, int row, int col,
+                                 const void* from, uint64_t policy) {
+  if constexpr (kBatch) {
+    tensor_store(map, matrix, row, col, from, policy);
+  } else {
+    tensor_store(map, row, col, from, policy);
+  }
+}
+
+#endif  // HOPPER_CODE
+
+}  // namespace primitives

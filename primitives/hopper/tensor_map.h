@@ -1,0 +1,102 @@
+// Tensor maps, which tell the copy engine (TMA) where a matrix lies. CUDA Driver API, "Tensor Map
+// Object Management".
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "primitives/check.h"
+
+namespace primitives {
+
+// ---- Host: tensor maps --------------------------------------------------------------------------
+
+/// How often a byte is copied, which says what the L2 cache should read from memory at a time.
+/// `once`: 256 bytes. `often`, by many blocks: 256 bytes where rows are multiples of that, else
+/// 128. With other rows, a row of a box often lies in two pieces of 256 bytes, and to ask for both
+/// costs up to 10 % of a product's time. For a matrix that is only written it means nothing.
+enum class Reads { once, often };
+
+template <typename T>
+CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* extents,
+                              const cuuint64_t* strides, const cuuint32_t* box,
+                              CUtensorMapSwizzle swizzle, bool to_tf32 = false,
+                              Reads reads = Reads::once) {
+  static_assert(sizeof(T) == 2 || std::is_same_v<T, float>);
+  // Through the runtime, so that the program starts where there is no driver to link to.
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                           cudaEnableDefault, &result),
+          "cudaGetDriverEntryPointByVersion");
+    if (result != cudaDriverEntryPointSuccess) throw Error("the driver has no tensor maps");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUtensorMapDataType type = to_tf32                    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                   : std::is_same_v<T, float> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                   : std::is_same_v<T, __nv_bfloat16>
+                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto fetched = reads == Reads::often && strides[0] % 256 != 0
+                           ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                           : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+  CUtensorMap map;
+  const CUresult status =
+      encode(&map, type, rank, const_cast<T*>(tensor), extents, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    throw Error("cuTensorMapEncodeTiled: CUresult " + std::to_string(status) + " (" +
+                std::to_string(rank) + " dimensions, the first of " + std::to_string(extents[0]) +
+                ")");
+  }
+  return map;
+}
+
+/// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16 or float to the copy engine,
+/// which moves boxes of `box_rows` (at most 256) rows by 128 bytes (64 columns, of float 32) to or
+/// from shared memory. There the box is dense, 128 bytes a row, and swizzled by address: if it
+/// starts at a multiple of 1024 bytes, the 16-byte piece p of row r lies at piece p ^ (r % 8), as
+/// wgmma and swizzled() expect it; from another multiple of 128 on, as if it were a later part of
+/// such a box. What a box reads outside of the matrix becomes zero; what it writes there is
+/// dropped. `matrix` must be aligned to 16 bytes, and so must its rows, `row_stride` elements apart
+/// (0: `cols`). With `to_tf32`, floats are rounded to TF32 on the way. CUDA Driver API, "Tensor Map
+/// Object Management".
+template <typename T>
+CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
+                       bool to_tf32 = false, int64_t row_stride = 0, Reads reads = Reads::once) {
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  if (row_stride == 0) row_stride = cols;
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_stride) * sizeof(T)};
+  const cuuint32_t box[2] = {128 / sizeof(T), box_rows};
+  return encode_tensor_map(matrix, 2, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, to_tf32,
+                           reads);
+}
+
+/// The same for a vector of `count` elements, moved `box` at a time, without a swizzle.
+template <typename T>
+CUtensorMap tensor_map(const T* vector, int64_t count, cuuint32_t box = 64) {
+  const cuuint64_t extent = static_cast<cuuint64_t>(count);
+  const cuuint64_t strides[1] = {};  // one dimension has none, but the driver wants an address
+  return encode_tensor_map(vector, 1, &extent, strides, &box, CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+/// tensor_map() of `matrices` matrices (rows, cols), one after another.
+template <typename T>
+CUtensorMap batch_map(const T* batch, int64_t matrices, int64_t rows, int64_t cols,
+                      unsigned box_rows, bool to_tf32 = false) {
+  const cuuint64_t extents[3] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
+                                 static_cast<cuuint64_t>(matrices)};
+  const cuuint64_t strides[2] = {extents[0] * sizeof(T), extents[0] * extents[1] * sizeof(T)};
+  const cuuint32_t box[3] = {128 / sizeof(T), box_rows, 1};
+  return encode_tensor_map(batch, 3, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, to_tf32);
+}
+
+}  // namespace primitives

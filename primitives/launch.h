@@ -1,0 +1,60 @@
+// Questions to the device that a launch depends on, and the grids that follow from the answers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "primitives/check.h"
+
+namespace primitives {
+
+/// The least integer that is not below count / per, of two that are not negative.
+__host__ __device__ constexpr int64_t ceil_div(int64_t count, int64_t per) {
+  return (count + per - 1) / per;
+}
+
+/// How many blocks it takes for `count` of something, if one has `per_block` of them.
+constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
+  return static_cast<unsigned>(ceil_div(count, per_block));
+}
+
+/// An attribute of the current device.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+/// The most shared memory that a block may ask for, in bytes.
+inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+/// Whether the device runs code for sm_90a.
+inline bool is_hopper() {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+}
+
+/// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less the kernel
+/// cannot run, and nothing happens here: who launches it says what it needs.
+template <typename Kernel>
+void allow_shared_bytes(Kernel* kernel, int bytes) {
+  if (bytes > most_shared_bytes()) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "cudaFuncSetAttribute");
+}
+
+/// The grid of a kernel whose blocks stay: how many of them the device holds at once.
+template <typename Kernel>
+int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes) {
+  int per_multiprocessor = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads,
+                                                      shared_bytes),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return (per_multiprocessor > 1 ? per_multiprocessor : 1) * multiprocessors();
+}
+
+}  // namespace primitives
