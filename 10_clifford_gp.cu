@@ -78,9 +78,9 @@ __global__ void __launch_bounds__(kStripFeatures)
 // The norm of all grades; a block a row, which it reads twice, the second time from a cache.
 template <typename A>
 __global__ void normalize(const float* z, float* out, Layer layer) {
-  __shared__ Sums<A::kGrades> partials[kMaxWarps];
+  __shared__ FeatureSums<A::kGrades> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
-  Sums<A::kGrades> squares = {};
+  FeatureSums<A::kGrades> squares = {};
   for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
     add_squares(load<A>(z + row + f, plane), squares);
   }
@@ -104,12 +104,12 @@ constexpr int kRowThreads = 256;
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
-  __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
+  __shared__ FeatureSums<A::kGrades> partials[2][kMaxWarps];
   const size_t plane = layer.plane();
   int turn = 0;
   for (int n = blockIdx.x; n < layer.batch; n += gridDim.x, turn ^= 1) {
     const size_t row = static_cast<size_t>(n) * layer.features;
-    Sums<A::kGrades> sums = {};
+    FeatureSums<A::kGrades> sums = {};
     for (int walk = layer.normed ? 1 : 2; walk <= 2; ++walk) {
       for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
         const Multivectors<A, 1> z =
@@ -326,9 +326,9 @@ struct OnChipMemory {
 // A thread's z, divided by its row's rms if that is wanted, to memory.
 template <typename A, int W, bool kVector>
 __device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
-                                             const Sums<A::kGrades>& sums, const Layer& layer,
-                                             float* to, const Place<W, kVector>& place,
-                                             int inside) {
+                                             const FeatureSums<A::kGrades>& sums,
+                                             const Layer& layer, float* to,
+                                             const Place<W, kVector>& place, int inside) {
   unroll<0, A::kGrades>([&](auto c) {
     const float r = layer.normed ? inverse_rms(sums.value[c], layer) : 1;
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
                     RowsOnChip shape) {
   extern __shared__ __align__(16) float shared[];
-  __shared__ Sums<A::kGrades> partials[2][kMaxWarps];
+  __shared__ FeatureSums<A::kGrades> partials[2][kMaxWarps];
   const OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0> memory(shared, shape);
   const Place<W, kVector> place(shape, layer);
   const size_t plane = layer.plane();
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       });
     }
     const Multivectors<A, W> z = gated_product(left, right, memory);
-    Sums<A::kGrades> sums = {};
+    FeatureSums<A::kGrades> sums = {};
     if (layer.normed) {
       add_squares(z, sums);
       add_up_row<true>(sums, partials[turn], shape.per_row / 32);
@@ -542,7 +542,7 @@ struct Stream {
   static constexpr int kPlanes = kTensors * A::kBlades;
   static constexpr int kLine = A::kBlades <= 8 ? 32 : 4;
   static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : kLine);
-  using RowSums = ::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
+  using RowSums = operators::clifford::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
   using SharedWeights = OnChipMemory<A, W, kVector, 0>;
   // Backward has no registers for the weights of 8 blades and more. It takes y twice, so that the
   // next row's y goes to other planes; 32 blades leave no shared memory for that.
@@ -729,7 +729,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
     Multivectors<A, W> z = {};
-    Sums<A::kGrades> sums = {};
+    FeatureSums<A::kGrades> sums = {};
     barrier_wait(&full[ring.stage], ring.parity);
     if (inside > 0) {
       const auto left = stream.template take<0>(group, ring.stage, round, inside);
@@ -845,8 +845,8 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
 // Blocks of kThreads or less for rows of W features a thread: several where one has too few.
 template <typename A, int W>
 RowsOnChip rows_on_chip(const Layer& layer) {
-  const int blocks = blocks_of(layer.features, kThreads<A> * W);
-  const int share = blocks_of(layer.features, blocks), per_row = blocks_of(share, 32 * W) * 32;
+  const int blocks = ceil_div(layer.features, kThreads<A> * W);
+  const int share = ceil_div(layer.features, blocks), per_row = ceil_div(share, 32 * W) * 32;
   return {kThreads<A> / per_row * per_row, per_row, blocks, share};
 }
 
@@ -854,8 +854,8 @@ RowsOnChip rows_on_chip(const Layer& layer) {
 template <typename A, int W>
 RowsOnChip streamed_rows(const Layer& layer, const Device& device) {
   RowsOnChip shape = rows_on_chip<A, W>(layer);
-  const int rounds = blocks_of(shape.groups(layer), device.sms);
-  shape.threads = blocks_of(layer.batch, rounds * device.sms) * shape.per_row;
+  const int rounds = ceil_div(shape.groups(layer), device.sms);
+  shape.threads = ceil_div(layer.batch, rounds * device.sms) * shape.per_row;
   return shape;
 }
 

@@ -676,8 +676,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     has met.
 //   - At N = 4104 there are 289 pairs of 128 x 256: four rounds of 66, and a fifth for 25. There
 //     are 264 pairs of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns,
-//     but B comes in boxes of 64, and rows of A only 64 at a time. So the product is turned round
-//     (TurnedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows
+//     but B comes in boxes of 64, and rows of A only 64 at a time. So the product is transposed
+//     (TransposedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows
 //     of A as suit N.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
@@ -720,18 +720,22 @@ struct SquareProduct {
   // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; 30 of these lose
   // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding.
   void add() const {
-    using Choice = TileChoice<
-        Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
-        Tiles<128, 144, 4, 2, 1>, Tiles<64, 192, 4, 2, 3>, Tiles<64, 128, 1, 1, 2>,
-        Tiles<64, 128, 2, 1, 2>, Tiles<64, 128, 4, 1, 2>, Tiles<64, 64, 1, 1, 1>,
-        Tiles<64, 64, 2, 4, 1>, TurnedTiles<160, 256, 2, 1>, TurnedTiles<152, 256, 1, 2>,
-        TurnedTiles<288, 128, 1, 2>, TurnedTiles<256, 128, 1, 2>, TurnedTiles<240, 128, 1, 2>,
-        TurnedTiles<232, 128, 1, 2>, TurnedTiles<200, 128, 1, 2>, TurnedTiles<208, 192, 1, 2>,
-        TurnedTiles<184, 192, 1, 2>, TurnedTiles<176, 192, 2, 1>, TurnedTiles<160, 192, 2, 1>,
-        TurnedTiles<160, 192, 2, 2>, TurnedTiles<152, 192, 1, 2>, TurnedTiles<144, 192, 2, 2>,
-        TurnedTiles<96, 192, 2, 1>, TurnedTiles<144, 128, 2, 2>, TurnedTiles<128, 128, 2, 1>,
-        TurnedTiles<112, 128, 2, 1>, TurnedTiles<112, 128, 4, 2>, TurnedTiles<104, 128, 4, 2>,
-        TurnedTiles<72, 128, 2, 4>, TurnedTiles<96, 64, 2, 4>>;
+    using Choice =
+        TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
+                   Tiles<128, 144, 4, 2, 1>, Tiles<64, 192, 4, 2, 3>, Tiles<64, 128, 1, 1, 2>,
+                   Tiles<64, 128, 2, 1, 2>, Tiles<64, 128, 4, 1, 2>, Tiles<64, 64, 1, 1, 1>,
+                   Tiles<64, 64, 2, 4, 1>, TransposedTiles<160, 256, 2, 1>,
+                   TransposedTiles<152, 256, 1, 2>, TransposedTiles<288, 128, 1, 2>,
+                   TransposedTiles<256, 128, 1, 2>, TransposedTiles<240, 128, 1, 2>,
+                   TransposedTiles<232, 128, 1, 2>, TransposedTiles<200, 128, 1, 2>,
+                   TransposedTiles<208, 192, 1, 2>, TransposedTiles<184, 192, 1, 2>,
+                   TransposedTiles<176, 192, 2, 1>, TransposedTiles<160, 192, 2, 1>,
+                   TransposedTiles<160, 192, 2, 2>, TransposedTiles<152, 192, 1, 2>,
+                   TransposedTiles<144, 192, 2, 2>, TransposedTiles<96, 192, 2, 1>,
+                   TransposedTiles<144, 128, 2, 2>, TransposedTiles<128, 128, 2, 1>,
+                   TransposedTiles<112, 128, 2, 1>, TransposedTiles<112, 128, 4, 2>,
+                   TransposedTiles<104, 128, 4, 2>, TransposedTiles<72, 128, 2, 4>,
+                   TransposedTiles<96, 64, 2, 4>>;
     const auto ways = Choice::ways<half, StoreRounded<half>>(
         shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });

@@ -34,8 +34,8 @@
 #include "operators/gating/rows.cuh"
 #include "operators/product/plan.cuh"
 #include "primitives/async_copy.cuh"
-#include "primitives/wmma_fragments.cuh"
 #include "primitives/launch.h"
+#include "primitives/wmma_fragments.cuh"
 
 using namespace checks;
 using namespace operators::gating;

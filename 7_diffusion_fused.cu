@@ -54,8 +54,8 @@
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
-#include "primitives/mma.cuh"
 #include "primitives/launch.h"
+#include "primitives/mma.cuh"
 
 using namespace checks;
 using namespace operators::diffusion;

@@ -93,7 +93,7 @@ __device__ float tanh_slope(float u) {
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
-  return static_cast<int>((extent + kBox - 1) / kBox);
+  return static_cast<int>(ceil_div(extent, kBox));
 }
 
 // A block owns 64 rows, and computes 64 x 64 results at a time, a warp 32 x 32 of them, and of two

@@ -77,7 +77,7 @@
 #include "operators/softmax/plans.cuh"
 #include "operators/softmax/row_inbox.cuh"
 #include "operators/softmax/rows.cuh"
-#include "operators/softmax/turned_product.cuh"
+#include "operators/softmax/transposed_product.cuh"
 
 using namespace checks;
 using namespace operators::softmax;
@@ -217,17 +217,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
   const int d_end =
       min(D, static_cast<int>(static_cast<int64_t>(steps) * (split + 1) / splits) * Tile::BK);
 
-  Sums<Tile> sums;
+  TileSums<Tile> sums;
   multiply_tiles<Tile>(sums, stages, factors, row0, 0, d_begin, d_end);
 
   const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
   const int warp_col = warp % Tile::kWarpsN * Tile::kCols;
   const int warp_k = warp / (Tile::kWarpsM * Tile::kWarpsN);
 #pragma unroll
-  for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
-    float* to = logits + (warp_k * Tile::BM + warp_row + Sums<Tile>::row(i)) * kStride + warp_col;
+  for (int i = 0; i < TileSums<Tile>::kOwnRows; ++i) {
+    float* to =
+        logits + (warp_k * Tile::BM + warp_row + TileSums<Tile>::row(i)) * kStride + warp_col;
 #pragma unroll
-    for (int j = 0; j < Sums<Tile>::kOwnCols; ++j) to[Sums<Tile>::col(j)] = sums.at(i, j);
+    for (int j = 0; j < TileSums<Tile>::kOwnCols; ++j) to[TileSums<Tile>::col(j)] = sums.at(i, j);
   }
   __syncthreads();
 
@@ -288,17 +289,17 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
   const int B = factors.B, C = factors.C, block_columns = (C + Tile::BN - 1) / Tile::BN;
   const int row0 = blockIdx.x / block_columns * Tile::BM;
   const int col0 = blockIdx.x % block_columns * Tile::BN;
-  Sums<Tile> sums;
+  TileSums<Tile> sums;
   multiply_tiles<Tile>(sums, reinterpret_cast<float*>(shared), factors, row0, col0, 0, factors.D);
 
   const int warp = threadIdx.x / 32, tiles = (C + Tile::kCols - 1) / Tile::kCols;
   const int warp_row = row0 + warp / Tile::kWarpsN * Tile::kRows;
   const int warp_col = col0 + warp % Tile::kWarpsN * Tile::kCols;
-  constexpr int kRun = Sums<Tile>::kRun, kOwnCols = Sums<Tile>::kOwnCols;
-  constexpr int kLanes = Sums<Tile>::kLanesPerRow;
+  constexpr int kRun = TileSums<Tile>::kRun, kOwnCols = TileSums<Tile>::kOwnCols;
+  constexpr int kLanes = TileSums<Tile>::kLanesPerRow;
 #pragma unroll
-  for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
-    const int row = warp_row + Sums<Tile>::row(i);
+  for (int i = 0; i < TileSums<Tile>::kOwnRows; ++i) {
+    const int row = warp_row + TileSums<Tile>::row(i);
     if (row < B) {
       float* to = results.out + static_cast<size_t>(row) * C + warp_col;
 #pragma unroll
@@ -306,7 +307,7 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
         float run[kRun];
 #pragma unroll
         for (int e = 0; e < kRun; ++e) run[e] = sums.at(i, j + e);
-        const int col = Sums<Tile>::col(j);
+        const int col = TileSums<Tile>::col(j);
         store_run<kRun>(to + col, run, C - warp_col - col, C % kRun == 0);
       }
     }
@@ -314,7 +315,7 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
     float largest = minus_infinity(), sum = 0;
 #pragma unroll
     for (int j = 0; j < kOwnCols; ++j) {
-      if (warp_col + Sums<Tile>::col(j) >= C) sums.at(i, j) = minus_infinity();
+      if (warp_col + TileSums<Tile>::col(j) >= C) sums.at(i, j) = minus_infinity();
       largest = fmaxf(largest, sums.at(i, j));
     }
     largest = lanes_max<kLanes>(largest);
@@ -610,7 +611,7 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
 // sums here, as below, took longer than a softmax kernel whose launch is early.)
 //
-// The product is turned round (operators/softmax/turned_product.cuh): x^T comes from shared memory, W^T from
+// The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared memory, W^T from
 // registers. No other thread of the block needs the same elements of W: they go from memory
 // straight to the registers, all of a chunk of kDepth inputs at once. (Of what it finds in shared
 // memory wgmma ignores the bits that TF32 does not have, which would truncate x. So the copy engine
@@ -700,12 +701,12 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
 // slice of a tile, and the softmax adds up what it reads.
 //
-// The product is turned round, as in fused cluster, and otherwise lesson 3's "persistent": a
+// The product is transposed, as in fused cluster, and otherwise lesson 3's "persistent": a
 // warpgroup that copies, two or three that multiply, 64 columns each, several stages, clusters of
 // one to three. For all D inputs registers have no room: W comes through the stages as well, and
 // from there to registers. (Rows may start anywhere, RowsOfX, MapsOfW; in 3xTF32 only those of x.)
 template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-struct ExchangeShared : TurnedShared<kMath, kRows, kColumns, kPeers, kAligned> {
+struct ExchangeShared : TransposedShared<kMath, kRows, kColumns, kPeers, kAligned> {
   // Of each warp that multiplies: its columns' maximum or sum, for each row.
   alignas(16) float parts[kColumns / 16][kRows];
   alignas(16) float rows[kRows];  // what exponentials are relative to; then what is multiplied
@@ -812,7 +813,7 @@ __global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
     if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
   } else {
     registers_grow_to<kColumns == 192 ? 152 : kRows == 256 ? 232 : 224>();  // all that are left
-    TurnedConsumer<Shared> consumer{shared, C};
+    TransposedConsumer<Shared> consumer{shared, C};
     const int own = consumer.own;
     float sum[kRows / 2];
     if (own < kRows) shared.rows[own] = 1;  // logits are written as they are
@@ -855,7 +856,7 @@ constexpr int kLeastDepth = 128, kMostSplits = 8;
 template <class Tile>
 Product make_all_columns(const Layer& layer) {
   constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
-  const int row_tiles = static_cast<int>(blocks(layer.B, Tile::BM));
+  const int row_tiles = static_cast<int>(blocks_for(layer.B, Tile::BM));
   const int splits =
       std::max(1, std::min({layer.D / kLeastDepth, kMostSplits, layer.sms / row_tiles}));
   const auto partial =
@@ -872,13 +873,13 @@ Product make_all_columns(const Layer& layer) {
 
 template <class Tile>
 Product make_column_tiles(const Layer& layer) {
-  const unsigned tiles = blocks(layer.B, Tile::BM) * blocks(layer.C, Tile::BN);
+  const unsigned tiles = blocks_for(layer.B, Tile::BM) * blocks_for(layer.C, Tile::BN);
   const auto launch = [=](Results results, int) {
     launch_early(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
   return half_fused(layer, "online", column_tiles<Tile>, Tile::kThreads, Tile::kStageBytes, 1,
-                    static_cast<int>(blocks(layer.C, Tile::kCols)), launch);
+                    static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
 }
 
 // The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
@@ -913,7 +914,7 @@ template <int kRows, int kCols>
 void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   constexpr int kThreads = 32 * kFewWarps;
   const auto kernel = few_rows<kRows, kCols>;
-  const int tiles = static_cast<int>(blocks(layer.C, 32 * kCols));
+  const int tiles = static_cast<int>(blocks_for(layer.C, 32 * kCols));
   const auto microseconds = [&](int slices, int splits) {
     const double idle = std::max(1.0, 1.0 * layer.sms / (tiles * slices * splits));
     return 3 + 1e-6 * layer.D * layer.C * idle + 0.1 * (slices - 1);
@@ -950,16 +951,16 @@ Product make_narrow(const Layer& layer) {
   // is more; fewer if multiprocessors would get none, or if a block had no room for two.
   using N = Narrow<kTiles>;
   constexpr int kThreads = 32 * kNarrowWarps;
-  const int splits = static_cast<int>(blocks(blocks(layer.D, 32), N::kChunks));
+  const int splits = static_cast<int>(blocks_for(blocks_for(layer.D, 32), N::kChunks));
   const int most = most_shared_bytes() - 1024;
   const int slab_bytes = 8 * 4 * layer.D, sums_bytes = 8 * 4 * splits * N::kStride;
   const int groups = std::min({std::max(4, kNarrowWarps / splits),
-                               static_cast<int>(blocks(layer.B, 8 * layer.sms)),
+                               static_cast<int>(blocks_for(layer.B, 8 * layer.sms)),
                                std::max(1, most / (2 * slab_bytes + sums_bytes))});
   const int stages = std::min(kNarrowStages, (most / groups - sums_bytes) / slab_bytes);
-  const int W_bytes = 16 * static_cast<int>(blocks(int64_t{1} * layer.D * layer.C, 4));
+  const int W_bytes = 16 * static_cast<int>(blocks_for(int64_t{1} * layer.D * layer.C, 4));
   const int bytes = std::max(W_bytes, groups * (stages * slab_bytes + sums_bytes));
-  const int slabs = static_cast<int>(blocks(layer.B, 8 * groups));
+  const int slabs = static_cast<int>(blocks_for(layer.B, 8 * groups));
   const Slabs of = {splits, groups, stages, bytes};
   const auto launch = [=](Results results) {
     launch_early(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
@@ -993,11 +994,11 @@ Plan plan_cluster(const Layer& layer) {
   const double microseconds =
       cluster_microseconds(layer, kSplits, kRows, kClasses, kDepth, at_once);
   const auto make = [=](const Layer& in) {
-    const int tiles = static_cast<int>(blocks(in.C, kClasses));
+    const int tiles = static_cast<int>(blocks_for(in.C, kClasses));
     const auto launch = [=](Results results, int = 1) {
       const CUtensorMap x = tensor_map<float>(in.x, in.B, in.D, kRows, kMath == Math::tf32,
                                               in.x_stride, Reads::often);
-      launch_early(kernel, dim3(kSplits * blocks(in.B, kRows), tiles), kThreads, kBytes,  //
+      launch_early(kernel, dim3(kSplits * blocks_for(in.B, kRows), tiles), kThreads, kBytes,  //
                    x, in.W, in.B, in.D, in.C, results);
     };
     return tiles == 1 ? product_of("cluster", kernel, kThreads, kBytes, launch)
@@ -1027,7 +1028,7 @@ template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
   const bool fused = slices == 0;
-  const int tiles = static_cast<int>(kPeers * blocks(layer.C, kPeers * kColumns));
+  const int tiles = static_cast<int>(kPeers * blocks_for(layer.C, kPeers * kColumns));
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
@@ -1168,7 +1169,7 @@ struct SoftmaxTable : Layer {
         name(name_of(kind, shape)),
         probs(problem.output<float>(shape.rows * shape.classes)),
         logits(problem.output<float>(shape.rows * shape.classes)),
-        parts(problem.workspace<float>(C > kLeastForParts ? 2 * shape.rows * (blocks(C, 32) + 1)
+        parts(problem.workspace<float>(C > kLeastForParts ? 2 * shape.rows * (blocks_for(C, 32) + 1)
                                                           : 2)),
         result(kind == Kind::only_infinite ? problem.output<float>(probs.size()) : probs) {
     problem.in_graph();

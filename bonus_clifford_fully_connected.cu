@@ -157,12 +157,12 @@ struct UnfusedConnected {
   size_t matrix() const { return of.w.size() / A::kTriples; }
 
   void order_matrices(const float* from, float* to, bool back) const {
-    const dim3 blocks(blocks_of(matrix(), 256), A::kTriples);
+    const dim3 blocks(blocks_for(matrix(), 256), A::kTriples);
     order_weights<A><<<blocks, 256>>>(from, to, matrix(), back, order);
   }
   void forward() const {
     const Layer& layer = of.layer;
-    const int blocks = blocks_of(layer.plane(), 256);
+    const int blocks = blocks_for(layer.plane(), 256);
     apply_gate<A><<<blocks, 256>>>(of.x, x, layer);
     apply_gate<A><<<blocks, 256>>>(of.y, y, layer);
     multiply_pairs<A><<<blocks, 256>>>(x, y, planes, layer);
@@ -215,7 +215,7 @@ struct UnfusedConnectedBackward {
                       layer.features);
     }
     f.order_matrices(dw, d.dw, true);
-    const int blocks = blocks_of(layer.plane(), 256);
+    const int blocks = blocks_for(layer.plane(), 256);
     multiply_pairs_gradient<A><<<blocks, 256>>>(f.x, f.y, f.planes, d.dx, d.dy, layer);
     apply_gate_gradient<A><<<blocks, 256>>>(f.of.x, d.dx, layer);
     apply_gate_gradient<A><<<blocks, 256>>>(f.of.y, d.dy, layer);
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kTileThreads)
 // z of a chunk, and its norm. Left factor: planes; right: weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
 struct Forward {
-  static constexpr bool kHelped = kBeside, kTurned = false, kStacked = false;
+  static constexpr bool kHelped = kBeside, kTransposed = false, kStacked = false;
   PlaneMaker<A> maker;
   RoundNorm<A> norm;
   Progress progress;
@@ -363,7 +363,7 @@ struct Forward {
   __host__ int64_t steps(int tile) const {
     const Order<A>& order = norm.order;
     const int c = A::kTables.grade[norm.tiles.place(tile).blade];
-    return int64_t{order.slot[c + 1] - order.slot[c]} * count_tiles(maker.chunk.layer.features, 32);
+    return int64_t{order.slot[c + 1] - order.slot[c]} * ceil_div(maker.chunk.layer.features, 32);
   }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
@@ -379,7 +379,7 @@ struct Forward {
             .b = order.slot[c] * chunk.stride + at.col,
             .b_next = chunk.stride,
             .inner = order.slot[c + 1] - order.slot[c],
-            .end = count_tiles(chunk.layer.features, 32),
+            .end = ceil_div(chunk.layer.features, 32),
             .flag = exists ? maker.first_part(at.row / 128) : -1,
             .flag_next = maker.next_part(at.row / 128)};
   }
@@ -393,17 +393,17 @@ struct Forward {
     }
     float* const to = norm.out + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
-    store_sum<kTurned>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
-                       chunk.layer.features, false);
+    store_sum<kTransposed>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
+                           chunk.layer.features, false);
   }
 #endif
 };
 
-// The planes' gradients of a chunk, dz_k w[t]^T: A dz, turned, B weights (slot, in feature, out
+// The planes' gradients of a chunk, dz_k w[t]^T: A dz, transposed, B weights (slot, in feature, out
 // feature).
 template <typename A, class Tile>
 struct PlaneGradients {
-  static constexpr bool kHelped = false, kTurned = true, kStacked = false;
+  static constexpr bool kHelped = false, kTransposed = true, kStacked = false;
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
   Chunk chunk;
   float* d;
@@ -412,12 +412,12 @@ struct PlaneGradients {
   Order<A> order;
 
   PlaneGradients(const Chunk& rows, float* to, int clusters)
-      : chunk(rows), d(to), cols(count_tiles(chunk.layer.features, Tile::BN)) {
-    const int tiles = count_tiles(chunk.rows, kRows) * kPlanes<A> * cols;
+      : chunk(rows), d(to), cols(ceil_div(chunk.layer.features, Tile::BN)) {
+    const int tiles = ceil_div(chunk.rows, kRows) * kPlanes<A> * cols;
     turns = {tiles, std::min(tiles, clusters)};
   }
 
-  __host__ int64_t steps(int) const { return count_tiles(chunk.layer.features, 32); }
+  __host__ int64_t steps(int) const { return ceil_div(chunk.layer.features, 32); }
 #if HOPPER_CODE
   __device__ int row(int tile, int rank) const {
     return tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
@@ -428,20 +428,21 @@ struct PlaneGradients {
     return {.a = (order.blade[c] + i % blades) * chunk.stride,
             .a_col = row(tile, rank),
             .b = (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
-            .end = count_tiles(chunk.layer.features, 32)};
+            .end = ceil_div(chunk.layer.features, 32)};
   }
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    store_sum<kTurned>(sum, d + tile / cols % kPlanes<A> * chunk.matrix(), row(tile, rank) + row0,
-                       tile % cols * Tile::BN, chunk.rows, chunk.stride, chunk.stride, false);
+    store_sum<kTransposed>(sum, d + tile / cols % kPlanes<A> * chunk.matrix(),
+                           row(tile, rank) + row0, tile % cols * Tile::BN, chunk.rows, chunk.stride,
+                           chunk.stride, false);
   }
 #endif
 };
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, turned, B dz.
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, transposed, B dz.
 // Where there are few tiles, `splits` clusters share the rows of one.
 template <typename A, class Tile>
 struct WeightGradients {
-  static constexpr bool kHelped = false, kTurned = true, kStacked = false;
+  static constexpr bool kHelped = false, kTransposed = true, kStacked = false;
   Chunk chunk;
   float* dw;  // or partial sums, one after the other
   int splits, row_tiles, cols;
@@ -453,8 +454,8 @@ struct WeightGradients {
       : chunk(rows),
         dw(to),
         splits(shares),
-        row_tiles(count_tiles(features(), Tile::BM * Tile::kBlocks)),
-        cols(count_tiles(features(), Tile::BN)),
+        row_tiles(ceil_div(features(), Tile::BM * Tile::kBlocks)),
+        cols(ceil_div(features(), Tile::BN)),
         adds(adds_up) {
     const int tiles = A::kTriples * splits * row_tiles * cols;
     turns = {tiles, std::min(tiles, clusters)};
@@ -478,7 +479,7 @@ struct WeightGradients {
   __host__ int64_t steps(int tile) const {
     int c = 0;
     while (place(tile, 0).slot >= order.slot[c + 1]) ++c;
-    return int64_t{order.blade[c + 1] - order.blade[c]} * count_tiles(all_steps(), splits);
+    return int64_t{order.blade[c + 1] - order.blade[c]} * ceil_div(all_steps(), splits);
   }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
@@ -498,8 +499,8 @@ struct WeightGradients {
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Place at = place(tile, rank);
     const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
-    store_sum<kTurned>(sum, dw + matrix * features() * features(), at.row + row0, at.col,
-                       features(), features(), features(), adds);
+    store_sum<kTransposed>(sum, dw + matrix * features() * features(), at.row + row0, at.col,
+                           features(), features(), features(), adds);
   }
 #endif
 };
@@ -523,7 +524,7 @@ struct Tiled {
   }
   double bytes() const { return weights.bytes() + (of.layer.normed ? inverses.bytes() : 0); }
 
-  static int tiles(int count) { return count_tiles(count, kTile); }
+  static int tiles(int count) { return ceil_div(count, kTile); }
 
   void round() const {
     const int threads = std::min(stride, 256);
@@ -609,8 +610,8 @@ struct Ready {
 
   Ready(const Tensors& tensors, const Memory<float>& kept)
       : of(tensors),
-        stride(of.layer.features < 128 ? count_tiles(of.layer.features, 32) * 32
-                                       : count_tiles(of.layer.features, 128) * 128),
+        stride(of.layer.features < 128 ? ceil_div(of.layer.features, 32) * 32
+                                       : ceil_div(of.layer.features, 128) * 128),
         rows(rows_at_a_time()),
         plan(plan_of(chunk(0, rows))),
         few(of, rows == of.layer.batch ? plan.cycles : -INFINITY),
@@ -619,7 +620,7 @@ struct Ready {
             few.used ? 1 : static_cast<size_t>(A::kTriples) * stride * stride)),
         inverses(kept),
         squares(of.workspace.any<float>(static_cast<size_t>(A::kBlades) * largest().pitch *
-                                        count_tiles(of.layer.features, 128))),
+                                        ceil_div(of.layer.features, 128))),
         made(of.workspace.zeros<unsigned>(largest().parts() + largest().pitch / 64 * A::kGrades)) {}
 
   // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
@@ -627,9 +628,9 @@ struct Ready {
     const int batch = of.layer.batch;
     const size_t fit = kPlaneBytes / (sizeof(float) * kPlanes<A> * stride);
     const int most = std::clamp(static_cast<int>(fit) / 256, 1, 255) * 256;  // rows: a grid's y
-    const int least = count_tiles(batch, most);
+    const int least = ceil_div(batch, most);
     const auto rows_of = [&](int chunks) {
-      return std::min(batch, count_tiles(count_tiles(batch, chunks), 256) * 256);
+      return std::min(batch, ceil_div(ceil_div(batch, chunks), 256) * 256);
     };
     const auto cycles = [&](int rows) {
       const int whole = batch / rows, rest = batch % rows;
@@ -640,7 +641,7 @@ struct Ready {
     return least > 1 && cycles(more) < 0.97 * cycles(fewest) ? more : fewest;
   }
   Chunk chunk(int first, int count) const {
-    return {of.layer, first, count, count_tiles(count, 128) * 128, stride};
+    return {of.layer, first, count, ceil_div(count, 128) * 128, stride};
   }
   Chunk chunk(int first) const {
     return few.used ? few.chunk : chunk(first, std::min(rows, of.layer.batch - first));
@@ -687,9 +688,10 @@ struct Ready {
   void prepare(const Chunk& chunk, bool beside, bool first, float* plain_weights) const {
     const PlaneMaker<A> planes_of = maker(chunk, beside);
     const int plane_blocks = std::max(planes_of.before / 4, 1);
-    const WeightTurner<A> turner{of.w, weights, plain_weights, of.layer.features, stride, {}};
-    launch_early(make_ready<A>, plane_blocks + (first ? turner.blocks() : 0), 128, 0, planes_of,
-                 plane_blocks, turner, made.data(), static_cast<int>(made.size()));
+    const WeightTransposer<A> transposer{of.w,   weights, plain_weights, of.layer.features,
+                                         stride, {}};
+    launch_early(make_ready<A>, plane_blocks + (first ? transposer.blocks() : 0), 128, 0, planes_of,
+                 plane_blocks, transposer, made.data(), static_cast<int>(made.size()));
   }
   auto work(const Chunk& chunk) const {
     return [=, this](auto tile, int) {
@@ -778,7 +780,7 @@ struct ReadyBackward {
       }
       const int width = features % 2 == 0 ? 2 : 1;
       launch_early(width == 2 ? take_planes_apart<A, 2> : take_planes_apart<A, 1>,
-                   dim3(count_tiles(features, 128 * width), chunk.rows), 128, 0,
+                   dim3(ceil_div(features, 128 * width), chunk.rows), 128, 0,
                    PlaneTaker<A>{of.x, of.y, forward.planes, d.dx, d.dy, chunk});
     }
     add_partials(d, partials, splits);

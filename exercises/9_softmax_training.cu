@@ -15,10 +15,11 @@
 //
 // Thousands of classes need no kernel of their own here: try --classes 4000.
 
+#include "checks/softmax/softmax.h"
 #include "primitives/early_launch.cuh"
+#include "primitives/launch.h"
 #include "primitives/mma.cuh"
 #include "primitives/row_parts.cuh"
-#include "checks/softmax/softmax.h"
 
 using namespace checks;
 using namespace primitives;
@@ -381,10 +382,6 @@ __global__ void choose_labels(const float* random, int* labels, int B, int C) {
   if (b < B) labels[b] = min(static_cast<int>(random[b] * static_cast<float>(C)), C - 1);
 }
 
-unsigned blocks(int64_t count, int64_t per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
 // logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
 void library_product(cublasHandle_t blas, const void* x, const void* W, float* logits,
                      const SoftmaxShape& shape, cudaDataType_t type, cublasComputeType_t compute) {
@@ -420,7 +417,7 @@ template <typename T>
 std::function<void(Results)> make_half_fused(const Lesson& lesson, Problem& problem,
                                              const SoftmaxShape& shape, int H, const Buffer<T>& x,
                                              const Buffer<T>& W) {
-  const unsigned tiles = blocks(shape.rows, kTile) * H * blocks(shape.classes, kTile);
+  const unsigned tiles = blocks_for(shape.rows, kTile) * H * blocks_for(shape.classes, kTile);
   const int slices = slices_of(shape.inputs, tiles, lesson.device().sms);
   const auto logits = problem.output<float>(slices * shape.rows * H * shape.classes);
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
@@ -429,7 +426,7 @@ std::function<void(Results)> make_half_fused(const Lesson& lesson, Problem& prob
     const size_t rows = static_cast<size_t>(B) * H;
     launch_early(head_tiles<T>, dim3(tiles, slices), kThreads, 0, Layer<T>{x, W, B, D, H, C},
                  logits.data());
-    launch_early(finish_rows, blocks(rows, 8), 256, 0, logits.data(), slices, results, rows, C);
+    launch_early(finish_rows, blocks_for(rows, 8), 256, 0, logits.data(), slices, results, rows, C);
   };
 }
 
@@ -469,7 +466,7 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
   const auto dlogits = problem.output<float>(shape.rows * shape.classes);
   const auto expected_loss = problem.reference(B), expected = problem.reference(dlogits.size());
   problem.adjust_inputs([=] {
-    choose_labels<<<blocks(B, 256), 256>>>(random, labels, B, C);
+    choose_labels<<<blocks_for(B, 256), 256>>>(random, labels, B, C);
     CUDA_CHECK(cudaGetLastError());
   });
   problem.reference_from(cross_entropy_scratch(shape), [=, &lesson] {
@@ -489,7 +486,7 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
               [=] {
                 library_product(blas, x, W, dlogits, shape, CUDA_R_32F,
                                 CUBLAS_COMPUTE_32F_FAST_TF32);
-                launch_early(finish_rows, blocks(B, 8), 256, 0, dlogits.data(), 1, results(),
+                launch_early(finish_rows, blocks_for(B, 8), 256, 0, dlogits.data(), 1, results(),
                              size_t(B), C);
               })
       .needs(80);
@@ -524,7 +521,7 @@ void add_heads(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, i
       .kernel("library", Role::library,
               [=] {
                 library_product(blas, x, W, probs, all, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32);
-                launch_early(finish_rows, blocks(rows, 8), 256, 0, probs.data(), 1,
+                launch_early(finish_rows, blocks_for(rows, 8), 256, 0, probs.data(), 1,
                              Results{.out = probs}, size_t(rows), C);
               })
       .needs(80);
@@ -552,7 +549,7 @@ void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   problem.kernel("library", Role::library, [=] {
     library_product(blas, x.data(), W.data(), probs, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
-    launch_early(finish_rows, blocks(B, 8), 256, 0, probs.data(), 1, Results{.out = probs},
+    launch_early(finish_rows, blocks_for(B, 8), 256, 0, probs.data(), 1, Results{.out = probs},
                  size_t(B), C);
   });
   const auto ours = make_half_fused<half>(lesson, problem, shape, 1, x, W);
@@ -580,8 +577,8 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
   const auto expected_dx = problem.reference(x.size()), expected_dW = problem.reference(W.size());
   problem.adjust_inputs([=] {
     library_product(blas, x, W, probs, shape, CUDA_R_32F, CUBLAS_COMPUTE_32F);
-    finish_rows<<<blocks(shape.rows, 8), 256>>>(probs, 1, Results{.out = probs}, shape.rows,
-                                                static_cast<int>(shape.classes));
+    finish_rows<<<blocks_for(shape.rows, 8), 256>>>(probs, 1, Results{.out = probs}, shape.rows,
+                                                    static_cast<int>(shape.classes));
     CUDA_CHECK(cudaGetLastError());
   });
   problem.reference_from(backward_scratch(shape), [=, &lesson] {
@@ -605,13 +602,13 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
   problem
       .kernel("library", Role::library,
               [=] {
-                launch_early(backward_rows, blocks(B, 8), 256, 0, probs.data(), dprobs.data(),
+                launch_early(backward_rows, blocks_for(B, 8), 256, 0, probs.data(), dprobs.data(),
                              static_cast<float*>(nullptr), dlogits.data(), B, C);
                 library_gradients(blas, {x, W, probs, dprobs, nullptr, dlogits, dx, dW, B, D, C});
               })
       .needs(80);
-  const unsigned tiles_dx = blocks(B, kTile) * blocks(D, kTile);
-  const unsigned tiles_dW = blocks(D, kTile) * blocks(C, kTile);
+  const unsigned tiles_dx = blocks_for(B, kTile) * blocks_for(D, kTile);
+  const unsigned tiles_dW = blocks_for(D, kTile) * blocks_for(C, kTile);
   const int slices = slices_of(B, tiles_dW, lesson.device().sms);
   const unsigned tiles = tiles_dx + tiles_dW * slices;
   const auto partial = problem.output<float>(slices > 1 ? slices * W.size() : 1);
@@ -621,7 +618,7 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
               [=] {
                 const Backward given = {x,  W, probs, dprobs, nullptr, dlogits, dx,
                                         dW, B, D,     C,      slices,  partial, arrived};
-                launch_early(backward_rows, blocks(B, 8), 256, 0, probs.data(), dprobs.data(),
+                launch_early(backward_rows, blocks_for(B, 8), 256, 0, probs.data(), dprobs.data(),
                              static_cast<float*>(nullptr), dlogits.data(), B, C);
                 launch_early(gradients, tiles, kThreads, 0, given);
               })
@@ -632,7 +629,7 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
               [=] {
                 const Backward given = {x,  W, probs, dprobs, s,      nullptr, dx,
                                         dW, B, D,     C,      slices, partial, arrived};
-                launch_early(backward_rows, blocks(B, 8), 256, 0, probs.data(), dprobs.data(),
+                launch_early(backward_rows, blocks_for(B, 8), 256, 0, probs.data(), dprobs.data(),
                              s.data(), static_cast<float*>(nullptr), B, C);
                 launch_early(gradients, tiles, kThreads, 0, given);
               })

@@ -4,13 +4,15 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "primitives/check.h"
 
 namespace primitives {
 
-/// The least integer that is not below count / per, of two that are not negative.
-__host__ __device__ constexpr int64_t ceil_div(int64_t count, int64_t per) {
+/// The least integer that is not below count / per; neither is negative.
+template <typename T, typename U>
+__host__ __device__ constexpr std::common_type_t<T, U> ceil_div(T count, U per) {
   return (count + per - 1) / per;
 }
 

@@ -35,7 +35,7 @@ HEADERS = {
     "6_gating_fused": ("operators/gating/rows.cuh",),
     GPUS: ("operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": ("operators/gradients/tiles.cuh",),
-    "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/turned_product.cuh", "operators/softmax/row_inbox.cuh"),
+    "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
     CONNECTED: ("operators/clifford_connected/tf32_product.cuh", "operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
 }
@@ -47,7 +47,7 @@ PROGRAMS = (*LESSONS, PRODUCT)
 # gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked. Planes, or rows
 # for the norm, that nobody waits for.
 OTHERS = {
-    "turned_product": [
+    "transposed_product": [
         (r"of\.first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
     ],

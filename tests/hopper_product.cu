@@ -122,13 +122,13 @@ int main(int argc, char** argv) {
   ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
   ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
-  ok = right<Tiles<64, 112, 2, 4, 1>>(shape, false, false) && ok;     // four share each tile of A
-  ok = right<TurnedTiles<288, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
-  ok = right<TurnedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // parts of 18 rows
-  ok = right<TurnedTiles<200, 128, 1, 2>>(shape, false, false) && ok;
-  ok = right<TurnedTiles<232, 128, 1, 2>>(shape, false, false) && ok;
-  ok = right<TurnedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
-  ok = right<TurnedTiles<96, 64, 2, 4>>(shape, false, false) && ok;  // all columns are a box
-  ok = right<TurnedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in parts
+  ok = right<Tiles<64, 112, 2, 4, 1>>(shape, false, false) && ok;  // four share each tile of A
+  ok = right<TransposedTiles<288, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
+  ok = right<TransposedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // parts of 18 rows
+  ok = right<TransposedTiles<200, 128, 1, 2>>(shape, false, false) && ok;
+  ok = right<TransposedTiles<232, 128, 1, 2>>(shape, false, false) && ok;
+  ok = right<TransposedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
+  ok = right<TransposedTiles<96, 64, 2, 4>>(shape, false, false) && ok;  // all columns are a box
+  ok = right<TransposedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in parts
   return ok ? 0 : 1;
 }

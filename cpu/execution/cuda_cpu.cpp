@@ -14,11 +14,11 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/watch/counting.h"
 #include "cpu/execution/device_state.h"
 #include "cpu/execution/execution.h"
 #include "cpu/execution/fiber.h"
 #include "cpu/execution/worker_pool.h"
+#include "cpu/watch/counting.h"
 
 constinit thread_local uint3 threadIdx = {};
 constinit thread_local uint3 blockIdx = {};

@@ -7,11 +7,11 @@
 #include <limits>
 #include <string>
 
-#include "cuda.h"
 #include "cpu/execution/cuda_cpu.h"
-#include "cuda_runtime_api.h"
 #include "cpu/execution/device_state.h"
 #include "cpu/watch/memory_watch.h"
+#include "cuda.h"
+#include "cuda_runtime_api.h"
 
 struct CUstream_st {};
 

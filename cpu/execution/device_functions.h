@@ -20,9 +20,9 @@
 #include <thread>
 #include <type_traits>
 
-#include "cpu/watch/counting.h"
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/watch/counting.h"
 
 // ---- Barriers ----------------------------------------------------------------------------------
 

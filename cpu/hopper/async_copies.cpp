@@ -3,9 +3,9 @@
 
 #include <cstring>
 
-#include "cpu/watch/counting.h"
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/watch/counting.h"
 
 namespace cuda_cpu {
 

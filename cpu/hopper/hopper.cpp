@@ -17,9 +17,9 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/watch/counting.h"
 #include "cpu/execution/execution.h"
 #include "cpu/hopper/hopper_device.h"
+#include "cpu/watch/counting.h"
 #include "small_float.h"
 
 #if defined(__x86_64__)

@@ -10,11 +10,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/execution/cuda_cpu.h"
+#include "cpu/execution/device_functions.h"
 #include "cuda.h"
 #include "cuda_bf16.h"
-#include "cpu/execution/cuda_cpu.h"
 #include "cuda_fp16.h"
-#include "cpu/execution/device_functions.h"
 
 namespace cuda_cpu {
 

@@ -24,8 +24,8 @@
 #define __align__(n) alignas(n)
 
 #include "cpu/execution/cuda_cpu.h"
-#include "cuda_runtime_api.h"
 #include "cpu/execution/device_functions.h"
+#include "cuda_runtime_api.h"
 #include "vector_types.h"
 
 #define CUDART_VERSION 13000

@@ -15,11 +15,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cpu/execution/cuda_cpu.h"
+#include "cpu/library/matrix_product.h"
 #include "cpu/watch/counting.h"
 #include "cuda_bf16.h"
-#include "cpu/execution/cuda_cpu.h"
 #include "cuda_fp16.h"
-#include "cpu/library/matrix_product.h"
 
 /// Rounds to the 10 bits of fraction that tf32 has.
 inline float __float_to_tf32(float value) {

@@ -2,10 +2,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "cublasLt.h"
-#include "cublas_v2.h"
 #include "cpu/execution/device_state.h"
 #include "cpu/library/matrix_product.h"
+#include "cublasLt.h"
+#include "cublas_v2.h"
 
 struct cublasContext {
   cudaStream_t stream = nullptr;

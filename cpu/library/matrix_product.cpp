@@ -5,11 +5,11 @@
 #include <memory>
 #include <type_traits>
 
+#include "cpu/execution/device_state.h"
+#include "cpu/execution/worker_pool.h"
 #include "cpu/watch/counting.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
-#include "cpu/execution/device_state.h"
-#include "cpu/execution/worker_pool.h"
 
 // The inner loops are compiled twice, for any x86-64 and for those with 256-bit FMA units; this
 // machine's kind is looked up once.

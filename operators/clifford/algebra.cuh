@@ -9,7 +9,6 @@
 #include <bit>
 #include <utility>
 
-
 namespace operators::clifford {
 
 // ---- The algebra, at compile time ---------------------------------------------------------------

@@ -48,12 +48,12 @@ __device__ inline float inverse_rms(float squares, const Layer& layer) {
 
 // kCount numbers that a row adds up over its features; in memory a multiple of 16 bytes.
 template <int kCount>
-struct alignas(16) Sums {
+struct alignas(16) FeatureSums {
   float value[(kCount + 3) / 4 * 4];
 };
 
 template <int kCount>
-__device__ __forceinline__ void add_up_lanes(Sums<kCount>& sums, int lanes) {
+__device__ __forceinline__ void add_up_lanes(FeatureSums<kCount>& sums, int lanes) {
   for (int other = lanes / 2; other > 0; other /= 2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -69,7 +69,8 @@ constexpr int kMaxWarps = 16;  // of a block
 // the same order. One barrier is enough if calls take turns with two `partials`: who writes one has
 // passed the barrier of the other, and so has everybody who read it.
 template <bool kAnyNumber = false, int kCount>
-__device__ __forceinline__ void add_up_row(Sums<kCount>& sums, Sums<kCount>* partials, int warps) {
+__device__ __forceinline__ void add_up_row(FeatureSums<kCount>& sums, FeatureSums<kCount>* partials,
+                                           int warps) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   add_up_lanes(sums, 32);
   if (lane == 0) partials[warp] = sums;
@@ -94,7 +95,7 @@ struct Halves {
     }
     return sum;
   }
-  __device__ __forceinline__ static float of_warp(const Sums<kCount>& sums) {
+  __device__ __forceinline__ static float of_warp(const FeatureSums<kCount>& sums) {
     const int lane = threadIdx.x % 32;
     float held[kPlaces];
     unroll<0, kPlaces>([&](auto i) { held[i] = i < kCount ? sums.value[i] : 0; });
@@ -110,7 +111,7 @@ struct Halves {
   }
   // What a lane adds up of its place's sums of these warps, kMost at most.
   template <int kMost>
-  __device__ __forceinline__ static float part_of(const Sums<kCount>* partials, int warps) {
+  __device__ __forceinline__ static float part_of(const FeatureSums<kCount>* partials, int warps) {
     const int place = threadIdx.x % kPlaces, first = threadIdx.x % 32 / kPlaces;
     float sum = 0;
 #pragma unroll
@@ -120,9 +121,9 @@ struct Halves {
     return sum;
   }
   // From these parts all sums, in all lanes.
-  __device__ __forceinline__ static Sums<kCount> from_parts(float part) {
+  __device__ __forceinline__ static FeatureSums<kCount> from_parts(float part) {
     const float sum = add_up_places(part);
-    Sums<kCount> sums = {};
+    FeatureSums<kCount> sums = {};
     unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
     return sums;
   }
@@ -130,20 +131,21 @@ struct Halves {
 
 // add_up_row by these halves.
 template <int kCount>
-__device__ __forceinline__ void add_up_row_by_halves(Sums<kCount>& sums, Sums<kCount>* partials,
-                                                     int warps) {
+__device__ __forceinline__ void add_up_row_by_halves(FeatureSums<kCount>& sums,
+                                                     FeatureSums<kCount>* partials, int warps) {
   using Halves = operators::clifford::Halves<kCount>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float of_warp = Halves::of_warp(sums);
   if (lane < kCount) partials[warp].value[lane] = of_warp;
   __syncthreads();
-  const Sums<kCount>* row = partials + warp / warps * warps;
+  const FeatureSums<kCount>* row = partials + warp / warps * warps;
   sums = Halves::from_parts(Halves::template part_of<kMaxWarps>(row, warps));
 }
 
 // sums[c] += the squares of z of grade c.
 template <typename A, int W>
-__device__ __forceinline__ void add_squares(const Multivectors<A, W>& z, Sums<A::kGrades>& sums) {
+__device__ __forceinline__ void add_squares(const Multivectors<A, W>& z,
+                                            FeatureSums<A::kGrades>& sums) {
   unroll<0, A::kBlades>([&](auto k) {
 #pragma unroll
     for (int e = 0; e < W; ++e) sums.value[A::grade(k)] += z.blade[k].v[e] * z.blade[k].v[e];
@@ -199,7 +201,7 @@ __device__ __forceinline__ Multivectors<A, W> gated_product(const Multivectors<A
 
 // The sums that dz needs, of a row: per grade of z^2, and of d_out z.
 template <typename A>
-using GradientSums = Sums<2 * A::kGrades>;
+using GradientSums = FeatureSums<2 * A::kGrades>;
 
 // With P the product before its gates, z = g P: adds to the sums.
 template <typename A, int W>

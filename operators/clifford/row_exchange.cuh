@@ -30,7 +30,7 @@ constexpr int kMaxBlocks = 8;  // of a cluster: more of them are not portable
 // The sums of blocks that have kWarps warps at most. of[slot][i] has those of block i's warps.
 template <int kCount, int kWarps>
 struct alignas(128) RowSums {
-  Sums<kCount> of[2][kMaxBlocks][kWarps];
+  FeatureSums<kCount> of[2][kMaxBlocks][kWarps];
   Barrier come[2];
 
 #if HOPPER_CODE
@@ -50,10 +50,10 @@ struct alignas(128) RowSums {
   // their bytes count at the barrier when they come: no copy and no fence. At its own barrier it
   // arrives once, and announces what the warps with its number in the other blocks send here. That
   // may come earlier: without this arrival no phase ends.
-  __device__ __forceinline__ void post(const Sums<kCount>& sums, int blocks, int round) {
+  __device__ __forceinline__ void post(const FeatureSums<kCount>& sums, int blocks, int round) {
     const int slot = round % 2, lane = threadIdx.x % 32;
     const int rank = blocks == 1 ? 0 : cluster_rank();
-    Sums<kCount>& own = of[slot][rank][threadIdx.x / 32];
+    FeatureSums<kCount>& own = of[slot][rank][threadIdx.x / 32];
     const float of_warp = Halves<kCount>::of_warp(sums);
     if (lane < kCount) own.value[lane] = of_warp;
     __syncwarp();
@@ -67,7 +67,8 @@ struct alignas(128) RowSums {
 
   // The sums of a row that has `warps` warps in each of its blocks. Blocks of a cluster have one
   // row at a time (row = 0); a block on its own may have several.
-  __device__ __forceinline__ Sums<kCount> collect(int row, int blocks, int warps, int round) {
+  __device__ __forceinline__ FeatureSums<kCount> collect(int row, int blocks, int warps,
+                                                         int round) {
     const int slot = round % 2;
     barrier_wait(&come[slot], round / 2 % 2);
     float part = Halves<kCount>::template part_of<kWarps>(of[slot][0] + row * warps, warps);

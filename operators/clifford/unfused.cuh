@@ -8,8 +8,11 @@
 
 #include "operators/clifford/clifford.cuh"
 #include "operators/clifford/tensors.h"
+#include "primitives/launch.h"
 
 namespace operators::clifford {
+
+using primitives::blocks_for;
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
@@ -52,9 +55,9 @@ __global__ void multiply_grades(const float* x, const float* y, const float* w, 
 // backward.
 __global__ void normalize_grade(const float* z, float* out, float* inverses, int blades,
                                 Layer layer) {
-  __shared__ Sums<1> partials[kMaxWarps];
+  __shared__ FeatureSums<1> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features;
-  Sums<1> squares = {};
+  FeatureSums<1> squares = {};
   for (int blade = 0; blade < blades; ++blade) {
     for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
       const float value = z[blade * layer.plane() + row + f];
@@ -76,9 +79,9 @@ __global__ void normalize_grade(const float* z, float* out, float* inverses, int
 // dz = r d_out - r^3 z sum(d_out z) / features. A block a row.
 __global__ void normalize_grade_gradient(const float* z, const float* d_out, const float* inverses,
                                          float* dz, int blades, Layer layer) {
-  __shared__ Sums<1> partials[kMaxWarps];
+  __shared__ FeatureSums<1> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features;
-  Sums<1> products = {};
+  FeatureSums<1> products = {};
   for (int blade = 0; blade < blades; ++blade) {
     for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
       const size_t i = blade * layer.plane() + row + f;
@@ -196,10 +199,6 @@ __global__ void __launch_bounds__(32 * kSumRows)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-inline int blocks_of(size_t work, int threads) {
-  return static_cast<int>((work + threads - 1) / threads);
-}
-
 // x', y' and z, which backward needs again; without a norm z is out.
 template <typename A>
 struct Unfused {
@@ -214,7 +213,7 @@ struct Unfused {
   double bytes() const {
     return x.bytes() + y.bytes() + (of.layer.normed ? z.bytes() + inverses.bytes() : 0);
   }
-  int blocks() const { return blocks_of(of.layer.plane(), 256); }
+  int blocks() const { return blocks_for(of.layer.plane(), 256); }
 
   template <int... t>
   void multiply(std::integer_sequence<int, t...>) const {
@@ -242,8 +241,8 @@ struct Unfused {
 template <typename A>
 void add_up_weights(const CliffordGradients& d, const Memory<float>& partials, const Layer& layer) {
   const int count = static_cast<int>(partials.size() / d.dw.size());
-  sum_partials<<<blocks_of(d.dw.size(), 32), dim3(32, kSumRows)>>>(partials, d.dw, count,
-                                                                   A::kTriples, layer.features);
+  sum_partials<<<blocks_for(d.dw.size(), 32), dim3(32, kSumRows)>>>(partials, d.dw, count,
+                                                                    A::kTriples, layer.features);
 }
 
 // What backward needs besides: dz, and dw of each strip. dx' is written where dx will be.

@@ -117,10 +117,6 @@ __device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int
 }
 
 /// How many tiles of so many rows or columns `count` takes.
-__host__ __device__ constexpr int count_tiles(int count, int tile) {
-  return (count + tile - 1) / tile;
-}
-
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
 
 // W neighbouring features of all blades, 0 where there is nothing.
@@ -168,13 +164,13 @@ __global__ void round_weights(const float* w, float* to, int features, int strid
 /// row, W features a thread at a time; it reads the row twice, the second time from a cache.
 template <typename A, int W>
 __global__ void normalize_rows(float* out, float* inverses, Layer layer) {
-  __shared__ Sums<A::kGrades> partials[kMaxWarps];
+  __shared__ FeatureSums<A::kGrades> partials[kMaxWarps];
   const size_t row = static_cast<size_t>(blockIdx.x) * layer.features, plane = layer.plane();
   const auto pack = [&](int k, int f) -> Pack<W>& {
     return *reinterpret_cast<Pack<W>*>(out + k * plane + row + f);
   };
   wait_for_previous_kernel();
-  Sums<A::kGrades> squares = {};
+  FeatureSums<A::kGrades> squares = {};
   for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
     Multivectors<A, W> z;
     unroll<0, A::kBlades>([&](auto k) { z.blade[k] = pack(k, f); });

@@ -1,7 +1,7 @@
 // The fully connected product on Hopper where rows are few. Weights are then most of what moves:
-// to make them ready, turned and rounded, takes longer than to multiply them. Here they are the
+// to make them ready, transposed and rounded, takes longer than to multiply them. Here they are the
 // *left* factor, as they lie in memory, and the copy engine rounds them on the way; what is made
-// ready is small. Products come out turned round, that is transposed:
+// ready is small. Products come out transposed:
 //
 //     z^T = sum over t of w[t]^T P_t^T     w: lies as (k, rows), k = in features; P: planes
 //     d_t^T = w[t] dz^T                    w: lies as (rows, k), k = out features; dz: as it is
@@ -26,11 +26,11 @@ struct RowsInMemory {
   float* first;
   int count, stride;
 };
-/// Stores a sum turned round: rows are features, from f0 on; columns i to i + 31 go to rows_of(i).
-template <bool kTurned, int kCols, typename RowsOf>
-__device__ __forceinline__ void store_turned(const Sum<kCols>& sum, int f0, int features,
-                                             RowsOf rows_of) {
-  const int f = f0 + (kTurned ? TurnedLeft().column() : sum.row(0)), lane = threadIdx.x % 4;
+/// Stores a sum transposed: rows are features, from f0 on; columns i to i + 31 go to rows_of(i).
+template <bool kTransposed, int kCols, typename RowsOf>
+__device__ __forceinline__ void store_transposed(const Sum<kCols>& sum, int f0, int features,
+                                                 RowsOf rows_of) {
+  const int f = f0 + (kTransposed ? TransposedLeft().column() : sum.row(0)), lane = threadIdx.x % 4;
 #pragma unroll
   for (int i = 0; i < kCols; i += 32) {
     const RowsInMemory rows = rows_of(i);
@@ -40,10 +40,10 @@ __device__ __forceinline__ void store_turned(const Sum<kCols>& sum, int f0, int 
       if (row >= rows.count) continue;
       float* const to = rows.first + static_cast<size_t>(row) * rows.stride + f;
       const float2 two = make_float2(sum.elements[at], sum.elements[at + 2]);
-      if (kTurned && features % 2 == 0) {
+      if (kTransposed && features % 2 == 0) {
         if (f < features) *reinterpret_cast<float2*>(to) = two;
       } else {
-        constexpr int kNext = kTurned ? 1 : 8;
+        constexpr int kNext = kTransposed ? 1 : 8;
         if (f < features) to[0] = two.x;
         if (f + kNext < features) to[kNext] = two.y;
       }
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_turned(const Sum<kCols>& sum, int f0, int 
 /// tile has some features, and some of the rows of all blades of a grade.
 template <typename A, class Tile, bool kForward>
 struct FewRows {
-  static constexpr bool kHelped = false, kTurned = kForward, kStacked = true;
+  static constexpr bool kHelped = false, kTransposed = kForward, kStacked = true;
   Chunk chunk;
   float* to;   ///< forward: out, or partial sums, one after the other
   int splits;  ///< 1 but forward
@@ -68,7 +68,7 @@ struct FewRows {
       : chunk(rows),
         to(results),
         splits(shares),
-        f_tiles(count_tiles(chunk.layer.features, Tile::BM * Tile::kBlocks)) {
+        f_tiles(ceil_div(chunk.layer.features, Tile::BM * Tile::kBlocks)) {
     int tiles = 0;
     for (int c = 0; c < A::kGrades; ++c) tiles += tiles_of(c);
     turns = {tiles, std::min(tiles, clusters)};
@@ -77,7 +77,7 @@ struct FewRows {
   __host__ __device__ int rows(int c) const {
     return (order.blade[c + 1] - order.blade[c]) * chunk.pitch;
   }
-  __host__ __device__ int row_tiles(int c) const { return count_tiles(rows(c), Tile::BN); }
+  __host__ __device__ int row_tiles(int c) const { return ceil_div(rows(c), Tile::BN); }
   __host__ __device__ int tiles_of(int c) const {
     return (kForward ? splits : triples(c)) * f_tiles * row_tiles(c);
   }
@@ -94,11 +94,11 @@ struct FewRows {
     return {c, tile / (f_tiles * tiles), (tile / tiles % f_tiles * Tile::kBlocks + rank) * Tile::BM,
             tile % tiles * Tile::BN};
   }
-  __host__ __device__ int all_steps() const { return count_tiles(chunk.layer.features, 32); }
+  __host__ __device__ int all_steps() const { return ceil_div(chunk.layer.features, 32); }
   /// To store a tile takes about as long as 4 steps.
   __host__ int64_t steps(int tile) const {
     if (!kForward) return all_steps() + 4;
-    return int64_t{triples(place(tile, 0).c)} * count_tiles(all_steps(), splits) + 4;
+    return int64_t{triples(place(tile, 0).c)} * ceil_div(all_steps(), splits) + 4;
   }
 #if HOPPER_CODE
   __device__ Walk walk(int tile, int rank) const {
@@ -123,7 +123,7 @@ struct FewRows {
   __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
     const Place at = place(tile, rank);
     const int features = chunk.layer.features;
-    store_turned<kTurned>(sum, at.f + row0, features, [&](int i) -> RowsInMemory {
+    store_transposed<kTransposed>(sum, at.f + row0, features, [&](int i) -> RowsInMemory {
       const int row = at.row + i;
       if (row >= rows(at.c)) return {nullptr, 0, 0};
       if constexpr (kForward) {
@@ -145,9 +145,9 @@ struct FewRows {
 template <typename A, int c, int W>
 __device__ __forceinline__ void finish_grade_of_row(const float* partials, int splits, float* out,
                                                     float* inverses, const Layer& layer) {
-  __shared__ Sums<1> warps[kMaxWarps];
+  __shared__ FeatureSums<1> warps[kMaxWarps];
   const size_t plane = layer.plane(), row = static_cast<size_t>(blockIdx.x) * layer.features;
-  Sums<1> squares = {};
+  FeatureSums<1> squares = {};
   for (int f = threadIdx.x * W; f < layer.features; f += blockDim.x * W) {
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
       const size_t at = k * plane + row + f;
@@ -191,8 +191,8 @@ struct Few {
   /// The others take so many cycles, and what it takes to turn weights. -INFINITY: never used.
   Few(const CliffordTensors& tensors, double cycles_of_others)
       : of(tensors),
-        chunk{of.layer, 0, of.layer.batch, count_tiles(of.layer.batch, 32) * 32,
-              count_tiles(of.layer.features, 32) * 32},
+        chunk{of.layer, 0, of.layer.batch, ceil_div(of.layer.batch, 32) * 32,
+              ceil_div(of.layer.features, 32) * 32},
         pitch(of.layer.features % 4 == 0 ? of.layer.features : chunk.stride) {
     const Layer& layer = of.layer;
     const double w = 4.0 * A::kTriples * layer.features * layer.features, out = of.out.bytes();
@@ -232,14 +232,14 @@ struct Few {
     const Layer& layer = of.layer;
     if (pitch != layer.features) {
       const int threads = std::min(pitch, 256);
-      round_weights<<<dim3(count_tiles(pitch, threads), pitch, A::kTriples), threads>>>(
+      round_weights<<<dim3(ceil_div(pitch, threads), pitch, A::kTriples), threads>>>(
           of.w, weights.data(), layer.features, pitch);
     }
     PlaneMaker<A> maker{of.x, of.y, planes, chunk, 1, 0};
     maker.together = chunk.row_blocks();
     maker.before = maker.units();
     launch_early(make_ready<A>, maker.before / 4, 128, 0, maker, maker.before / 4,
-                 WeightTurner<A>{}, static_cast<unsigned*>(nullptr), 0);
+                 WeightTransposer<A>{}, static_cast<unsigned*>(nullptr), 0);
     multiply_tf32(left(), {planes, int64_t{kPlanes<A>} * chunk.pitch, chunk.stride}, plan,
                   work<true>(partials.data(), splits));
     if (!layer.normed && splits == 1) return;

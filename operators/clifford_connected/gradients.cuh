@@ -15,10 +15,10 @@ using namespace clifford;
 template <typename A>
 __global__ void result_gradients(const float* out, const float* d_out, const float* inverses,
                                  float* dz, int first, int stride, size_t pitch, Layer layer) {
-  __shared__ Sums<A::kGrades> partials[kMaxWarps];
+  __shared__ FeatureSums<A::kGrades> partials[kMaxWarps];
   const int n = first + blockIdx.x;
   const size_t row = static_cast<size_t>(n) * layer.features, plane = layer.plane();
-  Sums<A::kGrades> r = {}, products = {};
+  FeatureSums<A::kGrades> r = {}, products = {};
   if (n < layer.batch && layer.normed) {
     for (int f = threadIdx.x; f < layer.features; f += blockDim.x) {
       unroll<0, A::kBlades>([&](auto k) {

@@ -1,7 +1,7 @@
 // What stands around the products of the fully connected layer on Hopper: planes, gradients of
 // results and weights in memory, in TF32, and the gradients of x and y from those of the planes.
 // Right factors have k contiguous (operators/clifford_connected/tf32_product.cuh); that is why dz is transposed: it is
-// one for the weights' gradients. For the planes' gradients it is a left one, turned.
+// one for the weights' gradients. For the planes' gradients it is a left one, transposed.
 //
 // A chunk of the batch has `rows` rows. Matrices have rows of `pitch` elements for the chunk (rows
 // rounded up to 128), `stride` for features (likewise, or to 32 if there are fewer than 128):
@@ -25,20 +25,20 @@ struct Chunk {
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
   /// It is divided into parts of 128 rows by 128 features: so many across, down, and in all.
-  __host__ __device__ int slices() const { return count_tiles(stride, 128); }
-  __host__ __device__ int row_blocks() const { return count_tiles(pitch, 128); }
+  __host__ __device__ int slices() const { return ceil_div(stride, 128); }
+  __host__ __device__ int row_blocks() const { return ceil_div(pitch, 128); }
   __host__ __device__ int parts() const { return slices() * row_blocks(); }
 };
 
-/// The weights in TF32, in the order of Order: `turned` (slots, out feature, in feature) and,
+/// The weights in TF32, in the order of Order: `transposed` (slots, out feature, in feature) and,
 /// unless it is null, `plain` (slots, in feature, out feature). Zeros beyond the features. Rows of
 /// both are in the order of place_of_column(), and so are out features of `plain`, as those of dz.
 /// A block of 128 threads has 32 rows and 128 columns of a matrix, or 32 where there are few.
 template <typename A>
-struct WeightTurner {
+struct WeightTransposer {
   using Piece = float[32][128 + 1];
   const float* w;
-  float *turned, *plain;
+  float *transposed, *plain;
   int features, stride;
   Order<A> order;
 
@@ -46,12 +46,12 @@ struct WeightTurner {
   __host__ __device__ int blocks() const {
     return A::kTriples * (stride / 32) * (stride / width());
   }
-  __device__ __forceinline__ void turn(int block, Piece& piece) const {
-    if (width() == 32) return turn<32>(block, piece);
-    turn<128>(block, piece);
+  __device__ __forceinline__ void transpose(int block, Piece& piece) const {
+    if (width() == 32) return transpose<32>(block, piece);
+    transpose<128>(block, piece);
   }
   template <int kWidth>
-  __device__ __forceinline__ void turn(int block, Piece& piece) const {
+  __device__ __forceinline__ void transpose(int block, Piece& piece) const {
     const int across = stride / kWidth, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row0 = block / across % (stride / 32) * 32, col0 = block % across * kWidth;
     const size_t slot = block / (across * (stride / 32)), t = order.triple_of[slot];
@@ -74,7 +74,7 @@ struct WeightTurner {
 #pragma unroll 8
     for (int r = 0; r < kWidth; r += 4) {
       const size_t to = slot * stride + place_of_column(col0 + r + warp);
-      turned[to * stride + row0 + lane] = piece[lane][r + warp];
+      transposed[to * stride + row0 + lane] = piece[lane][r + warp];
     }
   }
 };
@@ -167,20 +167,20 @@ struct PlaneMaker {
   }
 };
 
-/// What comes before the product: the first `plane_blocks` blocks make planes, the others turn
+/// What comes before the product: the first `plane_blocks` blocks make planes, the others transpose
 /// weights.
 template <typename A>
 __global__ void __launch_bounds__(128, A::kBlades > 4 ? 5 : 8)
     make_ready(const __grid_constant__ PlaneMaker<A> maker, int plane_blocks,
-               const __grid_constant__ WeightTurner<A> turner, unsigned* counters,
+               const __grid_constant__ WeightTransposer<A> transposer, unsigned* counters,
                int counter_count) {
-  __shared__ typename WeightTurner<A>::Piece piece;
+  __shared__ typename WeightTransposer<A>::Piece piece;
   const int block = blockIdx.x;
   wait_for_previous_kernel();
   if (block < plane_blocks) {
     maker.make_before(block * 4 + threadIdx.x / 32);
   } else {
-    turner.turn(block - plane_blocks, piece);
+    transposer.transpose(block - plane_blocks, piece);
   }
   if (block == 0) {
     for (int i = threadIdx.x; i < counter_count; i += 128) counters[i] = 0;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void normalize_grade_of_row(float* out, float* invers
           [&](auto k) { visit(*reinterpret_cast<Pack<W>*>(out + k * layer.plane() + row + f)); });
     }
   };
-  Sums<1> squares = {};
+  FeatureSums<1> squares = {};
   for_packs([&](const Pack<W>& z) {
 #pragma unroll
     for (int e = 0; e < W; ++e) squares.value[0] += z.v[e] * z.v[e];
@@ -230,15 +230,15 @@ struct TileOrder {
   TileOrder(Tile, const Layer& layer, int rows, bool rows_first, int clusters)
       : tile_rows(Tile::BM * Tile::kBlocks),
         tile_cols(Tile::BN),
-        row_tiles(count_tiles(rows, tile_rows)),
-        cols(count_tiles(layer.features, tile_cols)) {
+        row_tiles(ceil_div(rows, tile_rows)),
+        cols(ceil_div(layer.features, tile_cols)) {
     const int of_row = A::kBlades * cols, tiles = row_tiles * of_row;
     by_rows = rows_first && clusters >= of_row;
     turns = {tiles, std::min(tiles, by_rows ? clusters / of_row * of_row : clusters)};
   }
   /// The rows that a round begins with.
   __host__ int rows_of_round() const {
-    return count_tiles(turns.clusters, (by_rows ? A::kBlades : kLong) * cols) * tile_rows;
+    return ceil_div(turns.clusters, (by_rows ? A::kBlades : kLong) * cols) * tile_rows;
   }
 
   /// The first row and feature.
@@ -381,7 +381,7 @@ void normalize_rest_of(const RoundNorm<A>& norm) {
   const Layer& layer = norm.chunk.layer;
   if (!layer.normed || norm.all_together()) return;
   launch_early(layer.features % 4 == 0 ? normalize_rest<A, 4> : normalize_rest<A, 1>,
-               count_tiles(norm.chunk.rows * A::kGrades, 4), 128, 0, norm);
+               ceil_div(norm.chunk.rows * A::kGrades, 4), 128, 0, norm);
 }
 
 constexpr int kResultRows = 8, kResultThreads = 512;
@@ -394,9 +394,9 @@ struct ResultFactors {
 /// mean(d_out out). Two warps add up a row, W neighbours at a time; then a thread has 8 rows of a
 /// feature, which is a whole sector of dz. What is read again is still in the cache.
 template <typename A, int c, int W>
-__device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
-                                           const float* inverses, float* turned,
-                                           ResultFactors& shared, const Chunk& chunk) {
+__device__ __forceinline__ void transpose_grade(const float* out, const float* d_out,
+                                                const float* inverses, float* transposed,
+                                                ResultFactors& shared, const Chunk& chunk) {
   const Layer& layer = chunk.layer;
   const size_t plane = layer.plane();
   const int row0 = blockIdx.x * kResultRows;
@@ -408,7 +408,7 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
   if (thread < kResultRows && layer.normed && row0 + thread < chunk.rows) {
     r = inverses[static_cast<size_t>(c) * layer.batch + chunk.first + row0 + thread];
   }
-  Sums<1> product = {};
+  FeatureSums<1> product = {};
   if (layer.normed && row0 + own < chunk.rows) {
     for (int f = threadIdx.x % 64 * W; f < layer.features; f += 64 * W) {
       unroll<A::first(c), A::first(c + 1)>([&](auto k) {
@@ -449,7 +449,7 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
         if (odd) eight[i] = eight[4 + i];
       }
       const int place = k * chunk.stride + place_of_column(f - odd);
-      float* const to = turned + static_cast<size_t>(place) * chunk.pitch + row0 + 4 * odd;
+      float* const to = transposed + static_cast<size_t>(place) * chunk.pitch + row0 + 4 * odd;
       const float4 own4 = make_float4(eight[0], eight[1], eight[2], eight[3]);
       const float4 other4 = make_float4(other[0], other[1], other[2], other[3]);
       *reinterpret_cast<float4*>(to) = odd ? other4 : own4;
@@ -461,12 +461,12 @@ __device__ __forceinline__ void turn_grade(const float* out, const float* d_out,
 template <typename A, int W>
 __global__ void __launch_bounds__(kResultThreads, 2)
     turn_result_gradients(const float* out, const float* d_out, const float* inverses,
-                          float* turned, Chunk chunk) {
+                          float* transposed, Chunk chunk) {
   __shared__ ResultFactors shared;
   wait_for_previous_kernel();
   unroll<0, A::kGrades>([&](auto c) {
     if (static_cast<int>(blockIdx.y) == c) {
-      turn_grade<A, c, W>(out, d_out, inverses, turned, shared, chunk);
+      transpose_grade<A, c, W>(out, d_out, inverses, transposed, shared, chunk);
     }
   });
 }

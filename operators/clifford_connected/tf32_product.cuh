@@ -1,12 +1,12 @@
 // Products in TF32 for Hopper whose factors lie in memory, already rounded. In TF32 wgmma takes
 // factors from shared memory only if they are contiguous along k. The right one always is; a left
-// one that is not, *turned*, goes through registers. A `Work` says what the tiles of the product
+// one that is not, *transposed*, goes through registers. A `Work` says what the tiles of the product
 // are, what is done with a sum, and what other warps do meanwhile:
 //
 //     turns, steps(tile)                     which tiles clusters take, and how many steps of 32
 //                                            along k a tile has
 //     group(tile)                            if tiles wait for one another: the same for those
-//     kTurned                                the left factor is (k, rows), not (rows, k)
+//     kTransposed                                the left factor is (k, rows), not (rows, k)
 //     kStacked                               it is several matrices of any fp32, rounded on the way
 //     Walk walk(tile, rank)                  where its factors are, for this block of the cluster
 //     store(sum, tile, rank, row)            takes 64 rows of the result, from `row` of the tile on
@@ -46,7 +46,7 @@ struct Tf32Tile {
 
 /// The way of a tile along k. Step s, from `begin` to `end` - 1, takes columns 32 s to 32 s + 31 of
 /// `inner` pairs of matrices, pair after pair: a box of each, which starts at row a + a_next i or
-/// b + b_next i, i = 0 to inner - 1. Of a left factor that is turned, a step takes 32 rows instead,
+/// b + b_next i, i = 0 to inner - 1. Of a left factor that is transposed, a step takes 32 rows instead,
 /// 32 s further down, and columns from a_col on. A left factor that is stacked has pair i's matrix
 /// in its matrix number matrices[i].
 struct Walk {
@@ -115,11 +115,11 @@ __host__ __device__ constexpr int place_of_column(int col) {
 }
 
 #if HOPPER_CODE
-/// What a thread holds of 64 columns of a left factor that is turned. The columns, of which a warp
+/// What a thread holds of 64 columns of a left factor that is transposed. The columns, of which a warp
 /// has 16, are rows for wgmma, and thread l has rows l / 4 and l / 4 + 8. Which column is which row
 /// is ours to say: these two are neighbours, in that half of a box for which the reads of 8 bytes
 /// of four rows meet no bank twice.
-struct TurnedLeft {
+struct TransposedLeft {
   int thread = threadIdx.x % 128, g = thread % 32 / 4, t = thread % 4, box = thread / 64;
   int piece = thread / 32 % 2 * 2 + g / 2 % 2 * 4 + g / 4, half = g % 2;
 
@@ -141,16 +141,17 @@ struct TurnedLeft {
 
 /// Stores a warpgroup's sum to (row0, col0) of a row-major matrix (rows, cols), `stride` elements a
 /// row, or adds it to what is there.
-template <bool kTurned, int kCols>
+template <bool kTransposed, int kCols>
 __device__ __forceinline__ void store_sum(const Sum<kCols>& sum, float* to, int row0, int col0,
                                           int rows, int cols, int stride, bool add) {
-  const int first = row0 + (kTurned ? TurnedLeft().column() : sum.row(0));
+  const int first = row0 + (kTransposed ? TransposedLeft().column() : sum.row(0));
   const bool fours = stride % 4 == 0 && cols % 4 == 0;
 #pragma unroll
   for (int i = 0; i < kCols / 2; i += 8) {
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
-      const int row = first + below * (kTurned ? 1 : 8), col = col0 + 2 * i + threadIdx.x % 4 * 4;
+      const int row = first + below * (kTransposed ? 1 : 8),
+                col = col0 + 2 * i + threadIdx.x % 4 * 4;
       if (row >= rows || col >= cols) continue;
       float* const at = to + static_cast<size_t>(row) * stride + col;
       const float* const sums = sum.elements + i + 2 * below;
@@ -201,7 +202,7 @@ __device__ __forceinline__ void produce_tf32(typename Tile::Shared& shared, cons
             tensor_load(to, A, i * walk.a_next + row, col, full);
           }
         };
-        if constexpr (Work::kTurned) {
+        if constexpr (Work::kTransposed) {
           for (int box = 0; box < Tile::BM; box += 32) {
             load_left(stage.a + box * Tile::kDepth, walk.a + col, walk.a_col + box);
           }
@@ -232,7 +233,7 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
       if (thread < Tile::kBlocks) barrier_arrive(&shared.empty[stage], thread);
     }
   };
-  const TurnedLeft left;
+  const TransposedLeft left;
   Ring<Tile::kStages> ring;
   for (int round = 0; round < work.turns.rounds(); ++round) {
     const int tile = work.turns.tile(round, blockIdx.x / Tile::kBlocks);
@@ -256,7 +257,7 @@ __device__ __forceinline__ void consume_tf32(typename Tile::Shared& shared, cons
       previous = ring.stage;
       ring.advance();
     };
-    if constexpr (Work::kTurned) {
+    if constexpr (Work::kTransposed) {
       // While one step is multiplied, the fragments of the next one are loaded: two sets of
       // registers, and therefore two steps a turn.
       uint32_t fragments[2][4][4];
@@ -382,7 +383,7 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
     using Work = decltype(make(tile, 1));
     const Work work = make(tile, plan.clusters);
     const int clusters = Work::kHelped ? plan.clusters : work.turns.clusters;
-    constexpr unsigned kRows = Work::kTurned ? 32 : Tile::BM;
+    constexpr unsigned kRows = Work::kTransposed ? 32 : Tile::BM;
     launch_early(tf32_product<Tile, Work>, Tile::kBlocks * static_cast<unsigned>(clusters),
                  Tile::kThreads, sizeof(typename Tile::Shared),
                  Work::kStacked ? batch_map<float>(a.data, a.matrices, a.rows, a.cols, kRows, true)

@@ -9,9 +9,9 @@
 #include "operators/gradients/gradients.h"
 #include "primitives/approximate.cuh"
 #include "primitives/early_launch.cuh"
+#include "primitives/fragments.cuh"
 #include "primitives/hopper/tiles.cuh"
 #include "primitives/mma.cuh"
-#include "primitives/fragments.cuh"
 
 namespace operators::gradients {
 

@@ -207,12 +207,12 @@ struct TileChoice {
     return ways;
   }
 
-  /// "tile 176 x 192, turned; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
+  /// "tile 176 x 192, transposed; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
   template <class Each>
   static std::string name_of(const ProductPlan& plan, int stages) {
-    constexpr bool kTurned = requires { Each::kSumRows; };
+    constexpr bool kTransposed = requires { Each::kSumRows; };
     return "tile " + std::to_string(Each::BM) + " x " + std::to_string(Each::BN) +
-           (kTurned ? ", turned" : "") + "; stages: " + std::to_string(stages) +
+           (kTransposed ? ", transposed" : "") + "; stages: " + std::to_string(stages) +
            "; cluster: " + std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide) +
            "; clusters: " + std::to_string(plan.clusters) + (plan.split ? "; tiles shared" : "");
   }

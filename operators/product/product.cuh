@@ -51,14 +51,14 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 #endif
 };
 
-/// The same turned round (TurnedSum), by 64, 128, 192 or 256 columns. The number of rows is a
+/// The same transposed (TransposedSum), by 64, 128, 192 or 256 columns. The number of rows is a
 /// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
 /// (192 if it has 192 columns), two consumers divide the rows. A consumer's sum must fit into its
 /// registers. Shared memory has room for at least 40 rows of each consumer's results, by 64 columns
 /// (or for all), and for as many stages as fit beside it. What the stages leave is room for
 /// results, too.
 template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
-struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
+struct TransposedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
   static constexpr int kBoxes = kColumns / kBoxCols;
   static constexpr bool kByRows = kBoxes == 1 || kRows > (kBoxes == 3 ? 192 : 256);
   static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
@@ -73,7 +73,7 @@ struct TurnedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
   static constexpr int kMost = kLeft / 16 * 8, kParts = (kSumRows + kMost - 1) / kMost;
   static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
-  using TileSum = TurnedSum<kSumRows, kSumBoxes>;
+  using TileSum = TransposedSum<kSumRows, kSumBoxes>;
 
   __host__ __device__ static constexpr int row_of(int consumer) {
     return kByRows ? kSumRows * consumer : 0;
@@ -329,9 +329,9 @@ struct StoreRounded {
     });
   }
 
-  /// The same turned round. The last box may repeat some rows of the one before it.
+  /// The same transposed. The last box may repeat some rows of the one before it.
   template <int kRows, int kCount, int kBoxes, int kBoxRows>
-  __device__ void operator()(const TurnedSum<kRows, kCount>& sum, int row, int col,
+  __device__ void operator()(const TransposedSum<kRows, kCount>& sum, int row, int col,
                              const Outbox<T, kBoxes, kBoxRows>& out) const {
     constexpr int kParts = (kRows + kBoxRows - 1) / kBoxRows;
     send<kParts * kCount>(out, [&](auto& box, int i) {

@@ -54,7 +54,7 @@ struct Tile {
 // A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them: (row(i), col(j)). Along
 // a row they come in runs of kRun neighbours, and kLanesPerRow consecutive lanes share a row.
 template <class Tile>
-struct Sums {
+struct TileSums {
   // Tensor cores: fragments of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
   static constexpr bool kTensor = Tile::kTensor;
   static constexpr int kOwnRows = kTensor ? Tile::kRows / 8 : Tile::kRows / 4;
@@ -94,26 +94,26 @@ __device__ inline SplitTf32 split_tf32(float value) {
 // Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
 // share of the step, all in shared memory.
 template <class Tile>
-__device__ void add_products(Sums<Tile>& sums, const float* x_tile, const float* W_tile) {
+__device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const float* W_tile) {
   constexpr int kX = Tile::kStrideX, kW = Tile::kStrideW;
   const int lane = threadIdx.x % 32;
   if constexpr (Tile::kMath == Math::fp32) {
     // Per 4 steps of k a thread reads 4 floats of each of its rows at once, and per k its columns.
-    constexpr int kOwnRows = Sums<Tile>::kOwnRows, kOwnCols = Sums<Tile>::kOwnCols;
-    constexpr int kRun = Sums<Tile>::kRun;
+    constexpr int kOwnRows = TileSums<Tile>::kOwnRows, kOwnCols = TileSums<Tile>::kOwnCols;
+    constexpr int kRun = TileSums<Tile>::kRun;
 #pragma unroll
     for (int k = 0; k < Tile::kDepth; k += 4) {
       float4 x[kOwnRows];
 #pragma unroll
       for (int i = 0; i < kOwnRows; ++i) {
-        x[i] = *reinterpret_cast<const float4*>(x_tile + Sums<Tile>::row(i) * kX + k);
+        x[i] = *reinterpret_cast<const float4*>(x_tile + TileSums<Tile>::row(i) * kX + k);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         float w[kOwnCols];
 #pragma unroll
         for (int j = 0; j < kOwnCols; j += kRun) {
-          const float* at = W_tile + (k + e) * kW + Sums<Tile>::col(j);
+          const float* at = W_tile + (k + e) * kW + TileSums<Tile>::col(j);
           if constexpr (kRun == 4) {
             const float4 four = *reinterpret_cast<const float4*>(at);
             w[j] = four.x, w[j + 1] = four.y, w[j + 2] = four.z, w[j + 3] = four.w;
@@ -137,8 +137,8 @@ __device__ void add_products(Sums<Tile>& sums, const float* x_tile, const float*
     constexpr bool kSplit = Tile::kMath == Math::split;
     // Tensor cores truncate what they accumulate, and over a long sum that adds up. For the
     // accuracy of fp32 they sum only a step, which then is added, rounded to nearest, to the rest.
-    Sums<Tile> step;
-    Sums<Tile>& to = kSplit ? step : sums;
+    TileSums<Tile> step;
+    TileSums<Tile>& to = kSplit ? step : sums;
 #pragma unroll
     for (int k = 0; k < Tile::kDepth; k += 8) {
       unsigned x[kM][4], x_low[kSplit ? kM : 1][4];
@@ -180,9 +180,9 @@ __device__ void add_products(Sums<Tile>& sums, const float* x_tile, const float*
     }
     if constexpr (kSplit) {
 #pragma unroll
-      for (int i = 0; i < Sums<Tile>::kOwnRows; ++i) {
+      for (int i = 0; i < TileSums<Tile>::kOwnRows; ++i) {
 #pragma unroll
-        for (int j = 0; j < Sums<Tile>::kOwnCols; ++j) sums.at(i, j) += step.at(i, j);
+        for (int j = 0; j < TileSums<Tile>::kOwnCols; ++j) sums.at(i, j) += step.at(i, j);
       }
     }
   }
@@ -233,8 +233,8 @@ __device__ void copy_tile_of(float* to, const float* from, int row0, int col0, i
 // The BM x BN logits at (row0, col0), summed over d_begin <= d < d_end: kStages - 1 steps are on
 // their way while one is multiplied, as in lesson 2's `async`.
 template <class Tile>
-__device__ void multiply_tiles(Sums<Tile>& sums, float* stages, const Factors& factors, int row0,
-                               int col0, int d_begin, int d_end) {
+__device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factors& factors,
+                               int row0, int col0, int d_begin, int d_end) {
   constexpr int kStages = Tile::kStages;
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;

@@ -107,7 +107,7 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int t
     if (slices > 1) results.out = sliced;
     launch(results, slices);
     if (parts) {
-      launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks(C, kPartColumns)),
+      launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks_for(C, kPartColumns)),
                    kSoftmaxThreads, 0, out, out, results.parts, C, tiles);
     } else {
       softmax(results.out, out, shape, results.parts, slices);
@@ -146,7 +146,7 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   std::function<void()> launch;
   const auto align = [&](Memory<float>& matrix, int64_t& stride, int rows, int cols) {
     if (cols % 4 == 0) return;
-    stride = blocks(cols, 4) * 4;
+    stride = blocks_for(cols, 4) * 4;
     const auto from = matrix, to = layer.workspace.zeros<float>(rows * stride);
     launch = [=, before = launch, stride = stride] {
       if (before) before();

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/turned_product.cuh"
+#include "operators/softmax/transposed_product.cuh"
 
 namespace operators::softmax {
 
@@ -25,11 +25,11 @@ inline double copy_microseconds(const Layer& layer, int rows, int cols) {
 /// multiplies. (46 shapes: 10 % rms.)
 inline double cluster_microseconds(const Layer& layer, int splits, int rows, int classes, int depth,
                                    int64_t at_once) {
-  const int64_t tiles = blocks(layer.C, classes), clusters = tiles * blocks(layer.B, rows);
+  const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
   const double busy = 1.0 * std::min(clusters, at_once) * splits / layer.sms;
   const double loaded = 4e-3 * depth * (std::min(rows, layer.B) + std::min(classes, layer.C));
   const double chunk = (layer.C % 2 == 0 ? 1 : 1.12) * (0.23 + loaded * (0.02 + 0.011 * busy));
-  const double chunks = blocks(clusters, at_once) * blocks(layer.D, splits * depth);
+  const double chunks = blocks_for(clusters, at_once) * blocks_for(layer.D, splits * depth);
   return 1.4 + 0.9 * std::min(1.0, busy) + chunks * chunk +
          (tiles > 1 ? 1.5 + 1.1e-5 * layer.shape.logits() : 0) +
          (layer.x_stride % 4 != 0 ? copy_microseconds(layer, layer.B, layer.D) : 0);
@@ -43,13 +43,13 @@ template <class Shared>
 struct ExchangeTime {
   const Layer& layer;
   int64_t all, tiles, strips;
-  TurnedTime<Shared> time;
+  TransposedTime<Shared> time;
   double copies;
 
   ExchangeTime(const Layer& layer, bool copies_x, bool copies_W, int64_t all)
       : layer(layer),
         all(all),
-        tiles(Shared::kPeers * blocks(layer.C, Shared::kPeers * Shared::kColumns)),
+        tiles(Shared::kPeers * blocks_for(layer.C, Shared::kPeers * Shared::kColumns)),
         time{layer.B, layer.D, layer.C, copies_x ? 0 : RowsOfX::shift_of(layer.x_stride)},
         copies((copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
                (copies_W ? copy_microseconds(layer, layer.D, layer.C) : 0)) {
@@ -57,7 +57,7 @@ struct ExchangeTime {
   }
 
   double fused(int64_t strips_at_once) const {
-    const double rounds = blocks(strips, strips_at_once);
+    const double rounds = blocks_for(strips, strips_at_once);
     const double active = 1.0 * tiles * persistent(strips, strips_at_once);
     return copies + time(rounds, active, all, 1) + rounds * (tiles == 1 ? 1 : 2.7 + 0.115 * tiles);
   }

@@ -4,6 +4,7 @@
 
 #include "operators/softmax/softmax.h"
 #include "primitives/early_launch.cuh"
+#include "primitives/launch.h"
 #include "primitives/row_parts.cuh"
 
 namespace operators::softmax {
@@ -194,10 +195,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-inline unsigned blocks(int64_t count, int64_t per_block) {
-  return static_cast<unsigned>((count + per_block - 1) / per_block);
-}
-
 /// Rows longer than this do not fit into a block's registers.
 constexpr int kLongestInRegisters = 8192;
 
@@ -207,14 +204,14 @@ inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape
                     int slices = 1) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   if (C > kLongestInRegisters) {
-    const dim3 grid(B, blocks(C, kPartColumns));
+    const dim3 grid(B, blocks_for(C, kPartColumns));
     launch_early(sum_row_parts<kSoftmaxThreads>, grid, kSoftmaxThreads, 0, logits, probs, parts, C,
                  slices);
     launch_early(finish_columns<kSoftmaxThreads>, grid, kSoftmaxThreads, 0,
                  slices > 1 ? probs : logits, probs, parts, C, static_cast<int>(grid.y));
     return;
   }
-  const unsigned warps = blocks(B, kSoftmaxThreads / 32);
+  const unsigned warps = blocks_for(B, kSoftmaxThreads / 32);
   const auto launch = [&](auto* kernel, unsigned count) {
     launch_early(kernel, count, kSoftmaxThreads, 0, logits, probs, B, C, slices);
   };

@@ -111,11 +111,11 @@ struct Sum {
 };
 
 /// A warpgroup's sum of kRows rows (a multiple of 8, at most 256) by 64 kCount columns, which wgmma
-/// computes turned round: C^T = B^T A^T. Its left factor is 64 columns of B, transposed. Its right
+/// computes transposed: C^T = B^T A^T. Its left factor is 64 columns of B, transposed. Its right
 /// factor is kRows rows of A, and the first of them may be any multiple of 8.
 template <int kRows, int kCount>
-struct TurnedSum {
-  float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but turned
+struct TransposedSum {
+  float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but transposed
 
   __device__ static constexpr int size() { return kCount * kRows / 2; }
   __device__ float& element(int i) { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
@@ -139,7 +139,7 @@ struct TurnedSum {
   }
 
   /// Rounds the elements of kBoxRows rows, from `first` on, and of the 64 columns of elements[j],
-  /// and puts them into `box`. Each 8 x 8 of them is turned back on the way.
+  /// and puts them into `box`. Each 8 x 8 of them is transposed back on the way.
   template <typename T, int kBoxRows>
   __device__ void store(Box<T, kBoxRows>& box, int first, int j) const {
     // Matrix m of a store_matrices: columns 8 (m % 2) of the warp's 16, rows 8 (m / 2) of 16.

@@ -2,11 +2,11 @@
 // registers.
 //
 // In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along k (here
-// D); those of x are, those of W are not. So the product is turned round: x^T is the factor from
+// D); those of x are, those of W are not. So the product is transposed: x^T is the factor from
 // shared memory, as the copy engine leaves it there, and W^T is the one from registers. A warpgroup
 // has 64 columns of W, a warp 16; for wgmma these are rows of W^T, and thread l has rows l / 4 and
 // l / 4 + 8. Which column is which row is ours to say: a thread's two are neighbours, so that W is
-// read 8 bytes at a time (not where TurnedConsumer has a W whose rows are not aligned). The
+// read 8 bytes at a time (not where TransposedConsumer has a W whose rows are not aligned). The
 // thread's sums of the two are sum[4 j + e] and sum[4 j + 2 + e], for row 8 j + 2 (l % 4) + e of x
 // (e is 0 or 1).
 #pragma once
@@ -191,7 +191,7 @@ __device__ float exp_of(float value) {
 // ---- A product whose factors both come through shared memory ------------------------------------
 
 // Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D: lesson
-// 3's last product, turned round. A block is a producer warpgroup and two or three consumers, of 64
+// 3's last product, transposed. A block is a producer warpgroup and two or three consumers, of 64
 // columns each. The kPeers blocks of a cluster (1 to 3) have the same rows of x: each fetches some
 // boxes of kBoxRows rows for all of them, one box if equal shares are whole groups of 8 rows.
 //
@@ -201,7 +201,7 @@ __device__ float exp_of(float value) {
 // block's columns among its own, from 8 columns before the previous box's on: then four rows of W
 // share few banks. A strip of x is of every row, every second, or every fourth of x (RowsOfX).
 template <Math kMath_, int kRows_, int kColumns_, int kPeers_, bool kAligned_>
-struct TurnedShared {
+struct TransposedShared {
   static constexpr Math kMath = kMath_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kPeers = kPeers_;
   static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
@@ -299,7 +299,7 @@ struct RowsOfX {
 // bytes; twice where rows of x start anywhere, 2.2 times for such a W, whose boxes are wider than
 // the tile. Memory: 28 GB/s for each block; few blocks get more each, but less in all.
 template <class Shared>
-struct TurnedTime {
+struct TransposedTime {
   int B, D, C, shift;  // see RowsOfX
 
   double operator()(double rounds, double active, double most, int slices) const {
@@ -392,7 +392,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
 // bank twice. Else they are columns g and g + 8 of the warp's, so that 8 lanes read, and in the
 // end write, what lies together.
 template <class Shared>
-struct TurnedConsumer {
+struct TransposedConsumer {
   static constexpr Math kMath = Shared::kMath;
   static constexpr int kRows = Shared::kRows, kSums = kRows / 2, kStages = Shared::kStages;
   static constexpr int kNext = Shared::kAligned ? 1 : 8;  // from the thread's first column on
@@ -505,10 +505,10 @@ struct TurnedConsumer {
 // Turns the block's logits into exponentials relative to the row's maximum in this block. Thread
 // r < kRows returns row r's maximum and sum. `columns_left` of a row: from the thread's first on.
 template <class Shared, int kSums>
-__device__ MaxSum exponentials(Shared& shared, const TurnedConsumer<Shared>& of,
+__device__ MaxSum exponentials(Shared& shared, const TransposedConsumer<Shared>& of,
                                float (&sum)[kSums], int columns_left) {
   constexpr Math kMath = Shared::kMath;
-  constexpr int kRows = Shared::kRows, kNext = TurnedConsumer<Shared>::kNext;
+  constexpr int kRows = Shared::kRows, kNext = TransposedConsumer<Shared>::kNext;
   constexpr int kPairs = kRows / 4, kLeft = kPairs / 8;
   const int own = of.own, g = of.g, t = of.t;
   const int reversed = (g & 1) * 4 + (g & 2) + (g >> 2);  // see combine_quads()
