@@ -462,7 +462,6 @@ bool add_planned(GatingProblem& table, const Device& device) {
   bool whole = false;
   const auto add_way = [&]<class Plan>(const Plan& plan, const typename Plan::Rows& rows,
                                        int blocks) {
-    const auto kernel = gating_hopper_resident<Plan>;
     const unsigned fit = std::max(1, device.sms / blocks);
     const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), blocks);
     const auto launch = [=, &table] {
