@@ -809,12 +809,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
 
-// What a row of the table launches, the memory that this takes beside inputs and outputs, which
-// kernel's resources to record, and whether it needs Hopper. Without `run`: not for this shape.
+// What a row of the table launches, the memory that this takes beside inputs and outputs, how much
+// shared memory a block asks for, and whether it needs Hopper. Without `run`: not for this shape.
 struct Launch {
   std::function<void()> run;
   double bytes = 0;
-  std::function<void(Kernel&)> describe;
+  size_t shared_bytes = 0;
   bool hopper = false;
 };
 
@@ -825,7 +825,7 @@ Launch forward_once(const Tensors& of) {
   const auto run = [=] {
     forward_one_launch<A><<<blocks, kRowThreads>>>(of.x, of.y, of.w, of.out, of.layer);
   };
-  return {run, 0, [](Kernel& row) { row.resources(forward_one_launch<A>, kRowThreads); }};
+  return {run};
 }
 
 template <typename A>
@@ -838,8 +838,7 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
         <<<blocks, kRowThreads>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer);
     add_up_weights<A>(d, partials, of.layer);
   };
-  return {run, partials.bytes(),
-          [](Kernel& row) { row.resources(backward_one_launch<A>, kRowThreads); }};
+  return {run, partials.bytes()};
 }
 
 // Blocks of kThreads or less for rows of W features a thread: several where one has too few.
@@ -897,7 +896,7 @@ Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool 
     launch_clusters(kernel, shape.blocks, streamed, blocks, shape.threads, bytes,  //
                     of.x, of.y, of.w, of.out, of.layer, shape);
   };
-  return {run, 0, [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); }, streamed};
+  return {run, 0, bytes, streamed};
 }
 template <typename A, typename Function>
 Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
@@ -909,8 +908,7 @@ Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool
                     of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
-  return {run, partials.bytes(), [=](Kernel& row) { row.resources(kernel, shape.threads, bytes); },
-          streamed};
+  return {run, partials.bytes(), bytes, streamed};
 }
 
 // Whether all rows start at a multiple of `width` floats and have one block: then kVector holds.
@@ -981,11 +979,10 @@ bool add_forward(const Tensors& of, const Device& device) {
     if (layer.normed) normalize<A><<<layer.batch, 256>>>(z, of.out, layer);
   };
   problem.kernel("fused product", Role::ours, fused_product_and_norm)
-      .resources(fused_product<A>, kStripFeatures)
       .occupies(of.bytes() + (of.layer.normed ? unfused.z.bytes() : 0));
   const auto add = [&](const char* name, const Launch& launch) {
     Kernel& row = problem.kernel(name, Role::ours, launch.run).occupies(of.bytes());
-    launch.describe(row);
+    row.needs_shared(launch.shared_bytes);
     if (launch.hopper) row.hopper_only();
   };
   add("one launch", forward_once<A>(of));
@@ -1010,7 +1007,7 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
       backward.run();
     };
     Kernel& row = problem.kernel(name, Role::ours, run).occupies(ends + backward.bytes);
-    backward.describe(row);
+    row.needs_shared(std::max(forward.shared_bytes, backward.shared_bytes));
     if (forward.hopper || backward.hopper) row.hopper_only();
   };
   const Launch once = forward_once<A>(of);

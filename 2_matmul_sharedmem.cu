@@ -732,7 +732,7 @@ struct AnyShape {
                           Matrices{A, kCopied<Tile> ? rows : B, C, n, pitch}, timetable,
                           Handover<Tile::BM * Tile::BN>{ready, sums});
                 })
-        .resources(matmul_any_shape<Tile, kAligned>, Tile::kThreads, Tile::kSharedBytes);
+        .needs_shared(Tile::kSharedBytes);
   }
 };
 
@@ -740,13 +740,9 @@ struct AnyShape {
 template <bool kAligned, int kStages>
 void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffer<float> C, int n,
                         const Device& device) {
-  square
-      .kernel("vectors", Role::ours,
-              [=] {
-                matmul_vectors<128, 128, 8, 8, 8, kAligned>
-                    <<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
-              })
-      .resources(matmul_vectors<128, 128, 8, 8, 8, kAligned>, 256);
+  square.kernel("vectors", Role::ours, [=] {
+    matmul_vectors<128, 128, 8, 8, 8, kAligned><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+  });
 
   using Tile = AsyncTile<128, 256, 16, 8, 16, kStages, kAligned>;
   allow_shared_bytes(matmul_async<Tile, kAligned>, Tile::kSharedBytes);
@@ -756,7 +752,7 @@ void add_vector_kernels(Problem& square, Buffer<float> A, Buffer<float> B, Buffe
                 matmul_async<Tile, kAligned>
                     <<<tiles_of<Tile::BM, Tile::BN>(n), 256, Tile::kSharedBytes>>>(A, B, C, n);
               })
-      .resources(matmul_async<Tile, kAligned>, 256, Tile::kSharedBytes);
+      .needs_shared(Tile::kSharedBytes);
 
   using Middle = AsyncTile<64, 128, 32, 8, 8, 4, true, 2, 2>;
   using Small = AsyncTile<64, 64, 32, 8, 8, 3, true, 4, 2>;
@@ -790,15 +786,12 @@ int main(int argc, char** argv) {
     CUBLAS_CHECK(
         cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, B, n, A, n, &zero, C, n));
   });
-  square
-      .kernel("tile", Role::ours,
-              [&] { matmul_tile<<<tiles_of<kTile, kTile>(n), dim3(kTile, kTile)>>>(A, B, C, n); })
-      .resources(matmul_tile, kTile * kTile);
-  square
-      .kernel(
-          "registers", Role::ours,
-          [&] { matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n); })
-      .resources(matmul_registers<128, 128, 8, 8, 8>, 256);
+  square.kernel("tile", Role::ours, [&] {
+    matmul_tile<<<tiles_of<kTile, kTile>(n), dim3(kTile, kTile)>>>(A, B, C, n);
+  });
+  square.kernel("registers", Role::ours, [&] {
+    matmul_registers<128, 128, 8, 8, 8><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+  });
   const bool aligned = n % 4 == 0;
   const Device& device = lesson.device();
   if (device.shared_bytes >= 96 << 10) {

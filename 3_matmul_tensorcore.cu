@@ -754,24 +754,17 @@ dim3 tiles_of(int64_t n) {
 
 template <bool kWhole>
 void add_wmma_global(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
-  square
-      .kernel("wmma global", Role::ours,
-              [=] {
-                matmul_wmma_global<kWhole>
-                    <<<tiles_of<16 * kSide, 16 * kSide>(n), dim3(32, kSide, kSide)>>>(A, B, C, n);
-              })
-      .resources(matmul_wmma_global<kWhole>, 32 * kSide * kSide);
+  square.kernel("wmma global", Role::ours, [=] {
+    matmul_wmma_global<kWhole>
+        <<<tiles_of<16 * kSide, 16 * kSide>(n), dim3(32, kSide, kSide)>>>(A, B, C, n);
+  });
 }
 
 template <bool kAligned>
 void add_wmma_shared(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
-  square
-      .kernel("wmma shared", Role::ours,
-              [=] {
-                matmul_wmma_shared<128, 128, 32, 2, 4, kAligned>
-                    <<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
-              })
-      .resources(matmul_wmma_shared<128, 128, 32, 2, 4, kAligned>, 256);
+  square.kernel("wmma shared", Role::ours, [=] {
+    matmul_wmma_shared<128, 128, 32, 2, 4, kAligned><<<tiles_of<128, 128>(n), 256>>>(A, B, C, n);
+  });
 }
 
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
@@ -786,7 +779,7 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
                 matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
                     <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
               })
-      .resources(kernel, Tiles::kThreads, Tiles::kSharedBytes);
+      .needs_shared(Tiles::kSharedBytes);
 }
 
 // A factor for the copy engine, in boxes of `rows` rows, which many blocks read.
@@ -814,7 +807,7 @@ void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half
                 matmul_persistent<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
                     a, b, c, n, in_step ? progress.data() : nullptr);
               })
-      .resources(kernel, 384, kBytes)
+      .needs_shared(kBytes)
       .hopper_only();
 }
 
@@ -830,7 +823,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                 const CUtensorMap b = map_of(B, n, kStepK);
                 matmul_wgmma<3><<<tiles_of<128, 128>(n), 128, kWgmmaBytes>>>(a, b, C, n);
               })
-      .resources(matmul_wgmma<3>, 128, kWgmmaBytes)
+      .needs_shared(kWgmmaBytes)
       .hopper_only();
 
   constexpr int kSpecializedBytes = 4 * sizeof(Stage<128, 256>);
@@ -843,7 +836,7 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
                 matmul_specialized<4>
                     <<<tiles_of<128, 256>(n), 384, kSpecializedBytes>>>(a, b, C, n);
               })
-      .resources(matmul_specialized<4>, 384, kSpecializedBytes)
+      .needs_shared(kSpecializedBytes)
       .hopper_only();
 
   // Where a cluster has one tile at most, shared memory is better spent on stages.

@@ -412,16 +412,14 @@ void add_kernels(GatingProblem& table) {
   const int64_t M = table.shape.rows, H = table.shape.hidden;
   const dim3 elements(blocks_for(M, 8), blocks_for(H, 32));
   const auto simple = [=, &table] { gating_simple<<<elements, dim3(32, 8)>>>(table.operands()); };
-  table.problem.kernel("one thread per element", Role::baseline, simple)
-      .resources(gating_simple, 256);
+  table.problem.kernel("one thread per element", Role::baseline, simple);
 
   using Small = GateTiles<64, 64, 32, 2, 2, Tiles::kAligned>;
   const dim3 small_tiles(blocks_for(M, Small::BM), blocks_for(H, Small::BH));
   const auto tensor_cores = [=, &table] {
     gating_tensor_cores<Small><<<small_tiles, Small::kThreads>>>(table.operands());
   };
-  table.problem.kernel("tensor cores", Role::ours, tensor_cores)
-      .resources(gating_tensor_cores<Small>, Small::kThreads);
+  table.problem.kernel("tensor cores", Role::ours, tensor_cores);
 
   constexpr int kBytes = kAsyncBytes<Tiles, kStages>;
   const auto kernel = gating_async<Tiles, kStages>;
@@ -430,7 +428,7 @@ void add_kernels(GatingProblem& table) {
   const auto async = [=, &table] {
     gating_async<Tiles, kStages><<<tiles, Tiles::kThreads, kBytes>>>(table.operands());
   };
-  table.problem.kernel("async tiles", Role::ours, async).resources(kernel, Tiles::kThreads, kBytes);
+  table.problem.kernel("async tiles", Role::ours, async).needs_shared(kBytes);
 }
 
 // Adds the kernel for weights that fit into shared memory: K at most Tiles::BK.
@@ -452,8 +450,7 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
   const auto launch = [=, &table] {
     gating_resident<Tiles, kStages><<<grid, Tiles::kThreads, kBytes>>>(table.operands());
   };
-  table.problem.kernel("resident weights", Role::ours, launch)
-      .resources(kernel, Tiles::kThreads, kBytes);
+  table.problem.kernel("resident weights", Role::ours, launch).needs_shared(kBytes);
 }
 
 // Adds "Hopper resident". Several ways are timed, and the fastest is shown (docs/measuring.md): the
@@ -465,7 +462,6 @@ bool add_planned(GatingProblem& table, const Device& device) {
   bool whole = false;
   const auto add_way = [&]<class Plan>(const Plan& plan, const typename Plan::Rows& rows,
                                        int blocks) {
-    const auto kernel = gating_hopper_resident<Plan>;
     const unsigned fit = std::max(1, device.sms / blocks);
     const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), blocks);
     const auto launch = [=, &table] {
@@ -478,8 +474,10 @@ bool add_planned(GatingProblem& table, const Device& device) {
       gating_hopper_resident<Plan>
           <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
     };
-    ways.push_back({plan.name(blocks), plan.microseconds(table.shape), launch,
-                    [=](Kernel& row) { row.resources(kernel, Plan::kThreads, plan.bytes()); }});
+    ways.push_back({.name = plan.name(blocks),
+                    .microseconds = plan.microseconds(table.shape),
+                    .launch = launch,
+                    .shared_bytes = static_cast<int>(plan.bytes())});
   };
   const auto add_ways = [&]<class Plan>() {
     allow_shared_bytes(gating_hopper_resident<Plan>, device.shared_bytes);

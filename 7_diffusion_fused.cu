@@ -521,7 +521,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   table.problem.kernel(name, Role::ours, launch)
       .needs(80)
       .occupies(table.ends() + temporary + sums.bytes())
-      .resources(first, Project::kThreads, Project::kSharedBytes)
+      .needs_shared(Project::kSharedBytes)
       // mass * basis, spectral; backward s stays in fp32.
       .checks = table.checks((steps + slices - 1) / slices * Project::kV, 0,
                              kPass == Pass::forward ? 2 : 1, 1);
@@ -589,7 +589,7 @@ void add_one_launch(DiffusionProblem& table) {
       .hopper_only()
       .occupies(table.ends() + arrivals.bytes() + totals.bytes() +
                 (kTimeParts ? time_parts.bytes() : 0))
-      .resources(kernel, kThreads, kBytes)
+      .needs_shared(kBytes)
       .checks =
       table.checks((tiles + clusters - 1) / clusters * 64, 0, kPass == Pass::forward ? 2 : 1, 1);
 }

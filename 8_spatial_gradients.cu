@@ -958,7 +958,7 @@ bool add_one_kernel(GradientsProblem& table, const Device& device) {
               [=, &table] { gradient_features<<<blocks, kThreads, bytes>>>(table.operands()); })
       .needs(80)
       .occupies(table.ends())
-      .resources(gradient_features, kThreads, bytes)
+      .needs_shared(bytes)
       .checks = table.checks(2);  // xr and xi, as factors of ar and ai and of u
   return true;
 }
@@ -985,7 +985,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
   table.problem.kernel("associated", Role::ours, launch)
       .needs(80)
       .occupies(table.ends() + M.bytes())
-      .resources(kernel, kThreads, bytes)
+      .needs_shared(bytes)
       .checks = table.checks(1);  // M1 and M2
 }
 
@@ -1018,7 +1018,7 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
   table.problem.kernel("associated", Role::ours, launch)
       .needs(80)
       .occupies(table.ends() + t.bytes())
-      .resources(kernel, Tiles::kThreads, bytes)
+      .needs_shared(bytes)
       // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + t.slices - 1) / t.slices * Tiles::BV);
 }
@@ -1094,7 +1094,7 @@ void add_hopper_forward(GradientsProblem& table) {
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + M.bytes())
-      .resources(kernel, kHopperThreads, kBytes)
+      .needs_shared(kBytes)
       .checks = table.checks(1);  // M1 and M2
 }
 
@@ -1125,7 +1125,7 @@ void add_hopper_backward(GradientsProblem& table) {
   table.problem.kernel("Hopper", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + t.bytes())
-      .resources(kernel, kBackwardThreads, kBytes)
+      .needs_shared(kBytes)
       // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
       .checks = table.checks(1, 4, (tiles + blocks.y - 1) / blocks.y * 64);
 }

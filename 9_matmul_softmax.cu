@@ -1203,12 +1203,15 @@ struct SoftmaxTable : Layer {
     return {workspace_of(problem), shape, x, W, sliced};
   }
 
-  Kernel& add(const std::string& row, Role role, int needs_cc, std::function<void()> launch) const {
-    return problem.kernel(row, role, verifiable(launch)).needs(needs_cc);
+  Kernel& add(const std::string& row, Role role, std::function<void()> launch) const {
+    return problem.kernel(row, role, verifiable(launch));
   }
-  void add(const std::string& row, Role role, int needs_cc, std::vector<Way> ways) const {
+  // `needs` is 90 for what Hopper alone runs, or else the least compute capability, times 10.
+  void add(const std::string& row, Role role, int needs, std::vector<Way> ways) const {
     for (Way& way : ways) way.launch = verifiable(way.launch);
-    problem.kernel(row, role, ways, {.most = kMostPlans, .hopeless = kHopeless}).needs(needs_cc);
+    Kernel& kernel =
+        problem.kernel(row, role, ways, {.most = kMostPlans, .hopeless = kHopeless}).needs(needs);
+    if (needs == 90) kernel.hopper_only();
   }
   std::function<void()> verifiable(const std::function<void()>& launch) const {
     if (kind != Kind::only_infinite) return launch;
@@ -1342,13 +1345,13 @@ void add_table(Lesson& lesson, cublasHandle_t blas, Kind kind, const SoftmaxShap
   // fused rows reads W once per row: of the largest shapes 20 calls would take a minute.
   if (!tf32 && shape.flops() < 1e11) {
     const auto launch = [=] { launch_early(fused_rows, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
-    table.add("fused rows", Role::baseline, 0, launch).resources(fused_rows, kSoftmaxThreads);
+    table.add("fused rows", Role::baseline, launch);
   }
   // These round nothing, not even in TF32's table: what tensor cores have to beat.
   if (C <= 16) {
     const auto kernel = fused_rows_split<16>;
     const auto launch = [=] { launch_early(kernel, B, kSoftmaxThreads, 0, x, W, probs, D, C); };
-    table.add("fused rows, D split", Role::ours, 0, launch).resources(kernel, kSoftmaxThreads);
+    table.add("fused rows, D split", Role::ours, launch);
   }
   if (C > 16 && B == 1) table.add_ours(make_few_rows<1>(table), "", 0);
   if (C > 16 && B > 1 && B <= 4) table.add_ours(make_few_rows<4>(table), "", 0);

@@ -804,7 +804,7 @@ void add_forward(const Tensors& of, const std::shared_ptr<Cublas>& blas) {
       .needs(80);
   const Tiled<A> tiled(of);
   problem.kernel("planes in tiles", Role::ours, [=] { tiled.forward(); })
-      .resources(forward_tiles<A>, kTileThreads, kForwardTileBytes<A>)
+      .needs_shared(kForwardTileBytes<A>)
       .occupies(of.bytes() + tiled.bytes())
       .needs(80);
   const auto add_ready = [&](const char* name, const auto& ready) {
@@ -831,7 +831,7 @@ void add_backward(const Tensors& of, const Gradients& d, const std::shared_ptr<C
     tiled.backward();
   };
   problem.kernel("planes in tiles", Role::ours, both_tiled)
-      .resources(input_gradient_tiles<A>, kPairThreads, kGradientTileBytes)
+      .needs_shared(kGradientTileBytes)
       .occupies(ends + tiled.bytes())
       .needs(80);
   const auto add_ready = [&](const char* name, const auto& ready) {

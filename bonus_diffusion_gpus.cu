@@ -405,7 +405,7 @@ void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settin
     });
   };
   Kernel& row = table.problem.kernel(name, kSeveralGpus ? Role::ours : Role::baseline, launch);
-  row.hopper_only().resources(kernel, kOneLaunchThreads, TheTile::kBytes);
+  row.hopper_only().needs_shared(TheTile::kBytes);
   row.checks = checks_of<kPass>(mesh, tile);
   if (kSeveralGpus) over_gpus(mesh, row, check);
 }

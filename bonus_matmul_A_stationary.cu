@@ -106,16 +106,12 @@ int main(int argc, char** argv) {
 
   // Both kernels add to C, so it has to start as zeros; that is part of their time.
   const size_t bytes = static_cast<size_t>(n) * n * sizeof(float);
-  square
-      .kernel("atomic", Role::baseline,
-              [&] {
-                const dim3 block(32, 8);
-                const dim3 grid(static_cast<unsigned>((n + 31) / 32),
-                                static_cast<unsigned>((n + 7) / 8));
-                CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
-                matmul_atomic<<<grid, block>>>(A, B, C, n);
-              })
-      .resources(matmul_atomic, 256);
+  square.kernel("atomic", Role::baseline, [&] {
+    const dim3 block(32, 8);
+    const dim3 grid(static_cast<unsigned>((n + 31) / 32), static_cast<unsigned>((n + 7) / 8));
+    CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
+    matmul_atomic<<<grid, block>>>(A, B, C, n);
+  });
 
   constexpr int kSharedBytes = (kTile * (kTile + 1) + kTile * kCols) * sizeof(float);
   if (lesson.device().shared_bytes >= kSharedBytes) {
@@ -128,7 +124,7 @@ int main(int argc, char** argv) {
                   CUDA_CHECK(cudaMemsetAsync(C, 0, bytes));
                   matmul_tile_stationary<<<dim3(tiles, tiles), 256, kSharedBytes>>>(A, B, C, n);
                 })
-        .resources(matmul_tile_stationary, 256, kSharedBytes);
+        .needs_shared(kSharedBytes);
   } else {  // compute capability 7.5 has 64 KB
     lesson.note("No \"tile stationary\": a block of it needs 97 KB of shared memory.");
   }

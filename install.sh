@@ -8,7 +8,7 @@
 # there from elsewhere: Node.js's own packages and Debian's npm exclude each other.
 set -eu
 
-packages="g++ git libboost-context-dev libcli11-dev nlohmann-json3-dev scons"
+packages="g++ git libboost-context-dev libcli11-dev libfmt-dev nlohmann-json3-dev scons"
 case "$*" in
   "") ;;
   all)
@@ -35,7 +35,7 @@ esac
 
 if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
   echo "install.sh knows Debian and Ubuntu only. Install these yourself: SCons 4, a C++20 compiler," >&2
-  echo "Boost.Context, CLI11 2, nlohmann-json 3, git; for tests and plots pytest, pytest-xdist," >&2
+  echo "Boost.Context, CLI11 2, fmt 8, nlohmann-json 3, git; for tests and plots pytest, pytest-xdist," >&2
   echo "jsonschema and matplotlib for the Python of SCons; for the slides Node.js 18, npm, and" >&2
   echo "Chromium or Chrome." >&2
   exit 1

@@ -21,11 +21,8 @@ inline operators::Workspace workspace_of(Problem& problem) {
 inline std::vector<Way> ways_of_row(std::vector<operators::Way> ways) {
   std::vector<Way> result;
   for (operators::Way& way : ways) {
-    const auto resources = [kernel = way.kernel, threads = way.threads,
-                            bytes = way.shared_bytes](Kernel& row) {
-      row.resources(kernel, threads, static_cast<size_t>(bytes));
-    };
-    result.push_back({std::move(way.name), way.microseconds, std::move(way.launch), resources});
+    result.push_back(
+        {std::move(way.name), way.microseconds, std::move(way.launch), way.shared_bytes});
   }
   return result;
 }

@@ -5,6 +5,10 @@
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+
 namespace common {
 
 /// How a lesson ends; docs/measuring.md documents the same numbers.
@@ -16,7 +20,16 @@ enum ExitCode : int {
 };
 
 /// Prints `error: ` and the printf-style message as one line on stderr, and exits with `code`.
-[[noreturn, gnu::format(printf, 2, 3)]] void fail(ExitCode code, const char* format, ...);
+[[noreturn, gnu::format(printf, 2, 3)]] inline void fail(ExitCode code, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  fputs("error: ", stderr);
+  vfprintf(stderr, format, arguments);
+  fputc('\n', stderr);
+  va_end(arguments);
+  fflush(nullptr);
+  std::_Exit(code);
+}
 
 inline void check_cuda(cudaError_t status, const char* call, const char* file, int line) {
   if (status != cudaSuccess) {

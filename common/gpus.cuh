@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "common/event.h"
+#include "common/measure/event.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
 

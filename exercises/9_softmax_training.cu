@@ -491,9 +491,7 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
               })
       .needs(80);
   const auto ours = make_half_fused<float>(lesson, problem, shape, 1, x, W);
-  problem.kernel("half fused", Role::ours, [=] { ours(results()); })
-      .needs(80)
-      .resources(head_tiles<float>, kThreads);
+  problem.kernel("half fused", Role::ours, [=] { ours(results()); }).needs(80);
   problem.compare("half fused", "library", name + ": % times as fast as the library.");
 }
 
@@ -526,9 +524,7 @@ void add_heads(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, i
               })
       .needs(80);
   const auto ours = make_half_fused<float>(lesson, problem, shape, H, x, W);
-  problem.kernel("heads", Role::ours, [=] { ours({.out = probs}); })
-      .needs(80)
-      .resources(head_tiles<float>, kThreads);
+  problem.kernel("heads", Role::ours, [=] { ours({.out = probs}); }).needs(80);
   problem.compare("heads", "library", name + ": % times as fast as the library.");
 }
 
@@ -553,8 +549,7 @@ void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape
                  size_t(B), C);
   });
   const auto ours = make_half_fused<half>(lesson, problem, shape, 1, x, W);
-  problem.kernel("half fused", Role::ours, [=] { ours({.out = probs}); })
-      .resources(head_tiles<half>, kThreads);
+  problem.kernel("half fused", Role::ours, [=] { ours({.out = probs}); });
   problem.compare("half fused", "library", name + ": % times as fast as the library.");
 }
 
@@ -622,8 +617,7 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
                              static_cast<float*>(nullptr), dlogits.data(), B, C);
                 launch_early(gradients, tiles, kThreads, 0, given);
               })
-      .needs(80)
-      .resources(gradients, kThreads);
+      .needs(80);
   problem
       .kernel("dlogits on the fly", Role::ours,
               [=] {
@@ -633,8 +627,7 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
                              s.data(), static_cast<float*>(nullptr), B, C);
                 launch_early(gradients, tiles, kThreads, 0, given);
               })
-      .needs(80)
-      .resources(gradients, kThreads);
+      .needs(80);
   problem.compare("dlogits on the fly", "dlogits in memory",
                   name + ": dlogits on the fly is % times as fast as dlogits in memory.");
   problem.compare("dlogits on the fly", "library", name + ": % times as fast as the library.");

@@ -1,4 +1,4 @@
-"""Verifies and times peers as common/lesson.cpp does kernels.
+"""Verifies and times peers as common/verify and common/measure do kernels.
 
 Each peer's call is captured in a CUDA graph: one call to be timed with a cold L2 cache, 20 where
 the lesson times 20 in a graph. So neither Python nor its launches count against a peer.
@@ -14,7 +14,7 @@ from typing import List, Optional
 import torch
 
 GRAPH_CALLS = 20
-WORST_TO_FROBENIUS = 16  # kWorstToFrobenius of common/lesson.h
+WORST_TO_FROBENIUS = 16  # kWorstToFrobenius of common/problem.h
 
 
 @dataclass

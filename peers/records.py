@@ -5,7 +5,7 @@ import statistics
 
 
 def percentile(ordered, p):
-    """As common/lesson.cpp: the element of a sorted list nearest to that rank, halves upwards."""
+    """As common/results.h: the element of a sorted list nearest to that rank, halves upwards."""
     return ordered[math.floor(p / 100 * (len(ordered) - 1) + 0.5)]
 
 

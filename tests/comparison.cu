@@ -2,7 +2,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "common/lesson.h"
+#include "common/check.h"
+#include "common/report/comparison.h"
 
 using namespace common;
 

@@ -7,7 +7,7 @@ from conftest import ROOT, execute
 import pytest
 
 LESSONS = {
-    "g++", "git", "libboost-context-dev", "libcli11-dev", "nlohmann-json3-dev", "scons",
+    "g++", "git", "libboost-context-dev", "libcli11-dev", "libfmt-dev", "nlohmann-json3-dev", "scons",
 }
 SLIDES = {"nodejs", "npm", "chromium"}
 if "ID=ubuntu" in Path("/etc/os-release").read_text().split():  # where that is a snap
@@ -106,5 +106,5 @@ def test_without_sudo(machine):
 def test_other_system(machine):
     result, commands = machine(debian=False)
     assert result.rc == 1 and commands == []
-    for name in ("SCons", "pytest", "jsonschema", "Boost.Context", "CLI11", "nlohmann-json"):
+    for name in ("SCons", "pytest", "jsonschema", "Boost.Context", "CLI11", "fmt", "nlohmann-json"):
         assert name in result.stderr

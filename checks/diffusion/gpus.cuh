@@ -174,15 +174,15 @@ inline MakeInboxes window_inboxes(const std::shared_ptr<Nccl>& nccl) {
 /// What a row of several GPUs has that a row of one has not. `check` ends the program if a GPU has
 /// reported something.
 inline void over_gpus(Mesh& mesh, Kernel& kernel, std::function<void()> check) {
-  kernel.before = [&mesh] { mesh.poison(); };
-  kernel.collect = [&mesh, check] {
+  kernel.hooks.before = [&mesh] { mesh.poison(); };
+  kernel.hooks.collect = [&mesh, check] {
     on_each_gpu(mesh.gpus(), [](int) { CUDA_CHECK(cudaDeviceSynchronize()); });
     check();
     mesh.collect();
   };
 #ifndef CUDA_CPU
   const auto timer = std::make_shared<GpuTimer>(mesh.gpus());
-  kernel.time = [timer, check, launch = kernel.launch](Timing timing) {
+  kernel.hooks.time = [timer, check, launch = kernel.ways.front().launch](Timing timing) {
     const float ms = timer->time(timing, launch);
     check();
     return ms;

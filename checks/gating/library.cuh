@@ -48,7 +48,7 @@ class LibraryGate {
   /// Adds its row, which rounds both sums and the result.
   Kernel& add() {
     Kernel& row = layer_.problem.kernel("cuBLASLt + one kernel", Role::library, [this] { run(); });
-    row.before = [this] { prepare(); };
+    row.hooks.before = [this] { prepare(); };
     row.checks = {{layer_.out.storage(), layer_.expected.storage(), layer_.tolerance(3)}};
     return row;
   }

@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "common/fastest.h"
+#include "common/measure/fastest.h"
 
 namespace checks {
 

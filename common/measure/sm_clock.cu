@@ -1,5 +1,5 @@
 #include "common/check.h"
-#include "common/sm_clock.h"
+#include "common/measure/sm_clock.h"
 
 namespace common {
 

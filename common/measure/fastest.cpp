@@ -1,4 +1,4 @@
-#include "common/fastest.h"
+#include "common/measure/fastest.h"
 
 #include <algorithm>
 #include <chrono>
@@ -6,7 +6,7 @@
 #include <random>
 
 #include "common/device.h"
-#include "common/event.h"
+#include "common/measure/event.h"
 #include "common/numerics.h"
 
 namespace common {

@@ -1,0 +1,34 @@
+#include "common/measure/count.h"
+
+#ifdef CUDA_CPU
+#include "cpu/watch/counting.h"
+#else
+#include <cuda_profiler_api.h>
+#include <nvtx3/nvToolsExt.h>
+#endif
+
+namespace common {
+
+#ifdef CUDA_CPU
+
+void count_launch(const Table&, Row& row) {
+  cuda_cpu::start_counting();
+  row.launch()();
+  const Counts counts = cuda_cpu::stop_counting();
+  if (cuda_cpu::counted_everything()) row.counts = counts;
+}
+
+#else
+
+void count_launch(const Table& table, Row& row) {
+  nvtxRangePushA((table.problem->name + ": " + row.kernel->name).c_str());
+  CUDA_CHECK(cudaProfilerStart());
+  row.launch()();
+  CUDA_CHECK(cudaDeviceSynchronize());
+  CUDA_CHECK(cudaProfilerStop());
+  nvtxRangePop();
+}
+
+#endif
+
+}  // namespace common

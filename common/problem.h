@@ -1,0 +1,283 @@
+// A problem and its kernels, as a lesson describes them: buffers, checks, rows. Lesson::run() does
+// what is described here (common/lesson.h).
+#pragma once
+
+#include <cublas_v2.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/check.h"
+#include "common/device.h"
+
+namespace common {
+
+enum class Type { fp16, bf16, fp32, fp64 };
+template <typename T>
+constexpr Type type_of = Type::fp32;
+template <>
+inline constexpr Type type_of<half> = Type::fp16;
+template <>
+inline constexpr Type type_of<__nv_bfloat16> = Type::bf16;
+template <>
+inline constexpr Type type_of<double> = Type::fp64;
+
+// Unit roundoffs: the largest relative error of rounding to nearest.
+inline constexpr double kRoundoffFp16 = 0x1p-11;
+inline constexpr double kRoundoffBf16 = 0x1p-8;
+inline constexpr double kRoundoffTf32 = 0x1p-11;
+inline constexpr double kRoundoffFp32 = 0x1p-24;
+
+/// Device memory of a Problem: allocated by Lesson::run(), released after the problem's table. Before
+/// and behind it lie guards, whose bytes nobody may change (common/verify/guards.h).
+struct Storage {
+  void* data = nullptr;
+  size_t count = 0;
+  Type type{};
+  size_t element_bytes = 0;
+  double scale = 0, center = 0;  ///< inputs: uniform in [center - scale, center + scale)
+  Storage() = default;
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+  ~Storage() { release(); }
+  double bytes() const { return static_cast<double>(count) * static_cast<double>(element_bytes); }
+  void allocate();
+  void release();
+};
+using Storages = std::vector<std::shared_ptr<Storage>>;
+
+/// Refers to a Storage, as T*. Copies refer to the same memory, so a launch lambda may capture it
+/// by value or by reference.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(std::shared_ptr<Storage> storage) : storage_(std::move(storage)) {}
+  operator T*() const { return static_cast<T*>(storage_->data); }
+  T* data() const { return *this; }
+  size_t size() const { return storage_->count; }
+  double bytes() const { return storage_->bytes(); }
+  const std::shared_ptr<Storage>& storage() const { return storage_; }
+
+ private:
+  std::shared_ptr<Storage> storage_;
+};
+
+/// What a problem costs whichever way it is computed.
+struct Work {
+  double flops = 0;  ///< an FMA counts as two
+  double bytes = 0;  ///< least possible traffic: every input read once, every output written once
+};
+
+/// What the device's peak rates allow, in milliseconds; 0 if they are unknown. And whether it is the
+/// memory's rate that is the limit.
+double limit_ms(const Work& work, const Device& device, Rate rate);
+bool is_memory_bound(const Work& work, const Device& device, Rate rate);
+
+struct Dim {
+  const char* name;
+  int64_t extent;
+};
+
+/// Error of an output against its fp64 reference; NaN or infinite if any element is.
+struct Error {
+  double frobenius = 0;  ///< ||out - reference|| / ||reference||
+  double worst = 0;      ///< max |out - reference| / rms(reference): one wrong element shows here
+};
+
+/// An output, its fp64 reference of the same count, and the bound on the relative Frobenius error.
+/// A single element may be off by kWorstToFrobenius times that bound, in units of the reference's
+/// rms: rounding errors of 10^8 elements stay within 6 standard deviations, a wrong element does
+/// not.
+struct Check {
+  std::shared_ptr<Storage> output, reference;
+  double tolerance = 0;
+  std::function<void()> compute_reference = {};  ///< if it is not the problem's
+};
+inline constexpr double kWorstToFrobenius = 16;
+
+/// Bound on the relative Frobenius error of `length`-term dot products of random numbers of mean
+/// zero. Rounding errors are independent, so variances add. Per unit of the result's rms:
+///   inputs   both factors of each term rounded by u_in:     2 u_in^2 / 3
+///   sum      partial sum k has rms sqrt(k / length), rounded:  u_sum^2 length / 6
+///   output   rounded once by u_out:                         u_out^2 / 3
+/// (a rounding error is uniform in [-u, u], hence u^2 / 3). Tensor cores truncate instead of
+/// rounding to nearest: pass tensor_core_sum, whose errors all point to zero and therefore add up
+/// linearly. The factor 4 leaves room for the few elements of a small problem.
+double dot_tolerance(int64_t length, double u_sum, double u_out, double u_in = 0);
+/// u_sum for dot_tolerance when tensor cores accumulate `length` terms in fp32, in steps of 8.
+double tensor_core_sum(int64_t length);
+
+enum class Role { baseline, library, ours };
+
+/// How a kernel is timed: alone, after the L2 cache was overwritten (cold) or after a launch of its
+/// own (hot); or as one of the kGraphCalls calls of a CUDA graph, launch included.
+enum class Timing { cold, hot, graph };
+inline constexpr int kGraphCalls = 20;
+
+/// Which of the ways to compute a row are tried: at most so many, and none that is expected to take
+/// so much longer than the first. Most estimates err by less.
+struct Tries {
+  size_t most = 16;
+  double hopeless = 1.15;
+};
+
+/// One of several ways to compute a row, such as with one of several tiles.
+struct Way {
+  std::string name = {};
+  double microseconds = 0;  ///< that it should take
+  std::function<void()> launch = {};
+  int shared_bytes = 0;  ///< that a block asks for, if they are more than every device has
+};
+
+/// What a few rows do around a launch.
+struct Hooks {
+  std::function<void()> before;  ///< a verified launch, untimed: a step's inputs
+  /// Of work on several devices: brings all results to where the checks look, not timed; and what
+  /// one launch takes, in milliseconds (of Timing::graph, each of kGraphCalls).
+  std::function<void()> collect;
+  std::function<float(Timing)> time;
+};
+
+/// One row of the table.
+struct Kernel {
+  std::string name;
+  Role role{};
+  std::vector<Way> ways;      ///< to compute it, those that should be the fastest first; often one
+  Work work;                  ///< the problem's, unless is_step() changes it
+  std::vector<Check> checks;  ///< the problem's, unless there are some
+  Hooks hooks;
+  double memory_bytes = 0;   ///< device memory that this way of computing needs; 0: not stated
+  int least_capability = 0;  ///< compute capability of a GPU, times 10
+  bool only_hopper = false;  ///< and it must be 9.0
+  int shared_bytes = 0;      ///< that a block asks for, if they are more than every device has
+
+  /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
+  /// that `compute_reference` puts into `reference`.
+  template <typename T>
+  Kernel& is_step(Work step, std::function<void()> earlier_steps, const Buffer<T>& output,
+                  const Buffer<double>& reference, double tolerance,
+                  std::function<void()> compute_reference) {
+    work = step;
+    hooks.before = std::move(earlier_steps);
+    checks = {{output.storage(), reference.storage(), tolerance, std::move(compute_reference)}};
+    return *this;
+  }
+  /// States the device memory (bytes) that this way of computing needs, inputs and outputs
+  /// included.
+  Kernel& occupies(double bytes) {
+    memory_bytes = bytes;
+    return *this;
+  }
+  /// `capability` / 10 is the least compute capability that can run this; below it the row says so
+  /// instead.
+  Kernel& needs(int capability) {
+    least_capability = capability;
+      return *this;
+  }
+  /// sm_90a code: later architectures do not run it either.
+  Kernel& hopper_only() {
+    least_capability = 90;
+    only_hopper = true;
+    return *this;
+  }
+  /// A block asks for so much shared memory. To be said where that is more than 48 KB: a device that
+  /// has less cannot run this, and the row says so instead.
+  Kernel& needs_shared(size_t bytes) {
+    shared_bytes = static_cast<int>(bytes);
+    return *this;
+  }
+};
+
+/// One table: inputs, outputs and a reference that its kernels share.
+class Problem {
+ public:
+  /// Random numbers, uniform in [center - scale, center + scale).
+  template <typename T>
+  Buffer<T> input(size_t count, double scale = 1, double center = 0) {
+    Buffer<T> result = buffer<T>(inputs, count, scale);
+    result.storage()->center = center;
+    return result;
+  }
+  /// Called when the inputs are filled, before the reference is computed: may change them.
+  void adjust_inputs(std::function<void()> adjust) { adjustments.push_back(std::move(adjust)); }
+  /// Zeros when the first kernel starts, and never touched between kernels: for what each
+  /// launch leaves ready for the next one.
+  template <typename T>
+  Buffer<T> workspace(size_t count) {
+    return buffer<T>(workspaces, count, 0);
+  }
+  /// Poisoned with NaN before each kernel is verified; also for temporaries.
+  template <typename T>
+  Buffer<T> output(size_t count) {
+    return buffer<T>(outputs, count, 0);
+  }
+  /// What the outputs should be. `compute` fills the references in and is not timed; meanwhile it
+  /// may allocate up to `scratch_bytes`.
+  Buffer<double> reference(size_t count) { return buffer<double>(references, count, 0); }
+  void reference_from(double scratch_bytes, std::function<void()> compute) {
+    this->scratch_bytes = scratch_bytes;
+    compute_reference = std::move(compute);
+  }
+
+  /// Times these kernels, unless the command line says otherwise, as microsecond kernels run in a
+  /// real program: kGraphCalls calls in a CUDA graph, per call. The cache stays warm.
+  void in_graph() { timing = Timing::graph; }
+
+  /// Every kernel (that does not say otherwise) is held to this.
+  template <typename T>
+  void check(const Buffer<T>& output, const Buffer<double>& reference, double tolerance) {
+    checks.push_back({output.storage(), reference.storage(), tolerance});
+  }
+
+  /// Adds a row. The first one is what `speed` compares with. The reference returned lives as long
+  /// as the problem.
+  Kernel& kernel(std::string name, Role role, std::function<void()> launch);
+  /// Adds a row that may be computed in several ways, at least one. On a GPU the few that should be
+  /// the fastest are tried before the row is verified, and the fastest of them is what is verified
+  /// and timed. Where nothing is timed, the row is the way that should be the fastest.
+  Kernel& kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries = {});
+
+  /// After the tables, on a GPU, if both kernels were timed: `format`, with how many times as fast
+  /// as `slow` `fast` is for its one % (common/report/comparison.h).
+  void compare(std::string fast, std::string slow, std::string format);
+
+ private:
+  template <typename T>
+  static Buffer<T> buffer(Storages& list, size_t count, double scale) {
+    auto storage = std::make_shared<Storage>();
+    storage->count = count;
+    storage->type = type_of<T>;
+    storage->element_bytes = sizeof(T);
+    storage->scale = scale;
+    list.push_back(storage);
+    return Buffer<T>(storage);
+  }
+
+ public:
+  // What was described, for the harness.
+  struct Comparison {
+    std::string fast, slow, format;
+  };
+  std::string name;
+  std::vector<Dim> dims;
+  std::string dtype;
+  Work work;
+  Rate rate{};
+  Timing timing = Timing::cold;
+  Storages inputs, outputs, references, workspaces;
+  std::vector<std::function<void()>> adjustments;
+  double scratch_bytes = 0;
+  std::function<void()> compute_reference;
+  std::vector<Check> checks;
+  std::deque<Kernel> kernels;  // whose references last
+  std::vector<Comparison> comparisons;
+};
+
+}  // namespace common
