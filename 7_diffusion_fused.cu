@@ -205,7 +205,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //     must not be added once per slice; and a nonlinear function (lesson 6's sigmoid) may only ever
 //     see the total.
 //   - Memory that is added to has to start at zero. Here nothing is added to memory. And the order
-//     of the additions is always the same, so that the result is, too.
+//     of the additions is always the same, so that the result is, too. (Below, one launch adds
+//     atomically, in the order in which its clusters come: there two runs differ in the last bits.)
 //
 // (A published split-K kernel for this very operator has a relative error of 0.8.)
 //
