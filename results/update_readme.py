@@ -409,10 +409,7 @@ def formula(what):
         row = kernel_of(problem, kernel[0])
         names |= {name: row[name] for name in ("tflops", "gbps", "percent_of_limit")}
         names["ms"] = row["ms"]["median"]
-    try:
-        result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
-    except (NameError, SyntaxError) as error:
-        raise Mistake(str(error)) from error
+    result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
     return format(result, form[0]) if form else number(result)
 
 
@@ -477,7 +474,7 @@ def page_of(path):
     def filled(marker):
         try:
             return render(marker)
-        except (Mistake, *DAMAGED) as error:
+        except (Mistake, NameError, SyntaxError, *DAMAGED) as error:
             line = old.count("\n", 0, marker.start()) + 1
             why = error if isinstance(error, Mistake) else what_lacks(error)
             raise Mistake(f"{path.relative_to(ROOT)}, line {line}, cannot be filled in: {why}") from error

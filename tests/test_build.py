@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 
-from conftest import LESSONS, PROGRAMS, ROOT, SOLVED, execute
+from conftest import LESSONS, PROGRAMS, ROOT, SOLVED, execute, program
 import hopper_mutants
 import pytest
 from test_style import copy_of_sources, scons
@@ -229,7 +229,22 @@ def test_a_toolkit_without_libraries(dry_run, tmp_path):
 # ---- Folders of any name --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["O'Brien", "R&D", 'my "own" $HOME `touch f`; touch g'])
+ODD_NAMES = ["O'Brien", "R&D", 'my "own" $HOME `touch f`; touch g']
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_program_in_a_folder_of_any_name(tmp_path, name):
+    """It asks addr2line for its lines, by a shell."""
+    lesson = program("1_matmul_basic")
+    (tmp_path / name).mkdir()
+    copied = shutil.copy(lesson, tmp_path / name)
+    here, there = (execute([path, "64", "--device", "cpu", "--explain"], cwd=tmp_path) for path in (copied, lesson))
+    assert (here.rc, here.stdout, here.stderr) == (0, there.stdout, "")
+    assert "1_matmul_basic.cu:" in here.stdout or not shutil.which("addr2line")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.fixture(scope="module", params=ODD_NAMES)
 def odd_tree(request, tmp_path_factory):
     return copy_of_sources(tmp_path_factory.mktemp("odd") / request.param)
 
