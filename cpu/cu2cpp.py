@@ -15,6 +15,7 @@ Only what is not C++ changes, and every line keeps its number:
 The output starts with a #line directive, so that compilers and debuggers show the original file.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -210,14 +211,15 @@ def _outside_brackets(declaration):
 
 
 def main():
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    source, target = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", metavar="SOURCE")
+    parser.add_argument("target", metavar="TARGET")
+    arguments = parser.parse_args()
     try:
-        result = translate(Path(source).read_text(encoding="utf-8"), source)
-    except TranslationError as error:
+        result = translate(Path(arguments.source).read_text(encoding="utf-8"), arguments.source)
+        Path(arguments.target).write_text(result, encoding="utf-8")
+    except (TranslationError, OSError, UnicodeDecodeError) as error:
         sys.exit(f"error: {error}")
-    Path(target).write_text(result, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -129,10 +129,13 @@ def main():
     parser.add_argument("before", nargs="?", metavar="FROM")
     parser.add_argument("after", nargs="?", metavar="TO")
     arguments = parser.parse_args()
+    ladder = LADDERS[arguments.lesson]
     known = [name for name, _, _ in parts_of((ROOT / f"{arguments.lesson}.cu").read_text())]
     for name in (arguments.before, arguments.after):
         if name and name not in known:
-            parser.error(f"{arguments.lesson} has no kernel {name}: {', '.join(LADDERS[arguments.lesson])}")
+            parser.error(f"{arguments.lesson} has no kernel {name}: {', '.join(ladder)}")
+    if arguments.before and not arguments.after and arguments.before not in ladder[:-1]:
+        parser.error(f"no kernel comes after {arguments.before}: say which one to compare it with")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     for line in steps(arguments.lesson, arguments.before, arguments.after):
         color = COLORS.get(line[:1]) if sys.stdout.isatty() else None

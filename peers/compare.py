@@ -13,7 +13,7 @@ The exit code is 1 if anything failed or was not verified.
 import argparse
 import importlib
 import json
-import os
+import math
 import pathlib
 import subprocess
 import sys
@@ -74,14 +74,7 @@ def run_lesson(program, arguments, samples):
         if result.returncode != 0:
             print(result.stdout + result.stderr, end="")
             return None
-        return json.loads(written.read_text())
-
-
-def write_atomically(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.tmp.{os.getpid()}")
-    beside.write_text(text)
-    os.replace(beside, path)
+        return record.load_run(written)
 
 
 def measure_peers(operator, run, options, round_number):
@@ -133,7 +126,7 @@ def compare(lesson, name, arguments, options, versions):
     merged = records.merged_run(runs, by_name, versions)
     folder = options.out or ROOT / "results" / record.gpu_folder(merged["device"]["name"])
     suffix = f".{name}" if name else ""
-    write_atomically(folder / f"{lesson}{suffix}.peers.json", json.dumps(merged, indent=2) + "\n")
+    record.write_whole(folder / f"{lesson}{suffix}.peers.json", json.dumps(merged, indent=2) + "\n")
     print(f"{options.rounds} rounds: the lesson {seconds['lesson']:.0f} s, its peers "
           f"{seconds['peers']:.0f} s, {first:.0f} s of these in the first round, which compiles")
     return merged
@@ -180,8 +173,12 @@ def main():
     options = parser.parse_args()
     lessons = SWEEPS if options.sweep else LESSONS
     wanted, unknown = runs_named(options.lessons or lessons, lessons)
-    if unknown or options.rounds < 1 or options.samples < 1:
-        parser.error(f"no peers of {', '.join(unknown)}" if unknown else "at least one of each")
+    if unknown:
+        parser.error(f"no peers of {', '.join(unknown)}: choose of {', '.join(lessons)}")
+    if options.rounds < 1 or options.samples < 1:
+        parser.error("--rounds and --samples: at least one of each")
+    if not (0 <= options.seconds < math.inf and 0 < options.budget < math.inf):
+        parser.error("--seconds and --budget: times, which are positive and finite")
 
     try:
         import torch
@@ -191,6 +188,7 @@ def main():
         parser.exit(3, f"error: {error}; see the README on what the peers need\n")
     if not torch.cuda.is_available():
         parser.exit(3, "error: PyTorch finds no GPU\n")
+    record.need_programs(options.bin, dict.fromkeys(lesson for lesson, _, _ in wanted))
     try:
         from triton import __version__ as triton_version
     except ImportError:
@@ -223,4 +221,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record.saying_mistakes(main))

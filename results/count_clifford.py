@@ -23,9 +23,12 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from commit import commit_of
+from record import Mistake, ROOT, saying_mistakes, write_whole
+
 RECORD = ROOT / "results" / "clifford_operations.json"
 ALGEBRA = "operators/clifford/algebra.cuh"
 ALGEBRAS = ("2,0,0", "3,0,0", "3,0,1", "1,3,0", "4,1,0")
@@ -258,8 +261,8 @@ def count(nvcc, signature):
         moved = [sum(len(algebra.triples) if name.endswith("w") else algebra.blades for name in names)
                  for names in (inputs, outputs)]
         if [found.pop("LDG"), found.pop("STG")] != moved:
-            raise RuntimeError(f"{kernel} of {signature}: these are not the instructions of a kernel that "
-                               f"loads {moved[0]} and stores {moved[1]} numbers")
+            raise Mistake(f"{kernel} of {signature}: these are not the instructions of a kernel that "
+                          f"loads {moved[0]} and stores {moved[1]} numbers")
     part = {"algebra": signature, "blades": algebra.blades, "triples": len(algebra.triples),
             "terms": len(algebra.terms)}
     for what, multiply_adds in algebra.multiply_adds().items():
@@ -272,28 +275,40 @@ def count(nvcc, signature):
     return part
 
 
-def output_of(*command):
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def main():
-    import sympy
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     parser.add_argument("algebras", nargs="*", default=ALGEBRAS, metavar="ALGEBRA")
     arguments = parser.parse_args()
+    for word in arguments.algebras:
+        if not (re.fullmatch(r"\d,\d,\d", word) and 2 <= sum(map(int, word.split(","))) <= 5):
+            parser.error(f"{word}: choose three numbers of basis vectors, 2 to 5 in all, as 2,1,0")
+    try:
+        import sympy
+    except ImportError:
+        raise Mistake("this needs SymPy (Debian's package python3-sympy)") from None
     nvcc = pathlib.Path(arguments.nvcc).resolve()
-    changes = output_of("git", "status", "--porcelain", "--", "common", "results/*.py")
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+        version = re.search(r"V([\d.]+)", said)[1]
+    except (OSError, TypeError):
+        raise Mistake(f"{nvcc} is no nvcc that runs: say where one is, --nvcc") from None
+    if not shutil.which("objcopy"):
+        raise Mistake("there is no objcopy (Debian's package binutils)")
+    try:
+        algebras = [count(nvcc, signature) for signature in arguments.algebras]
+    except subprocess.CalledProcessError as error:
+        raise Mistake(f"{pathlib.Path(error.cmd[0]).name} failed; what it said stands above") from None
     record = {
-        "commit": output_of("git", "rev-parse", "HEAD") + ("-dirty" if changes else ""),
-        "nvcc": re.search(r"V([\d.]+)", output_of(nvcc, "--version"))[1],
+        "commit": commit_of("*.cuh", "results/*.py"),
+        "nvcc": version,
         "architecture": ARCHITECTURE,
         "sympy": sympy.__version__,
-        "algebras": [count(nvcc, signature) for signature in arguments.algebras],
+        "algebras": algebras,
     }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(RECORD, json.dumps(record, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(saying_mistakes(main))

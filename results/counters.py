@@ -11,11 +11,13 @@ import argparse
 import csv
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
 
-from record import ROOT, gpu_folder
+from record import (DAMAGED, Mistake, ROOT, gpu_folder, load_run, need_programs, saying_mistakes,
+                    what_lacks, write_whole)
 
 # RUN and arguments of each run; the CPU backend counts these in seconds.
 SMALL = {
@@ -83,10 +85,9 @@ def profile(program, arguments, metrics, keep):
             return None, []
         if keep:
             name = "_".join([program.name, *arguments]).replace("--", "")
-            keep.mkdir(parents=True, exist_ok=True)
-            (keep / f"{name}.csv").write_text(table.read_text())
-            (keep / f"{name}.json").write_text(written.read_text())
-        return json.loads(written.read_text()), rows_of(table.read_text())
+            write_whole(keep / f"{name}.csv", table.read_text())
+            write_whole(keep / f"{name}.json", written.read_text())
+        return load_run(written), rows_of(table.read_text())
 
 
 def rows_of(text):
@@ -125,8 +126,14 @@ def main():
     parser.add_argument("--keep", type=pathlib.Path)
     parser.add_argument("lessons", nargs="*", metavar="LESSON")
     arguments = parser.parse_args()
+    lessons = arguments.lessons or [*SMALL]
+    if unknown := [lesson for lesson in lessons if lesson not in SMALL]:
+        parser.error(f"nothing to count of {', '.join(unknown)}: choose of {', '.join(SMALL)}")
+    need_programs(arguments.bin, lessons)
+    if not shutil.which("ncu"):
+        raise Mistake("there is no ncu, the profiler that comes with the CUDA toolkit")
     failed = []
-    for lesson in arguments.lessons or [*SMALL]:
+    for lesson in lessons:
         runs = [(run, options, False) for run, options in SMALL[lesson].items()]
         runs += [("moved", MOVED[lesson], True)] if lesson in MOVED else []
         for run, options, moved in runs:
@@ -137,13 +144,15 @@ def main():
                 continue
             out = arguments.out or (
                 ROOT / "results" / gpu_folder(record["device"]["name"]) / "counts")
-            out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(add_counts(record, rows, moved), indent=2) + "\n"
-            (out / f"{lesson}{'.' + run if run else ''}.json").write_text(text)
+            try:
+                text = json.dumps(add_counts(record, rows, moved), indent=2) + "\n"
+            except DAMAGED as error:
+                raise Mistake(f"what ncu wrote of {lesson} is damaged: {what_lacks(error)}") from error
+            write_whole(out / f"{lesson}{'.' + run if run else ''}.json", text)
     if failed:
         print("not counted:", ", ".join(failed), file=sys.stderr)
     return bool(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(saying_mistakes(main))

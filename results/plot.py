@@ -17,14 +17,21 @@ whether the SVG files are those that the records give.
 """
 import argparse
 import io
-import json
 import math
 import pathlib
 import re
 import sys
 
-import matplotlib
+from record import DAMAGED, Mistake, load_run as load, saying_mistakes, what_lacks, write_whole
 
+try:
+    import matplotlib
+except ImportError:
+    if __name__ != "__main__":
+        raise
+    print("error: the plots need matplotlib (Debian's package python3-matplotlib; see install.sh)",
+          file=sys.stderr)
+    sys.exit(2)
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -80,10 +87,6 @@ FUSED = {
     ],
 }
 UNFUSED_IN = {"6_gating_fused": "5_gating_unfused"}  # if it is another lesson
-
-
-def load(path):
-    return json.loads(path.read_text())
 
 
 def records_of(folder, lesson):
@@ -617,19 +620,26 @@ def draw_gpus(folder):
 
 def draw_all(folder):
     """{path: SVG text} of everything that the records of one GPU are enough for."""
-    plots = {"ladder": draw_ladder(folder), "roofline": draw_roofline(folder),
-             "bonus_diffusion_gpus": draw_gpus(folder)}
+    plots = {"ladder": (draw_ladder, folder), "roofline": (draw_roofline, folder),
+             "bonus_diffusion_gpus": (draw_gpus, folder)}
     for lesson in ("3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"):
-        plots[lesson] = draw_sizes(folder, lesson)
+        plots[lesson] = (draw_sizes, folder, lesson)
     for lesson in FUSED:
-        plots[f"{lesson}.fused"] = draw_fused(folder, lesson)
+        plots[f"{lesson}.fused"] = (draw_fused, folder, lesson)
     for path in sorted(folder.glob("*.shapes.json")):
-        plots[path.stem] = draw_shapes(path)
+        plots[path.stem] = (draw_shapes, path)
     for path in sorted(folder.glob("*.sweep-*.json")):
-        if path.stem.endswith(".peers"):
-            continue
-        plots[path.stem] = draw_heatmaps(path)
-    return {folder / f"{name}.svg": text for name, text in plots.items() if text}
+        if not path.stem.endswith(".peers"):
+            plots[path.stem] = (draw_heatmaps, path)
+    drawn = {}
+    for name, (draw, *arguments) in plots.items():
+        path = folder / f"{name}.svg"
+        try:
+            drawn[path] = draw(*arguments)
+        except DAMAGED as error:
+            raise Mistake(f"results/{folder.name}/{path.name} cannot be drawn, for its records are damaged: "
+                          f"{what_lacks(error)}") from error
+    return {path: text for path, text in drawn.items() if text}
 
 
 def same(drawn, there):
@@ -661,7 +671,7 @@ def main():
         plots.update(draw_all(folder))
     if not check:
         for path, text in plots.items():
-            path.write_text(text)
+            write_whole(path, text)
         return 0
     there = {path: path.read_text() for path in RESULTS.glob("*/*.svg")}
     paths = plots.keys() | there.keys()
@@ -672,4 +682,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(saying_mistakes(main))

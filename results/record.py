@@ -6,11 +6,13 @@ A lesson is recorded at its default N and at those of SIZES (RUN is the N), with
 DEFAULTS, and with the arguments of VARIANTS (RUN is their name), for up to SECONDS a run, so that
 most kernels have 50 samples. The runs of SHAPES are one record (RUN is "shapes"), of the kernels
 that matter at any shape; it is written anew after each of them. A lesson that fails is not
-recorded, and the exit code says so.
+recorded, and the exit code says so: 1; or 2 if nothing could be run.
 """
 import argparse
 import json
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -75,6 +77,78 @@ SHAPES = {
 }
 
 
+class Mistake(Exception):
+    """What is wrong with the files or programs that a script was given: one sentence."""
+
+
+def saying_mistakes(main):
+    """The exit code of a script's main(); what it cannot do is said in a sentence, and is 2."""
+    try:
+        return main()
+    except (Mistake, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def shown(path):
+    """A path as a message has it: from this folder on, if it is in there."""
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+
+
+def load(path):
+    """A record; a Mistake if the file has none."""
+    try:
+        record = json.loads(path.read_text())
+    except OSError as error:
+        raise Mistake(f"{shown(path)}: {error.strerror}") from error
+    except ValueError as error:
+        raise Mistake(f"{shown(path)} is damaged: {error}") from error
+    if not isinstance(record, dict):
+        raise Mistake(f"{shown(path)} is damaged: it has no record")
+    return record
+
+
+def load_run(path):
+    """The record of a lesson's run, with a device's name and problems; a Mistake otherwise."""
+    run = load(path)
+    device = run.get("device")
+    if not (isinstance(device, dict) and isinstance(device.get("name"), str)
+            and isinstance(run.get("problems"), list)):
+        raise Mistake(f"{shown(path)} is damaged: it has no device or no problems")
+    return run
+
+
+# What reading a record raises that lacks something, or has something else in its place.
+DAMAGED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration)
+
+
+def what_lacks(error):
+    """One of DAMAGED in words."""
+    return f"there is no {error}" if isinstance(error, KeyError) else f"{error or 'something is missing'}"
+
+
+def write_whole(path, text):
+    """Writes a file; what was there stays if that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def need_programs(folder, lessons):
+    """A Mistake if one of the lessons' programs is not in the folder: before anything is run."""
+    missing = [lesson for lesson in lessons if not shutil.which(folder.resolve() / lesson)]
+    if missing:
+        raise Mistake(f"{shown(folder.resolve())} has no program {missing[0]}"
+                      + (f", nor {len(missing) - 1} more" if missing[1:] else "")
+                      + ": build it first, by scons, or name another folder, --bin")
+
+
 def runs_of(lesson):
     """(RUN, arguments) of each recording; RUN is empty for the default N."""
     always = DEFAULTS.get(lesson, [])
@@ -110,14 +184,14 @@ def measure(program, arguments, seconds=SECONDS):
         command += ["--json", written]
         if subprocess.run(command).returncode != 0:
             return None
+        load_run(written)
         return written.read_text()
 
 
 def write(program, run, text, out):
     target = out or ROOT / "results" / gpu_folder(json.loads(text)["device"]["name"])
-    target.mkdir(parents=True, exist_ok=True)
     suffix = f".{run}" if run else ""
-    (target / f"{program.name}{suffix}.json").write_text(text)
+    write_whole(target / f"{program.name}{suffix}.json", text)
 
 
 def record(program, run, arguments, out):
@@ -158,6 +232,9 @@ def main():
     wanted, unknown = runs_named(arguments.lessons or names, lessons)
     if unknown:
         parser.error(f"no runs {', '.join(unknown)}")
+    need_programs(arguments.bin, dict.fromkeys(lesson for lesson, _, _ in wanted))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
     failed = []
     for lesson, run, options in wanted:
         program = arguments.bin.resolve() / lesson
@@ -171,4 +248,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(saying_mistakes(main))

@@ -23,14 +23,17 @@
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
 percent_of_limit: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With --check
-nothing is written, and the exit code says whether both agree with the records.
+nothing is written, and the exit code says whether both agree with the records: 1 if not, 2 if a marker
+cannot be filled in.
 """
-import json
+import argparse
 import math
 import pathlib
 import re
 import sys
 from types import SimpleNamespace
+
+from record import DAMAGED, Mistake, load, saying_mistakes, what_lacks, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations|counted"
@@ -71,15 +74,27 @@ def number(value):
     return f"{value:.{max(0, 4 - len(str(int(abs(value)))))}f}" if value >= 1 else f"{value:.4f}"
 
 
+def record_named(name):
+    return load(ROOT / "results" / f"{name}.json")
+
+
+def of_name(several, name, what):
+    """That of several, problems or kernels, which has this name."""
+    for each in several:
+        if each["name"] == name:
+            return each
+    raise Mistake(f"the record has no {what} \"{name}\"")
+
+
 def problem_of(what):
     """"h200/1_matmul_basic square" -> the run, and the problem of that name in it."""
     record, name = what.split(" ", 1)
-    run = json.loads((ROOT / "results" / f"{record}.json").read_text())
-    return run, next(problem for problem in run["problems"] if problem["name"] == name)
+    run = record_named(record)
+    return run, of_name(run["problems"], name, "problem")
 
 
 def kernel_of(problem, name):
-    return next(row for row in problem["kernels"] if row["name"] == name)
+    return of_name(problem["kernels"], name, "kernel")
 
 
 def value(what):
@@ -179,7 +194,7 @@ def peers_table(what):
             record, problems = line.strip().split(": ")
             chosen[record] = problems.split(", ")
     records = list(chosen) or what.split()
-    runs = [json.loads((ROOT / "results" / f"{record}.json").read_text()) for record in records]
+    runs = [record_named(record) for record in records]
     versions = runs[0]["versions"]
     commits = list(dict.fromkeys(run["commit"][:9] for run in runs))
     lines = [
@@ -208,7 +223,7 @@ def peers_table(what):
 def operations_table(record):
     """What results/count_clifford.py counted: for each algebra a row for the product, one for the
     gradients; each count as a sum, with its parts."""
-    counted = json.loads((ROOT / "results" / f"{record}.json").read_text())
+    counted = record_named(record)
 
     def sympy(count):
         parts = f"{count['multiplications']} x, {count['additions']} +"
@@ -237,7 +252,7 @@ def operations_table(record):
 
 def counts_table(record):
     """A table like the lesson's on the CPU, or of what the profiler saw in its place."""
-    run = json.loads((ROOT / "results" / f"{record}.json").read_text())
+    run = record_named(record)
     lines = []
     for problem in run["problems"]:
         rows = [kernel for kernel in problem["kernels"]
@@ -279,7 +294,7 @@ def moved_bytes(run, problem, kernel):
     path = ROOT / "results" / gpu / "counts" / f"{run['lesson']}.moved.json"
     if not path.exists():
         return None
-    for each in json.loads(path.read_text())["problems"]:
+    for each in load(path)["problems"]:
         if each["name"] == problem["name"] and each["dims"] == problem["dims"]:
             counts = kernel_of(each, kernel["name"])["counts"]
             return counts and counts["dram_read_bytes"] + counts["dram_write_bytes"]
@@ -452,19 +467,36 @@ def render(match):
     return match["open"] + text + match["close"]
 
 
+def page_of(path):
+    """A page as it is, and as the records want it."""
+    old = path.read_text()
+
+    def filled(marker):
+        try:
+            return render(marker)
+        except (Mistake, NameError, SyntaxError, *DAMAGED) as error:
+            line = old.count("\n", 0, marker.start()) + 1
+            why = error if isinstance(error, Mistake) else what_lacks(error)
+            raise Mistake(f"{path.relative_to(ROOT)}, line {line}, cannot be filled in: {why}") from error
+
+    return old, MARKER.sub(filled, old)
+
+
 def main():
-    changed = False
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    for path in (ROOT / "README.md", *pages, ROOT / "slides" / "talk.md"):
-        if not path.exists():
-            continue
-        old = path.read_text()
-        new = MARKER.sub(render, old)
-        changed |= old != new
-        if "--check" not in sys.argv[1:]:
-            path.write_text(new)
-    return changed and "--check" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args().check
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slides" / "talk.md"]
+    texts = {path: page_of(path) for path in pages if path.exists()}
+    wrong = [path for path, (old, new) in texts.items() if old != new]
+    if check:
+        if wrong:
+            print("not what the records give:", *(path.relative_to(ROOT) for path in wrong), file=sys.stderr)
+        return bool(wrong)
+    for path in wrong:
+        write_whole(path, texts[path][1])
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(saying_mistakes(main))

@@ -39,8 +39,10 @@ class Mistake(Exception):
     """What is wrong with talk.md."""
 
 
-def snippet(path, start, end=None):
+def snippet(path, start=None, end=None):
     """Lines of a file, from the only one that contains `start`; not their common indentation."""
+    if start is None:
+        raise Mistake(f"{path}: a marker of code needs its first line, too: FILE | FROM")
     lines = (ROOT / path).read_text().splitlines()
     first = [number for number, line in enumerate(lines) if start in line]
     if len(first) != 1:
@@ -86,7 +88,9 @@ def picture(alt, path):
 
 def expand(text, folder=HERE):
     """talk.md as Markdown that Marp reads; `folder` is where its pictures' paths start."""
-    head, *slides = re.split(r"^---\n", text, flags=re.M)[1:]
+    head, *slides = re.split(r"^---\n", text, flags=re.M)[1:] or [""]
+    if not slides:
+        raise Mistake("there are no slides: each begins with a line ---")
     pages = []
     for number, page in enumerate(slides, 1):
         try:
@@ -148,9 +152,10 @@ def install():
 
 def build(source, out, pdf=True):
     """Writes slides.md, slides.html, pages.html (all slides in one) and slides.pdf to `out`."""
+    slides = expand(source.read_text())
     install()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "slides.md").write_text(expand(source.read_text()))
+    (out / "slides.md").write_text(slides)
     (out / "theme.css").write_text(theme())
     marp = [HERE / "node_modules/.bin/marp", "--no-stdin", "--no-config-file", "--html", "--quiet",
             "--theme", "theme.css", "slides.md"]
@@ -172,8 +177,10 @@ def main():
         return "a PDF needs Chromium or Chrome (see install.sh); without one: --no-pdf"
     try:
         build(arguments.source.resolve(), arguments.out.resolve(), not arguments.no_pdf)
-    except (Mistake, subprocess.CalledProcessError) as error:
+    except (Mistake, OSError, UnicodeDecodeError) as error:
         return f"error: {error}"
+    except subprocess.CalledProcessError as error:
+        return f"error: {pathlib.Path(error.cmd[0]).name} failed with exit code {error.returncode}"
     return 0
 
 

@@ -8,10 +8,10 @@ install.sh should have run once before, so that nothing is downloaded; what it i
 Every output goes to FOLDER/first_minutes.log. Nothing is tested: a machine may be busy.
 """
 
+import argparse
 from pathlib import Path
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -38,7 +38,11 @@ def seconds_of(command, folder, log):
 
 
 def main():
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), metavar="FOLDER")
+    folder = parser.parse_args().folder.resolve()
+    if not folder.is_dir():
+        parser.error(f"{folder} is no folder")
     with open(folder / "first_minutes.log", "w") as log:
         for what, command, limit in COMMANDS:
             with tempfile.TemporaryDirectory(dir=folder) as place:

@@ -12,6 +12,7 @@ program makes.
 where PROGRAM is a lesson or hopper_product.
 """
 
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 import functools
@@ -524,9 +525,13 @@ def judge(program, mistake, build, prefix=()):
 
 
 def main():
-    program, *chosen = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("program", choices=sorted(RUNS), metavar="PROGRAM", help=f"one of {', '.join(RUNS)}")
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="of a mistake; default: all")
+    arguments = parser.parse_args()
+    program = arguments.program
     chosen = [mistake for mistake in mistakes(program)
-              if not chosen or str(mistake.number) in chosen]
+              if not arguments.numbers or mistake.number in arguments.numbers]
     build = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
     verdicts = {}
     with ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:

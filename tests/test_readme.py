@@ -195,8 +195,13 @@ def test_message_is_explained(message, name, arguments, rc):
 
 
 def test_messages_of_the_build_are_explained():
-    message = "... is CUDA 12.2; the lessons need 12.4: CPU build only"
-    assert explained(message, SCONS.replace("{release[1]}.{release[2]}", "12.2"))
+    (least,) = re.findall(r"LEAST_CUDA, .* = \((\d+, \d+)\)", SCONS)
+    least = least.replace(", ", ".")
+    assert f"the CUDA toolkit ({least} or newer)" in README
+    text = SCONS.replace("{dotted(release)}", "12.2").replace("{dotted(LEAST_CUDA)}", least)
+    assert explained(f"... is CUDA 12.2; the lessons need {least} or newer", text)
+    assert explained("... knows no compute capability 6.1", SCONS.replace("{number / 10}", "6.1"))
+    assert explained("the lessons need compute capability 7.5", SCONS.replace("{LEAST_GPU / 10}", "7.5"))
     message = "install.sh knows Debian and Ubuntu only"
     assert explained(message, (ROOT / "install.sh").read_text())
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, check_record
+from conftest import ROOT, check_record, execute
 
 RECORDS = sorted((ROOT / "results").glob("*/*.json"))
 
@@ -46,12 +46,149 @@ def test_a_wrong_number_is_found(tmp_path, path):
     assert float(number) == pytest.approx(row["ms"]["median"], rel=0.005)
 
 
-def test_readme_check_can_fail(tmp_path):
-    (tmp_path / "results").mkdir()
-    script = tmp_path / "results" / "update_readme.py"
-    script.write_text((ROOT / "results" / "update_readme.py").read_text())
-    (tmp_path / "README.md").write_text("<!-- table h200/x square -->1.0 ms<!-- end -->")
-    assert subprocess.run([sys.executable, script, "--check"], capture_output=True).returncode != 0
+# ---- Scripts that are given what they cannot use ---------------------------------------------------
+
+# Every script that takes arguments, by its path.
+SCRIPTS = [
+    *(f"results/{name}.py" for name in ("count_clifford", "counters", "plot", "record", "update_readme")),
+    "cpu/cu2cpp.py", "docs/steps.py", "peers/compare.py", "slides/build.py", "tests/closure.py",
+    "tests/first_minutes.py", "tests/hopper_mutants.py",
+]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """A folder with all of them, and with what they would write to."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name in ("cpu", "docs", "exercises", "peers", "results", "slides", "tests"):
+        left_out = shutil.ignore_patterns("node_modules", "build", "my", "__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=left_out)
+    for path in ROOT.glob("*.cu"):
+        shutil.copy(path, folder)
+    shutil.copy(ROOT / "README.md", folder)
+    return folder
+
+
+@pytest.fixture
+def refused(scripts):
+    """refused(script, *arguments, rc): what it says in place of a traceback; it has written nothing."""
+
+    def contents():
+        return {path: path.read_bytes() for path in scripts.rglob("*")
+                if path.is_file() and path.suffix != ".pyc"}
+
+    def run(script, *arguments, rc=2):
+        before = contents()
+        result = execute([sys.executable, scripts / script, *arguments], cwd=scripts)
+        assert result.rc == rc, result.stdout + result.stderr
+        assert "Traceback" not in result.stderr
+        assert contents() == before
+        return result.stderr
+
+    return run
+
+
+def test_these_are_all_scripts():
+    """Those with a main; `./exercise` has tests of its own."""
+    found = {str(path.relative_to(ROOT)) for folder in ("cpu", "docs", "peers", "results", "slides", "tests")
+             for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()}
+    assert found == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_a_mistyped_option_change_nothing(refused, script):
+    if script == "results/plot.py":
+        pytest.importorskip("matplotlib")
+    refused(script, "--help", rc=0)
+    text = refused(script, "--chekc")
+    assert "unrecognized arguments: --chekc" in text or "the following arguments are required" in text
+
+
+@pytest.mark.parametrize("script, arguments, said", [
+    ("results/record.py", ["no_such_lesson"], "no runs no_such_lesson"),
+    ("results/record.py", ["1_matmul_basic:no_such_run"], "no runs 1_matmul_basic:no_such_run"),
+    ("results/record.py", ["1_matmul_basic"], "build/cuda has no program 1_matmul_basic: build it first"),
+    ("results/record.py", ["--bin", "/dev/null"], "has no program 10_clifford_gp, nor "),
+    ("results/counters.py", ["4_matmul_cublas"], "nothing to count of 4_matmul_cublas: choose of "),
+    ("results/counters.py", ["1_matmul_basic"], "build/cuda has no program 1_matmul_basic: build it first"),
+    ("results/count_clifford.py", ["3,0"], "3,0: choose three numbers of basis vectors"),
+    ("results/count_clifford.py", ["9,9,9"], "9,9,9: choose three numbers of basis vectors"),
+    ("results/count_clifford.py", ["--nvcc", "/dev/null"], "error: "),  # or there is no SymPy
+    ("peers/compare.py", ["no_such_lesson"], "no peers of no_such_lesson: choose of "),
+    ("peers/compare.py", ["--seconds", "nan"], "--seconds and --budget"),
+    ("docs/steps.py", ["1_matmul_basic", "matmul_coalesced"], "no kernel comes after matmul_coalesced"),
+    ("tests/first_minutes.py", ["/does/not/exist"], "/does/not/exist is no folder"),
+    ("tests/hopper_mutants.py", ["1_matmul_basic"], "invalid choice: '1_matmul_basic'"),
+])
+def test_unknown_names_and_missing_programs(refused, script, arguments, said):
+    text = refused(script, *arguments)
+    assert said in text and text.splitlines()[-1].count(": ") >= 1
+
+
+DAMAGES = {
+    "cut": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "no problems": lambda text: '{"device": {"name": "G"}}',
+    "no times": lambda text: text.replace('"median"', '"mean"'),
+    "text in place of numbers": lambda text: re.sub(r'"tflops": [\d.e+-]+', '"tflops": "fast"', text),
+    "not text": lambda text: "\udcff",
+}
+
+
+@pytest.mark.parametrize("script, damage", [
+    *(("results/update_readme.py", damage) for damage in DAMAGES),
+    *(("results/plot.py", damage) for damage in ("cut", "no problems", "text in place of numbers")),
+])
+def test_a_damaged_record_is_named(refused, scripts, script, damage):
+    if script == "results/plot.py":
+        pytest.importorskip("matplotlib")
+    # Of the GPU that is drawn first, or of the one that the pages show.
+    name = "h100-80gb-hbm3/10_clifford_gp" if script.endswith("plot.py") else "h200/1_matmul_basic"
+    path = scripts / "results" / f"{name}.json"
+    whole = path.read_text()
+    path.write_text(DAMAGES[damage](whole), errors="surrogateescape")
+    try:
+        text = refused(script)
+    finally:
+        path.write_text(whole)
+    assert text.startswith("error: ") and text.count("\n") == 1
+    assert re.search(rf"{name}|h100-80gb-hbm3/roofline.svg|(README|docs/\w+)\.md, line \d+", text)
+
+
+@pytest.mark.parametrize("marker, said", [
+    ("table no_gpu/1_matmul_basic square", "results/no_gpu/1_matmul_basic.json: No such file or directory"),
+    ("table h200/1_matmul_basic round", 'the record has no problem "round"'),
+    ("value h200/1_matmul_basic square: no row | ms", 'the record has no kernel "no row"'),
+    ("value h200/1_matmul_basic square | stones", "there is no 'stones'"),
+    ("value h200/1_matmul_basic square", "cannot be filled in"),
+    ("formula h200/1_matmul_basic square | 1 +", "invalid syntax"),
+    ("formula h200/1_matmul_basic square | hope", "name 'hope' is not defined"),
+    ("ratio h200/1_matmul_basic square: uncoalesced", "cannot be filled in"),
+])
+def test_a_marker_that_cannot_be_filled_in_is_named(refused, scripts, marker, said):
+    page = scripts / "docs" / "page.md"
+    page.write_text(f"A page\n<!-- {marker} -->1<!-- end -->\n")
+    (scripts / "README.md").write_text("<!-- value h200/6_gating_fused layer: tensor cores | ms -->1<!-- end -->")
+    try:
+        text = refused("results/update_readme.py", "--check")
+        assert refused("results/update_readme.py") == text
+    finally:
+        page.unlink()
+    assert text.startswith("error: docs/page.md, line 2, cannot be filled in: ") and said in text
+    assert text.count("\n") == 1
+
+
+def test_a_program_that_writes_no_record(refused, tmp_path):
+    """Nothing is recorded of it, and what there was stays."""
+    program = tmp_path / "1_matmul_basic"
+    program.write_text('#!/bin/sh\nfor last; do :; done\necho "{}" > "$last"\n')
+    program.chmod(0o755)
+    text = refused("results/record.py", "--bin", tmp_path, "1_matmul_basic")
+    assert "run.json is damaged: it has no device or no problems" in text
+    (tmp_path / "out").touch()
+    text = refused("results/record.py", "--bin", tmp_path, "--out", tmp_path / "out", "1_matmul_basic")
+    assert text.startswith("error: ") and text.count("\n") == 1
 
 
 @pytest.fixture

@@ -50,9 +50,7 @@ def scons():
 def copy_of_sources(folder):
     """A place to build in that leaves the real one alone."""
     lessons = "[0-9]*_*[!u]"  # not their sources, *.cu
-    left_out = shutil.ignore_patterns(
-        ".git", "build", "node_modules", ".sconsign.dblite", "results", lessons
-    )
+    left_out = shutil.ignore_patterns(".git", "build", "node_modules", ".sconsign.dblite", lessons)
     shutil.copytree(ROOT, folder, ignore=left_out)
     return folder
 

@@ -301,11 +301,9 @@ struct Line {
 /// The lines of addresses in this program, as binutils' addr2line knows them: of each the innermost
 /// that is not the backend's. Empty without it.
 std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses) {
-  char self[4096];
-  const ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
-  if (length <= 0 || addresses.empty()) return {};
-  std::string command =
-      "addr2line -a -i -e '" + std::string(self, static_cast<std::size_t>(length)) + "'";
+  if (addresses.empty()) return {};
+  // This program, by a name that means nothing to a shell, whatever folder it is in.
+  std::string command = "addr2line -a -i -e /proc/" + std::to_string(getpid()) + "/exe";
   for (const std::uintptr_t address : addresses) {
     char text[32];
     // The call before the address, where it returns to.
