@@ -4,7 +4,7 @@
 #include <chrono>
 #include <deque>
 
-#include "common/measure/choose.h"
+#include "common/choose/choose.h"
 #include "common/measure/count.h"
 #include "common/measure/resources.h"
 #include "common/measure/sample.h"

@@ -1,10 +1,10 @@
-// Of kernels that take different times the fastest is found (common/measure/fastest.h), wherever it stands
+// Of kernels that take different times the fastest is found (common/choose/fastest.h), wherever it stands
 // among them, with a cold cache and with a warm one. Exits with 1 if another one is.
 
 #include <cstdio>
 
 #include "common/check.h"
-#include "common/measure/fastest.h"
+#include "common/choose/fastest.h"
 
 using namespace common;
 

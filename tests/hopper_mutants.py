@@ -23,7 +23,7 @@ import subprocess
 import sys
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "common" / "cpu"))
+sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
 PRODUCT = "hopper_product"

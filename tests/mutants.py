@@ -13,7 +13,7 @@ from pathlib import Path
 import re
 import sys
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common" / "cpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu"))
 from cu2cpp import with_headers  # noqa: E402
 import hopper_mutants  # noqa: E402
 

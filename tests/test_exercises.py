@@ -18,7 +18,7 @@ import mutants
 import pytest
 from test_style import copy_of_sources, formatter, scons
 
-sys.path.append(str(ROOT / "common" / "cpu"))
+sys.path.append(str(ROOT / "cpu"))
 from cu2cpp import TranslationError, translate, with_headers
 
 

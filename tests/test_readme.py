@@ -9,7 +9,7 @@ import sys
 from conftest import LESSONS, PROGRAMS, ROOT, execute, program
 import pytest
 
-sys.path.append(str(ROOT / "common" / "cpu"))
+sys.path.append(str(ROOT / "cpu"))
 from cu2cpp import translate
 
 README = (ROOT / "README.md").read_text()

@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "common/measure/fastest.h"
+#include "common/choose/fastest.h"
 
 namespace checks {
 

@@ -1,4 +1,4 @@
-#include "common/measure/fastest.h"
+#include "common/choose/fastest.h"
 
 #include <algorithm>
 #include <chrono>

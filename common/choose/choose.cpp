@@ -1,6 +1,6 @@
-#include "common/measure/choose.h"
+#include "common/choose/choose.h"
 
-#include "common/measure/fastest.h"
+#include "common/choose/fastest.h"
 #include "common/measure/graph.h"
 #include "common/report/progress.h"
 
