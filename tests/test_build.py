@@ -229,12 +229,13 @@ def test_a_toolkit_without_libraries(dry_run, tmp_path):
 # ---- Folders of any name --------------------------------------------------------------------------
 
 
-ODD_NAMES = ["O'Brien", "R&D", 'my "own" $HOME `touch f`; touch g']
+# A folder's name, each word of which means something to a shell.
+ODD_NAME = """O'Brien R&D "own" $HOME `touch f`; touch g"""
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_program_in_a_folder_of_any_name(tmp_path, name):
+def test_a_program_in_a_folder_of_any_name(tmp_path):
     """It asks addr2line for its lines, by a shell."""
+    name = ODD_NAME
     lesson = program("1_matmul_basic")
     (tmp_path / name).mkdir()
     copied = shutil.copy(lesson, tmp_path / name)
@@ -244,9 +245,9 @@ def test_a_program_in_a_folder_of_any_name(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.fixture(scope="module", params=ODD_NAMES)
-def odd_tree(request, tmp_path_factory):
-    return copy_of_sources(tmp_path_factory.mktemp("odd") / request.param)
+@pytest.fixture(scope="module")
+def odd_tree(tmp_path_factory):
+    return copy_of_sources(tmp_path_factory.mktemp("odd") / ODD_NAME)
 
 
 def test_a_folder_of_any_name_builds(odd_tree):
@@ -274,9 +275,9 @@ def test_a_toolkit_in_a_folder_of_any_name(odd_tree):
 
 
 def test_no_word_goes_through_a_shell(tree):
-    for word in ("x;touch f", "x' $(touch f)"):
-        result = execute([*scons(), "-Q", "diff", "1_matmul_basic", word], cwd=tree)
-        assert result.rc == 2 and f"1_matmul_basic has no kernel {word}: " in result.stderr
+    word = "x;touch f; ' $(touch f)"
+    result = execute([*scons(), "-Q", "diff", "1_matmul_basic", word], cwd=tree)
+    assert result.rc == 2 and f"1_matmul_basic has no kernel {word}: " in result.stderr
     result = execute([*scons(), "-Q", "marked=x;touch f", "cuda=no", "-n", "test-all"], cwd=tree)
     assert result.rc == 0 and "-m 'x;touch f'" in result.stdout
     assert not list(tree.rglob("f"))
