@@ -561,13 +561,15 @@ int main(int argc, char** argv) {
                  .n_gpu = 4096,
                  .n_cpu = 8,
                  .options = {{"--channels", "K, columns of x in the layer", 128},
-                             {"--hidden", "H, columns of the layer's result", 64}}});
+                             {"--hidden", "H, columns of the layer's result", 64}},
+                 .flags = {{"--hard-gates", "gates up to 200, of which exp() is infinite"}}});
   const int64_t n = lesson.n();
   const bool large = lesson.device().shared_bytes >= 96 << 10;  // compute capability 7.5 has 64 KB
 
   Cublas blas;
   GatingProblem layer(lesson, blas, "layer",
-                      {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1);
+                      {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1,
+                      lesson.flag("--hard-gates"));
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
   std::deque<LibraryGate> libraries;
   for (GatingProblem* table : {&layer, &square}) {

@@ -382,6 +382,14 @@ __global__ void choose_labels(const float* random, int* labels, int B, int C) {
   if (b < B) labels[b] = min(static_cast<int>(random[b] * static_cast<float>(C)), C - 1);
 }
 
+// Rows of x begin with 1, and those of W with 0 and -200: every second class is all but impossible.
+// Its probability is 0 in fp32, and the loss of whom it is the label about 200.
+__global__ void make_rare(float* x, float* W, int B, int D, int C) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < B) x[static_cast<size_t>(i) * D] = 1;
+  if (i < C) W[i] = i % 2 == 0 ? 0 : -200;
+}
+
 // logits (B, C) = x W by cuBLAS; row-major: W and x swapped, see lesson 4.
 void library_product(cublasHandle_t blas, const void* x, const void* W, float* logits,
                      const SoftmaxShape& shape, cudaDataType_t type, cublasComputeType_t compute) {
@@ -465,8 +473,13 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
   const auto loss = problem.output<float>(B);
   const auto dlogits = problem.output<float>(shape.rows * shape.classes);
   const auto expected_loss = problem.reference(B), expected = problem.reference(dlogits.size());
+  const bool hard = lesson.flag("--hard-rows");
   problem.adjust_inputs([=] {
     choose_labels<<<blocks_for(B, 256), 256>>>(random, labels, B, C);
+    if (hard) {
+      const int D = static_cast<int>(shape.inputs);
+      make_rare<<<blocks_for(std::max(B, C), 256), 256>>>(x, W, B, D, C);
+    }
     CUDA_CHECK(cudaGetLastError());
   });
   problem.reference_from(cross_entropy_scratch(shape), [=, &lesson] {
@@ -642,7 +655,8 @@ int main(int argc, char** argv) {
                  .n_cpu = 32,
                  .options = {{"--inputs", "D, columns of x", 1024},
                              {"--classes", "C, columns of W", 100},
-                             {"--heads", "H: W has C columns for each of them, in one table", 4}}});
+                             {"--heads", "H: W has C columns for each of them, in one table", 4}},
+                 .flags = {{"--hard-rows", "cross-entropy: probabilities of labels that are 0"}}});
   const SoftmaxShape shape = {lesson.n(), lesson.option("--inputs"), lesson.option("--classes")};
   Cublas blas;
   if (shape.classes > 1) {  // of one class the probability is 1, and every gradient 0

@@ -4,22 +4,26 @@ look_at() makes a Finding of what a run has printed; main() is the program `./ex
 """
 
 import argparse
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from exercises import EXERCISES, FOLDER, ROOT, find
+from exercises import EXERCISES, FOLDER, ROOT, find, source_of, text_of
 
 PROGRESS = FOLDER / "my" / "progress.json"
 SECONDS = 120  # for one run; the small problems take one or two
+MOST_OUTPUT = 16 << 20  # bytes of one run; the small problems print some kB
 # A report ends the program at once.
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0"}
 BUILDS = {"": "build/cpu", "address": "build/cpu-address", "thread": "build/cpu-thread"}
@@ -27,17 +31,29 @@ BUILDS = {"": "build/cpu", "address": "build/cpu-address", "thread": "build/cpu-
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong: right, compiler, wrong, race, waits, bounds, crash, endless, goal or error."""
+    """What is wrong: right, compiler, wrong, race, waits, bounds, assert, crash, endless, goal or error."""
 
     kind: str
     text: str = ""
 
+    @property
+    def symptom(self):
+        """The text without what tells the line: who looks for a mistake asks for that."""
+        if self.kind in ("compiler", "wrong"):
+            return self.text
+        if self.kind == "bounds":
+            undefined = self.text.startswith("Undefined")
+            return ("Undefined: a kernel does what C++ does not allow." if undefined else
+                    "Out of bounds: a kernel reaches outside of its memory.")
+        first = self.text.partition("\n")[0]
+        return re.sub(r" in line \d+(: .*)?", "", first).replace(" comes first:", " comes first.")
+
 
 # ---- What a run has printed ------------------------------------------------------------------------
 
-# A place in the source of an exercise, as reports name it, and not in common/.
+# A place in the source of an exercise, as reports name it, and not in what lessons share.
 _PLACE = r"(?:[\w./-]*/)?([\w-]+\.cu):(\d+)"
-_OWN = rf"(?<![\w/])(?!common/){_PLACE}"
+_OWN = rf"(?<![\w/])(?!(?:common|primitives|operators|checks|cpu)/){_PLACE}"
 _BY_ITSELF = "that goes on by itself"
 
 
@@ -154,6 +170,9 @@ def look_at(rc, stdout, stderr, lines=(), columns=0):
     """The Finding in what a run of an exercise has printed; rc is its exit code, None if it did not
     end. `lines` are those of the source, `columns` the result's."""
     if rc is None:
+        if len(stdout) + len(stderr) > MOST_OUTPUT // 2:
+            return Finding("endless", f"It has printed more than {MOST_OUTPUT >> 20} MB. Is there a loop that"
+                                      " prints, and never ends?")
         return Finding("endless", f"It did not end within {SECONDS} seconds. Is there a loop that never"
                                   " ends, or one in which a thread waits for a value?")
     if "ThreadSanitizer: data race" in stderr:
@@ -167,8 +186,18 @@ def look_at(rc, stdout, stderr, lines=(), columns=0):
         return Finding("error", "\n".join([f"A GPU does not define what happens here: {said}", *code]))
     if rc == 1 and "FAILED" in stdout:
         return Finding("wrong", _wrong(stdout, columns))
-    if rc == 0:
+    if rc == 0 and re.search(r"^All [1-9]\d* kernels verified", stdout, re.MULTILINE):
         return Finding("right")
+    if rc == 0:
+        return Finding("error", "The program ended before it had looked at the results. Does something call"
+                                " exit()?")
+    if match := re.search(r"^[^\n]*?(\S+):(\d+): .*?Assertion [`'](.*)' failed", stderr, re.MULTILINE):
+        where = _line(lines, int(match[2])) if re.search(rf"{_OWN}$", f"{match[1]}:{match[2]}") else (
+            f"line {match[2]} of {match[1]}")
+        return Finding("assert", f"An assertion does not hold, in {where}")
+    if rc == -signal.SIGABRT:
+        return Finding("crash", "The program has stopped itself: something calls abort(), or has written where it"
+                                " must not.")
     if rc < 0 or "Sanitizer" in stderr:
         return Finding("crash", "It crashed: some thread reaches far outside of its memory.")
     last = [line for line in stderr.splitlines() if line.strip()][-3:]
@@ -196,6 +225,33 @@ def _say(text):
     print(text, flush=True)
 
 
+@contextmanager
+def started(command, **options):
+    """A process, and all that it starts. They end with the block, however that ends."""
+    came = []  # meanwhile: it must not be started and forgotten
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    try:
+        for number in came:
+            signal.raise_signal(number)
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                try:
+                    process.wait(5)
+                except subprocess.TimeoutExpired:
+                    pass
+        if process.stdout:
+            process.stdout.close()
+
+
 def build(target, sanitizer=""):
     """Builds a program; None, or what scons printed if that failed."""
     scons = shutil.which("scons")
@@ -204,28 +260,40 @@ def build(target, sanitizer=""):
     cuda = [] if target.startswith("build/cuda") else ["cuda=no"]
     command = [scons, "-Q", *cuda, *([f"sanitize={sanitizer}"] if sanitizer else []), target]
     start, printed, said = time.monotonic(), [], False
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with started(command, cwd=ROOT, text=True, errors="replace", stdout=subprocess.PIPE,
+                 stderr=subprocess.STDOUT) as process:
         for line in process.stdout:
             printed.append(line)
-            step = re.match(r"\[ *\d+/\d+\] CXX .*common/", line)
+            step = re.match(r"\[ *\d+/\d+\] CXX .*(common|checks|cpu)/", line)
             if step and not said:
                 said = True
                 _say("    (Some of what lessons share is not built yet"
                      + (f" for the {sanitizer} sanitizer" if sanitizer else "")
                      + ". That takes up to two minutes, once.)")
+        process.wait()
     _say(f"    built in {time.monotonic() - start:.0f} s")
     return "".join(printed) if process.returncode else None
 
 
 def execute(command, environment):
-    """(exit code or None, stdout, stderr)."""
-    try:
-        result = subprocess.run(command, env={**os.environ, **OPTIONS, **environment},
-                                capture_output=True, text=True, errors="replace", timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return None, "", ""
-    return result.returncode, result.stdout, result.stderr
+    """(exit code, stdout, stderr); the code is None if it took too long or printed too much."""
+    end = time.monotonic() + SECONDS
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        environment = {**os.environ, **OPTIONS, **environment}
+        with started(command, env=environment, stdout=out, stderr=err) as process:
+            rc = None
+            while rc is None and time.monotonic() < end:
+                if sum(os.fstat(file.fileno()).st_size for file in (out, err)) > MOST_OUTPUT:
+                    break
+                try:
+                    rc = process.wait(0.1)
+                except subprocess.TimeoutExpired:
+                    pass
+        printed = []
+        for file in (out, err):
+            file.seek(0)
+            printed.append(file.read(MOST_OUTPUT).decode(errors="replace"))
+    return rc, *printed
 
 
 def with_lines(report, program):
@@ -242,10 +310,10 @@ def with_lines(report, program):
     return report
 
 
-def command_of(exercise, program, count=False):
-    """Runs an exercise's small problem. To count is not to time."""
+def command_of(exercise, program, arguments, count=False):
+    """Runs one of an exercise's small problems. To count is not to time."""
     how = ["--count"] if count else ["--samples", "1"]
-    return [str(program), *exercise.arguments, *exercise.row, "--device", "cpu", "--explain", *how]
+    return [str(program), *arguments, *exercise.row, "--device", "cpu", "--explain", *how]
 
 
 def environment_of(exercise):
@@ -254,46 +322,78 @@ def environment_of(exercise):
 
 
 def run(exercise, program, lines=(), record=None):
-    """Runs a CPU build with the exercise's small problem; `record` is where counts go."""
-    command = command_of(exercise, program, count=bool(record))
+    """Runs a CPU build with the exercise's small problems; `record` is where the first one's counts go."""
+    for arguments in exercise.problems:
+        found = run_problem(exercise, program, arguments, lines, record)
+        if found.kind != "right":
+            return found
+        record = None
+    return found
+
+
+def run_problem(exercise, program, arguments, lines, record):
+    command = command_of(exercise, program, arguments, count=bool(record))
     command += ["--json", str(record)] if record else []
     environment = environment_of(exercise)
     rc, stdout, stderr = execute(command, environment)
     if "unexpected memory mapping" in stderr and shutil.which("setarch"):
         # ThreadSanitizer does not start where addresses are randomized too much.
         rc, stdout, stderr = execute(["setarch", "-R", *command], environment)
-    return look_at(rc, stdout, with_lines(stderr, program), lines, exercise.columns)
+    found = look_at(rc, stdout, with_lines(stderr, program), lines, exercise.columns_of(arguments))
+    if found.kind == "right" or arguments == exercise.arguments:
+        return found
+    return replace(found, text=f"{found.text}\nThat was with {command_words(arguments)}. Smaller and other"
+                               " problems came out right.")
+
+
+def command_words(arguments):
+    """The arguments as a reader would say them: N = 33, --width 40."""
+    return ", ".join(["N = " + arguments[0], *re.findall(r"--\S+(?: \d+)?", " ".join(arguments[1:]))])
+
+
+def kernels_of(record):
+    """What the record of a run says of its kernels."""
+    if not record.exists():
+        return []
+    return [kernel for problem in json.loads(record.read_text())["problems"] for kernel in problem["kernels"]]
 
 
 def missed_goal(exercise, record, lines=()):
     """What a right kernel still lacks, from the counts in the record of the run, if it has any."""
-    if not exercise.goal or not record.exists():
-        return None
-    for problem in json.loads(record.read_text())["problems"]:
-        for kernel in problem["kernels"]:
-            counts = kernel.get("counts")  # null: not counted
-            if missed := exercise.goal.missed(counts):
-                memory, access = exercise.goal.count.split("_")[:2]
-                worst = [place for place in counts.get("worst", ())
-                         if place["file"].endswith(f"{exercise.name}.cu")
-                         and (place["memory"], place["access"]) == (memory, access)]
-                return "\n".join([
-                    f"Right, but {missed}.",
-                    *(f"    a {place['access']} in {_line(lines, place['line'])}" for place in worst),
-                ])
+    for kernel in kernels_of(record) if exercise.goal else ():
+        counts = kernel.get("counts")  # null: not counted
+        if missed := exercise.goal.missed(counts):
+            worst = [place for place in counts.get("worst", ())
+                     if place["file"].endswith(f"{exercise.name}.cu")
+                     and exercise.goal.count.startswith(f"{place['memory']}_{place['access']}_")]
+            return "\n".join([
+                f"Right, but {missed}.",
+                *(f"    a {place['access']} in {_line(lines, place['line'])}" for place in worst),
+            ])
     return None
 
 
 def check(exercise):
     """Builds the reader's file, and looks at it in every way that it needs."""
-    lines = exercise.file.read_text().splitlines()
+    lines = text_of(exercise.file).splitlines()
     name = f"exercises/my/{exercise.name}"
+    if "\0" in "".join(lines[:10]):
+        return Finding("compiler", f"{name}.cu is not in UTF-8. Your editor can save it as that.")
 
-    def built_and_run(sanitizer, record=None):
+    def program(sanitizer):
         output = build(f"{BUILDS[sanitizer]}/{name}", sanitizer)
         if output is not None:
             return Finding("compiler", compiler_error(output, f"{name}.cu", lines))
-        return run(exercise, ROOT / BUILDS[sanitizer] / name, lines, record)
+        return ROOT / BUILDS[sanitizer] / name
+
+    return look_in_every_way(exercise, program, lines)
+
+
+def look_in_every_way(exercise, program, lines):
+    """What is wrong with an exercise; program(sanitizer) is the program, or why there is none."""
+    def built_and_run(sanitizer, record=None):
+        built = program(sanitizer)
+        return built if isinstance(built, Finding) else run(exercise, built, lines, record)
 
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
@@ -305,14 +405,18 @@ def check(exercise):
             return closer if closer.kind == "bounds" else found
         if found.kind == "right" and (missed := missed_goal(exercise, record, lines)):
             return Finding("goal", missed)
-    if exercise.sanitizer and (found.kind == "right" or found.kind == "wrong" and exercise.wrong_too):
-        _say("Is there a race? A build with the thread sanitizer looks." if exercise.sanitizer == "thread"
-             else "Does it stay inside of its memory? A build with the address sanitizer looks.")
-        closer = built_and_run(exercise.sanitizer)
-        if closer.kind == "race" and found.kind == "wrong":
-            return Finding("race", f"{found.text}\n{closer.text}")
-        if closer.kind != "right":
-            return closer
+        has_met = not any((kernel.get("counts") or {}).get("barriers") == 0 for kernel in kernels_of(record))
+    if found.kind == "right" or found.kind == "wrong" and exercise.wrong_too:
+        for sanitizer in exercise.sanitizers:
+            _say({"thread": "Is there a race? A build with the thread sanitizer looks.",
+                  "address": "Does it stay inside of its memory? A build with the address sanitizer looks."}
+                 [sanitizer])
+            closer = built_and_run(sanitizer)
+            if closer.kind == "race" and found.kind == "wrong":
+                met = "" if has_met else "\nIn this run the kernel's threads have met at no barrier."
+                return Finding("race", f"{found.text}\n{closer.text}{met}")
+            if closer.kind != "right":
+                return closer
     return found
 
 
@@ -365,7 +469,7 @@ def note(exercise, is_right):
     solved.pop(exercise.name, None)
     if is_right:
         solved[exercise.name] = _digest(exercise)
-    PROGRESS.write_text(json.dumps(solved, indent=1) + "\n")
+    write(PROGRESS, json.dumps(solved, indent=1) + "\n")
 
 
 def state_of(exercise, solved):
@@ -389,15 +493,106 @@ def show_all():
          + (f" Next: ./exercise {upcoming.name}" if upcoming else ""))
 
 
+# ---- The reader's files ----------------------------------------------------------------------------
+
+
+def write(path, text, keep=False):
+    """Writes a file, whole or not at all. With `keep` the file that was there gets a name with a number,
+    NAME.cu.1 or the next that is free; returns that one."""
+    kept = None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(new, "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if keep:
+            names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+            kept = path.rename(next(name for name in names if not os.path.lexists(name)))
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    return kept
+
+
+def commit():
+    """The commit that these files are of, or "" if nobody knows."""
+    try:
+        said = subprocess.run(["git", "rev-parse", "--show-toplevel", "--short", "HEAD"], cwd=ROOT, text=True,
+                              capture_output=True).stdout.split("\n")
+    except OSError:
+        return ""
+    return said[1] if len(said) > 1 and Path(said[0]) == ROOT else ""
+
+
+def given_file(exercise):
+    return exercise.file.parent / "given" / f"{exercise.name}.json"
+
+
+def given(exercise):
+    """What the reader began with: the commit and the source; None if that has not been kept."""
+    try:
+        return json.loads(given_file(exercise).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def note_given(exercise):
+    write(given_file(exercise), json.dumps({"commit": commit(), "source": exercise.source()}))
+
+
 def start(exercise):
-    """Writes the reader's file, and says what to do."""
-    exercise.file.parent.mkdir(exist_ok=True)
-    exercise.file.write_text(exercise.source())
+    """Writes the reader's file; the name of the one that was there, if somebody has changed it."""
+    began = given(exercise)
+    untouched = exercise.source(), began and began["source"]
+    keep = exercise.file.exists() and text_of(exercise.file) not in untouched
+    kept = write(exercise.file, exercise.source(), keep)
+    note_given(exercise)
+    return kept
+
+
+def say_what_has_changed(exercise, began):
+    """Of a lesson that is another one since the reader began."""
+    now = commit()
+    known = began["commit"] and now and began["commit"] != now
+    _say("The lesson has changed since you began"
+         + (f", at commit {began['commit']} (it is {now} now)" if known else "")
+         + ". Your file still has what stood there.")
+    if known:
+        files = " ".join((source_of(exercise.lesson), *exercise.headers))
+        _say(f"    what has changed:      git diff {began['commit']} -- {files}")
+    _say(f"    carry your piece over: ./exercise {exercise.name} --update")
+
+
+def update(exercise, began):
+    """Puts what the reader has changed into what the lesson is now; whether that went well."""
+    with tempfile.TemporaryDirectory() as folder:
+        mine, before, now = (Path(folder) / name for name in ("mine", "before", "now"))
+        mine.write_bytes(exercise.file.read_bytes())
+        before.write_bytes(began["source"].encode())
+        now.write_bytes(exercise.source().encode())
+        merge = subprocess.run(
+            ["git", "merge-file", "-p", "-L", "yours", "-L", "what you began with", "-L", "the lesson now",
+             mine, before, now], capture_output=True)
+    if merge.returncode not in range(128):
+        raise OSError(0, f"git merge-file: {merge.stderr.decode(errors='replace').strip()}")
+    kept = write(exercise.file, merge.stdout, keep=True)
+    note_given(exercise)
+    if merge.returncode == 0:
+        _say(f"Your piece is in what the lesson is now. Your file as it was: {kept.relative_to(ROOT)}")
+        return True
+    places = [str(number) for number, line in enumerate(text_of(exercise.file).splitlines(), 1)
+              if line.startswith("<<<<<<< yours")]
+    _say(f"You and the lesson have changed the same lines. Choose in {exercise.file.relative_to(ROOT)}, line"
+         f"{'s' if len(places) > 1 else ''} {', '.join(places)}, where both stand. Your file as it was:"
+         f" {kept.relative_to(ROOT)}")
+    return False
 
 
 def say_what_to_do(exercise):
     is_solved = state_of(exercise, progress()) == "solved"
-    lines = exercise.file.read_text().splitlines()
+    lines = text_of(exercise.file).splitlines()
     _say(f"Exercise {exercise.number}, {exercise.name}: {exercise.title}")
     _say(f"    to read:  {exercise.page.relative_to(ROOT)}")
     file = exercise.file.relative_to(ROOT)
@@ -412,14 +607,33 @@ def say_what_to_do(exercise):
 
 
 def main(text):
+    """The program; its exit code."""
     parser = argparse.ArgumentParser(
-        prog="./exercise", usage="./exercise [NAME] [--gpu] [--restart]", description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="./exercise", usage="./exercise [NAME] [--gpu] [--where] [--restart] [--update]",
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name, its first letters, or a number")
     parser.add_argument("--gpu", action="store_true", help="run it on a GPU, too")
+    parser.add_argument("--where", action="store_true", help="of a mistake: the lines, too")
     parser.add_argument("--restart", action="store_true", help="begin again")
+    parser.add_argument("--update", action="store_true", help="carry your piece over into a newer lesson")
     chosen = parser.parse_args()
+    sys.stdout.reconfigure(errors="replace")
+    try:
+        return run_chosen(chosen)
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        file = f"{error.filename}: " if error.filename else ""
+        print(f"./exercise stops: {file}{error.strerror}", file=sys.stderr)
+        return 1
+
+
+def run_chosen(chosen):
     if not chosen.name:
         show_all()
         return 0
@@ -429,18 +643,44 @@ def main(text):
         print(f"'{chosen.name}' is {'more than one' if found else 'no'} exercise: {names}", file=sys.stderr)
         return 2
     (exercise,) = found
-    if chosen.restart and exercise.file.exists():
-        exercise.file.replace(exercise.file.with_suffix(".cu.old"))
-    if not exercise.file.exists():
-        start(exercise)
+    began = given(exercise) if exercise.file.exists() else None
+    is_old = began is not None and began["source"] != exercise.source()
+    is_untouched = is_old and text_of(exercise.file) == began["source"]
+    if chosen.restart or is_untouched or not exercise.file.exists():
+        is_old = False
+        if kept := start(exercise):
+            _say(f"Your file is kept as {kept.relative_to(ROOT)}.")
+    elif chosen.update and is_old:
+        if not update(exercise, began):
+            return 1
+        is_old = False
+    elif chosen.update:
+        _say("The lesson has not changed since you began." if began else
+             f"What you began with has not been kept. ./exercise {exercise.name} --restart writes a new file,"
+             " and keeps yours beside it.")
+        return 2
     say_what_to_do(exercise)
+    if is_old:
+        say_what_has_changed(exercise, began)
     finding = check(exercise)
     is_right = finding.kind == "right"
-    note(exercise, is_right)
+    try:
+        note(exercise, is_right)
+    except OSError as error:
+        _say(f"(Your progress is not kept: {error.strerror}.)")
     if not is_right:
-        _say(f"\n{finding.text}")
-        if exercise.file.read_text() == exercise.source():
+        asks = exercise.is_mistake and not chosen.where
+        said = finding.symptom if asks else finding.text
+        _say(f"\n{said}")
+        if said != finding.text:
+            _say(f"Where? ./exercise {exercise.name} --where")
+        if text_of(exercise.file) == exercise.source():
             _say("\nThe file is as it was given to you. Change it, and run this again.")
+        elif finding.kind == "compiler" and is_old:
+            _say(f"\nThe lesson has changed, which may be the reason: ./exercise {exercise.name} --update")
+        elif finding.kind == "compiler" and not given(exercise):
+            _say(f"\nIs the file of an older version? ./exercise {exercise.name} --restart writes a new one, and"
+                 " keeps yours beside it.")
         return 1
     _say("\nRight.")
     if chosen.gpu:

@@ -13,7 +13,7 @@ import sys
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "exercises"
-sys.path.insert(0, str(ROOT / "common" / "cpu"))
+sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import with_headers  # noqa: E402
 
 
@@ -21,6 +21,11 @@ def source_of(lesson):
     """The file of a program, as seen from the root: solved exercises stand beside the others."""
     solved = f"exercises/{lesson}.cu"
     return solved if (ROOT / solved).exists() else f"{lesson}.cu"
+
+
+def text_of(file):
+    """A reader's file, in whatever encoding an editor has left it."""
+    return Path(file).read_text(encoding="utf-8-sig", errors="surrogateescape")
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,13 @@ class Goal:
     most: float
     words: str  # "Right, but " + words + ": 16.5, where " + best
     best: str
+    unit: float = 1  # so many of `per` are one of what the words say
 
     def missed(self, counts):
         """What to say if the goal is missed; None if it is reached, or if nothing was counted."""
         if not counts or not counts.get(self.per) or self.count not in counts:
             return None
-        value = counts[self.count] / counts[self.per]
+        value = counts[self.count] / counts[self.per] * self.unit
         if value <= self.most:
             return None
         return f"{self.words}: {value:.3g}, where {self.best}"
@@ -84,8 +90,9 @@ class Exercise:
     arguments: tuple  # a small problem, for the CPU
     cuts: tuple
     finds: str  # a regular expression: what the check says of the file as it is given
-    columns: int = 0  # of the result, if it is a matrix with that many in the small problem
-    sanitizer: str = ""  # what looks at a file with right results: address, thread, or nobody
+    columns: str = ""  # of the result, if it is a matrix: N, or the option that says how many
+    more: tuple = ()  # further small problems: what does not fit tiles, hard inputs
+    sanitizers: tuple = ()  # what looks at a file with right results: address, thread
     wrong_too: bool = False  # and at one with wrong results
     gpu_arguments: tuple = ()  # besides the default size, where the row needs an option
     multiprocessors: int = 0  # of the device that the CPU plays; 0: as it likes
@@ -116,6 +123,16 @@ class Exercise:
     def row(self):
         """The lesson's arguments that select the kernel."""
         return ("--kernel", f"^{self.kernel}$")
+
+    @property
+    def problems(self):
+        return (self.arguments, *self.more)
+
+    def columns_of(self, arguments):
+        """Columns of the result in one of the small problems; 0 if it is no matrix."""
+        if self.columns.startswith("--"):
+            return int(arguments[arguments.index(self.columns) + 1])
+        return int(arguments[0]) if self.columns else 0
 
     def places(self, text):
         """(start, end, what stands there instead), in order."""
@@ -162,7 +179,8 @@ EXERCISES = [
   const int row = 0;
   const int col = 0;
 """),),
-        finds=r"^Wrong from element 1 \(row 0, column 1\) on: it is NaN", columns=64,
+        finds=r"^Wrong from element 1 \(row 0, column 1\) on: it is NaN", columns="N", more=(("33",),),
+        sanitizers=("address",),
         goal=Goal("global_load_sectors", "global_load_requests", 2.5, "sectors for each load of a warp",
                   "2.5 are possible: 1 of A and 4 of B"),
     ),
@@ -172,7 +190,9 @@ EXERCISES = [
         (Cut("void matmul_tile(", "__syncthreads();", "", """\
     // TODO: the threads of a block have to wait for each other, in two places of this loop.
 """), Cut("void matmul_tile(", "__syncthreads();", "", "", nth=1)),
-        finds="^A race", columns=33, sanitizer="thread", wrong_too=True,
+        finds="A race: ", columns="N", sanitizers=("thread",), wrong_too=True,
+        goal=Goal("barriers", "shared_store_requests", 2.02, "barriers for each pair of tiles", "two are enough",
+                  unit=2),  # a thread stores two numbers
     ),
     Exercise(
         "registers", MATMUL, "64 sums in the registers of a thread",
@@ -181,7 +201,10 @@ EXERCISES = [
       // TODO: add to sum[i][j] what this k contributes to the thread's TM x TN elements. Its rows
       // of the tile are y, y + kThreadsY, ...; its columns are x, x + kThreadsX, ...
 """),),
-        finds="^Wrong from element 0 .*it is 0,", columns=33,
+        finds="^Wrong from element 0 .*it is 0,", columns="N",
+        goal=Goal("shared_load_requests", "shared_store_requests", 16.1,  # a thread stores one for each k
+                  "numbers that a thread reads from shared memory for each k",
+                  "16 are enough, 8 of a_tile and 8 of b_tile"),
     ),
     Exercise(
         "padding", MATMUL, "a tile that is transposed on the way, without bank conflicts",
@@ -192,7 +215,7 @@ EXERCISES = [
 """), Cut("matmul_vectors(const float* A", "a_tile[k][row] = a.x;", "a_tile[k + 3][row] = a.w;", """\
       // TODO: `a` has four neighbours of a row of A. Where are they in a_tile[k][row]?
 """)),
-        finds="^Wrong from element 0 ", columns=36, sanitizer="address",
+        finds="^Wrong from element 0 ", columns="N", sanitizers=("address",),
         goal=Goal("shared_store_conflicts", "shared_store_requests", 0.1,
                   "bank conflicts for each store of a warp", "none is necessary"),
     ),
@@ -209,7 +232,9 @@ EXERCISES = [
           "copy_async_commit();", """\
     // TODO: start the copies that will be needed kStages - 1 steps from now.
 """)),
-        finds="^Wrong from element 0 ", columns=69, sanitizer="thread",
+        finds="^Wrong from element 0 ", columns="N", sanitizers=("thread",), wrong_too=True,
+        goal=Goal("barriers", "shared_load_requests", 1.01, "barriers for each step", "one is enough",
+                  unit=96),  # a thread loads 2 + 4 times for each of 16 k
     ),
     Exercise(
         "fragment", TENSOR_CORES, "which element of the result does a lane hold?",
@@ -219,7 +244,7 @@ EXERCISES = [
       // Which row and which column does this lane hold?
       const int row = i * 16, col = j * 8;
 """),),
-        finds="^Wrong from element ", columns=136, sanitizer="thread",
+        finds="^Wrong from element ", columns="N", sanitizers=("thread",),
     ),
     Exercise(
         "swizzle", TENSOR_CORES, "a box whose pieces have changed places",
@@ -229,11 +254,11 @@ EXERCISES = [
       // p ^ (r % 8) would be. Here nothing is swizzled. (A row has 64 elements, a piece 8.)
       store_matrices(&out[c / 64].elements[row * 64 + (c % 64 / 8 + piece) * 8], registers);
 """),),
-        finds="^Wrong from element ", columns=392, multiprocessors=4,
+        finds="^Wrong from element ", columns="N", multiprocessors=4,
     ),
     Exercise(
         "phase", TENSOR_CORES, "the phase of an mbarrier (Hopper)",
-        "wgmma", ("264",),
+        "wgmma", ("192",),  # every stage once; then the first ones again
         (Cut("matmul_wgmma(const __grid_constant__", "Ring<kStages> ring;", "", """\
   struct {
     int stage = 0, parity = 0;
@@ -243,7 +268,7 @@ EXERCISES = [
     }
   } ring;
 """),),
-        finds="^A GPU does not define .*one arrival too many", columns=264, sanitizer="thread",
+        finds="^A GPU does not define ", columns="N", more=(("264",),), sanitizers=("thread",),
     ),
     Exercise(
         "give_back", TENSOR_CORES, "a stage is given back (Hopper)",
@@ -253,8 +278,8 @@ EXERCISES = [
       // TODO: give the stage of the step before back to the producer. Each of the two consumers
       // arrives once.
 """),),
-        finds=r"^A deadlock[\s\S]*barrier_wait\(\)[\s\S]*2 of 2 arrivals", columns=456,
-        sanitizer="thread",
+        finds=r"^A deadlock[\s\S]*barrier_wait\(\)[\s\S]*2 of 2 arrivals", columns="N",
+        sanitizers=("thread",),
     ),
     Exercise(
         "gate", "6_gating_fused", "the gate as an epilogue",
@@ -264,7 +289,8 @@ EXERCISES = [
         // TODO: sigmoid(gate) * value, element by element, into gate[i][j]. A fragment has
         // num_elements elements in each lane, x[0], x[1], ...
 """),),
-        finds="^Wrong from element 0 ", columns=8,
+        finds="^Wrong from element 0 ", columns="--hidden",
+        more=(("1", "--channels", "72", "--hidden", "40", "--hard-gates"),),
     ),
     Exercise(
         "split_k", "7_diffusion_fused", "the slices of a sum add up",
@@ -276,7 +302,9 @@ EXERCISES = [
   // up its share of them. Now the first slice is all there is.
   parts[part][row][lane] = part == 0 && inside ? sums[at] : 0;
 """),),
-        finds="^Wrong from element 0 ", columns=64, sanitizer="thread", multiprocessors=4,
+        finds="^Wrong from element 0 ", columns="--width", sanitizers=("thread", "address"), wrong_too=True,
+        more=(("260", "--eigen", "24", "--width", "40"),
+              ("100", "--eigen", "24", "--width", "40", "--batch", "4")), multiprocessors=4,
     ),
     Exercise(
         "rebase", "9_matmul_softmax", "two parts of a softmax become one",
@@ -286,7 +314,9 @@ EXERCISES = [
   // to `largest`?
   return {largest, a.sum + b.sum};
 """),),
-        finds="^Wrong from element ", columns=600,
+        finds="^Wrong from element ", columns="--classes", more=(
+            ("5", "--inputs", "40", "--classes", "300", "--all", "--hard-rows"),
+            ("3", "--inputs", "5", "--classes", "7", "--all")),
         gpu_arguments=("4096", "--inputs", "1024", "--classes", "1000", "--all"),
         headers=("operators/softmax/plans.cuh", "operators/softmax/layer.cuh", "operators/softmax/rows.cuh"),
     ),
@@ -302,7 +332,8 @@ EXERCISES = [
     // the label. (`label` is -1 where there is none.)
     out[col] = expf(out[col] - largest) / sum;
 """)),
-        finds="^Wrong from element 0 ",
+        finds="^Wrong from element 0 ", sanitizers=("thread",),
+        more=(("40", "--inputs", "9", "--classes", "70", "--hard-rows"),),
     ),
     Exercise(
         "heads", "9_softmax_training", "a softmax for each head of a row",
@@ -316,7 +347,8 @@ EXERCISES = [
         // TODO: a row of W has the C columns of each head, one head after the other.
         return inside ? layer.W[static_cast<size_t>(k) * C + col0 + line] : T(0);
 """)),
-        finds="^Wrong from element 0 ", columns=10,
+        finds="^Wrong from element 0 ", columns="--classes",
+        more=(("70", "--inputs", "9", "--heads", "3", "--classes", "66"),),
     ),
     Exercise(
         "blade_sign", CLIFFORD, "the sign of a product of blades",
@@ -343,14 +375,14 @@ EXERCISES = [
       // TODO: the same for dy_j.
       const float sum = 0;
 """)),
-        finds="^Wrong from element ", columns=40, headers=("operators/clifford/unfused.cuh",),
+        finds="^Wrong from element ", columns="--features", headers=("operators/clifford/unfused.cuh",),
     ),
     # ---- Find the mistake
     Exercise(
         "right_by_luck", TENSOR_CORES, "the table says ok",
         "wmma shared", ("33",),
         (Cut("matmul_wmma_shared(const half*", "__syncthreads();", "", "", nth=1),),
-        finds="^A race", columns=33, sanitizer="thread",
+        finds="^A race", columns="N", sanitizers=("thread",),
         mutant=("3_matmul_tensorcore_matmul_wmma_shared_without_barrier_2",),
     ),
     Exercise(
@@ -359,7 +391,7 @@ EXERCISES = [
         (Cut("void matmul_tile(", "if (row < n && col < n) C", "", """\
   if (col < n) C[static_cast<size_t>(row) * n + col] = sum;
 """),),
-        finds="^Out of bounds", columns=33, sanitizer="address",
+        finds="^Out of bounds", columns="N", sanitizers=("address",),
         mutant=("2_matmul_sharedmem_writes_below_matrix",),
     ),
     Exercise(
@@ -368,21 +400,21 @@ EXERCISES = [
         (Cut("matmul_specialized(const __grid_constant__", "wgmma_wait<1>();", "", """\
       wgmma_wait<2>();  // the step before is done: its stage may be refilled
 """),),
-        finds="^Wrong from element ", columns=264, sanitizer="thread",
+        finds="^Wrong from element ", columns="N", sanitizers=("thread",),
         mutant=("matmul_specialized", "wgmma_wait<1>() with + 1"),
     ),
     Exercise(
         "different_each_time", TENSOR_CORES, "another result in each run",
         "wmma global", ("33",),
         (Cut("matmul_wmma_global(const half*", "wmma::fill_fragment(sum, 0.0f);", "", ""),),
-        finds="^Wrong from element ", columns=33,
+        finds="^Wrong from element ", columns="N",
         mutant=("",),
     ),
     Exercise(
         "on_some_gpus", TENSOR_CORES, "right here, wrong elsewhere (Hopper)",
         "persistent", ("392",),
         (Cut("void store_tile(", "shared_fence();", "", ""),),
-        finds="^A race", columns=392, sanitizer="thread", multiprocessors=4,
+        finds="^A race", columns="N", sanitizers=("thread",), multiprocessors=4,
         mutant=("store_tile", "shared_fence() without"),
     ),
 ]
@@ -394,31 +426,3 @@ def find(word):
         return EXERCISES[int(word) - 1 : int(word)] if int(word) > 0 else []
     same = [exercise for exercise in EXERCISES if exercise.name == word]
     return same or [exercise for exercise in EXERCISES if exercise.name.startswith(word)]
-
-
-def test_programs():
-    """{program: exercises} for the tests: what is cut out of different kernels of a lesson goes into one
-    program, since each exercise runs its own kernel. Without those that must not compile, and those
-    that have a program among the mutants."""
-    programs = {}
-    for exercise in EXERCISES:
-        if "compile" in exercise.finds or (exercise.mutant and exercise.mutant[0]):
-            continue
-        layer = 0
-        while any(other.kernel == exercise.kernel
-                  for other in programs.get(f"exercises_{exercise.lesson}_{layer}", [])):
-            layer += 1
-        programs.setdefault(f"exercises_{exercise.lesson}_{layer}", []).append(exercise)
-    return programs
-
-
-def all_skeletons(text, exercises):
-    """The source of such a program, from that of the lesson."""
-    text = with_headers(text, *dict.fromkeys(header for each in exercises for header in each.headers))
-    places = sorted(place for exercise in exercises for place in exercise.places(text))
-    pieces, end = [], 0
-    for start, stop, new in places:
-        assert end <= start, "two exercises cut out the same"
-        pieces += [text[end:start], new]
-        end = stop
-    return leave_out("".join(pieces) + text[end:], exercises[0].lesson)

@@ -1,22 +1,27 @@
 """The exercises (exercises/exercises.py): made from the lessons, and what `./exercise` says of them.
 
-A skeleton must be found wrong in the way that its exercise means, and the lesson, which is the
-solution, must be found right. To compile a lesson takes long, so the skeletons of all exercises of a
-lesson that are in different kernels are in one program.
+A skeleton must be found wrong in the way that its exercise means, as must be what students would
+answer (wrong_answers.py); and the lesson, which is the solution, must be found right.
 """
 
 import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 from conftest import CPU_BUILD, ROOT, execute, program
 import hopper_mutants
+from includes import linked_sources
 import mutants
 import pytest
 from test_style import copy_of_sources, formatter, scons
+import wrong_answers
 
 sys.path.append(str(ROOT / "cpu"))
 from cu2cpp import TranslationError, translate, with_headers
@@ -34,7 +39,7 @@ exercises = load("exercises")
 check = load("check")
 EXERCISES = exercises.EXERCISES
 MISTAKES = [each for each in EXERCISES if each.is_mistake]
-PROGRAMS = {each.name: name for name, group in exercises.test_programs().items() for each in group}
+PROGRAMS = {each.name: name for name, group in wrong_answers.programs().items() for each in group}
 each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 
 
@@ -133,7 +138,7 @@ def test_piece_that_is_not_there_is_an_error(change):
 
 
 def test_header_that_another_would_bring_again_is_an_error():
-    with pytest.raises(TranslationError, match="^operators/softmax/plans.cuh includes operators/softmax/rows.cuh again"):
+    with pytest.raises(TranslationError, match=r"^operators/softmax/\w+.cuh includes operators/softmax/rows.cuh again"):
         with_headers((ROOT / "9_matmul_softmax.cu").read_text(), "operators/softmax/rows.cuh")
 
 
@@ -274,11 +279,14 @@ def test_report_of_the_backend_is_put_into_words(kind):
 
 
 @pytest.mark.parametrize("rc, stderr, kind", [
-    (None, "", "endless"), (-11, "", "crash"), (3, "error: no memory\n", "error"), (0, "", "right"),
+    (None, "", "endless"), (-11, "", "crash"), (3, "error: no memory\n", "error"), (0, "", "error"),
+    (-6, "", "crash"), (-6, "x: exercises/my/x.cu:2: void f(): Assertion `a == b' failed.\n", "assert"),
 ])
 def test_other_ends(rc, stderr, kind):
-    found = check.look_at(rc, "", stderr)
+    found = check.look_at(rc, "", stderr, ["one", "two"])
     assert found.kind == kind and ("no memory" in found.text) == (rc == 3)
+    assert ("line 2: two" in found.text) == (kind == "assert")
+    assert ("exit()" in found.text) == (rc == 0)
 
 
 @pytest.mark.parametrize("output, text", [
@@ -331,7 +339,172 @@ def test_progress(reader, tmp_path):
     assert re.search(r" 1  coalesce +not right yet ", reader()[1].out)
     reader("coalesce", "--restart")
     assert file.read_text() == EXERCISES[0].source()
-    assert file.with_suffix(".cu.old").read_text() == "changed"
+    assert file.with_name("coalesce.cu.1").read_text() == "changed"
+
+
+def test_restart_overwrites_nothing(reader, tmp_path):
+    """However often it is called, and whatever stands in the file."""
+    reader("coalesce")
+    file = tmp_path / "exercises" / "my" / "coalesce.cu"
+    for text in ("one", "two"):
+        file.write_text(text)
+        assert "Your file is kept as exercises/my/coalesce.cu." in reader("coalesce", "--restart")[1].out
+        reader("coalesce", "--restart")  # of the untouched file nothing has to be kept
+    assert [path.read_text() for path in sorted(file.parent.glob("coalesce.cu.*"))] == ["one", "two"]
+
+
+# `./exercise` as a process of its own, with a folder of its own, whose check is replaced by `sys.argv[2]`.
+DRIVER = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(ROOT / "exercises")!r}]
+import check, exercises
+exercises.FOLDER = Path(sys.argv[1]) / "exercises"
+check.ROOT, check.PROGRESS = Path(sys.argv[1]), exercises.FOLDER / "my" / "progress.json"
+checking = sys.argv[2]
+check.check = lambda exercise: eval(checking)
+sys.argv = ["exercise", *sys.argv[3:]]
+__file__ = {str(ROOT / "exercise")!r}
+exec(Path(__file__).read_text())
+"""
+
+
+def process(folder, *arguments, checking="check.Finding('wrong', 'It is so.')", **options):
+    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), checking, *arguments], text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_full_disk_takes_nothing_away(tmp_path):
+    """Files here may have 1000 bytes: of a new one just so much can be written."""
+    folder = tmp_path / "exercises" / "my"
+    folder.mkdir(parents=True)
+    (folder / "coalesce.cu").write_text("mine")
+    for _ in range(2):
+        run = process(tmp_path, "coalesce", "--restart", preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_FSIZE, (1000, 1000)))
+        said = run.communicate()[1]
+        assert run.returncode == 1 and "File too large" in said and "Traceback" not in said
+    assert [path.name for path in folder.iterdir()] == ["coalesce.cu"]
+    assert (folder / "coalesce.cu").read_text() == "mine"
+
+
+def test_folder_that_cannot_be_written_is_a_sentence(tmp_path):
+    (tmp_path / "exercises").mkdir()
+    (tmp_path / "exercises" / "my").write_text("a file")
+    run = process(tmp_path, "coalesce")
+    said = run.communicate()[1]
+    assert run.returncode == 1 and re.fullmatch(r"\./exercise stops: \S+my\S*: (File exists|Not a directory)\n", said)
+
+
+@pytest.mark.parametrize("number, rc", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+                         ids=lambda value: getattr(value, "name", None))
+def test_what_was_started_ends_too(tmp_path, number, rc):
+    (tmp_path / "exercises").mkdir()
+    note = tmp_path / "pid"
+    checking = f"check.execute(['sh', '-c', 'echo $$ > {note}; sleep 60 & wait'], {{}})"
+    run = process(tmp_path, "coalesce", checking=checking)
+    while not note.exists() or not note.read_text():
+        time.sleep(0.01)
+    run.send_signal(number)
+    _, said = run.communicate(timeout=20)
+    assert run.returncode == rc and "Traceback" not in said
+    group = note.read_text().strip()
+    left = [line.split() for line in execute(["ps", "-eo", "pgid=,stat="]).stdout.splitlines()]
+    assert not [state for each, state in left if each == group and not state.startswith("Z")]
+
+
+def test_reader_who_stops_reading(tmp_path):
+    (tmp_path / "exercises").mkdir()
+    run = process(tmp_path)
+    run.stdout.close()
+    assert run.wait(20) != 0 and run.stderr.read() == ""
+    run.stderr.close()
+
+
+def test_output_without_end_is_stopped(monkeypatch):
+    monkeypatch.setattr(check, "MOST_OUTPUT", 1 << 16)
+    rc, out, _ = check.execute(["sh", "-c", "while :; do echo again and again and again; done"], {})
+    found = check.look_at(rc, out, "")
+    assert found.kind == "endless" and "prints" in found.text and len(out) <= 1 << 16
+
+
+@pytest.mark.parametrize("before, after", [(b"", b"// by Ren\xe9\n"), (b"\xef\xbb\xbf", b"")])
+def test_any_encoding_is_read(tmp_path, before, after):
+    """A name in an editor's encoding, and the mark that Windows puts at the start of a file."""
+    file = tmp_path / "x.cu"
+    file.write_bytes(before + b"int x;\n" + after)
+    text = exercises.text_of(file)
+    assert text.encode(errors="surrogateescape") == b"int x;\n" + after
+    assert translate(text, "x.cu").startswith('#line 1 "x.cu"\nint x;\n')
+
+
+def change_of_lesson(monkeypatch, old, new):
+    whole = exercises.Exercise.whole
+    monkeypatch.setattr(exercises.Exercise, "whole", lambda self: whole(self).replace(old, new))
+
+
+def test_lesson_that_changes_is_told_and_the_piece_carried_over(reader, tmp_path, monkeypatch):
+    reader("coalesce")
+    file = tmp_path / "exercises" / "my" / "coalesce.cu"
+    solved = file.read_text().replace("const int row = 0;", "const int row = threadIdx.y;")
+    file.write_text(solved)
+    assert "has changed" not in reader("coalesce")[1].out
+    assert "has not changed" in reader("coalesce", "--update")[1].out
+    change_of_lesson(monkeypatch, "float sum = 0;", "float sum = 0.0f;")
+    said = reader("coalesce", finding="compiler")[1].out
+    assert said.count("./exercise coalesce --update") == 2 and "The lesson has changed since you began" in said
+    assert file.read_text() == solved
+    rc, said = reader("coalesce", "--update")
+    assert file.read_text() == solved.replace("float sum = 0;", "float sum = 0.0f;")
+    assert file.with_name("coalesce.cu.1").read_text() == solved and "coalesce.cu.1" in said.out
+    assert "has changed" not in reader("coalesce")[1].out
+
+
+def test_lesson_that_changes_where_the_reader_has(reader, tmp_path, monkeypatch):
+    reader("coalesce")
+    file = tmp_path / "exercises" / "my" / "coalesce.cu"
+    mine = file.read_text().replace("const int col = 0;", "const int col = threadIdx.x;")
+    file.write_text(mine)
+    monkeypatch.setattr(exercises.Exercise, "source", lambda self: exercises.Exercise.skeleton(
+        self, self.whole())[0].replace("const int col = 0;", "const int column = 0;"))
+    rc, said = reader("coalesce", "--update")
+    assert rc == 1 and "have changed the same lines" in said.out
+    assert "<<<<<<< yours" in file.read_text() and file.with_name("coalesce.cu.1").read_text() == mine
+
+
+def test_lesson_that_changes_before_the_reader_has_changed_anything(reader, tmp_path, monkeypatch):
+    reader("coalesce")
+    change_of_lesson(monkeypatch, "float sum = 0;", "float sum = 0.0f;")
+    assert "has changed" not in reader("coalesce")[1].out
+    assert "float sum = 0.0f;" in (tmp_path / "exercises" / "my" / "coalesce.cu").read_text()
+
+
+def test_file_of_which_nobody_knows_what_it_began_with(reader, tmp_path):
+    """As it was before that was kept."""
+    file = tmp_path / "exercises" / "my" / "coalesce.cu"
+    file.parent.mkdir()
+    file.write_text("mine")
+    assert "--restart" in reader("coalesce", finding="compiler")[1].out
+    rc, said = reader("coalesce", "--update")
+    assert rc == 2 and "has not been kept" in said.out and file.read_text() == "mine"
+
+
+def test_who_looks_for_a_mistake_is_told_the_symptom():
+    for kind, text in (("race", "A race: the same memory\n    here first a read in line 7: x"),
+                       ("bounds", "Out of bounds: it writes 2 elements behind the end, in line 7: x"),
+                       ("error", "A GPU does not define this: thread 1: barrier_wait() in line 7: no"),
+                       ("wrong", "Wrong from element 3 on"), ("waits", "A deadlock: x.\n    thread 1 in line 7")):
+        symptom = check.Finding(kind, text).symptom
+        assert "line" not in symptom and symptom.startswith(text[:6])
+
+
+def test_line_of_a_mistake_is_told_when_asked(reader, monkeypatch):
+    found = check.Finding("race", "A race: the same memory\n    here first a read in line 7: x")
+    monkeypatch.setattr(check, "Finding", lambda kind, text: found)
+    said = reader("last_tile", finding="race")[1].out
+    assert "line 7" not in said and "./exercise last_tile --where" in said
+    assert "line 7" in reader("last_tile", "--where", finding="race")[1].out
+    assert "line 7" in reader("coalesce", finding="race")[1].out
 
 
 @pytest.mark.parametrize("word, text", [("nothing", "is no exercise"), ("r", "is more than one exercise")])
@@ -372,102 +545,126 @@ def test_solution_is_right(exercise):
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize("exercise", [each for each in EXERCISES if each.sanitizer],
-                         ids=lambda exercise: exercise.name)
-def test_solution_is_clean(exercise):
-    path = CPU_BUILD.parent / f"cpu-{exercise.sanitizer}" / exercise.lesson
+@pytest.mark.parametrize("exercise, sanitizer", [
+    (each, sanitizer) for each in EXERCISES for sanitizer in each.sanitizers
+], ids=lambda value: getattr(value, "name", value))
+def test_solution_is_clean(exercise, sanitizer):
+    path = CPU_BUILD.parent / f"cpu-{sanitizer}" / exercise.lesson
     if not path.exists():
-        pytest.skip(f"no build with sanitize={exercise.sanitizer}")
+        pytest.skip(f"no build with sanitize={sanitizer}")
     found = check.run(exercise, path)
     assert found.kind == "right", found.text
+
+
+def test_each_exercise_has_three_wrong_answers():
+    assert set(wrong_answers.WRONG) | {"blade_sign"} == {each.name for each in EXERCISES}
+    assert min(map(len, wrong_answers.WRONG.values())) >= 3
 
 
 @pytest.mark.extensive
 @pytest.mark.parametrize("exercise", [each for each in EXERCISES if each.name in PROGRAMS],
                          ids=lambda exercise: exercise.name)
-def test_skeleton_is_found_wrong(exercise):
-    path = program(f"mutants/{PROGRAMS[exercise.name]}")
-    text = (ROOT / exercises.source_of(exercise.lesson)).read_text()
-    lines = exercises.all_skeletons(text, exercises.test_programs()[PROGRAMS[exercise.name]]).splitlines()
-    found = check.run(exercise, path, lines)
-    if exercise.wrong_too:  # what the sanitizer reports: test_either_barrier_prevents_a_race
-        assert found.kind == "wrong", found.text
-    else:
-        assert re.search(exercise.finds, found.text), found.text
-
-
-@pytest.mark.extensive
-@pytest.mark.parametrize("exercise", [each for each in MISTAKES if each.mutant[0]],
-                         ids=lambda exercise: exercise.name)
-def test_mistake_is_found(exercise, monkeypatch):
-    builds = {"": CPU_BUILD, **{name: CPU_BUILD.parent / f"cpu-{name}" for name in ("address", "thread")}}
-    if len(exercise.mutant) == 1:
-        (mutant,) = (each for each in mutants.MUTANTS if each.name == exercise.mutant[0])
-        name, number = mutant.program, mutant.number
-        paths = [builds[exercise.sanitizer] / "mutants" / name]
-    else:
-        number = hopper_mistake(exercise).number
-        paths = [hopper_mutants.program_of(exercise.lesson, builds[kind]) for kind in ("", "thread")]
-    monkeypatch.setenv("MISTAKE", str(number))
-    for path in paths:
+def test_wrong_answers_are_refused(exercise, monkeypatch):
+    """The exercise as it is given, and each wrong answer: in words that tell one from the others. (A mistake
+    that is mended at a wrong place goes on to do what it did.)"""
+    name, words = PROGRAMS[exercise.name], {}
+    builds = {sanitizer: ROOT / check.BUILDS[sanitizer] / "mutants" / name for sanitizer in ("", *exercise.sanitizers)}
+    builds[""] = program(f"mutants/{name}")
+    for path in builds.values():
         if not path.exists():
             pytest.skip(f"{path} has not been built")
-        found = check.run(exercise, path)
-        if found.kind != "right":
-            break
-    assert re.search(exercise.finds, found.text), found.text
+    text = (ROOT / exercises.source_of(exercise.lesson)).read_text()
+    source = wrong_answers.program(text, wrong_answers.programs()[name])
+    lines = source.split("#line 1\n", 1)[1].splitlines()
+    given = wrong_answers.Answer(exercise.finds, ())
+    for which, answer in enumerate((given, *wrong_answers.WRONG[exercise.name])):
+        monkeypatch.setenv("MISTAKE", str(wrong_answers.number_of(exercise, which)))
+        found = check.look_in_every_way(exercise, builds.get, lines)
+        assert found.kind != "right", f"answer {which} is accepted"
+        assert re.search(answer.finds, found.text), f"answer {which}: {found.text}"
+        same = words.setdefault(found.text, which)
+        assert same in (which, answer.like) or exercise.is_mistake, f"answers {which} and {same}: {found.text}"
+
+
+SIGN = "for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);"
+SQUARES = """for (int v = 0; v < kVectors; ++v)
+      if (a & b & 1u << v) sign *= v < p ? 1 : v < p + q ? -1 : 0;"""
+
+
+def blade_sign(swaps, squares):
+    return f"int swaps = 0; {swaps}\n int sign = swaps % 2 == 0 ? 1 : -1; {squares}\n return sign;"
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize("number, first, then", [(1, "read", "write"), (2, "write", "read")])
-def test_either_barrier_prevents_a_race(number, first, then, monkeypatch):
-    """Exercise barriers, with one of the two put back."""
-    (exercise,) = exercises.find("barriers")
-    (mutant,) = (each for each in mutants.MUTANTS
-                 if each.name == f"{exercise.lesson}_matmul_tile_without_barrier_{number}")
-    path = CPU_BUILD.parent / "cpu-thread" / "mutants" / mutant.program
-    if not path.exists():
-        pytest.skip("no build with sanitize=thread")
-    monkeypatch.setenv("MISTAKE", str(mutant.number))
-    found = check.run(exercise, path, lesson_of(exercise).splitlines())
-    assert re.search(exercise.finds, found.text), found.text
-    assert re.search(rf"here first a {first} in line .*tile.*\n.* a {then} in line .*tile", found.text)
-
-
-@pytest.mark.extensive
-def test_blade_sign_does_not_compile(tmp_path):
-    """By itself: it would keep the other skeletons of its lesson from being built."""
+@pytest.mark.parametrize("given", [
+    None,  # as it is given
+    blade_sign(SIGN.replace("a >> 1", "a"), SQUARES),  # a vector passes itself
+    blade_sign(SIGN.replace("popcount(later & b)", "popcount(later & ~b)"), SQUARES),
+    blade_sign(SIGN, ""),  # every square is 1
+    blade_sign(SIGN, SQUARES.replace("v < p + q ? -1 : 0", "-1")),  # and here none is 0
+    blade_sign(SIGN, SQUARES),
+], ids=("given", "itself", "others", "squares", "zero", "right"))
+def test_wrong_signs_of_blades_do_not_compile(tmp_path, given):
+    """Of the reader's file the header that has the function: its own assertions speak."""
     (exercise,) = exercises.find("blade_sign")
-    file = tmp_path / "exercises" / "my" / "blade_sign.cu"
-    file.parent.mkdir(parents=True)
-    file.write_text(exercises.leave_out(exercise.source(), exercise.lesson))
-
+    text = (ROOT / exercise.headers[-1]).read_text()
+    text, (_,) = exercise.skeleton(text.replace("#pragma once\n", ""))
+    text = text.replace("return 1;", given, 1) if given else text
     code = tmp_path / "blade_sign.cc"
-    code.write_text(translate(file.read_text(), "exercises/my/blade_sign.cu"))
+    code.write_text(translate(text, "exercises/my/blade_sign.cu"))
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", "-w", "-Wfatal-errors",
-               f"-I{ROOT / 'common' / 'cpu'}", f"-I{CPU_BUILD / 'gen'}", f"-I{ROOT}", code]
+               f"-I{ROOT / 'cpu' / 'include'}", f"-I{ROOT}", code]
     result = execute(command)
-    assert result.rc != 0
-    said = check.compiler_error(result.stderr, "exercises/my/blade_sign.cu", exercise.source().splitlines())
-    assert re.search(exercise.finds, said), said
+    assert (result.rc == 0) == (given == blade_sign(SIGN, SQUARES)), result.stderr
+    if result.rc:
+        said = check.compiler_error(result.stderr, "exercises/my/blade_sign.cu", text.splitlines())
+        assert re.search(exercise.finds, said) and re.search(r"line \d+: static_assert\(Cl<", said), said
 
 
 @pytest.fixture
 def clone(tmp_path):
     """A copy of the sources in which what all lessons share has been built."""
     scons()  # or skips the test
-    shared, signatures = ROOT / "build" / "cpu" / "obj" / "common", ROOT / ".sconsign.dblite"
-    if not shared.is_dir() or not signatures.exists():
+    build, signatures = ROOT / "build" / "cpu", ROOT / ".sconsign.dblite"
+    shared = [f"obj/{folder}" for folder in ("common", "checks", "cpu")]
+    if not all((build / folder).is_dir() for folder in shared) or not signatures.exists():
         pytest.skip("nothing has been built")
     # scons notes what it has built when it ends. What it does not know it would build again.
-    if max(path.stat().st_mtime for path in shared.rglob("*.o")) > signatures.stat().st_mtime:
+    objects = [path for folder in shared for path in (build / folder).rglob("*.o")]
+    if max(path.stat().st_mtime for path in objects) > signatures.stat().st_mtime:
         pytest.skip("scons, which runs this test, has not noted yet what it has built")
     tree = copy_of_sources(tmp_path / "tree")
     shutil.rmtree(tree / "exercises" / "my", ignore_errors=True)
-    for part in ("obj/common", "gen/common"):
-        shutil.copytree(ROOT / "build" / "cpu" / part, tree / "build" / "cpu" / part)
+    for part in (*shared, *(f"gen/{folder}" for folder in ("common", "primitives", "operators", "checks"))):
+        if (build / part).is_dir():
+            shutil.copytree(build / part, tree / "build" / "cpu" / part)
     shutil.copy(signatures, tree)
     return tree
+
+
+@each_exercise
+def test_reader_links_what_the_lesson_does(exercise, tmp_path):
+    file = tmp_path / "x.cu"
+    file.write_text(exercise.source())
+    assert set(linked_sources(str(file))) == set(linked_sources(exercises.source_of(exercise.lesson)))
+
+
+@pytest.mark.extensive
+def test_every_exercise_is_built_as_a_reader_builds_it(clone):
+    """By the reader's own command, of all exercises whose files include the same the first one: what
+    differs between them test_wrong_answers_are_refused() compiles. Some editors put a mark at the start, and
+    some write a name in Latin-1."""
+    files = {(each.lesson, each.headers): each for each in reversed(EXERCISES)}
+    my = clone / "exercises" / "my"
+    my.mkdir()
+    for each in files.values():
+        does_compile = "compile" not in each.finds
+        source = each.source() if does_compile else each.whole()
+        (my / f"{each.name}.cu").write_bytes(b"\xef\xbb\xbf" + source.encode() + b"// Ren\xe9\n")
+    programs = [f"build/cpu/exercises/my/{each.name}" for each in files.values()]
+    result = execute([shutil.which("scons"), "-Q", "-k", "cuda=no", *programs], timeout=600, cwd=clone)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert not re.search(r"CXX (common|checks|cpu)/", result.stdout), "what is shared was built again"
 
 
 @pytest.mark.extensive

@@ -171,6 +171,13 @@ def test_layer(run, backend, lesson, channels, hidden):
     assert dims_of(result)["square"] == {"M": 1, "K": 1, "H": 1}
 
 
+def test_layer_with_hard_gates(run, backend):
+    """Of whose gates exp() is infinite or 0."""
+    shape = ("--channels", 72, "--hidden", 40, "--hard-gates")
+    result = run("6_gating_fused", 1, *shape, "--samples", 1)
+    assert_verified(result, listed("6_gating_fused", backend, 1, *shape), 1)
+
+
 @pytest.mark.parametrize(
     "n, arguments",
     [pytest.param(n, arguments, id=f"{n}", marks=[pytest.mark.extensive] * (n not in (2, 33)))
@@ -248,6 +255,13 @@ def test_softmax_of_heads(run, backend, shape, heads):
     result = run(TRAINING, *arguments, "--samples", 1)
     assert_verified(result, listed(TRAINING, backend, *arguments), 1)
     assert dict(zip("BDC", shape), H=heads) in dims_of(result).values()
+
+
+def test_softmax_training_of_hard_rows(run, backend):
+    """Half of the classes have a probability of 0 in fp32."""
+    arguments = softmax_arguments((40, 9, 70), "--hard-rows")
+    result = run(TRAINING, *arguments, "--samples", 1)
+    assert_verified(result, listed(TRAINING, backend, *arguments), 1)
 
 
 def test_softmax_training_of_one_class(run, backend):

@@ -51,7 +51,7 @@ Problem& declare(Lesson& lesson, const char* name, const GatingShape& shape) {
 }  // namespace
 
 GatingProblem::GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* name,
-                             GatingShape shape, int roundings)
+                             GatingShape shape, int roundings, bool hard)
     : shape(shape),
       blas(blas),
       problem(declare(lesson, name, shape)),
@@ -59,7 +59,7 @@ GatingProblem::GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* na
       // With x uniform in [-1, 1), both products have mean 0 and variance 1: the sigmoid's bend.
       W1(problem.input<half>(shape.channels * shape.hidden,
                              3 / sqrt(static_cast<double>(shape.channels)))),
-      b1(problem.input<half>(shape.hidden)),
+      b1(problem.input<half>(shape.hidden, hard ? 200 : 1)),
       W2(problem.input<half>(shape.channels * shape.hidden,
                              3 / sqrt(static_cast<double>(shape.channels)))),
       b2(problem.input<half>(shape.hidden)),

@@ -18,9 +18,10 @@ enum class GatingStep { x_w1, plus_b1, sigmoid, x_w2, plus_b2, out };
 
 /// A problem with the layer's inputs, its output, and the output's reference.
 struct GatingProblem {
-  /// `roundings`: see tolerance(); the most that a kernel of this problem needs.
+  /// `roundings`: see tolerance(); the most that a kernel of this problem needs. With `hard` gates go
+  /// from -200 to 200: e to the power of most of them is infinite in fp32, or 0.
   GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* name, GatingShape shape,
-                int roundings);
+                int roundings, bool hard = false);
 
   GatingOperands operands() const;
   /// Fills `expected` with a step's result in fp64: products by cuBLAS, a few rows at a time.

@@ -1529,17 +1529,24 @@ bool may_end(Thread& thread, Message* message) {
 }
 
 bool may_end(Block& block, Message* message) {
+  std::size_t bytes = 0;
+  int barriers = 0;
+  const Transfer* first = nullptr;
   for (const auto& barrier : block.hopper->barriers) {
-    if (!barrier->transfers.empty()) {
-      if (message)
-        message->add(
-            "the block ends while %zu bytes are on their way to it, which were sent at %s:%d: "
-            "nobody"
-            " waits for them",
-            barrier->transfers[0].bytes, barrier->transfers[0].site.file,
-            barrier->transfers[0].site.line);
-      return false;
-    }
+    if (barrier->transfers.empty()) continue;
+    if (!first) first = &barrier->transfers[0];
+    for (const Transfer& transfer : barrier->transfers) bytes += transfer.bytes;
+    ++barriers;
+  }
+  if (first) {
+    if (message)
+      message->add(
+          "the block ends while %zu bytes are on their way to it, to %d of its barriers; the first "
+          "were sent at %s:%d: nobody waits for them",
+          bytes, barriers, first->site.file, first->site.line);
+    return false;
+  }
+  for (const auto& barrier : block.hopper->barriers) {
     if (barrier->unseen[0] + barrier->unseen[1] > 0) {
       if (message)
         message->add(

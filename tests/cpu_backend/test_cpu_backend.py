@@ -23,7 +23,7 @@ HOPPER_CASES = re.findall(r"^CASE\((\w+)\)", HOPPER, re.MULTILINE)
 # Those that a GPU can show.
 GPU_CASES = re.findall(r"^CASE\((\w+)\)", HOPPER.split("#ifdef CUDA_CPU")[0], re.MULTILINE)
 
-sys.path.insert(0, str(ROOT / "common" / "cpu"))
+sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import TranslationError, translate  # noqa: E402
 
 
@@ -292,7 +292,7 @@ def test_translation_errors(source, problem):
 def test_command_line(tmp_path):
     source, target = tmp_path / "a.cu", tmp_path / "a.cc"
     source.write_text("void f() { k<<<1, 1>>>(); }\n")
-    script = ROOT / "common" / "cpu" / "cu2cpp.py"
+    script = ROOT / "cpu" / "cu2cpp.py"
     subprocess.run([sys.executable, script, source, target], check=True)
     expected = "void f() { k->*cuda_cpu::launch(1, 1)(); }\n"
     assert target.read_text() == f'#line 1 "{source}"\n' + expected
