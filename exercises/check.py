@@ -184,6 +184,8 @@ def look_at(rc, stdout, stderr, lines=(), columns=0):
             return Finding("waits", _waits(match[1], lines))
         said, code = _with_lines(match[1], lines)
         return Finding("error", "\n".join([f"A GPU does not define what happens here: {said}", *code]))
+    if rc == 1 and (guard := re.search(r"^  ((?:wrote|changed) .*)", stdout, re.MULTILINE)):
+        return Finding("crash", f"The kernel {guard[1]}.")
     if rc == 1 and "FAILED" in stdout:
         return Finding("wrong", _wrong(stdout, columns))
     if rc == 0 and re.search(r"^All [1-9]\d* kernels verified", stdout, re.MULTILINE):
@@ -400,7 +402,7 @@ def look_in_every_way(exercise, program, lines):
         _say("Is it right?")
         found = built_and_run("", record if exercise.goal else None)
         if found.kind == "crash":
-            _say("It crashed. Where? A build with the address sanitizer tells.")
+            _say("It writes where it must not. Where? A build with the address sanitizer tells.")
             closer = built_and_run("address")
             return closer if closer.kind == "bounds" else found
         if found.kind == "right" and (missed := missed_goal(exercise, record, lines)):

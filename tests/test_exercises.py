@@ -289,6 +289,11 @@ def test_other_ends(rc, stderr, kind):
     assert ("exit()" in found.text) == (rc == 0)
 
 
+def test_write_behind_an_output():
+    found = check.look_at(1, "tile  FAILED\n  wrote 8 bytes behind output 1\n", "")
+    assert found == check.Finding("crash", "The kernel wrote 8 bytes behind output 1.")
+
+
 @pytest.mark.parametrize("output, text", [
     ("exercises/my/x.cu:2:5: error: 'a' was not declared\n", "'a' was not declared\n    line 2: two"),
     ("exercises/my/x.cu:2: <<< without >>>( in the same statement\n",
