@@ -30,13 +30,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cuda/atomic>
 #include <limits>
 #include <tuple>
 
 #include "checks/product/square_matmul.h"
 #include "primitives/async_copy.cuh"
 #include "primitives/launch.h"
+#include "primitives/spin.cuh"
 
 using namespace checks;
 using namespace primitives;
@@ -525,7 +525,6 @@ constexpr int kAnyShapeThreads = 256;  // of a block, whatever its tile
 // has only as many blocks as run at the same time.
 template <int kBlockFloats>
 struct Handover {
-  using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   static constexpr size_t kFloats = kBlockFloats;  // of a block
   unsigned* ready;
   float* sums;
@@ -541,14 +540,14 @@ struct Handover {
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) Flag(ready[blockIdx.x]).store(1, cuda::memory_order_release);
+    if (threadIdx.x == 0) SharedCount(ready[blockIdx.x]).store(1, cuda::memory_order_release);
   }
 
   template <int TM, int TN>
   __device__ void add(float (&sum)[TM][TN], int block) const {
     if (threadIdx.x == 0) {
-      Flag flag(ready[block]);
-      while (flag.load(cuda::memory_order_acquire) == 0) continue;
+      const SharedCount flag(ready[block]);
+      wait_for_count(flag, 1, "the other block's sums");
       flag.store(0, cuda::memory_order_relaxed);
     }
     __syncthreads();

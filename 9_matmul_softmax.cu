@@ -78,6 +78,7 @@
 #include "operators/softmax/row_inbox.cuh"
 #include "operators/softmax/rows.cuh"
 #include "operators/softmax/transposed_product.cuh"
+#include "primitives/spin.cuh"
 
 using namespace checks;
 using namespace operators::softmax;
@@ -771,8 +772,10 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
     float largest = all.largest;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
+      const Spin spin("another tile's maximum and sum of a row");
       while (!is_posted(posted[i], turn)) {
         posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
+        spin.again();
       }
       largest = fmaxf(largest, part_of(posted[i]).largest);
     }

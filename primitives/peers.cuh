@@ -6,18 +6,9 @@
 #include <cstdint>
 #include <cuda/atomic>
 
-namespace primitives {
+#include "primitives/spin.cuh"
 
-/// Nanoseconds of a clock that all threads of a GPU see. PTX ISA, "%globaltimer".
-__device__ inline uint64_t nanoseconds() {
-#ifdef CUDA_CPU
-  return cuda_cpu::nanoseconds();
-#else
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-#endif
-}
+namespace primitives {
 
 template <typename T>
 using AtSystem = cuda::atomic_ref<T, cuda::thread_scope_system>;

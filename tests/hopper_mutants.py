@@ -45,14 +45,12 @@ LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_ma
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or part that is not added, or nothing that is sent; a
-# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked. Planes, or rows
-# for the norm, that nobody waits for.
+# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
     "transposed_product": [
         (r"of\.first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
     ],
-    "tf32_product": [(r"if \((part < before)\) return", "true")],
     GPUS: [
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
@@ -66,7 +64,7 @@ OTHERS = {
 ONLY_REMOVED = (
     "barrier_init_fence", "barrier_arrive", "shared_fence", "tensor_store_commit", "wgmma_fence",
     "wgmma_commit", "cluster_sync", "cluster_arrive", "cluster_wait", "cluster_meet",
-    "wait_until_empty", "wait_for_previous_kernel", "__syncthreads", "__syncwarp",
+    "wait_until_empty", "wait_for_count", "wait_for_previous_kernel", "__syncthreads", "__syncwarp",
 )
 # Words with a number that may also be wrong: which argument, and what becomes of it.
 SHIFTED = {
@@ -129,7 +127,7 @@ HARMLESS = {
 WORDS = sorted((*ONLY_REMOVED, *SHIFTED, *SHIFTED_TEMPLATE), key=len, reverse=True)
 _CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
 _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
-_SPIN = re.compile(r"\bwhile \((!|flag\.load)")
+_SPIN = re.compile(r"\bwhile \((!)")
 # What has such words inside, where product.cuh says it.
 _METHOD = re.compile(r"\b(?:out|cluster)\.(?:template )?(?:wait|meet|release)(?:<[^<>;(]*>)?\(")
 

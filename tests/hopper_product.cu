@@ -18,6 +18,13 @@ using namespace operators::product;
 
 namespace {
 
+// Tiles are counted in 32 bits, and divided approximately: what is too much is known on the host.
+using SmallTile = Tiles<64, 64, 1, 1, 1>;
+static_assert(Schedule<SmallTile>::tiles_of({1 << 28, 8, 8}) > Schedule<SmallTile>::kMostTiles);
+static_assert(Schedule<SmallTile>::tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
+static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 20}, 66, true).shared == 68);
+static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 24}, 66, true).shared == 0);
+
 /// A rows x cols matrix of numbers that fp16 holds, in device memory, its rows `stride` apart. What
 /// is between them, and behind the last one, is NaN.
 struct Matrix {

@@ -18,10 +18,13 @@
 #include <string>
 #include <vector>
 
+#include "common/check.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/hopper.cuh"
 #include "primitives/mma.cuh"
+#include "primitives/spin.cuh"
 
+using namespace common;
 using namespace primitives;
 
 namespace {
@@ -899,11 +902,9 @@ CASE(early_launches) {
 // Every block waits until all have come.
 __global__ void meet_all(unsigned* arrived) {
 #if HOPPER_CODE
-  cuda::atomic_ref<unsigned, cuda::thread_scope_device> count(*arrived);
   if (threadIdx.x == 0) {
-    count.fetch_add(1, cuda::memory_order_acq_rel);
-    while (count.load(cuda::memory_order_acquire) < gridDim.x) {
-    }
+    SharedCount(*arrived).fetch_add(1, cuda::memory_order_acq_rel);
+    wait_for_count(SharedCount(*arrived), gridDim.x, "all blocks");
   }
   __syncthreads();
 #endif
@@ -1144,7 +1145,8 @@ CASE(more_blocks_than_the_device_holds) {
   CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
   Array<unsigned> arrived(1);
   expect_error([&] { meet_all<<<sms + 1, 64>>>(arrived.device); },
-               {"deadlock", "a loop of loads", "blocks at a time", "CUDA_CPU_MULTIPROCESSORS"});
+               {"deadlock", "a loop of loads", " for all blocks", "blocks at a time",
+                "CUDA_CPU_MULTIPROCESSORS"});
 }
 
 #endif  // CUDA_CPU

@@ -245,7 +245,7 @@ MUTANTS = [
     ),
     _mutant(
         "sums_added_before_they_are_there", "thread", MATMUL, "void add(",
-        "while (flag.load(cuda::memory_order_acquire) == 0) continue;", ";",
+        "wait_for_count(flag, 1, \"the other block's sums\");", ";",
         DATA_RACE, *SHARED_TILES, "--kernel", "^any shape$",
     ),
     _mutant(

@@ -148,7 +148,7 @@ def test_tests_without_sanitized_lessons(plan):
 # ---- What is refused, and what is said -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("argument", ["foo=bar", "Cuda=no", "verbose=yes", "arch=61", "arch=h100", "arch=",
+@pytest.mark.parametrize("argument", ["foo=bar", "Cuda=no", "verbose=yes", "debug=2", "arch=61", "arch=h100", "arch=",
                                       "cxx=no-such-compiler", "cuda=/does/not/exist", "cuda="])
 def test_what_scons_does_not_know_is_refused(dry_run, argument):
     result = dry_run(argument, LESSON)

@@ -14,10 +14,11 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/execution/device_state.h"
 #include "cpu/execution/execution.h"
 #include "cpu/execution/fiber.h"
 #include "cpu/execution/worker_pool.h"
+#include "cpu/runtime/device_state.h"
+#include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
 
 constinit thread_local uint3 threadIdx = {};
@@ -72,6 +73,16 @@ void Message::add_wait(const Thread& thread, const char* operation, const Site& 
   add_thread(thread);
   add(" waits in %s at %s:%d (%s)", operation, site.file, site.line, site.function);
 }
+
+namespace {
+char current_row[101] = "";
+}
+
+void set_row(const char* name) {
+  // As a sanitizer would want it: nobody sets a row while a kernel runs.
+  std::snprintf(current_row, sizeof current_row, "%s", name);
+}
+const char* row() { return current_row; }
 
 // ---- Blocks and threads ------------------------------------------------------------------------
 
@@ -685,8 +696,10 @@ CUDA_CPU_NO_TSAN bool Runner::find_window(std::size_t address, SharedPlace& plac
 Message Runner::begin_message(const Block& block) const {
   const Site& site = launch_->config.site;
   Message message;
-  message.add("cuda_cpu: kernel launched at %s:%d, block (%u,%u,%u): ", site.file, site.line,
-              block.index.x, block.index.y, block.index.z);
+  message.add("cuda_cpu: kernel launched at %s:%d (%s", site.file, site.line,
+              launch_->description.name);
+  if (*row()) message.add(", row \"%s\"", row());
+  message.add("), block (%u,%u,%u): ", block.index.x, block.index.y, block.index.z);
   return message;
 }
 
@@ -703,7 +716,8 @@ CUDA_CPU_NO_TSAN void Runner::fail(const Message& message) {
 
 void Runner::fail_launch(const Message& message) { report(message); }
 
-void Runner::fail_in_thread(const char* format, va_list arguments) {
+void Runner::fail_in_thread(const char* format, va_list arguments, cudaError_t error) {
+  if (!launch_->failed) launch_->error = error;
   Message message = begin_message(*current_->block);
   message.add_thread(*current_);
   message.add(": ");
@@ -751,6 +765,7 @@ CUDA_CPU_NO_TSAN void Runner::report_deadlock() {
                   first.block->index.z);
     message.add_wait(first, first.operation, first.site);
     describe_wait(first, message);
+    if (first.purpose) message.add(" for %s", first.purpose);
     if (parties[i].count > 1) message.add(", like %u more", parties[i].count - 1);
   }
   if (parties.size() > kMost) message.add(", and more");
@@ -790,81 +805,98 @@ class Progress {
   bool shown_ = false;
 };
 
+thread_local Message refusal;
+
+/// Notes why a launch cannot be made.
+__attribute__((format(printf, 4, 5))) cudaError_t refuse(cudaError_t error,
+                                                         const LaunchConfig& config,
+                                                         const char* kernel, const char* format,
+                                                         ...) {
+  const dim3 grid = config.grid, block = config.block;
+  refusal.add(
+      "%s, launched at %s:%d with %u x %u x %u blocks of %u x %u x %u threads and %zu bytes"
+      " of dynamic shared memory: ",
+      kernel, config.site.file, config.site.line, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+      config.shared_bytes);
+  va_list arguments;
+  va_start(arguments, format);
+  refusal.add_list(format, arguments);
+  va_end(arguments);
+  return error;
+}
+
+/// With the errors that CUDA 13.0 has on an H200.
 cudaError_t check(const LaunchConfig& config, const void* function,
                   const KernelDescription& description, unsigned cluster) {
   const dim3 grid = config.grid;
   const dim3 block = config.block;
+  const char* const name = description.name;
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
+  refusal = Message();
   if (grid.x == 0 || grid.x > 0x7FFFFFFF || grid.y == 0 || grid.y > 65535 || grid.z == 0 ||
       grid.z > 65535) {
-    return cudaErrorInvalidConfiguration;
+    return refuse(cudaErrorInvalidValue, config, name,
+                  "a grid has at least one block, and at most 2147483647 x 65535 x 65535");
   }
   if (threads == 0 || block.x > kMaxThreadsPerBlock || block.y > kMaxThreadsPerBlock ||
       block.z > 64 || threads > kMaxThreadsPerBlock) {
-    return cudaErrorInvalidConfiguration;
+    return refuse(cudaErrorInvalidValue, config, name,
+                  "a block has at least one thread, and at most %u, of which 64 along z",
+                  kMaxThreadsPerBlock);
   }
   if (description.bounds.threads > 0 && threads > description.bounds.threads) {
-    return cudaErrorLaunchOutOfResources;
+    return refuse(cudaErrorInvalidValue, config, name, "its __launch_bounds__ are %u threads",
+                  description.bounds.threads);
   }
-  if (grid.x % cluster != 0 || description.cluster.y != 1 || description.cluster.z != 1 ||
-      cluster > static_cast<unsigned>(multiprocessors())) {
-    return cudaErrorInvalidClusterSize;
+  if (grid.x % cluster != 0 || description.cluster.y != 1 || description.cluster.z != 1) {
+    return refuse(cudaErrorInvalidClusterSize, config, name,
+                  "the blocks along x are not whole clusters of %u", cluster);
+  }
+  if (cluster > static_cast<unsigned>(multiprocessors())) {
+    return refuse(cudaErrorInvalidClusterSize, config, name,
+                  "a cluster of %u blocks does not fit on a device of %d multiprocessors", cluster,
+                  multiprocessors());
   }
   DeviceState& state = device();
   std::lock_guard lock(state.mutex);
   const auto limit = state.dynamic_shared_limits.find({current_device(), function});
   const std::size_t allowed =
       limit == state.dynamic_shared_limits.end() ? kDefaultSharedBytes : limit->second;
-  return config.shared_bytes > allowed ? cudaErrorInvalidValue : cudaSuccess;
+  if (config.shared_bytes <= allowed) return cudaSuccess;
+  return refuse(cudaErrorInvalidValue, config, name,
+                "a block of it has at most %zu bytes, and as many as cudaFuncSetAttribute() asked"
+                " for, which is up to %zu",
+                allowed, max_shared_bytes());
 }
 
 }  // namespace
 
-int multiprocessors() {
-  static const int count = [] {
-    const char* given = std::getenv("CUDA_CPU_MULTIPROCESSORS");
-    return given ? std::clamp(std::atoi(given), 1, 1024) : 8;
-  }();
-  return count;
-}
+const char* why_launch_failed() { return refusal.text(); }
+
+int multiprocessors() { return environment().multiprocessors; }
 
 int compute_capability() {
-  static const int capability = [] {
-    const char* given = std::getenv("CUDA_CPU_COMPUTE_CAPABILITY");
-    return given ? std::clamp(std::atoi(given), 75, 90) : 90;
-  }();
-  return capability;
+  const int played = environment().compute_capability;
+  return played ? played : 90;
 }
 
 std::size_t max_shared_bytes() {
   const int capability = compute_capability();
   const int kilobytes = capability < 80                        ? 64
                         : capability == 80 || capability == 87 ? 163
-                        : capability < 90                      ? 99
+                        : capability < 90 || capability == 120 ? 99
                                                                : 227;
   return static_cast<std::size_t>(kilobytes) * 1024;
 }
 
-namespace {
-/// Whether every early launch is made twice, the second one early behind the first, as in a loop:
-/// CUDA_CPU_REPEAT_EARLY_LAUNCHES=1 in the environment.
-bool repeat_early_launches() {
-  static const bool repeat = [] {
-    const char* given = std::getenv("CUDA_CPU_REPEAT_EARLY_LAUNCHES");
-    return given && std::atoi(given) != 0;
-  }();
-  return repeat;
-}
-}  // namespace
-
-bool describe_kernel(Cluster3 cluster, LaunchBounds bounds) {
+bool describe_kernel(Cluster3 cluster, LaunchBounds bounds, const char* name) {
   if (!asked) return false;
-  *asked = {cluster, bounds};
+  *asked = {cluster, bounds, name};
   return true;
 }
 
 KernelDescription describe(const BoundKernel& kernel) {
-  KernelDescription description = {cluster_dims(), launch_bounds()};
+  KernelDescription description = {cluster_dims(), launch_bounds(), "a kernel"};
   asked = &description;
   kernel.run(kernel.arguments);
   asked = nullptr;
@@ -892,6 +924,38 @@ BoundKernel with_own_arguments(const BoundKernel& kernel) {
 
 char ends[kMostDevices][4];
 
+/// All memory that kernels may write, as it is now, if it is `wanted`: a launch that is made twice
+/// finds the second time what it found the first time, also where it adds to something. (While
+/// kernels of several devices run at the same time they are not copied: their blocks wait for each
+/// other, and do so twice.) ThreadSanitizer does not see it.
+class MemoryCopy {
+ public:
+  explicit MemoryCopy(bool wanted) {
+    if (!wanted) return;
+    std::lock_guard lock(device().mutex);
+    for (const auto& [start, allocation] : device().allocations) {
+      if (allocation.type == cudaMemoryTypeHost) continue;
+      pieces_.emplace_back(const_cast<char*>(start), std::vector<char>(allocation.size));
+      copy(pieces_.back().second.data(), start, allocation.size);
+    }
+  }
+
+  void restore() const {
+    for (const auto& [start, bytes] : pieces_) copy(start, bytes.data(), bytes.size());
+  }
+
+ private:
+  CUDA_CPU_NO_TSAN static void copy(void* to, const void* from, std::size_t size) {
+#if defined(CUDA_CPU_TSAN) && defined(__x86_64__)
+    asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(size) : : "memory");
+#else
+    if (size > 0) std::memcpy(to, from, size);
+#endif
+  }
+
+  std::vector<std::pair<char*, std::vector<char>>> pieces_;
+};
+
 void run(const Waiting& waiting) {
   static std::atomic<unsigned> launches[kMostDevices];
   const LaunchConfig& config = waiting.config;
@@ -904,19 +968,24 @@ void run(const Waiting& waiting) {
   const unsigned cluster = waiting.cluster, capacity = static_cast<unsigned>(multiprocessors());
   const int workers = static_cast<int>(std::min<std::uint64_t>(
       {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
-  const int times = config.early && repeat_early_launches() ? 2 : 1;
+  const int times = config.early && environment().repeat_early_launches ? 2 : 1;
+  const MemoryCopy before(times == 2 && !device().concurrent);
   for (int i = 0; i < times && !device().broken; ++i) {
+    if (i > 0) before.restore();
     Launch launch{waiting.device, config,   waiting.kernel, waiting.description,       blocks,
                   cluster,        capacity, workers,        launches[waiting.device]++};
     Progress progress(launch);
     pool.run(
         workers,
         [&](int worker) {
-          if (!runner) runner = new Runner(worker);
+          if (!runner) {
+            runner = new Runner(worker);
+            prepare_crash_stack();
+          }
           runner->run(launch);
         },
         [&] { progress.update(); });
-    if (launch.failed) device().broken = true;
+    if (launch.failed) device().broken = launch.error.load();
   }
   const Unwatched bookkeeping;
   std::free(const_cast<void*>(waiting.kernel.arguments));
@@ -994,6 +1063,12 @@ void fail(const char* format, ...) {
   runner->fail_in_thread(format, arguments);
 }
 
+void fail_assertion(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  runner->fail_in_thread(format, arguments, cudaErrorAssert);
+}
+
 int block_barrier(int predicate, const char* operation, Site site) {
   return runner->block_barrier(predicate, operation, site);
 }
@@ -1007,6 +1082,10 @@ CUDA_CPU_NO_TSAN unsigned lane_id() { return runner->lane_id(); }
 CUDA_CPU_NO_TSAN unsigned live_lanes() { return runner->live_lanes(); }
 
 CUDA_CPU_NO_TSAN void yield(Site site) { runner->spin("__nanosleep()", site); }
+
+CUDA_CPU_NO_TSAN void waits_for(const char* what) {
+  if (runner) runner->current().purpose = what;
+}
 
 CUDA_CPU_NO_TSAN void look(const void* address, unsigned long long value, Site site) {
   if (!runner) return;

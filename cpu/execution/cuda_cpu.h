@@ -10,7 +10,8 @@
 // is kept until somebody synchronizes, and then all devices run what they have, at the same time.
 //
 // A kernel error (a divergent barrier, a misused intrinsic) prints one line on stderr, abandons the
-// launch, and makes every later runtime call return cudaErrorLaunchFailure.
+// launch, and makes every later runtime call return cudaErrorLaunchFailure, or cudaErrorAssert. An
+// access outside of all memory, or a division by zero, prints such a line and ends the program.
 
 #pragma once
 
@@ -34,12 +35,11 @@ namespace cuda_cpu {
 inline constexpr unsigned kMaxThreadsPerBlock = 1024;
 inline constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
 
-/// How many multiprocessors the device has, each of which holds one block at a time:
-/// CUDA_CPU_MULTIPROCESSORS in the environment, or else 8.
+/// How many multiprocessors the device has, each of which holds one block at a time.
 int multiprocessors();
 
-/// Ten times the device's compute capability: CUDA_CPU_COMPUTE_CAPABILITY in the environment, or
-/// else 90. Kernels that need more are left out, as on such a GPU.
+/// Ten times the compute capability of the device that is played. Kernels that need another one are
+/// left out, as on such a GPU.
 int compute_capability();
 
 /// How much shared memory a block may have on such a device (CUDA C++ Programming Guide, "Technical
@@ -65,6 +65,9 @@ struct Site {
 /// launch, block and thread. To be called from a kernel.
 [[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
 
+/// The same for assert(): the launch's error is cudaErrorAssert.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail_assertion(const char* format, ...);
+
 /// Waits until all threads of the block have called it with the same site. Returns in how many of
 /// them `predicate` was nonzero. `operation` is the barrier's name in error reports.
 int block_barrier(int predicate, const char* operation, Site site);
@@ -89,6 +92,8 @@ void yield(Site site = Site::here());
 /// A thread has read `value` from `address` and may be waiting for another one. If it read the same
 /// there before, other threads go on first.
 void look(const void* address, unsigned long long value, Site site);
+/// What the loop of loads is for that the thread goes into, for reports; null: it has ended.
+void waits_for(const char* what);
 /// What it has read then.
 void saw(const void* address, unsigned long long value);
 
@@ -183,8 +188,9 @@ constexpr LaunchBounds launch_bounds(unsigned threads = 0, unsigned blocks = 1, 
 }
 
 /// The first thing that a kernel does, cu2cpp.py sees to it. True: it was called only to say what
-/// its attributes are, and returns.
-bool describe_kernel(Cluster3 cluster, LaunchBounds bounds);
+/// its attributes and its name are, and returns.
+bool describe_kernel(Cluster3 cluster, LaunchBounds bounds,
+                     const char* name = __builtin_FUNCTION());
 
 // ---- For hosts ---------------------------------------------------------------------------------
 
@@ -229,6 +235,14 @@ inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
 /// Runs the kernel for all threads of the grid, on the current device; see the top. An invalid
 /// configuration is reported as by CUDA, through cudaGetLastError().
 void execute(const LaunchConfig& config, const BoundKernel& kernel);
+
+/// Why the calling host thread's last launch was refused, in words: the kernel, the launch and the
+/// limit. Empty if it was not.
+const char* why_launch_failed();
+
+/// What the launches that follow are for, such as a row of a table: reports of errors name it. Not
+/// longer than 100 characters; empty: nothing is named.
+void set_row(const char* name);
 
 template <class T>
 T implicitly(T value) {

@@ -25,6 +25,7 @@ struct DeleteHopperBlock {
 struct KernelDescription {
   Cluster3 cluster;
   LaunchBounds bounds;
+  const char* name;
 };
 
 /// A launch in progress, shared by all workers.
@@ -51,6 +52,8 @@ struct Launch {
   std::atomic<std::uint64_t> blocks_done = 0;
   std::atomic<unsigned> resident = 0;
   std::atomic<bool> failed = false;
+  /// What every later call of the runtime returns then.
+  std::atomic<cudaError_t> error = cudaErrorLaunchFailure;
 };
 
 /// One CUDA thread.
@@ -69,6 +72,7 @@ struct Thread {
   Site site;
   const void* object;
   unsigned detail;
+  const char* purpose;
 
   // What it saw when it last looked at an atomic variable.
   const void* seen_at;
@@ -205,6 +209,9 @@ class Message {
   std::size_t used_ = 0;
 };
 
+/// What set_row() was told.
+const char* row();
+
 /// What a place in a block's shared memory is: which declaration, and how far into it.
 struct SharedPlace {
   std::size_t declaration;
@@ -267,7 +274,8 @@ class Runner {
   Message begin_message(const Block& block) const;
   /// Ends the launch because of an error in the current thread.
   [[noreturn]] void fail(const Message& message);
-  [[noreturn]] void fail_in_thread(const char* format, va_list arguments);
+  [[noreturn]] void fail_in_thread(const char* format, va_list arguments,
+                                   cudaError_t error = cudaErrorLaunchFailure);
   /// Ends the launch because of an error that is found when no thread runs.
   void fail_launch(const Message& message);
 
@@ -338,6 +346,13 @@ class Runner {
 
 /// The runner of the calling worker thread.
 extern constinit thread_local Runner* runner;
+
+// ---- crash.cpp ----------------------------------------------------------------------------------
+
+/// From now on a kernel that reaches outside of all memory, or divides by zero, is reported.
+void report_crashes();
+/// The calling thread, which runs kernels, has a stack to do that on: a kernel's may be full.
+void prepare_crash_stack();
 
 // ---- hopper.cpp ---------------------------------------------------------------------------------
 

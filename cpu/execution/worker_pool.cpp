@@ -5,8 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "cpu/execution/device_state.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/runtime/device_state.h"
 
 namespace cuda_cpu {
 

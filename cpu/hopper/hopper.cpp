@@ -246,7 +246,7 @@ struct WgmmaThread {
   std::vector<std::uint64_t> groups;  // where they end
   std::vector<InFlight> sums;
   bool fenced;
-  bool gave_fragments;  // since the last commit
+  std::uint64_t waited;  // for so many of the first products
 };
 
 struct Warpgroup {
@@ -261,6 +261,9 @@ struct Warpgroup {
   unsigned target;
   Queue growing;
   char tsan_done;
+  /// What threads have read before they started product n hangs on number n % kGiven.
+  static constexpr std::uint64_t kGiven = 64;
+  char tsan_given[kGiven];
 };
 
 }  // namespace
@@ -1360,7 +1363,8 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
     product->site = site;
     if (!fragments) check_operand(block, a, !transposed, 64, operation, site);
     check_operand(block, b, tall, static_cast<std::size_t>(2 * registers), operation, site);
-    tsan_release(&group.tsan_done);  // who has waited may give the operands back for all threads
+    tsan_release(
+        &group.tsan_given[number % Warpgroup::kGiven]);  // for what check_operand() looked at
     group.products.push_back(std::move(product));
   }
   Product& product = *group.products[number - group.first];
@@ -1412,7 +1416,9 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
   mine->last = number + 1;
   if (fragments) {
     std::memcpy(product.fragments[t], fragments, sizeof product.fragments[t]);
-    thread.gave_fragments = true;
+    // What the fragments were made of has been read, and the product needs those of all threads:
+    // who has waited for it, and only who has, may give that memory back for all four warps.
+    tsan_release(&group.tsan_given[number % Warpgroup::kGiven]);
   }
   ++product.threads;
 }
@@ -1428,12 +1434,6 @@ void wgmma_commit() {
   Thread& self = runner->current();
   WgmmaThread& thread = warpgroup_of(self).threads[self.number % 128];
   thread.groups.push_back(thread.started);
-  if (thread.gave_fragments) {
-    // What the fragments were made of has been read, and the products need those of all threads:
-    // who has waited for them may give that memory back, too.
-    tsan_release(&warpgroup_of(self).tsan_done);
-    thread.gave_fragments = false;
-  }
 }
 
 void wgmma_wait(int newest, Site site) {
@@ -1452,6 +1452,9 @@ void wgmma_wait(int newest, Site site) {
     runner->wait(operation, site, &group, static_cast<unsigned>(target));
   }
   tsan_acquire(&group.tsan_done);
+  for (; thread.waited < target; ++thread.waited) {
+    tsan_acquire(&group.tsan_given[thread.waited % Warpgroup::kGiven]);
+  }
   thread.groups.erase(thread.groups.begin(),
                       thread.groups.end() - static_cast<std::ptrdiff_t>(keep));
   for (std::size_t i = 0; i < thread.sums.size();) {
@@ -1608,7 +1611,8 @@ void reset_hopper(Block& block) {
       thread.started = 0;
       thread.groups.clear();
       thread.sums.clear();
-      thread.fenced = thread.gave_fragments = false;
+      thread.fenced = false;
+      thread.waited = 0;
     }
     group.waiting = group.growing = {};
     group.registers = registers;

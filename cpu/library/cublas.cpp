@@ -2,8 +2,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "cpu/execution/device_state.h"
 #include "cpu/library/matrix_product.h"
+#include "cpu/runtime/device_state.h"
 #include "cublasLt.h"
 #include "cublas_v2.h"
 

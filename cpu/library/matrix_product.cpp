@@ -5,8 +5,8 @@
 #include <memory>
 #include <type_traits>
 
-#include "cpu/execution/device_state.h"
 #include "cpu/execution/worker_pool.h"
+#include "cpu/runtime/device_state.h"
 #include "cpu/watch/counting.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"

@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/execution/device_state.h"
 #include "cpu/execution/execution.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/runtime/device_state.h"
 
 extern "C" const char __executable_start;  // where the linker has put the program
 

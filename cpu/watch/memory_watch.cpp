@@ -4,10 +4,10 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <deque>
 
-#include "cpu/execution/device_state.h"
+#include "cpu/runtime/device_state.h"
+#include "cpu/runtime/environment.h"
 
 namespace cuda_cpu {
 namespace {
@@ -25,6 +25,9 @@ std::deque<Watched>& watched() {
   return all;
 }
 
+/// What is done about an access outside of all memory.
+struct sigaction otherwise;
+
 /// Of a thread that comes to closed memory: opens it, and the thread tries again.
 void open_at(int signal, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
@@ -34,22 +37,21 @@ void open_at(int signal, siginfo_t* info, void*) {
     each.open();
     return;
   }
-  ::signal(signal, SIG_DFL);  // the program's own mistake
+  sigaction(signal, &otherwise, nullptr);  // the program's own mistake, which it makes again
 }
 
 }  // namespace
 
-bool watches_memory() {
-  static const bool asked = std::getenv("CUDA_CPU_WATCH_MEMORY") != nullptr;
-  return asked;
-}
+bool watches_memory() { return environment().watch_memory; }
 
 void start_watching() {
   if (!watches_memory()) return;
   struct sigaction action = {};
   action.sa_sigaction = open_at;
   action.sa_flags = SA_SIGINFO;
-  sigaction(SIGSEGV, &action, nullptr);
+  struct sigaction before;
+  sigaction(SIGSEGV, &action, &before);
+  if (before.sa_sigaction != open_at) otherwise = before;
   watched().clear();
   std::lock_guard lock(device().mutex);
   for (const auto& [start, allocation] : device().allocations) {

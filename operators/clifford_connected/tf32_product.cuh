@@ -18,11 +18,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cuda/atomic>
 #include <vector>
 
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/tiles.cuh"
+#include "primitives/spin.cuh"
 
 namespace operators::clifford_connected {
 
@@ -61,15 +61,14 @@ struct Progress {
   unsigned* done;  ///< for each part, how much of it is there
   int before = 0;  ///< so many first parts were there before the launch: they are not counted
 
-  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   /// One thread calls this, after a barrier among all who have written.
   __device__ void add(int part, unsigned count = 1) const {
-    Counter(done[part]).fetch_add(count, cuda::memory_order_release);
+    SharedCount(done[part]).fetch_add(count, cuda::memory_order_release);
   }
   __device__ void wait(int part, unsigned count) const {
     if (part < before) return;
-    const Counter counter(done[part]);
-    while (counter.load(cuda::memory_order_acquire) < count) continue;
+    wait_for_count(SharedCount(done[part]), count,
+                   "planes, or sums for the norm, that other blocks make");
   }
 };
 

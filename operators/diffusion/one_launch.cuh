@@ -12,13 +12,12 @@
 // In a batch of meshes each mesh has clusters of its own, which meet at a sum of their own.
 #pragma once
 
-#include <cuda/atomic>
-
 #include "operators/diffusion/diffusion.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/tiles.cuh"
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
+#include "primitives/spin.cuh"
 
 namespace operators::diffusion {
 
@@ -154,7 +153,6 @@ struct Totals {
 /// each mesh has both.
 template <typename Part>
 struct Meeting {
-  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   unsigned* arrivals;
   unsigned start, groups;
   float4 *totals, *next_totals;
@@ -164,13 +162,13 @@ struct Meeting {
   __device__ __forceinline__ Meeting(const Part& part, unsigned* all_arrivals, float4* all_totals)
       : arrivals(all_arrivals + part.mesh() * part.blocks + part.rank), groups(part.groups) {
     all_totals += static_cast<size_t>(part.mesh()) * 2 * part.blocks * Part::kQuads;
-    start = Counter(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
+    start = SharedCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
     const int turn = start >> 16 & 1;
     totals = all_totals + (turn * part.blocks + part.rank) * Part::kQuads;
     next_totals = all_totals + ((turn ^ 1) * part.blocks + part.rank) * Part::kQuads;
   }
   __device__ bool all_have_arrived() const {
-    return Counter(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
+    return SharedCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
   }
 };
 
@@ -496,14 +494,14 @@ __device__ __forceinline__ void meet(const Part& part, const Meeting<Part>& meet
   named_barrier(kConsumersBarrier, kConsumers);
   if (threadIdx.x == 128) {
     if constexpr (kPass == Pass::backward) barrier_wait(&part.shared.spare, 0);
-    typename Meeting<Part>::Counter arrivals(*meeting.arrivals);
+    const SharedCount arrivals(*meeting.arrivals);
     const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
     if (before + 1 == meeting.groups) {
       // The last one: on to the next launch's number.
       arrivals.fetch_add(0x10000 - meeting.groups, cuda::memory_order_relaxed);
     } else {
-      while (!meeting.all_have_arrived()) {
-      }
+      const Spin spin("the other blocks' shares of the spectrum");
+      while (!meeting.all_have_arrived()) spin.again();
     }
     if constexpr (kPass == Pass::backward) barrier_arrive(&part.shared.met);
   }

@@ -138,7 +138,8 @@ struct ProductPlan {
   double microseconds;
 };
 
-/// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits.
+/// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
+/// there are too many tiles.
 ///
 /// What a step, 64 of k, costs was fitted to 6,900 measurements on an H100 (tiles at 1.6 times the
 /// fastest time or better), in nanoseconds. Three things take time; the slowest decides, and where
@@ -159,7 +160,7 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
   const auto kernel = product<T, Tile, Epilogue>;
   allow_shared_bytes(kernel, kBytes);
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
-  if (capacity == 0) return {};
+  if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
 

@@ -2,10 +2,13 @@
 // and its epilogue as parameters. What ranks them is in operators/product/plan.cuh.
 #pragma once
 
-#include <cuda/atomic>
+#include <limits>
+#include <string>
 
+#include "primitives/check.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/tiles.cuh"
+#include "primitives/spin.cuh"
 
 namespace operators::product {
 
@@ -135,10 +138,18 @@ template <class Tile>
 struct Schedule {
   static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
   static constexpr int kGroup = 2048 / kRows;
+  /// As many as quotient() divides.
+  static constexpr int64_t kMostTiles = 1 << 20;
   ProductShape shape;
   int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
 
-  Schedule(const ProductShape& of, int cluster_count, bool split)
+  static constexpr int64_t tiles_of(const ProductShape& of) {
+    return ((int64_t{of.rows} + kRows - 1) / kRows) * ((int64_t{of.cols} + kCols - 1) / kCols);
+  }
+
+  /// With more than kMostTiles an Error. Tiles are not shared where a cluster could not work out
+  /// its steps in 32 bits.
+  constexpr Schedule(const ProductShape& of, int cluster_count, bool split)
       : shape(of),
         tile_rows((shape.rows + kRows - 1) / kRows),
         tile_cols((shape.cols + kCols - 1) / kCols),
@@ -147,7 +158,13 @@ struct Schedule {
         clusters(cluster_count),
         rounds((tiles + clusters - 1) / clusters),
         shared(0) {
-    if (split && tiles > clusters && tiles % clusters != 0) {
+    if (tiles_of(of) > kMostTiles) {
+      throw Error("a product of " + std::to_string(of.rows) + " rows and " +
+                  std::to_string(of.cols) + " columns has " + std::to_string(tiles_of(of)) +
+                  " tiles, and " + std::to_string(kMostTiles) + " can be counted");
+    }
+    if (split && tiles > clusters && tiles % clusters != 0 &&
+        (2 * int64_t{clusters} - 1) * steps * clusters <= std::numeric_limits<int>::max()) {
       rounds = tiles / clusters - 1;
       shared = tiles - rounds * clusters;
     }
@@ -200,13 +217,12 @@ struct Schedule {
 /// is more than one pace ahead of the mean waits, but not for long: it only saves reads, and the
 /// others may not have got a multiprocessor yet.
 struct Pace {
-  using Counter = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   static constexpr int kSteps = 16, kPatience = 256;  // kPatience: how often to look
   unsigned* total;
   unsigned clusters, mine = 0;
 
   __device__ void next() {
-    Counter counter(*total);
+    const SharedCount counter(*total);
     counter.fetch_add(1, cuda::memory_order_relaxed);
     for (int look = 0; look < kPatience; ++look) {
       if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
@@ -217,7 +233,7 @@ struct Pace {
   // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
   // one leaves a 0 for the next launch.
   __device__ void end(unsigned most) {
-    Counter counter(*total);
+    const SharedCount counter(*total);
     const unsigned rest = most - mine;
     if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
       counter.store(0, cuda::memory_order_relaxed);
@@ -419,7 +435,6 @@ struct Exchange {
 /// thread takes over the elements of the same thread.
 template <class Tile>
 struct Handover {
-  using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
   using TileSum = typename Tile::TileSum;
   static constexpr int kFours = TileSum::size() / 4;
   const Exchange& exchange;
@@ -441,13 +456,15 @@ struct Handover {
                                        sum.element(4 * i + 2), sum.element(4 * i + 3)));
     }
     named_barrier(1 + consumer, 128);
-    if (threadIdx.x % 128 == 0) Flag(exchange.ready[mine]).store(1, cuda::memory_order_release);
+    if (threadIdx.x % 128 == 0) {
+      SharedCount(exchange.ready[mine]).store(1, cuda::memory_order_release);
+    }
   }
   __device__ void add_to(TileSum& sum, int cluster, int rank) const {
     const int other = slot(cluster + 1, rank);
     if (threadIdx.x % 128 == 0) {
-      Flag flag(exchange.ready[other]);
-      while (flag.load(cuda::memory_order_acquire) == 0) continue;
+      const SharedCount flag(exchange.ready[other]);
+      wait_for_count(flag, 1, "the next cluster's part of a tile");
       flag.store(0, cuda::memory_order_relaxed);
     }
     named_barrier(1 + consumer, 128);

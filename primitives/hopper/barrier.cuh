@@ -38,7 +38,7 @@ struct Phases {
   }
 };
 
-#if HOPPER_CODE
+#if CLUSTER_CODE
 #ifndef CUDA_CPU
 
 /// An address in shared memory, as instructions take it.
@@ -107,6 +107,6 @@ __device__ inline void wait_until_empty(Barrier (&empty)[kStages], Ring<kStages>
   }
 }
 
-#endif  // HOPPER_CODE
+#endif  // CLUSTER_CODE
 
 }  // namespace primitives

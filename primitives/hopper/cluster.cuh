@@ -45,7 +45,8 @@ template <typename Kernel>
 int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
   const int clusters = clusters_that_fit(kernel, blocks, threads, shared_bytes);
   if (clusters == 0) {
-    throw Error("no cluster of " + std::to_string(blocks) + " blocks fits on this device");
+    throw Error("no cluster of " + std::to_string(blocks) + " blocks fits on this device of " +
+                std::to_string(multiprocessors()) + " multiprocessors");
   }
   return clusters;
 }
@@ -58,7 +59,7 @@ inline unsigned persistent(int64_t tiles, int64_t capacity) {
   return static_cast<unsigned>((tiles + rounds - 1) / rounds);
 }
 
-#if HOPPER_CODE
+#if CLUSTER_CODE
 
 /// The number of this thread's warp, which the compiler then knows to be the same for all of it.
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
@@ -127,6 +128,6 @@ __device__ inline void cluster_meet() {
   cluster_wait();
 }
 
-#endif  // HOPPER_CODE
+#endif  // CLUSTER_CODE
 
 }  // namespace primitives

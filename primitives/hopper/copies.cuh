@@ -12,7 +12,7 @@
 
 namespace primitives {
 
-#if HOPPER_CODE
+#if CLUSTER_CODE
 #ifndef CUDA_CPU
 
 /// Copies the box whose first element is (row, col) to `to` (aligned to 128 bytes) in shared
@@ -241,6 +241,6 @@ __device__ inline void store_box(const CUtensorMap* map, int matrix, int row, in
   }
 }
 
-#endif  // HOPPER_CODE
+#endif  // CLUSTER_CODE
 
 }  // namespace primitives

@@ -1,8 +1,16 @@
-// Products of a whole warpgroup (wgmma), the descriptors of their operands in shared memory, and what
-// is done with their sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". The 128 threads of a warpgroup multiply a
-// 64 x 16 piece of A by a 16 x N piece of B, both in shared memory, into a 64 x N sum in registers.
+// Products of a whole warpgroup (wgmma), the descriptors of their operands in shared memory, and
+// what is done with their sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". The
+// 128 threads of a warpgroup multiply a 64 x 16 piece of A by a 16 x N piece of B, both in shared
+// memory, into a 64 x N sum in registers.
 // sum[i] of thread t is the element
 //     row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i % 2
+//
+// The four warps do not meet at these instructions (.sync is among the threads of a warp). But a
+// product is one, of the warpgroup: whoever has waited for it knows that all four warps have begun
+// it. So one thread may give back, for all of them, the tiles that it has read, and the memory that
+// the left factor in their registers was loaded from; nothing else that a warp has read, and
+// nothing of a newer product. docs/hopper.md says how sure that is.
+//
 // The CPU backend says the same words in cpu/hopper/hopper_device.h.
 #pragma once
 

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cassert>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -29,6 +30,8 @@
 #include <vector>
 
 #include "primitives/mma.cuh"
+
+using namespace primitives;
 
 namespace {
 
@@ -102,16 +105,17 @@ bool contains(const std::string& text, const std::string& part) {
 /// reset.
 __global__ void store_one(int* result) { *result = 1; }
 
-void expect_failure(const std::function<void()>& run, const std::vector<std::string>& parts) {
+void expect_failure(const std::function<void()>& run, const std::vector<std::string>& parts,
+                    cudaError_t error = cudaErrorLaunchFailure) {
   const std::string errors = errors_of(run);
   EXPECT(std::count(errors.begin(), errors.end(), '\n') == 1);
   for (const std::string& part : parts) {
     if (!contains(errors, part)) std::printf("missing \"%s\" in: %s", part.c_str(), errors.c_str());
     EXPECT(contains(errors, part));
   }
-  EXPECT(cudaDeviceSynchronize() == cudaErrorLaunchFailure);
-  EXPECT(cudaGetLastError() == cudaErrorLaunchFailure);
-  EXPECT(cudaGetLastError() == cudaErrorLaunchFailure);
+  EXPECT(cudaDeviceSynchronize() == error);
+  EXPECT(cudaGetLastError() == error);
+  EXPECT(cudaGetLastError() == error);
   EXPECT(cudaDeviceReset() == cudaSuccess);
   EXPECT(cudaGetLastError() == cudaSuccess);
   Array<int> result(1, 0);
@@ -195,17 +199,17 @@ CASE(invalid_launches) {
     EXPECT((count[0] != 0) == (error == cudaSuccess));
   };
   expect(1, 1024, 0, cudaSuccess);
-  expect(1, 1025, 0, cudaErrorInvalidConfiguration);
-  expect(1, dim3(32, 33), 0, cudaErrorInvalidConfiguration);
-  expect(1, dim3(65536, 65536), 0, cudaErrorInvalidConfiguration);
-  expect(1, dim3(1, 1, 65), 0, cudaErrorInvalidConfiguration);
-  expect(1, 0, 0, cudaErrorInvalidConfiguration);
-  expect(0, 1, 0, cudaErrorInvalidConfiguration);
-  expect(-1, 1, 0, cudaErrorInvalidConfiguration);
-  expect(dim3(1, 0), 1, 0, cudaErrorInvalidConfiguration);
+  expect(1, 1025, 0, cudaErrorInvalidValue);
+  expect(1, dim3(32, 33), 0, cudaErrorInvalidValue);
+  expect(1, dim3(65536, 65536), 0, cudaErrorInvalidValue);
+  expect(1, dim3(1, 1, 65), 0, cudaErrorInvalidValue);
+  expect(1, 0, 0, cudaErrorInvalidValue);
+  expect(0, 1, 0, cudaErrorInvalidValue);
+  expect(-1, 1, 0, cudaErrorInvalidValue);
+  expect(dim3(1, 0), 1, 0, cudaErrorInvalidValue);
   expect(dim3(1, 65535), 1, 0, cudaSuccess);
-  expect(dim3(1, 65536), 1, 0, cudaErrorInvalidConfiguration);
-  expect(dim3(1, 1, 65536), 1, 0, cudaErrorInvalidConfiguration);
+  expect(dim3(1, 65536), 1, 0, cudaErrorInvalidValue);
+  expect(dim3(1, 1, 65536), 1, 0, cudaErrorInvalidValue);
   expect(1, 1, 48 * 1024, cudaSuccess);
   expect(1, 1, 48 * 1024 + 1, cudaErrorInvalidValue);
   EXPECT(cudaFuncSetAttribute(count_launch, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -346,6 +350,43 @@ CASE(misused_warp_operations) {
   expect_failure([] { wrong_mask<<<1, 2>>>(); }, {"thread (1,0,0) is not in the mask 0x00000001"});
   expect_failure([] { different_operations<<<1, 2>>>(); }, {"__any_sync()", "__syncwarp()"});
   expect_failure([] { trap<<<1, 32>>>(); }, {"thread (3,0,0): __trap()"});
+}
+
+__global__ void __launch_bounds__(64) bounded(int* memory) {
+  assert(memory[0] == 0 && "memory is zero");
+  if (threadIdx.x == 5) assert(memory[1] == 1);
+}
+
+CASE(assertions) {
+  Array<int> memory(2, 0);
+  cuda_cpu::set_row("ours");
+  expect_failure([&] { bounded<<<2, 64>>>(memory); },
+                 {"(bounded, row \"ours\"), block (", "thread (5,0,0): assertion `memory[1] == 1` ",
+                  "semantics.cu:"},
+                 cudaErrorAssert);
+  cuda_cpu::set_row("");
+}
+
+/// The errors are those of a GPU.
+CASE(refused_launches_say_why) {
+  Array<int> memory(2, 0);
+  const auto refused = [&](dim3 grid, dim3 block, size_t shared, cudaError_t error,
+                           const std::vector<std::string>& parts) {
+    bounded<<<grid, block, shared>>>(memory);
+    EXPECT(cudaGetLastError() == error);
+    const std::string why = cuda_cpu::why_launch_failed();
+    EXPECT(contains(why, "bounded, launched at ") && contains(why, "semantics.cu:"));
+    for (const std::string& part : parts) {
+      EXPECT(contains(why, part));
+      if (!contains(why, part)) std::printf("no \"%s\" in: %s\n", part.c_str(), why.c_str());
+    }
+  };
+  refused(1, dim3(64, 32), 0, cudaErrorInvalidValue, {"64 x 32 x 1 threads", "most 1024"});
+  refused(dim3(1, 70000), 64, 0, cudaErrorInvalidValue, {"1 x 70000 x 1 blocks", "65535"});
+  refused(1, 64, 100 << 10, cudaErrorInvalidValue, {"102400 bytes", "most 49152 bytes"});
+  refused(1, 128, 0, cudaErrorInvalidValue, {"__launch_bounds__ are 64 threads"});
+  store_one<<<1, 1>>>(memory);
+  EXPECT(*cuda_cpu::why_launch_failed() == 0);
 }
 
 CASE(sticky_errors) {

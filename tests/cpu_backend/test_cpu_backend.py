@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import PROGRAMS
 import pytest
 
 HERE = Path(__file__).resolve().parent
@@ -39,9 +40,9 @@ def run(program, *arguments):
     )
 
 
-def sanitized(sanitizer, name):
+def sanitized(sanitizer, name, *arguments):
     """Runs a program of a sanitizer build."""
-    return run(BUILD.parent / f"cpu-{sanitizer}" / "tests" / "cpu_backend" / name)
+    return run(BUILD.parent / f"cpu-{sanitizer}" / "tests" / "cpu_backend" / name, *arguments)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,6 +51,85 @@ def test_semantics(case):
     if BUILD.name == "cpu-thread" and case == "async_copies_missing_wait":
         assert "ThreadSanitizer: data race" in result.stderr
         return
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("what, said", [
+    ("wild", r"\(wild, row \"naive\"\), block \(1,0,0\): thread \(2,0,0\) reaches outside of all memory, at"
+             r" address 0x\w+: `scons sanitize=address build/cpu-address/tests/cpu_backend/crashes` builds"),
+    ("overflow", r"\(overflow, row \"naive\"\), block \(0,0,0\): thread \(2,0,0\) reaches outside of all"),
+    ("divide", r"\(divide, row \"naive\"\), block \(0,0,0\): thread \(2,0,0\) divides an integer by zero"),
+])
+def test_crashes_are_said(what, said):
+    """What was printed before is not lost, and an exit code says that the device could not."""
+    result = run(BUILD / "tests" / "cpu_backend" / "crashes", what)
+    if BUILD.name != "cpu":
+        pytest.skip("a sanitizer says it otherwise")
+    assert result.returncode == 3 and result.stdout == "before it\n", result.stderr
+    assert re.fullmatch(rf"cuda_cpu: kernel launched at tests/cpu_backend/crashes.cu:\d+ {said}.*\n",
+                        result.stderr), result.stderr
+
+
+def test_a_wait_in_vain_ends_in_a_debug_build():
+    """On a GPU, too (scons debug=1); without it the CPU backend reports a deadlock."""
+    result = run(BUILD / "tests" / "cpu_backend" / "crashes", "spin")
+    assert "block (0,0,0), thread (1,0,0) has waited too long for what nobody does\n" in result.stdout
+    assert result.stdout.endswith("then: cudaErrorLaunchFailure\n") and "__trap()" in result.stderr
+
+
+def test_the_hosts_own_end_stays_what_it_is():
+    result = run(BUILD / "tests" / "cpu_backend" / "crashes", "host")
+    assert result.returncode == -6
+
+
+@pytest.mark.parametrize("variable, value", [
+    ("MULTIPROCESSORS", "abc"), ("MULTIPROCESSORS", "0"), ("MULTIPROCESSORS", ""), ("MULTIPROCESSORS", "2 "),
+    ("COMPUTE_CAPABILITY", "8.5"), ("COMPUTE_CAPABILITY", "8"), ("COMPUTE_CAPABILITY", "ninety"),
+    ("DEVICES", "9"), ("PEER_ACCESS", "yes"), ("REPEAT_EARLY_LAUNCHES", "2"), ("WATCH_MEMORY", "on"),
+    ("MULTIPROCESSOR", "2"), ("WATCH_MEMORY", "99999999999"),
+])
+def test_variables_are_checked(variable, value, monkeypatch):
+    monkeypatch.setenv(f"CUDA_CPU_{variable}", value)
+    result = run(BUILD / "tests" / "cpu_backend" / "semantics", "indices_3d")
+    assert result.returncode == 2 and result.stdout == ""
+    assert re.fullmatch(rf"error: CUDA_CPU_{variable}={value}: \w[^\n]*\n", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize("value, played", [("8.6", "8.6"), ("75", "7.5"), ("120", "12.0"), ("10.0", "10.0")])
+def test_the_first_line_names_the_device_that_is_played(value, played, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_COMPUTE_CAPABILITY", value)
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "3")
+    result = run(BUILD / "1_matmul_basic", "8", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    assert f" as compute capability {played}, 3 cores" in "".join(result.stdout.splitlines()[:3])
+
+
+SMALL = {"gating": ("--channels", "8", "--hidden", "8"), "softmax": ("--inputs", "8", "--classes", "30"),
+         "8_": ("--eigen", "16", "--width", "16"), "clifford": ("--features", "5")}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_t4_runs_is_what_the_pages_promise(name, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_COMPUTE_CAPABILITY", "7.5")
+    shape = next((words for part, words in SMALL.items() if part in name), ())
+    result = run(BUILD / name, "2", *shape, "--device", "cpu", "--samples", "1")
+    assert result.returncode in (0, 3), result.stdout + result.stderr
+    lesson = name.split("_")[0]
+    trouble = re.search(r"^\| T4.*so not (.*?)\.", (ROOT / "docs/trouble.md").read_text(), re.MULTILINE)[1]
+    practice = re.search(r"A T4 runs all but(.*?);", (ROOT / "docs/cpu.md").read_text(), re.DOTALL)[1]
+    for refused in (trouble, practice):
+        named = re.search(rf"\b{name if lesson == 'bonus' else lesson}\b", refused.replace("8.0", ""))
+        assert bool(named) == (result.returncode == 3), refused
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("9_softmax_training", ("8", "--inputs", "8", "--classes", "30")),
+    ("bonus_clifford_fully_connected", ("8", "--features", "12")),
+])
+def test_early_launches_may_be_repeated(name, arguments, monkeypatch):
+    """Also of kernels that add to something, or write in place: the first was not there, for them."""
+    monkeypatch.setenv("CUDA_CPU_REPEAT_EARLY_LAUNCHES", "1")
+    result = run(BUILD / name, *arguments, "--device", "cpu", "--samples", "1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -124,6 +204,15 @@ def test_races_are_reported(name):
     assert result.returncode != 0
     assert "ThreadSanitizer: data race" in result.stderr
     assert f"{name}.cu:" in result.stderr
+
+
+@pytest.mark.extensive
+def test_a_product_orders_the_reads_that_it_was_made_of():
+    """Whoever has waited for it may give that memory back for four warps, and no newer product's."""
+    result = sanitized("thread", "race_fragments")
+    assert result.returncode == 0 and "ThreadSanitizer" not in result.stderr, result.stderr
+    result = sanitized("thread", "race_fragments", "newest")
+    assert result.returncode != 0 and "ThreadSanitizer: data race" in result.stderr
 
 
 @pytest.mark.extensive

@@ -21,15 +21,15 @@ struct Allocation {
 };
 
 inline constexpr int kMostDevices = 8;
-/// How many devices there are, all alike: CUDA_CPU_DEVICES in the environment, or else 4.
+/// How many devices there are, all alike.
 int device_count();
 /// The calling host thread's.
 int current_device();
 
 /// What all devices share.
 struct DeviceState {
-  /// A kernel has failed: from now on every call returns cudaErrorLaunchFailure.
-  std::atomic<bool> broken = false;
+  /// A kernel has failed: from now on every call returns this.
+  std::atomic<cudaError_t> broken = cudaSuccess;
 
   /// Guards the members below.
   std::mutex mutex;
@@ -44,7 +44,7 @@ struct DeviceState {
 DeviceState& device();
 
 /// Remembers an error of the calling host thread for cudaGetLastError(), and returns it. A broken
-/// device turns every result into cudaErrorLaunchFailure.
+/// device turns every result into its error.
 cudaError_t result(cudaError_t error);
 
 /// Runs what launches have left to run. And for ThreadSanitizer: what the calling host thread does

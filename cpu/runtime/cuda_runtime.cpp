@@ -8,7 +8,9 @@
 #include <string>
 
 #include "cpu/execution/cuda_cpu.h"
-#include "cpu/execution/device_state.h"
+#include "cpu/execution/execution.h"
+#include "cpu/runtime/device_state.h"
+#include "cpu/runtime/environment.h"
 #include "cpu/watch/memory_watch.h"
 #include "cuda.h"
 #include "cuda_runtime_api.h"
@@ -99,7 +101,7 @@ std::size_t meminfo_bytes(const char* key) {
 cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
   if (!pointer) return result(cudaErrorInvalidValue);
   *pointer = nullptr;
-  if (device().broken) return result(cudaErrorLaunchFailure);
+  if (device().broken) return result(device().broken);
   if (size == 0) return result(cudaSuccess);
   void* memory = nullptr;
   const bool watched = watches_memory();
@@ -165,7 +167,7 @@ cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
                  std::size_t source_pitch, std::size_t width, std::size_t height,
                  cudaMemcpyKind kind) {
   finish_kernels();
-  if (device().broken) return result(cudaErrorLaunchFailure);
+  if (device().broken) return result(device().broken);
   if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) {
     return result(cudaErrorInvalidMemcpyDirection);
   }
@@ -253,17 +255,15 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
 }  // namespace
 
 DeviceState& device() {
-  static DeviceState* const state = new DeviceState;
+  static DeviceState* const state = [] {
+    environment();  // is checked before anything else is done
+    report_crashes();
+    return new DeviceState;
+  }();
   return *state;
 }
 
-int device_count() {
-  static const int count = [] {
-    const char* given = std::getenv("CUDA_CPU_DEVICES");
-    return given ? std::clamp(std::atoi(given), 1, kMostDevices) : 4;
-  }();
-  return count;
-}
+int device_count() { return environment().devices; }
 
 int current_device() { return chosen_device; }
 
@@ -275,7 +275,7 @@ cudaError_t symbol_address(void** pointer, void* variable, std::size_t size) {
 }
 
 cudaError_t result(cudaError_t error) {
-  if (device().broken) error = cudaErrorLaunchFailure;
+  if (const cudaError_t sticky = device().broken) error = sticky;
   if (error != cudaSuccess) last_error = error;
   return error;
 }
@@ -325,8 +325,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   if (!cuda_cpu::is_device(device) || !cuda_cpu::is_device(peer)) {
     return result(cudaErrorInvalidDevice);
   }
-  const char* given = std::getenv("CUDA_CPU_PEER_ACCESS");
-  *can = device != peer && (!given || std::atoi(given) != 0);
+  *can = device != peer && cuda_cpu::environment().peer_access;
   return result(cudaSuccess);
 }
 
@@ -368,15 +367,19 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
     cuda_cpu::attribute_value(attribute, &value);
     return value;
   };
+  properties->major = get(cudaDevAttrComputeCapabilityMajor);
+  properties->minor = get(cudaDevAttrComputeCapabilityMinor);
   std::string name = cuda_cpu::proc_value("/proc/cpuinfo", "model name");
   if (name.empty()) name = "CPU";
+  if (cuda_cpu::environment().compute_capability) {
+    name += " as compute capability " + std::to_string(properties->major) + "." +
+            std::to_string(properties->minor);
+  }
   name.copy(properties->name, sizeof properties->name - 1);
   properties->totalGlobalMem = cuda_cpu::meminfo_bytes("MemTotal");
   properties->sharedMemPerBlock = cuda_cpu::kDefaultSharedBytes;
   properties->sharedMemPerBlockOptin = cuda_cpu::max_shared_bytes();
   properties->sharedMemPerMultiprocessor = cuda_cpu::max_shared_bytes();
-  properties->major = get(cudaDevAttrComputeCapabilityMajor);
-  properties->minor = get(cudaDevAttrComputeCapabilityMinor);
   properties->clusterLaunch = get(cudaDevAttrClusterLaunch);
   properties->warpSize = warpSize;
   properties->memPitch = get(cudaDevAttrMaxPitch);
@@ -415,7 +418,7 @@ cudaError_t cudaDeviceSynchronize() {
 }
 
 cudaError_t cudaDeviceReset() {
-  device().broken = false;
+  device().broken = cudaSuccess;
   cuda_cpu::last_error = cudaSuccess;
   return cudaSuccess;
 }
@@ -490,7 +493,7 @@ cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void
 
 cudaError_t cudaMemset(void* target, int value, std::size_t size) {
   cuda_cpu::finish_kernels();
-  if (device().broken) return result(cudaErrorLaunchFailure);
+  if (device().broken) return result(device().broken);
   if (size == 0) return result(cudaSuccess);
   if (!cuda_cpu::valid_side(target, size, false, false) || !target ||
       cuda_cpu::region_of(target).type == cudaMemoryTypeUnregistered) {
