@@ -38,7 +38,8 @@
 // write these lines by hand, or generate them with a symbolic package. Here the compiler does, from
 // the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
-// gradients() in operators/clifford/algebra.cuh. Gates and norms in registers: operators/clifford/clifford.cuh.
+// gradients() in operators/clifford/algebra.cuh. Gates and norms in registers:
+// operators/clifford/clifford.cuh.
 
 #include <algorithm>
 #include <optional>

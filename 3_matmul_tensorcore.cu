@@ -51,9 +51,9 @@ using namespace operators::product;
 
 // ---- wmma global --------------------------------------------------------------------------------
 
-// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh): 16 x 16 matrices that the lanes
-// of a warp hold together, in a layout that the interface does not tell. A warp loads fragments,
-// multiplies them, and stores them.
+// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh): 16 x 16 matrices that the
+// lanes of a warp hold together, in a layout that the interface does not tell. A warp loads
+// fragments, multiplies them, and stores them.
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
 // fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
@@ -84,7 +84,8 @@ constexpr int kSide = 4;  // a block is kSide x kSide warps
 // 16, with nothing kept but the sums. A fragment is loaded from memory for every product: 2 * 256
 // elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the L1
 // cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know which
-// elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared memory.
+// elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared
+// memory.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -252,8 +253,8 @@ struct TileCopies {
 // 4 + 4 ldmatrix. The sums, 128 registers a thread, never leave. (Where shared memory is small, or
 // N is no multiple of 8, both are as above: 16 products for 4 + 2 loads.) What else is new here:
 //
-//   - Tiles are swizzled (primitives/mma.cuh), not padded: neither the copies, which write 16 bytes a
-//     thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
+//   - Tiles are swizzled (primitives/mma.cuh), not padded: neither the copies, which write 16 bytes
+//     a thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
 //   - kStages pairs of tiles are in flight, with one barrier a step, as in lesson 2's `async`.
 //   - Two sets of fragments: while the products of 16 k are on the tensor cores, ldmatrix loads the
 //     next. The last of a step loads the first of the next step, so the barrier is passed before
@@ -372,9 +373,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // ---- Hopper -------------------------------------------------------------------------------------
 
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
-// primitives/hopper/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the registers of
-// a warpgroup, 4 warps) and kStepK (the 64 of k of a step). primitives/hopper/hopper.cuh has Ring (which
-// stage comes, with which parity) and the PTX. HOPPER_CODE is 1 where the compiler takes this PTX.
+// primitives/hopper/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the
+// registers of a warpgroup, 4 warps) and kStepK (the 64 of k of a step).
+// primitives/hopper/hopper.cuh has Ring (which stage comes, with which parity) and the PTX.
+// HOPPER_CODE is 1 where the compiler takes this PTX.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -529,7 +531,8 @@ __global__ void __launch_bounds__(384, 1)
 //     before it ended: it is still in the L2 cache.
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
 //     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
-//     a patch reads, they keep in step (Pace; it and quotient, a division: operators/product/product.cuh).
+//     a patch reads, they keep in step (Pace; it and quotient, a division:
+//     operators/product/product.cuh).
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -677,16 +680,17 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - At N = 4104 there are 289 pairs of 128 x 256: four rounds of 66, and a fifth for 25. There
 //     are 264 pairs of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns,
 //     but B comes in boxes of 64, and rows of A only 64 at a time. So the product is transposed
-//     (TransposedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many rows
-//     of A as suit N.
+//     (TransposedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many
+//     rows of A as suit N.
 //   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
-// product() of operators/product/product.cuh is the kernel above for all of these. Estimates say which tiles
-// may be the fastest (product_plan.cuh); some are tried, and the fastest is in the table.
+// product() of operators/product/product.cuh is the kernel above for all of these. Estimates say
+// which tiles may be the fastest (product_plan.cuh); some are tried, and the fastest is in the
+// table.
 struct SquareProduct {
   Problem& square;
   AlignedRows<half> A, B;

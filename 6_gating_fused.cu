@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // ---- Hopper: resident weights -------------------------------------------------------------------
 
 // The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). primitives/hopper/tiles.cuh has the names, and
-// operators/gating/rows.cuh the parts of the first of the two.
+// in shared memory (mbarrier), products of a warpgroup (wgmma). primitives/hopper/tiles.cuh has the
+// names, and operators/gating/rows.cuh the parts of the first of the two.
 //
 // The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps its columns
 // of both weights in shared memory: W1's and W2's next to each other, as one factor. So one wgmma
@@ -384,10 +384,10 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 
 // ---- Hopper: clusters ---------------------------------------------------------------------------
 
-// Lesson 3's product (operators/product/product.cuh) for K and H of any size. Its right factor is W1 and W2
-// side by side: half of a tile's columns are of W1, half of W2. So where a tile has 256 columns, a
-// consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in one thread.
-// Of two blocks that share a tile of this factor one brings W1's part, the other W2's.
+// Lesson 3's product (operators/product/product.cuh) for K and H of any size. Its right factor is
+// W1 and W2 side by side: half of a tile's columns are of W1, half of W2. So where a tile has 256
+// columns, a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in
+// one thread. Of two blocks that share a tile of this factor one brings W1's part, the other W2's.
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;

@@ -87,9 +87,9 @@ __device__ float tanh_slope(float u) {
 
 // ---- one kernel ---------------------------------------------------------------------------------
 
-// All portable kernels multiply tiles in shared memory, in the words of primitives/fragments.cuh. Long
-// rows are cut into boxes of 64 columns, each a tile of its own, swizzled. What differs from kernel
-// to kernel is where tiles come from, and how long they stay.
+// All portable kernels multiply tiles in shared memory, in the words of primitives/fragments.cuh.
+// Long rows are cut into boxes of 64 columns, each a tile of its own, swizzled. What differs from
+// kernel to kernel is where tiles come from, and how long they stay.
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
@@ -664,10 +664,10 @@ __global__ void __launch_bounds__(kSmallThreads)
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// Associated, once more, in the words of primitives/hopper/tiles.cuh. A product of 64 rows of Gr and Gi with
-// 64 columns of the right factors is four sums of 64 x 64, 128 registers a thread of a warpgroup,
-// and takes 32 instructions for E = 128. Side by side, and with -M2 as a factor of its own, the
-// right factors make of each pair one product of 128 columns:
+// Associated, once more, in the words of primitives/hopper/tiles.cuh. A product of 64 rows of Gr
+// and Gi with 64 columns of the right factors is four sums of 64 x 64, 128 registers a thread of a
+// warpgroup, and takes 32 instructions for E = 128. Side by side, and with -M2 as a factor of its
+// own, the right factors make of each pair one product of 128 columns:
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //

@@ -15,7 +15,7 @@
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three ways:
 //
-//     (1) library   cuBLAS's fastest, then the best softmax that we have (operators/softmax/rows.cuh)
+//     (1) library   cuBLAS's fastest, then the best softmax that we have (operators/softmax)
 //     (2) unfused   our product, then the same softmax kernel
 //     (3) fused     our product and softmax in one launch; half fused (below): in two or three
 //
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // ---- fused tiles --------------------------------------------------------------------------------
 
 // Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3
-// (operators/softmax/fp32_product.cuh). Results (operators/softmax/layer.cuh) say what becomes of them: logits,
-// or of each tile's part of a row its maximum and sum as well, or probabilities.
+// (operators/softmax/fp32_product.cuh). Results (operators/softmax/layer.cuh) say what becomes of
+// them: logits, or of each tile's part of a row its maximum and sum as well, or probabilities.
 
 // kLanes lanes share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its
 // columns l, l + kLanes, ... Applies the epilogue; writes `out` only if the row `exists`.
@@ -612,11 +612,11 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
 // sums here, as below, took longer than a softmax kernel whose launch is early.)
 //
-// The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared memory, W^T from
-// registers. No other thread of the block needs the same elements of W: they go from memory
-// straight to the registers, all of a chunk of kDepth inputs at once. (Of what it finds in shared
-// memory wgmma ignores the bits that TF32 does not have, which would truncate x. So the copy engine
-// rounds it on the way.)
+// The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
+// memory, W^T from registers. No other thread of the block needs the same elements of W: they go
+// from memory straight to the registers, all of a chunk of kDepth inputs at once. (Of what it finds
+// in shared memory wgmma ignores the bits that TF32 does not have, which would truncate x. So the
+// copy engine rounds it on the way.)
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,

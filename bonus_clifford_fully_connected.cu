@@ -28,7 +28,8 @@
 // transposed. *planes in tiles* has no plane in memory. On Hopper the batch goes in chunks, whose
 // planes, or later their gradients, take up to 1 GiB; dz and weights made ready add to that.
 //
-// The algebra is lesson 10's; operators/clifford_connected/connected.cuh has which triples lead where.
+// The algebra is lesson 10's; operators/clifford_connected/connected.cuh has which triples lead
+// where.
 
 #include "checks/clifford/clifford.h"
 #include "operators/clifford/algebra.cuh"
@@ -43,7 +44,7 @@ using namespace checks;
 using namespace operators::clifford;
 using namespace operators::clifford_connected;
 
-// ---- Unfused -------------------------------------------------------------------------------------
+// ---- Unfused ------------------------------------------------------------------------------------
 
 // The baseline of the fully connected product: as a framework runs it, with as few products as
 // possible. Gates; a kernel that writes the planes of all products of pairs, of one grade of the
@@ -311,24 +312,26 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
-// Backward in tiles is in operators/clifford_connected/gradients.cuh: input_gradient_tiles makes the planes'
-// gradients dz_k w[t]^T of a tile in shared memory and takes them apart there, triple by triple,
-// into sums of dx and dy in memory; weight_gradient_tiles makes planes as above for P_t,k^T dz_k.
+// Backward in tiles is in operators/clifford_connected/gradients.cuh: input_gradient_tiles makes
+// the planes' gradients dz_k w[t]^T of a tile in shared memory and takes them apart there, triple
+// by triple, into sums of dx and dy in memory; weight_gradient_tiles makes planes as above for
+// P_t,k^T dz_k.
 
 // ---- Planes beside the product ------------------------------------------------------------------
 
 // Every block above makes its planes again, as many times as there are tiles of columns, and while
 // it makes them its tensor cores wait. Hopper's copy engine can bring finished planes while tensor
 // cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
-// What is left is lesson 3's product in TF32 (operators/clifford_connected/tf32_product.cuh): a tile is 128 rows of one
-// blade k by 256 features, and its sum goes over all triples of k's grade and all their features,
-// the triples' planes and weights one after the other. Tiles of the same rows and grade share a
-// norm. If all of them are multiplied at the same time, they scale z before they store it
-// (RoundNorm in connected_planes.cuh); else a small kernel does (normalize_rest). *planes beside*:
-// three warps of each block make planes during the product. Makers and tiles go in the same order:
-// rows for the first tiles come first, of these the first features. For each 128 rows and features
-// a counter says how many rows are made; the thread that starts the copies waits for all. The
-// planes that the first tiles begin with, of 256 features, are made before the product.
+// What is left is lesson 3's product in TF32 (operators/clifford_connected/tf32_product.cuh): a
+// tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
+// and all their features, the triples' planes and weights one after the other. Tiles of the same
+// rows and grade share a norm. If all of them are multiplied at the same time, they scale z before
+// they store it (RoundNorm in connected_planes.cuh); else a small kernel does (normalize_rest).
+// *planes beside*: three warps of each block make planes during the product. Makers and tiles go in
+// the same order: rows for the first tiles come first, of these the first features. For each 128
+// rows and features a counter says how many rows are made; the thread that starts the copies waits
+// for all. The planes that the first tiles begin with, of 256 features, are made before the
+// product.
 //
 // It hides only a part: per step wgmma reads 80 KB of shared memory, and 48 KB arrive, 128 bytes a
 // cycle, all that there is; what makers load and store goes the same way. (Counted, not measured.)
@@ -338,7 +341,8 @@ __global__ void __launch_bounds__(kTileThreads)
 //
 // Where rows are few it takes longer to make weights ready than to multiply them. Then both rows of
 // the table run the same kernels: weights, as they lie, are the left factor of the transposed
-// product (operators/clifford_connected/few_rows.cuh). 100 rows of 1024 features take 62 us instead of 136.
+// product (operators/clifford_connected/few_rows.cuh). 100 rows of 1024 features take 62 us instead
+// of 136.
 
 // z of a chunk, and its norm. Left factor: planes; right: weights (slot, out feature, in feature).
 template <typename A, class Tile, bool kBeside>
@@ -438,8 +442,8 @@ struct PlaneGradients {
 #endif
 };
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, transposed, B dz.
-// Where there are few tiles, `splits` clusters share the rows of one.
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, transposed, B
+// dz. Where there are few tiles, `splits` clusters share the rows of one.
 template <typename A, class Tile>
 struct WeightGradients {
   static constexpr bool kHelped = false, kTransposed = true, kStacked = false;

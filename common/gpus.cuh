@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "common/measure/event.h"
 #include "common/lesson.h"
+#include "common/measure/event.h"
 #include "common/numerics.h"
 
 namespace common {

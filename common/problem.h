@@ -35,8 +35,8 @@ inline constexpr double kRoundoffBf16 = 0x1p-8;
 inline constexpr double kRoundoffTf32 = 0x1p-11;
 inline constexpr double kRoundoffFp32 = 0x1p-24;
 
-/// Device memory of a Problem: allocated by Lesson::run(), released after the problem's table. Before
-/// and behind it lie guards, whose bytes nobody may change (common/verify/guards.h).
+/// Device memory of a Problem: allocated by Lesson::run(), released after the problem's table.
+/// Before and behind it lie guards, whose bytes nobody may change (common/verify/guards.h).
 struct Storage {
   void* data = nullptr;
   size_t count = 0;
@@ -75,8 +75,8 @@ struct Work {
   double bytes = 0;  ///< least possible traffic: every input read once, every output written once
 };
 
-/// What the device's peak rates allow, in milliseconds; 0 if they are unknown. And whether it is the
-/// memory's rate that is the limit.
+/// What the device's peak rates allow, in milliseconds; 0 if they are unknown. And whether it is
+/// the memory's rate that is the limit.
 double limit_ms(const Work& work, const Device& device, Rate rate);
 bool is_memory_bound(const Work& work, const Device& device, Rate rate);
 
@@ -179,7 +179,7 @@ struct Kernel {
   /// instead.
   Kernel& needs(int capability) {
     least_capability = capability;
-      return *this;
+    return *this;
   }
   /// sm_90a code: later architectures do not run it either.
   Kernel& hopper_only() {
@@ -187,8 +187,8 @@ struct Kernel {
     only_hopper = true;
     return *this;
   }
-  /// A block asks for so much shared memory. To be said where that is more than 48 KB: a device that
-  /// has less cannot run this, and the row says so instead.
+  /// A block asks for so much shared memory. To be said where that is more than 48 KB: a device
+  /// that has less cannot run this, and the row says so instead.
   Kernel& needs_shared(size_t bytes) {
     shared_bytes = static_cast<int>(bytes);
     return *this;

@@ -1,5 +1,5 @@
-// Of kernels that take different times the fastest is found (common/choose/fastest.h), wherever it stands
-// among them, with a cold cache and with a warm one. Exits with 1 if another one is.
+// Of kernels that take different times the fastest is found (common/choose/fastest.h), wherever it
+// stands among them, with a cold cache and with a warm one. Exits with 1 if another one is.
 
 #include <cstdio>
 

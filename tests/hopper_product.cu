@@ -1,5 +1,5 @@
-// The product of operators/product/product.cuh with each kind of tile, schedule and alignment, against sums in
-// double: sizes that no lesson has, on the CPU backend and on a GPU.
+// The product of operators/product/product.cuh with each kind of tile, schedule and alignment,
+// against sums in double: sizes that no lesson has, on the CPU backend and on a GPU.
 //
 //     hopper_product ROWS COLS DEPTH    prints a line for each kind; exits with 1 if one is wrong
 //

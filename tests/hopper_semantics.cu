@@ -1,5 +1,6 @@
-// What the words of primitives/hopper/hopper.cuh mean, case by case, each with the section of the PTX ISA that
-// says so. Built for the CPU backend and with nvcc: both are held to the same expectations.
+// What the words of primitives/hopper/hopper.cuh mean, case by case, each with the section of the
+// PTX ISA that says so. Built for the CPU backend and with nvcc: both are held to the same
+// expectations.
 //
 //     hopper_semantics --list     prints the names of the cases
 //     hopper_semantics CASE...    runs them (all without arguments); exits with 1 if one fails

@@ -18,8 +18,8 @@ enum class GatingStep { x_w1, plus_b1, sigmoid, x_w2, plus_b2, out };
 
 /// A problem with the layer's inputs, its output, and the output's reference.
 struct GatingProblem {
-  /// `roundings`: see tolerance(); the most that a kernel of this problem needs. With `hard` gates go
-  /// from -200 to 200: e to the power of most of them is infinite in fp32, or 0.
+  /// `roundings`: see tolerance(); the most that a kernel of this problem needs. With `hard` gates
+  /// go from -200 to 200: e to the power of most of them is infinite in fp32, or 0.
   GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* name, GatingShape shape,
                 int roundings, bool hard = false);
 

@@ -5,8 +5,8 @@
 
 namespace common {
 
-/// Launches the row. The CPU backend counts what it moves; on a GPU a profiler may watch, which sees
-/// the launch in a range that is named after problem and row.
+/// Launches the row. The CPU backend counts what it moves; on a GPU a profiler may watch, which
+/// sees the launch in a range that is named after problem and row.
 void count_launch(const Table& table, Row& row);
 
 }  // namespace common

@@ -12,8 +12,8 @@ namespace common {
 
 namespace {
 
-/// A column of a table. Where the terminal is too narrow for all, number 1 goes first, then 2, and so
-/// on; 0 stays.
+/// A column of a table. Where the terminal is too narrow for all, number 1 goes first, then 2, and
+/// so on; 0 stays.
 struct Column {
   int goes;
   std::string title;

@@ -55,7 +55,8 @@ void require_one_of(const char* name, const std::string& value,
        value.c_str());
 }
 
-/// The options of all lessons and of this one, for CLI11; whole numbers stay texts until it is done.
+/// The options of all lessons and of this one, for CLI11; whole numbers stay texts until it is
+/// done.
 class Parser {
  public:
   Parser(const LessonInfo& info, CommandLine& line)

@@ -16,8 +16,8 @@ size_t guard_bytes();
 /// Of memory that was just allocated.
 void set_guards(const Storage& storage);
 
-/// "wrote 12 bytes behind output 2", if somebody has changed guards of one of the problem's buffers,
-/// which are made whole again; empty otherwise.
+/// "wrote 12 bytes behind output 2", if somebody has changed guards of one of the problem's
+/// buffers, which are made whole again; empty otherwise.
 std::string trespass(const Problem& problem);
 
 }  // namespace common

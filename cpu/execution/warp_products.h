@@ -1,5 +1,5 @@
-// What the words of primitives/mma.cuh mean on the CPU: lanes hand over their operands, and the last
-// one to arrive computes.
+// What the words of primitives/mma.cuh mean on the CPU: lanes hand over their operands, and the
+// last one to arrive computes.
 #pragma once
 
 #include <bit>

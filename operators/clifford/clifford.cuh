@@ -1,6 +1,6 @@
-// What lesson 10's kernels compute on registers beside the product (operators/clifford/algebra.cuh): gates, the
-// sums of the norm and how a row adds them up, and the gradients of both. W is how many
-// multivectors a thread works on at a time.
+// What lesson 10's kernels compute on registers beside the product
+// (operators/clifford/algebra.cuh): gates, the sums of the norm and how a row adds them up, and the
+// gradients of both. W is how many multivectors a thread works on at a time.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 // Products in TF32 for Hopper whose factors lie in memory, already rounded. In TF32 wgmma takes
 // factors from shared memory only if they are contiguous along k. The right one always is; a left
-// one that is not, *transposed*, goes through registers. A `Work` says what the tiles of the product
-// are, what is done with a sum, and what other warps do meanwhile:
+// one that is not, *transposed*, goes through registers. A `Work` says what the tiles of the
+// product are, what is done with a sum, and what other warps do meanwhile:
 //
 //     turns, steps(tile)                     which tiles clusters take, and how many steps of 32
 //                                            along k a tile has
@@ -46,9 +46,9 @@ struct Tf32Tile {
 
 /// The way of a tile along k. Step s, from `begin` to `end` - 1, takes columns 32 s to 32 s + 31 of
 /// `inner` pairs of matrices, pair after pair: a box of each, which starts at row a + a_next i or
-/// b + b_next i, i = 0 to inner - 1. Of a left factor that is transposed, a step takes 32 rows instead,
-/// 32 s further down, and columns from a_col on. A left factor that is stacked has pair i's matrix
-/// in its matrix number matrices[i].
+/// b + b_next i, i = 0 to inner - 1. Of a left factor that is transposed, a step takes 32 rows
+/// instead, 32 s further down, and columns from a_col on. A left factor that is stacked has pair
+/// i's matrix in its matrix number matrices[i].
 struct Walk {
   int a, a_next = 0, a_col = 0, b, b_next = 0, inner = 1, begin = 0, end;
   /// The counter of the first 128 columns of A (-1: no waiting), and how far the next 128's is.
@@ -114,10 +114,10 @@ __host__ __device__ constexpr int place_of_column(int col) {
 }
 
 #if HOPPER_CODE
-/// What a thread holds of 64 columns of a left factor that is transposed. The columns, of which a warp
-/// has 16, are rows for wgmma, and thread l has rows l / 4 and l / 4 + 8. Which column is which row
-/// is ours to say: these two are neighbours, in that half of a box for which the reads of 8 bytes
-/// of four rows meet no bank twice.
+/// What a thread holds of 64 columns of a left factor that is transposed. The columns, of which a
+/// warp has 16, are rows for wgmma, and thread l has rows l / 4 and l / 4 + 8. Which column is
+/// which row is ours to say: these two are neighbours, in that half of a box for which the reads of
+/// 8 bytes of four rows meet no bank twice.
 struct TransposedLeft {
   int thread = threadIdx.x % 128, g = thread % 32 / 4, t = thread % 4, box = thread / 64;
   int piece = thread / 32 % 2 * 2 + g / 2 % 2 * 4 + g / 4, half = g % 2;

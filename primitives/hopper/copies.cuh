@@ -126,7 +126,7 @@ __device__ inline void shared_fence() {
 }
 __device__ inline void global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- With a policy for the L2 cache, and of a batch of matrices ----------------------------------
+// ---- With a policy for the L2 cache, and of a batch of matrices ---------------------------------
 //
 // A box is of one matrix, and ends where that ends: what it reads beyond is zero, not the next
 // matrix, and what it writes there is dropped.
