@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <functional>
 
-#include "counting.h"
+#include "cpu/watch/counting.h"
 
 constexpr int kThreads = 64, kBlocks = 2, kSteps = 5;
 
