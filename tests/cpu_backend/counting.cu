@@ -11,6 +11,8 @@
 
 #include "cpu/watch/counting.h"
 
+using cuda_cpu::Counts;
+
 constexpr int kThreads = 64, kBlocks = 2, kSteps = 5;
 
 __global__ void neighbours(const float* in, float* out) {
