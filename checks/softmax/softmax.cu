@@ -106,9 +106,10 @@ __global__ void make_x_hard(float* x, size_t count, int D) {
 __global__ void make_W_hard(float* W, int C) {
   const int c = blockIdx.x * blockDim.x + threadIdx.x;
   if (c >= C) return;
-  W[c] = c % 2 == 0 ? 0x1p100f : -0x1p100f;
+  const bool last = c == C - 1;
+  W[c] = last ? 0x1p101f : c % 2 == 0 ? 0x1p100f : -0x1p100f;
   W[C + c] = static_cast<float>(2000 + c % 8);
-  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 ? -INFINITY : 0;
+  W[2 * static_cast<size_t>(C) + c] = c % 3 == 1 && !last ? -INFINITY : 0;
 }
 
 /// One thread an element of x or of W's last row.

@@ -117,10 +117,11 @@ GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyRef
 double cross_entropy_scratch(const SoftmaxShape& shape);
 
 /// Makes three rows of four hard for a softmax; the logits of those are exact in TF32, too:
-///   row % 4 == 0   +-2^100: exp() of their difference to anything is 0 or 1
+///   row % 4 == 0   +-2^100, and 2^101 for the last class: exp() of their difference to anything is
+///                  0 or 1, and a sum without the last class is 0
 ///   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
 ///   row % 4 == 2   all equal
-/// and in every row every third class has the logit -inf. To that end W has special rows, 0 for the
+/// and in every row every third class but the last has the logit -inf. To that end W has special rows, 0 for the
 /// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it
 /// is zero there. (It always picks row 2: 0 * -inf would be NaN.)
 inline constexpr int kSpecialInputs = 3;
