@@ -160,8 +160,8 @@ size_t first_way(const Kernel& kernel, const Device& device) {
   return way;
 }
 
-/// Random inputs, and the reference, which may add notes. Inputs by which nothing would be proved are
-/// drawn again.
+/// Random inputs, and the reference, which may add notes. Inputs by which nothing would be proved
+/// are drawn again.
 void prepare(Problem& problem, uint64_t seed, std::vector<std::string>& notes) {
   uint64_t stream = seed << 8;
   for (auto& storage : problem.inputs) storage->allocate();

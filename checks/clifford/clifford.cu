@@ -193,8 +193,8 @@ __global__ void turn_kernel(T* x, const Term* terms, int term_count, int blades,
   for (int i = 0; i < blades; ++i) x[i * count + at] = static_cast<T>(twice[i]);
 }
 
-/// One thread an element: those of marked rows become numbers that follow from what they were, as if
-/// drawn at random in [-scale, scale).
+/// One thread an element: those of marked rows become numbers that follow from what they were, as
+/// if drawn at random in [-scale, scale).
 __global__ void draw_again_kernel(float* tensor, const char* marked, double scale, size_t plane,
                                   int features, size_t count) {
   const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -487,8 +487,8 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
 
 // ---- Long sums ----------------------------------------------------------------------------------
 
-// On tensor cores the last feature's square would not be missed in the sum of some hundreds of them,
-// nor a row in some thousands. (In fp32 one is missed in any sum that fits into memory.)
+// On tensor cores the last feature's square would not be missed in the sum of some hundreds of
+// them, nor a row in some thousands. (In fp32 one is missed in any sum that fits into memory.)
 void CliffordReference::enlarge_last_terms(float* w, float* d_out) const {
   if (!shape_.connected) return;
   const size_t features = static_cast<size_t>(shape_.features), plane = shape_.plane();
@@ -507,8 +507,8 @@ void CliffordReference::enlarge_last_terms(float* w, float* d_out) const {
 // kMostAmplified times, for any grade, get other x and y.
 //
 // The gradient of z is r d_out less what of it is along z. A grade of a single number has nothing
-// besides, and its gradient is 0 but for the norm's epsilon. In the others the same must not be left
-// by chance: where less than 1 / kMostAmplified is, the row gets another d_out.
+// besides, and its gradient is 0 but for the norm's epsilon. In the others the same must not be
+// left by chance: where less than 1 / kMostAmplified is, the row gets another d_out.
 void CliffordReference::draw_rows_again(float* x, float* y, const float* w, float* d_out) const {
   if (!shape_.normed || !shape_.few_features()) return;
   const int grades = shape_.grades();

@@ -121,9 +121,9 @@ double cross_entropy_scratch(const SoftmaxShape& shape);
 ///                  0 or 1, and a sum without the last class is 0
 ///   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
 ///   row % 4 == 2   all equal
-/// and in every row every third class but the last has the logit -inf. To that end W has special rows, 0 for the
-/// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it
-/// is zero there. (It always picks row 2: 0 * -inf would be NaN.)
+/// and in every row every third class but the last has the logit -inf. To that end W has special
+/// rows, 0 for the first, 1 for the second and 2 for -inf, and x picks them; where it does not pick
+/// row 0 or 1 it is zero there. (It always picks row 2: 0 * -inf would be NaN.)
 inline constexpr int kSpecialInputs = 3;
 void make_hard(float* x, float* W, const SoftmaxShape& shape);
 
