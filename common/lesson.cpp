@@ -43,7 +43,7 @@ struct Lesson::State {
   Tables tables();
   void require_selected(const Tables& tables) const;
   void print_machine() const;
-  void run(Table& table, Clock::time_point end) const;
+  void run(Table& table, Clock::time_point end);
   void print_end(const Tables& tables) const;
 };
 
@@ -160,23 +160,29 @@ size_t first_way(const Kernel& kernel, const Device& device) {
   return way;
 }
 
-/// Random inputs, and the reference.
-void prepare(Problem& problem, uint64_t seed) {
+/// Random inputs, and the reference, which may add notes. Inputs by which nothing would be proved
+/// are drawn again.
+void prepare(Problem& problem, uint64_t seed, std::vector<std::string>& notes) {
   uint64_t stream = seed << 8;
-  for (auto& storage : problem.inputs) {
-    storage->allocate();
-    fill_random(*storage, stream++);
-  }
+  for (auto& storage : problem.inputs) storage->allocate();
   for (auto& storage : problem.references) storage->allocate();
   for (auto& storage : problem.outputs) storage->allocate();
   for (auto& storage : problem.workspaces) {
     storage->allocate();
     CUDA_CHECK(cudaMemsetAsync(storage->data, 0, storage->count * storage->element_bytes));
   }
-  for (const auto& adjust : problem.adjustments) adjust();
   show_progress(problem.name + ": reference");
-  problem.compute_reference();
-  CUDA_CHECK(cudaDeviceSynchronize());
+  constexpr int kMostDraws = 20;
+  const size_t notes_before = notes.size();
+  for (int draw = 1;; ++draw) {
+    for (auto& storage : problem.inputs) fill_random(*storage, stream++);
+    for (const auto& adjust : problem.adjustments) adjust();
+    problem.compute_reference();
+    CUDA_CHECK(cudaDeviceSynchronize());
+    const auto& checks = problem.checks;
+    if (draw == kMostDraws || std::none_of(checks.begin(), checks.end(), proves_nothing)) break;
+    notes.resize(notes_before);
+  }
 }
 
 void release(Problem& problem) {
@@ -250,9 +256,9 @@ void Lesson::State::print_machine() const {
   print_prose(machine);
 }
 
-void Lesson::State::run(Table& table, Clock::time_point end) const {
+void Lesson::State::run(Table& table, Clock::time_point end) {
   Problem& problem = *table.problem;
-  prepare(problem, line.seed);
+  prepare(problem, line.seed, notes);
   if (!counting) choose_ways(table, device);
   const Clock::time_point prepared = Clock::now();
   verify(

@@ -144,8 +144,25 @@ Error compare(const Check& check) {
   });
   Sums sums;
   CUDA_CHECK(cudaMemcpy(&sums, device_sums, sizeof(Sums), cudaMemcpyDeviceToHost));
-  return {sqrt(sums.difference / sums.reference),
-          std::bit_cast<double>(sums.worst) / sqrt(sums.reference / static_cast<double>(count))};
+  const double rms = sqrt(sums.reference / static_cast<double>(count));
+  // Of a difference that is NaN, too, the quotient is one.
+  const auto relative = [](double difference, double size) {
+    return difference == 0 ? 0 : difference / size;
+  };
+  return {relative(sqrt(sums.difference), sqrt(sums.reference)),
+          relative(std::bit_cast<double>(sums.worst), rms), bound_of(check, rms)};
+}
+
+bool proves_nothing(const Check& check) {
+  if (!check.uncancelled || *check.uncancelled == 0) return false;
+  const size_t count = check.reference->count;
+  std::vector<double> expected(count);
+  CUDA_CHECK(cudaMemcpy(expected.data(), check.reference->data, count * sizeof(double),
+                        cudaMemcpyDeviceToHost));
+  double squares = 0;
+  for (const double value : expected) squares += value * value;
+  const double rms = std::sqrt(squares / static_cast<double>(count));
+  return check.tolerance * *check.uncancelled > kMostBound * rms;
 }
 
 std::string wrong_elements(const Check& check) {
@@ -160,8 +177,8 @@ std::string wrong_elements(const Check& check) {
   }
   double squares = 0;
   for (const double value : expected) squares += value * value;
-  const double bound =
-      kWorstToFrobenius * check.tolerance * std::sqrt(squares / static_cast<double>(count));
+  const double rms = std::sqrt(squares / static_cast<double>(count));
+  const double bound = kWorstToFrobenius * bound_of(check, rms) * rms;
   size_t first = 0, worst = 0, wrong = 0;
   double largest = -1;
   for (size_t i = 0; i < count; ++i) {

@@ -46,6 +46,9 @@ void fill_random(const Storage& storage, uint64_t seed);
 /// Relative error of `check.output` against `check.reference`, accumulated in fp64.
 Error compare(const Check& check);
 
+/// Whether so much of the reference has cancelled that inputs are drawn again; see bound_of().
+bool proves_nothing(const Check& check);
+
 /// In words: which element of `check.output` is the first wrong one, what it should be, and how
 /// many are wrong.
 std::string wrong_elements(const Check& check);

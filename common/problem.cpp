@@ -19,6 +19,14 @@ double tensor_core_sum(int64_t length) {
   return 2 * kRoundoffFp32 * std::max(1.0, terms / 8) / std::sqrt(terms / 6);
 }
 
+double bound_of(const Check& check, double reference_rms) {
+  double bound = check.tolerance;
+  if (check.uncancelled && reference_rms > 0) {
+    bound *= std::max(1.0, *check.uncancelled / reference_rms);
+  }
+  return std::min(bound, kMostBound);
+}
+
 double limit_ms(const Work& work, const Device& device, Rate rate) {
   if (device.bytes_per_second == 0 || device.peak(rate) == 0) return 0;
   return 1e3 * std::max(work.bytes / device.bytes_per_second, work.flops / device.peak(rate));

@@ -85,10 +85,12 @@ struct Dim {
   int64_t extent;
 };
 
-/// Error of an output against its fp64 reference; NaN or infinite if any element is.
+/// Error of an output against its fp64 reference; NaN or infinite if any element is. Where the
+/// reference is all zeros it is 0 if the output is, too, and infinite if not.
 struct Error {
   double frobenius = 0;  ///< ||out - reference|| / ||reference||
   double worst = 0;      ///< max |out - reference| / rms(reference): one wrong element shows here
+  double bound = 0;      ///< that both are held to, see bound_of()
 };
 
 /// An output, its fp64 reference of the same count, and the bound on the relative Frobenius error.
@@ -99,8 +101,24 @@ struct Check {
   std::shared_ptr<Storage> output, reference;
   double tolerance = 0;
   std::function<void()> compute_reference = {};  ///< if it is not the problem's
+  /// The rms that the reference has unless terms cancel, for bound_of(); who computes the reference
+  /// writes it. Null, or 0: the reference's own.
+  std::shared_ptr<const double> uncancelled = {};
 };
 inline constexpr double kWorstToFrobenius = 16;
+
+/// A tolerance is derived in units of the rms that a result has unless its terms cancel: for sums
+/// of terms of either sign the root of the sum of their squares, which is what the terms' rounding
+/// errors are a part of. Of many results that is their rms, too. Where there are few, all of them
+/// may cancel, and their errors are a larger part of what is left. `few` results are therefore held
+/// to the tolerance in those units: by a bound that is larger by what has cancelled. Inputs that
+/// make it larger than kMostBound are drawn again, as it would prove nothing.
+///
+/// No bound is larger than that, whatever roundings could explain: the errors of right kernels
+/// stay far below what the longest sums allow, and one beyond it is of no use.
+double bound_of(const Check& check, double reference_rms);
+inline constexpr double kMostBound = 0.05;
+inline bool few(double results) { return results <= 256; }
 
 /// Bound on the relative Frobenius error of `length`-term dot products of random numbers of mean
 /// zero. Rounding errors are independent, so variances add. Per unit of the result's rms:
@@ -232,8 +250,10 @@ class Problem {
 
   /// Every kernel (that does not say otherwise) is held to this.
   template <typename T>
-  void check(const Buffer<T>& output, const Buffer<double>& reference, double tolerance) {
-    checks.push_back({output.storage(), reference.storage(), tolerance});
+  void check(const Buffer<T>& output, const Buffer<double>& reference, double tolerance,
+             std::shared_ptr<const double> uncancelled = {}) {
+    checks.push_back(
+        {output.storage(), reference.storage(), tolerance, {}, std::move(uncancelled)});
   }
 
   /// Adds a row. The first one is what `speed` compares with. The reference returned lives as long

@@ -482,7 +482,9 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
     }
     CUDA_CHECK(cudaGetLastError());
   });
+  const Uncancelled uncancelled;
   problem.reference_from(cross_entropy_scratch(shape), [=, &lesson] {
+    uncancelled.find(x.data(), W.data(), shape, {.labels = labels});
     const GradientCheck check =
         reference_cross_entropy(blas, {x, W, labels, expected_loss, expected}, shape);
     lesson.note(check.verdict(name.c_str()));
@@ -490,8 +492,8 @@ void add_cross_entropy(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& 
   // The loss is a logarithm: its absolute error is a probability's relative one, and it is more
   // than 1/2 on average, the least for two classes. The gradient is probs but for one element a
   // row, which is p - 1 instead of p: of the same error, and for two classes just as large.
-  problem.check(loss, expected_loss, 2 * tf32_tolerance(shape));
-  problem.check(dlogits, expected, 2 * tf32_tolerance(shape));
+  problem.check(loss, expected_loss, 2 * tf32_tolerance(shape), uncancelled.loss);
+  problem.check(dlogits, expected, 2 * tf32_tolerance(shape), uncancelled.probs);
 
   const auto results = [=] { return Results{.out = dlogits, .labels = labels, .loss = loss}; };
   problem
@@ -522,11 +524,13 @@ void add_heads(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape, i
   const auto W = problem.input<float>(shape.inputs * all.classes, weight_scale(shape));
   const auto probs = problem.output<float>(rows * shape.classes);
   const auto expected = problem.reference(probs.size());
+  const Uncancelled uncancelled;
   problem.reference_from(softmax_scratch(all), [=] {
     reference_matmul<float>(blas, x, W, expected, all.rows, all.classes, all.inputs);
     softmax_fp64(expected, rows, shape.classes);
+    uncancelled.find(x.data(), W.data(), shape, {.heads = H});
   });
-  problem.check(probs, expected, tf32_tolerance(shape));
+  problem.check(probs, expected, tf32_tolerance(shape), uncancelled.probs);
   const int C = static_cast<int>(shape.classes);
   problem
       .kernel("library", Role::library,
@@ -552,9 +556,13 @@ void add_mixed_precision(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape
   const auto W = problem.input<half>(shape.inputs * shape.classes, weight_scale(shape));
   const auto probs = problem.output<float>(shape.rows * shape.classes);
   const auto expected = problem.reference(probs.size());
-  problem.reference_from(softmax_scratch(shape),
-                         [=] { reference_softmax<half>(blas, x, W, expected, shape); });
-  problem.check(probs, expected, softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs)));
+  const Uncancelled uncancelled;
+  problem.reference_from(softmax_scratch(shape), [=] {
+    reference_softmax<half>(blas, x, W, expected, shape);
+    uncancelled.find(x.data(), W.data(), shape, {});
+  });
+  problem.check(probs, expected, softmax_tolerance(shape.inputs, tensor_core_sum(shape.inputs)),
+                uncancelled.probs);
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   problem.kernel("library", Role::library, [=] {
     library_product(blas, x.data(), W.data(), probs, shape, CUDA_R_16F, CUBLAS_COMPUTE_32F);
@@ -589,7 +597,9 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
                                                     static_cast<int>(shape.classes));
     CUDA_CHECK(cudaGetLastError());
   });
+  const Uncancelled uncancelled;
   problem.reference_from(backward_scratch(shape), [=, &lesson] {
+    uncancelled.find(x.data(), W.data(), shape, {.dprobs = dprobs});
     const GradientCheck check =
         reference_backward(blas, {x, W, dprobs, expected_dx, expected_dW}, shape);
     lesson.note(check.verdict(name.c_str()));
@@ -602,8 +612,8 @@ void add_backward(Lesson& lesson, cublasHandle_t blas, const SoftmaxShape& shape
   const auto tolerance = [&](int64_t length) {
     return of_dlogits + dot_tolerance(length, tensor_core_sum(length), 0, kRoundoffTf32);
   };
-  problem.check(dx, expected_dx, tolerance(shape.classes));
-  problem.check(dW, expected_dW, tolerance(shape.rows));
+  problem.check(dx, expected_dx, tolerance(shape.classes), uncancelled.dx);
+  problem.check(dW, expected_dW, tolerance(shape.rows), uncancelled.dW);
 
   const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
             C = static_cast<int>(shape.classes);

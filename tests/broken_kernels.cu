@@ -22,6 +22,7 @@ enum class Bug {
   transposed_result,
   infinite_element,
   half_precision_sum,
+  writes_zeros,
 };
 
 constexpr int kTile = 32;
@@ -53,6 +54,7 @@ __global__ void matmul(const float* A, const float* B, const float* bias, float*
   if (bug == Bug::infinite_element && row == n / 2 && col == n / 3) {
     sum = __int_as_float(0x7f800000);
   }
+  if (bug == Bug::writes_zeros) sum = 0;
   const size_t at = bug == Bug::transposed_result ? static_cast<size_t>(col) * n + row
                                                   : static_cast<size_t>(row) * n + col;
   C[at] = bug == Bug::adds_to_old_output ? C[at] + sum : sum;
@@ -62,6 +64,12 @@ __global__ void matmul(const float* A, const float* B, const float* bias, float*
 __global__ void add_bias(double* result, const float* bias, int n) {
   const int col = blockIdx.x * blockDim.x + threadIdx.x;
   if (col < n) result[static_cast<size_t>(blockIdx.y) * n + col] += bias[col];
+}
+
+// values[i] = value, one thread an element.
+__global__ void set_all(float* values, float value, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) values[i] = value;
 }
 
 template <Bug bug>
@@ -108,5 +116,20 @@ int main(int argc, char** argv) {
   add<Bug::transposed_result>(problem, "transposed_result", A, B, bias, C, n);
   add<Bug::infinite_element>(problem, "infinite_element", A, B, bias, C, n);
   add<Bug::half_precision_sum>(problem, "half_precision_sum", A, B, bias, C, n);
+  add<Bug::writes_zeros>(problem, "writes_zeros", A, B, bias, C, n);
+
+  // Where 0 is expected everywhere there is nothing that an error could be a part of.
+  Problem& zero =
+      lesson.problem("zero", {{"N", n}}, "fp32", {.flops = 1.0 * n, .bytes = 4.0 * n}, Rate::fp32);
+  auto values = zero.output<float>(n);
+  auto zeros = zero.reference(n);
+  zero.reference_from(0, [=] { CUDA_CHECK(cudaMemset(zeros, 0, n * sizeof(double))); });
+  zero.check(values, zeros, kRoundoffFp32);
+  const auto set = [&](const char* name, auto value) {
+    zero.kernel(name, Role::ours, [=] { set_all<<<(n + 255) / 256, 256>>>(values, value, n); });
+  };
+  set("all_zero", 0.0f);
+  set("all_small", 1e-30f);
+  set("all_nan", __builtin_nanf(""));
   return lesson.run();
 }

@@ -329,6 +329,12 @@ MUTANTS = [
         "slices * part / kSumParts", "end",
         "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
     ),
+    # The last vertex alone in a step that is left out: of the sums it would be 1 / 64.
+    _wrong(
+        3, "last_vertex_left_out", DIFFUSION, " project_slices(",
+        "(in.V + kV - 1) / kV", "in.V / kV",
+        "split-K .*FAILED", "4097", *NARROW, "--kernel", "split-K",
+    ),
     _mutant(
         "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
         "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
@@ -356,6 +362,11 @@ MUTANTS = [
         4, "tanh_of_exponentials", SPATIAL, "unsigned features(",
         "tanh_approximate", "+[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }",
         "associated .* -?nan .*FAILED", "33", *NARROW,
+    ),
+    _wrong(
+        5, "last_vertex_left_out", SPATIAL, "accumulate_backward(",
+        "(in.V + BV - 1) / BV", "in.V / BV",
+        "associated .*FAILED", "4097", *NARROW, "--kernel", "associated",
     ),
     # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.
     *(

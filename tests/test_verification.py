@@ -51,6 +51,15 @@ def test_error_without_a_value_is_null(run, bug):
     assert kernel["error"] is None and not kernel["ok"]
 
 
+def test_where_zeros_are_expected(run):
+    """Zeros have no error; all else is beyond any bound."""
+    result = run(BROKEN, 33, "--kernel", "^all_", "--samples", 1)
+    kernels = {kernel["name"]: kernel for _, kernel in result.kernels}
+    assert kernels["all_zero"]["ok"] and kernels["all_zero"]["error"] == 0
+    for wrong in ("all_small", "all_nan"):
+        assert not kernels[wrong]["ok"] and kernels[wrong]["error"] is None
+
+
 @pytest.mark.extensive
 @pytest.mark.parametrize("mutant", WRONG, ids=lambda mutant: mutant.name)
 def test_wrong_lesson_is_rejected(mutant):

@@ -7,6 +7,7 @@
 #include "checks/clifford/connected.h"
 #include "checks/clifford/fp64.cuh"
 #include "checks/gradient_check.h"
+#include "checks/last_term.cuh"
 #include "checks/workspace.h"
 #include "primitives/launch.h"
 
@@ -18,17 +19,19 @@ namespace {
 
 constexpr double kEpsilon = 1e-6;
 constexpr int kMaxBlades = 32;
-constexpr double kStep = 1e-5;  // of a central difference, before norm_amplification
-constexpr double kTurn = 0.2;   // angle, rapidity or distance in each plane
+constexpr double kStep = 1e-5;             // of a central difference, before norm_amplification
+const double kDeviation = std::sqrt(3.0);  // scale of numbers of variance 1, as after a norm
+constexpr double kTurn = 0.2;              // angle, rapidity or distance in each plane
 
 using fp64::blocks, fp64::direction, fp64::gate, fp64::gate_slope, fp64::kThreads, fp64::OnDevice;
 using Term = CliffordReference::Term;
 
 /// One thread a (row, feature): z before the norm. Inputs are moved by `step` along the direction.
+/// With `squares` each term is replaced by its square.
 __global__ void product_kernel(const float* x, const float* y, const float* w, double* z,
                                const Term* terms, int term_count, int blades, int triples,
                                size_t plane, int features, double x_step, double y_step,
-                               double w_step) {
+                               double w_step, bool squares) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= plane) return;
   double left[kMaxBlades] = {}, right[kMaxBlades] = {}, sum[kMaxBlades];
@@ -48,7 +51,8 @@ __global__ void product_kernel(const float* x, const float* y, const float* w, d
     const Term term = terms[n];
     const size_t element = first_weight + term.triple;
     const double weight = static_cast<double>(w[element]) + w_step * direction(element);
-    sum[term.result] += weight * term.sign * left[term.left] * right[term.right];
+    const double product = weight * term.sign * left[term.left] * right[term.right];
+    sum[term.result] += squares ? product * product : product;
   }
   for (int i = 0; i < blades; ++i) z[i * plane + at] = sum[i];
 }
@@ -189,6 +193,16 @@ __global__ void turn_kernel(T* x, const Term* terms, int term_count, int blades,
   for (int i = 0; i < blades; ++i) x[i * count + at] = static_cast<T>(twice[i]);
 }
 
+/// One thread an element: those of marked rows become numbers that follow from what they were, as
+/// if drawn at random in [-scale, scale).
+__global__ void draw_again_kernel(float* tensor, const char* marked, double scale, size_t plane,
+                                  int features, size_t count) {
+  const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count || !marked[i % plane / features]) return;
+  const uint64_t bits = fp64::mixed(i + (static_cast<uint64_t>(__float_as_uint(tensor[i])) << 32));
+  tensor[i] = static_cast<float>(scale * (static_cast<double>(bits >> 11) * 0x1p-52 - 1));
+}
+
 std::vector<int> grades_of(const std::vector<std::vector<int>>& blades) {
   std::vector<int> grades;
   for (const auto& blade : blades) grades.push_back(static_cast<int>(blade.size()));
@@ -211,11 +225,18 @@ constexpr double kRoundings = 16 * kRoundoffFp32;
 
 // An rms that is 1 on average, of m = features (a grade of a single blade) independent numbers that
 // are about Gaussian, is below d with a probability of at most (d sqrt(e))^m: the tail of the chi
-// distribution. Among `batch` rows that happens once in a million runs for the d below. The norm
-// never divides by less than sqrt(1e-6).
+// distribution. Among `batch` rows that happens once in a million runs for the d below. Where d is
+// small, which is where there are few features, rows are drawn again: see draw_rows_again().
+int CliffordShape::stretching_planes() const { return p * q + r * (p + q); }
+
+constexpr double kMostAmplified = 4;
 double CliffordShape::norm_amplification() const {
   if (!normed) return 1;
-  return std::min(std::sqrt(std::exp(1.0)) * std::pow(1e6 * batch, 1.0 / features), 1e3);
+  return few_features() ? kMostAmplified : likely_amplification();
+}
+bool CliffordShape::few_features() const { return likely_amplification() > kMostAmplified; }
+double CliffordShape::likely_amplification() const {
+  return std::sqrt(std::exp(1.0)) * std::pow(1e6 * batch, 1.0 / features);
 }
 
 // Fully connected, every sum is a product on the tensor cores, over `length` terms (of z: at most 6
@@ -252,8 +273,7 @@ double CliffordShape::weight_gradient_tolerance() const {
 // multiplies a coefficient of a vector by at most e^t, and a blade turns as the product of its
 // vectors: each plane that boosts counts twice, for x and for y.
 double CliffordReference::turned_tolerance() const {
-  const int stretching = shape_.p * shape_.q + shape_.r * (shape_.p + shape_.q);
-  const double stretched = std::exp(2 * kTurn * stretching);
+  const double stretched = std::exp(2 * kTurn * shape_.stretching_planes());
   if (shape_.connected) return stretched * shape_.tolerance();
   return stretched * shape_.norm_amplification() *
          dot_tolerance(shape_.blades(), kRoundoffFp32, kRoundings, kRoundoffFp32);
@@ -330,18 +350,22 @@ ConnectedReference CliffordReference::connected() const {
 
 double CliffordReference::scratch_bytes() const {
   const double rows = static_cast<double>(shape_.batch) * shape_.grades();
-  // z, two sums per row and grade, the sums of along_direction_kernel, the tables.
-  return 8 * (static_cast<double>(shape_.elements()) * (1 + 2.0 / kChunk) + 2 * rows) + 0x1p20 +
+  // z, two sums per row and grade, the sums of along_direction_kernel, the tables; or what
+  // draw_rows_again() takes.
+  const double tensors = shape_.few_features() ? 3 : 1 + 2.0 / kChunk;
+  return 8 * (static_cast<double>(shape_.elements()) * tensors + 2 * rows) + 0x1p20 +
          (shape_.connected ? connected().scratch_bytes() : 0);
 }
 
 void CliffordReference::product(const float* x, const float* y, const float* w, Step step,
                                 double* z) const {
-  if (shape_.connected) return connected().product(x, y, w, step.x, step.y, step.w, z);
+  if (shape_.connected) {
+    return connected().product(x, y, w, step.x, step.y, step.w, step.squares, z);
+  }
   const OnDevice<Term> terms(terms_);
   product_kernel<<<blocks(shape_.plane()), kThreads>>>(
       x, y, w, z, terms, static_cast<int>(terms_.size()), shape_.blades(), triples(),
-      shape_.plane(), shape_.features, step.x, step.y, step.w);
+      shape_.plane(), shape_.features, step.x, step.y, step.w, step.squares);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -427,17 +451,18 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
     Step step;
   };
   const Part parts[] = {
-      {"dx", dx, shape_.elements(), {1, 0, 0}},
-      {"dy", dy, shape_.elements(), {0, 1, 0}},
-      {"dw", dw, weights(), {0, 0, 1}},
+      {"dx", dx, shape_.elements(), {.x = 1}},
+      {"dy", dy, shape_.elements(), {.y = 1}},
+      {"dw", dw, weights(), {.w = 1}},
   };
   Scratch<double> z(shape_.elements());
   double worst = 0;
   for (const Part& part : parts) {
-    const auto [sx, sy, sw] = part.step;
-    const double difference = (loss(x, y, w, d_out, {h * sx, h * sy, h * sw}, z) -
-                               loss(x, y, w, d_out, {-h * sx, -h * sy, -h * sw}, z)) /
-                              (2 * h);
+    const double sx = part.step.x, sy = part.step.y, sw = part.step.w;
+    const double difference =
+        (loss(x, y, w, d_out, {.x = h * sx, .y = h * sy, .w = h * sw}, z) -
+         loss(x, y, w, d_out, {.x = -h * sx, .y = -h * sy, .w = -h * sw}, z)) /
+        (2 * h);
     const size_t chunks = (part.count + kChunk - 1) / kChunk;
     Scratch<double> sums(2 * chunks);
     along_direction_kernel<<<static_cast<unsigned>(chunks), 32>>>(part.gradient, part.count, sums);
@@ -458,6 +483,82 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
     worst = std::max(worst, error);
   }
   return worst;
+}
+
+// ---- Long sums ----------------------------------------------------------------------------------
+
+// On tensor cores the last feature's square would not be missed in the sum of some hundreds of
+// them, nor a row in some thousands. (In fp32 one is missed in any sum that fits into memory.)
+void CliffordReference::enlarge_last_terms(float* w, float* d_out) const {
+  if (!shape_.connected) return;
+  const size_t features = static_cast<size_t>(shape_.features), plane = shape_.plane();
+  last_term::multiply(w, {features - 1, 1, features, triples_.size() * features},
+                      last_term::weight(static_cast<double>(features)));
+  if (!d_out) return;
+  last_term::multiply(d_out,
+                      {plane - features, features, plane, static_cast<size_t>(shape_.blades())},
+                      last_term::weight(shape_.batch));
+}
+
+// ---- Few features -------------------------------------------------------------------------------
+
+// Of few features all may be nearly 0, or cancel, in a grade of a row: its norm makes an error of z
+// larger by as much as the terms of z are larger than z. Rows in which that is more than
+// kMostAmplified times, for any grade, get other x and y.
+//
+// The gradient of z is r d_out less what of it is along z. A grade of a single number has nothing
+// besides, and its gradient is 0 but for the norm's epsilon. In the others the same must not be
+// left by chance: where less than 1 / kMostAmplified is, the row gets another d_out.
+void CliffordReference::draw_rows_again(float* x, float* y, const float* w, float* d_out) const {
+  if (!shape_.normed || !shape_.few_features()) return;
+  const int grades = shape_.grades();
+  const unsigned rows = static_cast<unsigned>(shape_.batch);
+  const size_t sums = static_cast<size_t>(rows) * grades;
+  const OnDevice<int> first(first_);
+  const OnDevice<double> ones(std::vector<double>(shape_.elements(), 1));
+  Scratch<double> z(shape_.elements()), of_rows(sums), along_z(sums);
+  const auto add_up = [&]<typename T>(const T* a, const double* b, double* to) {
+    grade_sums_kernel<T>
+        <<<rows * grades, 32>>>(a, b, to, first, grades, shape_.plane(), shape_.features);
+    CUDA_CHECK(cudaGetLastError());
+    return to_host(to, sums);
+  };
+  // Whether this is so of any grade of a row.
+  const auto draw = [&](std::initializer_list<float*> tensors, double scale, const auto& is_bad) {
+    std::vector<char> again(rows);
+    for (size_t i = 0; i < sums; ++i) again[i / grades] |= is_bad(i);
+    const OnDevice<char> on_device(again);
+    for (float* tensor : tensors) {
+      draw_again_kernel<<<blocks(shape_.elements()), kThreads>>>(
+          tensor, on_device, scale, shape_.plane(), shape_.features, shape_.elements());
+      CUDA_CHECK(cudaGetLastError());
+    }
+    return std::find(again.begin(), again.end(), 1) != again.end();
+  };
+  const auto square = [](double value) { return value * value; };
+  constexpr int kMostRounds = 200;
+  for (int round = 0; round < kMostRounds; ++round) {
+    product(x, y, w, {.squares = true}, z);
+    const std::vector<double> terms = add_up(ones.data(), z, of_rows);
+    product(x, y, w, {}, z);
+    const std::vector<double> squares = add_up(static_cast<const double*>(z), z, of_rows);
+    const auto is_bad = [&](size_t i) { return terms[i] > square(kMostAmplified) * squares[i]; };
+    if (!draw({x, y}, kDeviation, is_bad)) break;
+  }
+  if (!d_out) return;
+  Scratch<double> d64(shape_.elements());
+  const std::vector<double> z_squares = add_up(static_cast<const double*>(z), z, of_rows);
+  for (int round = 0; round < kMostRounds; ++round) {
+    const std::vector<double> along = add_up(d_out, z, along_z);
+    to_fp64(d_out, Type::fp32, shape_.elements(), d64);
+    const std::vector<double> all = add_up(d_out, d64, along_z);
+    const auto is_bad = [&](size_t i) {
+      const bool single = (first_[i % grades + 1] - first_[i % grades]) * shape_.features == 1;
+      const double left = all[i] - square(along[i]) / z_squares[i];
+      return !single && all[i] > square(kMostAmplified) * left;
+    };
+    if (!draw({d_out}, 1, is_bad)) break;
+  }
 }
 
 // ---- Turning ------------------------------------------------------------------------------------
@@ -489,11 +590,18 @@ namespace {
 constexpr int kConnectedFeaturesCpu = 48;  // of the fully connected product, unless given
 // Problems of so few multivectors take microseconds, at which the launch is part of the time.
 constexpr size_t kSmall = 1 << 18;
-const double kDeviation = std::sqrt(3.0);  // scale of numbers of variance 1, as after a norm
 }  // namespace
 
 CliffordTables::CliffordTables(Lesson& lesson, int p, int q, int r, int triples, bool connected)
     : lesson_(lesson) {
+  if (const bool normed = !lesson.flag("--no-norm");
+      normed && lesson.flag("--turned") &&
+      CliffordShape{p, q, r, 1, 1, normed}.stretching_planes() > 0) {
+    fail(kBadUsage,
+         "--turned needs --no-norm in Cl(%d,%d,%d): the norm is a sum of squares, which rotations "
+         "leave alone, but not boosts and translations",
+         p, q, r);
+  }
   std::vector<int64_t> all_features = lesson.sizes("--features");
   if (connected && lesson.on_cpu() && !lesson.given("--features") && all_features.size() == 1) {
     all_features = {kConnectedFeaturesCpu};
@@ -536,6 +644,10 @@ CliffordTable CliffordTables::forward(const CliffordReference& reference, double
   const bool turned = lesson_.flag("--turned");
   const CliffordTable of = tensors(reference, turned ? "turned" : "forward", flops, 3, 1);
   const Buffer<double> expected = of.problem.reference(of.out.size());
+  of.problem.adjust_inputs([=, &reference] {
+    reference.draw_rows_again(of.x, of.y, of.w);
+    reference.enlarge_last_terms(of.w);
+  });
   of.problem.reference_from(reference.scratch_bytes(), [=, &reference] {
     reference.forward(of.x, of.y, of.w, expected);
     if (!turned) return;
@@ -559,6 +671,7 @@ std::pair<CliffordTable, CliffordGradients> CliffordTables::backward(
   const CliffordGradients d{d_out, d_x, d_y, d_w};
   const Buffer<double> out = problem.reference(elements), dx = problem.reference(elements),
                        dy = problem.reference(elements), dw = problem.reference(of.w.size());
+  problem.adjust_inputs([=, &reference] { reference.draw_rows_again(of.x, of.y, of.w, d.d_out); });
   ++unchecked_;
   problem.reference_from(reference.scratch_bytes(), [=, &reference, this] {
     reference.forward(of.x, of.y, of.w, out);

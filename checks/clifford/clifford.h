@@ -46,6 +46,13 @@ struct CliffordShape {
   double connected_tolerance(double length, int errors) const;
   /// How much an error of z can grow, relatively, when a row is divided by its rms.
   double norm_amplification() const;
+  /// Of two basis vectors, in which turning is no rotation, but a boost or a translation.
+  int stretching_planes() const;
+  /// So few that it would be large if rows were taken as they come.
+  bool few_features() const;
+
+ private:
+  double likely_amplification() const;
 };
 
 class ConnectedReference;
@@ -76,6 +83,12 @@ class CliffordReference {
   double check_gradients(const float* x, const float* y, const float* w, const float* d_out,
                          const double* dx, const double* dy, const double* dw) const;
 
+  /// Gives the last feature larger weights, and the last row a larger d_out; see last_term.cuh.
+  void enlarge_last_terms(float* w, float* d_out = nullptr) const;
+
+  /// Draws other x and y for rows that the norm would make inaccurate, and other d_out.
+  void draw_rows_again(float* x, float* y, const float* w, float* d_out = nullptr) const;
+
   /// Replaces x by R x ~R (~: reversed), R a product of a rotation, boost or translation in each
   /// plane of two basis vectors.
   void turn(float* x) const;
@@ -92,7 +105,8 @@ class CliffordReference {
 
  private:
   struct Step {
-    double x, y, w;
+    double x = 0, y = 0, w = 0;
+    bool squares = false;
   };
   void product(const float* x, const float* y, const float* w, Step step, double* z) const;
   double loss(const float* x, const float* y, const float* w, const float* d_out, Step step,

@@ -14,7 +14,7 @@ constexpr int kMaxResults = 16;  // blades of a grade
 /// One thread a (row, feature): the planes of one triple, whose results start at blade `first`.
 __global__ void planes_kernel(const float* x, const float* y, double* planes, const Term* terms,
                               int term_count, int first, int results, size_t plane, double x_step,
-                              double y_step) {
+                              double y_step, bool squares) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= plane) return;
   const auto moved = [&](const float* from, size_t i, double step) {
@@ -23,18 +23,21 @@ __global__ void planes_kernel(const float* x, const float* y, double* planes, co
   double sums[kMaxResults] = {};
   for (int n = 0; n < term_count; ++n) {
     const Term term = terms[n];
-    sums[term.result - first] += term.sign * moved(x, term.left * plane + at, x_step) *
-                                 moved(y, term.right * plane + at, y_step);
+    const double product = term.sign * moved(x, term.left * plane + at, x_step) *
+                           moved(y, term.right * plane + at, y_step);
+    sums[term.result - first] += squares ? product * product : product;
   }
-  const double gates = gate(moved(x, at, x_step)) * gate(moved(y, at, y_step));
+  double gates = gate(moved(x, at, x_step)) * gate(moved(y, at, y_step));
+  if (squares) gates *= gates;
   for (int k = 0; k < results; ++k) planes[k * plane + at] = gates * sums[k];
 }
 
-__global__ void weights_kernel(const float* w, double* out, size_t first, size_t count,
-                               double step) {
+__global__ void weights_kernel(const float* w, double* out, size_t first, size_t count, double step,
+                               bool squares) {
   const size_t at = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (at >= count) return;
-  out[at] = static_cast<double>(w[first + at]) + step * direction(first + at);
+  const double weight = static_cast<double>(w[first + at]) + step * direction(first + at);
+  out[at] = squares ? weight * weight : weight;
 }
 
 /// One thread a (row, feature): adds a triple's part to the gradients of x' and y'.
@@ -90,7 +93,7 @@ std::vector<Term> ConnectedReference::terms_of(int triple) const {
 }
 
 void ConnectedReference::product(const float* x, const float* y, const float* w, double x_step,
-                                 double y_step, double w_step, double* z) const {
+                                 double y_step, double w_step, bool squares, double* z) const {
   const Cublas blas;
   const size_t plane = shape_.plane();
   Scratch<double> P(planes()), w64(weights());
@@ -100,8 +103,9 @@ void ConnectedReference::product(const float* x, const float* y, const float* w,
     const std::vector<Term> own = terms_of(static_cast<int>(t));
     const OnDevice<Term> terms(own);
     planes_kernel<<<blocks(plane), kThreads>>>(x, y, P, terms, static_cast<int>(own.size()), first,
-                                               count, plane, x_step, y_step);
-    weights_kernel<<<blocks(weights()), kThreads>>>(w, w64, t * weights(), weights(), w_step);
+                                               count, plane, x_step, y_step, squares);
+    weights_kernel<<<blocks(weights()), kThreads>>>(w, w64, t * weights(), weights(), w_step,
+                                                    squares);
     CUDA_CHECK(cudaGetLastError());
     product_fp64(blas, 1, P, kPlain, w64, kPlain, started[first] ? 1 : 0, z + first * plane,
                  static_cast<int64_t>(count) * shape_.batch, shape_.features, shape_.features);
@@ -125,8 +129,8 @@ void ConnectedReference::gradients(const float* x, const float* y, const float* 
     const OnDevice<Term> terms(own);
     const int term_count = static_cast<int>(own.size());
     planes_kernel<<<blocks(plane), kThreads>>>(x, y, P, terms, term_count, first, count, plane, 0.0,
-                                               0.0);
-    weights_kernel<<<blocks(weights()), kThreads>>>(w, w64, t * weights(), weights(), 0.0);
+                                               0.0, false);
+    weights_kernel<<<blocks(weights()), kThreads>>>(w, w64, t * weights(), weights(), 0.0, false);
     CUDA_CHECK(cudaGetLastError());
     product_fp64(blas, 1, P, kTransposed, dz + first * plane, kPlain, 0, dw + t * weights(),
                  features, features, rows);

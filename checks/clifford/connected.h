@@ -24,9 +24,10 @@ class ConnectedReference {
   /// Device memory that the functions below allocate while they run.
   double scratch_bytes() const;
 
-  /// z before the norm. Inputs are moved by so much along a random direction.
+  /// z before the norm. Inputs are moved by so much along a random direction. With `squares` each
+  /// term is replaced by its square.
   void product(const float* x, const float* y, const float* w, double x_step, double y_step,
-               double w_step, double* z) const;
+               double w_step, bool squares, double* z) const;
   void gradients(const float* x, const float* y, const float* w, const double* dz, double* dx,
                  double* dy, double* dw) const;
 

@@ -24,12 +24,15 @@ __device__ inline double gate_slope(double s) {
   return exp(-s * s / 2) / sqrt(2 * 3.14159265358979323846);
 }
 
-/// +1 or -1: coordinate i of a random direction.
-__device__ inline double direction(size_t i) {
-  uint64_t bits = (static_cast<uint64_t>(i) + 1) * 0x9e3779b97f4a7c15ull;
+/// Bits that look random, and follow from i.
+__device__ inline uint64_t mixed(uint64_t i) {
+  uint64_t bits = (i + 1) * 0x9e3779b97f4a7c15ull;
   bits = (bits ^ (bits >> 32)) * 0xd6e8feb86659fd93ull;
-  return bits >> 63 ? 1 : -1;
+  return bits;
 }
+
+/// +1 or -1: coordinate i of a random direction.
+__device__ inline double direction(size_t i) { return mixed(i) >> 63 ? 1 : -1; }
 
 /// A vector of the host in device memory.
 template <typename T>
@@ -39,6 +42,7 @@ class OnDevice {
     CUDA_CHECK(cudaMemcpy(data_, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
   }
   operator const T*() const { return data_; }
+  const T* data() const { return data_; }
 
  private:
   Scratch<T> data_;

@@ -3,6 +3,7 @@
 
 #include "checks/diffusion/diffusion.h"
 #include "checks/framework.cuh"
+#include "checks/last_term.cuh"
 #include "common/numerics.h"
 #include "primitives/launch.h"
 
@@ -361,6 +362,15 @@ DiffusionProblem::DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pas
       result(problem.output<bf16>(shape.vertex_values())),
       expected_result(problem.reference(shape.vertex_values())),
       expected_small(problem.reference(pass == Pass::forward ? shape.spectrum_values() : shape.W)) {
+  // The last vertex of each mesh weighs more in the sums over the vertices: its values do, and its
+  // mass, which multiplies them, is none of the small ones.
+  problem.adjust_inputs([this] {
+    const double weight = last_term::weight(static_cast<double>(this->shape.V));
+    if (weight == 1) return;
+    const size_t V = this->shape.V, W = this->shape.W, meshes = this->shape.meshes;
+    last_term::multiply(values.data(), {(V - 1) * W, W, V * W, meshes}, weight);
+    last_term::set(mass.data(), {V - 1, 1, V, meshes}, 1.5);
+  });
   if (pass == Pass::forward) {
     problem.reference_from(reference_bytes(shape), [this] {
       forward_fp64<bf16>(this->blas, this->shape, basis, mass, evalues, times, values,
@@ -372,6 +382,13 @@ DiffusionProblem::DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pas
   // What forward saved. The formulas hold for any: random numbers of a variance of 1.
   spectral = problem.input<bf16>(shape.spectrum_values(), sqrt(3.0));
   d_times = problem.output<bf16>(shape.W);
+  // And the last eigenvector in dTimes.
+  problem.adjust_inputs([this] {
+    const auto [V, E, W, meshes] = this->shape;
+    const last_term::Part last = {static_cast<size_t>((meshes * E - 1) * W),
+                                  static_cast<size_t>(W)};
+    last_term::multiply(spectral->data(), last, last_term::weight(static_cast<double>(meshes * E)));
+  });
   const DiffusionShape few = difference_shape(shape);
   const double bytes = std::max(reference_bytes(shape), check_gradients_bytes(few));
   problem.reference_from(bytes, [this, few] {

@@ -26,6 +26,7 @@ struct GatingProblem {
   GatingOperands operands() const;
   /// Fills `expected` with a step's result in fp64: products by cuBLAS, a few rows at a time.
   void compute_reference(GatingStep step) const;
+  void find_uncancelled() const;
   /// Device memory that compute_reference allocates while it runs.
   double scratch_bytes() const;
   /// Bound on the relative Frobenius error of `out` when `roundings` results on the way to it,
@@ -39,6 +40,8 @@ struct GatingProblem {
   Problem& problem;
   Buffer<half> x, W1, b1, W2, b2, out;
   Buffer<double> expected;
+  /// Of `expected`, where there are few results: see bound_of().
+  std::shared_ptr<double> uncancelled = std::make_shared<double>(0);
 };
 
 }  // namespace checks

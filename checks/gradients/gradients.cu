@@ -4,6 +4,7 @@
 
 #include "checks/framework.cuh"
 #include "checks/gradients/gradients.h"
+#include "checks/last_term.cuh"
 #include "common/numerics.h"
 #include "primitives/approximate.cuh"
 #include "primitives/launch.h"
@@ -452,6 +453,10 @@ GradientsProblem::GradientsProblem(Lesson& lesson, cublasHandle_t blas, Pass pas
   }
   for (int i = 0; i < 5; ++i) saved.push_back(problem.input<bf16>(shape.vertex_values()));
   problem.adjust_inputs([=, this] {
+    // The last vertex weighs more in the sums over the vertices.
+    const size_t values = static_cast<size_t>(this->shape.W);
+    last_term::multiply(vertices.data(), {(this->shape.V - 1) * values, values},
+                        last_term::weight(static_cast<double>(this->shape.V)));
     reference().save({saved[0], saved[1], saved[2], saved[3], saved[4]});
   });
   const double scratch = std::max(Reference<bf16>::bytes(shape), check_gradients_bytes(shape));

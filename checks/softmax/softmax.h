@@ -31,6 +31,37 @@ inline constexpr double kWeightScale = 1.5, kLogitRms = 0.5;
 /// sum and the division (2).
 double softmax_tolerance(int64_t inputs, double u_sum, double u_in = 0);
 
+/// Where there are few results: the rms that each has unless its terms cancel, in units that make
+/// its tolerance a bound (see bound_of()), and 0 else. An error d_j of each logit, independent of
+/// the others', is a part of T_j, the root of the sum of the squares of the logit's terms, of which
+/// kLogitRms is the rms. It leaves of
+///     probs    p_i (d_i - sum p_j d_j):                 p_i sqrt(T_i^2 + sum (p_j T_j)^2)
+///     loss     sum p_j d_j - d_label:                   sqrt(T_label^2 + sum (p_j T_j)^2)
+///     dlogits  of the loss: what it leaves of probs
+/// and where softmax_tolerance() has assumed sqrt(2) kLogitRms for the root, that many times as
+/// much. The gradients come from p_i (dprobs_i - sum p_j dprobs_j), which is
+///     p_i sqrt(dprobs_i^2 + sum (p_j dprobs_j)^2)       if it does not cancel
+/// times what of probs is more than assumed, if any; from there on they are sums of products.
+struct Uncancelled {
+  std::shared_ptr<double> probs = std::make_shared<double>(0), loss = std::make_shared<double>(0),
+                          dx = std::make_shared<double>(0), dW = std::make_shared<double>(0);
+  /// What there is beside x and W: for the gradients dprobs, for the loss labels; and of W (inputs,
+  /// heads classes) so many heads, each with its softmax.
+  struct Given {
+    const float* dprobs = nullptr;
+    const int* labels = nullptr;
+    int heads = 1;
+  };
+  template <typename T>
+  void find(const T* x, const T* W, const SoftmaxShape& shape, const Given& given) const {
+    find(x, W, type_of<T>, shape, given);
+  }
+
+ private:
+  void find(const void* x, const void* W, Type type, const SoftmaxShape& shape,
+            const Given& given) const;
+};
+
 /// Each row of `logits` (rows, classes) becomes its softmax; a row of only -inf becomes NaN.
 void softmax_fp64(double* logits, int64_t rows, int64_t classes);
 
@@ -86,12 +117,13 @@ GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyRef
 double cross_entropy_scratch(const SoftmaxShape& shape);
 
 /// Makes three rows of four hard for a softmax; the logits of those are exact in TF32, too:
-///   row % 4 == 0   +-2^100: exp() of their difference to anything is 0 or 1
+///   row % 4 == 0   +-2^100, and 2^101 for the last class: exp() of their difference to anything is
+///                  0 or 1, and a sum without the last class is 0
 ///   row % 4 == 1   2000 to 2007: exp() would overflow without the maximum
 ///   row % 4 == 2   all equal
-/// and in every row every third class has the logit -inf. To that end W has special rows, 0 for the
-/// first, 1 for the second and 2 for -inf, and x picks them; where it does not pick row 0 or 1 it
-/// is zero there. (It always picks row 2: 0 * -inf would be NaN.)
+/// and in every row every third class but the last has the logit -inf. To that end W has special
+/// rows, 0 for the first, 1 for the second and 2 for -inf, and x picks them; where it does not pick
+/// row 0 or 1 it is zero there. (It always picks row 2: 0 * -inf would be NaN.)
 inline constexpr int kSpecialInputs = 3;
 void make_hard(float* x, float* W, const SoftmaxShape& shape);
 

@@ -33,11 +33,10 @@ bool compare(Row& row, const Check& check) {
   if (check.compute_reference) check.compute_reference();
   const Error error = compare(check);
   // Written so that a NaN is never ok.
-  const bool ok =
-      error.frobenius <= check.tolerance && error.worst <= kWorstToFrobenius * check.tolerance;
+  const bool ok = error.frobenius <= error.bound && error.worst <= kWorstToFrobenius * error.bound;
   if (row.tolerance == 0 || !ok || error.frobenius > row.error.frobenius) {
     row.error = error;
-    row.tolerance = check.tolerance;
+    row.tolerance = error.bound;
   }
   return ok;
 }
