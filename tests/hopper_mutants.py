@@ -281,7 +281,7 @@ def _functions(code):
 
 def hopper_parts(code):
     """The functions that say a word of hopper.cuh."""
-    portable = ("__syncthreads", "__syncwarp", "wait_for_previous_kernel")
+    portable = ("__syncthreads", "__syncwarp", "wait_for_previous_kernel", "wait_for_count")
     words = "|".join(word for word in WORDS if word not in portable)
     for body, end, name in _functions(code):
         if re.search(rf"\b({words}|tensor_load|bulk_load|wgmma)\s*[<(]", code[body:end]):
