@@ -1,5 +1,6 @@
 // Every CUDA, cuBLAS and cuBLASLt call of a lesson goes through one of these macros: a call that
-// does not succeed ends the program with one line that names the call, the file and the line.
+// does not succeed ends the program with one line that names the call, the file and the line; while
+// a row of a table is launched, the row says so instead.
 #pragma once
 
 #include <cublas_v2.h>
@@ -8,6 +9,8 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 
 namespace common {
 
@@ -31,17 +34,37 @@ enum ExitCode : int {
   std::_Exit(code);
 }
 
-inline void check_cuda(cudaError_t status, const char* call, const char* file, int line) {
-  if (status != cudaSuccess) {
-    fail(kDeviceCannot, "%s:%d: %s: %s (%s)", file, line, call, cudaGetErrorString(status),
-         cudaGetErrorName(status));
+/// While one exists, a call that fails throws a std::runtime_error, and the program goes on.
+class CallsThrow {
+ public:
+  CallsThrow() { ++count(); }
+  CallsThrow(const CallsThrow&) = delete;
+  CallsThrow& operator=(const CallsThrow&) = delete;
+  ~CallsThrow() { --count(); }
+  static int& count() {
+    static int existing = 0;
+    return existing;
   }
+};
+[[noreturn]] inline void call_failed(const char* call, const char* file, int line,
+                                     const std::string& why) {
+  const std::string text =
+      std::string(file) + ":" + std::to_string(line) + ": " + call + ": " + why;
+  if (CallsThrow::count() > 0) throw std::runtime_error(text);
+  fail(kDeviceCannot, "%s", text.c_str());
+}
+
+/// "out of memory (cudaErrorMemoryAllocation)"
+inline std::string text_of(cudaError_t status) {
+  return std::string(cudaGetErrorString(status)) + " (" + cudaGetErrorName(status) + ")";
+}
+
+inline void check_cuda(cudaError_t status, const char* call, const char* file, int line) {
+  if (status != cudaSuccess) call_failed(call, file, line, text_of(status));
 }
 
 inline void check_cublas(cublasStatus_t status, const char* call, const char* file, int line) {
-  if (status != CUBLAS_STATUS_SUCCESS) {
-    fail(kDeviceCannot, "%s:%d: %s: %s", file, line, call, cublasGetStatusName(status));
-  }
+  if (status != CUBLAS_STATUS_SUCCESS) call_failed(call, file, line, cublasGetStatusName(status));
 }
 
 #define CUDA_CHECK(call) ::common::check_cuda((call), #call, __FILE__, __LINE__)

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <exception>
+#include <system_error>
 
 #include "common/choose/choose.h"
 #include "common/measure/count.h"
@@ -18,6 +20,8 @@
 #include "common/start/command_line.h"
 #include "common/start/memory.h"
 #include "common/start/row_filter.h"
+#include "common/verify/attempt.h"
+#include "common/verify/inputs.h"
 #include "common/verify/verify.h"
 
 #ifdef CUDA_CPU
@@ -28,6 +32,23 @@
 namespace common {
 
 using Clock = std::chrono::steady_clock;
+
+namespace {
+
+/// What host functions of primitives/ and operators/ throw, and fmt where it cannot print.
+[[noreturn]] void end_by_exception() {
+  try {
+    if (const std::exception_ptr current = std::current_exception())
+      std::rethrow_exception(current);
+  } catch (const std::system_error& error) {
+    fail(kBadUsage, "cannot write what is printed: %s", error.code().message().c_str());
+  } catch (const std::exception& error) {
+    fail(kDeviceCannot, "%s", error.what());
+  }
+  std::abort();
+}
+
+}  // namespace
 
 struct Lesson::State {
   LessonInfo info;
@@ -42,6 +63,7 @@ struct Lesson::State {
   State(LessonInfo lesson, int argc, char** argv);
   Tables tables();
   void require_selected(const Tables& tables) const;
+  void say_how_long(const Tables& tables) const;
   void print_machine() const;
   void run(Table& table, Clock::time_point end);
   void print_end(const Tables& tables) const;
@@ -73,6 +95,7 @@ Problem& Lesson::problem(std::string name, std::vector<Dim> dims, std::string dt
   problem.dtype = std::move(dtype);
   problem.work = work;
   problem.rate = rate;
+  require_memory(problem, state_->line);
   return problem;
 }
 
@@ -84,11 +107,14 @@ int Lesson::run() {
         fmt::print("{}: {}\n", problem.name, kernel.name);
       }
     }
+    require_printed();
     return kAllVerified;
   }
   Tables tables = state.tables();
   state.require_selected(tables);
   require_memory(state.problems, state.line, state.device);
+  if (!state.line.json_path.empty()) require_writable(state.line.json_path, most_bytes_of(tables));
+  if (on_cpu()) state.say_how_long(tables);
   state.print_machine();
 
   const auto seconds = std::chrono::milliseconds(std::lround(1e3 * state.line.seconds));
@@ -105,12 +131,19 @@ int Lesson::run() {
     if (!table.any_selected()) continue;
     // What one problem leaves of its share is for those after it.
     const Clock::time_point start = Clock::now();
-    state.run(table, start + (deadline - start) / left--);
+    std::string lost;
+    try {
+      state.run(table, start + (deadline - start) / left--);
+    } catch (const DeviceLost& device_lost) {
+      lost = device_lost.how;
+    }
     clear_progress();
     print_table(table, state.device, layout);
+    if (!lost.empty()) fail(kDeviceCannot, "%s", lost.c_str());
     fflush(stdout);
   }
   state.print_end(tables);
+  require_printed();
   if (!state.line.json_path.empty()) {
     write_output(state.line.json_path,
                  record_of(state.info.name, state.line.seed, state.device, tables));
@@ -128,7 +161,7 @@ Lesson::State::State(LessonInfo lesson, int argc, char** argv)
     : info(std::move(lesson)),
       line(parse_command_line(info, argc, argv)),
       filter(line.kernel_pattern) {
-  if (!line.json_path.empty()) require_writable(line.json_path);
+  std::set_terminate(end_by_exception);
   settle_backend(info, line, argv);
 #ifdef CUDA_CPU
   counting = !line.time && (line.count || cuda_cpu::can_count());
@@ -160,29 +193,29 @@ size_t first_way(const Kernel& kernel, const Device& device) {
   return way;
 }
 
-/// Random inputs, and the reference, which may add notes. Inputs by which nothing would be proved
-/// are drawn again.
-void prepare(Problem& problem, uint64_t seed, std::vector<std::string>& notes) {
-  uint64_t stream = seed << 8;
-  for (auto& storage : problem.inputs) storage->allocate();
-  for (auto& storage : problem.references) storage->allocate();
-  for (auto& storage : problem.outputs) storage->allocate();
+/// Memory, random inputs, and the reference, which may add notes. Inputs by which nothing would be
+/// proved are drawn again.
+void prepare(Problem& problem, Inputs& inputs, std::vector<std::string>& notes) {
+  for (Storages* list :
+       {&problem.inputs, &problem.references, &problem.outputs, &problem.workspaces}) {
+    for (auto& storage : *list) storage->allocate();
+  }
   for (auto& storage : problem.workspaces) {
-    storage->allocate();
     CUDA_CHECK(cudaMemsetAsync(storage->data, 0, storage->count * storage->element_bytes));
   }
   show_progress(problem.name + ": reference");
   constexpr int kMostDraws = 20;
   const size_t notes_before = notes.size();
   for (int draw = 1;; ++draw) {
-    for (auto& storage : problem.inputs) fill_random(*storage, stream++);
-    for (const auto& adjust : problem.adjustments) adjust();
+    inputs.fill();
     problem.compute_reference();
     CUDA_CHECK(cudaDeviceSynchronize());
     const auto& checks = problem.checks;
     if (draw == kMostDraws || std::none_of(checks.begin(), checks.end(), proves_nothing)) break;
     notes.resize(notes_before);
+    inputs.draw_others();
   }
+  inputs.keep();
 }
 
 void release(Problem& problem) {
@@ -243,6 +276,25 @@ void Lesson::State::require_selected(const Tables& tables) const {
        line.kernel_pattern.c_str());
 }
 
+/// Where nobody has asked for it, N alone is made small for the CPU backend.
+void Lesson::State::say_how_long(const Tables& tables) const {
+  constexpr double kFlopsPerSecond = 1e8;  // give or take a factor of three
+  constexpr double kPatience = 20;
+  double flops = 0;
+  for (const Table& table : tables) {
+    for (const Row& row : table.rows) {
+      const bool emulated = row.selected() && row.kernel->role != Role::library;
+      if (emulated) flops += row.kernel->work.flops;
+    }
+  }
+  if (flops < kPatience * kFlopsPerSecond) return;
+  std::string sizes = "N";
+  for (const Option& option : info.options) sizes += std::string(", ") + option.name;
+  fmt::print(stderr,
+             "The CPU backend computes {}FLOP, in about {:.2g} s. What decides on that: {}.\n",
+             with_prefix(flops), flops / kFlopsPerSecond, sizes);
+}
+
 void Lesson::State::print_machine() const {
   const bool cpu = device.backend == "cpu";
   print_prose(fmt::format("{}: {}", info.name, info.title));
@@ -258,26 +310,33 @@ void Lesson::State::print_machine() const {
 
 void Lesson::State::run(Table& table, Clock::time_point end) {
   Problem& problem = *table.problem;
-  prepare(problem, line.seed, notes);
+  Inputs inputs(problem, line.seed);
+  prepare(problem, inputs, notes);
   if (!counting) choose_ways(table, device);
   const Clock::time_point prepared = Clock::now();
-  verify(
-      table,
-      [&](Row& row) {
-        if (counting) {
-          count_launch(table, row);
-        } else {
-          launch_watched(problem, row);
-        }
-      },
-      line.explain);
+  const auto verify = [&](const auto& launch, const auto& which) {
+    common::verify(table, inputs, launch, line.explain, which);
+  };
+  const auto all = [](const Row&) { return true; };
+  if (counting) {
+    verify([&](Row& row) { count_launch(table, row); }, all);
+  } else {
+    verify([&](Row& row) { launch_watched(problem, row); }, all);
+  }
   for (Row& row : table.rows) {
     // The streams of other devices cannot be recorded with this one's.
-    if (row.ran && !row.kernel->hooks.time) row.resources = resources_of(row.launch());
+    const bool recordable = row.ran && row.harmless && !row.kernel->hooks.time;
+    if (recordable) row.resources = resources_of(row.launch());
   }
   if (!counting) {
     sample(table, {line.samples, end - (Clock::now() - prepared), line.seed}, device,
-           [&](const auto& launch) { verify(table, launch, line.explain); });
+           [&](const auto& launch) { verify(launch, all); });
+  } else if (device.backend == "cpu") {
+    // What a launch leaves behind must suit the next one; of long ones a reader does not wait
+    // twice.
+    constexpr double kLongSeconds = 0.1;
+    verify([](Row& row) { row.launch()(); },
+           [](const Row& row) { return row.launch_seconds < kLongSeconds; });
   }
   release(problem);
 }
@@ -308,7 +367,6 @@ void Lesson::State::print_end(const Tables& tables) const {
     fmt::print("All {} kernels verified against fp64.\n", ran);
   }
   print_prose(other_tables(info, line));
-  fflush(stdout);
 }
 
 }  // namespace common

@@ -51,6 +51,17 @@ __global__ void to_fp64_kernel(const T* in, double* out, size_t count) {
   }
 }
 
+/// One thread adds up every (threads of the grid)-th of the words.
+__global__ void checksum_kernel(const uint32_t* in, size_t words, unsigned long long* sum) {
+  unsigned long long own = 0;
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
+       i += stride) {
+    own += mix((static_cast<uint64_t>(i) << 32) + in[i] + 1);
+  }
+  atomicAdd(sum, own);
+}
+
 struct Sums {
   double difference;         // sum of |out - reference|^2
   double reference;          // sum of |reference|^2
@@ -133,6 +144,21 @@ void fill_random(const Storage& storage, uint64_t seed) {
 void to_fp64(const void* in, Type type, size_t count, double* out) {
   with_type(const_cast<void*>(in), type,
             [&](const auto* typed) { launch_to_fp64(typed, out, count); });
+}
+
+uint64_t checksum(const Storage& storage) {
+  const size_t bytes = storage.count * storage.element_bytes, words = bytes / sizeof(uint32_t);
+  Scratch<unsigned long long> device_sum(1);
+  CUDA_CHECK(cudaMemset(device_sum, 0, sizeof(unsigned long long)));
+  checksum_kernel<<<blocks_for(words), kThreads>>>(static_cast<const uint32_t*>(storage.data),
+                                                   words, device_sum);
+  CUDA_CHECK(cudaGetLastError());
+  unsigned long long sum = 0;
+  CUDA_CHECK(cudaMemcpy(&sum, device_sum, sizeof sum, cudaMemcpyDeviceToHost));
+  uint32_t rest = 0;  // bytes that are no whole word
+  CUDA_CHECK(cudaMemcpy(&rest, static_cast<const char*>(storage.data) + words * sizeof rest,
+                        bytes % sizeof rest, cudaMemcpyDeviceToHost));
+  return sum + rest;
 }
 
 Error compare(const Check& check) {

@@ -43,6 +43,9 @@ class Scratch {
 /// Element i becomes a number uniform around storage.center that depends on seed and i alone.
 void fill_random(const Storage& storage, uint64_t seed);
 
+/// A sum over all bytes and where they are: of memory that was changed it is another one.
+uint64_t checksum(const Storage& storage);
+
 /// Relative error of `check.output` against `check.reference`, accumulated in fp64.
 Error compare(const Check& check);
 

@@ -35,6 +35,8 @@ struct Row {
 
   bool ran = false;
   bool ok = false;
+  bool harmless = true;       ///< can be launched, and changes nothing but its results
+  double launch_seconds = 0;  ///< that the first launch took the host, until it was done
   Error error = {};
   double tolerance = 0;
   std::string wrong = {};              ///< in words, if it was asked for or if no number tells

@@ -23,6 +23,12 @@ enum class Bug {
   infinite_element,
   half_precision_sum,
   writes_zeros,
+  writes_behind_output,
+  writes_before_output,
+  changes_input,
+  block_too_large,
+  counter_left_as_it_is,
+  none_after_the_others,
 };
 
 constexpr int kTile = 32;
@@ -72,12 +78,25 @@ __global__ void set_all(float* values, float value, int n) {
   if (i < n) values[i] = value;
 }
 
+// What stands beside C is somebody else's, and so are A and B.
+__global__ void reach_out(float* at) { *at = 1; }
+
+// Waits for nobody: C is right if the counter was zero, which is how the next launch should find it.
+__global__ void count_rows(unsigned* counter, float* C) {
+  if (atomicAdd(counter, 1u) > 0) C[0] = 0;
+}
+
 template <Bug bug>
 void add(Problem& problem, const char* name, Buffer<float> A, Buffer<float> B, Buffer<float> bias,
-         Buffer<float> C, int n) {
+         Buffer<float> C, Buffer<unsigned> counter, int n) {
   const int blocks = bug == Bug::multiples_of_32_only ? n / kTile : (n + kTile - 1) / kTile;
+  const dim3 block(kTile, bug == Bug::block_too_large ? 2 * kTile : kTile);
   problem.kernel(name, Role::ours, [=] {
-    if (blocks > 0) matmul<bug><<<dim3(blocks, blocks), dim3(kTile, kTile)>>>(A, B, bias, C, n);
+    if (blocks > 0) matmul<bug><<<dim3(blocks, blocks), block>>>(A, B, bias, C, n);
+    if (bug == Bug::writes_behind_output) reach_out<<<1, 1>>>(C + C.size());
+    if (bug == Bug::writes_before_output) reach_out<<<1, 1>>>(C - 1);
+    if (bug == Bug::changes_input) reach_out<<<1, 1>>>(B + B.size() / 2);
+    if (bug == Bug::counter_left_as_it_is) count_rows<<<1, 1>>>(counter, C);
   });
 }
 
@@ -96,6 +115,7 @@ int main(int argc, char** argv) {
   auto B = problem.input<float>(elements);
   auto bias = problem.input<float>(n);
   auto C = problem.output<float>(elements);
+  auto counter = problem.workspace<unsigned>(1);
   auto expected = problem.reference(elements);
   Cublas blas;
   problem.reference_from(reference_scratch(n, n, n), [&] {
@@ -104,19 +124,25 @@ int main(int argc, char** argv) {
   });
   problem.check(C, expected, dot_tolerance(n + 1, kRoundoffFp32, kRoundoffFp32));
 
-  add<Bug::none>(problem, "none", A, B, bias, C, n);
-  add<Bug::last_k_tile_skipped>(problem, "last_k_tile_skipped", A, B, bias, C, n);
-  add<Bug::last_row_not_written>(problem, "last_row_not_written", A, B, bias, C, n);
-  add<Bug::column_off_by_one>(problem, "column_off_by_one", A, B, bias, C, n);
-  add<Bug::missing_barrier>(problem, "missing_barrier", A, B, bias, C, n);
-  add<Bug::bias_forgotten>(problem, "bias_forgotten", A, B, bias, C, n);
-  add<Bug::multiples_of_32_only>(problem, "multiples_of_32_only", A, B, bias, C, n);
-  add<Bug::one_wrong_element>(problem, "one_wrong_element", A, B, bias, C, n);
-  add<Bug::adds_to_old_output>(problem, "adds_to_old_output", A, B, bias, C, n);
-  add<Bug::transposed_result>(problem, "transposed_result", A, B, bias, C, n);
-  add<Bug::infinite_element>(problem, "infinite_element", A, B, bias, C, n);
-  add<Bug::half_precision_sum>(problem, "half_precision_sum", A, B, bias, C, n);
-  add<Bug::writes_zeros>(problem, "writes_zeros", A, B, bias, C, n);
+  add<Bug::none>(problem, "none", A, B, bias, C, counter, n);
+  add<Bug::last_k_tile_skipped>(problem, "last_k_tile_skipped", A, B, bias, C, counter, n);
+  add<Bug::last_row_not_written>(problem, "last_row_not_written", A, B, bias, C, counter, n);
+  add<Bug::column_off_by_one>(problem, "column_off_by_one", A, B, bias, C, counter, n);
+  add<Bug::missing_barrier>(problem, "missing_barrier", A, B, bias, C, counter, n);
+  add<Bug::bias_forgotten>(problem, "bias_forgotten", A, B, bias, C, counter, n);
+  add<Bug::multiples_of_32_only>(problem, "multiples_of_32_only", A, B, bias, C, counter, n);
+  add<Bug::one_wrong_element>(problem, "one_wrong_element", A, B, bias, C, counter, n);
+  add<Bug::adds_to_old_output>(problem, "adds_to_old_output", A, B, bias, C, counter, n);
+  add<Bug::transposed_result>(problem, "transposed_result", A, B, bias, C, counter, n);
+  add<Bug::infinite_element>(problem, "infinite_element", A, B, bias, C, counter, n);
+  add<Bug::half_precision_sum>(problem, "half_precision_sum", A, B, bias, C, counter, n);
+  add<Bug::writes_zeros>(problem, "writes_zeros", A, B, bias, C, counter, n);
+  add<Bug::writes_behind_output>(problem, "writes_behind_output", A, B, bias, C, counter, n);
+  add<Bug::writes_before_output>(problem, "writes_before_output", A, B, bias, C, counter, n);
+  add<Bug::changes_input>(problem, "changes_input", A, B, bias, C, counter, n);
+  add<Bug::block_too_large>(problem, "block_too_large", A, B, bias, C, counter, n);
+  add<Bug::counter_left_as_it_is>(problem, "counter_left_as_it_is", A, B, bias, C, counter, n);
+  add<Bug::none_after_the_others>(problem, "none_after_the_others", A, B, bias, C, counter, n);
 
   // Where 0 is expected everywhere there is nothing that an error could be a part of.
   Problem& zero =

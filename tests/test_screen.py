@@ -120,6 +120,17 @@ def test_tables_fit_a_terminal_of_80_columns(lesson):
             assert kept == header_of(whole)
 
 
+@pytest.mark.parametrize("lesson", ["1_matmul_basic", "9_matmul_softmax"])
+def test_counts_fit_a_terminal_too(lesson):
+    """What goes last is by how much a kernel moves more than it must, and whether it is right."""
+    command = [program(lesson), *SMALL.get(lesson, ("8",)), "--device", "cpu"]
+    for columns in (80, 60):
+        text = on_terminal(columns, command)
+        rows = [line for line in text.splitlines() if re.search(r"^kernel | ok$", line)]
+        assert rows and max(map(len, rows)) <= columns, text
+        assert {"kernel", "least", "error"} <= set(header_of(text))
+
+
 def test_too_narrow_a_terminal_goes_without_gigabytes_per_second():
     command = [program("5_gating_unfused"), *LAYER, "--device", "cpu", "--samples", "1"]
     assert "GB/s" in header_of(on_terminal(100, command))

@@ -65,6 +65,62 @@ def test_layer_with_more_rows_than_an_int_counts(backend):
     refused(result, BAD_USAGE, "rows are more than an int can count")
 
 
+def options_of(name):
+    """The program's options that take a size, each with the largest that it may take."""
+    text = execute([program(name), "--help"]).stdout
+    found = re.findall(r"^ +(--[\w-]+) INT=(.*?)(?=^ +-)", text + "\n --", re.MULTILINE | re.DOTALL)
+    multiples = {option: int((re.findall(r"multiple\s+of\s+(\d+)", rest) or [1])[0]) for option, rest in found}
+    return {option: str((2**31 - 1) // multiple * multiple) for option, multiple in multiples.items()}
+
+
+@pytest.mark.parametrize("lesson", PROGRAMS)
+def test_sizes_that_nothing_holds_are_refused_at_once(lesson):
+    """Before anything is planned with them: no crash, no silence. Where it is memory, with the bytes."""
+    options = options_of(lesson)
+    assert set(re.findall(r'\{"(--\w+)", "[^"]*",? *\d', source_of(lesson))) <= set(options)
+    huge = str(2**31 - 1)
+    cases = [[huge], [str(2**28)], [huge, *(word for pair in options.items() for word in pair)]]
+    cases += [[huge, *pair] for pair in options.items()]
+    for arguments in cases:
+        result = execute([program(lesson), *arguments, "--device", "cpu"])
+        assert result.rc in (BAD_USAGE, DEVICE_CANNOT), (arguments, result.stdout, result.stderr)
+        refused(result, result.rc)
+        if "device memory" in result.stderr:
+            needed, free = map(int, re.findall(r"\((\d+) bytes\)", result.stderr))
+            assert needed > free > 0
+
+
+@pytest.mark.parametrize("arguments", [
+    ["2_matmul_sharedmem", "2097152"], ["9_softmax_training", "2147483647", "--inputs", "1", "--classes", "65536"],
+    ["bonus_clifford_fully_connected", "1", "--features", "1000000"], ["10_clifford_gp", "2147483647", "--features", "1"],
+], ids=words)
+def test_memory_is_looked_at_before_plans_are_made(arguments):
+    result = execute([program(arguments[0]), *arguments[1:], "--device", "cpu"])
+    refused(result, DEVICE_CANNOT, r" needs (at least )?\S+ [GTPE]B of device memory \(\d+ bytes\), .*free$")
+
+
+def test_a_regular_expression_cannot_hang():
+    result = execute([program(MATMUL), "8", "--device", "cpu", "--kernel", "(.*)*(.*)*(.*)*$x"])
+    refused(result, BAD_USAGE, "no kernel .* matches")
+
+
+def test_seeds_differ_in_all_their_bits(run):
+    errors = [run(MATMUL, "8", "--seed", seed).errors for seed in (1, 1 + 2**56, 1 + 2**63)]
+    assert errors[0] != errors[1] != errors[2] != errors[0]
+
+
+def test_a_long_run_on_the_cpu_is_announced():
+    command = [program(LAYER), "8", "--channels", "100000", "--list"]
+    assert execute(command).stderr == ""
+    command = [program(LAYER), "8", "--channels", "100000", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    process.kill()
+    process.wait()
+    assert re.fullmatch(r"The CPU backend computes \S+ [GT]FLOP, in about \S+ s\. "
+                        r"What decides on that: N, --channels, --hidden\.\n", line)
+
+
 # ---- Options -------------------------------------------------------------------------------------
 
 
@@ -91,6 +147,10 @@ def test_layer_with_more_rows_than_an_int_counts(backend):
         (["--hidden", "many"], "--hidden is a whole number from 1 to .*, not 'many'"),
         (["--kernel", "no such kernel"], "no kernel .* matches --kernel 'no such kernel'"),
         (["--kernel", "("], r"--kernel '\(' is not a regular expression"),
+        (["--kernel", "(.{9}){9}"], r"--kernel '.*' counts with {}"),
+        (["--kernel", r"(.*)\1"], r"--kernel '.*' refers back with \\1"),
+        (["--kernel", "(" * 201], "--kernel takes up to 200 characters, not 201"),
+        (["--seconds", "nan"], "--seconds: not a number"),
     ],
     ids=words,
 )
@@ -325,6 +385,48 @@ def test_json_through_symbolic_link(tmp_path):
     assert execute([program(MATMUL), "8", "--device", "cpu", "--json", link]).rc == 0
     assert link.is_symlink()
     check_record(json.loads(target.read_text()))
+
+
+def test_json_to_standard_output_that_is_a_file(tmp_path):
+    """What was there stays, then the table, then the record; also by a name of its own."""
+    log, link = tmp_path / "log.txt", tmp_path / "link"
+    for name in ("/dev/stdout", "-", log, link):
+        log.write_text("old\n")
+        if name == link:
+            link.symlink_to("/dev/stdout")
+        with open(log, "a") as output:
+            command = [program(MATMUL), "8", "--device", "cpu", "--json", name]
+            assert subprocess.run([str(word) for word in command], stdout=output).returncode == 0
+        old, rest = log.read_text().split("\n", 1)
+        table, record = rest.split("\n{\n")
+        assert old == "old" and "All 4 kernels verified" in table
+        check_record(json.loads("{" + record))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "log.txt"]
+
+
+def test_json_through_link_to_what_is_not_there_yet(tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to("record.json")
+    assert execute([program(MATMUL), "8", "--device", "cpu", "--json", link]).rc == 0
+    assert link.is_symlink()
+    check_record(json.loads((tmp_path / "record.json").read_text()))
+
+
+def test_json_keeps_permissions(tmp_path):
+    target = tmp_path / "record.json"
+    target.write_text("old\n")
+    target.chmod(0o600)
+    assert execute([program(MATMUL), "8", "--device", "cpu", "--json", target]).rc == 0
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("arguments", [["8"], ["--help"], ["--list"]], ids=words)
+def test_output_that_cannot_be_written(arguments):
+    with open("/dev/full", "w") as full:
+        process = subprocess.run([program(MATMUL), *arguments, "--device", "cpu"], stdout=full,
+                                 stderr=subprocess.PIPE, text=True)
+    assert process.returncode == BAD_USAGE
+    assert process.stderr == "error: cannot write what is printed: No space left on device\n"
 
 
 # ---- Without a GPU -------------------------------------------------------------------------------

@@ -32,8 +32,34 @@ def test_bugs_are_those_of_the_source():
 @pytest.mark.parametrize("n", [33, 64, 100])
 @pytest.mark.parametrize("bug", BUGS)
 def test_bug_is_rejected(run, bug, n):
-    harmless = bug == "none" or (bug == "multiples_of_32_only" and n % 32 == 0)
+    harmless = bug.startswith("none") or (bug == "multiples_of_32_only" and n % 32 == 0)
     assert is_rejected(run, bug, n) == (not harmless)
+
+
+@pytest.mark.parametrize("bug, words", [
+    ("writes_behind_output", "wrote [1-4] bytes? behind output 1"),
+    ("writes_before_output", "wrote [1-4] bytes? before output 1"),
+    ("changes_input", "changed input 2"),
+    ("block_too_large", r"not launched, .*\(cudaError\w+\).* (64|1024)"),
+])
+def test_culprit_is_named_and_nobody_else(run, bug, words):
+    """What a kernel does to memory that is not its own, or a launch that is refused, is said in its row; the row
+    after it is right, and the table is whole."""
+    result = run(BROKEN, 33, "--kernel", f"^(none|{bug}|none_after_the_others)$", "--samples", 2)
+    assert result.rc == VERIFICATION_FAILED, result.stdout + result.stderr
+    assert {kernel["name"]: kernel["ok"] for _, kernel in result.kernels} == {
+        "none": True, bug: False, "none_after_the_others": True,
+    }
+    below = result.stdout.split(f"\n{bug} ")[1].split("\nnone_after")[0]
+    assert re.search(f"FAILED .*{words}", " ".join(below.split())), result.stdout
+    assert "1 of 3 kernels FAILED verification." in result.stdout
+
+
+def test_second_launch_must_be_right_where_launches_are_counted(run):
+    """What a launch leaves behind is what the next one finds."""
+    result = run(BROKEN, 33, "--count", "--kernel", "^(none|counter_left_as_it_is)$")
+    assert result.rc == VERIFICATION_FAILED
+    assert [kernel["ok"] for _, kernel in result.kernels] == [True, False]
 
 
 def test_one_bad_kernel_is_enough(run):

@@ -37,8 +37,8 @@ class LibraryGate {
  public:
   explicit LibraryGate(const GatingProblem& layer)
       : layer_(layer),
-        weights_(layer.problem.input<half>(2 * layer.W1.size())),
-        biases_(layer.problem.input<half>(2 * layer.b1.size())),
+        weights_(layer.problem.workspace<half>(2 * layer.W1.size())),
+        biases_(layer.problem.workspace<half>(2 * layer.b1.size())),
         both_(layer.problem.output<half>(2 * layer.out.size())),
         product_(layer.problem, {layer.shape.rows, 2 * layer.shape.hidden, layer.shape.channels},
                  CUDA_R_16F, CUBLAS_COMPUTE_32F, true) {}

@@ -3,6 +3,7 @@
 #include "common/choose/fastest.h"
 #include "common/measure/graph.h"
 #include "common/report/progress.h"
+#include "common/verify/attempt.h"
 
 namespace common {
 
@@ -49,7 +50,9 @@ void choose_ways(Table& table, const Device& device) {
   for (Row& row : table.rows) {
     if (row.kernel->ways.size() < 2 || !row.selected()) continue;
     show_progress(table.problem->name + ": trying the ways of " + row.kernel->name);
-    choose_way(row, table.timing, device);
+    // Where a way cannot be launched the row stays with its first, which says so when it is
+    // verified.
+    attempt([&] { choose_way(row, table.timing, device); });
   }
 }
 

@@ -13,7 +13,12 @@ namespace common {
 
 void count_launch(const Table&, Row& row) {
   cuda_cpu::start_counting();
-  row.launch()();
+  try {
+    row.launch()();
+  } catch (...) {
+    cuda_cpu::stop_counting();
+    throw;
+  }
   const Counts counts = cuda_cpu::stop_counting();
   if (cuda_cpu::counted_everything()) row.counts = counts;
 }

@@ -16,8 +16,14 @@ class Graph {
  public:
   Graph(const std::function<void()>& launch, int calls) {
     CUDA_CHECK(cudaStreamBeginCapture(cudaStreamPerThread, cudaStreamCaptureModeThreadLocal));
-    for (int call = 0; call < calls; ++call) launch();
-    cudaGraph_t graph;
+    cudaGraph_t graph = nullptr;
+    try {
+      for (int call = 0; call < calls; ++call) launch();
+    } catch (...) {
+      cudaStreamEndCapture(cudaStreamPerThread, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
     CUDA_CHECK(cudaStreamEndCapture(cudaStreamPerThread, &graph));
     CUDA_CHECK(cudaGraphInstantiate(&instance_, graph));
     CUDA_CHECK(cudaGraphDestroy(graph));

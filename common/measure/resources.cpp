@@ -38,7 +38,12 @@ cudaGraph_t record(const std::function<void()>& launch) {
   const cudaStream_t stream = cudaStreamPerThread;
   if (cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess)
     return nullptr;
-  launch();
+  try {
+    const CallsThrow calls_throw;
+    launch();
+  } catch (const std::exception&) {
+    // Then the graph is none, or has less in it than is launched otherwise.
+  }
   cudaGraph_t graph = nullptr;
   return cudaStreamEndCapture(stream, &graph) == cudaSuccess ? graph : nullptr;
 }

@@ -58,7 +58,7 @@ void sample(Table& table, const Sampling& how, const Device& device,
   using Clock = std::chrono::steady_clock;
   std::vector<Row*> timed;
   for (Row& row : table.rows) {
-    if (row.ran) timed.push_back(&row);
+    if (row.ran && row.harmless) timed.push_back(&row);
   }
   const bool gpu = device.backend == "cuda";
   Stopwatch watch(table, timed, device, how.seed);

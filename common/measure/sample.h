@@ -15,8 +15,8 @@ struct Sampling {
   uint64_t seed = 1;
 };
 
-/// Samples the rows that ran, in turn, each round in another order, and then verifies what it
-/// timed: `verify` is given a function that launches a row as it was timed.
+/// Samples the rows that may be launched again, in turn, each round in another order, and then
+/// verifies what it timed: `verify` is given a function that launches a row as it was timed.
 void sample(Table& table, const Sampling& how, const Device& device,
             const std::function<void(const std::function<void(Row&)>& launch)>& verify);
 

@@ -155,4 +155,12 @@ std::string record_of(const std::string& lesson, uint64_t seed, const Device& de
   return record.dump(2) + "\n";
 }
 
+size_t most_bytes_of(const Tables& tables) {
+  size_t bytes = 16 << 10;
+  for (const Table& table : tables) {
+    for (const Row& row : table.rows) bytes += (4 << 10) + 256 * row.kernel->ways.size();
+  }
+  return bytes;
+}
+
 }  // namespace common

@@ -209,7 +209,7 @@ void print_table(const Table& table, const Device& device, Layout& layout) {
     if (!row.asked_for) continue;
     fmt::print("{}", name(row.kernel->name));
     if (!row.ran) {
-      fmt::print(" needs {}\n", row.missing);
+      fmt::print("{}\n", row.missing.empty() ? " did not run" : " needs " + row.missing);
       continue;
     }
     for (const Column& column : columns) fmt::print(" {:>{}}", column.text(row), column.width);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "common/report/output_file.h"
 #include "common/report/text.h"
 
 namespace common {
@@ -76,6 +77,7 @@ class Parser {
       app_.parse(argc, argv);
     } catch (const CLI::CallForHelp&) {
       fputs(app_.help().c_str(), stdout);
+      require_printed();
       std::exit(kAllVerified);
     } catch (const CLI::ParseError& error) {
       fail(kBadUsage, "%s (see --help)", error.what());
@@ -93,9 +95,10 @@ class Parser {
     app_.add_option("N", n_, info_.n_meaning)
         ->type_name("INT")
         ->default_str(fmt::format("{} (CPU: {})", info_.n_gpu, info_.n_cpu));
-    app_.add_option("--json", line_.json_path, "write the results to FILE")->type_name("FILE");
+    app_.add_option("--json", line_.json_path, "write the results to FILE (-: standard output)")
+        ->type_name("FILE");
     app_.add_option("--kernel", line_.kernel_pattern,
-                    "only the kernels whose name contains a match of REGEX")
+                    "only the kernels whose name contains a match of REGEX (as for grep -E)")
         ->type_name("REGEX");
     app_.add_option("--device", line_.device,
                     "auto, cuda or cpu (auto: cuda, or cpu at a small size)")
@@ -194,6 +197,7 @@ class Parser {
     for (const char* how : {"--samples", "--seconds", "--cold", "--hot", "--graph"}) {
       line_.time |= line_.given.contains(how);
     }
+    if (std::isnan(line_.seconds)) fail(kBadUsage, "--seconds: not a number (see --help)");
     if (line_.time && line_.count) {
       fail(kBadUsage, "--count does not time anything (see --help)");
     }

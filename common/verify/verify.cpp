@@ -2,9 +2,17 @@
 
 #include <fmt/core.h>
 
+#include <chrono>
+#include <cmath>
+
 #include "common/numerics.h"
 #include "common/report/progress.h"
+#include "common/verify/attempt.h"
 #include "common/verify/guards.h"
+
+#ifdef CUDA_CPU
+#include "cpu/execution/cuda_cpu.h"
+#endif
 
 namespace common {
 
@@ -22,9 +30,7 @@ void launch_poisoned(Row& row, const Problem& problem, const std::vector<Check>&
     row.kernel->hooks.before();
     for (const Check& check : checks) poison(*check.output);
   }
-  launch(row);
-  CUDA_CHECK(cudaGetLastError());
-  CUDA_CHECK(cudaDeviceSynchronize());
+  launch_and_wait([&] { launch(row); });
   if (row.kernel->hooks.collect) row.kernel->hooks.collect();
 }
 
@@ -41,14 +47,42 @@ bool compare(Row& row, const Check& check) {
   return ok;
 }
 
-void verify_row(Row& row, const Problem& problem, const std::function<void(Row&)>& launch,
-                bool explain) {
-  const std::vector<Check>& checks =
-      row.kernel->checks.empty() ? problem.checks : row.kernel->checks;
-  launch_poisoned(row, problem, checks, launch);
+/// What a row must not do, in words, has come to light: no later row is blamed for it.
+void condemn(Row& row, const std::string& why) {
+  row.ok = row.harmless = false;
+  row.wrong = why;
+}
+
+/// It was not launched, or did not come to an end.
+void fail_row(Row& row, const std::vector<Check>& checks, const std::string& why) {
+  row.ran = true;
+  row.error.frobenius = row.error.worst = std::nan("");
+  row.tolerance = checks.front().tolerance;
+  condemn(row, why);
+}
+
+const std::vector<Check>& checks_of(const Row& row, const Problem& problem) {
+  return row.kernel->checks.empty() ? problem.checks : row.kernel->checks;
+}
+
+/// Reports of the CPU backend name the row.
+void name_row([[maybe_unused]] const std::string& name) {
+#ifdef CUDA_CPU
+  cuda_cpu::set_row(name.c_str());
+#endif
+}
+
+void verify_row(Row& row, const Problem& problem, Inputs& inputs,
+                const std::function<void(Row&)>& launch, bool explain) {
+  const std::vector<Check>& checks = checks_of(row, problem);
+  const auto start = std::chrono::steady_clock::now();
+  const std::string failed = attempt([&] { launch_poisoned(row, problem, checks, launch); });
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  if (!row.ran) row.launch_seconds = took.count();
   row.ok = row.ok || !row.ran;
   row.ran = true;
-  for (size_t i = 0; i < checks.size(); ++i) {
+  if (!failed.empty()) fail_row(row, checks, failed);
+  for (size_t i = 0; failed.empty() && i < checks.size(); ++i) {
     if (compare(row, checks[i])) continue;
     row.ok = false;
     if (explain && row.wrong.empty()) {
@@ -57,19 +91,26 @@ void verify_row(Row& row, const Problem& problem, const std::function<void(Row&)
     }
     break;
   }
-  if (const std::string found = trespass(problem); !found.empty()) {
-    row.ok = false;
-    row.wrong = found;
-  }
+  if (const std::string found = trespass(problem); !found.empty()) condemn(row, found);
+  if (const std::string found = inputs.changed(); !found.empty()) condemn(row, found);
 }
 
 }  // namespace
 
-void verify(Table& table, const std::function<void(Row&)>& launch, bool explain) {
+void verify(Table& table, Inputs& inputs, const std::function<void(Row&)>& launch, bool explain,
+            const std::function<bool(const Row&)>& which) {
   for (Row& row : table.rows) {
-    if (!row.selected()) continue;
+    if (!row.selected() || !row.harmless || (which && !which(row))) continue;
     show_progress(table.problem->name + ": verifying " + row.kernel->name);
-    verify_row(row, *table.problem, launch, explain);
+    const Problem& problem = *table.problem;
+    try {
+      name_row(row.kernel->name);
+      verify_row(row, problem, inputs, launch, explain);
+      name_row("");
+    } catch (const DeviceLost& lost) {
+      fail_row(row, checks_of(row, problem), lost.how);
+      throw DeviceLost{fmt::format("{}, row \"{}\": {}", problem.name, row.kernel->name, lost.how)};
+    }
   }
 }
 
