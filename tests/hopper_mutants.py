@@ -44,7 +44,7 @@ LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_ma
            "10_clifford_gp", GPUS, CONNECTED)
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
-# Numbers before they have come; a GPU's own sum or part that is not added, or nothing that is sent; a
+# Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
 # gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
     "transposed_product": [
@@ -55,7 +55,7 @@ OTHERS = {
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
         (r"slot\(1 - me, me\) \+ i, (quad)\)", "float4{}"),
-        (r"gpu == me \? (quad) : parts", "parts[gpu]"),
+        (r"gpu == me \? (quad) : pieces", "pieces[gpu]"),
         (r"if \((gpus\.me == 0)\)", "true"),
     ],
 }
