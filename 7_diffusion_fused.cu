@@ -192,9 +192,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   });
 }
 
-// Adds the slices up and works on their total: forward, spectral; backward, the damped s and parts
-// of dTimes. This is where split-K goes wrong. Three things must hold before an epilogue may touch
-// partial sums:
+// Adds the slices up and works on their total: forward, spectral; backward, the damped s and
+// partial dTimes. This is where split-K goes wrong. Three things must hold before an epilogue may
+// touch partial sums:
 //
 //   - All of them must be in. If all slices are stored in one place, the last one stored is what
 //     remains; if each reads, adds and writes back, what others add in between is lost. Here each

@@ -98,7 +98,7 @@ HARMLESS = {
         ("load", "wgmma_commit() without", 0):
             "the product of the biases is then in one group with the first slices of x",
         ("meet", "__syncwarp() without", 1):
-            "since the last part was copied the warp has met at wgmma's instructions",
+            "since the last panel was copied the warp has met at wgmma's instructions",
     },
     GPUS: {
         ("damp_spectrum", "tensor_store_commit() without", 0):
@@ -150,12 +150,12 @@ RUNS = {
     PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
         (("1", "--channels", "128", "--kernel", "^Hopper"), 2),
-        # More stages than one for a tile; boxes of out in parts; rows of any length, in parts and with a last
+        # More stages than one for a tile; boxes of out in panels; rows of any length, in panels and with a last
         # slice of x that is not whole; columns divided among blocks; lesson 3's product.
         (("3", "--channels", "200", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "51", "--hidden", "301", "--kernel", "^Hopper resident"), 2),
-        # Parts by threads, of one block and of several; teams with boxes of x and of out.
+        # Panels by threads, of one block and of several; teams with boxes of x and of out.
         (("2", "--channels", "40", "--hidden", "500", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "128", "--hidden", "255", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),
