@@ -459,9 +459,9 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 // here, and four times the memory of out, occupied from one pass to the other. The unfused form
 // saves them, as a framework does; compare the memory column.
 
-// What a block has: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and of
-// kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of those,
-// and owns 32 x 32 of each of the three sums, so that the block has kMaxE rows of them.
+// What a block has: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and
+// of kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of
+// those, and owns 32 x 32 of each of the three sums, so that the block has kMaxE rows of them.
 template <int kBV, int kBN, int kWV, int kWN>
 struct BackwardTiles {
   static constexpr int BV = kBV, BN = kBN, WV = kWV, WN = kWN;
