@@ -136,6 +136,6 @@ int main(int argc, char** argv) {
   ok = right<TransposedTiles<232, 128, 1, 2>>(shape, false, false) && ok;
   ok = right<TransposedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
   ok = right<TransposedTiles<96, 64, 2, 4>>(shape, false, false) && ok;  // all columns are a box
-  ok = right<TransposedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in parts
+  ok = right<TransposedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in strips
   return ok ? 0 : 1;
 }
