@@ -457,7 +457,7 @@ struct Timetable {
     const int tiles = (n + BM - 1) / BM * cols;
     const auto consider = [&](int count) {
       const int pieces = (count + tiles - 1) / tiles;
-      // No range reaches from one tile into the next. (If one does, a tile may have one more piece.)
+      // No range reaches from one tile into the next. (If one does, a tile may have a piece more.)
       const bool even = count % tiles == 0 && steps % (count / tiles) == 0;
       const double of_each = std::ceil(1.0 * tiles * steps / count);
       const double time = estimate(of_each, (count + sms - 1) / sms, pieces + !even, even);
@@ -477,9 +477,9 @@ struct Timetable {
   //   - for each step 0.33, and for each block of the multiprocessor 0.01, 0.31 per 64 x 64 x 16
   //     multiply-adds, and 0.11 per 1024 copies more if B is copied by single floats (of four such
   //     copies three would not be needed with 16 bytes a copy);
-  //   - if tiles are shared, for each block of the multiprocessor 0.7, 0.6 per piece and 1 per 10000
-  //     elements of a tile, to hand over sums and to add them. That is 10 % more if not `even`: a
-  //     block that waits for another one's sums may keep a third one waiting.
+  //   - if tiles are shared, for each block of the multiprocessor 0.7, 0.6 per piece and 1 per
+  //     10000 elements of a tile, to hand over sums and to add them. That is 10 % more if not
+  //     `even`: a block that waits for another one's sums may keep a third one waiting.
   // The numbers were fitted to 1600 measurements on an H200. For 127 N from 100 to 8192 the tiles
   // that this chooses take 1 % longer than the fastest ones, on average.
   static double estimate(double work, int crowd, int pieces, bool even) {
