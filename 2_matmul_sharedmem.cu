@@ -456,11 +456,11 @@ struct Timetable {
         microseconds(std::numeric_limits<double>::infinity()) {
     const int tiles = (n + BM - 1) / BM * cols;
     const auto consider = [&](int count) {
-      const int parts = (count + tiles - 1) / tiles;
-      // No range reaches from one tile into the next. (If one does, a tile may have one more part.)
+      const int pieces = (count + tiles - 1) / tiles;
+      // No range reaches from one tile into the next. (If one does, a tile may have a piece more.)
       const bool even = count % tiles == 0 && steps % (count / tiles) == 0;
       const double of_each = std::ceil(1.0 * tiles * steps / count);
-      const double time = estimate(of_each, (count + sms - 1) / sms, parts + !even, even);
+      const double time = estimate(of_each, (count + sms - 1) / sms, pieces + !even, even);
       if (time < microseconds) blocks = count, microseconds = time;
     };
     for (int i = 1; i <= steps && i * tiles <= capacity; ++i) consider(i * tiles);
@@ -472,21 +472,21 @@ struct Timetable {
   }
 
   // Estimates how many microseconds a launch takes if each block has `work` steps, `crowd` blocks
-  // share a multiprocessor, and at most `parts` blocks share a tile. `even`: see above. That is
+  // share a multiprocessor, and at most `pieces` blocks share a tile. `even`: see above. That is
   //   - 5 to begin and to end;
   //   - for each step 0.33, and for each block of the multiprocessor 0.01, 0.31 per 64 x 64 x 16
   //     multiply-adds, and 0.11 per 1024 copies more if B is copied by single floats (of four such
   //     copies three would not be needed with 16 bytes a copy);
-  //   - if tiles are shared, for each block of the multiprocessor 0.7, 0.6 per part and 1 per 10000
-  //     elements of a tile, to hand over sums and to add them. That is 10 % more if not `even`: a
-  //     block that waits for another one's sums may keep a third one waiting.
+  //   - if tiles are shared, for each block of the multiprocessor 0.7, 0.6 per piece and 1 per
+  //     10000 elements of a tile, to hand over sums and to add them. That is 10 % more if not
+  //     `even`: a block that waits for another one's sums may keep a third one waiting.
   // The numbers were fitted to 1600 measurements on an H200. For 127 N from 100 to 8192 the tiles
   // that this chooses take 1 % longer than the fastest ones, on average.
-  static double estimate(double work, int crowd, int parts, bool even) {
+  static double estimate(double work, int crowd, int pieces, bool even) {
     constexpr double kUnits = BM * BN * BK / 65536.0, kCopies = BK * BN * 0.75 / 1024;
     const double each = 0.01 + 0.31 * kUnits + (Tile::kAligned ? 0 : 0.11 * kCopies);
-    const double handover = crowd * (0.7 + 0.6 * parts + BM * BN / 10000.0) * (even ? 1 : 1.1);
-    return 5 + work * (0.33 + crowd * each) + (parts > 1 ? handover : 0);
+    const double handover = crowd * (0.7 + 0.6 * pieces + BM * BN / 10000.0) * (even ? 1 : 1.1);
+    return 5 + work * (0.33 + crowd * each) + (pieces > 1 ? handover : 0);
   }
 
   // Where the range of block number `block` begins, and that of the block before it ends.
@@ -524,7 +524,7 @@ constexpr int kAnyShapeThreads = 256;  // of a block, whatever its tile
 // number in the other block, 16 bytes at a time. A block may wait for another one, because the grid
 // has only as many blocks as run at the same time.
 template <int kBlockFloats>
-struct Handover {
+struct BlockHandover {
   static constexpr size_t kFloats = kBlockFloats;  // of a block
   unsigned* ready;
   float* sums;
@@ -613,7 +613,7 @@ __device__ void add_slices(float* shared, float (&sum)[TM][TN], Finish finish) {
 // were alone.
 template <class Tile, bool kAligned>
 __device__ __noinline__ void multiply_piece(float* tiles, Matrices of,
-                                            Handover<Tile::BM * Tile::BN> handover, int2 place,
+                                            BlockHandover<Tile::BM * Tile::BN> handover, int2 place,
                                             Piece piece) {
   const auto finish = [&](auto& sum) {
     if (piece.begin > 0) return handover.give(sum);
@@ -631,7 +631,7 @@ __device__ __noinline__ void multiply_piece(float* tiles, Matrices of,
 template <class Tile, bool kAligned>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     matmul_any_shape(Matrices of, Timetable<Tile> timetable,
-                     Handover<Tile::BM * Tile::BN> handover) {
+                     BlockHandover<Tile::BM * Tile::BN> handover) {
   static_assert(Tile::kThreads == kAnyShapeThreads);
   extern __shared__ __align__(16) float tiles[];
   for (int i = 0;; ++i) {
@@ -729,7 +729,7 @@ struct AnyShape {
                   matmul_any_shape<Tile, kAligned>
                       <<<timetable.blocks, Tile::kThreads, Tile::kSharedBytes>>>(
                           Matrices{A, kCopied<Tile> ? rows : B, C, n, pitch}, timetable,
-                          Handover<Tile::BM * Tile::BN>{ready, sums});
+                          BlockHandover<Tile::BM * Tile::BN>{ready, sums});
                 })
         .needs_shared(Tile::kSharedBytes);
   }

@@ -557,12 +557,12 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
-  for (int part = 0; part < 256 / kStoreCols; ++part) {
-    auto& out = shared.out[part % kBuffers][consumer];
-    if (part >= kBuffers) wait_for_stores(consumer);
+  for (int panel = 0; panel < 256 / kStoreCols; ++panel) {
+    auto& out = shared.out[panel % kBuffers][consumer];
+    if (panel >= kBuffers) wait_for_stores(consumer);
 #pragma unroll
     for (int c = 0; c < kStoreCols; c += 16) {
-      const float* s = sum.elements + (part * kStoreCols + c) / 2;
+      const float* s = sum.elements + (panel * kStoreCols + c) / 2;
       uint32_t registers[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) registers[m] = pack2<half>(s[2 * m], s[2 * m + 1]);
@@ -573,7 +573,7 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
     if (warp_of_block() % 4 == 0 && elect_one()) {
 #pragma unroll
       for (int box = 0; box < kStoreCols / 64; ++box) {
-        tensor_store(&C, row0, col0 + part * kStoreCols + 64 * box, out[box].elements);
+        tensor_store(&C, row0, col0 + panel * kStoreCols + 64 * box, out[box].elements);
       }
       tensor_store_commit();
     }

@@ -302,9 +302,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // consumer warpgroup owns a tile of 64 rows of out at a time, and has stages of its own for x,
 // which the producer fills. While one consumer waits for its products another computes sigmoids,
 // and a third waits for its tile; each goes at its own pace, as far as its stages last. If
-// registers do not hold the sums of all columns, a consumer computes them in parts, from the same
+// registers do not hold the sums of all columns, a consumer computes them in panels, from the same
 // tile of x, which is read once. Where shared memory has no room for a tile for each consumer, two
-// or four are a team. They share a tile, and each computes every second or fourth part.
+// or four are a team. They share a tile, and each computes every second or fourth panel.
 //
 // How x comes and how out leaves depends on K and H (Plan; operators/gating/rows.cuh): in boxes, as
 // whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
@@ -349,32 +349,32 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   } else {
     registers_grow_to<Plan::kRegisters>();
     const int consumer = warp_of_block() / 4 - 1, team = consumer / kTeam;
-    const int col0 = blockIdx.y * plan.parts * kWidth;
+    const int col0 = blockIdx.y * plan.panels * kWidth;
     const int room = consumer / Plan::kSharers;  // for results
     const ResidentOut<Plan> results{plan, in, out, shared.out + room * plan.out_bytes, room, col0};
     const auto release = [&](int stage) {
       if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
     };
-    shared.W.template load<128 * kConsumers>(in, x, col0, plan.parts, threadIdx.x - 128);
+    shared.W.template load<128 * kConsumers>(in, x, col0, plan.panels, threadIdx.x - 128);
     named_barrier(15, 128 * kConsumers);  // ResidentOut::meet has 1 to 8
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
       const StageRing start = ring;
-      for (int part = consumer % kTeam; part < plan.parts; part += kTeam) {
-        const bool last = part + kTeam >= plan.parts;  // until then the stages are kept
+      for (int panel = consumer % kTeam; panel < plan.panels; panel += kTeam) {
+        const bool last = panel + kTeam >= plan.panels;  // until then the stages are kept
         int previous = 0;
         Sum<2 * kWidth> sum;
-        shared.W.start(sum, part);
+        shared.W.start(sum, panel);
         ring = start;
         for (int s = 0; s < x.stages; ++s, ring.advance()) {
           const int stage = team * plan.stages + ring.stage;
           barrier_wait(&shared.full[stage], ring.parity);
-          x.add_product(sum, shared.stages + stage * plan.stage_bytes, s, shared.W.operand(part));
+          x.add_product(sum, shared.stages + stage * plan.stage_bytes, s, shared.W.operand(panel));
           if (last && s > 0) release(previous);
           previous = stage;
         }
         wgmma_wait<0>();
         if (last) release(previous);
-        results.put(sum, 64 * tile, part);
+        results.put(sum, 64 * tile, panel);
       }
     }
     results.end();
@@ -469,7 +469,7 @@ bool add_planned(GatingProblem& table, const Device& device) {
       x.are_of(table.x, table.shape);
       OutMaps out;
       if (Plan::kOut == Out::boxes) {
-        out.are_of(table.out, table.shape, plan.parts * blocks, Plan::kWidth);
+        out.are_of(table.out, table.shape, plan.panels * blocks, Plan::kWidth);
       }
       gating_hopper_resident<Plan>
           <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
@@ -510,9 +510,9 @@ bool add_hopper_resident(GatingProblem& table, const Device& device) {
       InBoxes<Rows, 64, 4, 4>, InRows<Rows, 16, 4>, InRows<Rows, 24, 4>, InRows<Rows, 32, 4>,
       InRows<Rows, 40, 4>, InRows<Rows, 48, 4>, InRows<Rows, 56, 4>, InRows<Rows, 64, 4>,
       InRows<Rows, 64, 3>, InRows<Rows, 72, 3>, InRows<Rows, 32, 2>, InRows<Rows, 96, 2>,
-      InRows<Rows, 128, 2>, InRows<Rows, 56, 4, 2>, InParts<Rows, 56, 4>, InParts<Rows, 64, 4>,
-      InParts<Rows, 64, 3>, InParts<Rows, 64, 4, 4>, InParts<Rows, 56, 4, 2>, InParts<Rows, 32, 2>>(
-      table, device);
+      InRows<Rows, 128, 2>, InRows<Rows, 56, 4, 2>, InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>,
+      InPanels<Rows, 64, 3>, InPanels<Rows, 64, 4, 4>, InPanels<Rows, 56, 4, 2>,
+      InPanels<Rows, 32, 2>>(table, device);
 }
 
 // The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.

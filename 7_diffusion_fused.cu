@@ -97,7 +97,7 @@ __device__ unsigned neighbours(const bf16* at) {
 }
 
 // sums (N, gridDim.y, E, W), fp32: in slice s the sum of basis^T (mass[:, None] * values), backward
-// of basis^T values, over part s of gridDim.y of the vertices. Block (tile, slice, mesh).
+// of basis^T values, over slice s of gridDim.y of the vertices. Block (tile, slice, mesh).
 //
 // One slice for all, which is *half fused*, keeps eight multiprocessors busy for a spectrum of 128
 // by 256, and a multiprocessor only receives what it has asked for: with 32 KB under way and most
@@ -192,9 +192,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   });
 }
 
-// Adds the slices up and works on their total: forward, spectral; backward, the damped s and parts
-// of dTimes. This is where split-K goes wrong. Three things must hold before an epilogue may touch
-// partial sums:
+// Adds the slices up and works on their total: forward, spectral; backward, the damped s and
+// partial dTimes. This is where split-K goes wrong. Three things must hold before an epilogue may
+// touch partial sums:
 //
 //   - All of them must be in. If all slices are stored in one place, the last one stored is what
 //     remains; if each reads, adds and writes back, what others add in between is lost. Here each
@@ -210,19 +210,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //
 // (A published split-K kernel for this very operator has a relative error of 0.8.)
 //
-// A block owns some rows and 32 columns of a mesh's spectrum: a warp one of the rows, and a part of
-// the slices, whose sums meet in shared memory. With eight parts of 4 rows all 32 warps read at the
-// same time, 128 neighbouring bytes each. A batch has enough to read with fewer parts; but of so
-// few rows it would have thousands of blocks, so there a block has 16. Backward it adds its rows'
-// part of dTimes, over e, and the next kernel adds those of all blocks of a column.
-__host__ __device__ constexpr int sum_rows(int parts) { return parts == 8 ? 4 : 16; }
-template <Pass kPass, bool kBatch, int kSumParts>
-__global__ void __launch_bounds__(32 * sum_rows(kSumParts) * kSumParts)
+// A block owns some rows and 32 columns of a mesh's spectrum. kRowWarps warps work for a row: each
+// adds up some of the slices, and the partial sums meet in shared memory. With eight warps for each
+// of 4 rows all 32 warps read at the same time, 128 neighbouring bytes each. A batch has enough to
+// read with fewer warps for a row; but of so few rows it would have thousands of blocks, so there a
+// block has 16. Backward it adds up its rows' share of dTimes, over e, and the next kernel adds
+// those of all blocks of a column.
+__host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
+template <Pass kPass, bool kBatch, int kRowWarps>
+__global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
     add_slices(Operands in, const float* sums, int slices, float* time_sums) {
-  constexpr int kSumRows = sum_rows(kSumParts);
-  __shared__ float parts[kSumParts][kSumRows][32];
+  constexpr int kSumRows = sum_rows(kRowWarps);
+  __shared__ float partials[kRowWarps][kSumRows][32];
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % kSumRows;
-  const int part = threadIdx.x / 32 / kSumRows;
+  const int rank = threadIdx.x / 32 / kSumRows;
   const int w = blockIdx.x * 32 + lane, e = blockIdx.y * kSumRows + row;
   const bool inside = e < in.E && w < in.W;
   const size_t at = static_cast<size_t>(e) * in.W + w, stride = static_cast<size_t>(in.E) * in.W;
@@ -233,18 +234,18 @@ __global__ void __launch_bounds__(32 * sum_rows(kSumParts) * kSumParts)
   wait_for_previous_kernel();
   float sum = 0;
   if (inside) {
-    const int end = slices * (part + 1) / kSumParts;
+    const int end = slices * (rank + 1) / kRowWarps;
 #pragma unroll 8
-    for (int slice = slices * part / kSumParts; slice < end; ++slice) {
+    for (int slice = slices * rank / kRowWarps; slice < end; ++slice) {
       sum += sums[slice * stride + at];
     }
   }
-  parts[part][row][lane] = sum;
+  partials[rank][row][lane] = sum;
   __syncthreads();
   float time_sum = 0;
-  if (part == 0 && inside) {
+  if (rank == 0 && inside) {
     float s = 0;
-    for (int i = 0; i < kSumParts; ++i) s += parts[i][row][lane];
+    for (int i = 0; i < kRowWarps; ++i) s += partials[i][row][lane];
     const float evalue = __bfloat162float(in.evalues[mesh * in.E + e]);
     if constexpr (kPass == Pass::backward) {
       s += __bfloat162float(in.d_spectral[here]);
@@ -253,10 +254,10 @@ __global__ void __launch_bounds__(32 * sum_rows(kSumParts) * kSumParts)
     in.spectrum[here] = __float2bfloat16_rn(damping(evalue, __bfloat162float(in.times[w])) * s);
   }
   if constexpr (kPass == Pass::backward) {
-    if (part == 0) parts[0][row][lane] = time_sum;  // where this thread alone has read
+    if (rank == 0) partials[0][row][lane] = time_sum;  // where this thread alone has read
     __syncthreads();
-    if (part > 0 || row > 0 || w >= in.W) return;
-    for (int i = 1; i < kSumRows; ++i) time_sum += parts[0][i][lane];
+    if (rank > 0 || row > 0 || w >= in.W) return;
+    for (int i = 1; i < kSumRows; ++i) time_sum += partials[0][i][lane];
     time_sums[(static_cast<size_t>(mesh) * gridDim.y + blockIdx.y) * in.W + w] = time_sum;
   }
 }
@@ -279,8 +280,8 @@ struct ExpandTile {
 // resident weights again: the spectrum is small, so every block keeps kW columns of it in shared
 // memory for good, and the basis streams by, tile blockIdx.x, blockIdx.x + gridDim.x, ... of its
 // rows. Each warp's results go through a staging area of its own, so that they leave as 16 bytes a
-// lane. Backward, the first mesh's blocks with the first tile also add up the time_rows parts of
-// dTimes for their columns.
+// lane. Backward, the first mesh's blocks with the first tile also add up the time_rows rows of
+// partial dTimes for their columns.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads)
     expand_spectrum(Operands in, const float* time_sums, int time_rows) {
@@ -401,61 +402,61 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // asks for, up to 8; and all have the whole basis, of up to kEigen columns, which they fetch
 // together, each its part, by multicast. What E and W do not fill is zero.
 //
-// In a batch each mesh has clusters, a sum and a meeting of its own, and leaves a part of dTimes,
-// for another kernel to add. With more meshes than clusters find room, each has one: it waits for
+// In a batch each mesh has clusters, a sum and a meeting of its own, and leaves its own dTimes for
+// another kernel to add. With more meshes than clusters find room, each has one: it waits for
 // no other, so that they need not all be there at the same time.
 //
 // The steps are in operators/diffusion/one_launch.cuh, a function each, in this order.
 template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion_one_launch(const __grid_constant__ DiffusionMaps maps, const Operands operands,
-                         unsigned* arrivals, float4* totals, float* time_parts) {
+                         unsigned* arrivals, float4* totals, float* mesh_d_times) {
 #if HOPPER_CODE
-  using Part = MeshPart<kEigen, kColumns, kStages, kBatch>;
+  using Work = BlockWork<kEigen, kColumns, kStages, kBatch>;
   extern __shared__ __align__(1024) char bytes[];
-  const Part part(bytes, maps, operands, time_parts);
-  if (threadIdx.x == 0) prepare_barriers(part);
+  const Work work(bytes, maps, operands, mesh_d_times);
+  if (threadIdx.x == 0) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Meeting<Part> meeting(part, arrivals, totals);
-  if (threadIdx.x == 0) load_x(part, 0);
+  const Meeting<Work> meeting(work, arrivals, totals);
+  if (threadIdx.x == 0) load_x(work, 0);
   cluster_meet();
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();
     if (threadIdx.x == 0) {
-      load_forth(part, phases);
-      load_back<kStages>(part, phases);
+      load_forth(work, phases);
+      load_back<kStages>(work, phases);
     } else if (threadIdx.x >= 32) {  // the spare warps
-      zero_totals(part, meeting.next_totals);
+      zero_totals(work, meeting.next_totals);
       if constexpr (kPass == Pass::backward) {
-        add_d_spectral(part, meeting.totals);
-        barrier_arrive(&part.shared.spare);
-        store_d_times(part, Totals{meeting.totals});
+        add_d_spectral(work, meeting.totals);
+        barrier_arrive(&work.shared.spare);
+        store_d_times(work, Totals{meeting.totals});
       }
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part> share;
-    damping_factors(part, share);  // while the first tiles are on their way
-    project<kPass>(part, share, phases);
-    add_to_totals(part, share, meeting.totals);
-    meet<kPass>(part, meeting);
-    damp_spectrum<kPass>(part, share, Totals{meeting.totals});
-    expand<kPass, kStages>(part, phases);
+    SpectrumShare<Work> share;
+    damping_factors(work, share);  // while the first tiles are on their way
+    project<kPass>(work, share, phases);
+    add_to_totals(work, share, meeting.totals);
+    meet<kPass>(work, meeting);
+    damp_spectrum<kPass>(work, share, Totals{meeting.totals});
+    expand<kPass, kStages>(work, phases);
   }
 #endif
 }
 
-// dTimes (W), the sum of the meshes' parts (meshes, W). A thread owns a column.
-__global__ void add_time_parts(const float* parts, int meshes, bf16* d_times, int W) {
+// dTimes (W), the sum of the meshes' own (meshes, W). A thread owns a column.
+__global__ void add_mesh_d_times(const float* of_meshes, int meshes, bf16* d_times, int W) {
   const int w = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   start_next_kernel();
   wait_for_previous_kernel();
   if (w >= W) return;
   float sum = 0;
-  for (int mesh = 0; mesh < meshes; ++mesh) sum += parts[static_cast<size_t>(mesh) * W + w];
+  for (int mesh = 0; mesh < meshes; ++mesh) sum += of_meshes[static_cast<size_t>(mesh) * W + w];
   d_times[w] = __float2bfloat16_rn(sum);
 }
 
@@ -489,13 +490,13 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const dim3 tiles(static_cast<unsigned>(project_tiles<Project>(table.shape)),
                    static_cast<unsigned>(slices), static_cast<unsigned>(meshes));
   // No more threads than a GPU has room for.
-  const int64_t most_parts = 2048 * multiprocessors / (32 * blocks_for(W, 32) * E * meshes);
-  const int sum_parts = most_parts >= 8 ? 8 : most_parts >= 2 ? 2 : 1;
-  const dim3 parts(blocks_for(W, 32), blocks_for(E, sum_rows(sum_parts)), tiles.z);
-  const int64_t time_rows = parts.y * meshes;  // backward: the parts of dTimes
+  const int64_t most_warps = 2048 * multiprocessors / (32 * blocks_for(W, 32) * E * meshes);
+  const int row_warps = most_warps >= 8 ? 8 : most_warps >= 2 ? 2 : 1;
+  const dim3 sum_blocks(blocks_for(W, 32), blocks_for(E, sum_rows(row_warps)), tiles.z);
+  const int64_t time_rows = sum_blocks.y * meshes;  // backward: of partial dTimes
   const auto time_sums = table.problem.output<float>(kPass == Pass::backward ? time_rows * W : 1);
-  const auto add = sum_parts == 8   ? add_slices<kPass, kBatch, 8>
-                   : sum_parts == 2 ? add_slices<kPass, kBatch, 2>
+  const auto add = row_warps == 8   ? add_slices<kPass, kBatch, 8>
+                   : row_warps == 2 ? add_slices<kPass, kBatch, 2>
                                     : add_slices<kPass, kBatch, 1>;
   const auto first = project_slices<kPass, Project, kBatch>;
   const auto last = expand_spectrum<kPass, Expand, kBatch>;
@@ -512,7 +513,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
     const Operands in = table.operands();
     launch_early(project_slices<kPass, Project, kBatch>, tiles, Project::kThreads,
                  Project::kSharedBytes, in, sums.data());
-    launch_early(add, parts, 32 * sum_rows(sum_parts) * sum_parts, 0, in, sums.data(), slices,
+    launch_early(add, sum_blocks, 32 * sum_rows(row_warps) * row_warps, 0, in, sums.data(), slices,
                  time_sums.data());
     launch_early(expand_spectrum<kPass, Expand, kBatch>, rows, Expand::kThreads, bytes, in,
                  time_sums.data(), static_cast<int>(time_rows));
@@ -572,24 +573,24 @@ void add_one_launch(DiffusionProblem& table) {
   const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit));
   const auto arrivals = table.problem.workspace<unsigned>(blocks * meshes);
   const auto totals = table.problem.workspace<float>(2 * kEigen * kColumns * blocks * meshes);
-  constexpr bool kTimeParts = kBatch && kPass == Pass::backward;
-  const auto time_parts = table.problem.output<float>(kTimeParts ? meshes * W : 1);
+  constexpr bool kMeshTimes = kBatch && kPass == Pass::backward;
+  const auto mesh_d_times = table.problem.output<float>(kMeshTimes ? meshes * W : 1);
   const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
   const auto launch = [=, W = static_cast<int>(W), &table] {
     const Operands in = table.operands();
     const DiffusionMaps maps = kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);
     launch_clusters(diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>, blocks, true,
                     grid, kThreads, kBytes, maps, in, arrivals.data(),
-                    reinterpret_cast<float4*>(totals.data()), time_parts.data());
-    if constexpr (kTimeParts) {
-      launch_early(add_time_parts, blocks_for(W, 64), 64, 0, time_parts.data(),
+                    reinterpret_cast<float4*>(totals.data()), mesh_d_times.data());
+    if constexpr (kMeshTimes) {
+      launch_early(add_mesh_d_times, blocks_for(W, 64), 64, 0, mesh_d_times.data(),
                    static_cast<int>(grid.z), in.d_times, W);
     }
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()
       .occupies(table.ends() + arrivals.bytes() + totals.bytes() +
-                (kTimeParts ? time_parts.bytes() : 0))
+                (kMeshTimes ? mesh_d_times.bytes() : 0))
       .needs_shared(kBytes)
       .checks =
       table.checks((tiles + clusters - 1) / clusters * 64, 0, kPass == Pass::forward ? 2 : 1, 1);

@@ -390,7 +390,7 @@ __device__ void copy_right_factors(bf16* to, const Operands& in, const bf16* M, 
   }
 }
 
-// A block's part: kBN columns of x, M1 and M2, all E rows, which stay; and kStageCount stages of
+// What a block has: kBN columns of x, M1 and M2, all E rows, which stay; and kStageCount stages of
 // 64 x 64 tiles of Gr and Gi. A warp has WV x 32 results.
 template <int kBN, int kWV, int kStageCount>
 struct ForwardTiles {
@@ -459,9 +459,9 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 // here, and four times the memory of out, occupied from one pass to the other. The unfused form
 // saves them, as a framework does; compare the memory column.
 
-// A block's part: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and of
-// kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of those,
-// and owns 32 x 32 of each of the three sums, so that the block has kMaxE rows of them.
+// What a block has: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and
+// of kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of
+// those, and owns 32 x 32 of each of the three sums, so that the block has kMaxE rows of them.
 template <int kBV, int kBN, int kWV, int kWN>
 struct BackwardTiles {
   static constexpr int BV = kBV, BN = kBN, WV = kWV, WN = kWN;
@@ -608,26 +608,26 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 
 // dM (2, E, W) = dM1, dM2 in bf16, as factors of the last products, and D (E, W) in fp32: the sums
 // of the partial sums, in the same order in every run. A thread owns 4 neighbours, and every
-// kSliceParts-th slice of them: what counts is that all loads are on their way at once.
-constexpr int kSliceParts = 4;
+// kSliceWarps-th slice of them: what counts is that all loads are on their way at once.
+constexpr int kSliceWarps = 4;
 __global__ void __launch_bounds__(kThreads)
     add_slices(const float* partials, int slices, bf16* dM, float* D, size_t count) {
   wait_for_previous_kernel();
   start_next_kernel();
-  __shared__ float4 sums[kSliceParts][32];
-  const int part = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __shared__ float4 sums[kSliceWarps][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const size_t i = (static_cast<size_t>(blockIdx.x) * 32 + lane) * 4;
   const bool inside = i < 3 * count;
   float4 sum = {};
 #pragma unroll 8
-  for (int slice = inside ? part : slices; slice < slices; slice += kSliceParts) {
+  for (int slice = inside ? warp : slices; slice < slices; slice += kSliceWarps) {
     const float4 quad = *reinterpret_cast<const float4*>(partials + slice * 3 * count + i);
     add(sum, quad);
   }
-  sums[part][lane] = sum;
+  sums[warp][lane] = sum;
   __syncthreads();
-  if (part > 0 || !inside) return;
-  for (int other = 1; other < kSliceParts; ++other) {
+  if (warp > 0 || !inside) return;
+  for (int other = 1; other < kSliceWarps; ++other) {
     const float4 quad = sums[other][lane];
     add(sum, quad);
   }
@@ -679,20 +679,20 @@ __global__ void __launch_bounds__(kSmallThreads)
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
 // or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
 // cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
-// stages, forward two at a time, a part. What the blocks do, step by step, is in
+// stages, forward two at a time, a segment. What the blocks do, step by step, is in
 // operators/gradients/tiles.cuh.
 constexpr unsigned kMostSteps = 4, kMostBlocks = 2;
 
 template <int kSteps>
 struct HopperForward {
-  static constexpr int kParts = (kSteps + 1) / 2, kFirst = steps_of(0, kSteps);
+  static constexpr int kSegments = (kSteps + 1) / 2, kFirst = steps_of(0, kSteps);
   static constexpr int kStages = kSteps == 1 ? 8 : 2;  // of narrow rows more have to be under way
-  static constexpr int kTurns = std::max(kStages, 2 * kParts);
-  static constexpr int kGroups = 2 / kParts;  // of 64 columns, at most
+  static constexpr int kTurns = std::max(kStages, 2 * kSegments);
+  static constexpr int kGroups = 2 / kSegments;  // of 64 columns, at most
   RightFactors right[kGroups][kSteps];
   LeftFactors left[kStages][kFirst];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
-  // A turn is one part of a tile, for one consumer. It has barriers of its own: the consumer sees
+  // A turn is one segment of a tile, for one consumer. It has its own barriers: the consumer sees
   // all of their phases. ring.stage is a turn's number; left[turn % kStages] are its factors.
   Barrier loaded[kGroups], full[kTurns], empty[kTurns];
 
@@ -709,16 +709,16 @@ struct HopperForward {
 };
 
 // Clusters stay, and take tile after tile of 64 rows. Each block has one or two `groups` of 64
-// columns (one, if E has two parts), all of whose right factors it keeps, up to 128 KB. Two
+// columns (one, if E has two segments), all of whose right factors it keeps, up to 128 KB. Two
 // consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor
-// cores belong to the other. A part's fragments, 64 registers, serve all columns, so that its stage
-// is free again early.
+// cores belong to the other. A segment's fragments, 64 registers, serve all columns, so that its
+// stage is free again early.
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V, int E, int column_groups) {
 #if HOPPER_CODE
   using Shared = HopperForward<kSteps>;
-  constexpr int kParts = Shared::kParts, kFirst = Shared::kFirst, kGroups = Shared::kGroups;
+  constexpr int kSegments = Shared::kSegments, kFirst = Shared::kFirst, kGroups = Shared::kGroups;
   constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
@@ -740,14 +740,14 @@ __global__ void __launch_bounds__(384, 1)
       };
       for (int tile = first; tile < tiles; tile += clusters) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part, ring.advance()) {
+        for (int segment = 0; segment < kSegments; ++segment, ring.advance()) {
           Barrier* full = &shared.full[ring.stage];
-          const int steps = steps_of(part, kSteps);
+          const int steps = steps_of(segment, kSteps);
           filled < kStages ? static_cast<void>(++filled) : give_back();
           barrier_arrive_expect(full, steps * sizeof(LeftFactors));
           for (int step = 0; step < steps; ++step) {
             load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
-                              kPartSteps * part + step, rank, blocks, full);
+                              kSegmentSteps * segment + step, rank, blocks, full);
           }
         }
         if (tile == first) load_right_factors<64>(shared.right, groups, maps, col0, shared.loaded);
@@ -757,7 +757,7 @@ __global__ void __launch_bounds__(384, 1)
   } else {
     registers_grow_to<232>();
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
-    for (int i = 0; i < kParts * consumer; ++i) ring.advance();
+    for (int i = 0; i < kSegments * consumer; ++i) ring.advance();
     int stored = 0;
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
       LeftFragments left[kFirst];
@@ -768,16 +768,16 @@ __global__ void __launch_bounds__(384, 1)
         if (tile < first + 2 * clusters) barrier_wait(&shared.loaded[group], 0);
         const RightFactors* right = shared.right[group];
         Gradients sums;
-        multiply_first_part<kFirst>(sums, left, right, E);
+        multiply_first_segment<kFirst>(sums, left, right, E);
         // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
         // fragments, and only a product that has used them proves that they are over.
         if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
-        if constexpr (kParts > 1) {
-          constexpr int kRest = kSteps - kPartSteps;
+        if constexpr (kSegments > 1) {
+          constexpr int kRest = kSteps - kSegmentSteps;
           ring.advance();
           barrier_wait(&shared.full[ring.stage], ring.parity);
           load_fragments<kRest>(left, shared.left[ring.stage % kStages]);
-          multiply_part<kRest, 4>(sums, left, right + kPartSteps, true);
+          multiply_segment<kRest, 4>(sums, left, right + kSegmentSteps, true);
           if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
         }
         Sum<64> out;
@@ -797,7 +797,8 @@ __global__ void __launch_bounds__(384, 1)
           tensor_store_commit();
         }
       }
-      for (int t = 0; t < kParts + 1; ++t) ring.advance();  // also over the other consumer's tile
+      // Also over the other consumer's tile.
+      for (int t = 0; t < kSegments + 1; ++t) ring.advance();
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
@@ -993,7 +994,7 @@ void add_associated_forward(GradientsProblem& table, const Device& device) {
 void launch_rest(const GradientsProblem& table, const GradientsTemporaries& t) {
   const auto [V, E, W] = table.shape;
   const dim3 last = small_blocks(std::max(E, W), W, 3);
-  launch_early(add_slices, blocks_for(3 * t.count, 4 * 32), 32 * kSliceParts, 0, t.partials.data(),
+  launch_early(add_slices, blocks_for(3 * t.count, 4 * 32), 32 * kSliceWarps, 0, t.partials.data(),
                t.slices, t.dM.data(), t.D.data(), static_cast<size_t>(t.count));
   launch_early(finish_backward, last, kSmallThreads, kSmallBytes, table.operands(), t.dM.data(),
                t.D.data());

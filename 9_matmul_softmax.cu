@@ -40,7 +40,7 @@
 //     fused narrow    many rows of few columns: W stays in registers, and slabs of x stream past it
 //                     (narrow_columns(); TF32)
 //     fused cluster   few rows, or few columns: the blocks that share D are a cluster
-//                     (cluster_columns()): their parts of the sums go straight into each other's
+//                     (cluster_columns()): their partial sums go straight into each other's
 //                     shared memory
 //     fused exchange  any shape: the blocks that share a row run at the same time
 //                     (exchange_columns()), keep their logits in registers, and tell each other
@@ -121,22 +121,22 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_rows_split(const float* x, const float* W, float* probs, int D, int C) {
   start_next_kernel();
   wait_for_previous_kernel();
-  constexpr int kWarps = kSoftmaxThreads / 32, kParts = kSoftmaxThreads / kCols, kAtOnce = 8;
+  constexpr int kWarps = kSoftmaxThreads / 32, kColThreads = kSoftmaxThreads / kCols, kAtOnce = 8;
   __shared__ float sums[kWarps][kCols];
   const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kCols;
   float logit = 0;
-  for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kParts) {
+  for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kColThreads) {
     // All loads first. Beyond D or C they are of a valid element: a branch would wait for each.
     float left[kAtOnce], right[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int d = min(d0 + i * kParts, D - 1);
+      const int d = min(d0 + i * kColThreads, D - 1);
       left[i] = x_row[d], right[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (d0 + i * kParts < D) logit += left[i] * right[i];
+      if (d0 + i * kColThreads < D) logit += left[i] * right[i];
     }
   }
 #pragma unroll
@@ -195,7 +195,7 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
 }
 
 // A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B. It
-// also has one of gridDim.y parts of D: the sums of its warps meet in shared memory, those of the
+// also has one of gridDim.y splits of D: the sums of its warps meet in shared memory, those of the
 // blocks of the same rows in `partial`, where the last of them to arrive adds them up, always in
 // the same order. Then a warp takes a row at a time.
 //
@@ -260,11 +260,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
     float v[kValues] = {};
     const float* from = results.partial + static_cast<size_t>(row0 + row) * C;
 #pragma unroll 4
-    for (int part = 0; part < splits; ++part) {
+    for (int s = 0; s < splits; ++s) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         const int col = lane + 32 * i;
-        if (col < C) v[i] += from[static_cast<size_t>(part) * B * C + col];
+        if (col < C) v[i] += from[static_cast<size_t>(s) * B * C + col];
       }
     }
     finish_row(v, row0 + row, C, results);
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
 // neighbours, and loads them for 16 inputs before it uses the first. All warps of a block have the
 // same columns; each takes every 8th group of 16 inputs, and copies x of that group to shared
 // memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
-// into gridDim.y slices, which leave their parts of the logits in results.out (slices, B, C) for
+// into gridDim.y slices, which leave partial logits in results.out (slices, B, C) for
 // the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
 // which add up a row in one of them (operators/softmax/row_inbox.cuh).
 constexpr int kFewWarps = 8;
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(32 * kFewWarps)
     few_rows(const float* x, const float* W, int B, int D, int C, int splits, Results results) {
   constexpr int kAtOnce = 16, kColumns = 32 * kCols;
   static_assert(kRows <= kFewWarps);
-  __shared__ alignas(16) float x_parts[kFewWarps][kAtOnce][kRows];
+  __shared__ alignas(16) float x_group[kFewWarps][kAtOnce][kRows];
   __shared__ float sums[kFewWarps][kRows][kColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = min(kRows, B);
   const int tile = blockIdx.x / splits, rank = blockIdx.x % splits;
@@ -356,9 +356,9 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 #endif
   start_next_kernel();
   wait_for_previous_kernel();
-  const int groups = (D + kAtOnce - 1) / kAtOnce, parts = gridDim.y * splits;
-  const int part = blockIdx.y * splits + rank, col = tile * kColumns + lane;
-  const int first = groups * part / parts, last = groups * (part + 1) / parts;
+  const int groups = (D + kAtOnce - 1) / kAtOnce, shares = gridDim.y * splits;
+  const int share = blockIdx.y * splits + rank, col = tile * kColumns + lane;
+  const int first = groups * share / shares, last = groups * (share + 1) / shares;
   float sum[kRows][kCols] = {};
   for (int group = first + warp; group < last; group += kFewWarps) {
     const int d0 = group * kAtOnce;
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(32 * kFewWarps)
     __syncwarp();  // all lanes have read the previous group
     for (int i = lane; i < kAtOnce * kRows; i += 32) {
       const int row = i / kAtOnce, k = i % kAtOnce, d = d0 + k;
-      x_parts[warp][k][row] = row < B && d < D ? x[static_cast<size_t>(row) * D + d] : 0;
+      x_group[warp][k][row] = row < B && d < D ? x[static_cast<size_t>(row) * D + d] : 0;
     }
     __syncwarp();
 #pragma unroll
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
 #pragma unroll
-        for (int j = 0; j < kCols; ++j) sum[row][j] += x_parts[warp][k][row] * w[k][j];
+        for (int j = 0; j < kCols; ++j) sum[row][j] += x_group[warp][k][row] * w[k][j];
       }
     }
   }
@@ -420,8 +420,8 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 // A warp multiplies 8 rows of x at a time, with every `splits`-th chunk of 32 inputs and with all
 // columns. mma.sync's left factor is W^T: 16 columns of W are its rows. Its right factor is x^T:
 // the 8 rows of x are its columns. The order of the inputs in a chunk does not change a sum, so we
-// choose it: of the 4 lanes of a row each takes 8 neighbours, two of them a step. Parts of the sums
-// meet in shared memory, where 8 lanes finish a row.
+// choose it: of the 4 lanes of a row each takes 8 neighbours, two of them a step. Partial sums meet
+// in shared memory, where 8 lanes finish a row.
 constexpr int kNarrowWarps = 8, kNarrowStages = 4;
 
 template <int kTiles>  // of 16 columns
@@ -431,7 +431,7 @@ struct Narrow {
 };
 
 struct Slabs {
-  int splits, groups;  // warps that share rows, each with a part of D; groups of 8 rows in a slab
+  int splits, groups;  // warps that share rows, each with a split of D; groups of 8 rows in a slab
   int stages, bytes;   // slabs that there is room for; shared memory of a block
 };
 
@@ -444,7 +444,7 @@ __device__ void finish_slab(const float* sums, int row0, int here, int C, Slabs 
   for (int own = threadIdx.x / kLanes; own / 4 * 4 < here; own += 32 * kNarrowWarps / kLanes) {
     float v[kValues] = {};
     const float* from = sums + own * kStride + threadIdx.x % kLanes;
-    for (int part = 0; part < of.splits; ++part, from += 8 * of.groups * kStride) {
+    for (int s = 0; s < of.splits; ++s, from += 8 * of.groups * kStride) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) v[i] += from[kLanes * i];
     }
@@ -547,10 +547,10 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
 
 // A block's shared memory. kSplits: the blocks of a cluster, over which D is split. kDepth: how
-// many of the D inputs are taken at a time. kTwoParts: an operand is the sum of two TF32 numbers.
+// many of the D inputs are taken at a time. kHighLow: an operand is the sum of two TF32 numbers.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 struct ClusterShared {
-  static constexpr bool kTwoParts = kMath == Math::split;
+  static constexpr bool kHighLow = kMath == Math::split;
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
   // The floats of a row that one block sends to another: some padding, so that 4 rows start on
@@ -559,16 +559,16 @@ struct ClusterShared {
     return ((C < kClasses ? C : kClasses) + 7) / 8 * 8 + 4;
   }
   float x[kDepth / 32][kRows * 32];  // boxes of kRows x 32, as the copy engine leaves them
-  float x_low[kTwoParts ? kDepth / 32 : 1][kTwoParts ? kRows * 32 : 1];
-  // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own part
-  // stays in its outbox.
+  float x_low[kHighLow ? kDepth / 32 : 1][kHighLow ? kRows * 32 : 1];
+  // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own sums
+  // stay in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * stride(kClasses)];
   alignas(16) float inbox[kSplits][kOwnRows * stride(kClasses)];
   Barrier full, come;  // x is there; all of the inbox is
 };
 
 #if HOPPER_CODE
-// A block's part of the sums goes to its outbox, one part for each block of the cluster.
+// A block's partial sums go to its outbox, those of some rows for each block of the cluster.
 template <class Shared, int kSums>
 __device__ void put_in_outbox(Shared& shared, const float (&sum)[kSums], int col, int stride) {
 #pragma unroll
@@ -593,8 +593,8 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
     if (row >= B) break;
     float v[kClasses / 32] = {};
 #pragma unroll
-    for (int part = 0; part < kSplits; ++part) {
-      const float* from = (part == rank ? shared.outbox : shared.inbox)[part] + i * stride;
+    for (int block = 0; block < kSplits; ++block) {
+      const float* from = (block == rank ? shared.outbox : shared.inbox)[block] + i * stride;
 #pragma unroll
       for (int j = 0; j < kClasses / 32; ++j) {
         if (lane + 32 * j < stride) v[j] += from[lane + 32 * j];
@@ -606,9 +606,9 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 #endif
 
 // As in fused tiles, D is split over blocks that share kRows rows. But here these are a cluster,
-// and can write to each other's shared memory: the parts of the sums need not go through the L2
-// cache to whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the
-// others push their parts of that share into its inbox. Of more than kClasses classes a cluster has
+// and can write to each other's shared memory: the partial sums need not go through the L2 cache to
+// whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the others
+// push their partial sums of that share into its inbox. Of more than kClasses classes a cluster has
 // a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
 // sums here, as below, took longer than a softmax kernel whose launch is early.)
 //
@@ -629,7 +629,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   const int tile = blockIdx.y, tiles = gridDim.y;
   const int chunks = (D + kDepth - 1) / kDepth;
   const int first = chunks * rank / kSplits, last = chunks * (rank + 1) / kSplits;
-  const int part_bytes = Shared::kOwnRows * Shared::stride(C) * 4;
+  const int sums_bytes = Shared::kOwnRows * Shared::stride(C) * 4;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const auto fetch = [&](int chunk) {
     if (warp != 0 || !elect_one()) return;
@@ -644,7 +644,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * part_bytes);
+  if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * sums_bytes);
   cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
@@ -679,7 +679,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   if (warp == 0 && elect_one()) {
     for (int i = 0; i < kSplits; ++i) {
       if (i == rank) continue;
-      bulk_push(shared.inbox[rank], shared.outbox[i], part_bytes, &shared.come, i);
+      bulk_push(shared.inbox[rank], shared.outbox[i], sums_bytes, &shared.come, i);
     }
   }
   barrier_wait(&shared.come, 0);
@@ -903,7 +903,7 @@ Product make_product(const Layer& layer) {
   if (large || (medium && C > 256)) {
     // A warp's sums. TF32: 64 x 32, as W comes from shared memory in single floats. fp32: 32 x 64,
     // as both factors come as vectors of 4. 3xTF32: 32 x 32 of twice as many warps, as a thread
-    // also has the sums of a step, and the parts of split operands.
+    // also has the sums of a step, and both numbers of each split operand.
     constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
     constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
     return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);
@@ -911,7 +911,7 @@ Product make_product(const Layer& layer) {
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
 }
 
-// D in 1, 2, 4, ... parts of at least 64 inputs: at most 16 parts (8 in a cluster), and at most 8
+// D in 1, 2, 4, ... shares of at least 64 inputs: at most 16 (8 in a cluster), and at most 8
 // blocks for each multiprocessor. All take about as long as W takes to come, unless blocks are few.
 template <int kRows, int kCols>
 void add_few_rows(const Layer& layer, std::vector<Product>& products) {
@@ -934,9 +934,9 @@ void add_few_rows(const Layer& layer, std::vector<Product>& products) {
                                 "; half fused; slices: " + std::to_string(slices)};
   };
   const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
-  for (int parts = 1; parts == 1 || parts <= most; parts *= 2) {
-    if (parts > 1 && parts <= kMostSplits && has_clusters(kernel)) add(1, parts);
-    add(parts, 1);
+  for (int shares = 1; shares == 1 || shares <= most; shares *= 2) {
+    if (shares > 1 && shares <= kMostSplits && has_clusters(kernel)) add(1, shares);
+    add(shares, 1);
   }
 }
 
@@ -1015,13 +1015,13 @@ Plan plan_cluster(const Layer& layer) {
 // inputs at a time, more blocks.
 template <Math kMath, int kClasses>
 Plan choose_cluster(const Layer& layer) {
-  constexpr bool kTwoParts = kMath == Math::split;
+  constexpr bool kHighLow = kMath == Math::split;
   if (layer.B <= 32 || (layer.B <= 512 && layer.C <= kClasses)) {
     return plan_cluster<kMath, 8, 16, kClasses, 64>(layer);
   }
   if (layer.B > 1536 || layer.C > kClasses) return plan_cluster<kMath, 8, 64, kClasses, 64>(layer);
-  constexpr int kSplits = kTwoParts ? 8 : 4, kRows = kTwoParts ? 80 : 40;
-  constexpr int kDepth = kTwoParts ? 128 : 256;
+  constexpr int kSplits = kHighLow ? 8 : 4, kRows = kHighLow ? 80 : 40;
+  constexpr int kDepth = kHighLow ? 128 : 256;
   return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
 }
 
@@ -1035,8 +1035,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
-  const int64_t parts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = layer.workspace.zeros<Posted>(parts);
+  const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
+  const auto posted = layer.workspace.zeros<Posted>(posts);
   const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
   const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
   const auto launch = [=](Results results, int of_D = 1) {

@@ -94,15 +94,15 @@ __global__ void multiply_pairs_gradient(const float* x, const float* y, const fl
   Multivectors<A, 1> d_left = {}, d_right = {};
   for_planes<A>(at, layer, [&](auto t, auto c, size_t place, size_t pitch) {
     constexpr auto grades = A::triple(t);
-    Multivectors<A, 1> part;
+    Multivectors<A, 1> d_planes;
     unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-      part.blade[k].v[0] = d[place];
+      d_planes.blade[k].v[0] = d[place];
       place += pitch;
     });
     unroll<A::first(grades.x), A::first(grades.x + 1)>(
-        [&](auto i) { add(d_left.blade[i], sum_terms<A, Of::x, t, i>(part, right)); });
+        [&](auto i) { add(d_left.blade[i], sum_terms<A, Of::x, t, i>(d_planes, right)); });
     unroll<A::first(grades.y), A::first(grades.y + 1)>(
-        [&](auto j) { add(d_right.blade[j], sum_terms<A, Of::y, t, j>(part, left)); });
+        [&](auto j) { add(d_right.blade[j], sum_terms<A, Of::y, t, j>(d_planes, left)); });
   });
   unroll<0, A::kBlades>([&](auto i) {
     dx[i * plane + at] = d_left.blade[i].v[0];
@@ -230,17 +230,17 @@ struct UnfusedConnectedBackward {
 // ---- Planes in tiles ----------------------------------------------------------------------------
 
 template <typename A>
-constexpr int kForwardTileBytes = sizeof(float) * (Part<A, 0>::kPlanes * kTile * 8 +
-                                                   Part<A, 0>::kTriples * 8 * kRowStride);
+constexpr int kForwardTileBytes = sizeof(float) * (BladeGroup<A, 0>::kPlanes * kTile * 8 +
+                                                   BladeGroup<A, 0>::kTriples * 8 * kRowStride);
 
 // Four blades of z for 64 rows and 64 columns. Each step takes 8 features: a thread reads 4
 // multivectors of x and of y, all blades of them, and writes their products to the tiles of the
-// part's planes; with these, and 8 x 64 weights of each triple, the warps multiply. While one block
-// makes planes, others of the multiprocessor multiply.
-template <typename A, int part>
+// group's planes; with these, and 8 x 64 weights of each triple, the warps multiply. While one
+// block makes planes, others of the multiprocessor multiply.
+template <typename A, int group>
 __device__ __forceinline__ void forward_tile(const float* x, const float* y, const float* w,
                                              float* z, int stride, float* shared, Layer layer) {
-  using Own = Part<A, part>;
+  using Own = BladeGroup<A, group>;
   constexpr int kPlane = kTile * 8;
   float* const planes = shared;
   float* const weights = planes + Own::kPlanes * kPlane;
@@ -306,9 +306,9 @@ __global__ void __launch_bounds__(kTileThreads)
     forward_tiles(const float* x, const float* y, const float* w, float* z, int stride,
                   Layer layer) {
   extern __shared__ __align__(128) float shared[];
-  unroll<0, kParts<A>>([&](auto part) {
-    if (static_cast<int>(blockIdx.z) == part)
-      forward_tile<A, part>(x, y, w, z, stride, shared, layer);
+  unroll<0, kBladeGroups<A>>([&](auto group) {
+    if (static_cast<int>(blockIdx.z) == group)
+      forward_tile<A, group>(x, y, w, z, stride, shared, layer);
   });
 }
 
@@ -321,12 +321,12 @@ __global__ void __launch_bounds__(kTileThreads)
 
 // Every block above makes its planes again, as many times as there are tiles of columns, and while
 // it makes them its tensor cores wait. Hopper's copy engine can bring finished planes while tensor
-// cores work; *planes first* makes them by a kernel before (PlaneMaker in connected_planes.cuh).
+// cores work; *planes first* makes them by a kernel before (PlaneMaker in planes.cuh).
 // What is left is lesson 3's product in TF32 (operators/clifford_connected/tf32_product.cuh): a
 // tile is 128 rows of one blade k by 256 features, and its sum goes over all triples of k's grade
 // and all their features, the triples' planes and weights one after the other. Tiles of the same
 // rows and grade share a norm. If all of them are multiplied at the same time, they scale z before
-// they store it (RoundNorm in connected_planes.cuh); else a small kernel does (normalize_rest).
+// they store it (RoundNorm in planes.cuh); else a small kernel does (normalize_rest).
 // *planes beside*: three warps of each block make planes during the product. Makers and tiles go in
 // the same order: rows for the first tiles come first, of these the first features. For each 128
 // rows and features a counter says how many rows are made; the thread that starts the copies waits
@@ -384,8 +384,8 @@ struct Forward {
             .b_next = chunk.stride,
             .inner = order.slot[c + 1] - order.slot[c],
             .end = ceil_div(chunk.layer.features, 32),
-            .flag = exists ? maker.first_part(at.row / 128) : -1,
-            .flag_next = maker.next_part(at.row / 128)};
+            .flag = exists ? maker.first_patch(at.row / 128) : -1,
+            .flag_next = maker.next_patch(at.row / 128)};
   }
   __device__ void help(int warp, int warps) const { maker.make_beside(warp, warps, progress); }
   __device__ void store(Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
@@ -537,7 +537,7 @@ struct Tiled {
   }
   void forward() const {
     round();
-    const dim3 grid(tiles(of.layer.features), tiles(of.layer.batch), kParts<A>);
+    const dim3 grid(tiles(of.layer.features), tiles(of.layer.batch), kBladeGroups<A>);
     constexpr int kBytes = kForwardTileBytes<A>;
     forward_tiles<A><<<grid, kTileThreads, kBytes>>>(of.x, of.y, weights, of.out, stride, of.layer);
     normalize<A>(of, inverses);
@@ -625,7 +625,8 @@ struct Ready {
         inverses(kept),
         squares(of.workspace.any<float>(static_cast<size_t>(A::kBlades) * largest().pitch *
                                         ceil_div(of.layer.features, 128))),
-        made(of.workspace.zeros<unsigned>(largest().parts() + largest().pitch / 64 * A::kGrades)) {}
+        made(of.workspace.zeros<unsigned>(largest().patches() +
+                                          largest().pitch / 64 * A::kGrades)) {}
 
   // In as few chunks as the planes' memory needs, or in one more if tiles then fit better.
   int rows_at_a_time() const {
@@ -676,7 +677,7 @@ struct Ready {
     const auto order = [&](auto tile) {
       return TileOrder<A>(tile, chunk.layer, chunk.rows, plan.by_rows, plan.clusters);
     };
-    unsigned* const counters = made.data() + chunk.parts();
+    unsigned* const counters = made.data() + chunk.patches();
     return {of.out, inverses, squares, chunk, with_tile(plan, order), {counters}};
   }
   // Before the product come all planes, or those of 256 features of the first round's rows.
@@ -705,11 +706,11 @@ struct Ready {
   void forward(float* plain_weights) const {
     if (few.used) return few.forward(planes, inverses);
     for (int first = 0; first < of.layer.batch; first += rows) {
-      const Chunk part = chunk(first);
-      prepare(part, kBeside, first == 0, plain_weights);
-      multiply_tf32({planes, int64_t{kPlanes<A>} * part.pitch, stride},
-                    {weights, int64_t{A::kTriples} * stride, stride}, plan, work(part));
-      normalize_rest_of(norm(part));
+      const Chunk piece = chunk(first);
+      prepare(piece, kBeside, first == 0, plain_weights);
+      multiply_tf32({planes, int64_t{kPlanes<A>} * piece.pitch, stride},
+                    {weights, int64_t{A::kTriples} * stride, stride}, plan, work(piece));
+      normalize_rest_of(norm(piece));
     }
   }
 

@@ -88,7 +88,7 @@ constexpr int kMostGpus = 8;
 // had ended. (Three would do, but launch numbers wrap at 2^16.)
 struct Gpus {
   int count, me;
-  int parts;                 // into which a rank's sum is cut: no GPU has fewer clusters
+  int pieces;                // into which a rank's sum is cut: no GPU has fewer clusters
   uint64_t patience;         // nanoseconds until one that waits gives up
   float4* inbox[kMostGpus];  // where this GPU sees it
   unsigned* silent;          // this GPU's own; 0, or 1 + the GPU that it has waited for in vain
@@ -96,18 +96,18 @@ struct Gpus {
 
 #if HOPPER_CODE
 // What a block gets is the sum over the blocks of all GPUs. When the blocks of one GPU have met,
-// that GPU has its own sum, cut into gpus.parts parts, and the block of cluster p sends part p.
+// that GPU has its own sum, cut into gpus.pieces pieces, and the block of cluster p sends piece p.
 //
-// With two GPUs no more is needed. The part goes into the other GPU's inbox, and every block reads
+// With two GPUs no more is needed. The piece goes into the other GPU's inbox, and every block reads
 // both sums, its own GPU's and the one that comes, and adds them; a + b = b + a, to the bit. If G
 // GPUs did this, G - 1 sums would leave each of them, and each block would read G. So from three on
-// a part is sent to one GPU only, `group` % G. Its block adds up the parts of all and sends the sum
-// round: 2 (G - 1) / G of a sum leave a GPU, whatever G is, in two journeys, and each block reads
-// one sum.
-template <typename Part>
+// a piece is sent to one GPU only, `group` % G. Its block adds up the pieces of all and sends the
+// sum round: 2 (G - 1) / G of a sum leave a GPU, whatever G is, in two journeys, and each block
+// reads one sum.
+template <typename Work>
 struct GpuMeeting {
-  const Part& part;
-  const Meeting<Part>& own;
+  const Work& work;
+  const Meeting<Work>& own;
   const Gpus& gpus;
 
   __device__ bool are_two() const { return gpus.count == 2; }
@@ -116,13 +116,13 @@ struct GpuMeeting {
   __device__ float4* slot(int gpu, int from, int ago = 0) const {
     const int turn = ((own.start >> 16) - ago) & 3;
     return gpus.inbox[gpu] +
-           ((turn * (gpus.count + 1) + from) * part.blocks + part.rank) * Part::kQuads;
+           ((turn * (gpus.count + 1) + from) * work.blocks + work.rank) * Work::kQuads;
   }
-  // The GPU that adds up a part.
-  __device__ int adder(int of_part) const { return are_two() ? gpus.me : of_part % gpus.count; }
-  __device__ int begin(int of_part) const { return Part::kQuads * of_part / gpus.parts; }
-  // begin(part_of(quad)) <= quad < begin(part_of(quad) + 1)
-  __device__ int part_of(int quad) const { return ((quad + 1) * gpus.parts - 1) / Part::kQuads; }
+  // The GPU that adds up a piece.
+  __device__ int adder(int piece) const { return are_two() ? gpus.me : piece % gpus.count; }
+  __device__ int begin(int piece) const { return Work::kQuads * piece / gpus.pieces; }
+  // begin(piece_of(quad)) <= quad < begin(piece_of(quad) + 1)
+  __device__ int piece_of(int quad) const { return ((quad + 1) * gpus.pieces - 1) / Work::kQuads; }
 
   // Waits for quads k of the inbox, which are at place(k) and come from GPU from(k). Nothing is to
   // be waited for if place(k) is null. Looks at one of them until it has come, then at all.
@@ -167,7 +167,7 @@ struct GpuMeeting {
     Patience patience{are_two() ? gpus.patience : 2 * gpus.patience, gpus.silent};
     receive(
         sums, [&](int k) { return from + place(k); },
-        [&](int k) { return are_two() ? 1 - gpus.me : adder(part_of(place(k))); }, patience);
+        [&](int k) { return are_two() ? 1 - gpus.me : adder(piece_of(place(k))); }, patience);
   }
   template <int n, typename Place>
   __device__ __forceinline__ void take(float4 (&sums)[n], Place place) const {
@@ -181,12 +181,12 @@ struct GpuMeeting {
   }
 };
 
-// The consumers send the block's part and, with three GPUs and more, add it up if it is theirs.
-template <typename Part>
-__device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
+// The consumers send the block's piece and, with three GPUs and more, add it up if it is theirs.
+template <typename Work>
+__device__ __forceinline__ void send_piece(const GpuMeeting<Work>& meeting) {
   const Gpus& gpus = meeting.gpus;
-  const int group = meeting.part.group, me = gpus.me;
-  if (group >= gpus.parts) return;
+  const int group = meeting.work.group, me = gpus.me;
+  if (group >= gpus.pieces) return;
   const int thread = static_cast<int>(threadIdx.x) - 128, adder = meeting.adder(group);
   Patience patience{gpus.patience, gpus.silent};
   for (int i = meeting.begin(group) + thread; i < meeting.begin(group + 1); i += kConsumers) {
@@ -196,16 +196,16 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
     } else if (adder != me) {
       send_quad(meeting.slot(adder, me) + i, quad);
     } else {
-      float4 parts[kMostGpus], sum = {};
+      float4 pieces[kMostGpus], sum = {};
       meeting.receive(
-          parts,
+          pieces,
           [&](int gpu) {
             return gpu < gpus.count && gpu != me ? meeting.slot(me, gpu) + i : nullptr;
           },
           [](int gpu) { return gpu; }, patience);
 #pragma unroll
       for (int gpu = 0; gpu < kMostGpus; ++gpu) {
-        if (gpu < gpus.count) add(sum, gpu == me ? quad : parts[gpu]);
+        if (gpu < gpus.count) add(sum, gpu == me ? quad : pieces[gpu]);
       }
       for (int gpu = 0; gpu < gpus.count; ++gpu) {
         send_quad(meeting.slot(gpu, gpus.count) + i, sum);
@@ -215,11 +215,11 @@ __device__ __forceinline__ void send_part(const GpuMeeting<Part>& meeting) {
 }
 
 // The spare warps empty the inbox of the launch before, by the kind of store that filled it.
-template <typename Part>
-__device__ __forceinline__ void empty_inbox(const GpuMeeting<Part>& meeting) {
+template <typename Work>
+__device__ __forceinline__ void empty_inbox(const GpuMeeting<Work>& meeting) {
   for (int from = 0; from <= meeting.gpus.count; ++from) {
     float4* const slot = meeting.slot(meeting.gpus.me, from, 1);
-    visit_quads(meeting.part, [&](int i) { send_quad(slot + i, empty_quad()); });
+    visit_quads(meeting.work, [&](int i) { send_quad(slot + i, empty_quad()); });
   }
 }
 #endif
@@ -232,52 +232,52 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion(const __grid_constant__ DiffusionMaps maps, const Operands operands,
               unsigned* arrivals, float4* totals, const __grid_constant__ Gpus gpus) {
 #if HOPPER_CODE
-  using Part = MeshPart<128, kColumns, kStages>;
+  using Work = BlockWork<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
-  const Part part(bytes, maps, operands);
-  if (threadIdx.x == 0) prepare_barriers(part);
+  const Work work(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
-  const Meeting<Part> meeting(part, arrivals, totals);
-  const GpuMeeting<Part> all{part, meeting, gpus};
-  if (threadIdx.x == 0) load_x(part, 0);
+  const Meeting<Work> meeting(work, arrivals, totals);
+  const GpuMeeting<Work> all{work, meeting, gpus};
+  if (threadIdx.x == 0) load_x(work, 0);
   cluster_meet();
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();
     if (threadIdx.x == 0) {
-      load_forth(part, phases);
-      load_back<kStages>(part, phases);
+      load_forth(work, phases);
+      load_back<kStages>(work, phases);
     } else if (threadIdx.x >= 32) {  // the spare warps
-      zero_totals(part, meeting.next_totals);
+      zero_totals(work, meeting.next_totals);
       if constexpr (kSeveralGpus) empty_inbox(all);
       if constexpr (kPass == Pass::backward) {
-        if (gpus.me == 0) add_d_spectral(part, meeting.totals);
-        barrier_arrive(&part.shared.spare);
+        if (gpus.me == 0) add_d_spectral(work, meeting.totals);
+        barrier_arrive(&work.shared.spare);
         if constexpr (kSeveralGpus) {
           store_d_times(
-              part, [&](auto& sums, auto quad) { all.take_own(sums, quad); },
+              work, [&](auto& sums, auto quad) { all.take_own(sums, quad); },
               [&](auto& sums, auto quad) { all.take_other(sums, quad); });
         } else {
-          store_d_times(part, Totals{meeting.totals});
+          store_d_times(work, Totals{meeting.totals});
         }
       }
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part> share;
-    damping_factors(part, share);  // while the first tiles are on their way
-    project<kPass>(part, share, phases);
-    add_to_totals(part, share, meeting.totals);
-    meet<kPass>(part, meeting);
+    SpectrumShare<Work> share;
+    damping_factors(work, share);  // while the first tiles are on their way
+    project<kPass>(work, share, phases);
+    add_to_totals(work, share, meeting.totals);
+    meet<kPass>(work, meeting);
     if constexpr (kSeveralGpus) {
-      send_part(all);
-      damp_spectrum<kPass>(part, share, all);
+      send_piece(all);
+      damp_spectrum<kPass>(work, share, all);
     } else {
-      damp_spectrum<kPass>(part, share, Totals{meeting.totals});
+      damp_spectrum<kPass>(work, share, Totals{meeting.totals});
     }
-    expand<kPass, kStages>(part, phases);
+    expand<kPass, kStages>(work, phases);
   }
 #endif
 }
@@ -292,29 +292,29 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     sum_vertices(const __grid_constant__ DiffusionMaps maps, const Operands operands,
                  float4* totals, bool adds_d_spectral) {
 #if HOPPER_CODE
-  using Part = MeshPart<128, kColumns, kStages>;
+  using Work = BlockWork<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
-  const Part part(bytes, maps, operands);
-  if (threadIdx.x == 0) prepare_barriers(part);
+  const Work work(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
-  totals += part.rank * part.kQuads;
-  if (threadIdx.x == 0) load_x(part, 0);
+  totals += work.rank * work.kQuads;
+  if (threadIdx.x == 0) load_x(work, 0);
   cluster_meet();
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();
     if (threadIdx.x == 0) {
-      load_forth(part, phases);
+      load_forth(work, phases);
     } else if (threadIdx.x >= 32) {
-      if (kPass == Pass::backward && adds_d_spectral) add_d_spectral(part, totals);
+      if (kPass == Pass::backward && adds_d_spectral) add_d_spectral(work, totals);
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part> share;
-    project<kPass>(part, share, phases);
-    add_to_totals(part, share, totals);
+    SpectrumShare<Work> share;
+    project<kPass>(work, share, phases);
+    add_to_totals(work, share, totals);
   }
 #endif
 }
@@ -326,31 +326,31 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     expand_sums(const __grid_constant__ DiffusionMaps maps, const Operands operands, float4* totals,
                 float4* own) {
 #if HOPPER_CODE
-  using Part = MeshPart<128, kColumns, kStages>;
+  using Work = BlockWork<128, kColumns, kStages>;
   extern __shared__ __align__(1024) char bytes[];
-  const Part part(bytes, maps, operands);
-  if (threadIdx.x == 0) prepare_barriers(part);
+  const Work work(bytes, maps, operands);
+  if (threadIdx.x == 0) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
-  totals += part.rank * part.kQuads;
-  if (threadIdx.x == 0) barrier_arrive(&part.shared.met);  // all have met: see sum_vertices
+  totals += work.rank * work.kQuads;
+  if (threadIdx.x == 0) barrier_arrive(&work.shared.met);  // all have met: see sum_vertices
   cluster_meet();
 
   Phases<kStages> phases;
   if (threadIdx.x < 128) {
     registers_shrink_to<56>();
     if (threadIdx.x == 0) {
-      load_back<0>(part, phases);
+      load_back<0>(work, phases);
     } else if (threadIdx.x >= 32) {
-      zero_totals(part, own + part.rank * part.kQuads);
-      if constexpr (kPass == Pass::backward) store_d_times(part, Totals{totals});
+      zero_totals(work, own + work.rank * work.kQuads);
+      if constexpr (kPass == Pass::backward) store_d_times(work, Totals{totals});
     }
   } else {
     registers_grow_to<224>();
-    SpectrumShare<Part> share;
-    damping_factors(part, share);
-    damp_spectrum<kPass>(part, share, Totals{totals});
-    expand<kPass, 0>(part, phases);
+    SpectrumShare<Work> share;
+    damping_factors(work, share);
+    damp_spectrum<kPass>(work, share, Totals{totals});
+    expand<kPass, 0>(work, phases);
   }
 #endif
 }
@@ -386,7 +386,7 @@ void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settin
     Gpus all{};
     all.count = gpus;
     all.patience = settings.patience;
-    all.parts = static_cast<int>(
+    all.pieces = static_cast<int>(
         std::min(tile.clusters(mesh.least_rows()), tile.clusters(mesh.most_rows())));
     on_each_gpu(settings.silent ? gpus - 1 : gpus, [&](int gpu) {
       all.me = gpu;

@@ -20,34 +20,34 @@ inline double weight(double n) {
 }
 
 /// `runs` of so many elements, each beginning `stride` after the one before.
-struct Part {
+struct Elements {
   size_t first, length, stride = 0, runs = 1;
 };
 
 /// One thread an element.
 template <typename T>
-__global__ void change_kernel(T* data, Part part, float factor, float offset) {
+__global__ void change_kernel(T* data, Elements elements, float factor, float offset) {
   const size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= part.runs * part.length) return;
-  T& element = data[part.first + i / part.length * part.stride + i % part.length];
+  if (i >= elements.runs * elements.length) return;
+  T& element = data[elements.first + i / elements.length * elements.stride + i % elements.length];
   element = static_cast<T>(static_cast<float>(element) * factor + offset);
 }
 
 template <typename T>
-void change(T* data, const Part& part, double factor, double offset) {
-  const size_t count = part.runs * part.length;
+void change(T* data, const Elements& elements, double factor, double offset) {
+  const size_t count = elements.runs * elements.length;
   change_kernel<T><<<static_cast<unsigned>((count + 255) / 256), 256>>>(
-      data, part, static_cast<float>(factor), static_cast<float>(offset));
+      data, elements, static_cast<float>(factor), static_cast<float>(offset));
   CUDA_CHECK(cudaGetLastError());
 }
 
 template <typename T>
-void multiply(T* data, const Part& part, double factor) {
-  change(data, part, factor, 0);
+void multiply(T* data, const Elements& elements, double factor) {
+  change(data, elements, factor, 0);
 }
 template <typename T>
-void set(T* data, const Part& part, double value) {
-  change(data, part, 0, value);
+void set(T* data, const Elements& elements, double value) {
+  change(data, elements, 0, value);
 }
 
 }  // namespace checks::last_term

@@ -367,8 +367,8 @@ __global__ void __launch_bounds__(kThreads) gradients(Backward given) {
     const int row = row0 + i / kTile, col = col0 + i % kTile;
     if (row >= D || col >= C) continue;
     float sum = 0;
-    for (int part = 0; part < given.slices; ++part) {
-      sum += given.partial[part * count + static_cast<size_t>(row) * C + col];
+    for (int slice = 0; slice < given.slices; ++slice) {
+      sum += given.partial[slice * count + static_cast<size_t>(row) * C + col];
     }
     given.dW[static_cast<size_t>(row) * C + col] = sum;
   }

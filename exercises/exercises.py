@@ -296,11 +296,11 @@ EXERCISES = [
         "split_k", "7_diffusion_fused", "the slices of a sum add up",
         "split-K", ("260", "--eigen", "64", "--width", "64"),
         (Cut("add_slices(Operands in", "float sum = 0;", "__syncthreads();", """\
-  // TODO: s, the total of element (e, w), is the sum of parts[0][row][lane] to
-  // parts[kSumParts - 1][row][lane] further down. The element's sums in the `slices` slices are at
-  // sums[at], sums[at + stride], and so on. Each of the kSumParts warps that work for the row adds
-  // up its share of them. Now the first slice is all there is.
-  parts[part][row][lane] = part == 0 && inside ? sums[at] : 0;
+  // TODO: s, the total of element (e, w), is the sum of partials[0][row][lane] to
+  // partials[kRowWarps - 1][row][lane] further down. The element's sums in the `slices` slices are
+  // at sums[at], sums[at + stride], and so on. Each of the kRowWarps warps that work for the row
+  // adds up its share of them. Now the first slice is all there is.
+  partials[rank][row][lane] = rank == 0 && inside ? sums[at] : 0;
 """),),
         finds="^Wrong from element 0 ", columns="--width", sanitizers=("thread", "address"), wrong_too=True,
         more=(("260", "--eigen", "24", "--width", "40"),

@@ -25,15 +25,15 @@ __device__ float lanes_sum(float value) {
   return value;
 }
 
-/// True in the last of `parts` blocks to call this: it sees what the others had written before they
-/// did. No block waits for another one, so it does not matter how many of them run at a time.
+/// True in the last of `blocks` blocks to call this: it sees what the others had written before
+/// they did. No block waits for another one, so it does not matter how many of them run at a time.
 /// `arrived` is 0 before the launch, and again after it.
-__device__ inline bool is_last_block(unsigned* arrived, int parts) {
+__device__ inline bool is_last_block(unsigned* arrived, int blocks) {
   __threadfence();
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
-    last = atomicAdd(arrived, 1) == static_cast<unsigned>(parts - 1);
+    last = atomicAdd(arrived, 1) == static_cast<unsigned>(blocks - 1);
     if (last) *arrived = 0;  // for the next launch
   }
   last = __syncthreads_or(last) != 0;

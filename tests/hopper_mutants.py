@@ -44,7 +44,7 @@ LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_ma
            "10_clifford_gp", GPUS, CONNECTED)
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
-# Numbers before they have come; a GPU's own sum or part that is not added, or nothing that is sent; a
+# Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
 # gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
     "transposed_product": [
@@ -55,7 +55,7 @@ OTHERS = {
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
         (r"slot\(1 - me, me\) \+ i, (quad)\)", "float4{}"),
-        (r"gpu == me \? (quad) : parts", "parts[gpu]"),
+        (r"gpu == me \? (quad) : pieces", "pieces[gpu]"),
         (r"if \((gpus\.me == 0)\)", "true"),
     ],
 }
@@ -98,7 +98,7 @@ HARMLESS = {
         ("load", "wgmma_commit() without", 0):
             "the product of the biases is then in one group with the first slices of x",
         ("meet", "__syncwarp() without", 1):
-            "since the last part was copied the warp has met at wgmma's instructions",
+            "since the last panel was copied the warp has met at wgmma's instructions",
     },
     GPUS: {
         ("damp_spectrum", "tensor_store_commit() without", 0):
@@ -150,12 +150,12 @@ RUNS = {
     PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
         (("1", "--channels", "128", "--kernel", "^Hopper"), 2),
-        # More stages than one for a tile; boxes of out in parts; rows of any length, in parts and with a last
+        # More stages than one for a tile; boxes of out in panels; rows of any length, in panels and with a last
         # slice of x that is not whole; columns divided among blocks; lesson 3's product.
         (("3", "--channels", "200", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "104", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "51", "--hidden", "301", "--kernel", "^Hopper resident"), 2),
-        # Parts by threads, of one block and of several; teams with boxes of x and of out.
+        # Panels by threads, of one block and of several; teams with boxes of x and of out.
         (("2", "--channels", "40", "--hidden", "500", "--kernel", "^Hopper resident"), 2),
         (("2", "--channels", "128", "--hidden", "255", "--kernel", "^Hopper resident"), 4),
         (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),

@@ -131,11 +131,11 @@ int main(int argc, char** argv) {
   ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
   ok = right<Tiles<64, 112, 2, 4, 1>>(shape, false, false) && ok;  // four share each tile of A
   ok = right<TransposedTiles<288, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
-  ok = right<TransposedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // parts of 18 rows
+  ok = right<TransposedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // strips of 18 rows
   ok = right<TransposedTiles<200, 128, 1, 2>>(shape, false, false) && ok;
   ok = right<TransposedTiles<232, 128, 1, 2>>(shape, false, false) && ok;
   ok = right<TransposedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
   ok = right<TransposedTiles<96, 64, 2, 4>>(shape, false, false) && ok;  // all columns are a box
-  ok = right<TransposedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in parts
+  ok = right<TransposedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in strips
   return ok ? 0 : 1;
 }

@@ -326,7 +326,7 @@ MUTANTS = [
     ),
     _wrong(
         2, "only_some_of_the_slices", DIFFUSION, " add_slices(",
-        "slices * part / kSumParts", "end",
+        "slices * rank / kRowWarps", "end",
         "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
     ),
     # The last vertex alone in a step that is left out: of the sums it would be 1 / 64.

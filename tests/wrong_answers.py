@@ -50,7 +50,7 @@ SWIZZLED = "store_matrices(&out[c / 64].elements[row * 64 + (c % 64 / 8 + piece)
 ADVANCE = "// TODO: the next step is in"
 GIVE_BACK = "// TODO: give the stage"
 GATE = "// TODO: sigmoid(gate)"
-SLICES = "parts[part][row][lane] = part == 0 && inside ? sums[at] : 0;"
+SLICES = "partials[rank][row][lane] = rank == 0 && inside ? sums[at] : 0;"
 MERGED = "return {largest, a.sum + b.sum};"
 LOSS, GRADIENT = "// TODO: one lane writes", "out[col] = expf(out[col] - largest) / sum;"
 LABEL = "out[col] = expf(out[col] - largest) / sum - (col == label ? 1 : 0);"
@@ -71,10 +71,10 @@ def in_all(loop):
 
 
 def sums(loop, end="", begin=""):
-    return (SLICES, f"{begin} float sum = 0; {loop} parts[part][row][lane] = sum; {end}")
+    return (SLICES, f"{begin} float sum = 0; {loop} partials[rank][row][lane] = sum; {end}")
 
 
-SHARE = "for (int s = slices * part / kSumParts; s < slices * (part + 1) / kSumParts; ++s)"
+SHARE = "for (int s = slices * rank / kRowWarps; s < slices * (rank + 1) / kRowWarps; ++s)"
 
 # What a program has to be made into before an answer can be chosen while it runs.
 PREPARED = {
@@ -173,8 +173,8 @@ WRONG = {
     ],
     "split_k": [
         # The rest of the slices is nobody's.
-        answer("^Wrong", sums("const int share = slices / kSumParts;"
-                              " if (inside) for (int s = part * share; s < (part + 1) * share; ++s) sum += sums[s * stride + at];",
+        answer("^Wrong", sums("const int share = slices / kRowWarps;"
+                              " if (inside) for (int s = rank * share; s < (rank + 1) * share; ++s) sum += sums[s * stride + at];",
                               "__syncthreads();")),
         # Elements outside of the matrix.
         answer("^Out of bounds", sums(f"{SHARE} sum += sums[s * stride + at];", "__syncthreads();")),

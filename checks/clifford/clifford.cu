@@ -444,28 +444,29 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
   const double amplification = shape_.norm_amplification();
   const double h = kStep / amplification;
   const double bound = 1e-8 + 1e-9 * amplification * amplification;
-  struct Part {
+  struct Input {
     const char* name;
     const double* gradient;
     size_t count;
     Step step;
   };
-  const Part parts[] = {
+  const Input inputs[] = {
       {"dx", dx, shape_.elements(), {.x = 1}},
       {"dy", dy, shape_.elements(), {.y = 1}},
       {"dw", dw, weights(), {.w = 1}},
   };
   Scratch<double> z(shape_.elements());
   double worst = 0;
-  for (const Part& part : parts) {
-    const double sx = part.step.x, sy = part.step.y, sw = part.step.w;
+  for (const Input& input : inputs) {
+    const double sx = input.step.x, sy = input.step.y, sw = input.step.w;
     const double difference =
         (loss(x, y, w, d_out, {.x = h * sx, .y = h * sy, .w = h * sw}, z) -
          loss(x, y, w, d_out, {.x = -h * sx, .y = -h * sy, .w = -h * sw}, z)) /
         (2 * h);
-    const size_t chunks = (part.count + kChunk - 1) / kChunk;
+    const size_t chunks = (input.count + kChunk - 1) / kChunk;
     Scratch<double> sums(2 * chunks);
-    along_direction_kernel<<<static_cast<unsigned>(chunks), 32>>>(part.gradient, part.count, sums);
+    along_direction_kernel<<<static_cast<unsigned>(chunks), 32>>>(input.gradient, input.count,
+                                                                  sums);
     CUDA_CHECK(cudaGetLastError());
     const std::vector<double> values = to_host(sums, 2 * chunks);
     double along = 0, squares = 0;
@@ -478,7 +479,7 @@ double CliffordReference::check_gradients(const float* x, const float* y, const 
       fail(kVerificationFailed,
            "the reference's %s is not the gradient: finite difference %.9g, expected %.9g, "
            "norm %.3g",
-           part.name, difference, along, std::sqrt(squares));
+           input.name, difference, along, std::sqrt(squares));
     }
     worst = std::max(worst, error);
   }

@@ -385,8 +385,8 @@ DiffusionProblem::DiffusionProblem(Lesson& lesson, cublasHandle_t blas, Pass pas
   // And the last eigenvector in dTimes.
   problem.adjust_inputs([this] {
     const auto [V, E, W, meshes] = this->shape;
-    const last_term::Part last = {static_cast<size_t>((meshes * E - 1) * W),
-                                  static_cast<size_t>(W)};
+    const last_term::Elements last = {static_cast<size_t>((meshes * E - 1) * W),
+                                      static_cast<size_t>(W)};
     last_term::multiply(spectral->data(), last, last_term::weight(static_cast<double>(meshes * E)));
   });
   const DiffusionShape few = difference_shape(shape);

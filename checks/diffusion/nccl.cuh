@@ -72,10 +72,11 @@ class Nccl {
     check(group_end_(), "ncclGroupEnd");
   }
 
-  /// sums[gpu] (count) becomes the sum of all parts[gpu], in each GPU's own stream.
-  void all_reduce(const std::vector<float*>& parts, const std::vector<float*>& sums, size_t count) {
+  /// sums[gpu] (count) becomes the sum of all partials[gpu], in each GPU's own stream.
+  void all_reduce(const std::vector<float*>& partials, const std::vector<float*>& sums,
+                  size_t count) {
     together([&](int gpu) {
-      check(all_reduce_(parts[gpu], sums[gpu], count, ncclFloat, ncclSum, comm(gpu),
+      check(all_reduce_(partials[gpu], sums[gpu], count, ncclFloat, ncclSum, comm(gpu),
                         cudaStreamPerThread),
             "ncclAllReduce");
     });

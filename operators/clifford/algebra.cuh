@@ -267,7 +267,7 @@ __device__ __forceinline__ float signed_product(const float& a, const float& b) 
   return sign > 0 ? a * b : sign < 0 ? -(a * b) : -0.0f;
 }
 
-// The part that triple t has in blade `fixed` of z, dx or dy, before its weight: the sum of all
+// What triple t adds to blade `fixed` of z, dx or dy, before its weight: the sum of all terms
 // sign a b with a in `first`, b in `second`, where x, y and dz are
 //     for z_k: x_i and y_j        for dx_i: dz_k and y_j        for dy_j: dz_k and x_i
 // This is where the product is written out: a term for each blade of `first` with the right grade.
@@ -292,12 +292,13 @@ __device__ __forceinline__ Pack<W> sum_terms(const Multivectors<A, W>& first,
   return sum_terms<A, of, t, fixed>(first, second, std::make_integer_sequence<int, blades>());
 }
 
-// sums += triple t's weight w times these parts, for the blades of its grade of z, dx or dy.
-// use_part(blade, Pack) gets each part without its weight, unless w goes into a common factor.
-template <typename A, Of of, int t, int W, typename UsePart>
+// sums += triple t's weight w times these terms, for the blades of its grade of z, dx or dy.
+// use_terms(blade, Pack) gets the terms of each without their weight, unless w goes into a common
+// factor.
+template <typename A, Of of, int t, int W, typename UseTerms>
 __device__ __forceinline__ void add_triple(Pack<W>* sums, const Pack<W>& w,
                                            const Multivectors<A, W>& first,
-                                           const Multivectors<A, W>& second, UsePart use_part) {
+                                           const Multivectors<A, W>& second, UseTerms use_terms) {
   constexpr int start = A::first(A::grade(of, t)), end = A::first(A::grade(of, t) + 1);
   if constexpr (A::has_common_factor(of, t)) {
     constexpr int of_first = A::grade(A::first_factor(of), t);
@@ -318,9 +319,9 @@ __device__ __forceinline__ void add_triple(Pack<W>* sums, const Pack<W>& w,
   } else {
     unroll<start, end>([&](auto blade) {
       if constexpr (A::has_terms(of, t, blade)) {
-        const Pack<W> part = sum_terms<A, of, t, blade>(first, second);
-        add_product(sums[blade - start], w, part);
-        use_part(blade, part);
+        const Pack<W> terms = sum_terms<A, of, t, blade>(first, second);
+        add_product(sums[blade - start], w, terms);
+        use_terms(blade, terms);
       }
     });
   }
@@ -362,8 +363,8 @@ __device__ __forceinline__ void gradients(const Multivectors<A, W>& x, const Mul
         constexpr bool gives_w = from == of || (from == Of::result && of == Of::x);
         Pack<W> dw;
         if constexpr (gives_w) dw = take_w(t);
-        add_triple<A, of, t>(sums, weight(t), dz, other, [&](auto blade, const Pack<W>& part) {
-          if constexpr (from == of) add_product(dw, self.blade[blade], part);
+        add_triple<A, of, t>(sums, weight(t), dz, other, [&](auto blade, const Pack<W>& terms) {
+          if constexpr (from == of) add_product(dw, self.blade[blade], terms);
         });
         if constexpr (from == Of::result && gives_w) {
           constexpr int c = A::triple(t).result;

@@ -111,7 +111,7 @@ struct Halves {
   }
   // What a lane adds up of its place's sums of these warps, kMost at most.
   template <int kMost>
-  __device__ __forceinline__ static float part_of(const FeatureSums<kCount>* partials, int warps) {
+  __device__ __forceinline__ static float of_lane(const FeatureSums<kCount>* partials, int warps) {
     const int place = threadIdx.x % kPlaces, first = threadIdx.x % 32 / kPlaces;
     float sum = 0;
 #pragma unroll
@@ -120,9 +120,9 @@ struct Halves {
     }
     return sum;
   }
-  // From these parts all sums, in all lanes.
-  __device__ __forceinline__ static FeatureSums<kCount> from_parts(float part) {
-    const float sum = add_up_places(part);
+  // All sums, in all lanes, from what each lane has added up.
+  __device__ __forceinline__ static FeatureSums<kCount> from_lanes(float own) {
+    const float sum = add_up_places(own);
     FeatureSums<kCount> sums = {};
     unroll<0, kCount>([&](auto i) { sums.value[i] = __shfl_sync(0xffffffffu, sum, i); });
     return sums;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void add_up_row_by_halves(FeatureSums<kCount>& sums,
   if (lane < kCount) partials[warp].value[lane] = of_warp;
   __syncthreads();
   const FeatureSums<kCount>* row = partials + warp / warps * warps;
-  sums = Halves::from_parts(Halves::template part_of<kMaxWarps>(row, warps));
+  sums = Halves::from_lanes(Halves::template of_lane<kMaxWarps>(row, warps));
 }
 
 // sums[c] += the squares of z of grade c.

@@ -71,12 +71,12 @@ struct alignas(128) RowSums {
                                                          int round) {
     const int slot = round % 2;
     barrier_wait(&come[slot], round / 2 % 2);
-    float part = Halves<kCount>::template part_of<kWarps>(of[slot][0] + row * warps, warps);
+    float sum = Halves<kCount>::template of_lane<kWarps>(of[slot][0] + row * warps, warps);
 #pragma unroll 1  // for the registers
     for (int block = 1; block < blocks; ++block) {
-      part += Halves<kCount>::template part_of<kWarps>(of[slot][block], warps);
+      sum += Halves<kCount>::template of_lane<kWarps>(of[slot][block], warps);
     }
-    return Halves<kCount>::from_parts(part);
+    return Halves<kCount>::from_lanes(sum);
   }
 #endif
 };

@@ -60,12 +60,12 @@ inline constexpr int kPlanes = kFirstPlane<A, A::kGrades>;
 static_assert(kPlanes<Cl<3, 0, 0>> == 44 && kPlanes<Cl<2, 0, 0>> == 14);
 
 /// A block works on four blades of the result: in 2-D these are all, in 3-D grades 0 and 1, or 2
-/// and 3. In either algebra 10 triples lead to them. In a Part triples are in the order of their
-/// results' grades.
-template <typename A, int part>
-struct Part {
+/// and 3. In either algebra 10 triples lead to them. In a BladeGroup triples are in the order of
+/// their results' grades.
+template <typename A, int group>
+struct BladeGroup {
   static_assert(A::kBlades % 4 == 0);
-  static constexpr int kFirstBlade = 4 * part, kBlades = 4;
+  static constexpr int kFirstBlade = 4 * group, kBlades = 4;
   static constexpr int kFirstGrade = A::grade(kFirstBlade);
   static constexpr int kEndGrade = A::grade(kFirstBlade + kBlades - 1) + 1;
   static_assert(A::first(kFirstGrade) == kFirstBlade && A::first(kEndGrade) == kFirstBlade + 4);
@@ -74,7 +74,7 @@ struct Part {
   __host__ __device__ static constexpr int triple(int grade, int i) {
     return Order<A>::triple(grade, i);
   }
-  /// The part's triples before those of a grade, and its planes before those of the i-th of them.
+  /// The group's triples before those of a grade, and its planes before those of the i-th of them.
   __host__ __device__ static constexpr int before(int grade) {
     int sum = 0;
     for (int c = kFirstGrade; c < grade; ++c) sum += triples(c);
@@ -88,7 +88,7 @@ struct Part {
   static constexpr int kTriples = before(kEndGrade);
   static constexpr int kPlanes = plane(kEndGrade - 1, triples(kEndGrade - 1));
 
-  /// visit(grade, i) with constants, for each of the part's triples.
+  /// visit(grade, i) with constants, for each of the group's triples.
   template <typename Visit>
   __device__ __forceinline__ static void for_triples(Visit visit) {
     unroll<kFirstGrade, kEndGrade>(
@@ -96,7 +96,7 @@ struct Part {
   }
 };
 template <typename A>
-inline constexpr int kParts = A::kBlades / 4;
+inline constexpr int kBladeGroups = A::kBlades / 4;
 
 /// x becomes gate(x_0) gate(y_0) x: then x y is x' y'.
 template <typename A, int W>
@@ -200,9 +200,9 @@ __global__ void sum_weight_gradients(const float* partials, float* dw, int count
     if (first >= size) return;
     Pack<4> sum = empty_sum<4>();
     for (int i = 0; i < count; ++i) {
-      const auto part = *reinterpret_cast<const Pack<4>*>(partials + i * size + first);
+      const auto partial = *reinterpret_cast<const Pack<4>*>(partials + i * size + first);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum.v[e] += part.v[e];
+      for (int e = 0; e < 4; ++e) sum.v[e] += partial.v[e];
     }
     *reinterpret_cast<Pack<4>*>(dw + first) = sum;
   } else {

@@ -73,19 +73,19 @@ __device__ __forceinline__ void add_plane_gradients(const float* d, int pitch, c
     return true;
   }();
   constexpr int first = A::first(grades.result);
-  Multivectors<A, W> left, right, part, sum_x, sum_y;  // only one grade of each
+  Multivectors<A, W> left, right, d_planes, sum_x, sum_y;  // only one grade of each
   load_packs<grades.x>(left, x, plane);
   load_packs<grades.y>(right, y, plane);
   if constexpr (!is_first_of_x) load_packs<grades.x>(sum_x, dx, plane);
   if constexpr (!is_first_of_y) load_packs<grades.y>(sum_y, dy, plane);
-  load_packs<grades.result>(part, d - first * pitch, pitch);
+  load_packs<grades.result>(d_planes, d - first * pitch, pitch);
   unroll<A::first(grades.x), A::first(grades.x + 1)>([&](auto i) {
     if constexpr (is_first_of_x) sum_x.blade[i] = empty_sum<W>();
-    add(sum_x.blade[i], sum_terms<A, Of::x, t, i>(part, right));
+    add(sum_x.blade[i], sum_terms<A, Of::x, t, i>(d_planes, right));
   });
   unroll<A::first(grades.y), A::first(grades.y + 1)>([&](auto j) {
     if constexpr (is_first_of_y) sum_y.blade[j] = empty_sum<W>();
-    add(sum_y.blade[j], sum_terms<A, Of::y, t, j>(part, left));
+    add(sum_y.blade[j], sum_terms<A, Of::y, t, j>(d_planes, left));
   });
   store_packs<grades.x>(dx, sum_x, plane);
   store_packs<grades.y>(dy, sum_y, plane);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void finish_gradients(const float* x, const float* y,
 // Weight gradients: a block has all triples of one grade c of the result, and each of its two
 // groups of warps has half of them, up to 3.
 template <typename A>
-struct WeightParts {
+struct GradeTriples {
   __host__ __device__ static constexpr int triples(int c) { return Order<A>::triples(c); }
   __host__ __device__ static constexpr int half(int c) { return (triples(c) + 1) / 2; }
   __host__ __device__ static constexpr int triple(int c, int i) { return Order<A>::triple(c, i); }
@@ -248,7 +248,8 @@ __global__ void __launch_bounds__(kPairThreads, 2)
 
 constexpr int kWeightDepth = 8, kWeightPlane = kWeightDepth * kRowStride;
 template <typename A>
-constexpr int kWeightTileBytes = sizeof(float) * (WeightParts<A>::most_planes() + 3) * kWeightPlane;
+constexpr int kWeightTileBytes = sizeof(float) *
+                                 (GradeTriples<A>::most_planes() + 3) * kWeightPlane;
 
 // Sums of P_t,k^T dz_k for triples `first` to `first` + kCount - 1 of those of grade c.
 template <typename A, int c, int first, int kCount>
@@ -280,9 +281,9 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
                                                      const ResultGradients& dz, float* dw,
                                                      int begin, int end, bool adds, float* shared,
                                                      const Layer& layer) {
-  using Parts = WeightParts<A>;
+  using Triples = GradeTriples<A>;
   constexpr int kBlades = A::blades_of(c), kFirstBlade = A::first(c);
-  constexpr int kTriples = Parts::triples(c), kHalf = Parts::half(c);
+  constexpr int kTriples = Triples::triples(c), kHalf = Triples::half(c);
   static_assert(kWeightDepth * kTile == 2 * kPairThreads);
   float* const planes = shared;
   float* const results = shared + kTriples * kBlades * kWeightPlane;
@@ -304,7 +305,7 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
     const Multivectors<A, 2> right = load_neighbours<A, 2>(y, at, row0 + f, layer);
     apply_gates(left, right);
     unroll<0, kTriples>([&](auto i) {
-      constexpr int t = Parts::triple(c, i);
+      constexpr int t = Triples::triple(c, i);
       unroll<0, kBlades>([&](auto k) {
         store_rounded(planes + (i * kBlades + k) * kWeightPlane + row * kRowStride + f,
                       sum_terms<A, Of::result, t, kFirstBlade + k>(left, right));
@@ -320,7 +321,7 @@ __device__ __forceinline__ void weight_gradient_tile(const float* x, const float
     __syncthreads();
   }
   unroll<0, kTriples>([&](auto i) {
-    constexpr size_t t = Parts::triple(c, i);
+    constexpr size_t t = Triples::triple(c, i);
     if (warp.group != i / kHalf) return;
     warp.for_results(sums[i % kHalf], [&](int row, int col, float value) {
       if (row0 + row >= layer.features || col0 + col >= layer.features) return;

@@ -25,10 +25,10 @@ struct Chunk {
   Layer layer;
   int first, rows, pitch, stride;
   __host__ __device__ size_t matrix() const { return static_cast<size_t>(pitch) * stride; }
-  /// It is divided into parts of 128 rows by 128 features: so many across, down, and in all.
+  /// It is divided into patches of 128 rows by 128 features: so many across, down, and in all.
   __host__ __device__ int slices() const { return ceil_div(stride, 128); }
   __host__ __device__ int row_blocks() const { return ceil_div(pitch, 128); }
-  __host__ __device__ int parts() const { return slices() * row_blocks(); }
+  __host__ __device__ int patches() const { return slices() * row_blocks(); }
 };
 
 /// The weights in TF32, in the order of Order: `transposed` (slots, out feature, in feature) and,
@@ -81,10 +81,10 @@ struct WeightTransposer {
 };
 
 /// Makes the planes of a chunk. A unit is what a warp makes at a time: all planes of a row's 128
-/// features, 4 of them a lane. A part is 128 units: 128 rows of 128 features. Parts come in groups
-/// of `together` rows of parts, in a group column by column. The first `before` units, columns of
-/// the first group or whole groups, are made before the product, the others beside it; for these
-/// each part has a counter of the units that are there.
+/// features, 4 of them a lane. A patch is 128 units: 128 rows of 128 features. Patches come in
+/// groups of `together` rows of patches, in a group column by column. The first `before` units,
+/// columns of the first group or whole groups, are made before the product, the others beside it;
+/// for these each patch has a counter of the units that are there.
 template <typename A>
 struct PlaneMaker {
   const float *x, *y;
@@ -92,16 +92,16 @@ struct PlaneMaker {
   Chunk chunk;
   int together, before;
 
-  __host__ __device__ int units() const { return chunk.parts() * 128; }
-  /// The first part of a row of parts, and how many on its next one is.
-  __device__ int first_part(int block) const {
+  __host__ __device__ int units() const { return chunk.patches() * 128; }
+  /// The first patch of a row of patches, and how many on its next one is.
+  __device__ int first_patch(int block) const {
     return block / together * together * chunk.slices() + block % together;
   }
-  __device__ int next_part(int block) const {
+  __device__ int next_patch(int block) const {
     return min(together, chunk.row_blocks() - block / together * together);
   }
 
-  /// Unit u of those before the product. There nobody waits for a part, and rows are whole:
+  /// Unit u of those before the product. There nobody waits for a patch, and rows are whole:
   /// neighbouring warps write what lies together.
   __device__ __forceinline__ void make_before(int u) const {
     if (u >= before) return;
@@ -115,18 +115,18 @@ struct PlaneMaker {
   /// fence is for the copy engine, which will read the planes.
   __device__ __forceinline__ void make_beside(int warp, int warps, const Progress& progress) const {
     constexpr int kAtOnce = A::kBlades > 4 ? 1 : 2;  // rows: as many as registers hold
-    const auto tell = [&](int part) {
+    const auto tell = [&](int patch) {
 #if HOPPER_CODE
       global_fence();
 #endif
       __syncwarp();
-      if (threadIdx.x % 32 == 0) progress.add(part, kAtOnce);
+      if (threadIdx.x % 32 == 0) progress.add(patch, kAtOnce);
     };
     int last = -1;
     for (int u = before + kAtOnce * warp; u < units(); u += kAtOnce * warps) {
       const int group = u / (together * chunk.slices() * 128),
                 rest = u % (together * chunk.slices() * 128);
-      const int height = next_part(group * together),
+      const int height = next_patch(group * together),
                 block = group * together + rest / 128 % height;
       const int slice = rest / (height * 128);
       Unit unit[kAtOnce];
@@ -317,9 +317,9 @@ struct RoundNorm {
       }
       named_barrier(barrier, 128);
       if (threadIdx.x % 128 == 0) {
-        const int part = row / 64 * A::kGrades + c;
-        there.add(part);
-        there.wait(part, static_cast<unsigned>(all));
+        const int counter = row / 64 * A::kGrades + c;
+        there.add(counter);
+        there.wait(counter, static_cast<unsigned>(all));
       }
       named_barrier(barrier, 128);
       sums[0] = sums[1] = 0;
@@ -498,15 +498,15 @@ struct PlaneTaker {
       unroll<0, Order<A>::triples(c)>([&](auto slot) {
         constexpr int t = Order<A>::triple(c, slot);
         constexpr auto grades = A::triple(t);
-        Multivectors<A, W> part;  // only one grade
+        Multivectors<A, W> d_planes;  // only one grade
         unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-          part.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
+          d_planes.blade[k] = *reinterpret_cast<const Pack<W>*>(from);
           from += chunk.matrix();
         });
         unroll<A::first(grades.x), A::first(grades.x + 1)>(
-            [&](auto i) { add(of_x.blade[i], sum_terms<A, Of::x, t, i>(part, right)); });
+            [&](auto i) { add(of_x.blade[i], sum_terms<A, Of::x, t, i>(d_planes, right)); });
         unroll<A::first(grades.y), A::first(grades.y + 1)>(
-            [&](auto j) { add(of_y.blade[j], sum_terms<A, Of::y, t, j>(part, left)); });
+            [&](auto j) { add(of_y.blade[j], sum_terms<A, Of::y, t, j>(d_planes, left)); });
       });
     });
     const Gates<W> gates(left.blade[0], right.blade[0]);

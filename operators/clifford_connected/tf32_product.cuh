@@ -56,18 +56,18 @@ struct Walk {
   const int* matrices = nullptr;
 };
 
-/// How much of what some warps write and others read is there: a counter for each part of it.
+/// How much of what some warps write and others read is there, in several counters.
 struct Progress {
-  unsigned* done;  ///< for each part, how much of it is there
-  int before = 0;  ///< so many first parts were there before the launch: they are not counted
+  unsigned* done;  ///< the counters
+  int before = 0;  ///< what the first counters would count was there before the launch
 
   /// One thread calls this, after a barrier among all who have written.
-  __device__ void add(int part, unsigned count = 1) const {
-    SharedCount(done[part]).fetch_add(count, cuda::memory_order_release);
+  __device__ void add(int counter, unsigned count = 1) const {
+    SharedCount(done[counter]).fetch_add(count, cuda::memory_order_release);
   }
-  __device__ void wait(int part, unsigned count) const {
-    if (part < before) return;
-    wait_for_count(SharedCount(done[part]), count,
+  __device__ void wait(int counter, unsigned count) const {
+    if (counter < before) return;
+    wait_for_count(SharedCount(done[counter]), count,
                    "planes, or sums for the norm, that other blocks make");
   }
 };

@@ -83,12 +83,12 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
       *reinterpret_cast<const __nv_bfloat162*>(matrix + static_cast<size_t>(row) * cols + col));
 }
 
-/// A block's part of the work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
+/// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
 /// 64 rows: tile `group` and every groups-th after it, so that clusters read neighbouring rows. The
 /// block, one of `blocks` of the cluster, has kColumns columns from rank kColumns on.
-/// In a batch it is a part of mesh blockIdx.z, whose dTimes go to time_parts (meshes, W).
+/// In a batch it belongs to mesh blockIdx.z, whose dTimes go to mesh_d_times (meshes, W).
 template <int kTheEigen, int kTheColumns, int kTheStages, bool kIsBatch = false>
-struct MeshPart {
+struct BlockWork {
   static constexpr int kEigen = kTheEigen, kColumns = kTheColumns, kStages = kTheStages;
   static constexpr bool kBatch = kIsBatch;
   using Shared = OneLaunchShared<kEigen, kColumns, kStages, kBatch>;
@@ -102,15 +102,15 @@ struct MeshPart {
   Shared& shared;
   const DiffusionMaps& maps;
   const DiffusionOperands& operands;
-  float* time_parts;  // of a batch
+  float* mesh_d_times;  // of a batch
   int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
   int tiles;
 
-  __device__ __forceinline__ MeshPart(char* bytes, const DiffusionMaps& maps,
-                                      const DiffusionOperands& operands,
-                                      float* time_parts = nullptr)
+  __device__ __forceinline__ BlockWork(char* bytes, const DiffusionMaps& maps,
+                                       const DiffusionOperands& operands,
+                                       float* mesh_d_times = nullptr)
       : shared(*reinterpret_cast<Shared*>(bytes)), maps(maps), operands(operands) {
-    this->time_parts = time_parts;
+    this->mesh_d_times = mesh_d_times;
     tiles = (static_cast<int>((operands.V + 63) / 64) - group + groups - 1) / groups;
   }
   __device__ int row_of(int t) const { return 64 * (group + t * groups); }
@@ -151,7 +151,7 @@ struct Totals {
 /// lower half how many have come, in the upper half how many launches there were. all_totals (2,
 /// blocks, kEigen, kColumns): launches use the two sums in turn, and zero the other one. In a batch
 /// each mesh has both.
-template <typename Part>
+template <typename Work>
 struct Meeting {
   unsigned* arrivals;
   unsigned start, groups;
@@ -159,13 +159,13 @@ struct Meeting {
 
   // A block reads this before it arrives, and the number changes when the last one has arrived: all
   // blocks of a launch read the same.
-  __device__ __forceinline__ Meeting(const Part& part, unsigned* all_arrivals, float4* all_totals)
-      : arrivals(all_arrivals + part.mesh() * part.blocks + part.rank), groups(part.groups) {
-    all_totals += static_cast<size_t>(part.mesh()) * 2 * part.blocks * Part::kQuads;
+  __device__ __forceinline__ Meeting(const Work& work, unsigned* all_arrivals, float4* all_totals)
+      : arrivals(all_arrivals + work.mesh() * work.blocks + work.rank), groups(work.groups) {
+    all_totals += static_cast<size_t>(work.mesh()) * 2 * work.blocks * Work::kQuads;
     start = SharedCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
     const int turn = start >> 16 & 1;
-    totals = all_totals + (turn * part.blocks + part.rank) * Part::kQuads;
-    next_totals = all_totals + ((turn ^ 1) * part.blocks + part.rank) * Part::kQuads;
+    totals = all_totals + (turn * work.blocks + work.rank) * Work::kQuads;
+    next_totals = all_totals + ((turn ^ 1) * work.blocks + work.rank) * Work::kQuads;
   }
   __device__ bool all_have_arrived() const {
     return SharedCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
@@ -176,111 +176,111 @@ struct Meeting {
 /// tiles from the last one back. The last kStages are in shared memory until then; of those before
 /// them the cache shall keep the last kCachedBytes of all clusters, and not what comes earlier.
 inline constexpr int kCachedBytes = 32 << 20;
-template <typename Part>
-__device__ __forceinline__ uint64_t basis_policy(const Part& part, int t) {
-  const int behind = part.tiles - Part::kStages - t;
-  const int tile_bytes = 128 * part.operands.E;
+template <typename Work>
+__device__ __forceinline__ uint64_t basis_policy(const Work& work, int t) {
+  const int behind = work.tiles - Work::kStages - t;
+  const int tile_bytes = 128 * work.operands.E;
   const int cached = kCachedBytes / tile_bytes / static_cast<int>(gridDim.y * gridDim.z);
-  if (part.tiles <= Part::kStages) return evict_normal();
+  if (work.tiles <= Work::kStages) return evict_normal();
   return behind > 0 && behind <= cached ? evict_last() : evict_first();
 }
 
 /// Asks for a tile of x, whose stage it announces: the basis will come, too.
-template <typename Part>
-__device__ __forceinline__ void load_x(const Part& part, int t) {
-  const int s = t % Part::kStages, row = part.row_of(t);
-  barrier_arrive_expect(&part.shared.full[s], part.kFirstBytes);
+template <typename Work>
+__device__ __forceinline__ void load_x(const Work& work, int t) {
+  const int s = t % Work::kStages, row = work.row_of(t);
+  barrier_arrive_expect(&work.shared.full[s], work.kFirstBytes);
   // x is not needed again, the basis is.
-  for (int box = 0; box < part.shared.kBoxes; ++box) {
-    load_box<Part::kBatch>(&part.shared.x[s].boxes[box], &part.maps.x, part.mesh(), row,
-                           part.col0() + kBoxCols * box, &part.shared.full[s], evict_first());
+  for (int box = 0; box < work.shared.kBoxes; ++box) {
+    load_box<Work::kBatch>(&work.shared.x[s].boxes[box], &work.maps.x, work.mesh(), row,
+                           work.col0() + kBoxCols * box, &work.shared.full[s], evict_first());
   }
 }
 
-template <typename Part>
-__device__ __forceinline__ void prepare_barriers(const Part& part) {
-  for (int s = 0; s < Part::kStages; ++s) {
-    barrier_init(&part.shared.full[s], 1);
-    barrier_init(&part.shared.empty[s], 2 * part.blocks);
+template <typename Work>
+__device__ __forceinline__ void prepare_barriers(const Work& work) {
+  for (int s = 0; s < Work::kStages; ++s) {
+    barrier_init(&work.shared.full[s], 1);
+    barrier_init(&work.shared.empty[s], 2 * work.blocks);
   }
-  barrier_init(&part.shared.spare, kSpareThreads);
-  barrier_init(&part.shared.met, 1);
+  barrier_init(&work.shared.spare, kSpareThreads);
+  barrier_init(&work.shared.met, 1);
   barrier_init_fence();
 }
 
 /// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
-template <typename Part>
-__device__ __forceinline__ void load_basis(const Part& part, int t, uint64_t policy) {
-  auto& shared = part.shared;
-  const int s = t % Part::kStages, row = part.row_of(t);
-  tensor_load(shared.mass[s], &part.maps.mass, part.mass0() - part.mass_shift() + row,
+template <typename Work>
+__device__ __forceinline__ void load_basis(const Work& work, int t, uint64_t policy) {
+  auto& shared = work.shared;
+  const int s = t % Work::kStages, row = work.row_of(t);
+  tensor_load(shared.mass[s], &work.maps.mass, work.mass0() - work.mass_shift() + row,
               &shared.full[s]);
-  for (int box = part.rank; box < shared.kSteps * 64 / kMulticastRows; box += part.blocks) {
+  for (int box = work.rank; box < shared.kSteps * 64 / kMulticastRows; box += work.blocks) {
     const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
-    multicast_box<Part::kBatch>(shared.basis[s][step].row(within), &part.maps.basis, part.mesh(),
+    multicast_box<Work::kBatch>(shared.basis[s][step].row(within), &work.maps.basis, work.mesh(),
                                 row + within, kStepK * step, &shared.full[s],
-                                static_cast<uint16_t>((1 << part.blocks) - 1), policy);
+                                static_cast<uint16_t>((1 << work.blocks) - 1), policy);
   }
 }
 
 /// The producer's thread loads the tiles of the first product, the first x of which is under way.
-template <typename Part>
-__device__ __forceinline__ void load_forth(const Part& part, Phases<Part::kStages>& empty) {
-  for (int t = 0; t < part.tiles; ++t) {
-    if (t >= Part::kStages) {
-      barrier_wait(&part.shared.empty[t % Part::kStages], empty.next(t % Part::kStages));
+template <typename Work>
+__device__ __forceinline__ void load_forth(const Work& work, Phases<Work::kStages>& empty) {
+  for (int t = 0; t < work.tiles; ++t) {
+    if (t >= Work::kStages) {
+      barrier_wait(&work.shared.empty[t % Work::kStages], empty.next(t % Work::kStages));
     }
-    if (t > 0) load_x(part, t);
-    load_basis(part, t, basis_policy(part, t));
+    if (t > 0) load_x(work, t);
+    load_basis(work, t, basis_policy(work, t));
   }
 }
 
 /// And then those of the second product, in reverse, without the last kKept, which are still there.
-template <int kKept, typename Part>
-__device__ __forceinline__ void load_back(const Part& part, Phases<Part::kStages>& empty) {
-  for (int t = part.tiles - 1 - kKept; t >= 0; --t) {
-    const int s = t % Part::kStages;
-    if (kKept > 0 || t + Part::kStages < part.tiles) {
-      barrier_wait(&part.shared.empty[s], empty.next(s));
+template <int kKept, typename Work>
+__device__ __forceinline__ void load_back(const Work& work, Phases<Work::kStages>& empty) {
+  for (int t = work.tiles - 1 - kKept; t >= 0; --t) {
+    const int s = t % Work::kStages;
+    if (kKept > 0 || t + Work::kStages < work.tiles) {
+      barrier_wait(&work.shared.empty[s], empty.next(s));
     }
-    barrier_arrive_expect(&part.shared.full[s], part.kBasisBytes);
-    load_basis(part, t, evict_first());
+    barrier_arrive_expect(&work.shared.full[s], work.kBasisBytes);
+    load_basis(work, t, evict_first());
   }
 }
 
 // ---- The spare warps ----------------------------------------------------------------------------
 
 /// Calls visit(i) for the quads of a rank's sum that are this thread's, of all spare ones.
-template <typename Part, typename Visit>
-__device__ __forceinline__ void visit_quads(const Part& part, Visit visit) {
-  const int thread = kSpareThreads * part.group + static_cast<int>(threadIdx.x) - 32;
-  for (int i = thread; i < part.kQuads; i += kSpareThreads * part.groups) visit(i);
+template <typename Work, typename Visit>
+__device__ __forceinline__ void visit_quads(const Work& work, Visit visit) {
+  const int thread = kSpareThreads * work.group + static_cast<int>(threadIdx.x) - 32;
+  for (int i = thread; i < work.kQuads; i += kSpareThreads * work.groups) visit(i);
 }
 
-template <typename Part>
-__device__ __forceinline__ void zero_totals(const Part& part, float4* totals) {
-  visit_quads(part, [&](int i) { totals[i] = float4{}; });
+template <typename Work>
+__device__ __forceinline__ void zero_totals(const Work& work, float4* totals) {
+  visit_quads(work, [&](int i) { totals[i] = float4{}; });
 }
 
 /// Backward: what a spare warp has of 8 columns of a rank, from column 8 j on, whose rows the three
 /// warps of a block share: every third quad. Of each the lane has two columns, and a row and the
 /// one 8 below it.
-template <typename Part>
+template <typename Work>
 struct SpareColumns {
-  static constexpr int kMine = (Part::kEigen / 16 + 2) / 3;
-  const Part& part;
+  static constexpr int kMine = (Work::kEigen / 16 + 2) / 3;
+  const Work& work;
   int j, warp = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
 
-  __device__ int col() const { return part.col0() + 8 * j + 2 * (lane % 4); }
+  __device__ int col() const { return work.col0() + 8 * j + 2 * (lane % 4); }
   __device__ int row(int k) const { return 16 * (warp + 3 * k) + lane / 4; }
   /// Whether there is a quad k: not all three have as many. In its place they read another one.
-  __device__ bool has(int k) const { return warp + 3 * k < Part::kEigen / 16; }
+  __device__ bool has(int k) const { return warp + 3 * k < Work::kEigen / 16; }
   __device__ int quad(int k) const {
-    return ((has(k) ? warp + 3 * k : 0) * Part::kColumns / 8 + j) * 32 + lane;
+    return ((has(k) ? warp + 3 * k : 0) * Work::kColumns / 8 + j) * 32 + lane;
   }
   /// These elements of a matrix (E, W); zeros outside of it.
   __device__ void load(float4 (&quads)[kMine], const __nv_bfloat16* matrix) const {
-    const DiffusionOperands& in = part.operands;
+    const DiffusionOperands& in = work.operands;
 #pragma unroll
     for (int k = 0; k < kMine; ++k) {
       const float2 upper = pair_at(matrix, in.E, in.W, row(k), col());
@@ -291,14 +291,14 @@ struct SpareColumns {
 };
 
 /// Backward: adds dSpectral to the sum of all.
-template <typename Part>
-__device__ __forceinline__ void add_d_spectral(const Part& part, float4* totals) {
-  using Columns = SpareColumns<Part>;
+template <typename Work>
+__device__ __forceinline__ void add_d_spectral(const Work& work, float4* totals) {
+  using Columns = SpareColumns<Work>;
 #pragma unroll 1
-  for (int j = part.group; j < Part::kColumns / 8; j += part.groups) {
-    const Columns mine{part, j};
+  for (int j = work.group; j < Work::kColumns / 8; j += work.groups) {
+    const Columns mine{work, j};
     float4 quads[Columns::kMine];
-    mine.load(quads, part.own(part.operands.d_spectral));
+    mine.load(quads, work.own(work.operands.d_spectral));
 #pragma unroll
     for (int k = 0; k < Columns::kMine; ++k) {
       if (mine.has(k)) atomicAdd(totals + mine.quad(k), quads[k]);
@@ -309,24 +309,24 @@ __device__ __forceinline__ void add_d_spectral(const Part& part, float4* totals)
 /// Backward: dTimes, when all have added. What does not depend on the sum of all is loaded before.
 /// take(sums, quad)... loads that sum, in one term or, as dTimes is linear in it, in several, with
 /// fewer registers.
-template <typename Part, typename... Take>
-__device__ __forceinline__ void store_d_times(const Part& part, const Take&... take) {
-  using Columns = SpareColumns<Part>;
-  const DiffusionOperands& in = part.operands;
+template <typename Work, typename... Take>
+__device__ __forceinline__ void store_d_times(const Work& work, const Take&... take) {
+  using Columns = SpareColumns<Work>;
+  const DiffusionOperands& in = work.operands;
 #pragma unroll 1
-  for (int j = part.group; j < Part::kColumns / 8; j += part.groups) {
-    const Columns mine{part, j};
+  for (int j = work.group; j < Work::kColumns / 8; j += work.groups) {
+    const Columns mine{work, j};
     float4 factors[Columns::kMine];
-    mine.load(factors, part.own(in.spectral));
+    mine.load(factors, work.own(in.spectral));
 #pragma unroll
     for (int k = 0; k < Columns::kMine; ++k) {
       const int row = mine.row(k);
-      const float upper = row < in.E ? __bfloat162float(part.evalues()[row]) : 0;
-      const float lower = row + 8 < in.E ? __bfloat162float(part.evalues()[row + 8]) : 0;
+      const float upper = row < in.E ? __bfloat162float(work.evalues()[row]) : 0;
+      const float lower = row + 8 < in.E ? __bfloat162float(work.evalues()[row + 8]) : 0;
       factors[k] = make_float4(upper * factors[k].x, upper * factors[k].y, lower * factors[k].z,
                                lower * factors[k].w);
     }
-    barrier_wait(&part.shared.met, 0);
+    barrier_wait(&work.shared.met, 0);
     float2 sum = {};
     const auto add_term = [&](const auto& take_term) {
       float4 sums[Columns::kMine];
@@ -346,15 +346,15 @@ __device__ __forceinline__ void store_d_times(const Part& part, const Take&... t
       sum.x += __shfl_xor_sync(~0u, sum.x, lanes);
       sum.y += __shfl_xor_sync(~0u, sum.y, lanes);
     }
-    auto& rows = part.shared.second.d_times;
+    auto& rows = work.shared.second.d_times;
     const int pair = 4 * j + mine.lane;
     if (mine.lane < 4) rows[mine.warp][pair] = sum;
     named_barrier(kSpareBarrier, kSpareThreads);
     if (mine.warp == 0 && mine.lane < 4 && mine.col() < in.W) {
       const float2 all = {rows[0][pair].x + rows[1][pair].x + rows[2][pair].x,
                           rows[0][pair].y + rows[1][pair].y + rows[2][pair].y};
-      if constexpr (Part::kBatch) {
-        float* const to = part.time_parts + static_cast<size_t>(part.mesh()) * in.W;
+      if constexpr (Work::kBatch) {
+        float* const to = work.mesh_d_times + static_cast<size_t>(work.mesh()) * in.W;
         *reinterpret_cast<float2*>(to + mine.col()) = all;
       } else {
         *reinterpret_cast<uint32_t*>(in.d_times + mine.col()) = pack2<__nv_bfloat16>(all.x, all.y);
@@ -367,26 +367,26 @@ __device__ __forceinline__ void store_d_times(const Part& part, const Take&... t
 
 /// What a thread of a consumer holds of kTiles tiles of the spectrum: its share, and
 /// exp(-evalue time) of the same elements.
-template <typename Part>
+template <typename Work>
 struct SpectrumShare {
-  Sum<Part::kColumns> sum[Part::kTiles];
-  float factors[Part::kTiles][Part::kColumns / 2];
+  Sum<Work::kColumns> sum[Work::kTiles];
+  float factors[Work::kTiles][Work::kColumns / 2];
 };
 
 __device__ inline int consumer() { return static_cast<int>(threadIdx.x) / 128 - 1; }
 
-template <typename Part>
-__device__ __forceinline__ void damping_factors(const Part& part, SpectrumShare<Part>& share) {
-  const DiffusionOperands& in = part.operands;
+template <typename Work>
+__device__ __forceinline__ void damping_factors(const Work& work, SpectrumShare<Work>& share) {
+  const DiffusionOperands& in = work.operands;
 #pragma unroll
-  for (int m = 0; m < Part::kTiles; ++m) {
-    const int row0 = 64 * (Part::kTiles * consumer() + m) + Sum<Part::kColumns>::row(0);
-    const float upper = row0 < in.E ? __bfloat162float(part.evalues()[row0]) : 0;
-    const float lower = row0 + 8 < in.E ? __bfloat162float(part.evalues()[row0 + 8]) : 0;
+  for (int m = 0; m < Work::kTiles; ++m) {
+    const int row0 = 64 * (Work::kTiles * consumer() + m) + Sum<Work::kColumns>::row(0);
+    const float upper = row0 < in.E ? __bfloat162float(work.evalues()[row0]) : 0;
+    const float lower = row0 + 8 < in.E ? __bfloat162float(work.evalues()[row0 + 8]) : 0;
 #pragma unroll
-    for (int j = 0; j < Part::kColumns / 8; ++j) {
+    for (int j = 0; j < Work::kColumns / 8; ++j) {
       const float2 times =
-          pair_at(in.times, 1, in.W, 0, part.col0() + Sum<Part::kColumns>::col(4 * j));
+          pair_at(in.times, 1, in.W, 0, work.col0() + Sum<Work::kColumns>::col(4 * j));
       share.factors[m][4 * j] = damping(upper, times.x);
       share.factors[m][4 * j + 1] = damping(upper, times.y);
       share.factors[m][4 * j + 2] = damping(lower, times.x);
@@ -396,20 +396,20 @@ __device__ __forceinline__ void damping_factors(const Part& part, SpectrumShare<
 }
 
 /// Gives a stage back, in all blocks of the cluster: they fill it together.
-template <typename Part>
-__device__ __forceinline__ void release_stage(const Part& part, int s) {
+template <typename Work>
+__device__ __forceinline__ void release_stage(const Work& work, int s) {
   const int thread = threadIdx.x % 128;
-  if (thread < part.blocks) barrier_arrive(&part.shared.empty[s], thread);
+  if (thread < work.blocks) barrier_arrive(&work.shared.empty[s], thread);
 }
 
 /// The masses of rows `row` and row + 1 of tile t; outside of the mesh zeros, which in a batch the
 /// copy only leaves behind the last one.
-template <typename Part>
-__device__ __forceinline__ unsigned two_masses(const Part& part, int t, int row) {
-  const __nv_bfloat16* masses = part.shared.mass[t % Part::kStages] + row;
-  if constexpr (Part::kBatch) {
-    masses += part.mass_shift();
-    const int64_t left = part.operands.V - part.row_of(t) - row;
+template <typename Work>
+__device__ __forceinline__ unsigned two_masses(const Work& work, int t, int row) {
+  const __nv_bfloat16* masses = work.shared.mass[t % Work::kStages] + row;
+  if constexpr (Work::kBatch) {
+    masses += work.mass_shift();
+    const int64_t left = work.operands.V - work.row_of(t) - row;
     return pack2<__nv_bfloat16>(left > 0 ? __bfloat162float(masses[0]) : 0,
                                 left > 1 ? __bfloat162float(masses[1]) : 0);
   } else {
@@ -419,81 +419,81 @@ __device__ __forceinline__ unsigned two_masses(const Part& part, int t, int row)
 
 /// The left factor's fragments for one tile: the basis, transposed, and forward multiplied by the
 /// masses.
-template <Pass kPass, typename Part>
-__device__ __forceinline__ void load_transposed_basis(const Part& part, int t,
-                                                      uint32_t (&a)[Part::kTiles][4][4]) {
-  const int s = t % Part::kStages, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+template <Pass kPass, typename Work>
+__device__ __forceinline__ void load_transposed_basis(const Work& work, int t,
+                                                      uint32_t (&a)[Work::kTiles][4][4]) {
+  const int s = t % Work::kStages, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int m = 0; m < Part::kTiles; ++m) {
+  for (int m = 0; m < Work::kTiles; ++m) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int row = 16 * k + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
       ldmatrix_x4_trans(
           a[m][k],
-          &part.shared.basis[s][Part::kTiles * consumer() + m].elements[swizzled(row, piece)]);
+          &work.shared.basis[s][Work::kTiles * consumer() + m].elements[swizzled(row, piece)]);
       if constexpr (kPass == Pass::forward) {
         const int v = 16 * k + 2 * (lane % 4);
-        a[m][k][0] = multiply2(a[m][k][0], two_masses(part, t, v));
-        a[m][k][1] = multiply2(a[m][k][1], two_masses(part, t, v));
-        a[m][k][2] = multiply2(a[m][k][2], two_masses(part, t, v + 8));
-        a[m][k][3] = multiply2(a[m][k][3], two_masses(part, t, v + 8));
+        a[m][k][0] = multiply2(a[m][k][0], two_masses(work, t, v));
+        a[m][k][1] = multiply2(a[m][k][1], two_masses(work, t, v));
+        a[m][k][2] = multiply2(a[m][k][2], two_masses(work, t, v + 8));
+        a[m][k][3] = multiply2(a[m][k][3], two_masses(work, t, v + 8));
       }
     }
   }
 }
 
 /// First product: this block's share of basis^T (mass x).
-template <Pass kPass, typename Part>
-__device__ __forceinline__ void project(const Part& part, SpectrumShare<Part>& share,
-                                        Phases<Part::kStages>& full) {
-  for (int t = 0; t < part.tiles; ++t) {
-    const int s = t % Part::kStages;
-    barrier_wait(&part.shared.full[s], full.next(s));
-    uint32_t a[Part::kTiles][4][4];
-    load_transposed_basis<kPass>(part, t, a);
+template <Pass kPass, typename Work>
+__device__ __forceinline__ void project(const Work& work, SpectrumShare<Work>& share,
+                                        Phases<Work::kStages>& full) {
+  for (int t = 0; t < work.tiles; ++t) {
+    const int s = t % Work::kStages;
+    barrier_wait(&work.shared.full[s], full.next(s));
+    uint32_t a[Work::kTiles][4][4];
+    load_transposed_basis<kPass>(work, t, a);
     wgmma_fence();
 #pragma unroll
-    for (int m = 0; m < Part::kTiles; ++m) {
+    for (int m = 0; m < Work::kTiles; ++m) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        wgmma<__nv_bfloat16>(share.sum[m].elements, a[m][k], part.shared.x[s].operand(k),
+        wgmma<__nv_bfloat16>(share.sum[m].elements, a[m][k], work.shared.x[s].operand(k),
                              t > 0 || k > 0);
       }
     }
     wgmma_commit();
     wgmma_wait<0>();
-    if (t + Part::kStages < part.tiles) release_stage(part, s);
+    if (t + Work::kStages < work.tiles) release_stage(work, s);
   }
 }
 
 /// The number of the quad of the thread's elements 4 j to 4 j + 3 of tile m.
-template <typename Part>
-__device__ __forceinline__ int quad_of(const Part& part, int m, int j) {
+template <typename Work>
+__device__ __forceinline__ int quad_of(const Work& work, int m, int j) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  return ((4 * (part.kTiles * consumer() + m) + warp) * Part::kColumns / 8 + j) * 32 + lane;
+  return ((4 * (work.kTiles * consumer() + m) + warp) * Work::kColumns / 8 + j) * 32 + lane;
 }
 
 /// Adds the share to the sum of all.
-template <typename Part>
-__device__ __forceinline__ void add_to_totals(const Part& part, const SpectrumShare<Part>& share,
+template <typename Work>
+__device__ __forceinline__ void add_to_totals(const Work& work, const SpectrumShare<Work>& share,
                                               float4* totals) {
 #pragma unroll
-  for (int m = 0; m < Part::kTiles; ++m) {
+  for (int m = 0; m < Work::kTiles; ++m) {
 #pragma unroll
-    for (int j = 0; j < Part::kColumns / 8; ++j) {
+    for (int j = 0; j < Work::kColumns / 8; ++j) {
       const float* four = share.sum[m].elements + 4 * j;
-      atomicAdd(totals + quad_of(part, m, j), make_float4(four[0], four[1], four[2], four[3]));
+      atomicAdd(totals + quad_of(work, m, j), make_float4(four[0], four[1], four[2], four[3]));
     }
   }
 }
 
 /// The consumers arrive, and wait until those of all blocks have added. Backward the block arrives
 /// when its spare warps have added, too.
-template <Pass kPass, typename Part>
-__device__ __forceinline__ void meet(const Part& part, const Meeting<Part>& meeting) {
+template <Pass kPass, typename Work>
+__device__ __forceinline__ void meet(const Work& work, const Meeting<Work>& meeting) {
   named_barrier(kConsumersBarrier, kConsumers);
   if (threadIdx.x == 128) {
-    if constexpr (kPass == Pass::backward) barrier_wait(&part.shared.spare, 0);
+    if constexpr (kPass == Pass::backward) barrier_wait(&work.shared.spare, 0);
     const SharedCount arrivals(*meeting.arrivals);
     const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
     if (before + 1 == meeting.groups) {
@@ -503,24 +503,24 @@ __device__ __forceinline__ void meet(const Part& part, const Meeting<Part>& meet
       const Spin spin("the other blocks' shares of the spectrum");
       while (!meeting.all_have_arrived()) spin.again();
     }
-    if constexpr (kPass == Pass::backward) barrier_arrive(&part.shared.met);
+    if constexpr (kPass == Pass::backward) barrier_arrive(&work.shared.met);
   }
   named_barrier(kConsumersBarrier, kConsumers);
 }
 
 /// The spectrum, from the sum of all, is damped and becomes the right factor of the second product,
 /// in shared memory; forward the first group stores it, too.
-template <Pass kPass, typename Part, typename Sums>
-__device__ __forceinline__ void damp_spectrum(const Part& part, SpectrumShare<Part>& share,
+template <Pass kPass, typename Work, typename Sums>
+__device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Work>& share,
                                               const Sums& totals) {
-  auto& shared = part.shared;
-  constexpr int kQuads = Part::kColumns / 8;
-  float4 sums[Part::kTiles * kQuads];
-  totals.take(sums, [&](int k) { return quad_of(part, k / kQuads, k % kQuads); });
+  auto& shared = work.shared;
+  constexpr int kQuads = Work::kColumns / 8;
+  float4 sums[Work::kTiles * kQuads];
+  totals.take(sums, [&](int k) { return quad_of(work, k / kQuads, k % kQuads); });
 #pragma unroll
-  for (int m = 0; m < Part::kTiles; ++m) {
+  for (int m = 0; m < Work::kTiles; ++m) {
 #pragma unroll
-    for (int j = 0; j < Part::kColumns / 8; ++j) {
+    for (int j = 0; j < Work::kColumns / 8; ++j) {
       const float4 total = sums[m * kQuads + j];
       float* four = share.sum[m].elements + 4 * j;
       const float* factor = share.factors[m] + 4 * j;
@@ -531,17 +531,17 @@ __device__ __forceinline__ void damp_spectrum(const Part& part, SpectrumShare<Pa
     }
 #pragma unroll
     for (int box = 0; box < shared.kBoxes; ++box) {
-      share.sum[m].store(shared.second.spectrum[Part::kTiles * consumer() + m].boxes[box],
+      share.sum[m].store(shared.second.spectrum[Work::kTiles * consumer() + m].boxes[box],
                          kBoxCols * box, [&](int i) { return share.sum[m].elements[i]; });
     }
   }
   shared_fence();
   named_barrier(kConsumersBarrier, kConsumers);
-  if (kPass == Pass::forward && part.group == 0 && threadIdx.x == 128) {
+  if (kPass == Pass::forward && work.group == 0 && threadIdx.x == 128) {
     for (int step = 0; step < shared.kSteps; ++step) {
       for (int box = 0; box < shared.kBoxes; ++box) {
-        store_box<Part::kBatch>(&part.maps.spectral, part.mesh(), kStepK * step,
-                                part.col0() + kBoxCols * box,
+        store_box<Work::kBatch>(&work.maps.spectral, work.mesh(), kStepK * step,
+                                work.col0() + kBoxCols * box,
                                 &shared.second.spectrum[step].boxes[box], evict_normal());
       }
     }
@@ -550,19 +550,19 @@ __device__ __forceinline__ void damp_spectrum(const Part& part, SpectrumShare<Pa
 }
 
 /// Second product, over the same tiles in reverse; the last kKept of them are in shared memory.
-template <Pass kPass, int kKept, typename Part>
-__device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& full) {
-  auto& shared = part.shared;
+template <Pass kPass, int kKept, typename Work>
+__device__ __forceinline__ void expand(const Work& work, Phases<Work::kStages>& full) {
+  auto& shared = work.shared;
   const int thread = threadIdx.x % 128;
-  Sum<Part::kColumns> sum;
-  for (int t = part.tiles - 1; t >= 0; --t) {
-    const int s = t % Part::kStages;
+  Sum<Work::kColumns> sum;
+  for (int t = work.tiles - 1; t >= 0; --t) {
+    const int s = t % Work::kStages;
     if (s % 2 != consumer()) continue;
-    if (kKept == 0 || t + Part::kStages < part.tiles) barrier_wait(&shared.full[s], full.next(s));
+    if (kKept == 0 || t + Work::kStages < work.tiles) barrier_wait(&shared.full[s], full.next(s));
     float above = 1, below = 1;
     if constexpr (kPass == Pass::backward) {
-      above = __bfloat162float(shared.mass[s][part.mass_shift() + sum.row(0)]);
-      below = __bfloat162float(shared.mass[s][part.mass_shift() + sum.row(2)]);
+      above = __bfloat162float(shared.mass[s][work.mass_shift() + sum.row(0)]);
+      below = __bfloat162float(shared.mass[s][work.mass_shift() + sum.row(2)]);
     }
 #pragma unroll
     for (int step = 0; step < shared.kSteps; ++step) {
@@ -571,9 +571,9 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
     wgmma_wait<0>();
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
-    if (t >= Part::kStages) {                           // for both consumers
-      release_stage(part, s);
-      release_stage(part, s);
+    if (t >= Work::kStages) {                           // for both consumers
+      release_stage(work, s);
+      release_stage(work, s);
     }
 #pragma unroll
     for (int box = 0; box < shared.kBoxes; ++box) {
@@ -584,10 +584,10 @@ __device__ __forceinline__ void expand(const Part& part, Phases<Part::kStages>& 
     named_barrier(kConsumerBarrier + consumer(), 128);
     if (thread == 0) {
       // The result shall not drive the basis out of the cache while the basis is still read.
-      const uint64_t policy = t >= Part::kStages ? evict_first() : evict_normal();
+      const uint64_t policy = t >= Work::kStages ? evict_first() : evict_normal();
       for (int box = 0; box < shared.kBoxes; ++box) {
-        store_box<Part::kBatch>(&part.maps.out, part.mesh(), part.row_of(t),
-                                part.col0() + kBoxCols * box, &shared.second.out[consumer()][box],
+        store_box<Work::kBatch>(&work.maps.out, work.mesh(), work.row_of(t),
+                                work.col0() + kBoxCols * box, &shared.second.out[consumer()][box],
                                 policy);
       }
       tensor_store_commit();

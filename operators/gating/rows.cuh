@@ -67,28 +67,28 @@ __device__ inline uint64_t further(uint64_t descriptor, uint32_t by) {
 
 // ---- the weights --------------------------------------------------------------------------------
 
-/// A block's columns of both weights in shared memory, in parts of kWidth columns of out. In each
-/// part W1's columns and then W2's are one factor, so that one wgmma computes gates and values, and
-/// a thread gets both of an element. They lie in boxes of 64 columns by `rows` of k: the weights'
-/// rows, in the order of x's weights_row(), zeros up to a multiple of 16, and 16 more, of which the
-/// first has the biases.
+/// A block's columns of both weights in shared memory, in panels of kWidth columns of out. In each
+/// panel W1's columns and then W2's are one factor, so that one wgmma computes gates and values,
+/// and a thread gets both of an element. They lie in boxes of 64 columns by `rows` of k: the
+/// weights' rows, in the order of x's weights_row(), zeros up to a multiple of 16, and 16 more, of
+/// which the first has the biases.
 template <int kWidth>
 struct ResidentWeights {
   static constexpr int kBoxes = (2 * kWidth + kBoxCols - 1) / kBoxCols;
   half* elements;
   int rows;
 
-  /// All of kThreads threads copy `parts` parts, whose first column is col0 of out, 8 columns at a
-  /// time; this is number `own`.
+  /// All of kThreads threads copy `panels` panels, whose first column is col0 of out, 8 columns at
+  /// a time; this is number `own`.
   template <int kThreads, class Rows>
-  __device__ void load(const GatingOperands& in, const Rows& x, int col0, int parts,
+  __device__ void load(const GatingOperands& in, const Rows& x, int col0, int panels,
                        int own) const {
     constexpr int kPieces = 2 * kWidth / 8, kRows = kThreads / kPieces;
     const int piece = own % kPieces, first = own / kPieces < kRows ? own / kPieces : rows;
     const bool gate = 8 * piece < kWidth;
-    for (int part = 0; part < parts; ++part) {
-      half* const box = elements + (part * kBoxes + piece / 8) * rows * kBoxCols;
-      const int col = col0 + part * kWidth + piece * 8 % kWidth;
+    for (int panel = 0; panel < panels; ++panel) {
+      half* const box = elements + (panel * kBoxes + piece / 8) * rows * kBoxCols;
+      const int col = col0 + panel * kWidth + piece * 8 % kWidth;
 #pragma unroll 2
       for (int place = first; place < rows; place += kRows) {
         const bool bias = place == rows - 16;
@@ -111,18 +111,18 @@ struct ResidentWeights {
     copy_async_wait<0>();
     shared_fence();
   }
-  /// A part's first 16 rows, for wgmma; the next 16 are 128 pieces further.
-  __device__ uint64_t operand(int part) const {
-    return descriptor_b(elements + part * kBoxes * rows * kBoxCols, rows);
+  /// A panel's first 16 rows, for wgmma; the next 16 are 128 pieces further.
+  __device__ uint64_t operand(int panel) const {
+    return descriptor_b(elements + panel * kBoxes * rows * kBoxCols, rows);
   }
   /// Starts a sum with the biases: with the product of the last 16 rows and of a left factor that
   /// has ones in its first column, zeros in the others, and is in registers. So no thread loads or
   /// adds a bias.
-  __device__ void start(Sum<2 * kWidth>& sum, int part) const {
+  __device__ void start(Sum<2 * kWidth>& sum, int panel) const {
     const uint32_t one_zero = threadIdx.x % 4 == 0 ? 0x3c00 : 0;
     const uint32_t ones[4] = {one_zero, one_zero, 0, 0};
     wgmma_fence();
-    wgmma<half>(sum.elements, ones, further(operand(part), 8 * (rows - 16)), false);
+    wgmma<half>(sum.elements, ones, further(operand(panel), 8 * (rows - 16)), false);
     wgmma_commit();
   }
 };
@@ -324,31 +324,32 @@ struct LooseRows {
 
 // ---- what fits beside what ----------------------------------------------------------------------
 
-/// out as the copy engine is told of it, once for each part: boxes of a warp's 16 rows by 64
-/// columns, of a matrix that ends where the part ends, so that no box overwrites the next part.
+/// out as the copy engine is told of it, once for each panel: boxes of a warp's 16 rows by 64
+/// columns, of a matrix that ends where the panel ends, so that no box overwrites the next panel.
 struct OutMaps {
   static constexpr int kMost = 16;
   CUtensorMap of[kMost] = {};
 
-  /// For all parts of all blocks, of which the last may have none of out's columns.
-  void are_of(const half* out, const GatingShape& shape, int parts, int width) {
-    for (int part = 0; part < parts; ++part) {
-      const int64_t end = std::min<int64_t>(shape.hidden, (part + 1) * width);
-      of[part] = tensor_map<half>(out, shape.rows, end, 16, false, shape.hidden);
+  /// For all panels of all blocks, of which the last may have none of out's columns.
+  void are_of(const half* out, const GatingShape& shape, int panels, int width) {
+    for (int panel = 0; panel < panels; ++panel) {
+      const int64_t end = std::min<int64_t>(shape.hidden, (panel + 1) * width);
+      of[panel] = tensor_map<half>(out, shape.rows, end, 16, false, shape.hidden);
     }
   }
 };
 
-/// How results leave. `boxes`: a part at a time, as boxes of the copy engine, if H is a multiple of
-/// 8 and has at most 16 parts. `rows`: all parts, put beside each other, are whole rows of out, one
-/// piece of memory, which the copy engine takes as such. `parts`: a part at a time, by threads, for
-/// any H, since whole rows need room until all their parts are there.
-enum class Out { boxes, rows, parts };
+/// How results leave. `boxes`: a panel at a time, as boxes of the copy engine, if H is a multiple
+/// of 8 and has at most 16 panels. `rows`: all panels, put beside each other, are whole rows of
+/// out, one piece of memory, which the copy engine takes as such. `panels` (the program prints "out
+/// in parts"): a panel at a time, by threads, for any H, since whole rows need room until all their
+/// panels are there.
+enum class Out { boxes, rows, panels };
 
-/// How a block is divided, and what it has in shared memory: `parts` parts of the weights, room for
-/// results (each consumer's, or each team's whole rows), and `stages` stages of x for each team. A
-/// team is kTeam consumers, which share a tile of x and divide its parts among them. There are no
-/// stages if there is no room.
+/// How a block is divided, and what it has in shared memory: `panels` panels of the weights, room
+/// for results (each consumer's, or each team's whole rows), and `stages` stages of x for each
+/// team. A team is kTeam consumers, which share a tile of x and divide its panels among them. There
+/// are no stages if there is no room.
 template <class Rows_, int kWidth_, int kConsumers_, Out kOut_, int kTeam_ = 1>
 struct ResidentPlan {
   using Rows = Rows_;
@@ -362,42 +363,42 @@ struct ResidentPlan {
   static constexpr int kOutBoxes = (kWidth + kBoxCols - 1) / kBoxCols;
   static constexpr int kSharers = kOut == Out::rows ? kTeam : 1;  // consumers of a room for results
   static constexpr int kMostStages = 16;
-  int rows;   ///< of ResidentWeights
-  int parts;  ///< of a block
-  int pitch;  ///< elements from a row of results to the next; of `parts` on different banks
+  int rows;    ///< of ResidentWeights
+  int panels;  ///< of a block
+  int pitch;   ///< elements from a row of results to the next; of `panels` on different banks
   int stage_bytes, out_bytes, stages = 0;
   double cost = 0;  ///< clock cycles for 64 rows
 
   /// For `blocks` blocks side by side, which have all columns together.
   ResidentPlan(const Rows& x, const GatingShape& shape, int blocks, int64_t room)
       : rows(static_cast<int>(shape.channels + 15) / 16 * 16 + 16),
-        parts(static_cast<int>((shape.hidden + kWidth * blocks - 1) / (kWidth * blocks))),
+        panels(static_cast<int>((shape.hidden + kWidth * blocks - 1) / (kWidth * blocks))),
         pitch(kOut == Out::boxes  ? kOutBoxes * kBoxCols
               : kOut == Out::rows ? static_cast<int>(shape.hidden)
                                   : (kWidth + 7) / 16 * 16 + 8),
         stage_bytes(x.stage_bytes()),
         out_bytes((128 * pitch + 1023) / 1024 * 1024) {
     if (shape.rows % 8 != 0 || shape.channels > 1024) return;  // 8 rows: a multiple of 16 bytes
-    if (int64_t{parts} * kWidth * (blocks - 1) >= shape.hidden) return;
-    if (parts > room / rows) return;  // bytes() would not be an int
-    if (parts < kTeam) return;
+    if (int64_t{panels} * kWidth * (blocks - 1) >= shape.hidden) return;
+    if (panels > room / rows) return;  // bytes() would not be an int
+    if (panels < kTeam) return;
     if (kOut == Out::rows && blocks > 1) return;
-    if (kOut == Out::boxes && (shape.hidden % 8 != 0 || parts * blocks > OutMaps::kMost)) return;
+    if (kOut == Out::boxes && (shape.hidden % 8 != 0 || panels * blocks > OutMaps::kMost)) return;
     const int64_t each = kTeams * static_cast<int64_t>(stage_bytes + 2 * sizeof(Barrier));
     const int64_t most = (room - static_cast<int64_t>(bytes())) / each;
-    // A consumer's parts read the same tile. A stage is given back when the next one has come.
-    const int slices = rows / 16, own = (parts + kTeam - 1) / kTeam;
+    // A consumer's panels read the same tile. A stage is given back when the next one has come.
+    const int slices = rows / 16, own = (panels + kTeam - 1) / kTeam;
     if (most < (own > 1 ? x.stages : std::min(2, x.stages))) return;
     stages = static_cast<int>(std::min<int64_t>(most, kMostStages));
     // Fitted to what 75 shapes took on an H200. Consumers work side by side, but they share the
     // tensor cores (a cycle for a column and slice) and the unit for ex2 and rcp (8 for a column).
-    const int leaving = kOut == Out::parts ? 20 : kSharers > 1 ? 10 : 0;
-    const double part = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
-    const double shared = 1.2 * parts * kWidth * std::max(8, slices);
-    cost = blocks * std::max((own * part + 150) / kTeams, shared);
+    const int leaving = kOut == Out::panels ? 20 : kSharers > 1 ? 10 : 0;
+    const double panel = 850 + kWidth * (2 * slices + 6 + leaving) + Rows::kSliceCycles * slices;
+    const double shared = 1.2 * panels * kWidth * std::max(8, slices);
+    cost = blocks * std::max((own * panel + 150) / kTeams, shared);
   }
   __host__ __device__ int weight_bytes() const {
-    return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * parts;
+    return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * panels;
   }
   /// What it should take, at 1.65 GHz and 4.3 TB/s. The longer of both counts most.
   double microseconds(const GatingShape& shape) const {
@@ -426,10 +427,10 @@ using InBoxes = ResidentPlan<Rows, kWidth, kConsumers, Out::boxes, kTeam>;
 template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
 using InRows = ResidentPlan<Rows, kWidth, kConsumers, Out::rows, kTeam>;
 template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
-using InParts = ResidentPlan<Rows, kWidth, kConsumers, Out::parts, kTeam>;
+using InPanels = ResidentPlan<Rows, kWidth, kConsumers, Out::panels, kTeam>;
 
 #if HOPPER_CODE
-/// The parts of a plan, at their places in shared memory.
+/// What a plan has in shared memory, each thing at its place.
 template <class Plan>
 struct ResidentShared {
   char *out, *stages;
@@ -477,15 +478,15 @@ struct ResidentOut {
   }
   __device__ bool one() const { return stores && elect_one(); }  // thread, which stores
 
-  /// Stores a warp's rows of a part; its tile starts at row `row` of out. A consumer puts its own
-  /// parts, first to last.
-  __device__ void put(const Sum<2 * kWidth>& sum, int row, int part) const {
+  /// Stores a warp's rows of a panel; its tile starts at row `row` of out. A consumer puts its own
+  /// panels, first to last.
+  __device__ void put(const Sum<2 * kWidth>& sum, int row, int panel) const {
     if constexpr (Plan::kOut == Out::boxes) {
-      put_box(sum, row, part);
+      put_box(sum, row, panel);
     } else if constexpr (Plan::kOut == Out::rows) {
-      put_rows(sum, row, part);
+      put_rows(sum, row, panel);
     } else {
-      put_part(sum, row, part);
+      put_panel(sum, row, panel);
     }
   }
   /// Waits until the copy engine has read what was stored.
@@ -494,7 +495,7 @@ struct ResidentOut {
   }
 
  private:
-  __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int part) const {
+  __device__ void put_box(const Sum<2 * kWidth>& sum, int row, int panel) const {
     const bool storing = one();
     if (storing) tensor_store_wait_read<0>();
     meet();
@@ -510,24 +511,24 @@ struct ResidentOut {
     if (!storing) return;
 #pragma unroll
     for (int b = 0; b < Plan::kOutBoxes; ++b) {
-      tensor_store(&maps.of[col0 / kWidth + part], row + first, col0 + part * kWidth + kBoxCols * b,
-                   boxes[b].row(first));
+      tensor_store(&maps.of[col0 / kWidth + panel], row + first,
+                   col0 + panel * kWidth + kBoxCols * b, boxes[b].row(first));
     }
     tensor_store_commit();
   }
 
-  /// The last part completes the rows. In shared memory they are as in out, one after the other.
-  __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int part) const {
+  /// The last panel completes the rows. In shared memory they are as in out, one after the other.
+  __device__ void put_rows(const Sum<2 * kWidth>& sum, int row, int panel) const {
     half* const rows = reinterpret_cast<half*>(memory);
-    const int col = part * kWidth, count = min(16, in.M - row - first);
+    const int col = panel * kWidth, count = min(16, in.M - row - first);
     const bool storing = one();
-    if (part < kTeam) {  // the rows of the tile before have been read
+    if (panel < kTeam) {  // the rows of the tile before have been read
       if (storing) tensor_store_wait_read<0>();
       meet();
     }
     in.H % 2 == 0 ? pack<false>(rows + col, sum, in.H - col)
                   : pack<true>(rows + col, sum, in.H - col);
-    if (part + kTeam < plan.parts) return;
+    if (panel + kTeam < plan.panels) return;
     shared_fence();
     meet();
     if (!storing || count <= 0) return;
@@ -536,10 +537,10 @@ struct ResidentOut {
     tensor_store_commit();
   }
 
-  __device__ void put_part(const Sum<2 * kWidth>& sum, int row, int part) const {
+  __device__ void put_panel(const Sum<2 * kWidth>& sum, int row, int panel) const {
     half* const rows = reinterpret_cast<half*>(memory);
-    const int col = col0 + part * kWidth;
-    __syncwarp();  // the part before has been copied
+    const int col = col0 + panel * kWidth;
+    __syncwarp();  // the panel before has been copied
     pack<false>(rows, sum, kWidth);
     __syncwarp();
     half* const to = in.out + static_cast<int64_t>(row + first) * in.H + col;
@@ -548,8 +549,8 @@ struct ResidentOut {
     if (in.H % 4 == 0) return copy<4>(to, from, count, cols);
     in.H % 2 == 0 ? copy<2>(to, from, count, cols) : copy<1>(to, from, count, cols);
   }
-  /// Puts a part's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows start
-  /// in the middle of 4 bytes. A thread's columns are 8 apart, in two rows.
+  /// Puts a panel's results into rows of plan.pitch; only the first `cols` columns. kOdd: rows
+  /// start in the middle of 4 bytes. A thread's columns are 8 apart, in two rows.
   template <bool kOdd>
   __device__ void pack(half* to, const Sum<2 * kWidth>& sum, int cols) const {
     half* const upper = to + Sum<64>::row(0) * plan.pitch + Sum<64>::col(0);
@@ -569,7 +570,7 @@ struct ResidentOut {
       }
     }
   }
-  /// Copies a warp's rows of a part, the first `count` rows and `cols` columns, kPack elements a
+  /// Copies a warp's rows of a panel, the first `count` rows and `cols` columns, kPack elements a
   /// lane.
   template <int kPack>
   __device__ void copy(half* to, const half* from, int count, int cols) const {

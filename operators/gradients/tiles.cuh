@@ -2,7 +2,7 @@
 // backward make a tile's sums the factors of the gradients, and add those up. The kernels in
 // 8_spatial_gradients.cu are their order.
 //
-// All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a part: its
+// All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a segment: its
 // fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.
 #pragma once
 
@@ -17,11 +17,12 @@ namespace operators::gradients {
 
 using namespace primitives;
 
-inline constexpr int kPart = 128, kPartSteps = kPart / kStepK;
+inline constexpr int kSegment = 128, kSegmentSteps = kSegment / kStepK;
 
-/// How many of a part's steps there are if E has `steps` in all.
-__host__ __device__ constexpr int steps_of(int part, int steps) {
-  return steps - kPartSteps * part < kPartSteps ? steps - kPartSteps * part : kPartSteps;
+/// How many of a segment's steps there are if E has `steps` in all.
+__host__ __device__ constexpr int steps_of(int segment, int steps) {
+  return steps - kSegmentSteps * segment < kSegmentSteps ? steps - kSegmentSteps * segment
+                                                         : kSegmentSteps;
 }
 
 /// What the copy engine moves: row-major matrices in boxes of 64 rows and 64 columns. Backward M1
@@ -137,12 +138,12 @@ struct Gradients {
   }
 };
 
-/// Adds (or, if not `add`, assigns) the product of a part's first kSteps steps, of each the first
-/// kSlices times 16 of E. The left factors come from registers: from shared memory, which has no
-/// bandwidth to spare, each would be read for each right factor.
+/// Adds (or, if not `add`, assigns) the product of a segment's first kSteps steps, of each the
+/// first kSlices times 16 of E. The left factors come from registers: from shared memory, which has
+/// no bandwidth to spare, each would be read for each right factor.
 template <int kSteps, int kSlices, int kCount>
-__device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left)[kCount],
-                                     const RightFactors* right, bool add) {
+__device__ inline void multiply_segment(Gradients& sums, const LeftFragments (&left)[kCount],
+                                        const RightFactors* right, bool add) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -156,14 +157,15 @@ __device__ inline void multiply_part(Gradients& sums, const LeftFragments (&left
   wgmma_wait<0>();
 }
 
-/// Assigns the product of the first part, which has kSteps steps. Up to E = 32 half a step is all.
+/// Assigns the product of the first segment, which has kSteps steps. Up to E = 32 half a step is
+/// all.
 template <int kSteps>
-__device__ inline void multiply_first_part(Gradients& sums, const LeftFragments (&left)[kSteps],
-                                           const RightFactors* right, int E) {
+__device__ inline void multiply_first_segment(Gradients& sums, const LeftFragments (&left)[kSteps],
+                                              const RightFactors* right, int E) {
   if (kSteps == 1 && E <= kStepK / 2) {
-    multiply_part<kSteps, 2>(sums, left, right, false);
+    multiply_segment<kSteps, 2>(sums, left, right, false);
   } else {
-    multiply_part<kSteps, 4>(sums, left, right, false);
+    multiply_segment<kSteps, 4>(sums, left, right, false);
   }
 }
 
@@ -275,8 +277,8 @@ __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out
     const float2 pair = unpack2(d_out[i / 2]);
     const float u = sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i);
     const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
-    const float part = reciprocal_approximate(1 + four_e / 4);
-    const float g = (i % 2 == 0 ? pair.x : pair.y) * part * (four_e * part);
+    const float inverse = reciprocal_approximate(1 + four_e / 4);
+    const float g = (i % 2 == 0 ? pair.x : pair.y) * inverse * (four_e * inverse);
     sums.ar(i) *= g;
     sums.ai(i) *= g;
     sums.xr(i) *= g;

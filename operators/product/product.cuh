@@ -69,13 +69,13 @@ struct TransposedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0 && kSumRows >= 16);
-  // That room is two boxes of at most kMost rows. Results leave in as few parts as possible, of
-  // kOutRows rows each: a part waits until the second one before it has left its box.
+  // That room is two boxes of at most kMost rows. Results leave in as few strips as possible, of
+  // kOutRows rows each: a strip waits until the second one before it has left its box.
   static constexpr int kStage = kRows + kColumns, kMostRows = kSharedRoom / 128;  // of 128 bytes
   static constexpr int kLeast = kConsumers * (kSumRows < 40 ? kSumRows : 40);
   static constexpr int kLeft = (kMostRows - (kMostRows - kLeast) / kStage * kStage) / kConsumers;
-  static constexpr int kMost = kLeft / 16 * 8, kParts = (kSumRows + kMost - 1) / kMost;
-  static constexpr int kOutRows = (kSumRows + 8 * kParts - 1) / (8 * kParts) * 8;
+  static constexpr int kMost = kLeft / 16 * 8, kStrips = (kSumRows + kMost - 1) / kMost;
+  static constexpr int kOutRows = (kSumRows + 8 * kStrips - 1) / (8 * kStrips) * 8;
   using TileSum = TransposedSum<kSumRows, kSumBoxes>;
 
   __host__ __device__ static constexpr int row_of(int consumer) {
@@ -257,28 +257,29 @@ struct Cluster {
                        int k, Barrier* arrived) const {
 #pragma unroll
     for (int i = 0; i < (kAlone ? kSide : 1); ++i) {
-      const int part = (kAlone ? i : side) * Tile::kRowsA;
+      const int offset = (kAlone ? i : side) * Tile::kRowsA;
       if constexpr (kAlone || kSide == 1) {
-        tensor_load(stage.a.row(part), &A.maps[0], row + part, k, arrived);
+        tensor_load(stage.a.row(offset), &A.maps[0], row + offset, k, arrived);
       } else {
         static_assert(kSide == 2 || kSide == 4);
         constexpr unsigned kTwo = 1 | 1 << kStack;
         constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
-        tensor_load_multicast(stage.a.row(part), &A.maps[0], row + part, k, arrived, kAll << stack);
+        tensor_load_multicast(stage.a.row(offset), &A.maps[0], row + offset, k, arrived,
+                              kAll << stack);
       }
     }
     constexpr int kBoxes = kAlone ? Tile::kAllBoxes : Tile::kBoxesB;
-    constexpr int kParts = kAlone ? kStepK / Tile::kRowsB : 1;
+    constexpr int kLoads = kAlone ? kStepK / Tile::kRowsB : 1;
 #pragma unroll
-    for (int i = 0; i < kBoxes * kParts; ++i) {
-      const int box = i / kParts + (!kAlone && Tile::kShareBoxes ? stack * kBoxes : 0);
-      const int part = (kAlone ? i % kParts : Tile::kShareBoxes ? 0 : stack) * Tile::kRowsB;
+    for (int i = 0; i < kBoxes * kLoads; ++i) {
+      const int box = i / kLoads + (!kAlone && Tile::kShareBoxes ? stack * kBoxes : 0);
+      const int offset = (kAlone ? i % kLoads : Tile::kShareBoxes ? 0 : stack) * Tile::kRowsB;
       const CUtensorMap* map = &B.maps[matrix_of<kCount>(box)];
       const int first = col_of<kCount>(col, box);
       if constexpr (kAlone || kStack == 1) {
-        tensor_load(stage.b.boxes[box].row(part), map, k + part, first, arrived);
+        tensor_load(stage.b.boxes[box].row(offset), map, k + offset, first, arrived);
       } else {
-        tensor_load_multicast(stage.b.boxes[box].row(part), map, k + part, first, arrived,
+        tensor_load_multicast(stage.b.boxes[box].row(offset), map, k + offset, first, arrived,
                               ((1 << kStack) - 1) << kStack * side);
       }
     }
@@ -349,9 +350,9 @@ struct StoreRounded {
   template <int kRows, int kCount, int kBoxes, int kBoxRows>
   __device__ void operator()(const TransposedSum<kRows, kCount>& sum, int row, int col,
                              const Outbox<T, kBoxes, kBoxRows>& out) const {
-    constexpr int kParts = (kRows + kBoxRows - 1) / kBoxRows;
-    send<kParts * kCount>(out, [&](auto& box, int i) {
-      const int first = min(i % kParts * kBoxRows, kRows - kBoxRows), j = i / kParts;
+    constexpr int kStrips = (kRows + kBoxRows - 1) / kBoxRows;
+    send<kStrips * kCount>(out, [&](auto& box, int i) {
+      const int first = min(i % kStrips * kBoxRows, kRows - kBoxRows), j = i / kStrips;
       sum.store(box, first, j);
       return Place{row + first, col + kBoxCols * j, kBoxCols};
     });
@@ -427,14 +428,14 @@ struct StoreRounded {
 struct Exchange {
   unsigned* pace;   ///< null: clusters do not keep in step
   unsigned* ready;  ///< of each consumer of the grid: its partial sum may be read
-  float* partial;   ///< of each consumer of the grid: its part of a tile
+  float* partial;   ///< of each consumer of the grid: what it has of a tile
 };
 
 #if HOPPER_CODE
 /// Partial sums go from a consumer to the one at the same place in the cluster before it. Each
 /// thread takes over the elements of the same thread.
 template <class Tile>
-struct Handover {
+struct ClusterHandover {
   using TileSum = typename Tile::TileSum;
   static constexpr int kFours = TileSum::size() / 4;
   const Exchange& exchange;
@@ -536,7 +537,7 @@ __device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& sc
   const Cluster<Tile> cluster;
   const int consumer = threadIdx.x / 128 - 1;
   const Outbox<T, Tile::kOut, Tile::kOutRows> out{shared.out[consumer], consumer};
-  const Handover<Tile> handover{exchange, consumer};
+  const ClusterHandover<Tile> handover{exchange, consumer};
   Ring<ProductShared<T, Tile>::kStages> ring;
   typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
   for (Piece piece; pieces.get(piece);) {

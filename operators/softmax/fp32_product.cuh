@@ -148,8 +148,8 @@ __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const fl
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if constexpr (kSplit) {
-            const SplitTf32 parts = split_tf32(__uint_as_float(x[i][e]));
-            x[i][e] = parts.high, x_low[i][e] = parts.low;
+            const SplitTf32 split = split_tf32(__uint_as_float(x[i][e]));
+            x[i][e] = split.high, x_low[i][e] = split.low;
           } else {
             x[i][e] = to_tf32(__uint_as_float(x[i][e]));
           }

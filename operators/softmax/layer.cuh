@@ -28,7 +28,7 @@ struct Layer {
   Workspace workspace;
   SoftmaxShape shape;
   Memory<float> x, W;
-  Memory<float> sliced;  // (slices of D, B, C): parts of the logits
+  Memory<float> sliced;  // (slices of D, B, C): partial logits
   // From one row to the next. Of a single row any will do, and this suits the copy engine.
   int64_t x_stride = shape.rows > 1 ? shape.inputs : (shape.inputs + 3) / 4 * 4;
   int64_t W_stride = shape.classes;
@@ -59,7 +59,7 @@ struct Results {
   float* out;               // (B, C); of slices of D (slices, B, C)
   float2* parts = nullptr;  // (B, tiles of C): a tile's maximum, and sum relative to it
   // What blocks of fused tiles leave to the last one of those that share a row.
-  float* partial = nullptr;     // (splits of D, B, C): logits of a part of D
+  float* partial = nullptr;     // (splits of D, B, C): partial logits
   unsigned* arrived = nullptr;  // blocks of these rows that have ended; zero between launches
 };
 
@@ -88,7 +88,7 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 }
 
 // A half fused product: `launch` (results, slices) starts `kernel`, which leaves logits or, of that
-// many slices of D, parts of them. Another kernel makes probabilities of them. For rows of up to
+// many slices of D, partial logits. Another kernel makes probabilities of them. For rows of up to
 // kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
 // save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
 // and the sum of each of a row's `tiles` tiles, and finish_columns() uses them; of more than

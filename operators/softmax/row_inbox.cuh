@@ -1,5 +1,5 @@
-// How the blocks of a cluster add up their parts of a few rows: each pushes its part of a row into
-// the shared memory of the block that owns the row.
+// How the blocks of a cluster add up their partial sums of a few rows: each pushes those of a row
+// into the shared memory of the block that owns the row.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ template <int kRows, int kColumns>
 struct RowInbox {
   static constexpr int kMost = 8;
   static_assert(kRows <= kMost && (kRows & (kRows - 1)) == 0);
-  float parts[kMost][kColumns];  // of each block, those of the rows that this one owns
+  float partials[kMost][kColumns];  // of each block, those of the rows that this one owns
   Barrier come;
 
 #if CLUSTER_CODE
@@ -30,21 +30,21 @@ struct RowInbox {
       const int owned = (rows - rank + splits - 1) / splits;
       barrier_init(&come, 1);
       barrier_init_fence();
-      barrier_arrive_expect(&come, owned * (splits - 1) * static_cast<int>(sizeof parts[0]));
+      barrier_arrive_expect(&come, owned * (splits - 1) * static_cast<int>(sizeof partials[0]));
     }
     __syncwarp();
     cluster_arrive();
   }
 
-  /// A warp has its block's part of a row: a lane has every 32nd column. False if another block
-  /// owns the row. Else the lanes then have the sums of all parts, added up in the order of ranks,
-  /// but for the block's own part, which comes first.
+  /// A warp has its block's partial sums of a row: a lane has every 32nd column. False if another
+  /// block owns the row. Else the lanes then have the sums of all blocks, added up in the order of
+  /// ranks, but for the block's own, which come first.
   template <int kCols>
   __device__ bool add_up(float (&row)[kCols], int number, int rank, int splits) {
     static_assert(32 * kCols == kColumns);
     const int lane = threadIdx.x % 32, owner = number % splits, slot = number / splits;
     if (rank != owner) {
-      float* to = parts[rank * most_owned(splits) + slot] + lane;
+      float* to = partials[rank * most_owned(splits) + slot] + lane;
 #pragma unroll
       for (int j = 0; j < kCols; ++j) store_push(to + 32 * j, row[j], &come, owner);
       return false;
@@ -52,9 +52,9 @@ struct RowInbox {
     barrier_wait(&come, 0);
     for (int from = 0; from < splits; ++from) {
       if (from == rank) continue;
-      const float* part = parts[from * most_owned(splits) + slot] + lane;
+      const float* partial = partials[from * most_owned(splits) + slot] + lane;
 #pragma unroll
-      for (int j = 0; j < kCols; ++j) row[j] += part[32 * j];
+      for (int j = 0; j < kCols; ++j) row[j] += partial[32 * j];
     }
     return true;
   }

@@ -125,10 +125,10 @@ __device__ inline void add_products(float (&sum)[kSums], const float (&w)[4][4],
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const SplitTf32 parts = split_tf32(w[k][e]);
-        high[k][e] = parts.high, low[k][e] = parts.low;
+        const SplitTf32 split = split_tf32(w[k][e]);
+        high[k][e] = split.high, low[k][e] = split.low;
         finite[k][e] =
-            is_infinite(parts.high) ? 0 : parts.high;  // see add_products() of fp32_product.cuh
+            is_infinite(split.high) ? 0 : split.high;  // see add_products() of fp32_product.cuh
       }
     }
     float step[kSums];
@@ -204,7 +204,7 @@ template <Math kMath_, int kRows_, int kColumns_, int kPeers_, bool kAligned_>
 struct TransposedShared {
   static constexpr Math kMath = kMath_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kPeers = kPeers_;
-  static constexpr bool kAligned = kAligned_, kTwoParts = kMath == Math::split;
+  static constexpr bool kAligned = kAligned_, kHighLow = kMath == Math::split;
   static constexpr int kDepth = 32, kConsumers = kColumns / 64;  // warpgroups that multiply
   static constexpr int kThreads = 128 * (1 + kConsumers), kWarps = 4 * kConsumers;
   static constexpr int kBoxRows = kRows % (8 * kPeers) == 0 ? kRows / kPeers : 32;
@@ -217,10 +217,10 @@ struct TransposedShared {
     float x[kRows * kDepth];
     float W[kBoxes * kBox];
   };
-  static constexpr int kStageBytes = sizeof(Stage) + (kTwoParts ? kRows * kDepth * 4 : 0);
+  static constexpr int kStageBytes = sizeof(Stage) + (kHighLow ? kRows * kDepth * 4 : 0);
   static constexpr int kStages = std::min(8, (208 << 10) / kStageBytes);
   Stage stages[kStages];
-  float x_low[kTwoParts ? kStages : 1][kTwoParts ? kRows * kDepth : 1];
+  float x_low[kHighLow ? kStages : 1][kHighLow ? kRows * kDepth : 1];
   Barrier full[kStages], empty[kStages], split_done[kStages];
 };
 
@@ -306,7 +306,7 @@ struct TransposedTime {
     constexpr int kDepth = Shared::kDepth, kColumns = Shared::kColumns;
     constexpr double kWide = kColumns / 128.0;
     const auto lines = [](int n) { return (n + 3) % 32 < 4 ? 1 : (n + 3) % 8 < 4 ? 1.13 : 1.7; };
-    const double products = 1.73e-3 * (Shared::kRows + 80) * kWide * (Shared::kTwoParts ? 3.4 : 1);
+    const double products = 1.73e-3 * (Shared::kRows + 80) * kWide * (Shared::kHighLow ? 3.4 : 1);
     const double rows = std::min(1.0 * Shared::kRows, std::ceil(1.0 * B / (1 << shift)));
     const double pieces = rows / Shared::kPeers * (shift > 0 ? 2 : lines(D)) +
                           (Shared::kAligned ? std::min(kColumns, C) * lines(C) : 2.2 * kColumns);
@@ -372,7 +372,7 @@ __device__ void produce(Shared& shared, Ring<Shared::kStages>& ring, const RowsO
         }
       }
     }
-  } else if (Shared::kTwoParts && threadIdx.x >= 32) {
+  } else if (Shared::kHighLow && threadIdx.x >= 32) {
     for (int step = steps.first; step < steps.last; ++step, ring.advance()) {
       barrier_wait(&shared.full[ring.stage], ring.parity);
       if (step == 0 && before > 0) {
@@ -442,9 +442,9 @@ struct TransposedConsumer {
     float w[2][4][4];
     int previous = 0;
     const auto add = [&](const float(&set)[4][4], int step) {
-      if constexpr (Shared::kTwoParts) barrier_wait(&shared.split_done[ring.stage], ring.parity);
+      if constexpr (Shared::kHighLow) barrier_wait(&shared.split_done[ring.stage], ring.parity);
       add_products<kMath, kMath == Math::tf32>(sum, set, shared.stages[ring.stage].x,
-                                               shared.x_low[Shared::kTwoParts ? ring.stage : 0],
+                                               shared.x_low[Shared::kHighLow ? ring.stage : 0],
                                                step > 0);
       wgmma_wait<1>();
       if (step > 0) release(previous);
@@ -452,7 +452,7 @@ struct TransposedConsumer {
       ring.advance();
     };
     load(w[0], ring);
-    if (!Shared::kTwoParts && of.first == 0 && before > 0) {
+    if (!Shared::kHighLow && of.first == 0 && before > 0) {
       blank_before<kRows>(shared.stages[ring.stage].x, before, own, 128 * Shared::kConsumers);
       shared_fence();
       named_barrier(1, 128 * Shared::kConsumers);
