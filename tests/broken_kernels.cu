@@ -81,7 +81,8 @@ __global__ void set_all(float* values, float value, int n) {
 // What stands beside C is somebody else's, and so are A and B.
 __global__ void reach_out(float* at) { *at = 1; }
 
-// Waits for nobody: C is right if the counter was zero, which is how the next launch should find it.
+// Waits for nobody: C is right if the counter was zero, which is how the next launch should find
+// it.
 __global__ void count_rows(unsigned* counter, float* C) {
   if (atomicAdd(counter, 1u) > 0) C[0] = 0;
 }
