@@ -81,8 +81,7 @@ __global__ void set_all(float* values, float value, int n) {
 // What stands beside C is somebody else's, and so are A and B.
 __global__ void reach_out(float* at) { *at = 1; }
 
-// Waits for nobody: C is right if the counter was zero, which is how the next launch should find
-// it.
+// C is right if the counter was zero, which is how the next launch should find it.
 __global__ void count_rows(unsigned* counter, float* C) {
   if (atomicAdd(counter, 1u) > 0) C[0] = 0;
 }
@@ -107,7 +106,8 @@ int main(int argc, char** argv) {
                  .title = "kernels that verification must reject",
                  .n_meaning = "the matrices are N x N",
                  .n_gpu = 256,
-                 .n_cpu = 64});
+                 .n_cpu = 64,
+                 .flags = {{"--wild", "with a kernel that reaches outside of all memory"}}});
   const int n = static_cast<int>(lesson.n());
   const size_t elements = static_cast<size_t>(n) * n;
   Problem& problem = lesson.problem("broken", {{"N", n}}, "fp32",
@@ -144,6 +144,10 @@ int main(int argc, char** argv) {
   add<Bug::block_too_large>(problem, "block_too_large", A, B, bias, C, counter, n);
   add<Bug::counter_left_as_it_is>(problem, "counter_left_as_it_is", A, B, bias, C, counter, n);
   add<Bug::none_after_the_others>(problem, "none_after_the_others", A, B, bias, C, counter, n);
+
+  if (lesson.flag("--wild")) {
+    problem.kernel("wild", Role::ours, [=] { reach_out<<<1, 1>>>(C + (size_t{1} << 42)); });
+  }
 
   // Where 0 is expected everywhere there is nothing that an error could be a part of.
   Problem& zero =

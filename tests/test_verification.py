@@ -11,7 +11,7 @@ BROKEN = "tests/broken_kernels"
 SOURCE = (ROOT / f"{BROKEN}.cu").read_text()
 BUGS = re.findall(r"^  (\w+),$", re.search(r"enum class Bug \{(.*?)\}", SOURCE, re.DOTALL)[1],
                   re.MULTILINE)
-VERIFICATION_FAILED = 1
+VERIFICATION_FAILED, DEVICE_CANNOT = 1, 3
 
 
 def is_rejected(run, bug, n):
@@ -53,6 +53,15 @@ def test_culprit_is_named_and_nobody_else(run, bug, words):
     below = result.stdout.split(f"\n{bug} ")[1].split("\nnone_after")[0]
     assert re.search(f"FAILED .*{words}", " ".join(below.split())), result.stdout
     assert "1 of 3 kernels FAILED verification." in result.stdout
+
+
+def test_access_outside_of_all_memory_names_the_row(backend):
+    """Nothing runs on such a device any more. What was verified before is in the table."""
+    result = execute([program(BROKEN, backend), "33", "--wild", "--kernel", "^(none|wild)$", "--device", backend])
+    assert result.rc == DEVICE_CANNOT, result.stdout + result.stderr
+    assert re.search(r'row "wild"', result.stderr), result.stderr
+    if backend == "cpu":
+        assert "block (0,0,0)" in result.stderr and "sanitize=address" in result.stderr
 
 
 def test_second_launch_must_be_right_where_launches_are_counted(run):
