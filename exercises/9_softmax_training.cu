@@ -302,7 +302,7 @@ struct Backward {
   const float* dlogits;  // (B, C): read, and not computed, if it is there
   float *dx, *dW;
   int B, D, C;
-  // dW's sum over B is cut into slices, whose parts go to `partial` (slices, D, C).
+  // dW's sum over B is cut into slices, whose sums go to `partial` (slices, D, C).
   int slices = 1;
   float* partial = nullptr;
   unsigned* arrived = nullptr;  // of each tile of dW, see is_last_block()
