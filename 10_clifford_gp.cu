@@ -876,7 +876,7 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) 
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
-// The grid of a kernel whose blocks stay.
+// The grid of a kernel whose blocks stay; 0: the device has no room for a cluster.
 template <typename Kernel>
 int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer,
          const Device& device) {
@@ -884,7 +884,7 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
   const int resident = static_cast<int>(bytes) > device.shared_bytes ? device.sms  // does not run
                        : shape.blocks == 1
                            ? resident_blocks(kernel, shape.threads, bytes)
-                           : resident_clusters(kernel, shape.blocks, shape.threads, bytes);
+                           : clusters_that_fit(kernel, shape.blocks, shape.threads, bytes);
   return shape.blocks * std::min(shape.groups(layer), resident);
 }
 
@@ -893,6 +893,7 @@ template <typename Function>
 Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
                   const Tensors& of, const Device& device) {
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
+  if (blocks == 0) return {};
   const auto run = [=] {
     launch_clusters(kernel, shape.blocks, streamed, blocks, shape.threads, bytes,  //
                     of.x, of.y, of.w, of.out, of.layer, shape);
@@ -903,6 +904,7 @@ template <typename A, typename Function>
 Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
                    const Tensors& of, const Gradients& d, const Device& device) {
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
+  if (blocks == 0) return {};
   const auto partials = of.workspace.any<float>(blocks / shape.blocks * shape.rows() * of.w.size());
   const auto run = [=] {
     launch_clusters(kernel, shape.blocks, false, blocks, shape.threads, bytes,  //

@@ -540,13 +540,13 @@ struct BlockHandover {
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0) SharedCount(ready[blockIdx.x]).store(1, cuda::memory_order_release);
+    if (threadIdx.x == 0) GridCount(ready[blockIdx.x]).store(1, cuda::memory_order_release);
   }
 
   template <int TM, int TN>
   __device__ void add(float (&sum)[TM][TN], int block) const {
     if (threadIdx.x == 0) {
-      const SharedCount flag(ready[block]);
+      const GridCount flag(ready[block]);
       wait_for_count(flag, 1, "the other block's sums");
       flag.store(0, cuda::memory_order_relaxed);
     }

@@ -375,8 +375,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
 // primitives/hopper/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the
 // registers of a warpgroup, 4 warps) and kStepK (the 64 of k of a step).
-// primitives/hopper/hopper.cuh has Ring (which stage comes, with which parity) and the PTX.
-// HOPPER_CODE is 1 where the compiler takes this PTX.
+// primitives/hopper/barrier.cuh has Ring (which stage comes, with which parity); the PTX is in the
+// headers beside it. HOPPER_CODE is 1 where the compiler takes this PTX.
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -689,8 +689,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
 // product() of operators/product/product.cuh is the kernel above for all of these. Estimates say
-// which tiles may be the fastest (product_plan.cuh); some are tried, and the fastest is in the
-// table.
+// which tiles may be the fastest (operators/product/plan.cuh); some are tried, and the fastest is
+// in the table.
 struct SquareProduct {
   Problem& square;
   AlignedRows<half> A, B;

@@ -549,8 +549,8 @@ int64_t columns_of_tiles(const Shape& shape) {
   constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages, kBatch>);
   const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>;
   allow_shared_bytes(kernel, kBytes);
-  const int64_t fit =
-      resident_clusters(kernel, blocks_for(shape.W, kColumns), kOneLaunchThreads, kBytes);
+  const unsigned blocks = blocks_for(shape.W, kColumns);
+  const int64_t fit = std::max(1, clusters_that_fit(kernel, blocks, kOneLaunchThreads, kBytes));
   const int64_t of_a_mesh = std::max<int64_t>(1, fit / shape.meshes);
   return kColumns * blocks_for(shape.meshes, fit) * blocks_for(shape.V, 64 * of_a_mesh);
 }
@@ -569,7 +569,9 @@ void add_one_launch(DiffusionProblem& table) {
   // early: the next one's blocks start when all of this one's run.)
   const unsigned blocks = blocks_for(W, kColumns);
   const int64_t tiles = blocks_for(V, 64);
-  const int64_t fit = resident_clusters(kernel, blocks, kThreads, kBytes) / meshes;
+  const int clusters_at_once = clusters_that_fit(kernel, blocks, kThreads, kBytes);
+  if (clusters_at_once == 0) return;
+  const int64_t fit = clusters_at_once / meshes;
   const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit));
   const auto arrivals = table.problem.workspace<unsigned>(blocks * meshes);
   const auto totals = table.problem.workspace<float>(2 * kEigen * kColumns * blocks * meshes);

@@ -871,7 +871,7 @@ Product make_all_columns(const Layer& layer) {
     launch_early(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
-  return product_of("tiles", all_columns<Tile>, Tile::kThreads, kBytes, launch);
+  return product_of("tiles", all_columns<Tile>, kBytes, launch);
 }
 
 template <class Tile>
@@ -881,7 +881,7 @@ Product make_column_tiles(const Layer& layer) {
     launch_early(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
-  return half_fused(layer, "online", column_tiles<Tile>, Tile::kThreads, Tile::kStageBytes, 1,
+  return half_fused(layer, "online", column_tiles<Tile>, Tile::kStageBytes, 1,
                     static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
 }
 
@@ -928,7 +928,7 @@ void add_few_rows(const Layer& layer, std::vector<Product>& products) {
       launch_clusters(kernel, splits, true, dim3(tiles * splits, of_D), kThreads, 0,  //
                       layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
     };
-    products.push_back(half_fused(layer, "few rows", kernel, kThreads, 0, slices, tiles, launch));
+    products.push_back(half_fused(layer, "few rows", kernel, 0, slices, tiles, launch));
     products.back().expected = {microseconds(slices, splits), microseconds(1, splits),
                                 text + std::to_string(splits),
                                 "; half fused; slices: " + std::to_string(slices)};
@@ -969,7 +969,7 @@ Product make_narrow(const Layer& layer) {
     launch_early(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, of, results);
   };
-  return product_of("narrow", narrow_columns<kTiles>, kThreads, bytes, launch);
+  return product_of("narrow", narrow_columns<kTiles>, bytes, launch);
 }
 
 // For many rows, if a block's warps have room for W.
@@ -1004,8 +1004,8 @@ Plan plan_cluster(const Layer& layer) {
       launch_early(kernel, dim3(kSplits * blocks_for(in.B, kRows), tiles), kThreads, kBytes,  //
                    x, in.W, in.B, in.D, in.C, results);
     };
-    return tiles == 1 ? product_of("cluster", kernel, kThreads, kBytes, launch)
-                      : half_fused(in, "cluster", kernel, kThreads, kBytes, 1, tiles, launch);
+    return tiles == 1 ? product_of("cluster", kernel, kBytes, launch)
+                      : half_fused(in, "cluster", kernel, kBytes, 1, tiles, launch);
   };
   return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }
@@ -1050,9 +1050,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
     launch_early(kernel, dim3(grid, of_D), Shared::kThreads, sizeof(Shared),  //
                  x, W, layer.C, places, Exchange{posted, turns}, results);
   };
-  if (fused) return product_of("exchange", kernel, Shared::kThreads, sizeof(Shared), launch);
-  return half_fused(layer, "exchange", kernel, Shared::kThreads, sizeof(Shared), slices, tiles,
-                    launch);
+  if (fused) return product_of("exchange", kernel, sizeof(Shared), launch);
+  return half_fused(layer, "exchange", kernel, sizeof(Shared), slices, tiles, launch);
 }
 
 // Plans with one size of tiles: fused, and half fused, with the numbers of slices that should take
@@ -1273,12 +1272,10 @@ struct SoftmaxTable : Layer {
       const auto& [microseconds, unfused_microseconds, tiles, how] = product.expected;
       const auto same = [&name = tiles](const operators::Way& way) { return way.name == name; };
       if (std::none_of(with_logits.begin(), with_logits.end(), same)) {
-        with_logits.push_back({tiles, unfused_microseconds, launch_unfused, product.kernel,
-                               product.threads, product.shared_bytes});
+        with_logits.push_back({tiles, unfused_microseconds, launch_unfused, product.shared_bytes});
       }
       if (product.fuses) {
-        with_softmax.push_back({tiles + how, microseconds, launch_fused, product.kernel,
-                                product.threads, product.shared_bytes});
+        with_softmax.push_back({tiles + how, microseconds, launch_fused, product.shared_bytes});
       }
     }
     add("un" + fused, Role::ours, needs_cc, ways_of_row(with_logits));

@@ -1,6 +1,7 @@
-// Every CUDA, cuBLAS and cuBLASLt call of a lesson goes through one of these macros: a call that
-// does not succeed ends the program with one line that names the call, the file and the line; while
-// a row of a table is launched, the row says so instead.
+// Every CUDA, cuBLAS and cuBLASLt call in a lesson, in checks/ and in common/ goes through one of
+// these macros (primitives/ and operators/ throw: primitives/check.h). A call that fails ends the
+// program with one line that names the call, the file and the line; while a row of a table is
+// launched, the row says so instead.
 #pragma once
 
 #include <cublas_v2.h>

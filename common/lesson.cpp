@@ -35,7 +35,8 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-/// What host functions of primitives/ and operators/ throw, and fmt where it cannot print.
+/// Ends the program with one line for an exception that nobody has caught: of primitives/ and
+/// operators/, or of fmt where it cannot print.
 [[noreturn]] void end_by_exception() {
   try {
     if (const std::exception_ptr current = std::current_exception())

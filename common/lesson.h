@@ -2,18 +2,18 @@
 // JSON.
 //
 // A lesson's main declares its problems (inputs, outputs, a reference, the kernels) and ends with
-// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which for
-// each problem
-//   1. refuses what does not fit in memory,
+// `return lesson.run();`. No buffer is allocated and no kernel launched before run(), which refuses
+// what does not fit in memory, and then for each problem
+//   1. allocates the buffers,
 //   2. fills the inputs with random numbers, computes the reference, and on a GPU tries the ways
 //      of kernels that have several,
 //   3. for each kernel: poisons every output with NaN, launches, compares with the reference,
 //   4. samples the kernels in turn, each round in another order, each with a cold L2 cache (or, for
 //      kernels of microseconds, as the nodes of a CUDA graph), for as long as the run may last,
 //   5. verifies again, and prints the table;
-// or, in the place of 4 and 5, on the CPU unless it is asked for times, counts in the launch of 3
-// what the kernel moves;
-// then it writes the JSON record and returns the exit code.
+// Where it counts (on the CPU unless times are asked for, on a GPU by --count) the launch of 3 is
+// counted, 4 is left out, and what was quick on the CPU is verified a second time. At the end it
+// writes the JSON record and returns the exit code.
 #pragma once
 
 #include <cstdint>

@@ -151,15 +151,16 @@ struct Way {
   std::string name = {};
   double microseconds = 0;  ///< that it should take
   std::function<void()> launch = {};
-  int shared_bytes = 0;  ///< that a block asks for, if they are more than every device has
+  int shared_bytes =
+      0;  ///< that a block asks for, if that is more than the 48 KB that every device gives
 };
 
 /// What a few rows do around a launch.
 struct Hooks {
   std::function<void()> before;  ///< a verified launch, untimed: a step's inputs
-  /// Of work on several devices: brings all results to where the checks look, not timed; and what
-  /// one launch takes, in milliseconds (of Timing::graph, each of kGraphCalls).
+  /// Of work on several devices: brings all results to where the checks look; not timed.
   std::function<void()> collect;
+  /// And what one launch takes, in milliseconds; of Timing::graph, each of kGraphCalls.
   std::function<float(Timing)> time;
 };
 
@@ -174,7 +175,8 @@ struct Kernel {
   double memory_bytes = 0;   ///< device memory that this way of computing needs; 0: not stated
   int least_capability = 0;  ///< compute capability of a GPU, times 10
   bool only_hopper = false;  ///< and it must be 9.0
-  int shared_bytes = 0;      ///< that a block asks for, if they are more than every device has
+  int shared_bytes =
+      0;  ///< that a block asks for, if that is more than the 48 KB that every device gives
 
   /// A step of a longer computation has its own work, inputs that earlier steps make, and a result
   /// that `compute_reference` puts into `reference`.
@@ -264,8 +266,8 @@ class Problem {
   /// and timed. Where nothing is timed, the row is the way that should be the fastest.
   Kernel& kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries = {});
 
-  /// After the tables, on a GPU, if both kernels were timed: `format`, with how many times as fast
-  /// as `slow` `fast` is for its one % (common/report/comparison.h).
+  /// Prints, after the tables on a GPU if both kernels were timed, `format`, in which the one %
+  /// becomes the factor by which `fast` is faster than `slow` (common/report/comparison.h).
   void compare(std::string fast, std::string slow, std::string format);
 
  private:

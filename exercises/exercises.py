@@ -97,7 +97,7 @@ class Exercise:
     gpu_arguments: tuple = ()  # besides the default size, where the row needs an option
     multiprocessors: int = 0  # of the device that the CPU plays; 0: as it likes
     goal: Goal = None
-    headers: tuple = ()  # of common/, which the reader's file has in it, to be cut as well
+    headers: tuple = ()  # of operators/ or primitives/, which the reader's file has in it, to be cut as well
     # Find the mistake: the mutant (tests/mutants.py), or the function and the change
     # (tests/hopper_mutants.py), that the file has; "" if it is none of these.
     mutant: tuple = None

@@ -11,8 +11,8 @@ namespace operators {
 
 enum class Pass { forward, backward };
 
-/// `size()` elements of T on the device, whose address is known when kernels are launched: of a
-/// pointer, or of what becomes one by then, such as a lesson's buffer.
+/// `size()` elements of T on the device. It holds not a pointer but how to get one, since a
+/// lesson's buffers are allocated only after its rows are described. data() is for launches.
 template <typename T>
 class Memory {
  public:
@@ -39,7 +39,7 @@ class Memory {
 /// Where an operator gets the memory that it needs beside its inputs and outputs.
 struct Workspace {
   using Allocate = std::function<Memory<char>(size_t bytes)>;
-  Allocate of_any;    ///< a launch finds in it whatever there is
+  Allocate of_any;    ///< its contents are undefined at each launch
   Allocate of_zeros;  ///< zeros before the first launch; each launch leaves it ready for the next
 
   template <typename T>
@@ -59,14 +59,13 @@ struct Workspace {
   }
 };
 
-/// One of several ways to compute the same, such as with one of several tiles.
+/// One of several ways to compute the same, such as with one of several tiles. (A table's rows have
+/// a Way of their own, which checks::ways_of_row() makes of these.)
 struct Way {
   std::string name;
   double microseconds;  ///< that it should take
   std::function<void()> launch;
-  const void* kernel;  ///< the one that takes most of the time
-  int threads;         ///< of a block
-  int shared_bytes;    ///< that a block asks for when it is launched
+  int shared_bytes;  ///< that a block asks for when it is launched
 };
 
 }  // namespace operators

@@ -1,5 +1,6 @@
 // How host functions of primitives/ and operators/ say that a call failed: by an exception, which
-// whoever calls them turns into what his program does then. A lesson's table says so in the row.
+// whoever calls them turns into what his program does then. A lesson's table says so in the row
+// that was launched; while rows are planned, the lesson ends with one line and exit code 3.
 #pragma once
 
 #include <cuda_runtime.h>

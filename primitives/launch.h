@@ -49,7 +49,8 @@ void allow_shared_bytes(Kernel* kernel, int bytes) {
         "cudaFuncSetAttribute");
 }
 
-/// The grid of a kernel whose blocks stay: how many of them the device holds at once.
+/// The grid of a kernel whose blocks stay: how many of them the device holds at once. One for each
+/// multiprocessor where none fits: the launch then fails, and says why.
 template <typename Kernel>
 int resident_blocks(Kernel* kernel, int threads, size_t shared_bytes) {
   int per_multiprocessor = 0;

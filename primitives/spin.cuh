@@ -1,7 +1,7 @@
 // Loops in which a thread waits for what other blocks of the launch do. Such a launch has only as
 // many blocks as run at the same time; where one of them never does what another one waits for, the
-// launch never ends. Built by `scons debug=1` it does: who has waited for SPIN_LIMIT nanoseconds
-// says for what, and stops the launch. On the CPU backend such a wait is reported as a deadlock.
+// launch never ends. In a build by `scons debug=1` a thread that has waited for SPIN_LIMIT
+// nanoseconds prints for what, and stops the launch. The CPU backend reports a deadlock.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ __device__ inline uint64_t nanoseconds() {
 #endif
 }
 
-/// What a loop that waits is for: `while (...) spin.again();`
+/// Stands beside a loop that waits, and knows what it waits for: `while (...) spin.again();`
 struct Spin {
 #if defined(CUDA_CPU) && !defined(SPIN_LIMIT)
   __device__ explicit Spin(const char* what) { cuda_cpu::waits_for(what); }
@@ -46,11 +46,11 @@ struct Spin {
 };
 
 /// A word in memory that blocks of a launch count in, or set to 1.
-using SharedCount = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
+using GridCount = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
 
-/// Waits until it is at least `least`. What others had written before they made it that, by a
-/// release, can be read then.
-__device__ __forceinline__ void wait_for_count(const SharedCount& count, unsigned least,
+/// Waits until the count is at least `least`. What a thread had written before it raised the count,
+/// by a release, can then be read.
+__device__ __forceinline__ void wait_for_count(const GridCount& count, unsigned least,
                                                const char* what) {
   const Spin spin(what);
   while (count.load(cuda::memory_order_acquire) < least) spin.again();

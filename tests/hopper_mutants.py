@@ -1,8 +1,8 @@
 """Every wait, arrival, expected byte count, fence and barrier of the Hopper kernels, taken out or shifted.
 
 The mistakes are not listed here but derived from a lesson's source: each call of a word of
-primitives/hopper/hopper.cuh that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
-helper functions and lambdas. So it is with the product that lessons share, in common/, whose words
+primitives/hopper/ that makes somebody wait, or lets somebody go on, is one, also in the lesson's own
+helper functions and lambdas. So it is with the product that lessons share, in operators/product/, whose words
 hopper_product.cu uses. SConstruct compiles a program with all of them once for the plain CPU build
 and once for ThreadSanitizer, with those of mutants.py; MISTAKE in the environment says which one the
 program makes.

@@ -1,4 +1,4 @@
-// What the words of primitives/hopper/hopper.cuh mean, case by case, each with the section of the
+// What the words of primitives/hopper/ mean, case by case, each with the section of the
 // PTX ISA that says so. Built for the CPU backend and with nvcc: both are held to the same
 // expectations.
 //
@@ -904,8 +904,8 @@ CASE(early_launches) {
 __global__ void meet_all(unsigned* arrived) {
 #if HOPPER_CODE
   if (threadIdx.x == 0) {
-    SharedCount(*arrived).fetch_add(1, cuda::memory_order_acq_rel);
-    wait_for_count(SharedCount(*arrived), gridDim.x, "all blocks");
+    GridCount(*arrived).fetch_add(1, cuda::memory_order_acq_rel);
+    wait_for_count(GridCount(*arrived), gridDim.x, "all blocks");
   }
   __syncthreads();
 #endif

@@ -32,7 +32,7 @@ class Mutant:
     arguments: tuple  # to run it with
     nth: int = 0
     number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
-    operator: str = ""  # the file of common/ that has the mistake, if it is not the lesson's own
+    operator: str = ""  # the file of checks/ that has the mistake, if it is not the lesson's own
 
     @property
     def build(self):

@@ -2,9 +2,9 @@
 
     lesson       operators, checks, primitives, common
     operators    primitives, operators
-    checks       common, primitives, and of an operator what it reads and writes: operators/NAME/NAME.h
+    checks       common, primitives, and operators/operands.h, and operators/NAME/NAME.h or tensors.h
     primitives   primitives; on the CPU backend, cpu
-    common       common; on the CPU backend, cpu
+    common       common, cpu
 """
 
 import re
@@ -12,6 +12,7 @@ import subprocess
 
 import pytest
 
+from closure import table as closure_table
 from includes import ROOT, closure, included_by, linked_sources, sources_of
 
 HEADERS = (".h", ".cuh")
@@ -144,3 +145,15 @@ def test_copies_of_a_function_come_from_one_place(program):
     places = defined_in(objects)
     assert len(places) > 300
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_the_map_tells_what_a_reader_opens():
+    """CONTRIBUTING.md has what tests/closure.py counts, give or take 3 %."""
+    printed = (ROOT / "CONTRIBUTING.md").read_text().split("<!-- closures -->")[1].split("<!-- /closures -->")[0]
+    rows, counted = printed.strip().split("\n"), closure_table().split("\n")
+    assert len(rows) == len(counted)
+    for row, now in zip(rows[2:], counted[2:]):
+        cells, right = (list(map(str.strip, line.strip("|").split("|"))) for line in (row, now))
+        assert cells[0] == right[0]
+        for number, is_now in zip(cells[1:], right[1:]):
+            assert abs(int(number) - int(is_now)) <= 0.03 * int(is_now), f"{row}: tests/closure.py --write"

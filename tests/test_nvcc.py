@@ -18,7 +18,7 @@ __global__ void f(unsigned* word) {
 SPIN = """
 #include "primitives/spin.cuh"
 __global__ void f(unsigned* word) {
-  primitives::wait_for_count(primitives::SharedCount(*word), 3, "others");
+  primitives::wait_for_count(primitives::GridCount(*word), 3, "others");
 }
 """
 # What lesson 9 takes of clusters on every GPU that has them: without Hopper's own instructions.

@@ -30,7 +30,7 @@ struct CliffordShape {
   int p, q, r;  ///< the algebra's signature
   int batch, features;
   bool normed;
-  bool connected = false;  ///< w (triples, features, features): see clifford_connected.h
+  bool connected = false;  ///< w (triples, features, features): see connected.h
 
   int blades() const { return 1 << (p + q + r); }
   int grades() const { return p + q + r + 1; }

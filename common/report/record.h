@@ -11,7 +11,7 @@ namespace common {
 /// As JSON, with the commit that this was built from and the time of now.
 std::string record_of(const std::string& lesson, uint64_t seed, const Device& device,
                       const Tables& tables);
-/// More than that takes.
+/// An upper bound of its length, in bytes.
 size_t most_bytes_of(const Tables& tables);
 
 }  // namespace common

@@ -133,7 +133,7 @@ struct cudaFuncAttributes {
 };
 
 /// The CPU as a device: `name` is the processor's, the compute capability is 9.0, whose
-/// instructions primitives/hopper/hopper.cuh has, a multiprocessor is a place for one block
+/// instructions primitives/hopper/ has, a multiprocessor is a place for one block
 /// (multiprocessors() in cuda_cpu.h), and what has no counterpart or is not known is 0.
 struct cudaDeviceProp {
   char name[256];

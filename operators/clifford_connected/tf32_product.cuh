@@ -63,11 +63,11 @@ struct Progress {
 
   /// One thread calls this, after a barrier among all who have written.
   __device__ void add(int counter, unsigned count = 1) const {
-    SharedCount(done[counter]).fetch_add(count, cuda::memory_order_release);
+    GridCount(done[counter]).fetch_add(count, cuda::memory_order_release);
   }
   __device__ void wait(int counter, unsigned count) const {
     if (counter < before) return;
-    wait_for_count(SharedCount(done[counter]), count,
+    wait_for_count(GridCount(done[counter]), count,
                    "planes, or sums for the norm, that other blocks make");
   }
 };

@@ -162,13 +162,13 @@ struct Meeting {
   __device__ __forceinline__ Meeting(const Work& work, unsigned* all_arrivals, float4* all_totals)
       : arrivals(all_arrivals + work.mesh() * work.blocks + work.rank), groups(work.groups) {
     all_totals += static_cast<size_t>(work.mesh()) * 2 * work.blocks * Work::kQuads;
-    start = SharedCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
+    start = GridCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
     const int turn = start >> 16 & 1;
     totals = all_totals + (turn * work.blocks + work.rank) * Work::kQuads;
     next_totals = all_totals + ((turn ^ 1) * work.blocks + work.rank) * Work::kQuads;
   }
   __device__ bool all_have_arrived() const {
-    return SharedCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
+    return GridCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
   }
 };
 
@@ -494,7 +494,7 @@ __device__ __forceinline__ void meet(const Work& work, const Meeting<Work>& meet
   named_barrier(kConsumersBarrier, kConsumers);
   if (threadIdx.x == 128) {
     if constexpr (kPass == Pass::backward) barrier_wait(&work.shared.spare, 0);
-    const SharedCount arrivals(*meeting.arrivals);
+    const GridCount arrivals(*meeting.arrivals);
     const unsigned before = arrivals.fetch_add(1, cuda::memory_order_acq_rel) - meeting.start;
     if (before + 1 == meeting.groups) {
       // The last one: on to the next launch's number.

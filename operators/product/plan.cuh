@@ -55,9 +55,11 @@ __device__ void load_eight(T (&eight)[8], const T* from, int left) {
 }
 
 /// Copies rows of matrices, blockIdx.y being which. Thread (x, y) copies 8 elements at a time of
-/// the block's row y. What is beyond `cols` becomes 0.
+/// the block's row y. What is beyond `cols` becomes 0. To be launched as usual, not early: it does
+/// not wait for the kernel before it.
 template <typename T, int kCount>
 __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
+  static_assert(sizeof(T) == 2);  // 8 of them are one access
   start_next_kernel();
   const RowCopy<T>& copy = copies.of[blockIdx.y];
   for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < copy.rows;
@@ -83,7 +85,7 @@ __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) 
 template <typename T>
 struct AlignedRows {
   Memory<T> from;
-  int rows, cols, stride;  ///< of the copy whole lines of 128 bytes
+  int rows, cols, stride;  ///< in elements; a copy's rows are whole lines of 128 bytes
   bool copied;
   Memory<T> copy;
 
@@ -200,7 +202,6 @@ struct TileChoice {
       for (const ProductPlan& plan : plan_product<T, Each, Epilogue>(shape, stride_a, stride_b)) {
         ways.push_back({name_of<Each>(plan, ProductShared<T, Each>::kStages), plan.microseconds,
                         [=] { launch.template operator()<Each>(plan); },
-                        reinterpret_cast<const void*>(&product<T, Each, Epilogue>), Each::kThreads,
                         static_cast<int>(sizeof(ProductShared<T, Each>))});
       }
     };

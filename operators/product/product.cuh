@@ -222,7 +222,7 @@ struct Pace {
   unsigned clusters, mine = 0;
 
   __device__ void next() {
-    const SharedCount counter(*total);
+    const GridCount counter(*total);
     counter.fetch_add(1, cuda::memory_order_relaxed);
     for (int look = 0; look < kPatience; ++look) {
       if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
@@ -233,7 +233,7 @@ struct Pace {
   // Nobody shall wait for this cluster any more: it counts as having made `most` paces. The last
   // one leaves a 0 for the next launch.
   __device__ void end(unsigned most) {
-    const SharedCount counter(*total);
+    const GridCount counter(*total);
     const unsigned rest = most - mine;
     if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
       counter.store(0, cuda::memory_order_relaxed);
@@ -458,13 +458,13 @@ struct ClusterHandover {
     }
     named_barrier(1 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
-      SharedCount(exchange.ready[mine]).store(1, cuda::memory_order_release);
+      GridCount(exchange.ready[mine]).store(1, cuda::memory_order_release);
     }
   }
   __device__ void add_to(TileSum& sum, int cluster, int rank) const {
     const int other = slot(cluster + 1, rank);
     if (threadIdx.x % 128 == 0) {
-      const SharedCount flag(exchange.ready[other]);
+      const GridCount flag(exchange.ready[other]);
       wait_for_count(flag, 1, "the next cluster's part of a tile");
       flag.store(0, cuda::memory_order_relaxed);
     }

@@ -23,7 +23,7 @@ using operators::Memory, operators::Workspace;
 constexpr int kMostSlices = 16;
 constexpr int64_t kMostSliced = 16 << 20;
 
-// What a product is made for.
+// A layer, and what each way to compute it starts from.
 struct Layer {
   Workspace workspace;
   SoftmaxShape shape;
@@ -35,7 +35,7 @@ struct Layer {
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = multiprocessors();
 
-  // So many that each has `least` inputs, and that there is room.
+  // The most slices such that each has at least `least` inputs, and all fit into `sliced`.
   int most_slices(int least) const {
     const int64_t fit = kMostSliced / static_cast<int64_t>(shape.logits());
     return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, kMostSlices));
@@ -63,8 +63,8 @@ struct Results {
   unsigned* arrived = nullptr;  // blocks of these rows that have ended; zero between launches
 };
 
-// How long (3) and (2) should take with a product; and where there are others, its tiles in words,
-// and what (3) is with them if it is more than one launch.
+// How long lesson 9's fused way (3) and its unfused way (2) should take with a product; and where
+// there are others, its tiles in words, and what (3) is with them if it is more than one launch.
 struct Expected {
   double microseconds = INFINITY, unfused_microseconds = INFINITY;
   std::string tiles = {}, how = {};
@@ -74,17 +74,16 @@ struct Expected {
 struct Product {
   const char* name;
   std::function<void(Results)> launch;
-  const void* kernel;
-  int threads, shared_bytes;
-  bool fuses = true;  // false: launched for probabilities, it is its unfused form
+  int shared_bytes;
+  bool fuses = true;  // false: asked for probabilities it runs a product and a softmax
   Expected expected = {};
 };
 
 template <typename Function>
-Product product_of(const char* name, Function* kernel, int threads, int shared_bytes,
+Product product_of(const char* name, Function* kernel, int shared_bytes,
                    std::function<void(Results)> launch) {
   allow_shared_bytes(kernel, shared_bytes);
-  return {name, std::move(launch), reinterpret_cast<const void*>(kernel), threads, shared_bytes};
+  return {name, std::move(launch), shared_bytes};
 }
 
 // A half fused product: `launch` (results, slices) starts `kernel`, which leaves logits or, of that
@@ -95,8 +94,8 @@ Product product_of(const char* name, Function* kernel, int threads, int shared_b
 // kRowsForParts only if they do not fit into a block's registers.
 constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 template <typename Function, typename Launch>
-Product half_fused(const Layer& layer, const char* name, Function* kernel, int threads,
-                   int shared_bytes, int slices, int tiles, Launch launch) {
+Product half_fused(const Layer& layer, const char* name, Function* kernel, int shared_bytes,
+                   int slices, int tiles, Launch launch) {
   const int least = layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts;
   const bool parts = slices == 1 && layer.C > least;
   const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B,
@@ -113,7 +112,7 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int t
       softmax(results.out, out, shape, results.parts, slices);
     }
   };
-  Product product = product_of(name, kernel, threads, shared_bytes, both);
+  Product product = product_of(name, kernel, shared_bytes, both);
   product.fuses = parts || slices > 1;
   return product;
 }

@@ -1,5 +1,5 @@
 // Hopper's own instructions (sm_90a), under names that a kernel reads well with. Lesson 3
-// introduces them; the PTX stays in these headers, whose section names are the PTX ISA's.
+// introduces them; the PTX stays in these headers, each of which names its chapter of the PTX ISA.
 #pragma once
 
 #include "primitives/approximate.cuh"

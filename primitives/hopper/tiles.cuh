@@ -1,11 +1,11 @@
 // The words of Hopper's kernels: tiles in shared memory as the copy engine leaves them and as wgmma
 // reads them, and sums in the registers of a warpgroup. Lesson 3 introduces each of them. The
-// instructions below them are in primitives/hopper/hopper.cuh.
+// instructions below them are in the headers beside this one.
 #pragma once
 
-#include "primitives/hopper/hopper.cuh"
 #include "primitives/mma.cuh"
 #include "primitives/neighbours.cuh"
+#include "primitives/hopper/hopper.cuh"
 
 namespace primitives {
 

@@ -32,7 +32,7 @@ __global__ void divide(int* result, int by) {
 }
 
 __global__ void wait_in_vain(unsigned* count) {
-  if (threadIdx.x == 1) wait_for_count(SharedCount(*count), 2, "what nobody does");
+  if (threadIdx.x == 1) wait_for_count(GridCount(*count), 2, "what nobody does");
 }
 
 int main(int, char** arguments) {
