@@ -3,9 +3,9 @@
 // instructions below them are in the headers beside this one.
 #pragma once
 
+#include "primitives/hopper/hopper.cuh"
 #include "primitives/mma.cuh"
 #include "primitives/neighbours.cuh"
-#include "primitives/hopper/hopper.cuh"
 
 namespace primitives {
 
