@@ -78,7 +78,7 @@ void verify_row(Row& row, const Problem& problem, Inputs& inputs,
   const auto start = std::chrono::steady_clock::now();
   const std::string failed = attempt([&] { launch_poisoned(row, problem, checks, launch); });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  if (!row.ran) row.launch_seconds = took.count();
+  if (row.launch_seconds == 0) row.launch_seconds = took.count();
   row.ok = row.ok || !row.ran;
   row.ran = true;
   if (!failed.empty()) fail_row(row, checks, failed);
