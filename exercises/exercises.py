@@ -254,7 +254,7 @@ EXERCISES = [
       // p ^ (r % 8) would be. Here nothing is swizzled. (A row has 64 elements, a piece 8.)
       store_matrices(&out[c / 64].elements[row * 64 + (c % 64 / 8 + piece) * 8], registers);
 """),),
-        finds="^Wrong", columns="N", multiprocessors=4,
+        finds="^Wrong from element ", columns="N", multiprocessors=4,
     ),
     Exercise(
         "phase", TENSOR_CORES, "the phase of an mbarrier (Hopper)",
@@ -391,7 +391,7 @@ EXERCISES = [
         (Cut("void matmul_tile(", "if (row < n && col < n) C", "", """\
   if (col < n) C[static_cast<size_t>(row) * n + col] = sum;
 """),),
-        finds="^Out of bounds|^The kernel wrote", columns="N", sanitizers=("address",),
+        finds="^Out of bounds", columns="N", sanitizers=("address",),
         mutant=("2_matmul_sharedmem_writes_below_matrix",),
     ),
     Exercise(

@@ -90,10 +90,10 @@ WRONG = {
         answer("^Right, but sectors for each load of a warp: 16.5",
                (*ROW, "blockIdx.x * blockDim.x + threadIdx.x"), (*COL, "blockIdx.y * blockDim.y + threadIdx.y")),
         answer("^Wrong from element 32 .*it is NaN", (*ROW, "threadIdx.y"), (*COL, "threadIdx.x")),
-        answer("^The kernel wrote|^Out of bounds|^Wrong from element",
+        answer("^Out of bounds|^Wrong from element",
                (*ROW, "blockIdx.y * blockDim.y + threadIdx.y"), (*COL, "blockIdx.x * blockDim.x + threadIdx.x"),
                ("if (row >= n || col >= n) return;", ";")),
-        answer("^The kernel wrote|^Out of bounds|^Wrong from element",
+        answer("^Out of bounds|^Wrong from element",
                (*ROW, "blockIdx.y * blockDim.y + threadIdx.y"), (*COL, "blockIdx.x * blockDim.x + threadIdx.x"),
                ("if (row >= n || col >= n) return;", "if (row >= n) return;"), like=3),
         answer(r"Does something call exit\(\)", ("if (row >= n || col >= n) return;", "exit(0);")),
@@ -121,7 +121,7 @@ WRONG = {
     "padding": [
         answer("^Right, but bank conflicts",
                stored("a_tile[k][row]", "a_tile[k + 1][row]", "a_tile[k + 2][row]", "a_tile[k + 3][row]")),
-        answer("^Undefined: .*misaligned|^Right, but bank|^A GPU does not define",
+        answer("^Undefined: .*misaligned|^Right, but bank",
                stored("a_tile[k][row]", "a_tile[k + 1][row]", "a_tile[k + 2][row]", "a_tile[k + 3][row]")),
         answer("^Wrong", stored("a_tile[k + 3][row]", "a_tile[k + 2][row]", "a_tile[k + 1][row]", "a_tile[k][row]")),
         answer("^Wrong|^Out", stored("a_tile[k][row]", "a_tile[k + 2][row]", "a_tile[k + 1][row]", "a_tile[k + 3][row]")),
@@ -176,6 +176,8 @@ WRONG = {
         answer("^Wrong", sums("const int share = slices / kRowWarps;"
                               " if (inside) for (int s = rank * share; s < (rank + 1) * share; ++s) sum += sums[s * stride + at];",
                               "__syncthreads();")),
+        # Elements outside of the matrix.
+        answer("^Out of bounds", sums(f"{SHARE} sum += sums[s * stride + at];", "__syncthreads();")),
         # Not all come to the barrier.
         answer("has exited", sums(f"{SHARE} sum += sums[s * stride + at];", "__syncthreads();", "if (!inside) return;")),
         # No barrier, as in the file that is given.
@@ -236,8 +238,8 @@ WRONG = {
         answer("^A race", ("/* right_by_luck */;", "if (warp == 0) __syncwarp(); __threadfence_block();")),
     ],
     "last_tile": [
-        answer("^The kernel wrote|^Out of bounds|^Wrong", ("if (col < n) C", "col < n", "row < n")),
-        answer("^The kernel wrote|^Out of bounds|^Wrong", ("if (col < n) C", "col < n", "x < n && y < n")),
+        answer("^Out of bounds|^Wrong", ("if (col < n) C", "col < n", "row < n")),
+        answer("^Out of bounds|^Wrong", ("if (col < n) C", "col < n", "x < n && y < n")),
         answer("^Wrong|^Out", ("if (col < n) C", "col < n", "row * n + col < n * n")),
         answer("has exited", ("float sum = 0;", "0", "({ if (row >= n || col >= n) return; 0; })")),
     ],

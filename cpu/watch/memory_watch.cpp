@@ -6,6 +6,7 @@
 #include <atomic>
 #include <deque>
 
+#include "cpu/execution/sanitizers.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 
@@ -43,6 +44,14 @@ void open_at(int signal, siginfo_t* info, void*) {
 }  // namespace
 
 bool watches_memory() { return environment().watch_memory; }
+
+bool checks_addresses() {
+#if defined(CUDA_CPU_ASAN)
+  return true;
+#else
+  return false;
+#endif
+}
 
 void start_watching() {
   if (!watches_memory()) return;

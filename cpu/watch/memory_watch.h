@@ -9,6 +9,8 @@
 namespace cuda_cpu {
 
 bool watches_memory();
+/// Whether the backend is built with the address sanitizer, which knows the end of each allocation.
+bool checks_addresses();
 /// What an allocation takes to be watched: it has its pages to itself.
 inline constexpr std::size_t kPage = 4096;
 inline std::size_t in_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
