@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -183,7 +184,8 @@ def look_at(rc, stdout, stderr, lines=(), columns=0):
         if "deadlock: " in match[1] or " waits in " in match[1]:
             return Finding("waits", _waits(match[1], lines))
         said, code = _with_lines(match[1], lines)
-        return Finding("error", "\n".join([f"A GPU does not define what happens here: {said}", *code]))
+        kind = "crash" if "outside of all memory" in said else "error"  # of which a sanitizer knows the line
+        return Finding(kind, "\n".join([f"A GPU does not define what happens here: {said}", *code]))
     if rc == 1 and (guard := re.search(r"^  ((?:wrote|changed) .*)", stdout, re.MULTILINE)):
         return Finding("crash", f"The kernel {guard[1]}.")
     if rc == 1 and "FAILED" in stdout:
@@ -231,8 +233,9 @@ def _say(text):
 def started(command, **options):
     """A process, and all that it starts. They end with the block, however that ends."""
     came = []  # meanwhile: it must not be started and forgotten
+    ours = threading.current_thread() is threading.main_thread()  # others get no signals, and may set none
     handlers = {number: signal.signal(number, lambda number, _: came.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if ours}
     try:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
     finally:
