@@ -491,7 +491,7 @@ int main(int argc, char** argv) {
   }
   // Each has a tile of 64 vertices at least.
   const int gpus = static_cast<int>(std::min({asked, there, (V + 63) / 64}));
-  const bool peers = gpus > 1 && lesson.device().is_hopper() && enable_peer_access(gpus);
+  const bool peers = gpus > 1 && is_hopper() && enable_peer_access(gpus);
   const bool patient = lesson.on_cpu() && !lesson.given("--patience");
   const Settings settings = {
       .patience = 1000000 * static_cast<uint64_t>(patient ? 60000 : lesson.option("--patience")),

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "common/numerics.h"
+#include "primitives/launch.h"
 
 namespace checks::last_term {
 
@@ -36,7 +37,7 @@ __global__ void change_kernel(T* data, Elements elements, float factor, float of
 template <typename T>
 void change(T* data, const Elements& elements, double factor, double offset) {
   const size_t count = elements.runs * elements.length;
-  change_kernel<T><<<static_cast<unsigned>((count + 255) / 256), 256>>>(
+  change_kernel<T><<<primitives::blocks_for(count, 256), 256>>>(
       data, elements, static_cast<float>(factor), static_cast<float>(offset));
   CUDA_CHECK(cudaGetLastError());
 }

@@ -32,9 +32,6 @@ struct Device {
 
   static Device current();
 
-  /// Whether it runs code for sm_90a.
-  bool is_hopper() const { return major == 9 && minor == 0; }
-
   /// FLOP/s, an FMA counting as two; 0 if unknown.
   double peak(Rate rate) const;
 };

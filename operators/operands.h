@@ -16,7 +16,6 @@ enum class Pass { forward, backward };
 template <typename T>
 class Memory {
  public:
-  Memory(T* data, size_t size) : at_([data] { return data; }), size_(size) {}
   Memory(std::function<T*()> at, size_t size) : at_(std::move(at)), size_(size) {}
   template <class Buffer>
   requires requires(const Buffer& buffer) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common/numerics.h"
+#include "primitives/launch.h"
 
 namespace checks {
 
@@ -15,9 +16,7 @@ namespace fp64 {
 
 constexpr int kThreads = 128;
 
-inline unsigned blocks(size_t count) {
-  return static_cast<unsigned>((count + kThreads - 1) / kThreads);
-}
+inline unsigned blocks(size_t count) { return primitives::blocks_for(count, kThreads); }
 
 __device__ inline double gate(double s) { return 0.5 * erfc(-s * sqrt(0.5)); }
 __device__ inline double gate_slope(double s) {

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "checks/gating/gating.h"
+#include "primitives/launch.h"
 
 namespace checks {
 
@@ -133,8 +134,7 @@ void GatingProblem::compute_reference(GatingStep step) const {
     matmul_fp64(blas, x64, W1_64, s1, rows, H, K);
     matmul_fp64(blas, x64, W2_64, s2, rows, H, K);
     const size_t count = static_cast<size_t>(rows * H);
-    finish_step_kernel<<<static_cast<unsigned>((count + 255) / 256), 256>>>(s1, s2, b1, b2, count,
-                                                                            H, step);
+    finish_step_kernel<<<primitives::blocks_for(count, 256), 256>>>(s1, s2, b1, b2, count, H, step);
     CUDA_CHECK(cudaGetLastError());
   }
   // A step's results are 1024 or more.

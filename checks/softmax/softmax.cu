@@ -3,7 +3,7 @@
 
 #include "checks/gradient_check.h"
 #include "checks/softmax/softmax.h"
-#include "primitives/row_parts.cuh"
+#include "primitives/launch.h"
 
 namespace checks {
 
@@ -129,11 +129,6 @@ __global__ void mark_nan_fp64_kernel(double* values, size_t count) {
   if (i < count && isnan(values[i])) values[i] = -1;
 }
 
-unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + 7) / 8); }
-
-/// Of 256 threads.
-unsigned blocks(size_t count) { return static_cast<unsigned>((count + 255) / 256); }
-
 void add_scaled(const double* a, double factor, const double* b, double* out, size_t count) {
   const size_t most = std::clamp<size_t>(count / 256, 1, 4096);
   add_scaled_kernel<<<static_cast<unsigned>(most), 256>>>(a, factor, b, out, count);
@@ -249,7 +244,7 @@ void Uncancelled::find(const void* x, const void* W, Type type, const SoftmaxSha
 }
 
 void softmax_fp64(double* logits, int64_t rows, int64_t classes) {
-  softmax_kernel<<<row_blocks(rows), 256>>>(logits, rows, classes);
+  softmax_kernel<<<primitives::blocks_for(rows, 8), 256>>>(logits, rows, classes);
   CUDA_CHECK(cudaGetLastError());
 }
 
@@ -284,7 +279,7 @@ GradientCheck reference_backward(cublasHandle_t blas, const BackwardReference& r
     softmax_fp64(probs, B, C);
   };
   forward(x, W);
-  softmax_backward_kernel<<<row_blocks(B), 256>>>(probs, dprobs, dlogits, B, C);
+  softmax_backward_kernel<<<primitives::blocks_for(B, 8), 256>>>(probs, dprobs, dlogits, B, C);
   CUDA_CHECK(cudaGetLastError());
   // Row-major, as in matmul_fp64(): operands swapped; the one that the formula transposes, marked.
   const double one = 1, zero = 0;
@@ -320,8 +315,8 @@ GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyRef
   const int64_t B = shape.rows, D = shape.inputs, C = shape.classes;
   Scratch<double> logits(B * C), moved(B * C), loss(B);
   reference_matmul<float>(blas, reference.x, reference.W, logits, B, C, D);
-  cross_entropy_kernel<<<row_blocks(B), 256>>>(logits, reference.labels, reference.loss,
-                                               reference.dlogits, B, C);
+  cross_entropy_kernel<<<primitives::blocks_for(B, 8), 256>>>(
+      logits, reference.labels, reference.loss, reference.dlogits, B, C);
   CUDA_CHECK(cudaGetLastError());
 
   const Direction direction(B * C, 1, 1003);
@@ -329,7 +324,8 @@ GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyRef
   double value[2] = {}, absolute = 0;
   for (int side = 0; side < 2; ++side) {
     add_scaled(logits, side == 0 ? kStep : -kStep, direction, moved, B * C);
-    cross_entropy_kernel<<<row_blocks(B), 256>>>(moved, reference.labels, loss, nullptr, B, C);
+    cross_entropy_kernel<<<primitives::blocks_for(B, 8), 256>>>(moved, reference.labels, loss,
+                                                                nullptr, B, C);
     CUDA_CHECK(cudaGetLastError());
     for (const double term : to_host(loss, B)) {
       value[side] += term;
@@ -341,25 +337,28 @@ GradientCheck reference_cross_entropy(cublasHandle_t blas, const CrossEntropyRef
 
 void make_hard(float* x, float* W, const SoftmaxShape& shape) {
   const size_t count = static_cast<size_t>(shape.rows) * shape.inputs;
-  make_x_hard<<<blocks(count), 256>>>(x, count, static_cast<int>(shape.inputs));
-  make_W_hard<<<blocks(shape.classes), 256>>>(W, static_cast<int>(shape.classes));
+  make_x_hard<<<primitives::blocks_for(count, 256), 256>>>(x, count,
+                                                           static_cast<int>(shape.inputs));
+  make_W_hard<<<primitives::blocks_for(shape.classes, 256), 256>>>(W,
+                                                                   static_cast<int>(shape.classes));
   CUDA_CHECK(cudaGetLastError());
 }
 
 void make_only_minus_infinity(float* x, float* W, const SoftmaxShape& shape) {
-  make_only_minus_infinity_kernel<<<blocks(std::max(shape.rows, shape.classes)), 256>>>(
+  make_only_minus_infinity_kernel<<<
+      primitives::blocks_for(std::max(shape.rows, shape.classes), 256), 256>>>(
       x, W, static_cast<int>(shape.rows), static_cast<int>(shape.inputs),
       static_cast<int>(shape.classes));
   CUDA_CHECK(cudaGetLastError());
 }
 
 void mark_nan(const float* in, float* out, size_t count) {
-  mark_nan_kernel<<<blocks(count), 256>>>(in, out, count);
+  mark_nan_kernel<<<primitives::blocks_for(count, 256), 256>>>(in, out, count);
   CUDA_CHECK(cudaGetLastError());
 }
 
 void mark_nan(double* values, size_t count) {
-  mark_nan_fp64_kernel<<<blocks(count), 256>>>(values, count);
+  mark_nan_fp64_kernel<<<primitives::blocks_for(count, 256), 256>>>(values, count);
   CUDA_CHECK(cudaGetLastError());
 }
 

@@ -17,8 +17,7 @@ std::string limits_of_launches() {
 #else
   return fmt::format(
       "; a block has at most 1024 threads and {} bytes of shared memory, a grid at most 65535 "
-      "blocks "
-      "along y and z, and a kernel may allow less",
+      "blocks along y and z, and a kernel may allow less",
       Device::current().shared_bytes);
 #endif
 }

@@ -33,7 +33,8 @@ long changed(const char* guard) {
 
 size_t guard_bytes() {
 #ifdef CUDA_CPU
-  // Asked of the backend: this file may be linked into a sanitizer's program and be built without it.
+  // Asked of the backend: this file may be linked into a sanitizer's program and be built without
+  // it.
   if (cuda_cpu::checks_addresses() || cuda_cpu::watches_memory()) return 0;
 #endif
   return 4096;
