@@ -437,12 +437,12 @@ __global__ void __launch_bounds__(128)
   __syncthreads();
 
   Sum<BN> upper, lower;  // rows 0 to 63 and 64 to 127
-  Ring<kStages> ring;
+  Ring ring{kStages};
   for (int step = 0; step < steps; ++step) {
     barrier_wait(&full[ring.stage], ring.parity);
     const auto& stage = stages[ring.stage];
-    upper.start_product(stage.a, 0, stage.b, step > 0);
-    lower.start_product(stage.a, 64, stage.b, step > 0);
+    upper.start_product(stage.a.rows(0), stage.b, step > 0);
+    lower.start_product(stage.a.rows(64), stage.b, step > 0);
     wgmma_wait<0>();
     __syncthreads();
     if (threadIdx.x == 0 && step + kStages < steps) load(step + kStages);
@@ -479,7 +479,7 @@ __global__ void __launch_bounds__(384, 1)
   }
   __syncthreads();
 
-  Ring<kStages> ring;
+  Ring ring{kStages};
   if (threadIdx.x < 128) {
     registers_shrink_to<24>();
     if (threadIdx.x != 0) return;
@@ -499,7 +499,7 @@ __global__ void __launch_bounds__(384, 1)
     Sum<BN> sum;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&full[ring.stage], ring.parity);
-      sum.start_product(stages[ring.stage].a, row, stages[ring.stage].b, step > 0);
+      sum.start_product(stages[ring.stage].a.rows(row), stages[ring.stage].b, step > 0);
       wgmma_wait<1>();  // the step before is done: its stage may be refilled
       if (step > 0 && threadIdx.x % 128 == 0) {
         barrier_arrive(&empty[(ring.stage + kStages - 1) % kStages]);
@@ -536,9 +536,8 @@ __global__ void __launch_bounds__(384, 1)
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
-  Stage<BM, BN> stages[kStages];
+  Pipeline<Stage<BM, BN>, kStages> pipeline;
   Box<half, 64> out[kBuffers][2][kStoreCols / 64];  // of two consumers
-  Barrier full[kStages], empty[kStages];
 };
 
 #if HOPPER_CODE
@@ -591,11 +590,12 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = cluster_rank(), steps = (n + kStepK - 1) / kStepK;
+  const BlockGrid<2, 1> cluster;  // two blocks below each other
+  const int steps = (n + kStepK - 1) / kStepK;
 
   // A tile of a cluster has 2 BM rows and BN columns.
   const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
-  const int tiles = tile_rows * tile_cols, clusters = gridDim.x / 2;
+  const int tiles = tile_rows * tile_cols, clusters = cluster.clusters;
   struct Place {
     int row, col;
   };
@@ -603,69 +603,53 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     const int group = quotient(tile, kGroup * tile_cols);
     const int within = tile - group * kGroup * tile_cols;
     const int rows = min(kGroup, tile_rows - group * kGroup), column = quotient(within, rows);
-    return Place{(2 * (group * kGroup + within - column * rows) + rank) * BM,
+    return Place{(2 * (group * kGroup + within - column * rows) + cluster.rank) * BM,
                  (group % 2 == 0 ? column : tile_cols - 1 - column) * BN};
   };
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4);  // two consumers in each of two blocks
-    }
-    barrier_init_fence();
-  }
-  cluster_meet();
+  if (threadIdx.x == 0) prepare(shared.pipeline, 4);  // two consumers in each of two blocks
+  cluster.meet();
 
   const int warp = warp_of_block();
-  Ring<kStages> ring;
   if (warp < 4) {
     registers_shrink_to<24>();
     if (warp == 0 && elect_one()) {
-      const bool in_step = progress != nullptr && rank == 0;
+      Writer writer(shared.pipeline);
+      const bool in_step = progress != nullptr && cluster.rank == 0;
       Pace pace{progress, static_cast<unsigned>(clusters)};
       bool backward = false;
-      for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters, backward = !backward) {
+      for (int tile = cluster.cluster; tile < tiles; tile += clusters, backward = !backward) {
         const Place at = place(tile);
-        for (int step = 0; step < steps; ++step, ring.advance()) {
+        for (int step = 0; step < steps; ++step) {
           if (in_step && step % Pace::kSteps == Pace::kSteps - 1) pace.next();
           const int k = (backward ? steps - 1 - step : step) * kStepK;
-          Stage<BM, BN>& stage = shared.stages[ring.stage];
-          Barrier* arrived = &shared.full[ring.stage];
-          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(arrived, sizeof stage);
-          tensor_load(stage.a.elements, &A, at.row, k, arrived);
-#pragma unroll
-          for (int i = 0; i < BN / 128; ++i) {
-            const int box = rank * BN / 128 + i;
-            tensor_load_multicast(stage.b.boxes[box].elements, &B, k, at.col + 64 * box, arrived,
-                                  3);
-          }
+          writer.put([&](Stage<BM, BN>& stage, Barrier* arrived) {
+            cluster.load(stage.a, &A, at.row, k, arrived);
+            cluster.load(
+                stage.b,
+                [&](int box) {
+                  return BoxSource{&B, at.col + 64 * box};
+                },
+                k, arrived);
+          });
         }
       }
-      wait_until_empty(shared.empty, ring);
+      writer.finish();
       if (in_step) pace.end((tiles + clusters - 1) / clusters * (steps / Pace::kSteps));
     }
   } else {
     registers_grow_to<240>();
-    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-    const auto release = [&](int stage) {  // threads 0 and 1 tell the producers of blocks 0 and 1
-      if (thread < 2) barrier_arrive(&shared.empty[stage], thread);
-    };
-    for (int tile = blockIdx.x / 2; tile < tiles; tile += clusters) {
+    const int consumer = threadIdx.x / 128 - 1;
+    Reader reader(shared.pipeline, cluster);
+    for (int tile = cluster.cluster; tile < tiles; tile += clusters) {
       Sum<BN> sum;
-      int previous = 0;
-      for (int step = 0; step < steps; ++step, ring.advance()) {
-        const auto& stage = shared.stages[ring.stage];
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        sum.start_product(stage.a, 64 * consumer, stage.b, step > 0);
-        wgmma_wait<1>();
-        if (step > 0) release(previous);
-        previous = ring.stage;
+      for (int step = 0; step < steps; ++step) {
+        reader.take([&](const Stage<BM, BN>& stage, bool add) {
+          sum.start_product(stage.a.rows(64 * consumer), stage.b, add);
+        });
       }
-      // The last products are still on their way.
+      wait_for_stores(consumer);  // while the last products are on their way
+      reader.finish();
       const Place at = place(tile);
-      wait_for_stores(consumer);
-      wgmma_wait<0>();
-      release(previous);
       store_tile(shared, consumer, sum, C, at.row + 64 * consumer, at.col);
     }
     wait_for_stores(consumer);
@@ -708,16 +692,18 @@ struct SquareProduct {
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    using Work = MatrixProduct<Tile, StoreRounded<half>>;
+    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     if (A.copied) {
       const RowCopies<half, 2> copies{A.job(), B.job()};
       align_rows<half, 2><<<copies.blocks(), copies.threads()>>>(copies);
     }
-    const Factor<> left{{A.map(Tile::kRowsA)}}, right{{B.map(Tile::kRowsB)}};
-    product<half, Tile, StoreRounded<half>>
-        <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-            left, right, rounded_to<half>(C, A.rows, A.rows, Tile::kOutRows),
-            Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
+    product<Work><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        Work{{{A.map(Tile::kRowsA)}},
+             {{B.map(Tile::kRowsB)}},
+             rounded_to<half>(C, A.rows, A.rows, Tile::kOutRows),
+             Schedule<Tile>(shape, plan.clusters, plan.split),
+             memory.exchange<half>(shape)});
   }
 
   // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
@@ -725,22 +711,23 @@ struct SquareProduct {
   // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding.
   void add() const {
     using Choice =
-        TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<128, 192, 2, 1, 3>, Tiles<192, 192, 1, 2, 1>,
-                   Tiles<128, 144, 4, 2, 1>, Tiles<64, 192, 4, 2, 3>, Tiles<64, 128, 1, 1, 2>,
-                   Tiles<64, 128, 2, 1, 2>, Tiles<64, 128, 4, 1, 2>, Tiles<64, 64, 1, 1, 1>,
-                   Tiles<64, 64, 2, 4, 1>, TransposedTiles<160, 256, 2, 1>,
-                   TransposedTiles<152, 256, 1, 2>, TransposedTiles<288, 128, 1, 2>,
-                   TransposedTiles<256, 128, 1, 2>, TransposedTiles<240, 128, 1, 2>,
-                   TransposedTiles<232, 128, 1, 2>, TransposedTiles<200, 128, 1, 2>,
-                   TransposedTiles<208, 192, 1, 2>, TransposedTiles<184, 192, 1, 2>,
-                   TransposedTiles<176, 192, 2, 1>, TransposedTiles<160, 192, 2, 1>,
-                   TransposedTiles<160, 192, 2, 2>, TransposedTiles<152, 192, 1, 2>,
-                   TransposedTiles<144, 192, 2, 2>, TransposedTiles<96, 192, 2, 1>,
-                   TransposedTiles<144, 128, 2, 2>, TransposedTiles<128, 128, 2, 1>,
-                   TransposedTiles<112, 128, 2, 1>, TransposedTiles<112, 128, 4, 2>,
-                   TransposedTiles<104, 128, 4, 2>, TransposedTiles<72, 128, 2, 4>,
-                   TransposedTiles<96, 64, 2, 4>>;
-    const auto ways = Choice::ways<half, StoreRounded<half>>(
+        TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 128, 192, 2, 1, 3>,
+                   Tiles<half, 192, 192, 1, 2, 1>, Tiles<half, 128, 144, 4, 2, 1>,
+                   Tiles<half, 64, 192, 4, 2, 3>, Tiles<half, 64, 128, 1, 1, 2>,
+                   Tiles<half, 64, 128, 2, 1, 2>, Tiles<half, 64, 128, 4, 1, 2>,
+                   Tiles<half, 64, 64, 1, 1, 1>, Tiles<half, 64, 64, 2, 4, 1>,
+                   TransposedTiles<half, 160, 256, 2, 1>, TransposedTiles<half, 152, 256, 1, 2>,
+                   TransposedTiles<half, 288, 128, 1, 2>, TransposedTiles<half, 256, 128, 1, 2>,
+                   TransposedTiles<half, 240, 128, 1, 2>, TransposedTiles<half, 232, 128, 1, 2>,
+                   TransposedTiles<half, 200, 128, 1, 2>, TransposedTiles<half, 208, 192, 1, 2>,
+                   TransposedTiles<half, 184, 192, 1, 2>, TransposedTiles<half, 176, 192, 2, 1>,
+                   TransposedTiles<half, 160, 192, 2, 1>, TransposedTiles<half, 160, 192, 2, 2>,
+                   TransposedTiles<half, 152, 192, 1, 2>, TransposedTiles<half, 144, 192, 2, 2>,
+                   TransposedTiles<half, 96, 192, 2, 1>, TransposedTiles<half, 144, 128, 2, 2>,
+                   TransposedTiles<half, 128, 128, 2, 1>, TransposedTiles<half, 112, 128, 2, 1>,
+                   TransposedTiles<half, 112, 128, 4, 2>, TransposedTiles<half, 104, 128, 4, 2>,
+                   TransposedTiles<half, 72, 128, 2, 4>, TransposedTiles<half, 96, 64, 2, 4>>;
+    const auto ways = Choice::ways<StoreRounded<half>>(
         shape, A.stride, B.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
     if (ways.empty()) return;

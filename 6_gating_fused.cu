@@ -527,25 +527,27 @@ struct GatedProduct {
 
   template <class Tile>
   void launch(const ProductPlan& plan) const {
-    constexpr size_t kBytes = sizeof(ProductShared<half, Tile>);
+    using Work = MatrixProduct<Tile, GateEpilogue>;
+    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     const RowCopies<half, 3> copies{x.job(), W1.job(), W2.job()};
     const bool copied = copies.blocks().x > 0;
     if (copied) {
       align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
     }
-    const Factor<> left{{x.map(Tile::kRowsA)}};
-    const Factor<2> right{{W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}};
-    const GateEpilogue epilogue{rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2};
-    launch_clusters(product<half, Tile, GateEpilogue>, 1, copied, plan.clusters * Tile::kBlocks,
-                    Tile::kThreads, kBytes, left, right, epilogue,
-                    Schedule<Tile>(shape, plan.clusters, plan.split), memory.exchange<half>(shape));
+    const Work work{{{x.map(Tile::kRowsA)}},
+                    {{W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}},
+                    {rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2},
+                    Schedule<Tile>(shape, plan.clusters, plan.split),
+                    memory.exchange<half>(shape)};
+    launch_clusters(product<Work>, 1, copied, plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes,
+                    work);
   }
 
   // Adds the row, with the fastest of some tiles (operators/product/product.cuh).
   void add() const {
-    using Choice = TileChoice<Tiles<128, 256, 2, 1, 2>, Tiles<192, 128, 2, 1, 1>,
-                              Tiles<128, 128, 2, 1, 1>, Tiles<64, 128, 2, 1, 1>>;
-    const auto ways = Choice::ways<half, GateEpilogue>(
+    using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
+                              Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
+    const auto ways = Choice::ways<GateEpilogue>(
         shape, x.stride, W1.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
     if (ways.empty()) return;

@@ -19,7 +19,7 @@ using namespace operators::product;
 namespace {
 
 // Tiles are counted in 32 bits, and divided approximately: what is too much is known on the host.
-using SmallTile = Tiles<64, 64, 1, 1, 1>;
+using SmallTile = Tiles<half, 64, 64, 1, 1, 1>;
 static_assert(Schedule<SmallTile>::tiles_of({1 << 28, 8, 8}) > Schedule<SmallTile>::kMostTiles);
 static_assert(Schedule<SmallTile>::tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 20}, 66, true).shared == 68);
@@ -60,9 +60,10 @@ struct Matrix {
 /// Multiplies with one kind of tile; returns whether the result is right.
 template <class Tile>
 bool right(const ProductShape& shape, bool split, bool in_step) {
-  constexpr int kBytes = sizeof(ProductShared<half, Tile>);
+  constexpr int kBytes = sizeof(ProductShared<Tile>);
   using Epilogue = StoreRounded<half>;
-  const auto kernel = product<half, Tile, Epilogue>;
+  using Work = MatrixProduct<Tile, Epilogue>;
+  const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
   const Matrix A(shape.rows, shape.depth), B(shape.depth, shape.cols);
   A.fill();
@@ -90,9 +91,9 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
-    product<half, Tile, Epilogue><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
-        Exchange{in_step ? flags : nullptr, flags + 1, partial});
+    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        Work{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
+             Exchange{in_step ? flags : nullptr, flags + 1, partial}});
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(half), cudaMemcpyDeviceToHost));
@@ -125,17 +126,22 @@ int main(int argc, char** argv) {
     return 2;
   }
   const ProductShape shape{std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3])};
-  bool ok = right<Tiles<64, 64, 1, 1, 1>>(shape, true, false);
-  ok = right<Tiles<128, 144, 2, 1, 1>>(shape, true, false) && ok;  // a part of a box, in two copies
-  ok = right<Tiles<128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
-  ok = right<Tiles<192, 64, 1, 2, 1>>(shape, false, false) && ok;
-  ok = right<Tiles<64, 112, 2, 4, 1>>(shape, false, false) && ok;  // four share each tile of A
-  ok = right<TransposedTiles<288, 128, 1, 2>>(shape, true, false) && ok;  // consumers side by rows
-  ok = right<TransposedTiles<72, 128, 2, 4>>(shape, false, false) && ok;  // strips of 18 rows
-  ok = right<TransposedTiles<200, 128, 1, 2>>(shape, false, false) && ok;
-  ok = right<TransposedTiles<232, 128, 1, 2>>(shape, false, false) && ok;
-  ok = right<TransposedTiles<112, 192, 4, 2>>(shape, true, true) && ok;
-  ok = right<TransposedTiles<96, 64, 2, 4>>(shape, false, false) && ok;  // all columns are a box
-  ok = right<TransposedTiles<152, 256, 1, 2>>(shape, true, true) && ok;  // results leave in strips
+  bool ok = right<Tiles<half, 64, 64, 1, 1, 1>>(shape, true, false);
+  ok = right<Tiles<half, 128, 144, 2, 1, 1>>(shape, true, false) &&
+       ok;  // a part of a box, in two copies
+  ok = right<Tiles<half, 128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
+  ok = right<Tiles<half, 192, 64, 1, 2, 1>>(shape, false, false) && ok;
+  ok =
+      right<Tiles<half, 64, 112, 2, 4, 1>>(shape, false, false) && ok;  // four share each tile of A
+  ok = right<TransposedTiles<half, 288, 128, 1, 2>>(shape, true, false) &&
+       ok;  // consumers side by rows
+  ok = right<TransposedTiles<half, 72, 128, 2, 4>>(shape, false, false) && ok;  // strips of 18 rows
+  ok = right<TransposedTiles<half, 200, 128, 1, 2>>(shape, false, false) && ok;
+  ok = right<TransposedTiles<half, 232, 128, 1, 2>>(shape, false, false) && ok;
+  ok = right<TransposedTiles<half, 112, 192, 4, 2>>(shape, true, true) && ok;
+  ok = right<TransposedTiles<half, 96, 64, 2, 4>>(shape, false, false) &&
+       ok;  // all columns are a box
+  ok = right<TransposedTiles<half, 152, 256, 1, 2>>(shape, true, true) &&
+       ok;  // results leave in strips
   return ok ? 0 : 1;
 }

@@ -155,11 +155,12 @@ struct ProductPlan {
 ///     the tensor cores read shared memory meanwhile (docs/hopper.md); 1.17 for one on two lines,
 ///     1.4 for one of five sectors.
 /// To begin and to end takes 5.7 us, 0.35 more with clusters, to share tiles 7 more.
-template <typename T, class Tile, class Epilogue>
+template <class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
                                       int64_t stride_b) {
-  constexpr int kBytes = sizeof(ProductShared<T, Tile>);
-  const auto kernel = product<T, Tile, Epilogue>;
+  using T = typename Tile::Element;
+  constexpr int kBytes = sizeof(ProductShared<Tile>);
+  const auto kernel = product<MatrixProduct<Tile, Epilogue>>;
   allow_shared_bytes(kernel, kBytes);
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
@@ -170,8 +171,8 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
   constexpr double kNarrow = 1 + 0.017 * (256 - Tile::kWide) / 64;
   const double flops = 2.0 * shape.rows * shape.cols * shape.depth;
   const double products = kNarrow * (2.44 + 0.63 * std::min(1.0, flops / 1e11)) * kArea;
-  constexpr int kFetched = Tile::kRowsA + kStepK * Tile::kAllBoxes / Tile::kStack;
-  constexpr int kArriving = Tile::BM + kStepK * Tile::kAllBoxes;
+  constexpr int kFetched = Tile::kRowsA + kStepK * Tile::Share::kAllBoxes / Tile::kStack;
+  constexpr int kArriving = Tile::BM + kStepK * Tile::Share::kAllBoxes;
   const auto rows_are = [&](int64_t bytes) {
     return stride_a * sizeof(T) % bytes == 0 && stride_b * sizeof(T) % bytes == 0;
   };
@@ -194,15 +195,15 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
 /// launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements.
 template <class... Tile>
 struct TileChoice {
-  template <typename T, class Epilogue, typename Launch>
+  template <class Epilogue, typename Launch>
   static std::vector<Way> ways(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
                                Launch launch) {
     std::vector<Way> ways;
     const auto add_plans = [&]<class Each>() {
-      for (const ProductPlan& plan : plan_product<T, Each, Epilogue>(shape, stride_a, stride_b)) {
-        ways.push_back({name_of<Each>(plan, ProductShared<T, Each>::kStages), plan.microseconds,
+      for (const ProductPlan& plan : plan_product<Each, Epilogue>(shape, stride_a, stride_b)) {
+        ways.push_back({name_of<Each>(plan, ProductShared<Each>::kStages), plan.microseconds,
                         [=] { launch.template operator()<Each>(plan); },
-                        static_cast<int>(sizeof(ProductShared<T, Each>))});
+                        static_cast<int>(sizeof(ProductShared<Each>))});
       }
     };
     (add_plans.template operator()<Tile>(), ...);

@@ -1,5 +1,22 @@
-// C = epilogue(A B) for Hopper: the product at which lesson 3 arrives, with its tiles, its schedule
-// and its epilogue as parameters. What ranks them is in operators/product/plan.cuh.
+// Products for Hopper: out = epilogue(A B), the one at which lesson 3 arrives. The kernel product()
+// is a pipeline of stages between a thread that copies and warpgroups that multiply. Two things are
+// its parameters.
+//
+// A Tile says what a block multiplies at a time: which rows and columns, in which stages, by how many
+// warpgroups, and how the blocks of a cluster share what they copy. A Work says of what it is the
+// product, and for what:
+//
+//     Pieces pieces(work, grid)    the pieces that a cluster takes: some steps along k of a tile of
+//                                  the result. pieces.get(piece) says the next one.
+//     Copies copies(work, grid)    their steps, for the thread that copies: copies.next() goes on to
+//                                  the next one, copies.load(stage, arrived) starts its copies.
+//     multiply(sum, reader, piece, consumer)
+//                                  takes the steps of a piece, and adds up their products
+//     finish(sum, piece, grid, consumer, out)
+//                                  the epilogue: what becomes of a warpgroup's sum
+//
+// MatrixProduct, below, is the Work of a plain product, with an epilogue for its results. What ranks
+// its tiles is in operators/product/plan.cuh.
 #pragma once
 
 #include <limits>
@@ -7,7 +24,7 @@
 
 #include "primitives/check.h"
 #include "primitives/early_launch.cuh"
-#include "primitives/hopper/tiles.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/spin.cuh"
 
 namespace operators::product {
@@ -17,29 +34,35 @@ using namespace primitives;
 /// Shared memory that a block may have for stages and results, beside barriers.
 inline constexpr int kSharedRoom = (227 << 10) - 1024;
 
-/// Tiles of C, kRows by kColumns, one a block at a time. The blocks of a cluster own kStackedTiles
-/// tiles below each other, which share what they copy of B, by kSideTiles next to each other, which
-/// share what they copy of A. kOutBoxes boxes of 64 columns are room for results of each consumer
-/// on their way out.
-template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+/// Tiles of C of 2-byte elements T, kRows by kColumns, one a block at a time. The blocks of a cluster
+/// own kStackedTiles tiles below each other by kSideTiles next to each other (BlockGrid). kOutBoxes
+/// boxes of 64 columns are room for results of each consumer on their way out.
+template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
 struct TileShape {
+  using Element = T;
   static constexpr int BM = kRows, BN = kColumns, kStack = kStackedTiles, kSide = kSideTiles;
   static constexpr int kOut = kOutBoxes, kBlocks = kStack * kSide;
-  static constexpr int kPeers = kStack + kSide - 1;  // who share A or B with a block, and itself
-  // What a block fetches of a tile of B: whole boxes if they can be divided among those who share
-  // it, else as many rows of each.
-  static constexpr int kAllBoxes = (BN + kBoxCols - 1) / kBoxCols;
-  static constexpr bool kShareBoxes = kAllBoxes % kStack == 0;
-  static constexpr int kBoxesB = kShareBoxes ? kAllBoxes / kStack : kAllBoxes;
-  static constexpr int kRowsB = kShareBoxes ? kStepK : kStepK / kStack;
-  static constexpr int kRowsA = BM / kSide;  // of a tile of A any number of rows
+  using Share = RightShare<T, BN, kStack>;  // of a tile of B, what a block fetches
+  static constexpr int kRowsA = BM / kSide, kRowsB = Share::kRows;  // of the boxes that it fetches
   static_assert(BM % 8 == 0 && BM % kSide == 0);
+  struct Stage {
+    LeftTile<T, BM> a;
+    RightTile<T, BN> b;
+  };
+};
+
+/// What a block's threads, a producer's warpgroup and kCount consumers, do with their registers.
+template <int kCount>
+struct Warpgroups {
+  static constexpr int kConsumers = kCount, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 0 : kConsumers == 2 ? 240 : 160;
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
-template <int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
-struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> {
-  static constexpr int kConsumers = kRows / 64, kThreads = 128 * (1 + kConsumers);
+template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes>,
+               Warpgroups<kRows / 64> {
   static constexpr int kOutRows = 64;
   static constexpr int kWide = kColumns;  // columns of wgmma's sum
   using TileSum = Sum<kColumns>;
@@ -49,10 +72,15 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 #if HOPPER_CODE
   template <class Stage>
   __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
-    sum.start_product(stage.a, row_of(consumer), stage.b, add);
+    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, add);
   }
 #endif
 };
+
+/// Whether consumers divide the rows of a transposed tile, not its columns: see TransposedTiles.
+constexpr bool by_rows(int rows, int columns) {
+  return columns == 64 || rows > (columns == 192 ? 192 : 256);
+}
 
 /// The same transposed (TransposedSum), by 64, 128, 192 or 256 columns. The number of rows is a
 /// multiple of 8. Consumers divide the columns; of a tile of 64 columns, or of more than 256 rows
@@ -60,12 +88,14 @@ struct Tiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes> 
 /// registers. Shared memory has room for at least 40 rows of each consumer's results, by 64 columns
 /// (or for all), and for as many stages as fit beside it. What the stages leave is room for
 /// results, too.
-template <int kRows, int kColumns, int kStackedTiles, int kSideTiles>
-struct TransposedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2> {
+template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles>
+struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, 2>,
+                         Warpgroups<by_rows(kRows, kColumns) ? 2
+                                    : kColumns % 128 == 0    ? 2
+                                                             : kColumns / 64> {
   static constexpr int kBoxes = kColumns / kBoxCols;
-  static constexpr bool kByRows = kBoxes == 1 || kRows > (kBoxes == 3 ? 192 : 256);
-  static constexpr int kConsumers = kByRows ? 2 : kBoxes % 2 == 0 ? 2 : kBoxes;
-  static constexpr int kThreads = 128 * (1 + kConsumers);
+  static constexpr bool kByRows = by_rows(kRows, kColumns);
+  static constexpr int kConsumers = TransposedTiles::Warpgroups::kConsumers;
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
   static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0 && kSumRows >= 16);
@@ -87,7 +117,7 @@ struct TransposedTiles : TileShape<kRows, kColumns, kStackedTiles, kSideTiles, 2
 #if HOPPER_CODE
   template <class Stage>
   __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
-    sum.start_product(stage.a, row_of(consumer), stage.b, col_of(consumer) / kBoxCols, add);
+    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add);
   }
 #endif
 };
@@ -103,17 +133,14 @@ struct ProductShape {
   int rows, cols, depth;
 };
 
-template <typename T, class Tile>
+/// What a block has in shared memory: as many stages as fit beside the room for results.
+template <class Tile>
 struct ProductShared {
-  struct Stage {
-    LeftTile<T, Tile::BM> a;
-    RightTile<T, Tile::BN> b;
-  };
-  static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(Box<T, Tile::kOutRows>);
-  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(Stage);
-  Stage stages[kStages];
-  Box<T, Tile::kOutRows> out[Tile::kConsumers][Tile::kOut];
-  Barrier full[kStages], empty[kStages];
+  using OutBox = Box<typename Tile::Element, Tile::kOutRows>;
+  static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(OutBox);
+  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(typename Tile::Stage);
+  Pipeline<typename Tile::Stage, kStages> pipeline;
+  OutBox out[Tile::kConsumers][Tile::kOut];
 };
 
 #if HOPPER_CODE
@@ -125,7 +152,7 @@ __device__ inline int quotient(int dividend, int divisor) {
 }
 #endif
 
-/// What a cluster does at a time: steps `begin` to `end` of its tile number `tile`.
+/// What a cluster does at a time: steps `begin` to `end` - 1 of the tile number `tile`.
 struct Piece {
   int tile, begin, end;
 };
@@ -237,76 +264,6 @@ struct Pace {
     const unsigned rest = most - mine;
     if (counter.fetch_add(rest, cuda::memory_order_relaxed) + rest == most * clusters) {
       counter.store(0, cuda::memory_order_relaxed);
-    }
-  }
-};
-
-/// Where this block stands in its cluster, and what it does for the others.
-template <class Tile>
-struct Cluster {
-  static constexpr int kStack = Tile::kStack, kSide = Tile::kSide;
-  const int rank = Tile::kBlocks == 1 ? 0 : cluster_rank();
-  const int stack = rank % kStack, side = rank / kStack;
-  const int index = blockIdx.x / Tile::kBlocks, count = gridDim.x / Tile::kBlocks;
-
-  /// Starts the copies of a step, 64 of k, of the block's tile at (row, col). Of what blocks of the
-  /// cluster share each fetches its part and multicasts it to all of them; with kAlone a block
-  /// fetches all that it needs, and nothing for the others.
-  template <bool kAlone = false, class Stage, int kCount>
-  __device__ void load(Stage& stage, const Factor<>& A, const Factor<kCount>& B, int row, int col,
-                       int k, Barrier* arrived) const {
-#pragma unroll
-    for (int i = 0; i < (kAlone ? kSide : 1); ++i) {
-      const int offset = (kAlone ? i : side) * Tile::kRowsA;
-      if constexpr (kAlone || kSide == 1) {
-        tensor_load(stage.a.row(offset), &A.maps[0], row + offset, k, arrived);
-      } else {
-        static_assert(kSide == 2 || kSide == 4);
-        constexpr unsigned kTwo = 1 | 1 << kStack;
-        constexpr unsigned kAll = kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
-        tensor_load_multicast(stage.a.row(offset), &A.maps[0], row + offset, k, arrived,
-                              kAll << stack);
-      }
-    }
-    constexpr int kBoxes = kAlone ? Tile::kAllBoxes : Tile::kBoxesB;
-    constexpr int kLoads = kAlone ? kStepK / Tile::kRowsB : 1;
-#pragma unroll
-    for (int i = 0; i < kBoxes * kLoads; ++i) {
-      const int box = i / kLoads + (!kAlone && Tile::kShareBoxes ? stack * kBoxes : 0);
-      const int offset = (kAlone ? i % kLoads : Tile::kShareBoxes ? 0 : stack) * Tile::kRowsB;
-      const CUtensorMap* map = &B.maps[matrix_of<kCount>(box)];
-      const int first = col_of<kCount>(col, box);
-      if constexpr (kAlone || kStack == 1) {
-        tensor_load(stage.b.boxes[box].row(offset), map, k + offset, first, arrived);
-      } else {
-        tensor_load_multicast(stage.b.boxes[box].row(offset), map, k + offset, first, arrived,
-                              ((1 << kStack) - 1) << kStack * side);
-      }
-    }
-  }
-  /// With kCount right factors side by side in a tile: which of them `box` is from, and at which of
-  /// its columns the box starts. `col` is where the tile starts in all of them together.
-  template <int kCount>
-  __device__ static int matrix_of(int box) {
-    static_assert(Tile::BN % (kBoxCols * kCount) == 0 || kCount == 1);
-    return kCount == 1 ? 0 : box / (Tile::kAllBoxes / kCount);
-  }
-  template <int kCount>
-  __device__ static int col_of(int col, int box) {
-    return kCount == 1 ? col + kBoxCols * box
-                       : col / kCount + kBoxCols * (box % (Tile::kAllBoxes / kCount));
-  }
-
-  /// Tells the producers of all who send to this block that it has read the stage of `empty`.
-  __device__ void release(Barrier& empty) const {
-    const int thread = threadIdx.x % 128;
-    if constexpr (Tile::kBlocks == 1) {
-      if (thread == 0) barrier_arrive(&empty);
-    } else if (thread < kStack) {
-      barrier_arrive(&empty, thread + kStack * side);
-    } else if (thread < Tile::kPeers) {
-      const int other = thread - kStack;
-      barrier_arrive(&empty, stack + kStack * (other < side ? other : other + 1));
     }
   }
 };
@@ -481,132 +438,156 @@ struct ClusterHandover {
   }
 };
 
-/// Fetches the block's first stage, before the blocks of the cluster have met. Until then none may
-/// send to another, so it fetches all of that itself: its data come some 300 ns sooner.
-template <typename T, class Tile, int kCount>
-__device__ void fetch_first(ProductShared<T, Tile>& shared, const Factor<>& A,
-                            const Factor<kCount>& B, const Schedule<Tile>& schedule) {
-  const Cluster<Tile> cluster;
-  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
-  Piece first;
-  if (!pieces.get(first)) return;
-  const auto at = schedule.place(first.tile, cluster.stack, cluster.side);
-  barrier_arrive_expect(&shared.full[0], sizeof shared.stages[0]);
-  cluster.template load<true>(shared.stages[0], A, B, at.row, at.col, first.begin * kStepK,
-                              &shared.full[0]);
-}
+#endif
 
-/// The producer's part: one thread, which only starts copies.
-template <typename T, class Tile, int kCount>
-__device__ void produce(ProductShared<T, Tile>& shared, const Factor<>& A, const Factor<kCount>& B,
-                        const Schedule<Tile>& schedule, unsigned* progress) {
-  const Cluster<Tile> cluster;
-  const bool in_step = progress != nullptr && cluster.rank == 0;
-  Pace pace{progress, static_cast<unsigned>(cluster.count)};
-  Ring<ProductShared<T, Tile>::kStages> ring;
-  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
-  bool backward = false, fetched = true;  // fetched: the next step, by fetch_first
-  int done = 0;
-  for (Piece piece; pieces.get(piece); backward = !backward) {
-    const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
-    for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
-      if (in_step && ++done % Pace::kSteps == 0) pace.next();
-      if (fetched) {
-        fetched = false;
-        continue;
+/// The Work of a plain product: C = epilogue(A B), rounded or whatever the epilogue makes of it.
+template <class Tile_, class Epilogue>
+struct MatrixProduct {
+  using Tile = Tile_;
+  using Stage = typename Tile::Stage;
+  static constexpr int kRightFactors = Epilogue::kRightFactors;
+  Factor<> A;
+  Factor<kRightFactors> B;
+  Epilogue epilogue;
+  Schedule<Tile> schedule;
+  Exchange exchange;
+
+#if HOPPER_CODE
+  using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
+  struct Pieces : Schedule<Tile>::Pieces {
+    __device__ Pieces(const MatrixProduct& work, const Grid& grid)
+        : Schedule<Tile>::Pieces(work.schedule, grid.cluster) {}
+  };
+
+  /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile before
+  /// it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
+  class Copies {
+   public:
+    __device__ Copies(const MatrixProduct& of, const Grid& blocks)
+        : work(of),
+          grid(blocks),
+          pieces(of, blocks),
+          pace{of.exchange.pace, static_cast<unsigned>(blocks.clusters)},
+          in_step(of.exchange.pace != nullptr && blocks.rank == 0) {}
+    __device__ bool next() {
+      k += by;
+      if (left == 0) {
+        Piece piece;
+        if (!pieces.get(piece)) return false;
+        left = piece.end - piece.begin;
+        k = (backward ? piece.end - 1 : piece.begin) * kStepK;
+        by = backward ? -kStepK : kStepK;
+        backward = !backward;
+        at = work.schedule.place(piece.tile, grid.stack, grid.side);
       }
-      const int k = (backward ? piece.begin + piece.end - 1 - step : step) * kStepK;
-      auto& stage = shared.stages[ring.stage];
-      Barrier* arrived = &shared.full[ring.stage];
-      barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      barrier_arrive_expect(arrived, sizeof stage);
-      cluster.load(stage, A, B, at.row, at.col, k, arrived);
+      --left;
+      if (in_step && ++done % Pace::kSteps == 0) pace.next();
+      return true;
     }
-  }
-  if constexpr (Tile::kBlocks > 1) wait_until_empty(shared.empty, ring);
-  if (in_step) {
-    const int rounds = (schedule.tiles + schedule.clusters - 1) / schedule.clusters;
-    pace.end(rounds * schedule.steps / Pace::kSteps);
-  }
-}
+    /// Of several right factors side by side in a tile each has the same share of its columns.
+    template <bool kAlone = false>
+    __device__ void load(Stage& stage, Barrier* arrived) const {
+      constexpr int kBoxes = Tile::Share::kAllBoxes / kRightFactors;
+      static_assert(kRightFactors == 1 || Tile::BN % (kBoxCols * kRightFactors) == 0);
+      grid.template load<kAlone>(stage.a, &work.A.maps[0], at.row, k, arrived);
+      const auto source = [&](int box) {
+        return BoxSource{&work.B.maps[kRightFactors == 1 ? 0 : box / kBoxes],
+                         kRightFactors == 1 ? at.col + kBoxCols * box
+                                            : at.col / kRightFactors + kBoxCols * (box % kBoxes)};
+      };
+      grid.template load<kAlone>(stage.b, source, k, arrived);
+    }
+    __device__ void end() {
+      const Schedule<Tile>& all = work.schedule;
+      const int rounds = (all.tiles + all.clusters - 1) / all.clusters;
+      if (in_step) pace.end(rounds * all.steps / Pace::kSteps);
+    }
 
-/// A consumer's part: a warpgroup, which multiplies its rows and columns of each tile.
-template <typename T, class Tile, class Epilogue>
-__device__ void consume(ProductShared<T, Tile>& shared, const Schedule<Tile>& schedule,
-                        const Epilogue& epilogue, const Exchange& exchange) {
-  const Cluster<Tile> cluster;
-  const int consumer = threadIdx.x / 128 - 1;
-  const Outbox<T, Tile::kOut, Tile::kOutRows> out{shared.out[consumer], consumer};
-  const ClusterHandover<Tile> handover{exchange, consumer};
-  Ring<ProductShared<T, Tile>::kStages> ring;
-  typename Schedule<Tile>::Pieces pieces(schedule, cluster.index);
-  for (Piece piece; pieces.get(piece);) {
-    typename Tile::TileSum sum;
-    int previous = 0;
-    for (int step = piece.begin; step < piece.end; ++step, ring.advance()) {
-      const auto& stage = shared.stages[ring.stage];
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      Tile::start_product(sum, stage, consumer, step > piece.begin);
-      wgmma_wait<1>();
-      if (step > piece.begin) cluster.release(shared.empty[previous]);
-      previous = ring.stage;
+   private:
+    const MatrixProduct& work;
+    const Grid& grid;
+    Pieces pieces;
+    Pace pace;
+    const bool in_step;
+    bool backward = false;
+    int left = 0, k = 0, by = 0, done = 0;
+    typename Schedule<Tile>::Place at;
+  };
+
+  template <class Reader>
+  __device__ void multiply(typename Tile::TileSum& sum, Reader& reader, const Piece& piece,
+                           int consumer) const {
+    for (int step = piece.begin; step < piece.end; ++step) {
+      reader.take(
+          [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
     }
-    // While the last products are on their way.
-    const auto at = schedule.place(piece.tile, cluster.stack, cluster.side);
-    out.wait();
-    wgmma_wait<0>();
-    cluster.release(shared.empty[previous]);
+  }
+  template <class Out>
+  __device__ void finish(typename Tile::TileSum& sum, const Piece& piece, const Grid& grid,
+                         int consumer, const Out& out) const {
+    const ClusterHandover<Tile> handover{exchange, consumer};
     if (piece.begin > 0) {
-      handover.give(sum, cluster.index, cluster.rank);
+      handover.give(sum, grid.cluster, grid.rank);
     } else {
-      if (piece.end < schedule.steps) handover.add_to(sum, cluster.index, cluster.rank);
+      if (piece.end < schedule.steps) handover.add_to(sum, grid.cluster, grid.rank);
+      const auto at = schedule.place(piece.tile, grid.stack, grid.side);
       epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
     }
   }
-  out.wait();
-}
 #endif
+};
 
-/// Launched with Tile::kBlocks blocks for each of the schedule's clusters.
-template <typename T, class Tile, class Epilogue>
-__global__ void HOPPER_CLUSTER(Tile::kBlocks) __launch_bounds__(Tile::kThreads, 1)
-    product(const __grid_constant__ Factor<> A,
-            const __grid_constant__ Factor<Epilogue::kRightFactors> B,
-            const __grid_constant__ Epilogue epilogue,
-            const __grid_constant__ Schedule<Tile> schedule,
-            const __grid_constant__ Exchange exchange) {
+/// Launched with Tile::kBlocks blocks for each cluster.
+template <class Work>
+__global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile::kThreads, 1)
+    product(const __grid_constant__ Work work) {
 #if HOPPER_CODE
-  using Shared = ProductShared<T, Tile>;
+  using Tile = typename Work::Tile;
+  using Stage = typename Tile::Stage;
   extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  auto& shared = *reinterpret_cast<ProductShared<Tile>*>(bytes);
+  const BlockGrid<Tile::kStack, Tile::kSide> grid;
   const int warp = warp_of_block();
-  if (warp == 0) {
-    if (elect_one()) {
-      barrier_init(&shared.full[0], 1);
-      barrier_init_fence();
-      wait_for_previous_kernel();  // it may have made copies of A and B
-      fetch_first(shared, A, B, schedule);
+  if (warp == 0 && elect_one()) {
+    barrier_init(&shared.pipeline.full[0], 1);
+    barrier_init_fence();
+    wait_for_previous_kernel();  // it may have made copies of A and B
+    if (typename Work::Copies copies(work, grid); copies.next()) {
+      put_first(shared.pipeline, [&](Stage& stage, Barrier* arrived) {
+        copies.template load<true>(stage, arrived);
+      });
     }
-  } else if (warp == 1) {
-    if (elect_one()) {
-      for (int s = 0; s < Shared::kStages; ++s) {
-        if (s > 0) barrier_init(&shared.full[s], 1);
-        barrier_init(&shared.empty[s], Tile::kConsumers * Tile::kPeers);
-      }
-      barrier_init_fence();
-    }
+  } else if (warp == 1 && elect_one()) {
+    prepare<1>(shared.pipeline, Tile::kConsumers * grid.kPeers);
   }
-  if constexpr (Tile::kBlocks > 1) {
-    cluster_meet();
-  } else {
-    __syncthreads();
-  }
+  grid.meet();
+
   if (warp < 4) {
-    if constexpr (Tile::kConsumers > 1) registers_shrink_to<24>();
-    if (warp == 0 && elect_one()) produce(shared, A, B, schedule, exchange.pace);
+    if constexpr (Tile::kConsumers > 1) registers_shrink_to<Tile::kProducerRegisters>();
+    if (warp == 0 && elect_one()) {
+      Writer writer(shared.pipeline, true);
+      typename Work::Copies copies(work, grid);
+      while (copies.next()) {
+        writer.put([&](Stage& stage, Barrier* arrived) { copies.load(stage, arrived); });
+      }
+      if constexpr (Tile::kBlocks > 1) writer.finish();
+      copies.end();
+    }
   } else {
-    if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
-    consume(shared, schedule, epilogue, exchange);
+    if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumerRegisters>();
+    const int consumer = threadIdx.x / 128 - 1;
+    const Outbox<typename Tile::Element, Tile::kOut, Tile::kOutRows> out{shared.out[consumer],
+                                                                         consumer};
+    Reader reader(shared.pipeline, grid);
+    typename Work::Pieces pieces(work, grid);
+    for (Piece piece; pieces.get(piece);) {
+      typename Tile::TileSum sum;
+      work.multiply(sum, reader, piece, consumer);
+      out.wait();  // while the last products are on their way
+      reader.finish();
+      work.finish(sum, piece, grid, consumer, out);
+    }
+    out.wait();
   }
 #endif
 }

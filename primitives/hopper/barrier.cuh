@@ -1,7 +1,7 @@
-// Barriers in shared memory (mbarrier), at which threads and copies arrive, and where a pipeline of
-// stages stands. PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier". A
-// phase of a Barrier ends when `count` arrivals and all announced bytes have come in; phases
-// alternate in parity. The CPU backend says the same words in cpu/hopper/hopper_device.h.
+// Barriers in shared memory (mbarrier), at which threads and copies arrive. PTX ISA, "Parallel
+// Synchronization and Communication Instructions: mbarrier". A phase of a Barrier ends when `count`
+// arrivals and all announced bytes have come in; phases alternate in parity. And Ring: which of
+// several comes next. The CPU backend says the same words in cpu/hopper/hopper_device.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,23 +18,24 @@ namespace primitives {
 /// An mbarrier; it lives in shared memory.
 using Barrier = uint64_t;
 
-/// Where a pipeline stands: at which of kStages stages, and in which of its barriers' two phases.
-template <int kStages>
+/// Where a thread stands among the `count` stages of a pipeline: which comes next, and in which of
+/// the two phases of its barriers.
 struct Ring {
-  int stage = 0, parity = 0;
+  int count, stage = 0, parity = 0;
   __device__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == count) stage = 0, parity ^= 1;
   }
 };
 
-/// The same for stages in any order: the next phase of each stage's barrier, bit s that of stage s.
-template <int kStages>
-struct Phases {
-  uint32_t parities = 0;
-  __device__ __forceinline__ int next(int s) {
-    const int parity = parities >> s & 1;
-    parities ^= 1u << s;
-    return parity;
+/// The way back from where a Ring is: the stage before it comes first.
+struct BackRing {
+  int count, stage, parity;
+  __device__ explicit BackRing(const Ring& from)
+      : count(from.count), stage(from.stage), parity(from.parity ^ 1) {
+    advance();
+  }
+  __device__ void advance() {
+    if (stage-- == 0) stage = count - 1, parity ^= 1;
   }
 };
 
@@ -96,17 +97,6 @@ __device__ inline void barrier_wait(Barrier* barrier, int parity) {
 }
 
 #endif  // CUDA_CPU
-
-/// The last thing that the producer of a block in a cluster does: waits until each stage has been
-/// released as often as it was filled. By then all that the other blocks send to this one, bytes
-/// and arrivals, has come, and the block may end.
-template <int kStages>
-__device__ inline void wait_until_empty(Barrier (&empty)[kStages], Ring<kStages> ring) {
-  for (int s = 0; s < kStages; ++s, ring.advance()) {
-    barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-  }
-}
-
 #endif  // CLUSTER_CODE
 
 }  // namespace primitives

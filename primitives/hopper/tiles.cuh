@@ -9,48 +9,90 @@
 
 namespace primitives {
 
-inline constexpr int kBoxCols = 64;  // of 2 bytes: the copy engine swizzles rows of 128 bytes
-inline constexpr int kStepK = 64;    // columns of A, rows of B, that a step of a product takes
+/// The elements of 128 bytes: a row of what the copy engine swizzles, and what of k a step of a
+/// product takes. Of this wgmma takes a quarter at a time, a slice.
+template <typename T>
+inline constexpr int kLine = 128 / sizeof(T);
+inline constexpr int kSlices = 4;
 
-/// kRows rows by 64 columns of T in shared memory, swizzled: what one tensor copy moves.
+// Of 2 bytes.
+inline constexpr int kBoxCols = kLine<uint16_t>;  // columns of a box
+inline constexpr int kStepK = kLine<uint16_t>;    // columns of A, rows of B, of a step
+
+/// kRows rows by 128 bytes of T (1, 2 or 4 bytes) in shared memory, swizzled: what one tensor copy
+/// moves.
 template <typename T, int kRows>
 struct alignas(1024) Box {
-  T elements[kRows * kBoxCols];
+  T elements[kRows * kLine<T>];
 
-  __device__ T* row(int row) { return elements + row * kBoxCols; }
-  __device__ const T* row(int row) const { return elements + row * kBoxCols; }
+  __device__ T* row(int row) { return elements + row * kLine<T>; }
+  __device__ const T* row(int row) const { return elements + row * kLine<T>; }
 #if HOPPER_CODE
-  /// For wgmma: 16 rows, from 16 `slice` on, as a right factor or as a transposed left one. It has
-  /// 64 columns, or 128 if another box follows.
+  /// For wgmma, of 2 bytes: 16 rows, from 16 `slice` on, as a row-major right factor or as a
+  /// transposed left one. It has 64 columns, or 128 if another box follows.
   __device__ uint64_t operand_b(int slice) const {
+    static_assert(sizeof(T) == 2);
     return descriptor_b(elements, kRows) + 128 * slice;
   }
 #endif
 };
 
-/// A tile of a product's left factor: kRows rows, 64 of k.
+/// Fragments of a left factor in the registers of a warpgroup: 64 rows, 128 bytes of k.
+template <typename T>
+struct LeftFragments {
+  using Element = T;
+  uint32_t slices[kSlices][4];
+  __device__ const uint32_t (&operand(int slice) const)[4] { return slices[slice]; }
+};
+
+#if HOPPER_CODE
+/// What wgmma reads of a tile that is contiguous along k, from some row on: slices are 32 bytes
+/// further each.
+template <typename T>
+struct AlongK {
+  using Element = T;
+  static constexpr bool kRowMajor = false;  // as a right factor
+  uint64_t first;
+  __device__ uint64_t operand(int slice) const { return first + 2 * slice; }
+};
+#endif
+
+/// A tile of a product's left factor: kRows rows, 128 bytes of k.
 template <typename T, int kRows>
 struct LeftTile : Box<T, kRows> {
 #if HOPPER_CODE
-  /// 64 rows from `row` on, 16 of k from 16 `slice` on, for wgmma: 32 bytes further each.
-  __device__ uint64_t operand(int row, int slice) const {
-    return descriptor_a(this->row(row)) + 2 * slice;
-  }
-  /// The fragments of 64 rows, 16 of k each, for a warpgroup whose left factor is in registers.
-  __device__ void load_fragments(uint32_t (&fragments)[4][4]) const {
-    static_assert(kRows == 64);
-    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+  /// For wgmma: 64 rows from `row` on. (Of a transposed product, where they are the right factor,
+  /// as many as its sum has.)
+  __device__ AlongK<T> rows(int row) const { return {descriptor_a(this->row(row))}; }
+  /// 64 rows from `row` on in registers: thread t holds what it holds of a left factor.
+  __device__ LeftFragments<T> load_fragments(int row = 0) const {
+    static_assert(sizeof(T) == 2);
+    LeftFragments<T> fragments;
+    row += threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      ldmatrix_x4(fragments[k], &this->elements[swizzled(row, 2 * k + threadIdx.x % 32 / 16)]);
+    for (int k = 0; k < kSlices; ++k) {
+      ldmatrix_x4(fragments.slices[k],
+                  &this->elements[swizzled(row, 2 * k + threadIdx.x % 32 / 16)]);
     }
+    return fragments;
   }
 #endif
 };
 
-/// A tile of a row-major right factor: 64 of k, kCols columns, in boxes of 64 by 64.
+/// A tile of a right factor whose columns are contiguous in memory, as wgmma wants those of 1 and 4
+/// bytes: kCols columns, each 128 bytes of k.
+template <typename T, int kCols>
+struct ColumnTile : Box<T, kCols> {
+#if HOPPER_CODE
+  __device__ AlongK<T> columns(int col = 0) const { return {descriptor_a(this->row(col))}; }
+#endif
+};
+
+/// A tile of a row-major right factor of 2 bytes: 64 of k, kCols columns, in boxes of 64 by 64.
 template <typename T, int kCols>
 struct RightTile {
+  using Element = T;
+  static constexpr bool kRowMajor = true;
   static constexpr int kBoxes = (kCols + kBoxCols - 1) / kBoxCols;
   Box<T, kStepK> boxes[kBoxes];
 #if HOPPER_CODE
@@ -58,6 +100,26 @@ struct RightTile {
   __device__ uint64_t operand(int slice) const { return descriptor_b(boxes, kStepK) + 128 * slice; }
 #endif
 };
+
+#if HOPPER_CODE
+/// sum (64 rows) = left x right of one slice, plus the old sum if `add`. Left: AlongK, or
+/// LeftFragments. Right: RightTile, or AlongK. Elements: half, __nv_bfloat16, or float in TF32.
+template <class Left, class Right, int kCount>
+__device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left& left,
+                                               const Right& right, int slice, bool add) {
+  using T = typename Left::Element;
+  static_assert(std::is_same_v<T, typename Right::Element>);
+  if constexpr (std::is_same_v<T, float>) {
+    static_assert(!Right::kRowMajor, "wgmma takes TF32 only contiguous along k");
+    wgmma_tf32(sum, left.operand(slice), right.operand(slice), add);
+  } else if constexpr (std::is_same_v<Left, LeftFragments<T>>) {
+    static_assert(Right::kRowMajor);
+    wgmma<T>(sum, left.operand(slice), right.operand(slice), add);
+  } else {
+    wgmma<T, false, !Right::kRowMajor>(sum, left.operand(slice), right.operand(slice), add);
+  }
+}
+#endif
 
 /// A warpgroup's sum of 64 rows by kCols columns, fp32, in its registers. Element i of a thread is
 /// the one in row(i), col(i).
@@ -75,15 +137,14 @@ struct Sum {
   __device__ static int col(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 #if HOPPER_CODE
-  /// Starts to add (or, if not `add`, to assign) the product of 64 rows of `a` from `row` on by
-  /// `b`, as one group of wgmma.
-  template <typename T, int kRows>
-  __device__ void start_product(const LeftTile<T, kRows>& a, int row, const RightTile<T, kCols>& b,
-                                bool add) {
+  /// Starts to add (or, if not `add`, to assign) the product of 64 rows, `left`, by `right`, as one
+  /// group of wgmma: see multiply_slice().
+  template <class Left, class Right>
+  __device__ __forceinline__ void start_product(const Left& left, const Right& right, bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kStepK / 16; ++slice) {
-      wgmma<T>(elements, a.operand(row, slice), b.operand(slice), add || slice > 0);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      multiply_slice(elements, left, right, slice, add || slice > 0);
     }
     wgmma_commit();
   }
@@ -120,18 +181,23 @@ struct TransposedSum {
   __device__ static constexpr int size() { return kCount * kRows / 2; }
   __device__ float& element(int i) { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
   __device__ float element(int i) const { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
+  /// Where element i of a thread is.
+  __device__ static int row(int i) { return Sum<kRows>::col(i % (kRows / 2)); }
+  __device__ static int col(int i) {
+    return i / (kRows / 2) * kBoxCols + Sum<kRows>::row(i % (kRows / 2));
+  }
 
 #if HOPPER_CODE
-  /// As Sum's: rows of `a` from `row` on by the columns of `b` from its box number `box` on.
-  template <typename T, int kLeftRows, int kCols>
-  __device__ void start_product(const LeftTile<T, kLeftRows>& a, int row,
-                                const RightTile<T, kCols>& b, int box, bool add) {
+  /// As Sum's: `rows` of A, kRows of them, by the columns of `b` from its box number `box` on.
+  template <typename T, int kCols>
+  __device__ void start_product(const AlongK<T>& rows, const RightTile<T, kCols>& b, int box,
+                                bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kStepK / 16; ++slice) {
+    for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), a.operand(row, slice),
+        wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), rows.operand(slice),
                              add || slice > 0);
       }
     }

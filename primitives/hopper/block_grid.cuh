@@ -1,0 +1,147 @@
+// How the blocks of a cluster divide what they copy, and whom they tell that a stage is empty.
+#pragma once
+
+#include "primitives/hopper/hopper.cuh"
+#include "primitives/hopper/tiles.cuh"
+
+namespace primitives {
+
+/// How kSharers blocks divide a row-major right tile of kCols columns: each fetches whole boxes, if
+/// these can be divided equally, else as many rows of each box.
+template <typename T, int kCols, int kSharers>
+struct RightShare {
+  static constexpr int kAllBoxes = RightTile<T, kCols>::kBoxes;
+  static constexpr bool kWhole = kAllBoxes % kSharers == 0;
+  static constexpr int kBoxes = kWhole ? kAllBoxes / kSharers : kAllBoxes;
+  static constexpr int kRows = kWhole ? kLine<T> : kLine<T> / kSharers;
+};
+
+/// A box of a right tile: whose it is, and its first column there.
+struct BoxSource {
+  const CUtensorMap* map;
+  int col;
+};
+
+#if HOPPER_CODE
+
+/// The blocks of a cluster own tiles of a product: kStack below each other, which share what they
+/// copy of the right factor, by kSide beside each other, which share what they copy of the left
+/// factor. BlockGrid<1, 1> is a block alone.
+template <int kStack, int kSide>
+struct BlockGrid {
+  static constexpr int kBlocks = kStack * kSide;
+  static constexpr int kPeers = kStack + kSide - 1;  ///< who share with a block, and itself
+  const int rank = kBlocks == 1 ? 0 : cluster_rank();
+  const int stack = rank % kStack, side = rank / kStack;
+  const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
+
+  /// After prepare() of a pipeline: all threads of all blocks.
+  __device__ static void meet() {
+    if constexpr (kBlocks > 1) {
+      cluster_meet();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  /// A warpgroup calls this: a thread for each block that sends to this one tells its writer that
+  /// the stage of `empty` has been read.
+  __device__ void release(Barrier& empty) const {
+    const int thread = threadIdx.x % 128;
+    if constexpr (kBlocks == 1) {
+      if (thread == 0) barrier_arrive(&empty);
+    } else if (thread < kStack) {
+      barrier_arrive(&empty, thread + kStack * side);
+    } else if (thread < kPeers) {
+      const int other = thread - kStack;
+      barrier_arrive(&empty, stack + kStack * (other < side ? other : other + 1));
+    }
+  }
+
+  /// The blocks that share a tile of the left factor with this one, or of the right one, as bits.
+  __device__ uint16_t beside() const {
+    static_assert(kSide <= 2 || kSide == 4);
+    constexpr unsigned kTwo = 1 | 1 << kStack;
+    constexpr unsigned kAll = kSide == 1 ? 1 : kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
+    return static_cast<uint16_t>(kAll << stack);
+  }
+  __device__ uint16_t below() const {
+    return static_cast<uint16_t>(((1 << kStack) - 1) << kStack * side);
+  }
+
+  /// Starts the copies of a tile of the left factor at (row, k): this block's share of it, to all
+  /// blocks beside it. With kAlone it fetches all, for itself.
+  template <bool kAlone = false, typename T, int kRows>
+  __device__ void load(LeftTile<T, kRows>& to, const CUtensorMap* map, int row, int k,
+                       Barrier* arrived) const {
+    constexpr int kShare = kRows / kSide;
+    static_assert(kRows % kSide == 0);
+#pragma unroll
+    for (int i = 0; i < (kAlone ? kSide : 1); ++i) {
+      const int first = (kAlone ? i : side) * kShare;
+      if constexpr (kAlone || kSide == 1) {
+        tensor_load(to.row(first), map, row + first, k, arrived);
+      } else {
+        tensor_load_multicast(to.row(first), map, row + first, k, arrived, beside());
+      }
+    }
+  }
+
+  /// The same of a row-major right factor at row k, to all blocks below: source(box) says where each
+  /// box of 64 columns comes from.
+  template <bool kAlone = false, typename T, int kCols, typename Source>
+  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
+    using Share = RightShare<T, kCols, kStack>;
+    constexpr int kBoxes = kAlone ? Share::kAllBoxes : Share::kBoxes;
+    constexpr int kLoads = kAlone ? kLine<T> / Share::kRows : 1;
+#pragma unroll
+    for (int i = 0; i < kBoxes * kLoads; ++i) {
+      const int box = i / kLoads + (!kAlone && Share::kWhole ? stack * kBoxes : 0);
+      const int first = (kAlone ? i % kLoads : Share::kWhole ? 0 : stack) * Share::kRows;
+      const BoxSource from = source(box);
+      if constexpr (kAlone || kStack == 1) {
+        tensor_load(to.boxes[box].row(first), from.map, k + first, from.col, arrived);
+      } else {
+        tensor_load_multicast(to.boxes[box].row(first), from.map, k + first, from.col, arrived,
+                              below());
+      }
+    }
+  }
+
+  /// The same of a right factor whose columns are contiguous: columns from `col` on are rows of the
+  /// matrix in memory.
+  template <bool kAlone = false, typename T, int kCols>
+  __device__ void load(ColumnTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
+                       Barrier* arrived) const {
+    constexpr int kShare = kCols / kStack;
+    static_assert(kCols % kStack == 0);
+#pragma unroll
+    for (int i = 0; i < (kAlone ? kStack : 1); ++i) {
+      const int first = (kAlone ? i : stack) * kShare;
+      if constexpr (kAlone || kStack == 1) {
+        tensor_load(to.row(first), map, col + first, k, arrived);
+      } else {
+        tensor_load_multicast(to.row(first), map, col + first, k, arrived, below());
+      }
+    }
+  }
+};
+
+/// The blocks of a cluster all read what each of them fetches; how many they are is known at run
+/// time. Who calls release(): a warpgroup, or each of its warps.
+enum class Releases { warpgroup, warp };
+template <Releases kBy = Releases::warpgroup>
+struct BlockRow {
+  const int rank, blocks;
+
+  __device__ static void meet() { cluster_meet(); }
+  __device__ uint16_t all() const { return static_cast<uint16_t>((1 << blocks) - 1); }
+  __device__ void release(Barrier& empty) const {
+    const int thread = threadIdx.x % (kBy == Releases::warp ? 32 : 128);
+    if (thread < blocks) barrier_arrive(&empty, thread);
+  }
+};
+
+#endif  // HOPPER_CODE
+
+}  // namespace primitives

@@ -1,0 +1,218 @@
+// A pipeline: stages in shared memory, which one thread fills and warpgroups empty, round after
+// round. Each stage has two barriers. `full`: the thread announces how many bytes come, and the
+// phase is over when the copy engine has brought them. `empty`: the phase is over when all who read
+// the stage have given it back. docs/hopper.md draws it.
+//
+//     Writer::put    waits until the next stage is empty, announces its bytes, starts its copies
+//     Reader::take   waits until the next stage is full, starts its products, and gives back the
+//                    stage before, whose products are done by then
+//
+// This is the only place where a thread waits for a stage, fills it, or gives it back. A pipeline
+// is anything with kTurns, stage(turn) and the barriers full[] and empty[]: Pipeline is one that has
+// its stages itself. Who tells whom that a stage is empty is up to `blocks`, a BlockGrid or BlockRow
+// (primitives/hopper/block_grid.cuh).
+#pragma once
+
+#include <type_traits>
+
+#include "primitives/hopper/block_grid.cuh"
+#include "primitives/hopper/hopper.cuh"
+
+namespace primitives {
+
+/// A pipeline's barriers; its stages lie somewhere else, and stage(turn) is a stage's number. The
+/// thread that fills stages goes through kTurns turns, again and again; turn t fills the stage
+/// t % kStages. Usually a turn is a stage. There are more turns than stages where a reader does not
+/// take every turn: it could not tell two rounds of a stage apart, but of its own turns it sees every
+/// phase.
+template <int kStageCount, int kTurnCount = kStageCount>
+struct StageBarriers {
+  static constexpr int kStages = kStageCount, kTurns = kTurnCount;
+  static_assert(kTurns % kStages == 0);
+  Barrier full[kTurns], empty[kTurns];
+
+#if HOPPER_CODE
+  __device__ static constexpr int turns() { return kTurns; }
+  __device__ static constexpr int stages() { return kStages; }
+  __device__ static int stage(int turn) { return turn % kStages; }
+#endif
+};
+
+/// A pipeline of kStages stages.
+template <class StageType, int kStageCount, int kTurnCount = kStageCount>
+struct Pipeline {
+  using Stage = StageType;
+  static constexpr int kStages = kStageCount, kTurns = kTurnCount;
+  Stage memory[kStages];
+  Barrier full[kTurns], empty[kTurns];
+
+#if HOPPER_CODE
+  __device__ static constexpr int turns() { return kTurns; }
+  __device__ static constexpr int stages() { return kStages; }
+  __device__ Stage& stage(int turn) { return memory[turn % kStages]; }
+#endif
+};
+
+#if HOPPER_CODE
+
+/// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
+/// arrivals give a stage back. With kFirst = 1 the first stage's `full` is left out: see
+/// prepare_first().
+template <int kFirst = 0, class Pipe>
+__device__ void prepare(Pipe& pipe, int readers) {
+  for (int t = 0; t < pipe.turns(); ++t) {
+    if (t >= kFirst) barrier_init(&pipe.full[t], 1);
+    barrier_init(&pipe.empty[t], readers);
+  }
+  barrier_init_fence();
+}
+
+/// To fill the first stage before the cluster has met: its data then come some 300 ns sooner. One
+/// thread prepares its barrier, and fill(stage, arrived) starts the copies, of this block alone: no
+/// other may be sent anything yet. The Writer is told (`first_is_filled`). Another thread prepares
+/// the other barriers meanwhile, by prepare<1>().
+template <class Pipe, typename Fill>
+__device__ __forceinline__ void put_first(Pipe& pipe, int bytes, Fill fill) {
+  barrier_arrive_expect(&pipe.full[0], bytes);
+  fill(pipe.stage(0), &pipe.full[0]);
+}
+template <class Pipe, typename Fill>
+__device__ __forceinline__ void put_first(Pipe& pipe, Fill fill) {
+  put_first(pipe, sizeof(typename Pipe::Stage), fill);
+}
+
+/// The thread that fills stages, and how far it is. Order: Ring, or BackRing on the way back through
+/// the stages of another Writer.
+template <class Pipe, class Order = Ring>
+struct Writer {
+  Pipe& pipe;
+  Order ring;
+  bool filled = false;  ///< the next stage is, already
+
+  __device__ explicit Writer(Pipe& of, bool first_is_filled = false)
+      : pipe(of), ring{of.turns()}, filled(first_is_filled), oldest_{of.turns()} {}
+  __device__ explicit Writer(const Writer<Pipe>& back_from) requires std::is_same_v<Order, BackRing>
+      : pipe(back_from.pipe), ring(back_from.ring), oldest_{back_from.pipe.turns()} {}
+
+  /// fill(stage, arrived) starts copies of `bytes` bytes, which count at the barrier `arrived`.
+  template <typename Fill>
+  __device__ __forceinline__ void put(int bytes, Fill fill) {
+    if (filled) {
+      filled = false;
+    } else {
+      wait_until_empty();
+      barrier_arrive_expect(&pipe.full[ring.stage], bytes);
+      fill(pipe.stage(ring.stage), &pipe.full[ring.stage]);
+    }
+    ring.advance();
+  }
+  /// Of a Pipeline: all bytes of a stage.
+  template <typename Fill>
+  __device__ __forceinline__ void put(Fill fill) {
+    put(sizeof(typename Pipe::Stage), fill);
+  }
+
+  /// The last thing that the writer of a block in a cluster does: waits until each stage has been
+  /// given back as often as it was filled. By then all that the other blocks send to this one,
+  /// bytes and arrivals, has come, and the block may end.
+  __device__ void finish() {
+    if constexpr (Pipe::kTurns == Pipe::kStages) {
+      for (int s = 0; s < pipe.turns(); ++s, ring.advance()) wait_until_empty();
+    } else {
+      for (; taken_ > 0; --taken_) wait_for_oldest();
+    }
+  }
+
+ private:
+  Ring oldest_;    // with more turns than stages: the oldest turn that has not been given back
+  int taken_ = 0;  // stages that such turns have
+
+  /// On a new barrier parity 1 is over: the first time round nobody waits.
+  __device__ __forceinline__ void wait_until_empty() {
+    if constexpr (Pipe::kTurns == Pipe::kStages) {
+      barrier_wait(&pipe.empty[ring.stage], ring.parity ^ 1);
+    } else {
+      taken_ < pipe.stages() ? static_cast<void>(++taken_) : wait_for_oldest();
+    }
+  }
+  __device__ void wait_for_oldest() {
+    barrier_wait(&pipe.empty[oldest_.stage], oldest_.parity);
+    oldest_.advance();
+  }
+};
+
+/// A warpgroup (or some of its warps) that empties stages, and how far it is. Order: as a Writer's.
+template <class Pipe, class Blocks, class Order = Ring>
+struct Reader {
+  Pipe& pipe;
+  const Blocks& blocks;
+  Order ring;
+  int previous = -1;  ///< the turn whose products are under way
+
+  __device__ Reader(Pipe& of, const Blocks& in) : pipe(of), blocks(in), ring{of.turns()} {}
+  __device__ explicit Reader(
+      const Reader<Pipe, Blocks>& back_from) requires std::is_same_v<Order, BackRing>
+      : pipe(back_from.pipe), blocks(back_from.blocks), ring(back_from.ring) {}
+
+  /// Waits until the next stage is full, and returns it; once more for the same one until next().
+  __device__ __forceinline__ decltype(auto) wait() {
+    barrier_wait(&pipe.full[ring.stage], ring.parity);
+    return pipe.stage(ring.stage);
+  }
+  /// Gives the stage back that wait() has returned, when all products with it are done.
+  __device__ __forceinline__ void give_back() { blocks.release(pipe.empty[ring.stage]); }
+  /// Passes over `turns` turns: those that it is done with, or that another reader takes.
+  __device__ __forceinline__ void next(int turns = 1) {
+    for (int t = 0; t < turns; ++t) ring.advance();
+  }
+
+  /// A step of a product. start(stage, add) starts products with the next stage, which are added to
+  /// those before if `add`: not after finish(). They are under way when take() returns; those of
+  /// the step before are done, and its stage goes back, unless `keep`.
+  template <typename Start>
+  __device__ __forceinline__ void take(Start start, bool keep = false) {
+    start(wait(), previous >= 0);
+    started(keep);
+  }
+
+  /// `steps` steps of a product whose left factor is in registers: load(set, stage) loads a thread's
+  /// fragments, start(set, stage, add) starts the products. While one step is multiplied, the
+  /// fragments of the next are loaded: two sets of registers, and therefore two steps a turn of the
+  /// loop.
+  template <class Fragments, typename Load, typename Start>
+  __device__ __forceinline__ void take_ahead(int steps, Load load, Start start) {
+    Fragments sets[2];
+    const auto fetch = [&](Fragments& set) { load(set, wait()); };
+    const auto multiply = [&](const Fragments& set) {
+      start(set, pipe.stage(ring.stage), previous >= 0);
+      started(false);
+    };
+    fetch(sets[0]);
+    for (int step = 0; step < steps; step += 2) {
+      multiply(sets[0]);
+      if (step + 1 == steps) break;
+      fetch(sets[1]);
+      multiply(sets[1]);
+      if (step + 2 < steps) fetch(sets[0]);
+    }
+  }
+
+  /// Waits for the last products, and gives their stage back, unless `keep`.
+  __device__ __forceinline__ void finish(bool keep = false) {
+    wgmma_wait<0>();
+    if (!keep) blocks.release(pipe.empty[previous]);
+    previous = -1;
+  }
+
+ private:
+  __device__ __forceinline__ void started(bool keep) {
+    wgmma_wait<1>();
+    if (previous >= 0 && !keep) blocks.release(pipe.empty[previous]);
+    previous = ring.stage;
+    ring.advance();
+  }
+};
+
+#endif  // HOPPER_CODE
+
+}  // namespace primitives
