@@ -4,16 +4,23 @@
 //
 // A Tile says what a block multiplies at a time: which rows and columns, in which stages, by how many
 // warpgroups, and how the blocks of a cluster share what they copy. A Work says of what it is the
-// product, and for what:
+// product, and for what. A cluster takes pieces: some steps along k of a tile of the result.
 //
-//     Pieces pieces(work, grid)    the pieces that a cluster takes: some steps along k of a tile of
-//                                  the result. pieces.get(piece) says the next one.
-//     Copies copies(work, grid)    their steps, for the thread that copies: copies.next() goes on to
-//                                  the next one, copies.load(stage, arrived) starts its copies.
-//     multiply(sum, reader, piece, consumer)
-//                                  takes the steps of a piece, and adds up their products
-//     finish(sum, piece, grid, consumer, out)
-//                                  the epilogue: what becomes of a warpgroup's sum
+//     Copies copies(work, grid)              for the thread that copies, the steps of all pieces:
+//                                            copies.next() goes on to the next one,
+//                                            copies.load(stage, arrived) starts its copies
+//     Results results(work, shared, grid, consumer)
+//                                            for a warpgroup that multiplies: results.next() goes on
+//                                            to the next piece, multiply(sum, reader) takes its
+//                                            steps, and store(sum) is the epilogue
+//     Sum, Shared, kProducerRegisters, kConsumerRegisters
+//                                            what a warpgroup adds up, what a block has in shared
+//                                            memory, and the registers that its threads get (0: none
+//                                            change hands)
+//     kFetchesFirst                          a block's first stage may be ordered before its cluster
+//                                            has met
+//     help(shared, grid)                     if there is one: what the three warps beside the thread
+//                                            that copies do
 //
 // MatrixProduct, below, is the Work of a plain product, with an epilogue for its results. What ranks
 // its tiles is in operators/product/plan.cuh.
@@ -51,12 +58,10 @@ struct TileShape {
   };
 };
 
-/// What a block's threads, a producer's warpgroup and kCount consumers, do with their registers.
+/// A block's warpgroups: a producer and kCount consumers.
 template <int kCount>
 struct Warpgroups {
   static constexpr int kConsumers = kCount, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = kConsumers == 1 ? 0 : kConsumers == 2 ? 240 : 160;
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
@@ -445,7 +450,12 @@ template <class Tile_, class Epilogue>
 struct MatrixProduct {
   using Tile = Tile_;
   using Stage = typename Tile::Stage;
-  static constexpr int kRightFactors = Epilogue::kRightFactors;
+  using Sum = typename Tile::TileSum;
+  using Shared = ProductShared<Tile>;
+  static constexpr int kConsumers = Tile::kConsumers, kRightFactors = Epilogue::kRightFactors;
+  static constexpr int kProducerRegisters = kConsumers == 1 ? 0 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 1 ? 0 : kConsumers == 2 ? 240 : 160;
+  static constexpr bool kFetchesFirst = true;
   Factor<> A;
   Factor<kRightFactors> B;
   Epilogue epilogue;
@@ -454,10 +464,6 @@ struct MatrixProduct {
 
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
-  struct Pieces : Schedule<Tile>::Pieces {
-    __device__ Pieces(const MatrixProduct& work, const Grid& grid)
-        : Schedule<Tile>::Pieces(work.schedule, grid.cluster) {}
-  };
 
   /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile before
   /// it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
@@ -466,7 +472,7 @@ struct MatrixProduct {
     __device__ Copies(const MatrixProduct& of, const Grid& blocks)
         : work(of),
           grid(blocks),
-          pieces(of, blocks),
+          pieces(of.schedule, blocks.cluster),
           pace{of.exchange.pace, static_cast<unsigned>(blocks.clusters)},
           in_step(of.exchange.pace != nullptr && blocks.rank == 0) {}
     __device__ bool next() {
@@ -506,7 +512,7 @@ struct MatrixProduct {
    private:
     const MatrixProduct& work;
     const Grid& grid;
-    Pieces pieces;
+    typename Schedule<Tile>::Pieces pieces;
     Pace pace;
     const bool in_step;
     bool backward = false;
@@ -514,30 +520,46 @@ struct MatrixProduct {
     typename Schedule<Tile>::Place at;
   };
 
-  template <class Reader>
-  __device__ void multiply(typename Tile::TileSum& sum, Reader& reader, const Piece& piece,
-                           int consumer) const {
-    for (int step = piece.begin; step < piece.end; ++step) {
-      reader.take(
-          [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
+  /// Of a tile that two clusters share one hands its sum to the other, which has the epilogue.
+  class Results {
+   public:
+    __device__ Results(const MatrixProduct& of, Shared& shared, const Grid& blocks, int number)
+        : work(of),
+          grid(blocks),
+          consumer(number),
+          pieces(of.schedule, blocks.cluster),
+          out{shared.out[number], number} {}
+    __device__ bool next() { return pieces.get(piece); }
+    template <class Reader>
+    __device__ void multiply(Sum& sum, Reader& reader) const {
+      for (int step = piece.begin; step < piece.end; ++step) {
+        reader.take(
+            [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
+      }
+      out.wait();  // while the last products are on their way
     }
-  }
-  template <class Out>
-  __device__ void finish(typename Tile::TileSum& sum, const Piece& piece, const Grid& grid,
-                         int consumer, const Out& out) const {
-    const ClusterHandover<Tile> handover{exchange, consumer};
-    if (piece.begin > 0) {
-      handover.give(sum, grid.cluster, grid.rank);
-    } else {
-      if (piece.end < schedule.steps) handover.add_to(sum, grid.cluster, grid.rank);
-      const auto at = schedule.place(piece.tile, grid.stack, grid.side);
-      epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
+    __device__ void store(Sum& sum) const {
+      const ClusterHandover<Tile> handover{work.exchange, consumer};
+      if (piece.begin > 0) return handover.give(sum, grid.cluster, grid.rank);
+      if (piece.end < work.schedule.steps) handover.add_to(sum, grid.cluster, grid.rank);
+      const auto at = work.schedule.place(piece.tile, grid.stack, grid.side);
+      work.epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
     }
-  }
+    __device__ void end() const { out.wait(); }
+
+   private:
+    const MatrixProduct& work;
+    const Grid& grid;
+    const int consumer;
+    typename Schedule<Tile>::Pieces pieces;
+    const Outbox<typename Tile::Element, Tile::kOut, Tile::kOutRows> out;
+    Piece piece;
+  };
 #endif
 };
 
-/// Launched with Tile::kBlocks blocks for each cluster.
+/// Launched with Tile::kBlocks blocks for each cluster. One thread of a block orders copies, and
+/// Tile::kConsumers warpgroups multiply.
 template <class Work>
 __global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile::kThreads, 1)
     product(const __grid_constant__ Work work) {
@@ -545,49 +567,51 @@ __global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile
   using Tile = typename Work::Tile;
   using Stage = typename Tile::Stage;
   extern __shared__ __align__(1024) char bytes[];
-  auto& shared = *reinterpret_cast<ProductShared<Tile>*>(bytes);
+  auto& shared = *reinterpret_cast<typename Work::Shared*>(bytes);
   const BlockGrid<Tile::kStack, Tile::kSide> grid;
   const int warp = warp_of_block();
-  if (warp == 0 && elect_one()) {
-    barrier_init(&shared.pipeline.full[0], 1);
-    barrier_init_fence();
+  if (Work::kFetchesFirst && warp == 0 && elect_one()) {
+    prepare_first(shared.pipeline);
     wait_for_previous_kernel();  // it may have made copies of A and B
-    if (typename Work::Copies copies(work, grid); copies.next()) {
-      put_first(shared.pipeline, [&](Stage& stage, Barrier* arrived) {
-        copies.template load<true>(stage, arrived);
-      });
+    if constexpr (Work::kFetchesFirst) {
+      typename Work::Copies copies(work, grid);
+      if (copies.next()) {
+        put_first(shared.pipeline, [&](Stage& stage, Barrier* arrived) {
+          copies.template load<true>(stage, arrived);
+        });
+      }
     }
   } else if (warp == 1 && elect_one()) {
-    prepare<1>(shared.pipeline, Tile::kConsumers * grid.kPeers);
+    prepare<Work::kFetchesFirst>(shared.pipeline, Tile::kConsumers * grid.kPeers);
   }
   grid.meet();
+  if constexpr (!Work::kFetchesFirst) wait_for_previous_kernel();
 
   if (warp < 4) {
-    if constexpr (Tile::kConsumers > 1) registers_shrink_to<Tile::kProducerRegisters>();
-    if (warp == 0 && elect_one()) {
-      Writer writer(shared.pipeline, true);
+    if constexpr (Work::kProducerRegisters > 0) registers_shrink_to<Work::kProducerRegisters>();
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(shared.pipeline, Work::kFetchesFirst);
       typename Work::Copies copies(work, grid);
       while (copies.next()) {
         writer.put([&](Stage& stage, Barrier* arrived) { copies.load(stage, arrived); });
       }
       if constexpr (Tile::kBlocks > 1) writer.finish();
       copies.end();
+    } else if constexpr (requires { work.help(shared, grid); }) {
+      work.help(shared, grid);
     }
   } else {
-    if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumerRegisters>();
-    const int consumer = threadIdx.x / 128 - 1;
-    const Outbox<typename Tile::Element, Tile::kOut, Tile::kOutRows> out{shared.out[consumer],
-                                                                         consumer};
+    if constexpr (Work::kConsumerRegisters > 0) registers_grow_to<Work::kConsumerRegisters>();
     Reader reader(shared.pipeline, grid);
-    typename Work::Pieces pieces(work, grid);
-    for (Piece piece; pieces.get(piece);) {
-      typename Tile::TileSum sum;
-      work.multiply(sum, reader, piece, consumer);
-      out.wait();  // while the last products are on their way
+    typename Work::Results results(work, shared, grid, threadIdx.x / 128 - 1);
+    while (results.next()) {
+      typename Work::Sum sum;
+      results.multiply(sum, reader);
       reader.finish();
-      work.finish(sum, piece, grid, consumer, out);
+      results.store(sum);
     }
-    out.wait();
+    results.end();
   }
 #endif
 }

@@ -56,21 +56,25 @@ struct Pipeline {
 #if HOPPER_CODE
 
 /// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
-/// arrivals give a stage back. With kFirst = 1 the first stage's `full` is left out: see
-/// prepare_first().
-template <int kFirst = 0, class Pipe>
+/// arrivals give a stage back. kFirstIsReady: but for the first stage's `full`, see prepare_first().
+template <bool kFirstIsReady = false, class Pipe>
 __device__ void prepare(Pipe& pipe, int readers) {
   for (int t = 0; t < pipe.turns(); ++t) {
-    if (t >= kFirst) barrier_init(&pipe.full[t], 1);
+    if (t > 0 || !kFirstIsReady) barrier_init(&pipe.full[t], 1);
     barrier_init(&pipe.empty[t], readers);
   }
   barrier_init_fence();
 }
 
-/// To fill the first stage before the cluster has met: its data then come some 300 ns sooner. One
-/// thread prepares its barrier, and fill(stage, arrived) starts the copies, of this block alone: no
-/// other may be sent anything yet. The Writer is told (`first_is_filled`). Another thread prepares
-/// the other barriers meanwhile, by prepare<1>().
+/// The first stage may be filled before the cluster has met: its data then come some 300 ns sooner.
+/// One thread prepares that stage's barrier, and put_first() has fill(stage, arrived) start the
+/// copies, of this block alone: no other one may be sent anything yet. Another thread prepares the
+/// other barriers meanwhile, by prepare<true>(), and the Writer is told (`first_is_filled`).
+template <class Pipe>
+__device__ void prepare_first(Pipe& pipe) {
+  barrier_init(&pipe.full[0], 1);
+  barrier_init_fence();
+}
 template <class Pipe, typename Fill>
 __device__ __forceinline__ void put_first(Pipe& pipe, int bytes, Fill fill) {
   barrier_arrive_expect(&pipe.full[0], bytes);
