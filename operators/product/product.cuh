@@ -76,8 +76,9 @@ struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxe
   __host__ __device__ static constexpr int col_of(int) { return 0; }
 #if HOPPER_CODE
   template <class Stage>
-  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
-    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, add);
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add,
+                                       int slices) {
+    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, add, slices);
   }
 #endif
 };
@@ -121,8 +122,10 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
   }
 #if HOPPER_CODE
   template <class Stage>
-  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
-    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add);
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add,
+                                       int slices) {
+    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add,
+                      slices);
   }
 #endif
 };
@@ -174,6 +177,7 @@ struct Schedule {
   static constexpr int64_t kMostTiles = 1 << 20;
   ProductShape shape;
   int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
+  int last_slices;  ///< of the last step
 
   static constexpr int64_t tiles_of(const ProductShape& of) {
     return ((int64_t{of.rows} + kRows - 1) / kRows) * ((int64_t{of.cols} + kCols - 1) / kCols);
@@ -189,7 +193,9 @@ struct Schedule {
         steps((shape.depth + kStepK - 1) / kStepK),
         clusters(cluster_count),
         rounds((tiles + clusters - 1) / clusters),
-        shared(0) {
+        shared(0),
+        last_slices((shape.depth - kStepK * (steps - 1) + kStepK / kSlices - 1) /
+                    (kStepK / kSlices)) {
     if (tiles_of(of) > kMostTiles) {
       throw Error("a product of " + std::to_string(of.rows) + " rows and " +
                   std::to_string(of.cols) + " columns has " + std::to_string(tiles_of(of)) +
@@ -300,6 +306,9 @@ struct StoreRounded {
   bool aligned;  ///< C's rows to 16 bytes
 
 #if HOPPER_CODE
+  __device__ void prefetch_map() const {
+    if (aligned) primitives::prefetch_map(&map);
+  }
   template <int kCols, int kBoxes>
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
                              const Outbox<T, kBoxes>& out) const {
@@ -465,6 +474,8 @@ struct MatrixProduct {
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
 
+  __device__ void prefetch_maps() const { epilogue.prefetch_map(); }
+
   /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile before
   /// it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
   class Copies {
@@ -529,12 +540,20 @@ struct MatrixProduct {
           consumer(number),
           pieces(of.schedule, blocks.cluster),
           out{shared.out[number], number} {}
-    __device__ bool next() { return pieces.get(piece); }
+    __device__ bool next() {
+      backward = !backward;
+      return pieces.get(piece);
+    }
+    /// Of the step in which k ends only those slices count that have some of it.
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
+      const int steps = work.schedule.steps;
+      const int end = backward ? piece.begin + piece.end - steps : steps - 1;
       for (int step = piece.begin; step < piece.end; ++step) {
-        reader.take(
-            [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
+        const int slices = step == end ? work.schedule.last_slices : kSlices;
+        reader.take([&](const Stage& stage, bool add) {
+          Tile::start_product(sum, stage, consumer, add, slices);
+        });
       }
       out.wait();  // while the last products are on their way
     }
@@ -554,6 +573,7 @@ struct MatrixProduct {
     typename Schedule<Tile>::Pieces pieces;
     const Outbox<typename Tile::Element, Tile::kOut, Tile::kOutRows> out;
     Piece piece;
+    bool backward = true;
   };
 #endif
 };
@@ -583,6 +603,8 @@ __global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile
     }
   } else if (warp == 1 && elect_one()) {
     prepare<Work::kFetchesFirst>(shared.pipeline, Tile::kConsumers * grid.kPeers);
+  } else if (warp == 2 && elect_one()) {
+    work.prefetch_maps();
   }
   grid.meet();
   if constexpr (!Work::kFetchesFirst) wait_for_previous_kernel();

@@ -148,6 +148,18 @@ struct Sum {
     }
     wgmma_commit();
   }
+  /// The same of the first `slices` slices only, where k ends within a step.
+  template <class Left, class Right>
+  __device__ __forceinline__ void start_product(const Left& left, const Right& right, bool add,
+                                                int slices) {
+    if (slices >= kSlices) return start_product(left, right, add);
+    wgmma_fence();
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
+      multiply_slice(elements, left, right, slice, add || slice > 0);
+    }
+    wgmma_commit();
+  }
 
   /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`. f(i) may
   /// use whatever of the thread's elements it likes.
@@ -195,6 +207,21 @@ struct TransposedSum {
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), rows.operand(slice),
+                             add || slice > 0);
+      }
+    }
+    wgmma_commit();
+  }
+  template <typename T, int kCols>
+  __device__ void start_product(const AlongK<T>& rows, const RightTile<T, kCols>& b, int box,
+                                bool add, int slices) {
+    if (slices >= kSlices) return start_product(rows, b, box, add);
+    wgmma_fence();
+#pragma unroll 1
+    for (int slice = 0; slice < slices; ++slice) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), rows.operand(slice),
