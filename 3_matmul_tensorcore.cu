@@ -511,14 +511,19 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// Three more things:
+// The loops of the kernel above have names from here on (primitives/hopper/pipeline.cuh). Its
+// producer's is `writer.put`: wait until the next stage is empty, announce its bytes, start its
+// copies. Its consumers' is `reader.take`: wait until the next stage is full, start its products,
+// and give back the stage before. `reader.finish` waits for the last products. Three more things
+// are new:
 //   - Persistent blocks: no more than fit, each walking over tiles of C. The producer runs ahead
 //     into the next tile while the consumers still write this one. Tiles are taken in groups of
 //     kGroup rows of tiles, so that those worked on at one time form a square patch of C, as in the
 //     mma.sync kernel.
 //   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it
 //     and multicasts that half into both: B is read from the L2 cache once, not twice. A stage is
-//     then empty only when the consumers of both blocks say so, to both producers.
+//     then empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1>
+//     (primitives/hopper/block_grid.cuh) knows who copies what, and who is told.
 //   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
 //     leave from there, in full lines, while the consumers go on. With kBuffers = 2 both halves of
 //     a tile have a place there, and the second does not wait for the first to leave.
@@ -715,13 +720,16 @@ struct SquareProduct {
                    Tiles<half, 192, 192, 1, 2, 1>, Tiles<half, 128, 144, 4, 2, 1>,
                    Tiles<half, 64, 192, 4, 2, 3>, Tiles<half, 64, 128, 1, 1, 2>,
                    Tiles<half, 64, 128, 2, 1, 2>, Tiles<half, 64, 128, 4, 1, 2>,
-                   Tiles<half, 64, 64, 1, 1, 1>, Tiles<half, 64, 64, 2, 4, 1>,
+                   Tiles<half, 64, 64, 1, 1, 1>, Tiles<half, 64, 64, 2, 1, 1, 2>,
+                   Tiles<half, 64, 168, 4, 2, 1>, Tiles<half, 64, 64, 2, 4, 1>,
                    TransposedTiles<half, 160, 256, 2, 1>, TransposedTiles<half, 152, 256, 1, 2>,
                    TransposedTiles<half, 288, 128, 1, 2>, TransposedTiles<half, 256, 128, 1, 2>,
                    TransposedTiles<half, 240, 128, 1, 2>, TransposedTiles<half, 232, 128, 1, 2>,
                    TransposedTiles<half, 200, 128, 1, 2>, TransposedTiles<half, 208, 192, 1, 2>,
                    TransposedTiles<half, 184, 192, 1, 2>, TransposedTiles<half, 176, 192, 2, 1>,
-                   TransposedTiles<half, 160, 192, 2, 1>, TransposedTiles<half, 160, 192, 2, 2>,
+                   TransposedTiles<half, 160, 192, 2, 1>, TransposedTiles<half, 120, 256, 2, 1>,
+                   TransposedTiles<half, 160, 128, 4, 2>, Tiles<half, 192, 192, 1, 1, 1>,
+                   TransposedTiles<half, 168, 128, 2, 1>, TransposedTiles<half, 160, 192, 2, 2>,
                    TransposedTiles<half, 152, 192, 1, 2>, TransposedTiles<half, 144, 192, 2, 2>,
                    TransposedTiles<half, 96, 192, 2, 1>, TransposedTiles<half, 144, 128, 2, 2>,
                    TransposedTiles<half, 128, 128, 2, 1>, TransposedTiles<half, 112, 128, 2, 1>,

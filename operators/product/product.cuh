@@ -65,9 +65,11 @@ struct Warpgroups {
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
-template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
+template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes,
+          int kBlocksAtATime = 1>
 struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes>,
                Warpgroups<kRows / 64> {
+  static constexpr int kAtATime = kBlocksAtATime;  // of a multiprocessor
   static constexpr int kOutRows = 64;
   static constexpr int kWide = kColumns;  // columns of wgmma's sum
   using TileSum = Sum<kColumns>;
@@ -76,9 +78,13 @@ struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxe
   __host__ __device__ static constexpr int col_of(int) { return 0; }
 #if HOPPER_CODE
   template <class Stage>
-  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add,
-                                       int slices) {
-    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, add, slices);
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
+    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, add);
+  }
+  template <class Stage>
+  __device__ static void start_first_product(TileSum& sum, const Stage& stage, int consumer,
+                                             int slices) {
+    sum.start_first_product(stage.a.rows(row_of(consumer)), stage.b, slices);
   }
 #endif
 };
@@ -99,6 +105,7 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
                          Warpgroups<by_rows(kRows, kColumns) ? 2
                                     : kColumns % 128 == 0    ? 2
                                                              : kColumns / 64> {
+  static constexpr int kAtATime = 1;
   static constexpr int kBoxes = kColumns / kBoxCols;
   static constexpr bool kByRows = by_rows(kRows, kColumns);
   static constexpr int kConsumers = TransposedTiles::Warpgroups::kConsumers;
@@ -122,10 +129,14 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
   }
 #if HOPPER_CODE
   template <class Stage>
-  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add,
-                                       int slices) {
-    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add,
-                      slices);
+  __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
+    sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add);
+  }
+  template <class Stage>
+  __device__ static void start_first_product(TileSum& sum, const Stage& stage, int consumer,
+                                             int slices) {
+    sum.start_first_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols,
+                            slices);
   }
 #endif
 };
@@ -146,7 +157,8 @@ template <class Tile>
 struct ProductShared {
   using OutBox = Box<typename Tile::Element, Tile::kOutRows>;
   static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(OutBox);
-  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(typename Tile::Stage);
+  static constexpr int kRoom = (kSharedRoom + 1024) / Tile::kAtATime - 1024;
+  static constexpr int kStages = (kRoom - kOutBytes) / sizeof(typename Tile::Stage);
   Pipeline<typename Tile::Stage, kStages> pipeline;
   OutBox out[Tile::kConsumers][Tile::kOut];
 };
@@ -262,8 +274,11 @@ struct Pace {
   __device__ void next() {
     const GridCount counter(*total);
     counter.fetch_add(1, cuda::memory_order_relaxed);
+    // Without the pause the compiler takes the loop away: nothing comes of it but time.
+#pragma unroll 1
     for (int look = 0; look < kPatience; ++look) {
       if (counter.load(cuda::memory_order_relaxed) >= mine * clusters) break;
+      __nanosleep(20);
     }
     ++mine;
   }
@@ -474,9 +489,8 @@ struct MatrixProduct {
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
 
-  __device__ void prefetch_maps() const { epilogue.prefetch_map(); }
-
-  /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile before
+  /// The step in which k ends comes first, then the others from the beginning of k on; but every
+  /// other tile of a cluster is walked from the end of k to its beginning: what the tile before
   /// it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
   class Copies {
    public:
@@ -487,15 +501,18 @@ struct MatrixProduct {
           pace{of.exchange.pace, static_cast<unsigned>(blocks.clusters)},
           in_step(of.exchange.pace != nullptr && blocks.rank == 0) {}
     __device__ bool next() {
-      k += by;
       if (left == 0) {
         Piece piece;
         if (!pieces.get(piece)) return false;
         left = piece.end - piece.begin;
-        k = (backward ? piece.end - 1 : piece.begin) * kStepK;
-        by = backward ? -kStepK : kStepK;
+        k = (piece.end - 1) * kStepK;
+        next_k = backward ? k - kStepK : piece.begin * kStepK;
+        direction = backward ? -kStepK : kStepK;
         backward = !backward;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
+      } else {
+        k = next_k;
+        next_k += direction;
       }
       --left;
       if (in_step && ++done % Pace::kSteps == 0) pace.next();
@@ -527,7 +544,7 @@ struct MatrixProduct {
     Pace pace;
     const bool in_step;
     bool backward = false;
-    int left = 0, k = 0, by = 0, done = 0;
+    int left = 0, k = 0, next_k = 0, direction = 0, done = 0;
     typename Schedule<Tile>::Place at;
   };
 
@@ -540,20 +557,21 @@ struct MatrixProduct {
           consumer(number),
           pieces(of.schedule, blocks.cluster),
           out{shared.out[number], number} {}
-    __device__ bool next() {
-      backward = !backward;
-      return pieces.get(piece);
-    }
-    /// Of the step in which k ends only those slices count that have some of it.
+    __device__ bool next() { return pieces.get(piece); }
+    /// The step in which k ends comes first, see Copies: if it is not whole, only those of its slices
+    /// count that have some of k.
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
-      const int steps = work.schedule.steps;
-      const int end = backward ? piece.begin + piece.end - steps : steps - 1;
-      for (int step = piece.begin; step < piece.end; ++step) {
-        const int slices = step == end ? work.schedule.last_slices : kSlices;
-        reader.take([&](const Stage& stage, bool add) {
-          Tile::start_product(sum, stage, consumer, add, slices);
+      const int slices = work.schedule.last_slices;
+      const bool partial = slices < kSlices && piece.end == work.schedule.steps;
+      if (partial) [[unlikely]] {
+        reader.take([&](const Stage& stage, bool) {
+          Tile::start_first_product(sum, stage, consumer, slices);
         });
+      }
+      for (int step = piece.begin + partial; step < piece.end; ++step) {
+        reader.take(
+            [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
       }
       out.wait();  // while the last products are on their way
     }
@@ -573,7 +591,6 @@ struct MatrixProduct {
     typename Schedule<Tile>::Pieces pieces;
     const Outbox<typename Tile::Element, Tile::kOut, Tile::kOutRows> out;
     Piece piece;
-    bool backward = true;
   };
 #endif
 };
@@ -581,8 +598,9 @@ struct MatrixProduct {
 /// Launched with Tile::kBlocks blocks for each cluster. One thread of a block orders copies, and
 /// Tile::kConsumers warpgroups multiply.
 template <class Work>
-__global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile::kThreads, 1)
-    product(const __grid_constant__ Work work) {
+__global__ void HOPPER_CLUSTER(Work::Tile::kBlocks)
+    __launch_bounds__(Work::Tile::kThreads, Work::Tile::kAtATime)
+        product(const __grid_constant__ Work work) {
 #if HOPPER_CODE
   using Tile = typename Work::Tile;
   using Stage = typename Tile::Stage;
@@ -603,8 +621,6 @@ __global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile
     }
   } else if (warp == 1 && elect_one()) {
     prepare<Work::kFetchesFirst>(shared.pipeline, Tile::kConsumers * grid.kPeers);
-  } else if (warp == 2 && elect_one()) {
-    work.prefetch_maps();
   }
   grid.meet();
   if constexpr (!Work::kFetchesFirst) wait_for_previous_kernel();

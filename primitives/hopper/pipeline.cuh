@@ -34,7 +34,7 @@ struct StageBarriers {
 #if HOPPER_CODE
   __device__ static constexpr int turns() { return kTurns; }
   __device__ static constexpr int stages() { return kStages; }
-  __device__ static int stage(int turn) { return turn % kStages; }
+  __device__ static int stage(int turn) { return kTurns == kStages ? turn : turn % kStages; }
 #endif
 };
 
@@ -49,7 +49,7 @@ struct Pipeline {
 #if HOPPER_CODE
   __device__ static constexpr int turns() { return kTurns; }
   __device__ static constexpr int stages() { return kStages; }
-  __device__ Stage& stage(int turn) { return memory[turn % kStages]; }
+  __device__ Stage& stage(int turn) { return memory[kTurns == kStages ? turn : turn % kStages]; }
 #endif
 };
 
