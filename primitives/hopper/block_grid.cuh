@@ -32,7 +32,7 @@ struct BlockGrid {
   static constexpr int kBlocks = kStack * kSide;
   static constexpr int kPeers = kStack + kSide - 1;  ///< who share with a block, and itself
   const int rank = kBlocks == 1 ? 0 : cluster_rank();
-  const int stack = rank % kStack, side = rank / kStack;
+  const int stack = kSide == 1 ? rank : rank % kStack, side = kSide == 1 ? 0 : rank / kStack;
   const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
 
   /// After prepare() of a pipeline: all threads of all blocks.
@@ -84,6 +84,18 @@ struct BlockGrid {
       } else {
         tensor_load_multicast(to.row(first), map, row + first, k, arrived, beside());
       }
+    }
+  }
+
+  /// The same where memory has it transposed; nobody shares it.
+  template <bool kAlone = false, int kRows>
+  __device__ void load(TransposedLeftTile<kRows>& to, const CUtensorMap* map, int row, int k,
+                       Barrier* arrived) const {
+    constexpr int kBoxRows = TransposedLeftTile<kRows>::kBoxRows;
+    static_assert(kSide == 1);
+#pragma unroll
+    for (int i = 0; i < kRows / kBoxRows; ++i) {
+      tensor_load(to.boxes[i].row(0), map, k, row + kBoxRows * i, arrived);
     }
   }
 

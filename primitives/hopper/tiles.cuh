@@ -79,6 +79,49 @@ struct LeftTile : Box<T, kRows> {
 #endif
 };
 
+/// A tile of a left factor of 4 bytes that memory has transposed, as (k, rows): 32 of k, in boxes
+/// of 32 rows. As wgmma reads no such tile in TF32, the factor goes through registers. Which row of
+/// the tile is which row of the product is then ours to say. Of each 64 rows a thread has two
+/// neighbours, in that half of a box for which the reads of 8 bytes of four k meet no bank twice.
+template <int kRows>
+struct TransposedLeftTile {
+  static constexpr int kBoxRows = kLine<float>;
+  static_assert(kRows % 64 == 0);
+  Box<float, kLine<float>> boxes[kRows / kBoxRows];
+
+  /// Of 64 rows that of element i of a thread's Sum: this is here in the place of Sum::row(i).
+  __device__ static int row(int i) {
+    const Place own;
+    return own.box * kBoxRows + 4 * own.piece + 2 * own.half + i / 2 % 2;
+  }
+#if HOPPER_CODE
+  /// A thread's fragments of 64 rows, from `row` on.
+  __device__ LeftFragments<float> load_fragments(int row = 0) const {
+    const Place own;
+    const int t = own.thread % 4;
+    const auto& box = boxes[row / kBoxRows + own.box];
+    const float* const near = box.row(t) + 4 * (own.piece ^ t) + 2 * own.half;
+    const float* const far = box.row(t + 4) + 4 * (own.piece ^ t ^ 4) + 2 * own.half;
+    LeftFragments<float> fragments;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      uint32_t(&to)[4] = fragments.slices[slice];
+      const uint2 a = *reinterpret_cast<const uint2*>(near + 8 * kBoxRows * slice);
+      const uint2 b = *reinterpret_cast<const uint2*>(far + 8 * kBoxRows * slice);
+      to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+    }
+    return fragments;
+  }
+#endif
+
+ private:
+  /// Where a thread's two rows are: in which box, in which 16 bytes of it, in which half of these.
+  struct Place {
+    int thread = threadIdx.x % 128, g = thread % 32 / 4, box = thread / 64;
+    int piece = thread / 32 % 2 * 2 + g / 2 % 2 * 4 + g / 4, half = g % 2;
+  };
+};
+
 /// A tile of a right factor whose columns are contiguous in memory, as wgmma wants those of 1 and 4
 /// bytes: kCols columns, each 128 bytes of k.
 template <typename T, int kCols>
