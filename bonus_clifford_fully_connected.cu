@@ -345,9 +345,10 @@ __global__ void __launch_bounds__(kTileThreads)
 // of 136.
 
 // z of a chunk, and its norm. Left factor: planes; right: weights (slot, out feature, in feature).
-template <typename A, class Tile, bool kBeside>
+template <typename A, class Tile_, bool kBeside>
 struct Forward {
-  static constexpr bool kHelped = kBeside, kTransposed = false, kStacked = false;
+  using Tile = Tile_;
+  static constexpr bool kHelped = kBeside;
   PlaneMaker<A> maker;
   RoundNorm<A> norm;
   Progress progress;
@@ -356,58 +357,64 @@ struct Forward {
   Forward(const PlaneMaker<A>& planes, const RoundNorm<A>& round, unsigned* made)
       : maker(planes), norm(round), progress{made, maker.before / 128}, turns(norm.tiles.turns) {}
 
-  __device__ auto place(int tile, int rank) const {
-    auto at = norm.tiles.place(tile);
-    at.row += rank * Tile::BM;
-    return at;
+  // A tile has rows of one blade; its sum goes over the triples of the blade's grade.
+  struct Place {
+    int row, blade, col, grade, end, pairs;
+    static constexpr int begin = 0;
+  };
+  __host__ __device__ Place place(int tile, int rank) const {
+    const auto at = norm.tiles.place(tile);
+    const int c = Order<A>::grade_of(norm.order.blade, at.blade);
+    return {.row = at.row + rank * Tile::BM,
+            .blade = at.blade,
+            .col = at.col,
+            .grade = c,
+            .end = ceil_div(maker.chunk.layer.features, Tile::kDepth),
+            .pairs = norm.order.slots(c)};
   }
   __host__ int group(int tile) const {
     return maker.chunk.layer.normed ? norm.tiles.group(tile) : tile;
   }
-  __host__ int64_t steps(int tile) const {
-    const Order<A>& order = norm.order;
-    const int c = A::kTables.grade[norm.tiles.place(tile).blade];
-    return int64_t{order.slot[c + 1] - order.slot[c]} * ceil_div(maker.chunk.layer.features, 32);
-  }
-#if HOPPER_CODE
-  __device__ Walk walk(int tile, int rank) const {
-    const Chunk& chunk = maker.chunk;
-    const auto at = place(tile, rank);
-    const Order<A>& order = norm.order;
-    const int c = Order<A>::grade_of(order.blade, at.blade),
-              blades = order.blade[c + 1] - order.blade[c];
-    const bool exists = at.row < chunk.pitch;  // else it reads zeros, beyond the last plane
-    const int plane = exists ? order.plane[c] + at.blade - order.blade[c] : kPlanes<A>;
-    return {.a = plane * chunk.pitch + (exists ? at.row : 0),
-            .a_next = exists ? blades * chunk.pitch : 0,
-            .b = order.slot[c] * chunk.stride + at.col,
-            .b_next = chunk.stride,
-            .inner = order.slot[c + 1] - order.slot[c],
-            .end = ceil_div(chunk.layer.features, 32),
-            .flag = exists ? maker.first_patch(at.row / 128) : -1,
-            .flag_next = maker.next_patch(at.row / 128)};
-  }
   __device__ void help(int warp, int warps) const { maker.make_beside(warp, warps, progress); }
-  __device__ void store(Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
+#if HOPPER_CODE
+  // Until the planes of the next 128 features are there.
+  __device__ void wait(const Place& at, int step) const {
+    const int block = at.row / 128;
+    if (at.row >= maker.chunk.pitch || step % 4 != 0) return;
+    progress.wait(maker.first_patch(block) + step / 4 * maker.next_patch(block), 128);
+    global_fence();  // between the makers' writes and the copy engine's reads
+  }
+  // Pair i is, of the grade's triple i, the plane of the tile's blade, and the weights. A block
+  // whose rows are beyond the chunk's reads zeros: what is beyond the last plane.
+  template <class Copy>
+  __device__ void load(const Copy& copy, const Place& at, int i, int k) const {
     const Chunk& chunk = maker.chunk;
-    const auto at = place(tile, rank);
-    const int c = Order<A>::grade_of(norm.order.blade, at.blade);
-    if (chunk.layer.normed && at.row < chunk.pitch && norm.together(at.row, c)) {
-      norm.scale(sum, at.row + row0, at.col, at.blade, c, 1 + row0 / 64);
+    const Order<A>& order = norm.order;
+    const int c = at.grade, own = at.blade - order.blade[c];
+    const int plane =
+        at.row < chunk.pitch ? order.plane[c] + i * order.blades(c) + own : kPlanes<A>;
+    copy.left(plane * chunk.pitch + at.row, k);
+    copy.right((order.slot[c] + i) * chunk.stride + at.col, k);
+  }
+  __device__ void store(Sum<Tile::BN>& sum, const Place& at, int row0) const {
+    const Chunk& chunk = maker.chunk;
+    if (chunk.layer.normed && at.row < chunk.pitch && norm.together(at.row, at.grade)) {
+      norm.scale(sum, at.row + row0, at.col, at.blade, at.grade, 1 + row0 / 64);
     }
     float* const to = norm.out + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
-    store_sum<kTransposed>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
-                           chunk.layer.features, false);
+    store_sum<Tile>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
+                    chunk.layer.features, false);
   }
 #endif
 };
 
-// The planes' gradients of a chunk, dz_k w[t]^T: A dz, transposed, B weights (slot, in feature, out
-// feature).
-template <typename A, class Tile>
+// The planes' gradients of a chunk, dz_k w[t]^T: left factor dz, transposed; right: weights (slot,
+// in feature, out feature). A tile has rows of one plane.
+template <typename A, class Size>
 struct PlaneGradients {
-  static constexpr bool kHelped = false, kTransposed = true, kStacked = false;
+  using Tile = typename Size::Transposed;
+  static constexpr bool kHelped = false;
   static constexpr int kRows = Tile::BM * Tile::kBlocks;
   Chunk chunk;
   float* d;
@@ -421,32 +428,39 @@ struct PlaneGradients {
     turns = {tiles, std::min(tiles, clusters)};
   }
 
-  __host__ int64_t steps(int) const { return ceil_div(chunk.layer.features, 32); }
-#if HOPPER_CODE
-  __device__ int row(int tile, int rank) const {
-    return tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM;
-  }
-  __device__ Walk walk(int tile, int rank) const {
+  struct Place {
+    int row, plane, blade, slot, col, end;
+    static constexpr int begin = 0, pairs = 1;
+  };
+  __host__ __device__ Place place(int tile, int rank) const {
     const int plane = tile / cols % kPlanes<A>, c = Order<A>::grade_of(order.plane, plane);
-    const int blades = order.blade[c + 1] - order.blade[c], i = plane - order.plane[c];
-    return {.a = (order.blade[c] + i % blades) * chunk.stride,
-            .a_col = row(tile, rank),
-            .b = (order.slot[c] + i / blades) * chunk.stride + tile % cols * Tile::BN,
-            .end = ceil_div(chunk.layer.features, 32)};
+    const int i = plane - order.plane[c];
+    return {.row = tile / (kPlanes<A> * cols) * kRows + rank * Tile::BM,
+            .plane = plane,
+            .blade = order.blade[c] + i % order.blades(c),
+            .slot = order.slot[c] + i / order.blades(c),
+            .col = tile % cols * Tile::BN,
+            .end = ceil_div(chunk.layer.features, Tile::kDepth)};
   }
-  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    store_sum<kTransposed>(sum, d + tile / cols % kPlanes<A> * chunk.matrix(),
-                           row(tile, rank) + row0, tile % cols * Tile::BN, chunk.rows, chunk.stride,
-                           chunk.stride, false);
+#if HOPPER_CODE
+  template <class Copy>
+  __device__ void load(const Copy& copy, const Place& at, int, int k) const {
+    copy.left(at.row, at.blade * chunk.stride + k);
+    copy.right(at.slot * chunk.stride + at.col, k);
+  }
+  __device__ void store(const Sum<Tile::BN>& sum, const Place& at, int row0) const {
+    store_sum<Tile>(sum, d + at.plane * chunk.matrix(), at.row + row0, at.col, chunk.rows,
+                    chunk.stride, chunk.stride, false);
   }
 #endif
 };
 
-// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: A planes, transposed, B
-// dz. Where there are few tiles, `splits` clusters share the rows of one.
-template <typename A, class Tile>
+// dw[t] of a chunk, the sum of P_t,k^T dz_k over its rows and the blades k: left factor planes,
+// transposed; right: dz. Where there are few tiles, `splits` clusters share the rows of one.
+template <typename A, class Size>
 struct WeightGradients {
-  static constexpr bool kHelped = false, kTransposed = true, kStacked = false;
+  using Tile = typename Size::Transposed;
+  static constexpr bool kHelped = false;
   Chunk chunk;
   float* dw;  // or partial sums, one after the other
   int splits, row_tiles, cols;
@@ -465,46 +479,39 @@ struct WeightGradients {
     turns = {tiles, std::min(tiles, clusters)};
   }
   __host__ __device__ int features() const { return chunk.layer.features; }
-  __host__ __device__ int all_steps() const { return (chunk.rows + 31) / 32; }
 
+  // Of a slot, and of rows of a share. The pairs are planes of the slot and dz of their blades:
+  // `plane` and `blade` are the first of them.
   struct Place {
-    int slot, split, row, col;
+    int slot, split, row, col, plane, blade, begin, end, pairs;
   };
   // Slots whose grade has the most blades first: all but those of the scalar and of the last one.
   __host__ __device__ Place place(int tile, int rank) const {
     const int after = order.slot[A::kGrades - 1], first = order.slot[1];
     const int i = tile / (splits * row_tiles * cols);
-    return {i < after - first ? first + i
-            : i < after       ? i - (after - first)
-                              : i,
-            tile / (row_tiles * cols) % splits,
-            (tile / cols % row_tiles * Tile::kBlocks + rank) * Tile::BM, tile % cols * Tile::BN};
-  }
-  __host__ int64_t steps(int tile) const {
-    int c = 0;
-    while (place(tile, 0).slot >= order.slot[c + 1]) ++c;
-    return int64_t{order.blade[c + 1] - order.blade[c]} * ceil_div(all_steps(), splits);
+    const int slot = i < after - first ? first + i : i < after ? i - (after - first) : i;
+    const int c = Order<A>::grade_of(order.slot, slot), split = tile / (row_tiles * cols) % splits;
+    const int steps = ceil_div(chunk.rows, Tile::kDepth);
+    return {.slot = slot,
+            .split = split,
+            .row = (tile / cols % row_tiles * Tile::kBlocks + rank) * Tile::BM,
+            .col = tile % cols * Tile::BN,
+            .plane = order.plane[c] + (slot - order.slot[c]) * order.blades(c),
+            .blade = order.blade[c],
+            .begin = split * steps / splits,
+            .end = (split + 1) * steps / splits,
+            .pairs = order.blades(c)};
   }
 #if HOPPER_CODE
-  __device__ Walk walk(int tile, int rank) const {
-    const Place at = place(tile, rank);
-    const int c = Order<A>::grade_of(order.slot, at.slot);
-    const int blades = order.blade[c + 1] - order.blade[c];
-    const int plane = order.plane[c] + (at.slot - order.slot[c]) * blades;
-    return {.a = plane * chunk.pitch,
-            .a_next = chunk.pitch,
-            .a_col = at.row,
-            .b = order.blade[c] * chunk.stride + at.col,
-            .b_next = chunk.stride,
-            .inner = blades,
-            .begin = at.split * all_steps() / splits,
-            .end = (at.split + 1) * all_steps() / splits};
+  template <class Copy>
+  __device__ void load(const Copy& copy, const Place& at, int i, int k) const {
+    copy.left(at.row, (at.plane + i) * chunk.pitch + k);
+    copy.right((at.blade + i) * chunk.stride + at.col, k);
   }
-  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    const Place at = place(tile, rank);
+  __device__ void store(const Sum<Tile::BN>& sum, const Place& at, int row0) const {
     const size_t matrix = static_cast<size_t>(at.split) * A::kTriples + order.triple_of[at.slot];
-    store_sum<kTransposed>(sum, dw + matrix * features() * features(), at.row + row0, at.col,
-                           features(), features(), features(), adds);
+    store_sum<Tile>(sum, dw + matrix * features() * features(), at.row + row0, at.col, features(),
+                    features(), features(), adds);
   }
 #endif
 };

@@ -37,7 +37,7 @@ HEADERS = {
     GPUS: ("operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": ("operators/gradients/tiles.cuh",),
     "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
-    CONNECTED: ("operators/clifford_connected/tf32_product.cuh", "operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
+    CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",

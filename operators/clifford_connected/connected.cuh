@@ -33,8 +33,11 @@ struct Order {
       plane[c + 1] = plane[c] + (slot[c + 1] - slot[c]) * (blade[c + 1] - blade[c]);
     }
   }
+  /// How many slots and blades a grade has.
+  __host__ __device__ int slots(int c) const { return slot[c + 1] - slot[c]; }
+  __host__ __device__ int blades(int c) const { return blade[c + 1] - blade[c]; }
   /// The grade with the given slot, plane or blade, of the array of that name.
-  __device__ static int grade_of(const int (&first)[A::kGrades + 1], int number) {
+  __host__ __device__ static int grade_of(const int (&first)[A::kGrades + 1], int number) {
     int c = 0;
     while (number >= first[c + 1]) ++c;
     return c;

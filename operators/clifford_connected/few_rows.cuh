@@ -27,12 +27,12 @@ struct RowsInMemory {
   int count, stride;
 };
 /// Stores a sum transposed: rows are features, from f0 on; columns i to i + 31 go to rows_of(i).
-template <bool kTransposed, int kCols, typename RowsOf>
-__device__ __forceinline__ void store_transposed(const Sum<kCols>& sum, int f0, int features,
-                                                 RowsOf rows_of) {
-  const int f = f0 + (kTransposed ? TransposedLeft().column() : sum.row(0)), lane = threadIdx.x % 4;
+template <class Tile, typename RowsOf>
+__device__ __forceinline__ void store_transposed(const typename Tile::TileSum& sum, int f0,
+                                                 int features, RowsOf rows_of) {
+  const int f = f0 + Tile::sum_row(0), lane = threadIdx.x % 4;
 #pragma unroll
-  for (int i = 0; i < kCols; i += 32) {
+  for (int i = 0; i < Tile::BN; i += 32) {
     const RowsInMemory rows = rows_of(i);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -40,10 +40,10 @@ __device__ __forceinline__ void store_transposed(const Sum<kCols>& sum, int f0, 
       if (row >= rows.count) continue;
       float* const to = rows.first + static_cast<size_t>(row) * rows.stride + f;
       const float2 two = make_float2(sum.elements[at], sum.elements[at + 2]);
-      if (kTransposed && features % 2 == 0) {
+      if (Tile::kTransposed && features % 2 == 0) {
         if (f < features) *reinterpret_cast<float2*>(to) = two;
       } else {
-        constexpr int kNext = kTransposed ? 1 : 8;
+        constexpr int kNext = Tile::kTransposed ? 1 : 8;
         if (f < features) to[0] = two.x;
         if (f + kNext < features) to[kNext] = two.y;
       }
@@ -52,11 +52,14 @@ __device__ __forceinline__ void store_transposed(const Sum<kCols>& sum, int f0, 
 }
 #endif
 
-/// z (forward), or the planes' gradients, of a chunk of few rows: a Work of tf32_product.cuh. A
-/// tile has some features, and some of the rows of all blades of a grade.
-template <typename A, class Tile, bool kForward>
+/// z (forward), or the planes' gradients, of a chunk of few rows: a Task of tf32_product.cuh. A
+/// tile has some features, and some of the rows of all blades of a grade. Forward its sum goes over
+/// the grade's triples; a tile of the planes' gradients is of one triple.
+template <typename A, class Size, bool kForward>
 struct FewRows {
-  static constexpr bool kHelped = false, kTransposed = kForward, kStacked = true;
+  using Tile = std::conditional_t<kForward, typename Size::Transposed, Size>;
+  static constexpr bool kHelped = false;
+  static constexpr int kStoreSteps = 4;  // about
   Chunk chunk;
   float* to;   ///< forward: out, or partial sums, one after the other
   int splits;  ///< 1 but forward
@@ -73,57 +76,44 @@ struct FewRows {
     for (int c = 0; c < A::kGrades; ++c) tiles += tiles_of(c);
     turns = {tiles, std::min(tiles, clusters)};
   }
-  __host__ __device__ int triples(int c) const { return order.slot[c + 1] - order.slot[c]; }
-  __host__ __device__ int rows(int c) const {
-    return (order.blade[c + 1] - order.blade[c]) * chunk.pitch;
-  }
+  __host__ __device__ int rows(int c) const { return order.blades(c) * chunk.pitch; }
   __host__ __device__ int row_tiles(int c) const { return ceil_div(rows(c), Tile::BN); }
   __host__ __device__ int tiles_of(int c) const {
-    return (kForward ? splits : triples(c)) * f_tiles * row_tiles(c);
+    return (kForward ? splits : order.slots(c)) * f_tiles * row_tiles(c);
   }
 
   /// A grade; which share of the sum, or which of the grade's triples; the first feature and row.
   struct Place {
-    int c, share, f, row;
+    int c, share, f, row, begin, end, pairs;
   };
   /// Grades with the most triples first: all but those of the scalar and of the last blade.
   __host__ __device__ Place place(int tile, int rank) const {
     int c = 1;
     for (; tile >= tiles_of(c); c = (c + 1) % A::kGrades) tile -= tiles_of(c);
-    const int tiles = row_tiles(c);
-    return {c, tile / (f_tiles * tiles), (tile / tiles % f_tiles * Tile::kBlocks + rank) * Tile::BM,
-            tile % tiles * Tile::BN};
-  }
-  __host__ __device__ int all_steps() const { return ceil_div(chunk.layer.features, 32); }
-  /// To store a tile takes about as long as 4 steps.
-  __host__ int64_t steps(int tile) const {
-    if (!kForward) return all_steps() + 4;
-    return int64_t{triples(place(tile, 0).c)} * ceil_div(all_steps(), splits) + 4;
+    const int tiles = row_tiles(c), share = tile / (f_tiles * tiles);
+    const int steps = ceil_div(chunk.layer.features, Tile::kDepth);
+    return {.c = c,
+            .share = share,
+            .f = (tile / tiles % f_tiles * Tile::kBlocks + rank) * Tile::BM,
+            .row = tile % tiles * Tile::BN,
+            .begin = kForward ? share * steps / splits : 0,
+            .end = kForward ? (share + 1) * steps / splits : steps,
+            .pairs = kForward ? order.slots(c) : 1};
   }
 #if HOPPER_CODE
-  __device__ Walk walk(int tile, int rank) const {
-    const Place at = place(tile, rank);
-    const int slot = order.slot[at.c];
-    if constexpr (kForward) {
-      return {.a = 0,
-              .a_col = at.f,
-              .b = order.plane[at.c] * chunk.pitch + at.row,
-              .b_next = rows(at.c),
-              .inner = triples(at.c),
-              .begin = at.share * all_steps() / splits,
-              .end = (at.share + 1) * all_steps() / splits,
-              .matrices = order.triple_of + slot};
-    } else {
-      return {.a = at.f,
-              .b = order.blade[at.c] * chunk.pitch + at.row,
-              .end = all_steps(),
-              .matrices = order.triple_of + slot + at.share};
-    }
+  /// Forward pair i is the weights of the grade's triple i and its planes. For the planes'
+  /// gradients the only pair is the weights of the tile's triple and dz.
+  template <class Copy>
+  __device__ void load(const Copy& copy, const Place& at, int i, int k) const {
+    const int triple = order.triple_of[order.slot[at.c] + (kForward ? i : at.share)];
+    const int first = kForward ? order.plane[at.c] * chunk.pitch + i * rows(at.c)
+                               : order.blade[at.c] * chunk.pitch;
+    copy.left(triple, at.f, k);
+    copy.right(first + at.row, k);
   }
-  __device__ void store(const Sum<Tile::BN>& sum, int tile, int rank, int row0) const {
-    const Place at = place(tile, rank);
+  __device__ void store(const Sum<Tile::BN>& sum, const Place& at, int row0) const {
     const int features = chunk.layer.features;
-    store_transposed<kTransposed>(sum, at.f + row0, features, [&](int i) -> RowsInMemory {
+    store_transposed<Tile>(sum, at.f + row0, features, [&](int i) -> RowsInMemory {
       const int row = at.row + i;
       if (row >= rows(at.c)) return {nullptr, 0, 0};
       if constexpr (kForward) {

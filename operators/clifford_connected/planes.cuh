@@ -1,8 +1,7 @@
 // What stands around the products of the fully connected layer on Hopper: planes, gradients of
 // results and weights in memory, in TF32, and the gradients of x and y from those of the planes.
-// Right factors have k contiguous (operators/clifford_connected/tf32_product.cuh); that is why dz
-// is transposed: it is one for the weights' gradients. For the planes' gradients it is a left one,
-// transposed.
+// Right factors have k contiguous (operators/product/tf32.cuh); that is why dz is transposed: it is
+// one for the weights' gradients. For the planes' gradients it is a left one, transposed.
 //
 // A chunk of the batch has `rows` rows. Matrices have rows of `pitch` elements for the chunk (rows
 // rounded up to 128), `stride` for features (likewise, or to 32 if there are fewer than 128):
