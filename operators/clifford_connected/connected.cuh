@@ -119,7 +119,6 @@ __device__ __forceinline__ Multivectors<A, 1> load_inside(const float* from, int
   return load<A>(from + static_cast<size_t>(n) * layer.features + f, layer.plane());
 }
 
-/// How many tiles of so many rows or columns `count` takes.
 __device__ inline float rounded_to_tf32(float value) { return __uint_as_float(to_tf32(value)); }
 
 // W neighbouring features of all blades, 0 where there is nothing.
