@@ -139,12 +139,12 @@ struct BlockGrid {
   }
 };
 
-/// The blocks of a cluster all read what each of them fetches; how many they are is known at run
-/// time. Who calls release(): a warpgroup, or each of its warps.
+/// The blocks of a cluster all read what each of them fetches. They are a row of the grid, and how
+/// many they are is known at run time. Who calls release(): a warpgroup, or each of its warps.
 enum class Releases { warpgroup, warp };
 template <Releases kBy = Releases::warpgroup>
 struct BlockRow {
-  const int rank, blocks;
+  const int rank = blockIdx.x, blocks = gridDim.x;
 
   __device__ static void meet() { cluster_meet(); }
   __device__ uint16_t all() const { return static_cast<uint16_t>((1 << blocks) - 1); }

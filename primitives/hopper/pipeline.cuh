@@ -56,11 +56,12 @@ struct Pipeline {
 #if HOPPER_CODE
 
 /// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
-/// arrivals give a stage back. kFirstIsReady: but for the first stage's `full`, see prepare_first().
+/// arrivals give a stage back. `makers`: how many threads fill it, if that is not a Writer's work but
+/// a Maker's. kFirstIsReady: but for the first stage's `full`, see prepare_first().
 template <bool kFirstIsReady = false, class Pipe>
-__device__ void prepare(Pipe& pipe, int readers) {
+__device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   for (int t = 0; t < pipe.turns(); ++t) {
-    if (t > 0 || !kFirstIsReady) barrier_init(&pipe.full[t], 1);
+    if (t > 0 || !kFirstIsReady) barrier_init(&pipe.full[t], makers);
     barrier_init(&pipe.empty[t], readers);
   }
   barrier_init_fence();
@@ -142,6 +143,34 @@ struct Writer {
   __device__ void wait_for_oldest() {
     barrier_wait(&pipe.empty[oldest_.stage], oldest_.parity);
     oldest_.advance();
+  }
+};
+
+/// Threads that fill a stage themselves, each a part of it, instead of the copy engine. All of them
+/// say these words. If the one stage has several turns, groups of threads fill it by turns.
+template <class Pipe>
+struct Maker {
+  static_assert(Pipe::kStages == 1);
+  Pipe& pipe;
+  Ring ring;
+
+  __device__ explicit Maker(Pipe& of) : pipe(of), ring{of.turns()} {}
+
+  /// Waits until the turn before has been given back (before the very first there is none), and
+  /// returns the stage.
+  __device__ __forceinline__ decltype(auto) wait() {
+    const bool first = ring.stage == 0;
+    barrier_wait(&pipe.empty[(first ? pipe.turns() : ring.stage) - 1], ring.parity ^ first);
+    return pipe.stage(ring.stage);
+  }
+  /// The thread has written its part, which wgmma may read.
+  __device__ __forceinline__ void fill() {
+    shared_fence();
+    barrier_arrive(&pipe.full[ring.stage]);
+  }
+  /// Passes over `turns` turns: its own, and those of others.
+  __device__ __forceinline__ void next(int turns = 1) {
+    for (int t = 0; t < turns; ++t) ring.advance();
   }
 };
 
