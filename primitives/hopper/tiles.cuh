@@ -19,6 +19,18 @@ inline constexpr int kSlices = 4;
 inline constexpr int kBoxCols = kLine<uint16_t>;  // columns of a box
 inline constexpr int kStepK = kLine<uint16_t>;    // columns of A, rows of B, of a step
 
+#if HOPPER_CODE
+/// What wgmma reads of a row-major matrix whose rows are k: slices are 16 rows further each, 2048
+/// bytes. As a right factor, or transposed as a left one.
+template <typename T>
+struct AcrossK {
+  using Element = T;
+  static constexpr bool kRowMajor = true;  // as a right factor
+  uint64_t first;
+  __device__ uint64_t operand(int slice) const { return first + 128 * slice; }
+};
+#endif
+
 /// kRows rows by 128 bytes of T (1, 2 or 4 bytes) in shared memory, swizzled: what one tensor copy
 /// moves.
 template <typename T, int kRows>
@@ -28,12 +40,12 @@ struct alignas(1024) Box {
   __device__ T* row(int row) { return elements + row * kLine<T>; }
   __device__ const T* row(int row) const { return elements + row * kLine<T>; }
 #if HOPPER_CODE
-  /// For wgmma, of 2 bytes: 16 rows, from 16 `slice` on, as a row-major right factor or as a
-  /// transposed left one. It has 64 columns, or 128 if another box follows.
-  __device__ uint64_t operand_b(int slice) const {
+  /// For wgmma, of 2 bytes, rows being k: 64 columns, or 128 if another box follows, and so on.
+  __device__ AcrossK<T> across_k() const {
     static_assert(sizeof(T) == 2);
-    return descriptor_b(elements, kRows) + 128 * slice;
+    return {descriptor_b(elements, kRows)};
   }
+  __device__ uint64_t operand_b(int slice) const { return across_k().operand(slice); }
 #endif
 };
 
@@ -145,8 +157,9 @@ struct RightTile {
 };
 
 #if HOPPER_CODE
-/// sum (64 rows) = left x right of one slice, plus the old sum if `add`. Left: AlongK, or
-/// LeftFragments. Right: RightTile, or AlongK. Elements: half, __nv_bfloat16, or float in TF32.
+/// sum (64 rows) = left x right of one slice, plus the old sum if `add`. Left: AlongK, AcrossK, or
+/// LeftFragments. Right: RightTile, AcrossK, or AlongK. Elements: half, __nv_bfloat16, or float in
+/// TF32.
 template <class Left, class Right, int kCount>
 __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left& left,
                                                const Right& right, int slice, bool add) {
@@ -159,7 +172,8 @@ __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left&
     static_assert(Right::kRowMajor);
     wgmma<T>(sum, left.operand(slice), right.operand(slice), add);
   } else {
-    wgmma<T, false, !Right::kRowMajor>(sum, left.operand(slice), right.operand(slice), add);
+    constexpr bool kTransposed = std::is_same_v<Left, AcrossK<T>>;
+    wgmma<T, kTransposed, !Right::kRowMajor>(sum, left.operand(slice), right.operand(slice), add);
   }
 }
 #endif
@@ -214,10 +228,11 @@ struct Sum {
     });
   }
 
-  /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`. f(i) may
-  /// use whatever of the thread's elements it likes.
+  /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`, from its
+  /// column `at` on: a multiple of 16, and all have to fit. f(i) may use whatever of the thread's
+  /// elements it likes.
   template <typename T, typename F>
-  __device__ void store(Box<T, 64>& box, int col, F f) const {
+  __device__ static void store(Box<T, 64>& box, int col, F f, int at = 0) {
     const int thread = threadIdx.x % 128;
     // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
     const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
@@ -230,7 +245,21 @@ struct Sum {
         const int i = (col + c) / 2 + 2 * m;
         registers[m] = pack2<T>(f(i), f(i + 1));
       }
-      store_matrices(&box.elements[swizzled(row, c / 8 + piece)], registers);
+      store_matrices(&box.elements[swizzled(row, (at + c) / 8 + piece)], registers);
+    }
+  }
+
+  /// Loads a matrix of 2 bytes from `box`, from its column `at` on, a multiple of 16: pairs[i] are
+  /// the elements 2 i and 2 i + 1.
+  template <typename T>
+  __device__ static void load_pairs(uint32_t (&pairs)[kCols / 4], const Box<T, 64>& box, int at) {
+    static_assert(sizeof(T) == 2 && kCols % 16 == 0);
+    const int thread = threadIdx.x % 128;
+    const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
+#pragma unroll
+    for (int c = 0; c < kCols; c += 16) {
+      ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[c / 4]),
+                  &box.elements[swizzled(row, (at + c) / 8 + piece)]);
     }
   }
 #endif
