@@ -65,14 +65,14 @@
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
-#include "primitives/hopper/hopper.cuh"
+#include "primitives/hopper/block_grid.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/hopper/tiles.cuh"
 #include "primitives/launch.h"
 
 using namespace checks;
 using namespace operators::gradients;
 
-using bf16 = __nv_bfloat16;
 // E and W are multiples of 8: every row starts at a multiple of 16 bytes.
 using Shape = GradientsShape;
 using Operands = GradientsOperands;
@@ -689,96 +689,83 @@ struct HopperForward {
   static constexpr int kStages = kSteps == 1 ? 8 : 2;  // of narrow rows more have to be under way
   static constexpr int kTurns = std::max(kStages, 2 * kSegments);
   static constexpr int kGroups = 2 / kSegments;  // of 64 columns, at most
+  struct Segment {
+    LeftFactors steps[kFirst];
+  };
   RightFactors right[kGroups][kSteps];
-  LeftFactors left[kStages][kFirst];
   Box<bf16, 64> out[2][kGroups];  // of each consumer
-  // A turn is one segment of a tile, for one consumer. It has its own barriers: the consumer sees
-  // all of their phases. ring.stage is a turn's number; left[turn % kStages] are its factors.
-  Barrier loaded[kGroups], full[kTurns], empty[kTurns];
-
-#if HOPPER_CODE
-  __device__ __forceinline__ void prepare_barriers(int blocks) {
-    for (Barrier& each : loaded) barrier_init(&each, 1);
-    for (int t = 0; t < kTurns; ++t) {
-      barrier_init(&full[t], 1);
-      barrier_init(&empty[t], 4 * blocks);  // the warps of a consumer in each block
-    }
-    barrier_init_fence();
-  }
-#endif
+  Pipeline<Segment, kStages, kTurns> segments;
+  Barrier loaded[kGroups];
 };
 
 // Clusters stay, and take tile after tile of 64 rows. Each block has one or two `groups` of 64
 // columns (one, if E has two segments), all of whose right factors it keeps, up to 128 KB. Two
 // consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor
 // cores belong to the other. A segment's fragments, 64 registers, serve all columns, so that its
-// stage is free again early.
+// stage is free again early. A turn of the pipeline is one segment of a tile, and a consumer passes
+// over the turns of the other one. If E has two segments, these are more turns than stages.
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V, int E, int column_groups) {
 #if HOPPER_CODE
   using Shared = HopperForward<kSteps>;
   constexpr int kSegments = Shared::kSegments, kFirst = Shared::kFirst, kGroups = Shared::kGroups;
-  constexpr int kStages = Shared::kStages, kTurns = Shared::kTurns;
+  using Segment = typename Shared::Segment;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
-  const int first = blockIdx.y, clusters = gridDim.y, groups = kGroups > 1 ? column_groups : 1;
-  const int col0 = 64 * groups * (blocks * blockIdx.z + rank);
-  if (threadIdx.x == 0) shared.prepare_barriers(blocks);
-  cluster_meet();
+  const BlockRow<Releases::warp> cluster;
+  const int tiles = (V + 63) / 64, first = blockIdx.y, clusters = gridDim.y;
+  const int groups = kGroups > 1 ? column_groups : 1;
+  const int col0 = 64 * groups * (cluster.blocks * blockIdx.z + cluster.rank);
+  if (threadIdx.x == 0) {
+    for (Barrier& each : shared.loaded) barrier_init(&each, 1);
+    prepare(shared.segments, 4 * cluster.blocks);  // the warps of a consumer in each block
+  }
+  cluster.meet();
 
-  Ring<kTurns> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<40>();
     if (threadIdx.x == 0) {
-      Ring<kTurns> oldest;  // the oldest turn that is not given back
-      int filled = 0;       // stages that hold such a turn
-      const auto give_back = [&] {
-        barrier_wait(&shared.empty[oldest.stage], oldest.parity);
-        oldest.advance();
-      };
+      Writer writer(shared.segments);
       for (int tile = first; tile < tiles; tile += clusters) {
 #pragma unroll
-        for (int segment = 0; segment < kSegments; ++segment, ring.advance()) {
-          Barrier* full = &shared.full[ring.stage];
+        for (int segment = 0; segment < kSegments; ++segment) {
           const int steps = steps_of(segment, kSteps);
-          filled < kStages ? static_cast<void>(++filled) : give_back();
-          barrier_arrive_expect(full, steps * sizeof(LeftFactors));
-          for (int step = 0; step < steps; ++step) {
-            load_left_factors(shared.left[ring.stage % kStages][step], maps, tile,
-                              kSegmentSteps * segment + step, rank, blocks, full);
-          }
+          writer.put(steps * sizeof(LeftFactors), [&](Segment& to, Barrier* arrived) {
+            for (int step = 0; step < steps; ++step) {
+              load_left_factors(to.steps[step], maps, tile, kSegmentSteps * segment + step, cluster,
+                                arrived);
+            }
+          });
         }
         if (tile == first) load_right_factors<64>(shared.right, groups, maps, col0, shared.loaded);
       }
-      for (; filled > 0; --filled) give_back();  // as wait_until_empty()
+      writer.finish();
     }
   } else {
     registers_grow_to<232>();
-    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, lane = thread % 32;
-    for (int i = 0; i < kSegments * consumer; ++i) ring.advance();
+    const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
+    Reader reader(shared.segments, cluster);
+    reader.next(kSegments * consumer);
     int stored = 0;
     for (int tile = first + consumer * clusters; tile < tiles; tile += 2 * clusters) {
-      LeftFragments left[kFirst];
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      load_fragments<kFirst>(left, shared.left[ring.stage % kStages]);
+      FactorFragments left[kFirst];
+      load_fragments<kFirst>(left, reader.wait().steps);
 #pragma unroll 1
       for (int group = 0; group < groups; ++group, ++stored) {
         if (tile < first + 2 * clusters) barrier_wait(&shared.loaded[group], 0);
         const RightFactors* right = shared.right[group];
         Gradients sums;
         multiply_first_segment<kFirst>(sums, left, right, E);
-        // Arrive only now: an arrival at the neighbour's barrier may overtake the loads of
-        // fragments, and only a product that has used them proves that they are over.
-        if (group == 0 && lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+        // Only now: an arrival at the neighbour's barrier may overtake the loads of fragments, and
+        // only a product that has used them proves that they are over.
+        if (group == 0) reader.give_back();
         if constexpr (kSegments > 1) {
           constexpr int kRest = kSteps - kSegmentSteps;
-          ring.advance();
-          barrier_wait(&shared.full[ring.stage], ring.parity);
-          load_fragments<kRest>(left, shared.left[ring.stage % kStages]);
-          multiply_segment<kRest, 4>(sums, left, right + kSegmentSteps, true);
-          if (lane < blocks) barrier_arrive(&shared.empty[ring.stage], lane);
+          reader.next();
+          load_fragments<kRest>(left, reader.wait().steps);
+          multiply_segment<kRest>(sums, left, right + kSegmentSteps, true);
+          reader.give_back();
         }
         Sum<64> out;
 #pragma unroll
@@ -797,8 +784,7 @@ __global__ void __launch_bounds__(384, 1)
           tensor_store_commit();
         }
       }
-      // Also over the other consumer's tile.
-      for (int t = 0; t < kSegments + 1; ++t) ring.advance();
+      reader.next(1 + kSegments);  // also over the other consumer's tile
     }
     if (thread == 0) tensor_store_wait_read<0>();
   }
@@ -811,24 +797,13 @@ struct HopperBackward {
   static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
   static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
   static constexpr int kTiles = kCols == 64 ? kStages / kSteps : 1;
+  static constexpr int kMakers = kCols == 64 ? 1 : 2;  // that take turns
   BackwardFactors right[kHalves][kSteps];
   LeftFactors left[kStages];
-  Products<kCols> products;
   Box<bf16, 64> d_out[kTiles];  // of 64 columns: comes with a tile's first step
-  Barrier loaded[kHalves], full[kStages], empty[kStages], ready, spent[2];
-
-#if HOPPER_CODE
-  __device__ __forceinline__ void prepare_barriers(int blocks) {
-    for (Barrier& each : loaded) barrier_init(&each, 1);
-    for (int s = 0; s < kStages; ++s) {
-      barrier_init(&full[s], 1);
-      barrier_init(&empty[s], blocks);
-    }
-    barrier_init(&ready, 128 * kHalves);
-    for (Barrier& each : spent) barrier_init(&each, 1);
-    barrier_init_fence();
-  }
-#endif
+  Pipeline<Products<kCols>, 1, kMakers> products;
+  StageBarriers<kStages> stages;
+  Barrier loaded[kHalves];
 };
 
 // partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
@@ -846,6 +821,10 @@ struct HopperBackward {
 // warpgroup did both, the tensor cores would wait. Of two, each makes half of a tile's P, Q, R, S,
 // or one multiplies while the other one makes them. Registers suffice for two: 96 of 128 are sums,
 // and left factors come from shared memory, not from registers.
+//
+// Two things differ from other kernels. A stage of Gr and Gi is read twice, first for the products
+// and then with them, so that only the third warpgroup gives it back. And P, Q, R, S go to it
+// through a pipeline of one stage, which threads fill (Maker), not the copy engine.
 template <int kSteps, int kCols>
 __global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
@@ -855,54 +834,55 @@ __global__ void __launch_bounds__(512, 1)
   constexpr int kHalves = Shared::kHalves;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int rank = blockIdx.x, blocks = gridDim.x, tiles = (V + 63) / 64;
-  const int first = blockIdx.y, clusters = gridDim.y, col0 = kCols * (blocks * blockIdx.z + rank);
-  if (threadIdx.x == 0) shared.prepare_barriers(blocks);
-  cluster_meet();
+  const BlockRow<> cluster;
+  const int tiles = (V + 63) / 64, first = blockIdx.y, clusters = gridDim.y;
+  const int col0 = kCols * (cluster.blocks * blockIdx.z + cluster.rank);
+  if (threadIdx.x == 0) {
+    for (Barrier& each : shared.loaded) barrier_init(&each, 1);
+    prepare(shared.products, 1, 128 * kHalves);
+    prepare(shared.stages, cluster.blocks);
+  }
+  cluster.meet();
   start_next_kernel();
 
-  Ring<Shared::kStages> ring;
   if (threadIdx.x < 128) {
     registers_shrink_to<24>();
     if (threadIdx.x == 0) {
+      Writer writer(shared.stages);
       for (int tile = first; tile < tiles; tile += clusters) {
-        for (int step = 0; step < kSteps; ++step, ring.advance()) {
-          Barrier* full = &shared.full[ring.stage];
+        for (int step = 0; step < kSteps; ++step) {
           const bool with_d_out = kCols == 64 && step == 0;
-          barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-          barrier_arrive_expect(full,
-                                sizeof(LeftFactors) + (with_d_out ? sizeof shared.d_out[0] : 0));
-          load_left_factors(shared.left[ring.stage], maps, tile, step, rank, blocks, full);
-          if (with_d_out) {
-            tensor_load(&shared.d_out[ring.stage / kSteps], &maps.vertices, 64 * tile, col0, full);
-          }
+          const int of_d_out = with_d_out ? sizeof shared.d_out[0] : 0;
+          writer.put(sizeof(LeftFactors) + of_d_out, [&](int stage, Barrier* arrived) {
+            load_left_factors(shared.left[stage], maps, tile, step, cluster, arrived);
+            if (with_d_out) {
+              tensor_load(&shared.d_out[stage / kSteps], &maps.vertices, 64 * tile, col0, arrived);
+            }
+          });
         }
         if (kCols == 32) prefetch_l2(&maps.vertices, 64 * (tile + clusters), col0);
         if (tile == first) load_right_factors<32>(shared.right, kHalves, maps, col0, shared.loaded);
       }
-      wait_until_empty(shared.empty, ring);
+      writer.finish();
     }
   } else if (threadIdx.x < 384) {  // these keep the 128 registers that all start with
-    make_products<Shared>(shared, d_out, col0, V, E, W);
+    make_products(shared, cluster, d_out, col0, V, E, W);
   } else {
     registers_grow_to<224>();
-    const int thread = threadIdx.x % 128;
-    Ring<1> turn;  // one phase a tile
+    const BlockGrid<1, 1> alone;
+    Reader reader(shared.stages, cluster);
+    Reader made(shared.products, alone);
     Slice<kCols> slices[kSteps];
-    for (int tile = first; tile < tiles; tile += clusters, turn.advance()) {
-      barrier_wait(&shared.ready, turn.parity);
-      int last_stage = 0;
+    for (int tile = first; tile < tiles; tile += clusters, made.next()) {
+      const Products<kCols>& products = made.wait();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step, ring.advance()) {
-        barrier_wait(&shared.full[ring.stage], ring.parity);
-        slices[step].start_product(shared.left[ring.stage], shared.products, tile > first);
-        wgmma_wait<1>();
-        if (step > 0 && thread < blocks) barrier_arrive(&shared.empty[last_stage], thread);
-        last_stage = ring.stage;
+      for (int step = 0; step < kSteps; ++step) {
+        reader.take([&](int stage, bool) {
+          slices[step].start_product(shared.left[stage], products, tile > first);
+        });
       }
-      wgmma_wait<0>();
-      if (thread < blocks) barrier_arrive(&shared.empty[last_stage], thread);
-      if (thread == 0) barrier_arrive(&shared.spent[kCols == 64 ? 0 : turn.parity]);
+      reader.finish();
+      made.give_back();
     }
     float* to = partials + static_cast<size_t>(first) * 3 * E * W;
 #pragma unroll

@@ -104,11 +104,6 @@ HARMLESS = {
         ("damp_spectrum", "tensor_store_commit() without", 0):
             "the same thread commits when it stores its next tile, and there is one",
     },
-    "8_spatial_gradients": {
-        ("hopper_accumulate_backward",
-         "barrier_wait(&shared.full[ring.stage], ring.parity) without", 0):
-            "those who make the products have waited for it before they were ready",
-    },
     "9_matmul_softmax": {
         ("most_owned", "__syncwarp() without", 0):
             "it is there for the compiler: a warp arrives at the cluster's barrier as one",

@@ -10,12 +10,14 @@
 #include "primitives/approximate.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
+#include "primitives/hopper/block_grid.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/hopper/tiles.cuh"
-#include "primitives/mma.cuh"
 
 namespace operators::gradients {
 
 using namespace primitives;
+using bf16 = __nv_bfloat16;
 
 inline constexpr int kSegment = 128, kSegmentSteps = kSegment / kStepK;
 
@@ -32,19 +34,20 @@ struct GradientMaps {
   CUtensorMap vertices;  // out, or dOut
 };
 
-/// 64 rows (of E) and 64 columns of each right factor, forward. wgmma reads two neighbours as one.
+/// 64 rows (of E) and 64 columns of each right factor, forward. wgmma reads two neighbours as one:
+/// [M1 | M2] for Gr, and [-M2 | M1] for Gi.
 struct RightFactors {
-  Box<__nv_bfloat16, 64> minus_M2, M1, M2, x;  // [-M2 | M1], and [M1 | M2]
+  Box<bf16, 64> minus_M2, M1, M2, x;
 };
 
 /// The same backward, 32 columns. wgmma reads 96 columns as one: [M1 | M2 | x].
 struct BackwardFactors {
-  Box<__nv_bfloat16, 64> M1_M2, x;  // of this x the first 32 columns
+  Box<bf16, 64> M1_M2, x;  // of this x the first 32 columns
 };
 
 /// 64 rows (of V) and 64 columns of Gr and Gi.
 struct LeftFactors {
-  LeftTile<__nv_bfloat16, 64> Gr, Gi;
+  LeftTile<bf16, 64> Gr, Gi;
 };
 
 #if HOPPER_CODE
@@ -85,39 +88,37 @@ __device__ inline void load_right_factors(Factors (&to)[kGroups][kSteps], int gr
   }
 }
 
-/// Of a tile's columns from 64 `step` on, the box that block `rank` of a cluster of two fetches for
+/// Of a tile's columns from 64 `step` on, the box that one block of a cluster of two fetches for
 /// both; a block on its own fetches both boxes.
+template <class Cluster>
 __device__ inline void load_left_factors(LeftFactors& to, const GradientMaps& maps, int tile,
-                                         int step, int rank, int blocks, Barrier* full) {
-  const uint16_t all = static_cast<uint16_t>((1 << blocks) - 1);
-  if (rank == 0) {
-    tensor_load_multicast(&to.Gr, &maps.Gr, 64 * tile, kStepK * step, full, all);
+                                         int step, const Cluster& cluster, Barrier* arrived) {
+  if (cluster.rank == 0) {
+    tensor_load_multicast(&to.Gr, &maps.Gr, 64 * tile, kStepK * step, arrived, cluster.all());
   }
-  if (rank == blocks - 1) {
-    tensor_load_multicast(&to.Gi, &maps.Gi, 64 * tile, kStepK * step, full, all);
+  if (cluster.rank == cluster.blocks - 1) {
+    tensor_load_multicast(&to.Gi, &maps.Gi, 64 * tile, kStepK * step, arrived, cluster.all());
   }
-}
-
-/// What a warpgroup's thread holds of LeftFactors, as fragments.
-struct LeftFragments {
-  uint32_t gr[4][4], gi[4][4];
-
-  __device__ void load(const LeftFactors& from) {
-    from.Gr.load_fragments(gr);
-    from.Gi.load_fragments(gi);
-  }
-};
-
-template <int kSteps, int kCount>
-__device__ inline void load_fragments(LeftFragments (&to)[kCount], const LeftFactors* from) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) to[step].load(from[step]);
 }
 
 // ---- Multiply -----------------------------------------------------------------------------------
 
 // A warpgroup's sums of 64 vertices and of features, fp32: ar(i), ai(i), xr(i), xi(i) belong to one
 // vertex and feature, those of Sum::row(i) and col(i).
+
+/// What a thread holds of LeftFactors.
+struct FactorFragments {
+  LeftFragments<bf16> Gr, Gi;
+};
+
+template <int kSteps, int kCount>
+__device__ inline void load_fragments(FactorFragments (&to)[kCount],
+                                      const LeftFactors (&from)[kCount]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    to[step] = {from[step].Gr.load_fragments(), from[step].Gi.load_fragments()};
+  }
+}
 
 /// Forward, 64 features: [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x: 128
 /// registers.
@@ -129,28 +130,27 @@ struct Gradients {
   __device__ float& ai(int e) { return a.elements[32 + e]; }
   __device__ float& xr(int e) { return r.elements[e]; }
   __device__ float& xi(int e) { return i.elements[e]; }
-  __device__ void add_product(const uint32_t (&gr)[4], const uint32_t (&gi)[4],
-                              const RightFactors& right, int k, bool add) {
-    wgmma<__nv_bfloat16>(a.elements, gr, right.M1.operand_b(k), add);
-    wgmma<__nv_bfloat16>(r.elements, gr, right.x.operand_b(k), add);
-    wgmma<__nv_bfloat16>(a.elements, gi, right.minus_M2.operand_b(k), true);
-    wgmma<__nv_bfloat16>(i.elements, gi, right.x.operand_b(k), add);
+  __device__ void multiply(const FactorFragments& left, const RightFactors& right, int slice,
+                           bool add) {
+    multiply_slice(a.elements, left.Gr, right.M1.across_k(), slice, add);
+    multiply_slice(r.elements, left.Gr, right.x.across_k(), slice, add);
+    multiply_slice(a.elements, left.Gi, right.minus_M2.across_k(), slice, true);
+    multiply_slice(i.elements, left.Gi, right.x.across_k(), slice, add);
   }
 };
 
 /// Adds (or, if not `add`, assigns) the product of a segment's first kSteps steps, of each the
-/// first kSlices times 16 of E. The left factors come from registers: from shared memory, which has
-/// no bandwidth to spare, each would be read for each right factor.
-template <int kSteps, int kSlices, int kCount>
-__device__ inline void multiply_segment(Gradients& sums, const LeftFragments (&left)[kCount],
+/// first kTaken slices. The left factors come from registers: from shared memory, which has no
+/// bandwidth to spare, each would be read for each right factor.
+template <int kSteps, int kTaken = kSlices, int kCount>
+__device__ inline void multiply_segment(Gradients& sums, const FactorFragments (&left)[kCount],
                                         const RightFactors* right, bool add) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-    for (int k = 0; k < kSlices; ++k) {
-      sums.add_product(left[step].gr[k], left[step].gi[k], right[step], k,
-                       add || step > 0 || k > 0);
+    for (int slice = 0; slice < kTaken; ++slice) {
+      sums.multiply(left[step], right[step], slice, add || step > 0 || slice > 0);
     }
   }
   wgmma_commit();
@@ -160,12 +160,13 @@ __device__ inline void multiply_segment(Gradients& sums, const LeftFragments (&l
 /// Assigns the product of the first segment, which has kSteps steps. Up to E = 32 half a step is
 /// all.
 template <int kSteps>
-__device__ inline void multiply_first_segment(Gradients& sums, const LeftFragments (&left)[kSteps],
+__device__ inline void multiply_first_segment(Gradients& sums,
+                                              const FactorFragments (&left)[kSteps],
                                               const RightFactors* right, int E) {
   if (kSteps == 1 && E <= kStepK / 2) {
-    multiply_segment<kSteps, 2>(sums, left, right, false);
+    multiply_segment<kSteps, kSlices / 2>(sums, left, right, false);
   } else {
-    multiply_segment<kSteps, 4>(sums, left, right, false);
+    multiply_segment<kSteps>(sums, left, right, false);
   }
 }
 
@@ -179,16 +180,16 @@ struct GradientPairs {
   __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
   __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
   __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
-  /// Starts to add (or, if not `add`, to assign) the product of a step's first kSlices times 16 of
-  /// E, as one group of wgmma.
-  template <int kSlices>
+  /// Starts to add (or, if not `add`, to assign) the product of a step's first kTaken slices, as
+  /// one group of wgmma.
+  template <int kTaken = kSlices>
   __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kSlices; ++k) {
-      const uint64_t b = right.M1_M2.operand_b(k);
-      wgmma<__nv_bfloat16>(by_gr.elements, left.Gr.operand(0, k), b, add || k > 0);
-      wgmma<__nv_bfloat16>(by_gi.elements, left.Gi.operand(0, k), b, add || k > 0);
+    for (int slice = 0; slice < kTaken; ++slice) {
+      const AcrossK<bf16> all = right.M1_M2.across_k();
+      multiply_slice(by_gr.elements, left.Gr.rows(0), all, slice, add || slice > 0);
+      multiply_slice(by_gi.elements, left.Gi.rows(0), all, slice, add || slice > 0);
     }
     wgmma_commit();
   }
@@ -202,35 +203,20 @@ struct GradientPairs {
 };
 
 // ---- Backward: the factors of the gradients -----------------------------------------------------
-
-/// Puts f(e), for a warpgroup's elements e of 32 columns, rounded, into columns from `at` on.
-template <typename F>
-__device__ inline void put_columns(Box<__nv_bfloat16, 64>& box, int at, F f) {
-  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
-#pragma unroll
-  for (int c = 0; c < 32; c += 16) {
-    uint32_t registers[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      registers[m] = pack2<__nv_bfloat16>(f(c / 2 + 2 * m), f(c / 2 + 2 * m + 1));
-    }
-    store_matrices(&box.elements[swizzled(row, (at + c) / 8 + threadIdx.x % 32 / 16)], registers);
-  }
-}
 #endif
 
 /// P, R, Q, S and -P of a tile, side by side: [P | R | Q] is the right factor of Gr^T, [Q | S | -P]
 /// that of Gi^T.
 template <int kCols>
 struct Products {
-  Box<__nv_bfloat16, 64> boxes[(5 * kCols + 63) / 64];
+  Box<bf16, 64> boxes[(5 * kCols + 63) / 64];
 #if HOPPER_CODE
-  __device__ uint64_t by_gr(int k) const { return boxes[0].operand_b(k); }
-  __device__ uint64_t by_gi(int k) const { return boxes[2 * kCols / 64].operand_b(k); }
+  __device__ AcrossK<bf16> by_gr() const { return boxes[0].across_k(); }
+  __device__ AcrossK<bf16> by_gi() const { return boxes[2 * kCols / 64].across_k(); }
   /// Those of 32 features from column `col` on.
   __device__ void store(GradientPairs& from, int col) {
     const auto put = [&](int which, auto f) {
-      put_columns(boxes[which * kCols / 64], which * kCols % 64 + col, f);
+      Sum<32>::store(boxes[which * kCols / 64], 0, f, which * kCols % 64 + col);
     };
     put(0, [&](int e) { return from.xr(e); });
     put(1, [&](int e) { return from.ar(e); });
@@ -242,28 +228,13 @@ struct Products {
 };
 
 #if HOPPER_CODE
-/// A thread's elements of dOut, in pairs: those of Sum<32> in columns from `at` on of a tile.
-__device__ inline void read_d_out(uint32_t (&pairs)[8], const Box<__nv_bfloat16, 64>& tile,
-                                  int at) {
-  const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
+/// A thread's elements of dOut (V, W), from (row, col) on, in pairs: see Sum::load_pairs().
+__device__ inline void load_pairs(uint32_t (&pairs)[8], const bf16* d_out, int row, int col, int V,
+                                  int W) {
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const int piece = at / 8 + 2 * c + threadIdx.x % 32 / 16;
-    ldmatrix_x4(reinterpret_cast<uint32_t(&)[4]>(pairs[4 * c]),
-                &tile.elements[swizzled(row, piece)]);
-  }
-}
-/// The same from (row, col) on of all of dOut (V, W).
-__device__ inline void read_d_out(uint32_t (&pairs)[8], const __nv_bfloat16* from, int row, int col,
-                                  int V, int W) {
-  const int v0 = row + Sum<32>::row(0), w0 = col + Sum<32>::col(0);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const auto* pair = reinterpret_cast<const uint32_t*>(from + int64_t{v0 + 8 * r} * W + w0);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      pairs[2 * c + r] = v0 + 8 * r < V && w0 + 8 * c < W ? pair[4 * c] : 0;
-    }
+  for (int i = 0; i < 8; ++i) {
+    const int v = row + Sum<32>::row(2 * i), w = col + Sum<32>::col(2 * i);
+    pairs[i] = v < V && w < W ? *reinterpret_cast<const uint32_t*>(d_out + int64_t{v} * W + w) : 0;
   }
 }
 
@@ -287,48 +258,46 @@ __device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out
 }
 
 /// What two warpgroups do: they compute what the forward pass did, then P, Q, R, S, and leave these
-/// in shared memory. Of 64 columns either has one half, of 32 columns every second tile.
-template <typename Shared>
-__device__ inline void make_products(Shared& shared, const __nv_bfloat16* d_out, int col0, int V,
-                                     int E, int W) {
+/// in shared memory. Of 64 columns either has one half, of 32 columns every second tile. They read
+/// stages, but give none back: the third warpgroup does, which reads the same later.
+template <class Shared, class Cluster>
+__device__ inline void make_products(Shared& shared, const Cluster& cluster, const bf16* d_out,
+                                     int col0, int V, int E, int W) {
   constexpr int kSteps = Shared::kSteps;
   constexpr bool kShare = Shared::kCols == 64;
-  const int maker = warp_of_block() / 4 - 1, half = kShare ? maker : 0;
-  const int clusters = gridDim.y;
-  Ring<Shared::kStages> ring;
-  Ring<1> turn;  // one phase a tile of its own
-  const auto skip_tile = [&] {
-    for (int step = 0; step < kSteps; ++step) ring.advance();
-  };
-  int tile = blockIdx.y;
-  if (!kShare && maker == 1) skip_tile(), tile += clusters;
+  const int number = warp_of_block() / 4 - 1, half = kShare ? number : 0;
+  const int first = blockIdx.y + (kShare ? 0 : number * gridDim.y);
+  Reader reader(shared.stages, cluster);
+  Maker maker(shared.products);
+  if (!kShare && number == 1) reader.next(kSteps), maker.next();
   barrier_wait(&shared.loaded[half], 0);
-  for (; 64 * tile < V; tile += (kShare ? 1 : 2) * clusters, turn.advance()) {
+  for (int tile = first; 64 * tile < V; tile += (kShare ? 1 : 2) * gridDim.y) {
     GradientPairs sums;
     uint32_t d_out_pairs[8];
-    if constexpr (!kShare) read_d_out(d_out_pairs, d_out, 64 * tile, col0, V, W);
-    const int first_stage = ring.stage;
+    if constexpr (!kShare) load_pairs(d_out_pairs, d_out, 64 * tile, col0, V, W);
+    int first_stage = 0;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step, ring.advance()) {
-      barrier_wait(&shared.full[ring.stage], ring.parity);
-      const LeftFactors& left = shared.left[ring.stage];
+    for (int step = 0; step < kSteps; ++step, reader.next()) {
+      const int stage = reader.wait();
+      const LeftFactors& left = shared.left[stage];
       const BackwardFactors& right = shared.right[half][step];
+      if (step == 0) first_stage = stage;
       if (kSteps == 1 && E <= kStepK / 2) {
-        sums.template start_product<2>(left, right, false);
+        sums.template start_product<kSlices / 2>(left, right, false);
       } else {
-        sums.template start_product<4>(left, right, step > 0);
+        sums.start_product(left, right, step > 0);
       }
     }
     wgmma_wait<0>();
-    if constexpr (kShare) read_d_out(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
+    if constexpr (kShare) {
+      Sum<32>::load_pairs(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
+    }
     sums.combine();
     multiply_by_g(sums, d_out_pairs);
-    // Until the tile before has been used. With 32 columns the other maker had that tile.
-    barrier_wait(&shared.spent[kShare ? 0 : 1 - maker], turn.parity ^ (kShare || maker == 0));
-    shared.products.store(sums, 32 * half);
-    shared_fence();
-    barrier_arrive(&shared.ready);
-    if (!kShare) skip_tile();
+    maker.wait().store(sums, 32 * half);
+    maker.fill();
+    maker.next(Shared::kMakers);
+    if constexpr (!kShare) reader.next(kSteps);  // the other one's tile
   }
 }
 
@@ -345,10 +314,9 @@ struct Slice {
                                 bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      wgmma<__nv_bfloat16, true>(sum.elements, left.Gr.operand_b(k), products.by_gr(k),
-                                 add || k > 0);
-      wgmma<__nv_bfloat16, true>(sum.elements, left.Gi.operand_b(k), products.by_gi(k), true);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      multiply_slice(sum.elements, left.Gr.across_k(), products.by_gr(), slice, add || slice > 0);
+      multiply_slice(sum.elements, left.Gi.across_k(), products.by_gi(), slice, true);
     }
     wgmma_commit();
   }
