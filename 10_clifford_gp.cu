@@ -715,7 +715,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
   wait_for_previous_kernel();
   int group = blockIdx.x / place.blocks;
   const RegisterWeights<A, W> weights(w, stream, group, step);
-  Ring<Rows::kStages> ring, last;
+  Ring ring{Rows::kStages}, last{Rows::kStages};
   int round = 0;
   // collect() waits until all warps of the block have posted. A warp posts after it has taken its
   // part of the stage. So by then the whole stage is free, for all of its rows.
@@ -778,7 +778,7 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     }
   }();
   Pack<W> dw[A::kTriples] = {};
-  Ring<Rows::kStages> ring;
+  Ring ring{Rows::kStages};
   int round = 0;
   for (; group < stream.groups; group += step, ring.advance(), ++round) {
     const int inside = stream.inside(group);
