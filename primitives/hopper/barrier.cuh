@@ -27,11 +27,12 @@ struct Ring {
   }
 };
 
-/// The way back from where a Ring is: the stage before it comes first.
+/// The way back from where a Ring is: once more the turns that it has made last, from the last one
+/// on, and then the stages' next rounds, in the same order.
 struct BackRing {
   int count, stage, parity;
   __device__ explicit BackRing(const Ring& from)
-      : count(from.count), stage(from.stage), parity(from.parity ^ 1) {
+      : count(from.count), stage(from.stage), parity(from.parity) {
     advance();
   }
   __device__ void advance() {

@@ -70,7 +70,8 @@ __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
 /// The first stage may be filled before the cluster has met: its data then come some 300 ns sooner.
 /// One thread prepares that stage's barrier, and put_first() has fill(stage, arrived) start the
 /// copies, of this block alone: no other one may be sent anything yet. Another thread prepares the
-/// other barriers meanwhile, by prepare<true>(), and the Writer is told (`first_is_filled`).
+/// other barriers meanwhile, by prepare<true>(), and the Writer is told (`first_is_filled`). Or
+/// put_first() announces the bytes of copies, too, that put() is to start: Writer::announced.
 template <class Pipe>
 __device__ void prepare_first(Pipe& pipe) {
   barrier_init(&pipe.full[0], 1);
@@ -93,11 +94,18 @@ struct Writer {
   Pipe& pipe;
   Order ring;
   bool filled = false;  ///< the next stage is, already
+  bool announced =
+      false;  ///< the next stage's bytes are, already, and some of them are on their way
 
   __device__ explicit Writer(Pipe& of, bool first_is_filled = false)
       : pipe(of), ring{of.turns()}, filled(first_is_filled), oldest_{of.turns()} {}
+  /// See back(). Readers first take what is there; this fills the stages' next rounds.
   __device__ explicit Writer(const Writer<Pipe>& back_from) requires std::is_same_v<Order, BackRing>
-      : pipe(back_from.pipe), ring(back_from.ring), oldest_{back_from.pipe.turns()} {}
+      : pipe(back_from.pipe), ring(back_from.ring), oldest_{back_from.pipe.turns()} {
+    ring.parity ^= 1;
+  }
+  /// Goes back through the stages, from the one filled last on.
+  __device__ __forceinline__ auto back() const { return Writer<Pipe, BackRing>(*this); }
 
   /// fill(stage, arrived) starts copies of `bytes` bytes, which count at the barrier `arrived`.
   template <typename Fill>
@@ -105,8 +113,12 @@ struct Writer {
     if (filled) {
       filled = false;
     } else {
-      wait_until_empty();
-      barrier_arrive_expect(&pipe.full[ring.stage], bytes);
+      if (announced) {
+        announced = false;
+      } else {
+        wait_until_empty();
+        barrier_arrive_expect(&pipe.full[ring.stage], bytes);
+      }
       fill(pipe.stage(ring.stage), &pipe.full[ring.stage]);
     }
     ring.advance();
@@ -186,6 +198,10 @@ struct Reader {
   __device__ explicit Reader(
       const Reader<Pipe, Blocks>& back_from) requires std::is_same_v<Order, BackRing>
       : pipe(back_from.pipe), blocks(back_from.blocks), ring(back_from.ring) {}
+  /// Goes back through the stages, from the one taken last on. What it takes first are the turns that
+  /// it has taken already, and has not given back: at most as many as there are stages. Then come
+  /// those that the way back of the Writer fills.
+  __device__ __forceinline__ auto back() const { return Reader<Pipe, Blocks, BackRing>(*this); }
 
   /// Waits until the next stage is full, and returns it; once more for the same one until next().
   __device__ __forceinline__ decltype(auto) wait() {

@@ -55,6 +55,8 @@ struct LeftFragments {
   using Element = T;
   uint32_t slices[kSlices][4];
   __device__ const uint32_t (&operand(int slice) const)[4] { return slices[slice]; }
+  /// Of 2 bytes: the k of a register's first element; the second one's is the next.
+  __device__ static int k(int slice, int i) { return 16 * slice + i / 2 * 8 + threadIdx.x % 4 * 2; }
 };
 
 #if HOPPER_CODE
@@ -85,6 +87,18 @@ struct LeftTile : Box<T, kRows> {
     for (int k = 0; k < kSlices; ++k) {
       ldmatrix_x4(fragments.slices[k],
                   &this->elements[swizzled(row, 2 * k + threadIdx.x % 32 / 16)]);
+    }
+    return fragments;
+  }
+  /// The same of the tile's transpose: its 64 columns are the rows of the left factor.
+  __device__ LeftFragments<T> load_transposed_fragments() const {
+    static_assert(sizeof(T) == 2 && kRows == kLine<T>);
+    LeftFragments<T> fragments;
+    const int lane = threadIdx.x % 32, row = lane / 16 * 8 + lane % 8;
+    const int piece = threadIdx.x % 128 / 32 * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int k = 0; k < kSlices; ++k) {
+      ldmatrix_x4_trans(fragments.slices[k], &this->elements[swizzled(16 * k + row, piece)]);
     }
     return fragments;
   }
@@ -264,6 +278,24 @@ struct Sum {
   }
 #endif
 };
+
+#if HOPPER_CODE
+/// start_product() of several sums by the same right factor, as one group.
+template <int kCount, int kCols, class Left, class Right>
+__device__ __forceinline__ void start_products(Sum<kCols> (&sums)[kCount],
+                                               const Left (&left)[kCount], const Right& right,
+                                               bool add) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      multiply_slice(sums[i].elements, left[i], right, slice, add || slice > 0);
+    }
+  }
+  wgmma_commit();
+}
+#endif
 
 /// A warpgroup's sum of kRows rows (a multiple of 8, at most 256) by 64 kCount columns, which wgmma
 /// computes transposed: C^T = B^T A^T. Its left factor is 64 columns of B, transposed. Its right
