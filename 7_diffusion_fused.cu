@@ -406,29 +406,34 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // another kernel to add. With more meshes than clusters find room, each has one: it waits for
 // no other, so that they need not all be there at the same time.
 //
-// The steps are in operators/diffusion/one_launch.cuh, a function each, in this order.
-template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
+// What truly differs from lesson 3's pipeline is that the sums of all blocks meet before there is a
+// result, and that the second product goes back through the stages of the first, the last kStages of
+// which are still full. The steps are in operators/diffusion/one_launch.cuh, a function each, in
+// this order.
+template <Pass kPass, class Tile>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion_one_launch(const __grid_constant__ DiffusionMaps maps, const Operands operands,
                          unsigned* arrivals, float4* totals, float* mesh_d_times) {
 #if HOPPER_CODE
-  using Work = BlockWork<kEigen, kColumns, kStages, kBatch>;
+  using Work = BlockWork<Tile>;
   extern __shared__ __align__(1024) char bytes[];
   const Work work(bytes, maps, operands, mesh_d_times);
-  if (threadIdx.x == 0) prepare_barriers(work);
+  const int warp = warp_of_block();
+  if (warp == 0 && elect_one()) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
   const Meeting<Work> meeting(work, arrivals, totals);
-  if (threadIdx.x == 0) load_x(work, 0);
+  if (warp == 0 && elect_one()) put_first_x(work);
   cluster_meet();
 
-  Phases<kStages> phases;
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     registers_shrink_to<56>();
-    if (threadIdx.x == 0) {
-      load_forth(work, phases);
-      load_back<kStages>(work, phases);
-    } else if (threadIdx.x >= 32) {  // the spare warps
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(work.shared.pipeline);
+      load_forth(work, writer);
+      load_back(work, writer.back(), Tile::kStages);
+    } else {  // the spare warps
       zero_totals(work, meeting.next_totals);
       if constexpr (kPass == Pass::backward) {
         add_d_spectral(work, meeting.totals);
@@ -438,13 +443,14 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
+    Reader reader(work.shared.pipeline, work.cluster);
     SpectrumShare<Work> share;
     damping_factors(work, share);  // while the first tiles are on their way
-    project<kPass>(work, share, phases);
-    add_to_totals(work, share, meeting.totals);
+    project<kPass>(work, share, reader);
+    add_to_totals(share, meeting.totals);
     meet<kPass>(work, meeting);
     damp_spectrum<kPass>(work, share, Totals{meeting.totals});
-    expand<kPass, kStages>(work, phases);
+    expand<kPass>(work, reader.back());
   }
 #endif
 }
@@ -544,10 +550,10 @@ void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
 
 // For how many columns of tiles a block of the one launch works: of one mesh, or of several, one
 // after another.
-template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
+template <Pass kPass, class Tile>
 int64_t columns_of_tiles(const Shape& shape) {
-  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages, kBatch>);
-  const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>;
+  constexpr int kColumns = Tile::kColumns, kBytes = sizeof(OneLaunchShared<Tile>);
+  const auto kernel = diffusion_one_launch<kPass, Tile>;
   allow_shared_bytes(kernel, kBytes);
   const unsigned blocks = blocks_for(shape.W, kColumns);
   const int64_t fit = std::max(1, clusters_that_fit(kernel, blocks, kOneLaunchThreads, kBytes));
@@ -555,35 +561,35 @@ int64_t columns_of_tiles(const Shape& shape) {
   return kColumns * blocks_for(shape.meshes, fit) * blocks_for(shape.V, 64 * of_a_mesh);
 }
 
-template <Pass kPass, int kEigen, int kColumns, int kStages, bool kBatch>
+template <Pass kPass, class Tile>
 void add_one_launch(DiffusionProblem& table) {
-  constexpr int kBytes = sizeof(OneLaunchShared<kEigen, kColumns, kStages, kBatch>);
-  constexpr int kThreads = kOneLaunchThreads;
+  constexpr bool kBatch = Tile::kBatch;
+  constexpr int kBytes = sizeof(OneLaunchShared<Tile>), kThreads = kOneLaunchThreads;
   const auto [V, E, W, meshes] = table.shape;
-  const auto kernel = diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>;
+  const auto kernel = diffusion_one_launch<kPass, Tile>;
   allow_shared_bytes(kernel, kBytes);
   // As many clusters as fit on the device at once, or as there are tiles: none may wait for one
   // that cannot start. In a batch each mesh has its share of them, at least one. (Counted for a GPU
   // that this launch has to itself: other kernels end sometime, but two of these at the same time,
   // in two streams, might wait for each other for good. In one stream they cannot, although started
   // early: the next one's blocks start when all of this one's run.)
-  const unsigned blocks = blocks_for(W, kColumns);
+  const unsigned blocks = blocks_for(W, Tile::kColumns);
   const int64_t tiles = blocks_for(V, 64);
   const int clusters_at_once = clusters_that_fit(kernel, blocks, kThreads, kBytes);
   if (clusters_at_once == 0) return;
   const int64_t fit = clusters_at_once / meshes;
   const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit));
   const auto arrivals = table.problem.workspace<unsigned>(blocks * meshes);
-  const auto totals = table.problem.workspace<float>(2 * kEigen * kColumns * blocks * meshes);
+  const auto totals = table.problem.workspace<float>(2 * 4 * Tile::kQuads * blocks * meshes);
   constexpr bool kMeshTimes = kBatch && kPass == Pass::backward;
   const auto mesh_d_times = table.problem.output<float>(kMeshTimes ? meshes * W : 1);
   const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
   const auto launch = [=, W = static_cast<int>(W), &table] {
     const Operands in = table.operands();
     const DiffusionMaps maps = kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);
-    launch_clusters(diffusion_one_launch<kPass, kEigen, kColumns, kStages, kBatch>, blocks, true,
-                    grid, kThreads, kBytes, maps, in, arrivals.data(),
-                    reinterpret_cast<float4*>(totals.data()), mesh_d_times.data());
+    launch_clusters(diffusion_one_launch<kPass, Tile>, blocks, true, grid, kThreads, kBytes, maps,
+                    in, arrivals.data(), reinterpret_cast<float4*>(totals.data()),
+                    mesh_d_times.data());
     if constexpr (kMeshTimes) {
       launch_early(add_mesh_d_times, blocks_for(W, 64), 64, 0, mesh_d_times.data(),
                    static_cast<int>(grid.z), in.d_times, W);
@@ -608,19 +614,18 @@ template <Pass kPass, bool kBatch>
 void add_one_launch(DiffusionProblem& table) {
   const auto [V, E, W, meshes] = table.shape;
   if (E > kMostEigen || W > kMostWidth) return;
+  using Deep = OneLaunchTile<256, 64, 5, kBatch>;
+  using Narrow = OneLaunchTile<128, 64, 9, kBatch>;
+  using Wide = OneLaunchTile<128, 128, 7, kBatch>;
   bool narrow = W <= 64 || V * std::min<int64_t>(meshes, 32) <= 32768;
   if (E <= 128 && W > 64 && narrow && (kBatch || W > 256)) {
-    narrow = columns_of_tiles<kPass, 128, 64, 9, kBatch>(table.shape) <
-             columns_of_tiles<kPass, 128, 128, 7, kBatch>(table.shape) +
-                 (kPass == Pass::backward && meshes > 32);
+    narrow = columns_of_tiles<kPass, Narrow>(table.shape) <
+             columns_of_tiles<kPass, Wide>(table.shape) + (kPass == Pass::backward && meshes > 32);
   }
-  if (E > 128) {
-    add_one_launch<kPass, 256, 64, 5, kBatch>(table);
-  } else if (narrow) {
-    add_one_launch<kPass, 128, 64, 9, kBatch>(table);
-  } else {
-    add_one_launch<kPass, 128, 128, 7, kBatch>(table);
-  }
+  const auto add = E > 128  ? add_one_launch<kPass, Deep>
+                   : narrow ? add_one_launch<kPass, Narrow>
+                            : add_one_launch<kPass, Wide>;
+  add(table);
 }
 
 template <bool kBatch>

@@ -33,42 +33,40 @@ using namespace operators::diffusion;
 
 // ---- What a row launches ------------------------------------------------------------------------
 
-/// Which kernels: lesson 7's choice, by a GPU's number of vertices.
-template <int kTheColumns, int kTheStages>
-struct Tile {
-  static constexpr int kColumns = kTheColumns, kStages = kTheStages;
-  static constexpr int kQuads = 128 * kColumns / 4;
-  static constexpr int kBytes = sizeof(OneLaunchShared<128, kColumns, kStages>);
+/// Which kernels: lesson 7's choice, by a GPU's number of vertices. Few of them: narrow blocks.
+using Narrow = OneLaunchTile<128, 64, 9>;
+using Wide = OneLaunchTile<128, 128, 6>;
+inline bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }
+
+/// The clusters of a kernel on each GPU.
+template <class Tile>
+struct Clusters {
+  static constexpr int kBytes = sizeof(OneLaunchShared<Tile>);
   unsigned blocks;  // of a cluster
   int capacity;     // how many clusters a GPU holds
 
   template <typename Kernel>
-  Tile(Kernel* kernel, int gpus, int64_t W)
-      : blocks(static_cast<unsigned>((W + kColumns - 1) / kColumns)) {
+  Clusters(Kernel* kernel, int gpus, int64_t W)
+      : blocks(static_cast<unsigned>((W + Tile::kColumns - 1) / Tile::kColumns)) {
     on_each_gpu(gpus, [&](int) { allow_shared_bytes(kernel, kBytes); });
     capacity = resident_clusters(kernel, blocks, kOneLaunchThreads, kBytes);
   }
   /// None may wait for one that cannot start: all of them are there at the same time.
-  unsigned clusters(int64_t rows) const { return persistent((rows + 63) / 64, capacity); }
+  unsigned count(int64_t rows) const { return persistent((rows + 63) / 64, capacity); }
   template <typename Kernel, typename... Arguments>
   void launch(Kernel* kernel, const DiffusionOperands& in, const Arguments&... arguments) const {
-    launch_clusters(kernel, blocks, true, dim3(blocks, clusters(in.V)), kOneLaunchThreads, kBytes,
+    launch_clusters(kernel, blocks, true, dim3(blocks, count(in.V)), kOneLaunchThreads, kBytes,
                     DiffusionMaps(in), in, arguments...);
   }
 };
 
 /// How far a row may be from fp64: lesson 7's bound, by how many vertices a block adds up.
-template <Pass kPass, typename TheTile>
-std::vector<Check> checks_of(const Mesh& mesh, const TheTile& tile) {
-  const int64_t tiles = (mesh.most_rows() + 63) / 64, clusters = tile.clusters(mesh.most_rows());
-  return mesh.table().checks((tiles + clusters - 1) / clusters * 64, 0,
-                             kPass == Pass::forward ? 2 : 1, 1);
+template <Pass kPass, class Tile>
+std::vector<Check> checks_of(const Mesh& mesh, const Clusters<Tile>& clusters) {
+  const int64_t tiles = (mesh.most_rows() + 63) / 64, count = clusters.count(mesh.most_rows());
+  return mesh.table().checks((tiles + count - 1) / count * 64, 0, kPass == Pass::forward ? 2 : 1,
+                             1);
 }
-
-/// Few vertices for a GPU: narrow blocks, as in lesson 7.
-using Narrow = Tile<64, 9>;
-using Wide = Tile<128, 6>;
-inline bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }
 
 using bf16 = __nv_bfloat16;
 using Shape = DiffusionShape;
@@ -116,7 +114,8 @@ struct GpuMeeting {
   __device__ float4* slot(int gpu, int from, int ago = 0) const {
     const int turn = ((own.start >> 16) - ago) & 3;
     return gpus.inbox[gpu] +
-           ((turn * (gpus.count + 1) + from) * work.blocks + work.rank) * Work::kQuads;
+           ((turn * (gpus.count + 1) + from) * work.cluster.blocks + work.cluster.rank) *
+               Work::kQuads;
   }
   // The GPU that adds up a piece.
   __device__ int adder(int piece) const { return are_two() ? gpus.me : piece % gpus.count; }
@@ -225,31 +224,33 @@ __device__ __forceinline__ void empty_inbox(const GpuMeeting<Work>& meeting) {
 #endif
 
 // Lesson 7's kernel; on several GPUs their sums meet when the blocks of each have met. The first
-// GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes, of all vertices. Some
-// ten registers spill in the code that waits for another GPU.
-template <Pass kPass, int kColumns, int kStages, bool kSeveralGpus>
+// GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes, of all vertices. Up
+// to 14 registers spill in the code that waits for another GPU.
+template <Pass kPass, class Tile, bool kSeveralGpus>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion(const __grid_constant__ DiffusionMaps maps, const Operands operands,
               unsigned* arrivals, float4* totals, const __grid_constant__ Gpus gpus) {
 #if HOPPER_CODE
-  using Work = BlockWork<128, kColumns, kStages>;
+  using Work = BlockWork<Tile>;
   extern __shared__ __align__(1024) char bytes[];
   const Work work(bytes, maps, operands);
-  if (threadIdx.x == 0) prepare_barriers(work);
+  const int warp = warp_of_block();
+  if (warp == 0 && elect_one()) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
   const Meeting<Work> meeting(work, arrivals, totals);
   const GpuMeeting<Work> all{work, meeting, gpus};
-  if (threadIdx.x == 0) load_x(work, 0);
+  if (warp == 0 && elect_one()) put_first_x(work);
   cluster_meet();
 
-  Phases<kStages> phases;
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     registers_shrink_to<56>();
-    if (threadIdx.x == 0) {
-      load_forth(work, phases);
-      load_back<kStages>(work, phases);
-    } else if (threadIdx.x >= 32) {  // the spare warps
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(work.shared.pipeline);
+      load_forth(work, writer);
+      load_back(work, writer.back(), Tile::kStages);
+    } else {  // the spare warps
       zero_totals(work, meeting.next_totals);
       if constexpr (kSeveralGpus) empty_inbox(all);
       if constexpr (kPass == Pass::backward) {
@@ -266,10 +267,11 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     }
   } else {
     registers_grow_to<224>();
+    Reader reader(work.shared.pipeline, work.cluster);
     SpectrumShare<Work> share;
     damping_factors(work, share);  // while the first tiles are on their way
-    project<kPass>(work, share, phases);
-    add_to_totals(work, share, meeting.totals);
+    project<kPass>(work, share, reader);
+    add_to_totals(share, meeting.totals);
     meet<kPass>(work, meeting);
     if constexpr (kSeveralGpus) {
       send_piece(all);
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     } else {
       damp_spectrum<kPass>(work, share, Totals{meeting.totals});
     }
-    expand<kPass, kStages>(work, phases);
+    expand<kPass>(work, reader.back());
   }
 #endif
 }
@@ -287,62 +289,66 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
 #if HAS_NCCL
 // The kernel up to where its blocks meet: the sum of this GPU's vertices. The end of the kernel is
 // the meeting. totals (blocks, kQuads) are zeros at first.
-template <Pass kPass, int kColumns, int kStages>
+template <Pass kPass, class Tile>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     sum_vertices(const __grid_constant__ DiffusionMaps maps, const Operands operands,
                  float4* totals, bool adds_d_spectral) {
 #if HOPPER_CODE
-  using Work = BlockWork<128, kColumns, kStages>;
+  using Work = BlockWork<Tile>;
   extern __shared__ __align__(1024) char bytes[];
   const Work work(bytes, maps, operands);
-  if (threadIdx.x == 0) prepare_barriers(work);
+  const int warp = warp_of_block();
+  if (warp == 0 && elect_one()) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
-  totals += work.rank * work.kQuads;
-  if (threadIdx.x == 0) load_x(work, 0);
+  totals += work.cluster.rank * Work::kQuads;
+  if (warp == 0 && elect_one()) put_first_x(work);
   cluster_meet();
 
-  Phases<kStages> phases;
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     registers_shrink_to<56>();
-    if (threadIdx.x == 0) {
-      load_forth(work, phases);
-    } else if (threadIdx.x >= 32) {
-      if (kPass == Pass::backward && adds_d_spectral) add_d_spectral(work, totals);
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(work.shared.pipeline);
+      load_forth(work, writer);
+    } else if (kPass == Pass::backward && adds_d_spectral) {
+      add_d_spectral(work, totals);
     }
   } else {
     registers_grow_to<224>();
+    Reader reader(work.shared.pipeline, work.cluster);
     SpectrumShare<Work> share;
-    project<kPass>(work, share, phases);
-    add_to_totals(work, share, totals);
+    project<kPass>(work, share, reader);
+    add_to_totals(share, totals);
   }
 #endif
 }
 
 // And from there on, with the sum of all GPUs. The basis has to come again; and the next call finds
 // zeros in `own`, this GPU's sum.
-template <Pass kPass, int kColumns, int kStages>
+template <Pass kPass, class Tile>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     expand_sums(const __grid_constant__ DiffusionMaps maps, const Operands operands, float4* totals,
                 float4* own) {
 #if HOPPER_CODE
-  using Work = BlockWork<128, kColumns, kStages>;
+  using Work = BlockWork<Tile>;
   extern __shared__ __align__(1024) char bytes[];
   const Work work(bytes, maps, operands);
-  if (threadIdx.x == 0) prepare_barriers(work);
+  const int warp = warp_of_block();
+  if (warp == 0 && elect_one()) prepare_barriers(work);
   start_next_kernel();
   wait_for_previous_kernel();
-  totals += work.rank * work.kQuads;
-  if (threadIdx.x == 0) barrier_arrive(&work.shared.met);  // all have met: see sum_vertices
+  totals += work.cluster.rank * Work::kQuads;
+  if (warp == 0 && elect_one()) barrier_arrive(&work.shared.met);  // all have met: see sum_vertices
   cluster_meet();
 
-  Phases<kStages> phases;
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     registers_shrink_to<56>();
-    if (threadIdx.x == 0) {
-      load_back<0>(work, phases);
-    } else if (threadIdx.x >= 32) {
-      zero_totals(work, own + work.rank * work.kQuads);
+    if (warp == 0) {
+      if (!elect_one()) return;
+      load_back(work, Writer(work.shared.pipeline), 0);
+    } else {
+      zero_totals(work, own + work.cluster.rank * Work::kQuads);
       if constexpr (kPass == Pass::backward) store_d_times(work, Totals{totals});
     }
   } else {
@@ -350,7 +356,7 @@ __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     SpectrumShare<Work> share;
     damping_factors(work, share);
     damp_spectrum<kPass>(work, share, Totals{totals});
-    expand<kPass, 0>(work, phases);
+    expand<kPass>(work, Reader(work.shared.pipeline, work.cluster));
   }
 #endif
 }
@@ -364,20 +370,19 @@ struct Settings {
 };
 
 // Lesson 7's one launch on one GPU; on several the fused exchange, whose inboxes `make` allocates.
-template <Pass kPass, typename TheTile, bool kSeveralGpus>
+template <Pass kPass, class Tile, bool kSeveralGpus>
 void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settings settings) {
-  constexpr auto kernel = diffusion<kPass, TheTile::kColumns, TheTile::kStages, kSeveralGpus>;
+  constexpr auto kernel = diffusion<kPass, Tile, kSeveralGpus>;
   DiffusionProblem& table = mesh.table();
   const int gpus = mesh.gpus();
-  const TheTile tile(kernel, gpus, table.shape.W);
+  const Clusters<Tile> clusters(kernel, gpus, table.shape.W);
   struct State {
     OnEach<unsigned> arrivals, silent;
     OnEach<float4> totals;
     Inboxes inbox;
   };
   const auto state = std::make_shared<std::optional<State>>();
-  const size_t blocks = tile.blocks;
-  const size_t quads = blocks * TheTile::kQuads;
+  const size_t blocks = clusters.blocks, quads = blocks * Tile::kQuads;
   const size_t inbox = kSeveralGpus ? 4 * (gpus + 1) * quads : 1;
   mesh.at_start([=] {
     state->emplace(State{{gpus, blocks}, {gpus, 1}, {gpus, 2 * quads}, make(gpus, inbox)});
@@ -387,12 +392,13 @@ void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settin
     all.count = gpus;
     all.patience = settings.patience;
     all.pieces = static_cast<int>(
-        std::min(tile.clusters(mesh.least_rows()), tile.clusters(mesh.most_rows())));
+        std::min(clusters.count(mesh.least_rows()), clusters.count(mesh.most_rows())));
     on_each_gpu(settings.silent ? gpus - 1 : gpus, [&](int gpu) {
       all.me = gpu;
       for (int peer = 0; peer < gpus; ++peer) all.inbox[peer] = (*state)->inbox(gpu, peer);
       all.silent = (*state)->silent[gpu];
-      tile.launch(kernel, mesh.operands(gpu), (*state)->arrivals[gpu], (*state)->totals[gpu], all);
+      clusters.launch(kernel, mesh.operands(gpu), (*state)->arrivals[gpu], (*state)->totals[gpu],
+                      all);
     });
   };
   const auto check = [=] {
@@ -405,21 +411,21 @@ void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settin
     });
   };
   Kernel& row = table.problem.kernel(name, kSeveralGpus ? Role::ours : Role::baseline, launch);
-  row.hopper_only().needs_shared(TheTile::kBytes);
-  row.checks = checks_of<kPass>(mesh, tile);
+  row.hopper_only().needs_shared(clusters.kBytes);
+  row.checks = checks_of<kPass>(mesh, clusters);
   if (kSeveralGpus) over_gpus(mesh, row, check);
 }
 
 #if HAS_NCCL
-template <Pass kPass, typename TheTile>
+template <Pass kPass, class Tile>
 void add_nccl(Mesh& mesh, const std::shared_ptr<Nccl>& nccl) {
-  constexpr auto sum = sum_vertices<kPass, TheTile::kColumns, TheTile::kStages>;
-  constexpr auto expand = expand_sums<kPass, TheTile::kColumns, TheTile::kStages>;
+  constexpr auto sum = sum_vertices<kPass, Tile>;
+  constexpr auto expand = expand_sums<kPass, Tile>;
   DiffusionProblem& table = mesh.table();
   const int gpus = mesh.gpus();
-  const TheTile tile(sum, gpus, table.shape.W);
-  const TheTile again(expand, gpus, table.shape.W);
-  const size_t quads = tile.blocks * TheTile::kQuads;
+  const Clusters<Tile> clusters(sum, gpus, table.shape.W);
+  const Clusters<Tile> again(expand, gpus, table.shape.W);
+  const size_t quads = clusters.blocks * Tile::kQuads;
   const auto totals = std::make_shared<std::optional<OnEach<float4>>>();
   mesh.at_start([=] { totals->emplace(gpus, 2 * quads); });
   const auto launch = [=, &mesh] {
@@ -428,7 +434,7 @@ void add_nccl(Mesh& mesh, const std::shared_ptr<Nccl>& nccl) {
       float4* const totals_here = (**totals)[gpu];
       own.push_back(reinterpret_cast<float*>(totals_here));
       sums.push_back(reinterpret_cast<float*>(totals_here + quads));
-      tile.launch(sum, mesh.operands(gpu), totals_here, gpu == 0);
+      clusters.launch(sum, mesh.operands(gpu), totals_here, gpu == 0);
     });
     nccl->all_reduce(own, sums, 4 * quads);
     on_each_gpu(gpus, [&](int gpu) {
@@ -438,7 +444,7 @@ void add_nccl(Mesh& mesh, const std::shared_ptr<Nccl>& nccl) {
   };
   Kernel& row =
       table.problem.kernel("NCCL, " + std::to_string(gpus) + " GPUs", Role::library, launch);
-  row.hopper_only().checks = checks_of<kPass>(mesh, tile);
+  row.hopper_only().checks = checks_of<kPass>(mesh, clusters);
   over_gpus(mesh, row, [] {});
 }
 #endif  // HAS_NCCL

@@ -14,7 +14,7 @@
 
 #include "operators/diffusion/diffusion.h"
 #include "primitives/early_launch.cuh"
-#include "primitives/hopper/tiles.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
 #include "primitives/spin.cuh"
@@ -58,20 +58,33 @@ struct DiffusionMaps {
         spectral(batch_map<__nv_bfloat16>(in.spectrum, meshes, in.E, in.W, 64)) {}
 };
 
-template <int kEigen, int kColumns, int kStages, bool kBatch = false>
-struct OneLaunchShared {
+/// What a kernel is compiled for: a spectrum of up to kEigen rows, of which each block of a cluster
+/// has kColumns columns, and kStages stages, each for 64 rows of the basis. kBatch: for a batch.
+template <int kEigen_, int kColumns_, int kStages_, bool kBatch_ = false>
+struct OneLaunchTile {
+  static constexpr int kEigen = kEigen_, kColumns = kColumns_, kStages = kStages_;
+  static constexpr bool kBatch = kBatch_;
   static constexpr int kSteps = kEigen / kStepK, kBoxes = kColumns / kBoxCols;
-  LeftTile<__nv_bfloat16, 64> basis[kStages][kSteps];  // 64 rows, all columns
+  static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
+  // The shares of a block's columns add up in the layout of the registers that hold them: quad
+  // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
+  static constexpr int kQuads = kEigen * kColumns / 4;
+};
+
+template <class Tile>
+struct OneLaunchShared {
+  LeftTile<__nv_bfloat16, 64> basis[Tile::kStages][Tile::kSteps];  // 64 rows, all columns
   union {
-    RightTile<__nv_bfloat16, kColumns> x[kStages];  // first product
+    RightTile<__nv_bfloat16, Tile::kColumns> x[Tile::kStages];  // first product
     struct {
-      RightTile<__nv_bfloat16, kColumns> spectrum[kSteps];
-      Box<__nv_bfloat16, 64> out[2][kBoxes];  // a tile of each consumer
-      float2 d_times[3][kColumns / 2];        // of each spare warp's rows
+      RightTile<__nv_bfloat16, Tile::kColumns> spectrum[Tile::kSteps];
+      Box<__nv_bfloat16, 64> out[2][Tile::kBoxes];  // a tile of each consumer
+      float2 d_times[3][Tile::kColumns / 2];        // of each spare warp's rows
     } second;
   };
-  alignas(128) __nv_bfloat16 mass[kStages][kBatch ? 128 : 64];
-  Barrier full[kStages], empty[kStages], spare, met;
+  alignas(128) __nv_bfloat16 mass[Tile::kStages][Tile::kBatch ? 128 : 64];
+  StageBarriers<Tile::kStages> pipeline;  // whose stages are basis, x and mass
+  Barrier spare, met;
 };
 
 #if HOPPER_CODE
@@ -85,25 +98,20 @@ __device__ inline float2 pair_at(const __nv_bfloat16* matrix, int rows, int cols
 
 /// A block's work. Its cluster is number `group` of `groups`, and has `tiles` tiles of
 /// 64 rows: tile `group` and every groups-th after it, so that clusters read neighbouring rows. The
-/// block, one of `blocks` of the cluster, has kColumns columns from rank kColumns on.
+/// block, one of those of `cluster`, has kColumns columns from cluster.rank kColumns on.
 /// In a batch it belongs to mesh blockIdx.z, whose dTimes go to mesh_d_times (meshes, W).
-template <int kTheEigen, int kTheColumns, int kTheStages, bool kIsBatch = false>
-struct BlockWork {
-  static constexpr int kEigen = kTheEigen, kColumns = kTheColumns, kStages = kTheStages;
-  static constexpr bool kBatch = kIsBatch;
-  using Shared = OneLaunchShared<kEigen, kColumns, kStages, kBatch>;
-  static constexpr int kTiles = kEigen / 128;  // of 64 rows of the spectrum, for each consumer
-  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + 2 * kMassBox<kBatch>;
+template <class Tile>
+struct BlockWork : Tile {
+  using Shared = OneLaunchShared<Tile>;
+  static constexpr int kBasisBytes = sizeof(Shared::basis[0]) + 2 * kMassBox<Tile::kBatch>;
   static constexpr int kFirstBytes = kBasisBytes + sizeof(Shared::x[0]);
-  // The shares of a block's columns add up in the layout of the registers that hold them: quad
-  // (w kColumns / 8 + j) 32 + l is elements 4 j to 4 j + 3 of lane l for rows 16 w to 16 w + 15.
-  static constexpr int kQuads = kEigen * kColumns / 4;
 
   Shared& shared;
   const DiffusionMaps& maps;
   const DiffusionOperands& operands;
   float* mesh_d_times;  // of a batch
-  int rank = blockIdx.x, blocks = gridDim.x, group = blockIdx.y, groups = gridDim.y;
+  BlockRow<> cluster{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  int group = blockIdx.y, groups = gridDim.y;
   int tiles;
 
   __device__ __forceinline__ BlockWork(char* bytes, const DiffusionMaps& maps,
@@ -114,8 +122,8 @@ struct BlockWork {
     tiles = (static_cast<int>((operands.V + 63) / 64) - group + groups - 1) / groups;
   }
   __device__ int row_of(int t) const { return 64 * (group + t * groups); }
-  __device__ int col0() const { return rank * kColumns; }
-  __device__ int mesh() const { return kBatch ? blockIdx.z : 0; }
+  __device__ int col0() const { return cluster.rank * Tile::kColumns; }
+  __device__ int mesh() const { return Tile::kBatch ? blockIdx.z : 0; }
   /// Where the mesh's first mass is, of all; and in the box that it comes with.
   __device__ int mass0() const { return mesh() * static_cast<int>(operands.V); }
   __device__ int mass_shift() const { return mass0() % 8; }
@@ -160,12 +168,14 @@ struct Meeting {
   // A block reads this before it arrives, and the number changes when the last one has arrived: all
   // blocks of a launch read the same.
   __device__ __forceinline__ Meeting(const Work& work, unsigned* all_arrivals, float4* all_totals)
-      : arrivals(all_arrivals + work.mesh() * work.blocks + work.rank), groups(work.groups) {
-    all_totals += static_cast<size_t>(work.mesh()) * 2 * work.blocks * Work::kQuads;
+      : arrivals(all_arrivals + work.mesh() * work.cluster.blocks + work.cluster.rank),
+        groups(work.groups) {
+    all_totals += static_cast<size_t>(work.mesh()) * 2 * work.cluster.blocks * Work::kQuads;
     start = GridCount(*arrivals).load(cuda::memory_order_relaxed) & 0xffff0000;
     const int turn = start >> 16 & 1;
-    totals = all_totals + (turn * work.blocks + work.rank) * Work::kQuads;
-    next_totals = all_totals + ((turn ^ 1) * work.blocks + work.rank) * Work::kQuads;
+    totals = all_totals + (turn * work.cluster.blocks + work.cluster.rank) * Work::kQuads;
+    next_totals =
+        all_totals + ((turn ^ 1) * work.cluster.blocks + work.cluster.rank) * Work::kQuads;
   }
   __device__ bool all_have_arrived() const {
     return GridCount(*arrivals).load(cuda::memory_order_acquire) - start >= groups;
@@ -185,66 +195,66 @@ __device__ __forceinline__ uint64_t basis_policy(const Work& work, int t) {
   return behind > 0 && behind <= cached ? evict_last() : evict_first();
 }
 
-/// Asks for a tile of x, whose stage it announces: the basis will come, too.
-template <typename Work>
-__device__ __forceinline__ void load_x(const Work& work, int t) {
-  const int s = t % Work::kStages, row = work.row_of(t);
-  barrier_arrive_expect(&work.shared.full[s], work.kFirstBytes);
-  // x is not needed again, the basis is.
-  for (int box = 0; box < work.shared.kBoxes; ++box) {
-    load_box<Work::kBatch>(&work.shared.x[s].boxes[box], &work.maps.x, work.mesh(), row,
-                           work.col0() + kBoxCols * box, &work.shared.full[s], evict_first());
-  }
-}
-
+/// A thread prepares what the block waits at. Both consumers of all blocks give a stage back.
 template <typename Work>
 __device__ __forceinline__ void prepare_barriers(const Work& work) {
-  for (int s = 0; s < Work::kStages; ++s) {
-    barrier_init(&work.shared.full[s], 1);
-    barrier_init(&work.shared.empty[s], 2 * work.blocks);
-  }
   barrier_init(&work.shared.spare, kSpareThreads);
   barrier_init(&work.shared.met, 1);
-  barrier_init_fence();
+  prepare(work.shared.pipeline, 2 * work.cluster.blocks);
+}
+
+/// Starts the copies of a tile of x to a stage. x is not needed again, the basis is.
+template <typename Work>
+__device__ __forceinline__ void load_x(const Work& work, int t, int stage, Barrier* arrived) {
+  for (int box = 0; box < Work::kBoxes; ++box) {
+    load_box<Work::kBatch>(&work.shared.x[stage].boxes[box], &work.maps.x, work.mesh(),
+                           work.row_of(t), work.col0() + kBoxCols * box, arrived, evict_first());
+  }
 }
 
 /// 64 rows of the basis with their masses: this block's boxes, for the whole cluster.
 template <typename Work>
-__device__ __forceinline__ void load_basis(const Work& work, int t, uint64_t policy) {
+__device__ __forceinline__ void load_basis(const Work& work, int t, int stage, Barrier* arrived,
+                                           uint64_t policy) {
   auto& shared = work.shared;
-  const int s = t % Work::kStages, row = work.row_of(t);
-  tensor_load(shared.mass[s], &work.maps.mass, work.mass0() - work.mass_shift() + row,
-              &shared.full[s]);
-  for (int box = work.rank; box < shared.kSteps * 64 / kMulticastRows; box += work.blocks) {
+  const int row = work.row_of(t);
+  tensor_load(shared.mass[stage], &work.maps.mass, work.mass0() - work.mass_shift() + row, arrived);
+  for (int box = work.cluster.rank; box < Work::kSteps * 64 / kMulticastRows;
+       box += work.cluster.blocks) {
     const int step = box * kMulticastRows / 64, within = box * kMulticastRows % 64;
-    multicast_box<Work::kBatch>(shared.basis[s][step].row(within), &work.maps.basis, work.mesh(),
-                                row + within, kStepK * step, &shared.full[s],
-                                static_cast<uint16_t>((1 << work.blocks) - 1), policy);
+    multicast_box<Work::kBatch>(shared.basis[stage][step].row(within), &work.maps.basis,
+                                work.mesh(), row + within, kStepK * step, arrived,
+                                work.cluster.all(), policy);
   }
 }
 
-/// The producer's thread loads the tiles of the first product, the first x of which is under way.
+/// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded, which
+/// no other block gets.
 template <typename Work>
-__device__ __forceinline__ void load_forth(const Work& work, Phases<Work::kStages>& empty) {
+__device__ __forceinline__ void put_first_x(const Work& work) {
+  put_first(work.shared.pipeline, Work::kFirstBytes,
+            [&](int stage, Barrier* arrived) { load_x(work, 0, stage, arrived); });
+}
+
+/// The producer's thread loads the tiles of the first product, after put_first_x().
+template <typename Work, class Writer>
+__device__ __forceinline__ void load_forth(const Work& work, Writer& writer) {
+  writer.announced = true;
   for (int t = 0; t < work.tiles; ++t) {
-    if (t >= Work::kStages) {
-      barrier_wait(&work.shared.empty[t % Work::kStages], empty.next(t % Work::kStages));
-    }
-    if (t > 0) load_x(work, t);
-    load_basis(work, t, basis_policy(work, t));
+    writer.put(Work::kFirstBytes, [&](int stage, Barrier* arrived) {
+      if (t > 0) load_x(work, t, stage, arrived);
+      load_basis(work, t, stage, arrived, basis_policy(work, t));
+    });
   }
 }
 
-/// And then those of the second product, in reverse, without the last kKept, which are still there.
-template <int kKept, typename Work>
-__device__ __forceinline__ void load_back(const Work& work, Phases<Work::kStages>& empty) {
-  for (int t = work.tiles - 1 - kKept; t >= 0; --t) {
-    const int s = t % Work::kStages;
-    if (kKept > 0 || t + Work::kStages < work.tiles) {
-      barrier_wait(&work.shared.empty[s], empty.next(s));
-    }
-    barrier_arrive_expect(&work.shared.full[s], work.kBasisBytes);
-    load_basis(work, t, evict_first());
+/// And then those of the second product, in reverse, without the last `kept`, which are still there.
+template <typename Work, class Writer>
+__device__ __forceinline__ void load_back(const Work& work, Writer writer, int kept) {
+  for (int t = work.tiles - 1 - kept; t >= 0; --t) {
+    writer.put(Work::kBasisBytes, [&](int stage, Barrier* arrived) {
+      load_basis(work, t, stage, arrived, evict_first());
+    });
   }
 }
 
@@ -254,7 +264,7 @@ __device__ __forceinline__ void load_back(const Work& work, Phases<Work::kStages
 template <typename Work, typename Visit>
 __device__ __forceinline__ void visit_quads(const Work& work, Visit visit) {
   const int thread = kSpareThreads * work.group + static_cast<int>(threadIdx.x) - 32;
-  for (int i = thread; i < work.kQuads; i += kSpareThreads * work.groups) visit(i);
+  for (int i = thread; i < Work::kQuads; i += kSpareThreads * work.groups) visit(i);
 }
 
 template <typename Work>
@@ -395,18 +405,11 @@ __device__ __forceinline__ void damping_factors(const Work& work, SpectrumShare<
   }
 }
 
-/// Gives a stage back, in all blocks of the cluster: they fill it together.
-template <typename Work>
-__device__ __forceinline__ void release_stage(const Work& work, int s) {
-  const int thread = threadIdx.x % 128;
-  if (thread < work.blocks) barrier_arrive(&work.shared.empty[s], thread);
-}
-
 /// The masses of rows `row` and row + 1 of tile t; outside of the mesh zeros, which in a batch the
 /// copy only leaves behind the last one.
 template <typename Work>
-__device__ __forceinline__ unsigned two_masses(const Work& work, int t, int row) {
-  const __nv_bfloat16* masses = work.shared.mass[t % Work::kStages] + row;
+__device__ __forceinline__ unsigned two_masses(const Work& work, int t, int stage, int row) {
+  const __nv_bfloat16* masses = work.shared.mass[stage] + row;
   if constexpr (Work::kBatch) {
     masses += work.mass_shift();
     const int64_t left = work.operands.V - work.row_of(t) - row;
@@ -417,72 +420,50 @@ __device__ __forceinline__ unsigned two_masses(const Work& work, int t, int row)
   }
 }
 
-/// The left factor's fragments for one tile: the basis, transposed, and forward multiplied by the
-/// masses.
-template <Pass kPass, typename Work>
-__device__ __forceinline__ void load_transposed_basis(const Work& work, int t,
-                                                      uint32_t (&a)[Work::kTiles][4][4]) {
-  const int s = t % Work::kStages, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < Work::kTiles; ++m) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int row = 16 * k + lane / 16 * 8 + lane % 8, piece = 2 * warp + lane / 8 % 2;
-      ldmatrix_x4_trans(
-          a[m][k],
-          &work.shared.basis[s][Work::kTiles * consumer() + m].elements[swizzled(row, piece)]);
-      if constexpr (kPass == Pass::forward) {
-        const int v = 16 * k + 2 * (lane % 4);
-        a[m][k][0] = multiply2(a[m][k][0], two_masses(work, t, v));
-        a[m][k][1] = multiply2(a[m][k][1], two_masses(work, t, v));
-        a[m][k][2] = multiply2(a[m][k][2], two_masses(work, t, v + 8));
-        a[m][k][3] = multiply2(a[m][k][3], two_masses(work, t, v + 8));
-      }
-    }
-  }
-}
-
-/// First product: this block's share of basis^T (mass x).
-template <Pass kPass, typename Work>
+/// First product: this block's share of basis^T (mass x). The left factor is the basis, transposed,
+/// and forward multiplied by the masses. The last stages are kept for the second product.
+template <Pass kPass, typename Work, class Reader>
 __device__ __forceinline__ void project(const Work& work, SpectrumShare<Work>& share,
-                                        Phases<Work::kStages>& full) {
-  for (int t = 0; t < work.tiles; ++t) {
-    const int s = t % Work::kStages;
-    barrier_wait(&work.shared.full[s], full.next(s));
-    uint32_t a[Work::kTiles][4][4];
-    load_transposed_basis<kPass>(work, t, a);
-    wgmma_fence();
+                                        Reader& reader) {
+  for (int t = 0; t < work.tiles; ++t, reader.next()) {
+    const int stage = reader.wait();
+    LeftFragments<__nv_bfloat16> left[Work::kTiles];
 #pragma unroll
     for (int m = 0; m < Work::kTiles; ++m) {
+      left[m] = work.shared.basis[stage][Work::kTiles * consumer() + m].load_transposed_fragments();
+    }
+    if constexpr (kPass == Pass::forward) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        wgmma<__nv_bfloat16>(share.sum[m].elements, a[m][k], work.shared.x[s].operand(k),
-                             t > 0 || k > 0);
+      for (int i = 0; i < 4 * kSlices; ++i) {
+        const unsigned masses = two_masses(work, t, stage, left[0].k(i / 4, i % 4));
+#pragma unroll
+        for (int m = 0; m < Work::kTiles; ++m) {
+          left[m].slices[i / 4][i % 4] = multiply2(left[m].slices[i / 4][i % 4], masses);
+        }
       }
     }
-    wgmma_commit();
+    start_products(share.sum, left, work.shared.x[stage], t > 0);
     wgmma_wait<0>();
-    if (t + Work::kStages < work.tiles) release_stage(work, s);
+    if (t + Work::kStages < work.tiles) reader.give_back();
   }
 }
 
 /// The number of the quad of the thread's elements 4 j to 4 j + 3 of tile m.
 template <typename Work>
-__device__ __forceinline__ int quad_of(const Work& work, int m, int j) {
+__device__ __forceinline__ int quad_of(int m, int j) {
   const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  return ((4 * (work.kTiles * consumer() + m) + warp) * Work::kColumns / 8 + j) * 32 + lane;
+  return ((4 * (Work::kTiles * consumer() + m) + warp) * Work::kColumns / 8 + j) * 32 + lane;
 }
 
 /// Adds the share to the sum of all.
 template <typename Work>
-__device__ __forceinline__ void add_to_totals(const Work& work, const SpectrumShare<Work>& share,
-                                              float4* totals) {
+__device__ __forceinline__ void add_to_totals(const SpectrumShare<Work>& share, float4* totals) {
 #pragma unroll
   for (int m = 0; m < Work::kTiles; ++m) {
 #pragma unroll
     for (int j = 0; j < Work::kColumns / 8; ++j) {
       const float* four = share.sum[m].elements + 4 * j;
-      atomicAdd(totals + quad_of(work, m, j), make_float4(four[0], four[1], four[2], four[3]));
+      atomicAdd(totals + quad_of<Work>(m, j), make_float4(four[0], four[1], four[2], four[3]));
     }
   }
 }
@@ -516,7 +497,7 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
   auto& shared = work.shared;
   constexpr int kQuads = Work::kColumns / 8;
   float4 sums[Work::kTiles * kQuads];
-  totals.take(sums, [&](int k) { return quad_of(work, k / kQuads, k % kQuads); });
+  totals.take(sums, [&](int k) { return quad_of<Work>(k / kQuads, k % kQuads); });
 #pragma unroll
   for (int m = 0; m < Work::kTiles; ++m) {
 #pragma unroll
@@ -530,7 +511,7 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
       four[3] = factor[3] * total.w;
     }
 #pragma unroll
-    for (int box = 0; box < shared.kBoxes; ++box) {
+    for (int box = 0; box < Work::kBoxes; ++box) {
       share.sum[m].store(shared.second.spectrum[Work::kTiles * consumer() + m].boxes[box],
                          kBoxCols * box, [&](int i) { return share.sum[m].elements[i]; });
     }
@@ -538,8 +519,8 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
   shared_fence();
   named_barrier(kConsumersBarrier, kConsumers);
   if (kPass == Pass::forward && work.group == 0 && threadIdx.x == 128) {
-    for (int step = 0; step < shared.kSteps; ++step) {
-      for (int box = 0; box < shared.kBoxes; ++box) {
+    for (int step = 0; step < Work::kSteps; ++step) {
+      for (int box = 0; box < Work::kBoxes; ++box) {
         store_box<Work::kBatch>(&work.maps.spectral, work.mesh(), kStepK * step,
                                 work.col0() + kBoxCols * box,
                                 &shared.second.spectrum[step].boxes[box], evict_normal());
@@ -549,34 +530,34 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
   }
 }
 
-/// Second product, over the same tiles in reverse; the last kKept of them are in shared memory.
-template <Pass kPass, int kKept, typename Work>
-__device__ __forceinline__ void expand(const Work& work, Phases<Work::kStages>& full) {
+/// Second product, over the same tiles in reverse. A consumer takes every other stage, so that it
+/// sees all rounds of its own.
+template <Pass kPass, typename Work, class Reader>
+__device__ __forceinline__ void expand(const Work& work, Reader reader) {
   auto& shared = work.shared;
   const int thread = threadIdx.x % 128;
   Sum<Work::kColumns> sum;
-  for (int t = work.tiles - 1; t >= 0; --t) {
-    const int s = t % Work::kStages;
-    if (s % 2 != consumer()) continue;
-    if (kKept == 0 || t + Work::kStages < work.tiles) barrier_wait(&shared.full[s], full.next(s));
+  for (int t = work.tiles - 1; t >= 0; --t, reader.next()) {
+    if (reader.ring.stage % 2 != consumer()) continue;
+    const int stage = reader.wait();
     float above = 1, below = 1;
     if constexpr (kPass == Pass::backward) {
-      above = __bfloat162float(shared.mass[s][work.mass_shift() + sum.row(0)]);
-      below = __bfloat162float(shared.mass[s][work.mass_shift() + sum.row(2)]);
+      above = __bfloat162float(shared.mass[stage][work.mass_shift() + sum.row(0)]);
+      below = __bfloat162float(shared.mass[stage][work.mass_shift() + sum.row(2)]);
     }
 #pragma unroll
-    for (int step = 0; step < shared.kSteps; ++step) {
-      sum.start_product(shared.basis[s][step], 0, shared.second.spectrum[step], step > 0);
+    for (int step = 0; step < Work::kSteps; ++step) {
+      sum.start_product(shared.basis[stage][step].rows(0), shared.second.spectrum[step], step > 0);
     }
     wgmma_wait<0>();
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
     if (t >= Work::kStages) {                           // for both consumers
-      release_stage(work, s);
-      release_stage(work, s);
+      reader.give_back();
+      reader.give_back();
     }
 #pragma unroll
-    for (int box = 0; box < shared.kBoxes; ++box) {
+    for (int box = 0; box < Work::kBoxes; ++box) {
       sum.store(shared.second.out[consumer()][box], kBoxCols * box,
                 [&](int i) { return (i / 2 % 2 ? below : above) * sum.elements[i]; });
     }
@@ -585,7 +566,7 @@ __device__ __forceinline__ void expand(const Work& work, Phases<Work::kStages>& 
     if (thread == 0) {
       // The result shall not drive the basis out of the cache while the basis is still read.
       const uint64_t policy = t >= Work::kStages ? evict_first() : evict_normal();
-      for (int box = 0; box < shared.kBoxes; ++box) {
+      for (int box = 0; box < Work::kBoxes; ++box) {
         store_box<Work::kBatch>(&work.maps.out, work.mesh(), work.row_of(t),
                                 work.col0() + kBoxCols * box, &shared.second.out[consumer()][box],
                                 policy);
