@@ -51,6 +51,14 @@ OTHERS = {
         (r"of\.first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
     ],
+    # A stage of the first product that is given back although the second one reads it; one of the second
+    # that never is; x of the first tile, loaded twice; tiles that are loaded although they are there.
+    "one_launch": [
+        (r"if \((t \+ Work::kStages < work\.tiles)\) reader", "true"),
+        (r"if \((t >= Work::kStages)\) \{", "false"),
+        (r"if \((t > 0)\) load_x", "true"),
+        (r"work\.tiles - 1 - (kept)", "0"),
+    ],
     GPUS: [
         (r"if \((!missing)\) return", "true"),
         (r"if \((are_two\(\))\) add\(sums", "false"),
