@@ -27,7 +27,9 @@ struct AcrossK {
   using Element = T;
   static constexpr bool kRowMajor = true;  // as a right factor
   uint64_t first;
-  __device__ uint64_t operand(int slice) const { return first + 128 * slice; }
+  __device__ uint64_t operand(int slice) const { return further(first, 128 * slice); }
+  /// From `row` on, a multiple of 8, counted from here.
+  __device__ AcrossK from(int row) const { return {further(first, 8 * row)}; }
 };
 #endif
 
@@ -49,11 +51,11 @@ struct alignas(1024) Box {
 #endif
 };
 
-/// Fragments of a left factor in the registers of a warpgroup: 64 rows, 128 bytes of k.
-template <typename T>
+/// Fragments of a left factor in the registers of a warpgroup: 64 rows, kCount slices of k.
+template <typename T, int kCount = kSlices>
 struct LeftFragments {
   using Element = T;
-  uint32_t slices[kSlices][4];
+  uint32_t slices[kCount][4];
   __device__ const uint32_t (&operand(int slice) const)[4] { return slices[slice]; }
   /// Of 2 bytes: the k of a register's first element; the second one's is the next.
   __device__ static int k(int slice, int i) { return 16 * slice + i / 2 * 8 + threadIdx.x % 4 * 2; }
@@ -67,7 +69,12 @@ struct AlongK {
   using Element = T;
   static constexpr bool kRowMajor = false;  // as a right factor
   uint64_t first;
-  __device__ uint64_t operand(int slice) const { return first + 2 * slice; }
+  __device__ uint64_t operand(int slice) const { return further(first, 2 * slice); }
+  /// The same of the tile behind this one, if both have kRows rows.
+  template <int kRows>
+  __device__ AlongK next_tile() const {
+    return {further(first, 8 * kRows)};
+  }
 };
 #endif
 
@@ -166,7 +173,9 @@ struct RightTile {
   Box<T, kStepK> boxes[kBoxes];
 #if HOPPER_CODE
   /// All columns, 16 of k from 16 `slice` on, for wgmma: 2048 bytes further each.
-  __device__ uint64_t operand(int slice) const { return descriptor_b(boxes, kStepK) + 128 * slice; }
+  __device__ uint64_t operand(int slice) const {
+    return further(descriptor_b(boxes, kStepK), 128 * slice);
+  }
 #endif
 };
 
@@ -182,7 +191,7 @@ __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left&
   if constexpr (std::is_same_v<T, float>) {
     static_assert(!Right::kRowMajor, "wgmma takes TF32 only contiguous along k");
     wgmma_tf32(sum, left.operand(slice), right.operand(slice), add);
-  } else if constexpr (std::is_same_v<Left, LeftFragments<T>>) {
+  } else if constexpr (!std::is_same_v<decltype(left.operand(slice)), uint64_t>) {  // registers
     static_assert(Right::kRowMajor);
     wgmma<T>(sum, left.operand(slice), right.operand(slice), add);
   } else {
@@ -217,13 +226,13 @@ struct Sum {
   __device__ static int col(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 #if HOPPER_CODE
-  /// Starts to add (or, if not `add`, to assign) the product of 64 rows, `left`, by `right`, as one
-  /// group of wgmma: see multiply_slice().
-  template <class Left, class Right>
+  /// Starts to add (or, if not `add`, to assign) the product of 64 rows, `left`, by `right`, kCount
+  /// slices of each, as one group of wgmma: see multiply_slice().
+  template <int kCount = kSlices, class Left, class Right>
   __device__ __forceinline__ void start_product(const Left& left, const Right& right, bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
+    for (int slice = 0; slice < kCount; ++slice) {
       multiply_slice(elements, left, right, slice, add || slice > 0);
     }
     wgmma_commit();
