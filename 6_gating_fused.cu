@@ -309,6 +309,9 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // How x comes and how out leaves depends on K and H (Plan; operators/gating/rows.cuh): in boxes, as
 // whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
 // 16 rows of a tile and does not wait for the other three.
+//
+// Two things differ from the pipeline of lesson 3's product: the right factor is not in its stages but
+// stays beside them, and how many stages a team has is known at run time only.
 template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,
@@ -320,30 +323,26 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   const ResidentShared<Plan> shared(memory, plan);
   const int tiles = (in.M + 63) / 64, stride = kTeams * gridDim.x;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < kTeams * plan.stages; ++s) {
-      barrier_init(&shared.full[s], 1);
-      barrier_init(&shared.empty[s], 4 * kTeam);  // the team's warps
-    }
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) prepare(shared.stages, TeamWarps::kReleases * kTeam);
   __syncthreads();
 
-  StageRing ring{plan.stages};
   if (warp_of_block() < 4) {
     registers_shrink_to<24>();
     if (warp_of_block() != 0 || !elect_one()) return;
+    Ring ring{plan.stages};
     for (int first = blockIdx.x; first < tiles; first += stride) {
-      const StageRing start = ring;
+      const Ring start = ring;
       for (int team = 0; team < kTeams; ++team) {
         const int tile = first + team * gridDim.x;
         if (tile >= tiles) break;
-        ring = start;  // each team's own stages are as far as every other's
-        for (int s = 0; s < x.stages; ++s, ring.advance()) {
-          const int stage = team * plan.stages + ring.stage;
-          barrier_wait(&shared.empty[stage], ring.parity ^ 1);
-          x.load(shared.stages + stage * plan.stage_bytes, 64 * tile, s, &shared.full[stage]);
+        const ResidentStages stages = shared.stages.of_team(team, plan.stages);
+        Writer writer(stages);
+        writer.ring = start;  // each team's own stages are as far as every other's
+        for (int s = 0; s < x.stages; ++s) {
+          writer.put(x.bytes(64 * tile, s),
+                     [&](char* stage, Barrier* arrived) { x.load(stage, 64 * tile, s, arrived); });
         }
+        ring = writer.ring;
       }
     }
   } else {
@@ -352,28 +351,25 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
     const int col0 = blockIdx.y * plan.panels * kWidth;
     const int room = consumer / Plan::kSharers;  // for results
     const ResidentOut<Plan> results{plan, in, out, shared.out + room * plan.out_bytes, room, col0};
-    const auto release = [&](int stage) {
-      if (threadIdx.x % 32 == 0) barrier_arrive(&shared.empty[stage]);
-    };
+    const ResidentStages stages = shared.stages.of_team(team, plan.stages);
+    const TeamWarps warps;
+    Reader reader(stages, warps);
     shared.W.template load<128 * kConsumers>(in, x, col0, plan.panels, threadIdx.x - 128);
     named_barrier(15, 128 * kConsumers);  // ResidentOut::meet has 1 to 8
     for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
-      const StageRing start = ring;
+      const Ring start = reader.ring;
       for (int panel = consumer % kTeam; panel < plan.panels; panel += kTeam) {
-        const bool last = panel + kTeam >= plan.panels;  // until then the stages are kept
-        int previous = 0;
+        const bool keep = panel + kTeam < plan.panels;  // the next panel reads the same stages
         Sum<2 * kWidth> sum;
         shared.W.start(sum, panel);
-        ring = start;
-        for (int s = 0; s < x.stages; ++s, ring.advance()) {
-          const int stage = team * plan.stages + ring.stage;
-          barrier_wait(&shared.full[stage], ring.parity);
-          x.add_product(sum, shared.stages + stage * plan.stage_bytes, s, shared.W.operand(panel));
-          if (last && s > 0) release(previous);
-          previous = stage;
+        reader.ring = start;
+        for (int s = 0; s < x.stages; ++s) {
+          const auto multiply = [&](const char* stage, bool) {
+            x.start_product(sum, stage, s, shared.W.panel(panel));
+          };
+          reader.take(multiply, keep);
         }
-        wgmma_wait<0>();
-        if (last) release(previous);
+        reader.finish(keep);
         results.put(sum, 64 * tile, panel);
       }
     }

@@ -103,8 +103,9 @@ HARMLESS = {
             "wgmma_wait() has said that the products of all four warps are done",
     },
     "6_gating_fused": {
-        ("load", "wgmma_commit() without", 0):
-            "the product of the biases is then in one group with the first slices of x",
+        **{("start_groups", f"wgmma_wait<0>() {change}", 0):
+            "the CPU backend reads the left factor's registers when a product starts"
+           for change in ("with + 1", "without")},
         ("meet", "__syncwarp() without", 1):
             "since the last panel was copied the warp has met at wgmma's instructions",
     },

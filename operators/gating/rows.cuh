@@ -9,7 +9,7 @@
 
 #include "operators/gating/gating.h"
 #include "primitives/async_copy.cuh"
-#include "primitives/hopper/tiles.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 
 namespace operators::gating {
@@ -59,12 +59,6 @@ struct Gate {
   }
 };
 
-/// A descriptor for what lies `by` 16-byte pieces further on in shared memory. Only its lower half
-/// changes, which takes half the instructions of an addition of 64 bits.
-__device__ inline uint64_t further(uint64_t descriptor, uint32_t by) {
-  return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + by);
-}
-
 // ---- the weights --------------------------------------------------------------------------------
 
 /// A block's columns of both weights in shared memory, in panels of kWidth columns of out. In each
@@ -111,40 +105,40 @@ struct ResidentWeights {
     copy_async_wait<0>();
     shared_fence();
   }
-  /// A panel's first 16 rows, for wgmma; the next 16 are 128 pieces further.
-  __device__ uint64_t operand(int panel) const {
-    return descriptor_b(elements + panel * kBoxes * rows * kBoxCols, rows);
+  /// A panel, for wgmma.
+  __device__ AcrossK<half> panel(int number) const {
+    return {descriptor_b(elements + number * kBoxes * rows * kBoxCols, rows)};
   }
   /// Starts a sum with the biases: with the product of the last 16 rows and of a left factor that
   /// has ones in its first column, zeros in the others, and is in registers. So no thread loads or
   /// adds a bias.
-  __device__ void start(Sum<2 * kWidth>& sum, int panel) const {
-    const uint32_t one_zero = threadIdx.x % 4 == 0 ? 0x3c00 : 0;
-    const uint32_t ones[4] = {one_zero, one_zero, 0, 0};
-    wgmma_fence();
-    wgmma<half>(sum.elements, ones, further(operand(panel), 8 * (rows - 16)), false);
-    wgmma_commit();
+  __device__ void start(Sum<2 * kWidth>& sum, int number) const {
+    const uint32_t one_zero = Sum<8>::col(0) == 0 ? 0x3c00 : 0;
+    const LeftFragments<half, 1> ones = {{{one_zero, one_zero, 0, 0}}};
+    sum.template start_product<1>(ones, panel(number).from(rows - 16), false);
   }
 };
 
-/// sum += x W, for `count` slices of 16 columns of x and rows of W, 4 at most. `left` has
-/// slices<kCount>(), the first of x for wgmma; W is where the first of its rows is. At most
-/// kInFlight groups of products are still under way then.
-template <int kInFlight, int kColumns, class Left>
-__device__ void add_slices(Sum<kColumns>& sum, const Left& left, uint64_t W, int count) {
-  const auto add = [&]<int kCount>() {
-    const auto slices = left.template slices<kCount>();
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      wgmma<half>(sum.elements, slices.of[i], further(W, 128 * i), true);
-    }
-    wgmma_commit();
-    wgmma_wait<kInFlight>();
+/// Starts sum += x W, for `count` slices of 16 columns of x and rows of W, in groups of 4. `left`
+/// has slices<kCount>(), the first of x for wgmma, and advance(), to the next 4.
+template <int kColumns, class Left>
+__device__ __forceinline__ void start_groups(Sum<kColumns>& sum, Left left, AcrossK<half> W,
+                                             int count) {
+  const auto start = [&]<int kCount>() {
+    sum.template start_product<kCount>(left.template slices<kCount>(), W, true);
+    if constexpr (Left::kInRegisters) wgmma_wait<0>();  // the next slices need these registers
   };
-  if (count >= 4) return add.template operator()<4>();
-  if (count == 3) return add.template operator()<3>();
-  count == 2 ? add.template operator()<2>() : add.template operator()<1>();
+#pragma unroll 1  // otherwise the compiler makes 2.4 KB more of it
+  for (; count > 0; count -= 4) {
+    if (count >= 4) {
+      start.template operator()<4>();
+    } else if (count == 3) {
+      start.template operator()<3>();
+    } else {
+      count == 2 ? start.template operator()<2>() : start.template operator()<1>();
+    }
+    left.advance(), W = W.from(64);
+  }
 }
 #endif
 
@@ -175,40 +169,35 @@ struct BoxedRows {
   }
 
 #if HOPPER_CODE
-  /// Stage number `stage` of the tile of 64 rows from `row` on.
+  /// Bytes of stage number `stage` of the tile of 64 rows from `row` on, and their copies.
+  __device__ int bytes(int, int stage) const {
+    return min(stage_boxes, boxes - stage * stage_boxes) * static_cast<int>(sizeof(Tile));
+  }
   __device__ void load(char* to, int row, int stage, Barrier* arrived) const {
     const int first = stage * stage_boxes, count = min(stage_boxes, boxes - first);
-    barrier_arrive_expect(arrived, count * sizeof(Tile));
     for (int i = 0; i < count; ++i) {
       tensor_load(to + i * sizeof(Tile), &map, row, kStepK * (first + i), arrived);
     }
   }
-  /// Adds the product of that stage, which is at `from`; W is where the weights' first rows are.
+  /// Starts to add the product of that stage, which is at `from`, by a panel of the weights.
   template <int kColumns>
-  __device__ void add_product(Sum<kColumns>& sum, const char* from, int stage, uint64_t W) const {
-    const int first = kStepK / 16 * stage_boxes * stage;
-    Left left{descriptor_a(from)};
-    W = further(W, 128 * first);
-    for (int there = min(kStepK / 16 * stage_boxes, slices - first); there > 0; there -= 4) {
-      add_slices<1>(sum, left, W, there);
-      left.first = further(left.first, sizeof(Tile) / 16), W = further(W, 4 * 128);
-    }
+  __device__ __forceinline__ void start_product(Sum<kColumns>& sum, const char* from, int stage,
+                                                AcrossK<half> W) const {
+    const int first = kSlices * stage_boxes * stage;
+    const Tile* tiles = reinterpret_cast<const Tile*>(from);
+    start_groups(sum, Left{tiles->rows(0)}, W.from(16 * first),
+                 min(kSlices * stage_boxes, slices - first));
   }
 
  private:
   struct Left {
-    uint64_t first;
+    static constexpr bool kInRegisters = false;
+    AlongK<half> tile;
     template <int kCount>
-    struct Slices {
-      uint64_t of[kCount];
-    };
-    template <int kCount>
-    __device__ Slices<kCount> slices() const {
-      Slices<kCount> result;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) result.of[i] = further(first, 2 * i);
-      return result;
+    __device__ const AlongK<half>& slices() const {
+      return tile;
     }
+    __device__ void advance() { tile = tile.next_tile<64>(); }
   };
 #endif
 };
@@ -245,20 +234,15 @@ struct LooseRows {
   }
 
 #if HOPPER_CODE
-  __device__ void load(char* to, int row, int, Barrier* arrived) const {
-    const int bytes = min(64, M - row) * K * 2;
-    barrier_arrive_expect(arrived, bytes);
-    bulk_load(to, x + static_cast<size_t>(row) * K, bytes, arrived);
+  __device__ int bytes(int row, int) const { return min(64, M - row) * K * 2; }
+  __device__ void load(char* to, int row, int stage, Barrier* arrived) const {
+    bulk_load(to, x + static_cast<size_t>(row) * K, bytes(row, stage), arrived);
   }
   template <int kColumns>
-  __device__ void add_product(Sum<kColumns>& sum, const char* from, int, uint64_t W) const {
-    const auto add_all = [&](auto left) {
-      for (int there = (K + 15) / 16; there > 0; there -= 4) {
-        add_slices<0>(sum, left, W, there);
-        left.advance(), W = further(W, 4 * 128);
-      }
-    };
-    K % 2 == 0 ? add_all(Left<false>(from, K)) : add_all(Left<true>(from, K));
+  __device__ __forceinline__ void start_product(Sum<kColumns>& sum, const char* from, int,
+                                                AcrossK<half> W) const {
+    const auto start = [&](auto left) { start_groups(sum, left, W, (K + 15) / 16); };
+    K % 2 == 0 ? start(Left<false>(from, K)) : start(Left<true>(from, K));
   }
 
  private:
@@ -266,13 +250,13 @@ struct LooseRows {
   /// row starts in the middle of 4 bytes, and there two neighbours come from two words.
   template <bool kOdd>
   struct Left {
+    static constexpr bool kInRegisters = true;
     const uint32_t* rows[2];  ///< the words that have the first elements of its two rows
     int shift;                ///< bits of the first word that are not the row's
     int left;                 ///< elements of a row from there on
 
     __device__ Left(const char* tile, int K) {
-      const unsigned thread = threadIdx.x % 128;
-      const unsigned first = (thread / 32 * 16 + thread % 32 / 4) * K, second = first + 8 * K;
+      const unsigned first = Sum<64>::row(0) * K, second = first + 8 * K;
       rows[0] = reinterpret_cast<const uint32_t*>(tile) + first / 2;
       rows[1] = reinterpret_cast<const uint32_t*>(tile) + second / 2;
       shift = first % 2 * 16;
@@ -282,12 +266,8 @@ struct LooseRows {
     __device__ void advance() { rows[0] += 32, rows[1] += 32, left -= 64; }
 
     template <int kCount>
-    struct Slices {
-      uint32_t of[kCount][4];
-    };
-    template <int kCount>
-    __device__ Slices<kCount> slices() const {
-      Slices<kCount> result;
+    __device__ LeftFragments<half, kCount> slices() const {
+      LeftFragments<half, kCount> result;
 #pragma unroll
       for (int at = 0; at + 2 <= kCount; at += 2) take<2>(result, at);
       if constexpr (kCount % 2 == 1) take<1>(result, kCount - 1);
@@ -298,7 +278,7 @@ struct LooseRows {
     /// Takes `kSlices` slices from number `at` on. If they are the last, what is beyond K becomes
     /// zeros.
     template <int kSlices, int kCount>
-    __device__ void take(Slices<kCount>& to, int at) const {
+    __device__ void take(LeftFragments<half, kCount>& to, int at) const {
       constexpr int kPairs = 2 * kSlices, kStep = kOdd ? 1 : 4;  // words to a thread's next pair
       const int own = threadIdx.x % 4 * (kOdd ? kPairs : 1), there = left - 16 * at - 2 * own;
 #pragma unroll
@@ -314,7 +294,7 @@ struct LooseRows {
             const int last = there - 2 * kStep * i;
             pair &= last > 1 ? 0xffffffff : last == 1 ? 0xffff : 0;
           }
-          to.of[at + i / 2][r + 2 * (i % 2)] = pair;
+          to.slices[at + i / 2][r + 2 * (i % 2)] = pair;
         }
       }
     }
@@ -430,28 +410,44 @@ template <class Rows, int kWidth, int kConsumers, int kTeam = 1>
 using InPanels = ResidentPlan<Rows, kWidth, kConsumers, Out::panels, kTeam>;
 
 #if HOPPER_CODE
-/// What a plan has in shared memory, each thing at its place.
-template <class Plan>
-struct ResidentShared {
-  char *out, *stages;
-  ResidentWeights<Plan::kWidth> W;
+/// A pipeline of `count` stages of x, `bytes` bytes each: a team's, or those of all teams.
+struct ResidentStages {
+  static constexpr int kStages = 0, kTurns = 0;  // the number is known at run time
+  char* memory;
+  int bytes, count;
   Barrier *full, *empty;
 
-  __device__ ResidentShared(char* memory, const Plan& plan)
-      : out(memory + plan.weight_bytes()),
-        stages(out + Plan::kConsumers / Plan::kSharers * plan.out_bytes),
-        W{reinterpret_cast<half*>(memory), plan.rows} {
-    const int count = Plan::kTeams * plan.stages;
-    full = reinterpret_cast<Barrier*>(stages + count * plan.stage_bytes);
-    empty = full + count;
+  __device__ int turns() const { return count; }
+  __device__ int stages() const { return count; }
+  __device__ char* stage(int turn) const { return memory + turn * bytes; }
+  /// Of all teams' stages those of a team, which has `own`.
+  __device__ ResidentStages of_team(int team, int own) const {
+    const int first = team * own;
+    return {stage(first), bytes, own, full + first, empty + first};
   }
 };
 
-/// Where a team, or the producer for it, stands among its `count` stages.
-struct StageRing {
-  int count, stage = 0, parity = 0;
-  __device__ void advance() {
-    if (++stage == count) stage = 0, parity ^= 1;
+/// Who gives a stage back: each warp of a team for itself.
+struct TeamWarps {
+  static constexpr int kReleases = 4;  // of a consumer
+  __device__ void release(Barrier& empty) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(&empty);
+  }
+};
+
+/// What a plan has in shared memory, each thing at its place.
+template <class Plan>
+struct ResidentShared {
+  char* out;
+  ResidentWeights<Plan::kWidth> W;
+  ResidentStages stages;  ///< of all teams
+
+  __device__ ResidentShared(char* memory, const Plan& plan)
+      : out(memory + plan.weight_bytes()), W{reinterpret_cast<half*>(memory), plan.rows} {
+    const int count = Plan::kTeams * plan.stages;
+    char* const x = out + Plan::kConsumers / Plan::kSharers * plan.out_bytes;
+    Barrier* const barriers = reinterpret_cast<Barrier*>(x + count * plan.stage_bytes);
+    stages = {x, plan.stage_bytes, count, barriers, barriers + count};
   }
 };
 
