@@ -310,8 +310,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
 // 16 rows of a tile and does not wait for the other three.
 //
-// Two things differ from the pipeline of lesson 3's product: the right factor is not in its stages but
-// stays beside them, and how many stages a team has is known at run time only.
+// Two things differ from the pipeline of lesson 3's product: the right factor is not in its stages
+// but stays beside them, and how many stages a team has is known at run time only.
 template <class Plan>
 __global__ void __launch_bounds__(Plan::kThreads, 1)
     gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,

@@ -8,8 +8,8 @@
 //                    stage before, whose products are done by then
 //
 // This is the only place where a thread waits for a stage, fills it, or gives it back. A pipeline
-// is anything with stages(), turns(), stage(turn) and the barriers full[] and empty[]: Pipeline is one
-// that has its stages itself. Of one with kTurns == kStages a turn is a stage; both are 0 where the
+// is anything with stages(), turns(), stage(turn) and the barriers full[] and empty[]: Pipeline is
+// one that has its stages itself. If kTurns == kStages, a turn is a stage; both are 0 where the
 // number of stages is known at run time. Who tells whom that a stage is empty is up to `blocks`, a
 // BlockGrid or BlockRow (primitives/hopper/block_grid.cuh).
 #pragma once
