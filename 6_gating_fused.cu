@@ -390,7 +390,6 @@ struct GateEpilogue {
   const half *b1, *b2;
 
 #if HOPPER_CODE
-  __device__ void prefetch_map() const { out.prefetch_map(); }
   template <int kCols, int kBoxes>
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
                              const Outbox<half, kBoxes>& box) const {

@@ -94,7 +94,6 @@ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col, std:
   const int coordinates[2] = {col, row};
   cuda_cpu::tensor_load(to, map, 2, coordinates, barrier, 0, site);
 }
-inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l2(const CUtensorMap*, int, int) {}
 inline std::uint64_t evict_first() { return 0; }
 inline std::uint64_t evict_last() { return 0; }

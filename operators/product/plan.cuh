@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 #include <vector>
 
+#include "operators/estimate.h"
 #include "operators/operands.h"
 #include "operators/product/product.cuh"
 #include "primitives/launch.h"
@@ -141,52 +141,39 @@ struct ProductPlan {
 };
 
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
-/// there are too many tiles.
-///
-/// What a step, 64 of k, costs was fitted to 6,900 measurements on an H100 (tiles at 1.6 times the
-/// fastest time or better), in nanoseconds. Three things take time; the slowest decides, and where
-/// two are about equal, it is a little more:
-///   - The tensor cores take 2.44 for each column of a tile of 128 rows, up to 3.07 in large
-///     products, which lower the clock; more if wgmma's sum has less than 256 columns.
-///   - The L2 cache takes 1.8 for each piece of 128 bytes that a multiprocessor fetches, if all 132
-///     do; less if fewer do. Where rows are not multiples of 128 bytes, a piece lies on two lines
-///     and takes 2.17, or 2.65 if rows are no multiples of a sector of 32 bytes either.
-///   - A multiprocessor takes 1.1 for each piece that arrives, its own or another block's, because
-///     the tensor cores read shared memory meanwhile (docs/hopper.md); 1.17 for one on two lines,
-///     1.4 for one of five sectors.
-/// To begin and to end takes 5.7 us, 0.35 more with clusters, to share tiles 7 more.
+/// there are too many tiles. Whoever shares a tile hands a sum over through memory, and the other one
+/// waits for it: that takes 10 us.
 template <class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
                                       int64_t stride_b) {
   using T = typename Tile::Element;
-  constexpr int kBytes = sizeof(ProductShared<Tile>);
-  const auto kernel = product<MatrixProduct<Tile, Epilogue>>;
+  using Work = MatrixProduct<Tile, Epilogue>;
+  constexpr int kBytes = sizeof(typename Work::Shared);
+  const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
-
-  constexpr double kArea = Tile::BM / 128.0 * Tile::BN;
-  constexpr double kNarrow = 1 + 0.017 * (256 - Tile::kWide) / 64;
-  const double flops = 2.0 * shape.rows * shape.cols * shape.depth;
-  const double products = kNarrow * (2.44 + 0.63 * std::min(1.0, flops / 1e11)) * kArea;
-  constexpr int kFetched = Tile::kRowsA + kStepK * Tile::Share::kAllBoxes / Tile::kStack;
-  constexpr int kArriving = Tile::BM + kStepK * Tile::Share::kAllBoxes;
-  const auto rows_are = [&](int64_t bytes) {
-    return stride_a * sizeof(T) % bytes == 0 && stride_b * sizeof(T) % bytes == 0;
+  const auto estimate = [&](double rounds, int of_clusters) {
+    const double a = fetched_for_a_line(stride_a * sizeof(T));
+    const double b = fetched_for_a_line(stride_b * sizeof(T));
+    return operators::microseconds(
+        {.rounds = rounds,
+         .steps = 1.0 * shape.depth / kLine<T>,
+         .rows = Tile::BM,
+         .cols = Tile::BN,
+         .shared_lines = Tile::BM + kStepK * Tile::Share::kAllBoxes + Tile::kLinesRead,
+         .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
+         .blocks = 1.0 * of_clusters * Tile::kBlocks,
+         .all = 1.0 * multiprocessors(),
+         .memory_bytes = 1.0 * sizeof(T) *
+                         (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                          1.0 * shape.rows * shape.cols)});
   };
-  const double fetch = rows_are(128) ? 1.8 : rows_are(32) ? 2.17 : 2.65;
-  const double arrive = rows_are(128) ? 1.1 : rows_are(32) ? 1.17 : 1.4;
-  const auto microseconds = [&](double rounds, int of_clusters) {
-    const double fetched = fetch * kFetched * of_clusters * Tile::kBlocks / 132;
-    const double step = std::pow(
-        std::pow(products, 6) + std::pow(fetched, 6) + std::pow(arrive * kArriving, 6), 1 / 6.0);
-    return (Tile::kBlocks == 1 ? 5.7 : 6.05) + rounds * whole.steps * step / 1000;
-  };
-  std::vector<ProductPlan> plans = {{clusters, false, microseconds(whole.rounds, clusters)}};
+  std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
   if (shared.shared > 0) {
-    plans.push_back({capacity, true, 7 + microseconds(1.0 * whole.tiles / capacity, capacity)});
+    plans.push_back({capacity, true, 10 + estimate(1.0 * whole.tiles / capacity, capacity)});
   }
   return plans;
 }

@@ -65,13 +65,11 @@ struct Warpgroups {
 };
 
 /// Each consumer multiplies 64 of 64, 128 or 192 rows; of columns it takes any multiple of 16.
-template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes,
-          int kBlocksAtATime = 1>
+template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
 struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxes>,
                Warpgroups<kRows / 64> {
-  static constexpr int kAtATime = kBlocksAtATime;  // of a multiprocessor
   static constexpr int kOutRows = 64;
-  static constexpr int kWide = kColumns;  // columns of wgmma's sum
+  static constexpr int kLinesRead = Warpgroups<kRows / 64>::kConsumers * (64 + kColumns);  // a step
   using TileSum = Sum<kColumns>;
 
   __host__ __device__ static constexpr int row_of(int consumer) { return 64 * consumer; }
@@ -80,11 +78,6 @@ struct Tiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles, kOutBoxe
   template <class Stage>
   __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
     sum.start_product(stage.a.rows(row_of(consumer)), stage.b, add);
-  }
-  template <class Stage>
-  __device__ static void start_first_product(TileSum& sum, const Stage& stage, int consumer,
-                                             int slices) {
-    sum.start_first_product(stage.a.rows(row_of(consumer)), stage.b, slices);
   }
 #endif
 };
@@ -105,12 +98,12 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
                          Warpgroups<by_rows(kRows, kColumns) ? 2
                                     : kColumns % 128 == 0    ? 2
                                                              : kColumns / 64> {
-  static constexpr int kAtATime = 1;
   static constexpr int kBoxes = kColumns / kBoxCols;
   static constexpr bool kByRows = by_rows(kRows, kColumns);
   static constexpr int kConsumers = TransposedTiles::Warpgroups::kConsumers;
   static constexpr int kSumRows = kByRows ? kRows / 2 : kRows;
-  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers, kWide = kSumRows;
+  static constexpr int kSumBoxes = kByRows ? kBoxes : kBoxes / kConsumers;
+  static constexpr int kLinesRead = kConsumers * kSumBoxes * (64 + kSumRows);  // by wgmma, a step
   static_assert(kColumns % kBoxCols == 0 && kSumRows % 8 == 0 && kSumRows >= 16);
   // That room is two boxes of at most kMost rows. Results leave in as few strips as possible, of
   // kOutRows rows each: a strip waits until the second one before it has left its box.
@@ -132,12 +125,6 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
   __device__ static void start_product(TileSum& sum, const Stage& stage, int consumer, bool add) {
     sum.start_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols, add);
   }
-  template <class Stage>
-  __device__ static void start_first_product(TileSum& sum, const Stage& stage, int consumer,
-                                             int slices) {
-    sum.start_first_product(stage.a.rows(row_of(consumer)), stage.b, col_of(consumer) / kBoxCols,
-                            slices);
-  }
 #endif
 };
 
@@ -157,8 +144,7 @@ template <class Tile>
 struct ProductShared {
   using OutBox = Box<typename Tile::Element, Tile::kOutRows>;
   static constexpr int kOutBytes = Tile::kConsumers * Tile::kOut * sizeof(OutBox);
-  static constexpr int kRoom = (kSharedRoom + 1024) / Tile::kAtATime - 1024;
-  static constexpr int kStages = (kRoom - kOutBytes) / sizeof(typename Tile::Stage);
+  static constexpr int kStages = (kSharedRoom - kOutBytes) / sizeof(typename Tile::Stage);
   Pipeline<typename Tile::Stage, kStages> pipeline;
   OutBox out[Tile::kConsumers][Tile::kOut];
 };
@@ -189,7 +175,6 @@ struct Schedule {
   static constexpr int64_t kMostTiles = 1 << 20;
   ProductShape shape;
   int tile_rows, tile_cols, tiles, steps, clusters, rounds, shared;
-  int last_slices;  ///< of the last step
 
   static constexpr int64_t tiles_of(const ProductShape& of) {
     return ((int64_t{of.rows} + kRows - 1) / kRows) * ((int64_t{of.cols} + kCols - 1) / kCols);
@@ -205,9 +190,7 @@ struct Schedule {
         steps((shape.depth + kStepK - 1) / kStepK),
         clusters(cluster_count),
         rounds((tiles + clusters - 1) / clusters),
-        shared(0),
-        last_slices((shape.depth - kStepK * (steps - 1) + kStepK / kSlices - 1) /
-                    (kStepK / kSlices)) {
+        shared(0) {
     if (tiles_of(of) > kMostTiles) {
       throw Error("a product of " + std::to_string(of.rows) + " rows and " +
                   std::to_string(of.cols) + " columns has " + std::to_string(tiles_of(of)) +
@@ -321,9 +304,6 @@ struct StoreRounded {
   bool aligned;  ///< C's rows to 16 bytes
 
 #if HOPPER_CODE
-  __device__ void prefetch_map() const {
-    if (aligned) primitives::prefetch_map(&map);
-  }
   template <int kCols, int kBoxes>
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
                              const Outbox<T, kBoxes>& out) const {
@@ -489,8 +469,7 @@ struct MatrixProduct {
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
 
-  /// The step in which k ends comes first, then the others from the beginning of k on; but every
-  /// other tile of a cluster is walked from the end of k to its beginning: what the tile before
+  /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile before
   /// it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
   class Copies {
    public:
@@ -501,18 +480,15 @@ struct MatrixProduct {
           pace{of.exchange.pace, static_cast<unsigned>(blocks.clusters)},
           in_step(of.exchange.pace != nullptr && blocks.rank == 0) {}
     __device__ bool next() {
+      k += by;
       if (left == 0) {
         Piece piece;
         if (!pieces.get(piece)) return false;
         left = piece.end - piece.begin;
-        k = (piece.end - 1) * kStepK;
-        next_k = backward ? k - kStepK : piece.begin * kStepK;
-        direction = backward ? -kStepK : kStepK;
+        k = (backward ? piece.end - 1 : piece.begin) * kStepK;
+        by = backward ? -kStepK : kStepK;
         backward = !backward;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
-      } else {
-        k = next_k;
-        next_k += direction;
       }
       --left;
       if (in_step && ++done % Pace::kSteps == 0) pace.next();
@@ -544,7 +520,7 @@ struct MatrixProduct {
     Pace pace;
     const bool in_step;
     bool backward = false;
-    int left = 0, k = 0, next_k = 0, direction = 0, done = 0;
+    int left = 0, k = 0, by = 0, done = 0;
     typename Schedule<Tile>::Place at;
   };
 
@@ -558,18 +534,9 @@ struct MatrixProduct {
           pieces(of.schedule, blocks.cluster),
           out{shared.out[number], number} {}
     __device__ bool next() { return pieces.get(piece); }
-    /// The step in which k ends comes first, see Copies: if it is not whole, only those of its slices
-    /// count that have some of k.
     template <class Reader>
     __device__ void multiply(Sum& sum, Reader& reader) const {
-      const int slices = work.schedule.last_slices;
-      const bool partial = slices < kSlices && piece.end == work.schedule.steps;
-      if (partial) [[unlikely]] {
-        reader.take([&](const Stage& stage, bool) {
-          Tile::start_first_product(sum, stage, consumer, slices);
-        });
-      }
-      for (int step = piece.begin + partial; step < piece.end; ++step) {
+      for (int step = piece.begin; step < piece.end; ++step) {
         reader.take(
             [&](const Stage& stage, bool add) { Tile::start_product(sum, stage, consumer, add); });
       }
@@ -598,9 +565,8 @@ struct MatrixProduct {
 /// Launched with Tile::kBlocks blocks for each cluster. One thread of a block orders copies, and
 /// Tile::kConsumers warpgroups multiply.
 template <class Work>
-__global__ void HOPPER_CLUSTER(Work::Tile::kBlocks)
-    __launch_bounds__(Work::Tile::kThreads, Work::Tile::kAtATime)
-        product(const __grid_constant__ Work work) {
+__global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile::kThreads, 1)
+    product(const __grid_constant__ Work work) {
 #if HOPPER_CODE
   using Tile = typename Work::Tile;
   using Stage = typename Tile::Stage;

@@ -26,11 +26,6 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
-/// Has a tensor map brought to where the copy engine keeps them, before the first copy needs it.
-__device__ inline void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 /// Has the box that tensor_load would copy brought into the L2 cache.
 __device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),

@@ -201,15 +201,6 @@ __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left&
 }
 #endif
 
-/// visit<slices>(), for 1 to 3 slices. (In a loop of as many turns as there are slices the
-/// compiler lets each wgmma wait for the one before.)
-template <typename Visit>
-__device__ __forceinline__ void with_constant(int slices, Visit visit) {
-  if (slices == 1) return visit.template operator()<1>();
-  if (slices == 2) return visit.template operator()<2>();
-  visit.template operator()<3>();
-}
-
 /// A warpgroup's sum of 64 rows by kCols columns, fp32, in its registers. Element i of a thread is
 /// the one in row(i), col(i).
 template <int kCols>
@@ -236,19 +227,6 @@ struct Sum {
       multiply_slice(elements, left, right, slice, add || slice > 0);
     }
     wgmma_commit();
-  }
-  /// Starts the first product of a sum, of the first `slices` slices only: k may end within a step.
-  template <class Left, class Right>
-  __device__ __forceinline__ void start_first_product(const Left& left, const Right& right,
-                                                      int slices) {
-    with_constant(slices, [&]<int kCount>() {
-      wgmma_fence();
-#pragma unroll
-      for (int slice = 0; slice < kCount; ++slice) {
-        multiply_slice(elements, left, right, slice, slice > 0);
-      }
-      wgmma_commit();
-    });
   }
 
   /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`, from its
@@ -337,22 +315,6 @@ struct TransposedSum {
       }
     }
     wgmma_commit();
-  }
-  template <typename T, int kCols>
-  __device__ void start_first_product(const AlongK<T>& rows, const RightTile<T, kCols>& b, int box,
-                                      int slices) {
-    with_constant(slices, [&]<int kSlicesLeft>() {
-      wgmma_fence();
-#pragma unroll
-      for (int slice = 0; slice < kSlicesLeft; ++slice) {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          wgmma<T, true, true>(elements[j], b.boxes[box + j].operand_b(slice), rows.operand(slice),
-                               slice > 0);
-        }
-      }
-      wgmma_commit();
-    });
   }
 
   /// Rounds the elements of kBoxRows rows, from `first` on, and of the 64 columns of elements[j],

@@ -85,12 +85,10 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R48 HOPPER_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define HOPPER_R52 HOPPER_R48 ", %48, %49, %50, %51"
 #define HOPPER_R56 HOPPER_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define HOPPER_R60 HOPPER_R56 ", %56, %57, %58, %59"
 #define HOPPER_R64 HOPPER_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define HOPPER_R72 HOPPER_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define HOPPER_R76 HOPPER_R72 ", %72, %73, %74, %75"
 #define HOPPER_R80 HOPPER_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define HOPPER_R84 HOPPER_R80 ", %80, %81, %82, %83"
 #define HOPPER_R88 HOPPER_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define HOPPER_R92 HOPPER_R88 ", %88, %89, %90, %91"
 #define HOPPER_R96 HOPPER_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
@@ -160,10 +158,6 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 56) {
     HOPPER_WGMMA("112", HOPPER_R56, "%56", "%57", "%58", "1, 1, %59, %60", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40), HOPPER_SUM8(48))
-  } else if constexpr (kCount == 60) {
-    HOPPER_WGMMA("120", HOPPER_R60, "%60", "%61", "%62", "1, 1, %63, %64", HOPPER_SHARED_A,
-                 HOPPER_SUM32(0), HOPPER_SUM8(32), HOPPER_SUM8(40), HOPPER_SUM8(48),
-                 HOPPER_SUM4(56))
   } else if constexpr (kCount == 64) {
     HOPPER_WGMMA("128", HOPPER_R64, "%64", "%65", "%66", "1, 1, %67, %68", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32))
@@ -176,10 +170,6 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   } else if constexpr (kCount == 80) {
     HOPPER_WGMMA("160", HOPPER_R80, "%80", "%81", "%82", "1, 1, %83, %84", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72))
-  } else if constexpr (kCount == 84) {
-    HOPPER_WGMMA("168", HOPPER_R84, "%84", "%85", "%86", "1, 1, %87, %88", HOPPER_SHARED_A,
-                 HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
-                 HOPPER_SUM4(80))
   } else if constexpr (kCount == 88) {
     HOPPER_WGMMA("176", HOPPER_R88, "%88", "%89", "%90", "1, 1, %91, %92", HOPPER_SHARED_A,
                  HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM8(64), HOPPER_SUM8(72),
