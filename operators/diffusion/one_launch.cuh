@@ -110,7 +110,7 @@ struct BlockWork : Tile {
   const DiffusionMaps& maps;
   const DiffusionOperands& operands;
   float* mesh_d_times;  // of a batch
-  BlockRow<> cluster{static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  BlockRow<> cluster;
   int group = blockIdx.y, groups = gridDim.y;
   int tiles;
 
