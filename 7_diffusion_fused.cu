@@ -407,8 +407,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // no other, so that they need not all be there at the same time.
 //
 // What truly differs from lesson 3's pipeline is that the sums of all blocks meet before there is a
-// result, and that the second product goes back through the stages of the first, the last kStages of
-// which are still full. The steps are in operators/diffusion/one_launch.cuh, a function each, in
+// result, and that the second product goes back through the stages of the first, the last kStages
+// of which are still full. The steps are in operators/diffusion/one_launch.cuh, a function each, in
 // this order.
 template <Pass kPass, class Tile>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)

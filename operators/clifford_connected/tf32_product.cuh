@@ -150,11 +150,6 @@ struct TilesInTurn {
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
 
-  __device__ void prefetch_maps() const {
-    prefetch_map(&left);
-    prefetch_map(&right);
-  }
-
   /// Starts the copies of a step. Row and column are those of the whole factor, in which the
   /// matrices of all pairs lie one after another. Of a Tf32Factor of several matrices, the row is
   /// that of the matrix number `matrix`.

@@ -228,8 +228,8 @@ __device__ __forceinline__ void load_basis(const Work& work, int t, int stage, B
   }
 }
 
-/// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded, which
-/// no other block gets.
+/// Before the cluster has met: all bytes of the first tile are announced, and its x is loaded,
+/// which no other block gets.
 template <typename Work>
 __device__ __forceinline__ void put_first_x(const Work& work) {
   put_first(work.shared.pipeline, Work::kFirstBytes,
@@ -248,7 +248,8 @@ __device__ __forceinline__ void load_forth(const Work& work, Writer& writer) {
   }
 }
 
-/// And then those of the second product, in reverse, without the last `kept`, which are still there.
+/// And then those of the second product, in reverse, without the last `kept`, which are still
+/// there.
 template <typename Work, class Writer>
 __device__ __forceinline__ void load_back(const Work& work, Writer writer, int kept) {
   for (int t = work.tiles - 1 - kept; t >= 0; --t) {

@@ -141,8 +141,8 @@ struct ProductPlan {
 };
 
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
-/// there are too many tiles. Whoever shares a tile hands a sum over through memory, and the other one
-/// waits for it: that takes 10 us.
+/// there are too many tiles. Whoever shares a tile hands a sum over through memory, and the other
+/// one waits for it: that takes 10 us.
 template <class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
                                       int64_t stride_b) {

@@ -2,28 +2,26 @@
 // is a pipeline of stages between a thread that copies and warpgroups that multiply. Two things are
 // its parameters.
 //
-// A Tile says what a block multiplies at a time: which rows and columns, in which stages, by how many
-// warpgroups, and how the blocks of a cluster share what they copy. A Work says of what it is the
-// product, and for what. A cluster takes pieces: some steps along k of a tile of the result.
+// A Tile says what a block multiplies at a time: which rows and columns, in which stages, by how
+// many warpgroups, and how the blocks of a cluster share what they copy. A Work says of what it is
+// the product, and for what. A cluster takes pieces: some steps along k of a tile of the result.
 //
-//     Copies copies(work, grid)              for the thread that copies, the steps of all pieces:
-//                                            copies.next() goes on to the next one,
-//                                            copies.load(stage, arrived) starts its copies
+//     Copies copies(work, grid)
+//         For the thread that copies, the steps of all pieces: copies.next() goes on to the next
+//         one, copies.load(stage, arrived) starts its copies.
 //     Results results(work, shared, grid, consumer)
-//                                            for a warpgroup that multiplies: results.next() goes on
-//                                            to the next piece, multiply(sum, reader) takes its
-//                                            steps, and store(sum) is the epilogue
+//         For a warpgroup that multiplies: results.next() goes on to the next piece,
+//         multiply(sum, reader) takes its steps, and store(sum) is the epilogue.
 //     Sum, Shared, kProducerRegisters, kConsumerRegisters
-//                                            what a warpgroup adds up, what a block has in shared
-//                                            memory, and the registers that its threads get (0: none
-//                                            change hands)
-//     kFetchesFirst                          a block's first stage may be ordered before its cluster
-//                                            has met
-//     help(shared, grid)                     if there is one: what the three warps beside the thread
-//                                            that copies do
+//         What a warpgroup adds up, what a block has in shared memory, and the registers that its
+//         threads get (0: none change hands).
+//     kFetchesFirst
+//         A block's first stage may be ordered before its cluster has met.
+//     help(shared, grid)
+//         If there is one: what the three warps beside the thread that copies do.
 //
-// MatrixProduct, below, is the Work of a plain product, with an epilogue for its results. What ranks
-// its tiles is in operators/product/plan.cuh.
+// MatrixProduct, below, is the Work of a plain product, with an epilogue for its results. What
+// ranks its tiles is in operators/product/plan.cuh.
 #pragma once
 
 #include <limits>
@@ -41,9 +39,9 @@ using namespace primitives;
 /// Shared memory that a block may have for stages and results, beside barriers.
 inline constexpr int kSharedRoom = (227 << 10) - 1024;
 
-/// Tiles of C of 2-byte elements T, kRows by kColumns, one a block at a time. The blocks of a cluster
-/// own kStackedTiles tiles below each other by kSideTiles next to each other (BlockGrid). kOutBoxes
-/// boxes of 64 columns are room for results of each consumer on their way out.
+/// Tiles of C of 2-byte elements T, kRows by kColumns, one a block at a time. The blocks of a
+/// cluster own kStackedTiles tiles below each other by kSideTiles next to each other (BlockGrid).
+/// kOutBoxes boxes of 64 columns are room for results of each consumer on their way out.
 template <typename T, int kRows, int kColumns, int kStackedTiles, int kSideTiles, int kOutBoxes>
 struct TileShape {
   using Element = T;
@@ -469,8 +467,8 @@ struct MatrixProduct {
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
 
-  /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile before
-  /// it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
+  /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile
+  /// before it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
   class Copies {
    public:
     __device__ Copies(const MatrixProduct& of, const Grid& blocks)

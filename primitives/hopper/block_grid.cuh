@@ -99,8 +99,8 @@ struct BlockGrid {
     }
   }
 
-  /// The same of a row-major right factor at row k, to all blocks below: source(box) says where each
-  /// box of 64 columns comes from.
+  /// The same of a row-major right factor at row k, to all blocks below: source(box) says where
+  /// each box of 64 columns comes from.
   template <bool kAlone = false, typename T, int kCols, typename Source>
   __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
     using Share = RightShare<T, kCols, kStack>;

@@ -22,10 +22,10 @@
 namespace primitives {
 
 /// A pipeline's barriers; its stages lie somewhere else, and stage(turn) is a stage's number. The
-/// thread that fills stages goes through kTurns turns, again and again; turn t fills the stage
-/// t % kStages. Usually a turn is a stage. There are more turns than stages where a reader does not
-/// take every turn: it could not tell two rounds of a stage apart, but of its own turns it sees every
-/// phase.
+/// thread that fills stages goes through kTurns turns, again and again; turn t fills the stage t %
+/// kStages. Usually a turn is a stage. There are more turns than stages where a reader does not
+/// take every turn: it could not tell two rounds of a stage apart, but of its own turns it sees
+/// every phase.
 template <int kStageCount, int kTurnCount = kStageCount>
 struct StageBarriers {
   static constexpr int kStages = kStageCount, kTurns = kTurnCount;
@@ -57,8 +57,8 @@ struct Pipeline {
 #if HOPPER_CODE
 
 /// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
-/// arrivals give a stage back. `makers`: how many threads fill it, if that is not a Writer's work but
-/// a Maker's. kFirstIsReady: but for the first stage's `full`, see prepare_first().
+/// arrivals give a stage back. `makers`: how many threads fill it, if that is not a Writer's work
+/// but a Maker's. kFirstIsReady: but for the first stage's `full`, see prepare_first().
 template <bool kFirstIsReady = false, class Pipe>
 __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   for (int t = 0; t < pipe.turns(); ++t) {
@@ -88,8 +88,8 @@ __device__ __forceinline__ void put_first(Pipe& pipe, Fill fill) {
   put_first(pipe, sizeof(typename Pipe::Stage), fill);
 }
 
-/// The thread that fills stages, and how far it is. Order: Ring, or BackRing on the way back through
-/// the stages of another Writer.
+/// The thread that fills stages, and how far it is. Order: Ring, or BackRing on the way back
+/// through the stages of another Writer.
 template <class Pipe, class Order = Ring>
 struct Writer {
   Pipe& pipe;
@@ -199,9 +199,9 @@ struct Reader {
   __device__ explicit Reader(
       const Reader<Pipe, Blocks>& back_from) requires std::is_same_v<Order, BackRing>
       : pipe(back_from.pipe), blocks(back_from.blocks), ring(back_from.ring) {}
-  /// Goes back through the stages, from the one taken last on. What it takes first are the turns that
-  /// it has taken already, and has not given back: at most as many as there are stages. Then come
-  /// those that the way back of the Writer fills.
+  /// Goes back through the stages, from the one taken last on. What it takes first are the turns
+  /// that it has taken already, and has not given back: at most as many as there are stages. Then
+  /// come those that the way back of the Writer fills.
   __device__ __forceinline__ auto back() const { return Reader<Pipe, Blocks, BackRing>(*this); }
 
   /// Waits until the next stage is full, and returns it; once more for the same one until next().
@@ -225,10 +225,10 @@ struct Reader {
     started(keep);
   }
 
-  /// `steps` steps of a product whose left factor is in registers: load(set, stage) loads a thread's
-  /// fragments, start(set, stage, add) starts the products. While one step is multiplied, the
-  /// fragments of the next are loaded: two sets of registers, and therefore two steps a turn of the
-  /// loop.
+  /// `steps` steps of a product whose left factor is in registers: load(set, stage) loads a
+  /// thread's fragments, start(set, stage, add) starts the products. While one step is multiplied,
+  /// the fragments of the next are loaded: two sets of registers, and therefore two steps a turn of
+  /// the loop.
   template <class Fragments, typename Load, typename Start>
   __device__ __forceinline__ void take_ahead(int steps, Load load, Start start) {
     Fragments sets[2];
