@@ -143,7 +143,7 @@ inline constexpr int kGraphCalls = 20;
 /// so much longer than the first. Most estimates err by less.
 struct Tries {
   size_t most = 16;
-  double hopeless = 1.15;
+  double hopeless = 1.25;
 };
 
 /// One of several ways to compute a row, such as with one of several tiles.

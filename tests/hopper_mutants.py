@@ -30,12 +30,19 @@ PRODUCT = "hopper_product"
 # Of lesson 7 it has the one launch, too, whose steps are in a header.
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
+SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "primitives/hopper/pipeline.cuh")
+# Whose runs come to a struct or function of these. All others are judged with hopper_product.
+REACHED_BY = {
+    "Maker": "8_spatial_gradients", "BlockRow": "8_spatial_gradients",
+    "wait_for_oldest": "8_spatial_gradients", "give_back": "8_spatial_gradients",
+    "next": "8_spatial_gradients", "start_products": GPUS,
+}
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
-    PRODUCT: ("operators/product/product.cuh", "primitives/hopper/tiles.cuh"),
+    PRODUCT: (*SHARED, "operators/product/product.cuh"),
     "6_gating_fused": ("operators/gating/rows.cuh",),
-    GPUS: ("operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
-    "8_spatial_gradients": ("operators/gradients/tiles.cuh",),
+    GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
+    "8_spatial_gradients": (*SHARED, "operators/gradients/tiles.cuh"),
     "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
@@ -47,6 +54,24 @@ PROGRAMS = (*LESSONS, PRODUCT)
 # Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
 # gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
+    # The stage that is still read is given back, or another one; a stage that is filled already is
+    # filled again; a sum begins with what was in its registers.
+    "pipeline": [
+        (r"if \(previous >= 0 && !keep\) blocks\.release\(pipe\.empty\[(previous)\]", "ring.stage"),
+        (r"if \(!keep\) blocks\.release\(pipe\.empty\[(previous)\]", "(previous + 1) % pipe.turns()"),
+        (r"if \((filled)\) \{", "false"),
+        (r"start\(wait\(\), (previous >= 0)\)", "true"),
+    ],
+    # Some of those who sent a part of a stage are not told, or only this block is; others do not get
+    # this block's share of a tile; a block fetches another one's share.
+    "block_grid": [
+        (r"else if \((thread < kStack)\)", "thread < kStack && thread != stack"),
+        (r"else if \((thread < kPeers)\)", "false"),
+        (r"static_cast<uint16_t>\((kAll << stack)\)", "1u << rank"),
+        (r"static_cast<uint16_t>\((\(\(1 << kStack\) - 1\) << kStack \* side)\)", "1u << rank"),
+        (r"&& Share::kWhole \? (stack) \* kBoxes", "0"),
+        (r"kAlone \? i : (side)\) \* kShare", "0"),
+    ],
     "transposed_product": [
         (r"of\.first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
@@ -72,7 +97,7 @@ OTHERS = {
 ONLY_REMOVED = (
     "barrier_init_fence", "barrier_arrive", "shared_fence", "tensor_store_commit", "wgmma_fence",
     "wgmma_commit", "cluster_sync", "cluster_arrive", "cluster_wait", "cluster_meet",
-    "wait_until_empty", "wait_for_count", "wait_for_previous_kernel", "__syncthreads", "__syncwarp",
+    "wait_for_count", "wait_for_previous_kernel", "__syncthreads", "__syncwarp",
 )
 # Words with a number that may also be wrong: which argument, and what becomes of it.
 SHIFTED = {
@@ -80,10 +105,11 @@ SHIFTED = {
     "barrier_wait": (1, (" ^ 1",)),
     "barrier_arrive_expect": (1, (" + 16", " - 16")),
     "named_barrier": (1, (" + 32", " - 32")),
+    "prepare": (1, (" + 1", " - 1")),
 }
 # The same for a template argument.
 SHIFTED_TEMPLATE = ("wgmma_wait", "tensor_store_wait_read")
-NEVER_REMOVED = ("barrier_init",)  # the barrier would not exist
+NEVER_REMOVED = ("barrier_init", "prepare")  # the barrier would not exist
 # What makes no difference but in time: not mistakes.
 TIMING_ONLY = {
     "start_next_kernel": "without it the next kernel's blocks start when this one's end",
@@ -133,7 +159,8 @@ _CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
 _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
 _SPIN = re.compile(r"\bwhile \((!)")
 # What has such words inside, where product.cuh says it.
-_METHOD = re.compile(r"\b(?:out|cluster)\.(?:template )?(?:wait|meet|release)(?:<[^<>;(]*>)?\(")
+_METHOD = re.compile(r"\b(?:(?:out|cluster|grid|blocks)\.(?:template )?(?:wait|meet|release)|writer\.finish|"
+                     r"reader\.(?:finish|give_back|next)|ring\.advance)(?:<[^<>;(]*>)?\(")
 
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kernel", "^unfused cluster")
@@ -312,7 +339,10 @@ def derive(text, file, before=0):
             new = call
             if word in SHIFTED:
                 which, changes = SHIFTED[word]
-                first, last = _arguments(code, match.end(), close)[which]
+                arguments = _arguments(code, match.end(), close)
+                if len(arguments) <= which:  # another function, of that name
+                    continue
+                first, last = arguments[which]
                 value = f"({text[first:last].strip()})"
                 for change in changes:
                     made = add(match.start(), function, call, f"with{change}")
@@ -372,6 +402,23 @@ def mistakes(program):
     for file in files_of(program):
         found += derive((ROOT / file).read_text(), file, len(found))[0]
     return tuple(found)
+
+
+@functools.cache
+def judged(program):
+    """Its mistakes, but those of shared headers that another program is judged with."""
+    return tuple(m for m in mistakes(program) if m.file not in SHARED or _reached_by(m) == program)
+
+
+def _reached_by(mistake):
+    before = code_of((ROOT / mistake.file).read_text()).split("\n")[: mistake.line]
+    text = "\n".join(before)
+    names = [re.findall(pattern, text, re.M)
+             for pattern in (r"^struct (\w+)", r"^(?:template[^;{]*?)?\s*__device__[^;{]*?(\w+)\(")]
+    for name in (found[-1] for found in names if found):
+        if name in REACHED_BY:
+            return REACHED_BY[name]
+    return PRODUCT
 
 
 def harmless(program, mistake):
@@ -532,7 +579,7 @@ def main():
     parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER", help="of a mistake; default: all")
     arguments = parser.parse_args()
     program = arguments.program
-    chosen = [mistake for mistake in mistakes(program)
+    chosen = [mistake for mistake in judged(program)
               if not arguments.numbers or mistake.number in arguments.numbers]
     build = ROOT / os.environ.get("CPU_BUILD_DIR", "build/cpu")
     verdicts = {}

@@ -167,7 +167,7 @@ def takes_long(lesson, mistake):
     "lesson, mistake",
     [pytest.param(lesson, mistake, id=f"{lesson} {mistake}",
                   marks=[pytest.mark.slow] * takes_long(lesson, mistake))
-     for lesson in hopper_mutants.PROGRAMS for mistake in hopper_mutants.mistakes(lesson)],
+     for lesson in hopper_mutants.PROGRAMS for mistake in hopper_mutants.judged(lesson)],
 )
 def test_mistake_of_a_hopper_kernel_is_found(lesson, mistake):
     prefix = _prefix("thread")

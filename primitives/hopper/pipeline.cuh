@@ -117,7 +117,7 @@ struct Writer {
       if (announced) {
         announced = false;
       } else {
-        wait_until_empty();
+        wait_for_next();
         barrier_arrive_expect(&pipe.full[ring.stage], bytes);
       }
       fill(pipe.stage(ring.stage), &pipe.full[ring.stage]);
@@ -135,7 +135,7 @@ struct Writer {
   /// bytes and arrivals, has come, and the block may end.
   __device__ void finish() {
     if constexpr (Pipe::kTurns == Pipe::kStages) {
-      for (int s = 0; s < pipe.turns(); ++s, ring.advance()) wait_until_empty();
+      for (int s = 0; s < pipe.turns(); ++s, ring.advance()) wait_for_next();
     } else {
       for (; taken_ > 0; --taken_) wait_for_oldest();
     }
@@ -146,7 +146,7 @@ struct Writer {
   int taken_ = 0;  // stages that such turns have
 
   /// On a new barrier parity 1 is over: the first time round nobody waits.
-  __device__ __forceinline__ void wait_until_empty() {
+  __device__ __forceinline__ void wait_for_next() {
     if constexpr (Pipe::kTurns == Pipe::kStages) {
       barrier_wait(&pipe.empty[ring.stage], ring.parity ^ 1);
     } else {
