@@ -17,6 +17,8 @@
 //         threads get (0: none change hands).
 //     kFetchesFirst
 //         A block's first stage may be ordered before its cluster has met.
+//     prepare(shared)
+//         If there is one: prepares barriers of its own, in the thread that prepares the pipeline.
 //     help(shared, grid)
 //         If there is one: what the three warps beside the thread that copies do.
 //
@@ -584,6 +586,7 @@ __global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile
       }
     }
   } else if (warp == 1 && elect_one()) {
+    if constexpr (requires { work.prepare(shared); }) work.prepare(shared);
     prepare<Work::kFetchesFirst>(shared.pipeline, Tile::kConsumers * grid.kPeers);
   }
   grid.meet();

@@ -16,6 +16,16 @@ struct RightShare {
   static constexpr int kRows = kWhole ? kLine<T> : kLine<T> / kSharers;
 };
 
+/// The same of a right tile whose columns are contiguous: boxes of kCols columns, a multiple of 8,
+/// which blocks take in turn.
+template <int kAllCols, int kSharers>
+struct ColumnShare {
+  static constexpr bool kEqual = kAllCols % (8 * kSharers) == 0;
+  static constexpr int kCols = kEqual ? kAllCols / kSharers : 32;
+  static constexpr int kBoxes = kAllCols / kCols;
+  static_assert(kAllCols % kCols == 0);
+};
+
 /// A box of a right tile: whose it is, and its first column there.
 struct BoxSource {
   const CUtensorMap* map;
@@ -125,11 +135,12 @@ struct BlockGrid {
   template <bool kAlone = false, typename T, int kCols>
   __device__ void load(ColumnTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
                        Barrier* arrived) const {
-    constexpr int kShare = kCols / kStack;
-    static_assert(kCols % kStack == 0);
+    using Share = ColumnShare<kCols, kStack>;
+    constexpr int kTurns = kAlone ? Share::kBoxes : (Share::kBoxes + kStack - 1) / kStack;
 #pragma unroll
-    for (int i = 0; i < (kAlone ? kStack : 1); ++i) {
-      const int first = (kAlone ? i : stack) * kShare;
+    for (int i = 0; i < kTurns; ++i) {
+      const int box = kAlone ? i : i * kStack + stack, first = box * Share::kCols;
+      if (!kAlone && !Share::kEqual && box >= Share::kBoxes) break;
       if constexpr (kAlone || kStack == 1) {
         tensor_load(to.row(first), map, col + first, k, arrived);
       } else {

@@ -54,6 +54,16 @@ struct Pipeline {
 #endif
 };
 
+/// How many bytes copies bring into a stage of a Pipeline: all of it, or Stage::kLoaded.
+template <class Stage>
+__host__ __device__ constexpr int loaded_bytes() {
+  if constexpr (requires { Stage::kLoaded; }) {
+    return Stage::kLoaded;
+  } else {
+    return sizeof(Stage);
+  }
+}
+
 #if HOPPER_CODE
 
 /// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
@@ -85,7 +95,7 @@ __device__ __forceinline__ void put_first(Pipe& pipe, int bytes, Fill fill) {
 }
 template <class Pipe, typename Fill>
 __device__ __forceinline__ void put_first(Pipe& pipe, Fill fill) {
-  put_first(pipe, sizeof(typename Pipe::Stage), fill);
+  put_first(pipe, loaded_bytes<typename Pipe::Stage>(), fill);
 }
 
 /// The thread that fills stages, and how far it is. Order: Ring, or BackRing on the way back
@@ -124,10 +134,10 @@ struct Writer {
     }
     ring.advance();
   }
-  /// Of a Pipeline: all bytes of a stage.
+  /// Of a Pipeline.
   template <typename Fill>
   __device__ __forceinline__ void put(Fill fill) {
-    put(sizeof(typename Pipe::Stage), fill);
+    put(loaded_bytes<typename Pipe::Stage>(), fill);
   }
 
   /// The last thing that the writer of a block in a cluster does: waits until each stage has been
@@ -208,6 +218,14 @@ struct Reader {
   __device__ __forceinline__ decltype(auto) wait() {
     barrier_wait(&pipe.full[ring.stage], ring.parity);
     return pipe.stage(ring.stage);
+  }
+  /// The same for barriers beside the pipeline, one for each turn, which other threads of the block
+  /// arrive at when they have done something with the turn's stage: done_with() is how they say so.
+  __device__ __forceinline__ void wait(Barrier* done) const {
+    barrier_wait(&done[ring.stage], ring.parity);
+  }
+  __device__ __forceinline__ void done_with(Barrier* done) const {
+    barrier_arrive(&done[ring.stage]);
   }
   /// Gives the stage back that wait() has returned, when all products with it are done.
   __device__ __forceinline__ void give_back() { blocks.release(pipe.empty[ring.stage]); }
