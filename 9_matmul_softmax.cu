@@ -42,9 +42,10 @@
 //     fused cluster   few rows, or few columns: the blocks that share D are a cluster
 //                     (cluster_columns()): their partial sums go straight into each other's
 //                     shared memory
-//     fused exchange  any shape: the blocks that share a row run at the same time
-//                     (exchange_columns()), keep their logits in registers, and tell each other
-//                     only maximum and sum. Half fused where that takes less time
+//     fused exchange  any shape: the blocks that share a row run at the same time, keep their
+//                     logits in registers, and tell each other only maximum and sum. Half fused
+//                     where that takes less time. It is lesson 3's product with an epilogue of its
+//                     own (operators/softmax/exchange.cuh)
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits.
 // Few rows and exchange may be half fused in one more way, for few tiles: D is cut into slices, and
@@ -64,7 +65,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cuda/atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -78,7 +78,6 @@
 #include "operators/softmax/row_inbox.cuh"
 #include "operators/softmax/rows.cuh"
 #include "operators/softmax/transposed_product.cuh"
-#include "primitives/spin.cuh"
 
 using namespace checks;
 using namespace operators::softmax;
@@ -502,11 +501,11 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
   __syncthreads();  // W's place is free
   for (int s = early; s < of.stages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
 
-  int stage = 0, parity = 0;
+  Ring ring{of.stages};
   for (int slab = blockIdx.x; slab < count; slab += gridDim.x) {
     const int row0 = slab * rows, here = min(rows, B - row0);
-    float* from = slabs + stage * slab_floats;
-    barrier_wait(&full[stage], parity);
+    float* from = slabs + ring.stage * slab_floats;
+    barrier_wait(&full[ring.stage], ring.parity);
     if (here * D % 4 != 0) {  // the end of x
       copy_rest(from, x + static_cast<size_t>(row0) * D, here * D);
       __syncthreads();
@@ -536,8 +535,8 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
       }
     }
     __syncthreads();  // the slab has been read, and the sums are there
-    fetch(slab + of.stages * gridDim.x, stage);
-    if (++stage == of.stages) stage = 0, parity ^= 1;
+    fetch(slab + of.stages * gridDim.x, ring.stage);
+    ring.advance();
     finish_slab<kTiles>(sums, row0, here, C, of, results);
     __syncthreads();  // the sums have been read
   }
@@ -558,8 +557,9 @@ struct ClusterShared {
   static __host__ __device__ constexpr int stride(int C) {
     return ((C < kClasses ? C : kClasses) + 7) / 8 * 8 + 4;
   }
-  float x[kDepth / 32][kRows * 32];  // boxes of kRows x 32, as the copy engine leaves them
-  float x_low[kHighLow ? kDepth / 32 : 1][kHighLow ? kRows * 32 : 1];
+  static constexpr int kBoxes = kDepth / kLine<float>;
+  using Boxes = ColumnTile<float, kRows>[kBoxes];
+  Boxes x[kHighLow ? 2 : 1];  // as the copy engine leaves it; what that lacks
   // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own sums
   // stay in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * stride(kClasses)];
@@ -569,15 +569,15 @@ struct ClusterShared {
 
 #if HOPPER_CODE
 // A block's partial sums go to its outbox, those of some rows for each block of the cluster.
-template <class Shared, int kSums>
-__device__ void put_in_outbox(Shared& shared, const float (&sum)[kSums], int col, int stride) {
+template <class Shared, int kRows>
+__device__ void put_in_outbox(Shared& shared, const Sum<kRows>& sum, int col, int stride) {
 #pragma unroll
-  for (int j = 0; j < kSums / 4; ++j) {
+  for (int i = 0; i < sum.size(); i += 4) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = 8 * j + 2 * (threadIdx.x % 4) + e;
+    for (int e = i; e < i + 2; ++e) {
+      const int row = sum.col(e);
       float* to = shared.outbox[row / Shared::kOwnRows] + row % Shared::kOwnRows * stride + col;
-      if (col < stride) *reinterpret_cast<float2*>(to) = {sum[4 * j + e], sum[4 * j + 2 + e]};
+      if (col < stride) *reinterpret_cast<float2*>(to) = {sum.element(e), sum.element(e + 2)};
     }
   }
 }
@@ -610,7 +610,7 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the others
 // push their partial sums of that share into its inbox. Of more than kClasses classes a cluster has
 // a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
-// sums here, as below, took longer than a softmax kernel whose launch is early.)
+// sums here, as fused exchange does, took longer than a softmax kernel whose launch is early.)
 //
 // The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
 // memory, W^T from registers. No other thread of the block needs the same elements of W: they go
@@ -633,9 +633,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   const auto fetch = [&](int chunk) {
     if (warp != 0 || !elect_one()) return;
-    barrier_arrive_expect(&shared.full, sizeof shared.x);
-    for (int box = 0; box < kDepth / 32; ++box) {
-      tensor_load(shared.x[box], &x, row0, chunk * kDepth + 32 * box, &shared.full);
+    barrier_arrive_expect(&shared.full, sizeof shared.x[0]);
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      tensor_load(shared.x[0][box].row(0), &x, row0, chunk * kDepth + box * kLine<float>,
+                  &shared.full);
     }
   };
   if (threadIdx.x == 0) {
@@ -651,21 +652,24 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   if (first < last) fetch(first);
 
   const int col = 16 * warp + lane / 4 * 2;
-  float sum[kRows / 2] = {};
+  Sum<kRows> sum = {};
   for (int chunk = first; chunk < last; ++chunk) {
-    float w[kDepth / 8][4];
+    LeftFragments<float> w[Shared::kBoxes];
     load_fragments(w, W, chunk * kDepth, tile * kClasses + col, D, C);
     barrier_wait(&shared.full, (chunk - first) % 2);
     if constexpr (kMath == Math::split) {
-      split_all(shared.x[0], shared.x_low[0], kRows * kDepth, threadIdx.x, 2 * kClasses);
+      split_all(shared.x[0][0].elements, shared.x[1][0].elements, kRows * kDepth, threadIdx.x,
+                2 * kClasses);
       shared_fence();
       __syncthreads();
     }
 #pragma unroll
-    for (int box = 0; box < kDepth / 32; ++box) {
-      add_products<kMath, false>(sum, reinterpret_cast<const float(&)[4][4]>(w[4 * box]),
-                                 shared.x[box], shared.x_low[kMath == Math::split ? box : 0],
-                                 chunk > first || box > 0);
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      if constexpr (kMath == Math::split) {
+        add_split(sum, w[box], shared.x[0][box], shared.x[1][box]);
+      } else {
+        start_rounded(sum, w[box], shared.x[0][box], chunk > first || box > 0);
+      }
     }
     wgmma_wait<0>();
     __syncthreads();
@@ -686,169 +690,6 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
   cluster_arrive();
   finish_cluster_rows<kSplits, kClasses>(shared, row0, rank, tile, tiles, B, C, results);
   cluster_wait();  // nobody's outbox is needed any more
-#endif
-}
-
-// ---- Hopper: fused exchange ---------------------------------------------------------------------
-
-// For any shape. To finish its part of a row a block needs the row's maximum and sum. In fused
-// online no block knows them in time, so each writes logits, which are read again. Here a row's
-// blocks run at the same time: each keeps its logits in registers, posts the maximum and sum of its
-// part in memory, waits until the others have, and writes probabilities, once. (Half fused where a
-// row has more blocks than can run at a time, or so many that to write logits should take less
-// time. A row of one block waits for nobody.)
-//
-// Few rows, or few columns, are few tiles: 2048 x 300 logits are 24 of 256 x 128, and most of the
-// GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
-// slice of a tile, and the softmax adds up what it reads.
-//
-// The product is transposed, as in fused cluster, and otherwise lesson 3's "persistent": a
-// warpgroup that copies, two or three that multiply, 64 columns each, several stages, clusters of
-// one to three. For all D inputs registers have no room: W comes through the stages as well, and
-// from there to registers. (Rows may start anywhere, RowsOfX, MapsOfW; in 3xTF32 only those of x.)
-template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-struct ExchangeShared : TransposedShared<kMath, kRows, kColumns, kPeers, kAligned> {
-  // Of each warp that multiplies: its columns' maximum or sum, for each row.
-  alignas(16) float parts[kColumns / 16][kRows];
-  alignas(16) float rows[kRows];  // what exponentials are relative to; then what is multiplied
-};
-
-// What a block posts for the others: a row's maximum in its tile, and the sum relative to it, 8
-// bytes, written and read at once. The sum can spare its last bit: it says whether an odd or an
-// even launch wrote them. Readers look until it is this launch's bit: no flag, and no fence.
-using Posted = unsigned long long;
-
-// What blocks tell those that have the same rows. Zero before the first launch; a launch leaves it
-// ready for the next one. One launch at a time: two streams need one of these each.
-struct Exchange {
-  Posted* posted;   // (strips of kRows rows, tiles of kColumns classes, kRows)
-  unsigned* turns;  // a block's own count of launches, its last bit
-};
-
-// A place is a tile of a strip of kRows rows. Block b has places b, b + gridDim.x, ... Blocks that
-// wait for one another need all tiles of a strip at the same time: `together` = 1. Others take
-// `together` strips, about 2048 rows, tile after tile, and so share what they read of W as well as
-// of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
-struct Places {
-  int strips, tiles, together;
-
-  template <int kPeers>
-  __device__ int2 strip_and_tile(int i) const {
-    const int of_band = together * tiles, band = i / of_band, cluster = i % of_band / kPeers;
-    const int here = min(together, strips - band * together);
-    return {band * together + cluster % here, cluster / here * kPeers + i % kPeers};
-  }
-};
-
-#if HOPPER_CODE
-__device__ inline Posted post(MaxSum part, unsigned turn) {
-  return static_cast<Posted>((__float_as_uint(part.sum) & ~1u) | turn) << 32 |
-         __float_as_uint(part.largest);
-}
-__device__ inline bool is_posted(Posted part, unsigned turn) { return (part >> 32 & 1) == turn; }
-__device__ inline MaxSum part_of(Posted posted) {
-  return {__uint_as_float(static_cast<unsigned>(posted)),
-          __uint_as_float(static_cast<unsigned>(posted >> 32) & ~1u)};
-}
-
-// This block has `own`, the maximum and sum of its tile's part of a row. It posts them for the
-// others, reads those of all tiles (the first's are at `of_tiles`), 16 at a time, and merges them.
-template <Math kMath, int kRows>
-__device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
-  const auto posted_at = [&](int i) {
-    return cuda::atomic_ref<Posted, cuda::thread_scope_device>(
-        of_tiles[static_cast<size_t>(i) * kRows]);
-  };
-  posted_at(tile).store(post(own, turn), cuda::memory_order_relaxed);
-  MaxSum all = {minus_infinity(), 0};
-  constexpr int kAtOnce = 16;
-  for (int first = 0; first < tiles; first += kAtOnce) {
-    Posted posted[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      posted[i] = post({minus_infinity(), 0}, turn);
-      if (first + i < tiles) posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
-    }
-    float largest = all.largest;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const Spin spin("another tile's maximum and sum of a row");
-      while (!is_posted(posted[i], turn)) {
-        posted[i] = posted_at(first + i).load(cuda::memory_order_relaxed);
-        spin.again();
-      }
-      largest = fmaxf(largest, part_of(posted[i]).largest);
-    }
-    all = {largest, all.sum * rebase(all.largest, largest)};
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const MaxSum part = part_of(posted[i]);
-      all.sum += part.sum * exp_of<kMath>(part.largest - base_of(largest));
-    }
-  }
-  return all;
-}
-#endif
-
-// (Half fused there may be gridDim.y blocks for each place, with a slice of D each.)
-template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-__global__ void HOPPER_CLUSTER(kPeers) __launch_bounds__(128 + 2 * kColumns, 1)
-    exchange_columns(const __grid_constant__ RowsOfX x, const __grid_constant__ MapsOfW W, int C,
-                     Places places, Exchange exchange, Results results) {
-#if HOPPER_CODE
-  using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
-  extern __shared__ __align__(1024) char bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const int count = places.strips * places.tiles;
-  if (threadIdx.x == 0) init_barriers(shared);
-  cluster_meet();
-  start_next_kernel();
-  wait_for_previous_kernel();
-
-  const unsigned turn = exchange.turns[blockIdx.x] ^ 1;
-  Ring<Shared::kStages> ring;
-  if (threadIdx.x < 128) {
-    registers_shrink_to<kRows == 256 ? 40 : 56>();
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
-      const auto [strip, tile] = places.strip_and_tile<kPeers>(i);
-      produce(shared, ring, x, W, strip, tile * kColumns, x.steps(x.matrix(strip)));
-    }
-    if (warp_of_block() == 0 && elect_one()) wait_until_empty(shared.empty, ring);
-  } else {
-    registers_grow_to<kColumns == 192 ? 152 : kRows == 256 ? 232 : 224>();  // all that are left
-    TransposedConsumer<Shared> consumer{shared, C};
-    const int own = consumer.own;
-    float sum[kRows / 2];
-    if (own < kRows) shared.rows[own] = 1;  // logits are written as they are
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
-      const auto [strip, tile] = places.strip_and_tile<kPeers>(i);
-      const int matrix = x.matrix(strip), row0 = (strip - matrix) * kRows + matrix;
-      const int col = tile * kColumns + consumer.col(), tiles = places.tiles;
-      consumer.before = x.before(matrix);
-      consumer.multiply(sum, ring, x.steps(matrix));
-      if (results.epilogue == Epilogue::softmax) {
-        const MaxSum row = exponentials(shared, consumer, sum, C - col);
-        if (own < kRows) {
-          Posted* of_tiles = exchange.posted + static_cast<size_t>(strip) * tiles * kRows + own;
-          const MaxSum all =
-              tiles == 1 ? row : exchange_row<kMath, kRows>(row, of_tiles, tile, tiles, turn);
-          shared.rows[own] = rebase(row.largest, all.largest) / all.sum;
-        }
-      }
-      named_barrier(1, 128 * Shared::kConsumers);
-      float* out = results.out + (size_t{blockIdx.y} * x.B + row0) * C + col;
-      consumer.store(sum, shared.rows, out, int64_t{C} << x.shift, x.rows_from(row0), C - col);
-      if (results.epilogue == Epilogue::parts) {
-        const MaxSum row = exponentials(shared, consumer, sum, C - col);
-        if (own < min(kRows, x.rows_from(row0))) {
-          results.parts[tile + int64_t{tiles} * (row0 + (own << x.shift))] = {row.largest, row.sum};
-        }
-        if (own < kRows) shared.rows[own] = 1;  // for the next place's logits
-      }
-    }
-  }
-  __syncthreads();  // all know the turn
-  if (threadIdx.x == 0 && results.epilogue == Epilogue::softmax) exchange.turns[blockIdx.x] = turn;
 #endif
 }
 
@@ -1023,84 +864,6 @@ Plan choose_cluster(const Layer& layer) {
   constexpr int kSplits = kHighLow ? 8 : 4, kRows = kHighLow ? 80 : 40;
   constexpr int kDepth = kHighLow ? 128 : 256;
   return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
-}
-
-// Exchange with strips of kRows rows; at most `clusters` clusters run at a time. `slices` = 0: the
-// blocks of a strip wait for one another. Else half fused, with so many slices of D.
-template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-Product make_exchange(const Layer& layer, int clusters, int slices) {
-  using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
-  const bool fused = slices == 0;
-  const int tiles = static_cast<int>(kPeers * blocks_for(layer.C, kPeers * kColumns));
-  const int strips = RowsOfX::strips<kRows>(layer.B, RowsOfX::shift_of(layer.x_stride));
-  const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
-  const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
-  const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = layer.workspace.zeros<Posted>(posts);
-  const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
-  const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
-  const auto launch = [=](Results results, int of_D = 1) {
-    const MapsOfW W =
-        maps_of<kAligned, kColumns>(layer.W, layer.D, layer.C, kMath == Math::tf32, layer.W_stride);
-    const RowsOfX x(layer.x, layer.B, layer.D, layer.x_stride, Shared::kBoxRows,
-                    kMath == Math::tf32);
-    const bool softmax = results.epilogue == Epilogue::softmax;
-    const Places places = {strips, tiles, softmax ? 1 : 2048 / kRows};
-    const int grid = softmax ? waiting_grid : of_D > 1 ? strips * tiles : free_grid;
-    launch_early(kernel, dim3(grid, of_D), Shared::kThreads, sizeof(Shared),  //
-                 x, W, layer.C, places, Exchange{posted, turns}, results);
-  };
-  if (fused) return product_of("exchange", kernel, sizeof(Shared), launch);
-  return half_fused(layer, "exchange", kernel, sizeof(Shared), slices, tiles, launch);
-}
-
-// Plans with one size of tiles: fused, and half fused, with the numbers of slices that should take
-// the least time, up to three. (Blocks that wait for one another need a GPU without other work.)
-template <Math kMath, int kRows, int kColumns, int kPeers, bool kAligned>
-void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
-  using Shared = ExchangeShared<kMath, kRows, kColumns, kPeers, kAligned>;
-  const auto kernel = exchange_columns<kMath, kRows, kColumns, kPeers, kAligned>;
-  allow_shared_bytes(kernel, sizeof(Shared));
-  const int clusters = clusters_that_fit(kernel, kPeers, Shared::kThreads, sizeof(Shared));
-  if (clusters == 0 || layer.C <= (kPeers - 1) * kColumns) return;  // none fits, or one has no tile
-  const bool copies_W = kAligned && layer.C % 4 != 0;
-  const ExchangeTime<Shared> time(layer, copies_x, copies_W, kPeers * clusters);
-  const auto add = [&](double microseconds, int slices, const std::string& how) {
-    const auto make = [=](const Layer& aligned) {
-      return make_exchange<kMath, kRows, kColumns, kPeers, kAligned>(aligned, clusters, slices);
-    };
-    const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
-    plans.push_back({{microseconds, time.two_kernels(1), tiles, how}, copies_x, copies_W, make});
-  };
-  if (time.tiles <= time.all) add(time.fused(time.all / time.tiles), 0, "");
-  for (const int slices : time.likely_slices(layer.most_slices(4 * Shared::kDepth))) {
-    add(time.two_kernels(slices), slices, "; half fused; slices: " + std::to_string(slices));
-  }
-}
-
-// The plans with all tiles (rows, columns, blocks in a cluster), with x as it lies or copied; the
-// fastest first.
-template <Math kMath, bool kAligned>
-std::vector<Plan> plan_exchange(const Layer& layer) {
-  std::vector<Plan> plans;
-  for (int copies_x = 0; copies_x <= (layer.x_stride % 4 != 0); ++copies_x) {
-    const auto add = [&]<int kRows, int kColumns, int... kPeers>() {
-      (plan_exchange<kMath, kRows, kColumns, kPeers, kAligned>(layer, copies_x, plans), ...);
-    };
-    add.template operator()<32, 128, 1, 2>();
-    add.template operator()<64, 128, 1>();
-    add.template operator()<128, 128, 1, 2, 3>();
-    if constexpr (kMath == Math::tf32) {  // 3xTF32: a thread has the sums of a step, too
-      add.template operator()<96, 128, 1, 3>();
-      add.template operator()<192, 128, 1, 3>();
-      add.template operator()<256, 128, 1, 2>();
-      add.template operator()<64, 192, 1, 2>();
-      add.template operator()<128, 192, 2>();
-      add.template operator()<160, 192, 2>();
-    }
-  }
-  std::stable_sort(plans.begin(), plans.end());
-  return plans;
 }
 
 // What Hopper has for a shape, a row each: fused narrow, or else fused cluster; and fused exchange.

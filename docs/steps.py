@@ -33,7 +33,7 @@ LADDERS = {
     "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],
     "9_matmul_softmax": [
         "fused_rows", "fused_rows_split", "all_columns", "column_tiles", "narrow_columns",
-        "cluster_columns", "exchange_columns",
+        "cluster_columns",
     ],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
     "bonus_clifford_fully_connected": ["forward_tiles"],

@@ -43,7 +43,8 @@ HEADERS = {
     "6_gating_fused": ("operators/gating/rows.cuh",),
     GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": (*SHARED, "operators/gradients/tiles.cuh"),
-    "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
+    "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
+                         "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
 }
@@ -52,7 +53,8 @@ LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_ma
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
-# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
+# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked, and rows that are
+# not split yet.
 OTHERS = {
     # The stage that is still read is given back, or another one; a stage that is filled already is
     # filled again; a sum begins with what was in its registers.
@@ -72,9 +74,11 @@ OTHERS = {
         (r"&& Share::kWhole \? (stack) \* kBoxes", "0"),
         (r"kAlone \? i : (side)\) \* kShare", "0"),
     ],
-    "transposed_product": [
-        (r"of\.first == 0 && (before > 0)", "false"),
+    "exchange": [
+        (r"first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
+        (r"(reader\.wait\(shared\.split_done\))", "static_cast<void>(0)"),
+        (r"(reader\.done_with\(shared\.split_done\))", "static_cast<void>(0)"),
     ],
     # A stage of the first product that is given back although the second one reads it; one of the second
     # that never is; x of the first tile, loaded twice; tiles that are loaded although they are there.

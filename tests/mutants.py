@@ -116,7 +116,8 @@ HEADERS = {
                "operators/clifford/algebra.cuh"),
     CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
     FUSED: ("primitives/wmma_fragments.cuh",),
-    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/transposed_product.cuh", "operators/softmax/layer.cuh",
+    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/transposed_product.cuh",
+              "operators/softmax/layer.cuh",
               "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh"),
     TRAINING: ("primitives/row_parts.cuh",),
 }
