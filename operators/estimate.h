@@ -31,18 +31,23 @@ inline double fetched_for_a_line(int64_t bytes) {
 
 constexpr double kLaunchMicroseconds = 2;  ///< of a kernel that follows another one
 
-/// Per multiprocessor and cycle: the tensor cores take 32 rows x columns of a step (4096 operations
-/// in fp16, 2048 in TF32), shared memory moves 150 bytes, and the L2 cache delivers 39 bytes if all
-/// ask, up to three times as much if few do. Under load the clock is 1.65 GHz. Of a tile's sums 16
-/// are finished a cycle. Memory moves 3 TB/s. A launch takes 4 us until its first data are there and
-/// its last results gone.
-inline double microseconds(const Cost& cost) {
-  constexpr double kClock = 1650, kBytes = 3e6;  // in a microsecond
+/// Of one step. Per multiprocessor and cycle the tensor cores take 32 rows x columns of it (1024
+/// multiply-adds in fp16, 512 in TF32), shared memory moves 150 bytes, and the L2 cache delivers 39
+/// bytes if all ask, up to three times as much if few do. Under load a clock has 1.65 GHz.
+inline double step_microseconds(const Cost& cost) {
   const double asking = std::max(0.33, cost.blocks / cost.all);
-  const double step = std::max({cost.rows * cost.cols / 32, cost.shared_lines * 128 / 150,
-                                cost.fetched_lines * 128 / 39 * asking});
-  const double cycles = cost.rounds * (cost.steps * step + cost.rows * cost.cols / 16);
-  return 4 + std::max(cycles / kClock, cost.memory_bytes / kBytes) + cost.more;
+  return std::max({cost.rows * cost.cols / 32, cost.shared_lines * 128 / 150,
+                   cost.fetched_lines * 128 / 39 * asking}) /
+         1650;
+}
+
+/// Of all. Of a tile's sums a multiprocessor finishes 16 a cycle. Memory moves 3 TB/s. A launch
+/// takes 4 us until its first data are there and its last results gone.
+inline double microseconds(const Cost& cost) {
+  const double finish = cost.rows * cost.cols / 16 / 1650;
+  return 4 + cost.more +
+         std::max(cost.rounds * (cost.steps * step_microseconds(cost) + finish),
+                  cost.memory_bytes / 3e6);
 }
 
 }  // namespace operators

@@ -42,9 +42,9 @@ struct Layer {
   }
 };
 
-// What the estimates are worth: some are a third too low. So many plans are tried at most, and none
-// that is expected to take so many times as long as the first.
-constexpr size_t kMostPlans = 40;
+// What the estimates are worth: so many plans are tried at most, and none that is expected to take
+// so many times as long as the first.
+constexpr size_t kMostPlans = 16;
 constexpr double kHopeless = 1.4;
 
 // What becomes of a product's sums:

@@ -1,6 +1,5 @@
-// How long lesson 9's kernels for Hopper should take, in microseconds: what ranks the ways to
-// compute a row, of which the first ones are tried. Fitted on an H200. And the plans of fused
-// exchange.
+// The plans of lesson 9's kernels for Hopper, and how long each should take (operators/estimate.h):
+// that ranks them, and the first ones are tried.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "operators/estimate.h"
 #include "operators/softmax/exchange.cuh"
 #include "operators/softmax/layer.cuh"
 
@@ -16,92 +16,79 @@ namespace operators::softmax {
 
 using namespace primitives;
 
-/// Of a launch that copies rows: 23 GB/s for each multiprocessor.
-inline double copy_microseconds(const Layer& layer, int rows, int cols) {
-  return 1 + 8.0 * rows * cols / (23e3 * layer.sms);
-}
+/// Of a launch that copies rows.
+inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * cols / 3e6; }
 
 /// Fused cluster, whose clusters of `splits` blocks have tiles of `rows` x `classes`, and take
-/// `depth` inputs at a time; `at_once` of them run at a time. Of such a chunk a block loads 50 KB a
-/// microsecond if it is alone, 32 KB if each multiprocessor has one (`busy` = 1); then it
-/// multiplies. (46 shapes: 10 % rms.)
+/// `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the way of a chunk of
+/// inputs from the L2 cache, some 0.35 us. (Two launches where a row has several tiles.)
 inline double cluster_microseconds(const Layer& layer, int splits, int rows, int classes, int depth,
                                    int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
-  const double busy = 1.0 * std::min(clusters, at_once) * splits / layer.sms;
-  const double loaded = 4e-3 * depth * (std::min(rows, layer.B) + std::min(classes, layer.C));
-  const double chunk = (layer.C % 2 == 0 ? 1 : 1.12) * (0.23 + loaded * (0.02 + 0.011 * busy));
   const double chunks = blocks_for(clusters, at_once) * blocks_for(layer.D, splits * depth);
-  return 1.4 + 0.9 * std::min(1.0, busy) + chunks * chunk +
-         (tiles > 1 ? 1.5 + 1.1e-5 * layer.shape.logits() : 0) +
-         (layer.x_stride % 4 != 0 ? copy_microseconds(layer, layer.B, layer.D) : 0);
+  const Cost chunk = {.rows = 1.0 * rows,
+                      .cols = 1.0 * classes,
+                      .shared_lines = 0,
+                      .fetched_lines = depth / 32.0 * (std::min(rows, layer.B) + classes),
+                      .blocks = 1.0 * std::min(clusters, at_once) * splits,
+                      .all = 1.0 * layer.sms};
+  return 2 + chunks * (0.35 + step_microseconds(chunk)) +
+         (tiles > 1 ? kLaunchMicroseconds + 8 * layer.shape.logits() / 3e6 : 0) +
+         (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
 }
 
-// Microseconds that these blocks should take: `active` run at a time (`most` could), `rounds` times
-// one after another, each with one of `slices` slices of a strip's steps along D. Fitted to 700
-// measurements on an H200, 12 % off (rms). A step takes its products or its copies, whichever is
-// longer. Products: 1.73 ns for each row of the tile and 80 more (only a fit, for 64 to 256 rows).
-// Copies from L2: 69 GB/s for each block if all run, more if fewer do. 128 bytes of a row count
-// once if they are one line of the cache, 1.13 times on two lines, 1.7 times on five sectors of 32
-// bytes; twice where rows of x start anywhere, 2.2 times for such a W, whose boxes are wider than
-// the tile. Memory: 28 GB/s for each block; few blocks get more each, but less in all.
-template <class Tile>
-struct TransposedTime {
-  int B, D, C, shift;  // see RowsOfX
-
-  double operator()(double rounds, double active, double most, int slices) const {
-    constexpr int kDepth = kLine<float>, kColumns = Tile::kColumns;
-    constexpr double kWide = kColumns / 128.0;
-    const auto lines = [](int n) { return (n + 3) % 32 < 4 ? 1 : (n + 3) % 8 < 4 ? 1.13 : 1.7; };
-    const double products = 1.73e-3 * (Tile::kRows + 80) * kWide * (Tile::kHighLow ? 3.4 : 1);
-    const double rows = std::min(1.0 * Tile::kRows, std::ceil(1.0 * B / (1 << shift)));
-    const double pieces = rows / Tile::kPeers * (shift > 0 ? 2 : lines(D)) +
-                          (Tile::kAligned ? std::min(kColumns, C) * lines(C) : 2.2 * kColumns);
-    const double copies = 4 * kDepth * pieces * std::pow(active / most, 0.78) / 69e3;
-    const double steps = std::ceil(std::ceil(1.0 * D / kDepth) / slices);
-    const double memory = 4.0 * D * (1.0 * B + C) / (28e3 * (0.7 * most + 0.3 * active));
-    const double store = (Tile::kAligned ? 0.0178 : 0.0198) * Tile::kRows * kWide;  // epilogue
-    return 0.5 + rounds * store + std::max(rounds * steps * std::max(products, copies), memory);
-  }
-};
-
-/// Fused exchange with one size of tiles, of which `all` blocks run at a time. The more blocks wait
-/// for one another, the longer. Half fused, 8 bytes more per logit and slice move, at 26 GB/s for
-/// each multiprocessor, and the softmax is another kernel (2.05 us, and some for each further
-/// slice); of more than 1024 columns it has a block a row, which takes time if rows are many.
+/// Fused exchange with one size of tiles, of which `all` blocks run at a time.
 template <class Tile>
 struct ExchangeTime {
   const Layer& layer;
   int64_t all, tiles, strips;
-  TransposedTime<Tile> time;
+  int shift;  ///< see RowsOfX
   double copies;
 
   ExchangeTime(const Layer& layer, bool copies_x, bool copies_W, int64_t all)
       : layer(layer),
         all(all),
         tiles(Tile::kPeers * blocks_for(layer.C, Tile::kPeers * Tile::kColumns)),
-        time{layer.B, layer.D, layer.C, copies_x ? 0 : RowsOfX::shift_of(layer.x_stride)},
-        copies((copies_x ? copy_microseconds(layer, layer.B, layer.D) : 0) +
-               (copies_W ? copy_microseconds(layer, layer.D, layer.C) : 0)) {
-    strips = RowsOfX::strips<Tile::kRows>(layer.B, time.shift);
+        shift(copies_x ? 0 : RowsOfX::shift_of(layer.x_stride)),
+        copies((copies_x ? copy_microseconds(layer.B, layer.D) : 0) +
+               (copies_W ? copy_microseconds(layer.D, layer.C) : 0)) {
+    strips = RowsOfX::strips<Tile::kRows>(layer.B, shift);
   }
 
+  /// Of D in `slices` slices, with `blocks` blocks at a time. wgmma reads the rows of x once for
+  /// each 64 columns; W goes from shared memory to registers. In 3xTF32 there are three products.
+  /// `logits`: how often they go from or to memory.
+  double time(double rounds, double blocks, int slices, double logits, double more) const {
+    constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns;
+    const int rows = std::min(kRows, (layer.B - 1 >> shift) + 1);
+    const double of_x = shift > 0 ? 1.45 : fetched_for_a_line(4 * layer.D);
+    const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : 1.45;
+    return copies +
+           operators::microseconds({.rounds = rounds,
+                                    .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
+                                    .rows = kRows * (Tile::kHighLow ? 3.0 : 1.0),
+                                    .cols = kColumns,
+                                    .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
+                                    .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
+                                    .blocks = blocks,
+                                    .all = 1.0 * layer.sms,
+                                    .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
+                                                    4.0 * logits * layer.shape.logits(),
+                                    .more = more});
+  }
+
+  /// A row's blocks wait for one another, some 3 us.
   double fused(int64_t strips_at_once) const {
     const double rounds = blocks_for(strips, strips_at_once);
-    const double active = 1.0 * tiles * persistent(strips, strips_at_once);
-    return copies + time(rounds, active, all, 1) + rounds * (tiles == 1 ? 1 : 2.7 + 0.115 * tiles);
+    const double blocks = 1.0 * tiles * persistent(strips, strips_at_once);
+    return time(rounds, blocks, 1, 1, tiles == 1 ? 0 : 3 * rounds);
   }
 
+  /// The softmax is another launch, which reads the logits of all slices.
   double two_kernels(int slices) const {
-    const int C = layer.C;
-    const bool in_registers = C <= kLongestInRegisters;
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    const double logits = 8 * layer.shape.logits() / (26e3 * all);
-    const double moved = slices == 1 ? logits : logits * (in_registers ? slices : slices + 1);
-    const double least = C > 1024 && in_registers ? 0.3 * layer.B / all : 0;
-    const double slice = C <= 1024 ? 0.05 : C <= 4096 ? 0.4 : C % 4 == 0 ? 0.7 : 3;
-    return copies + time(rounds, units / rounds, all, slices) + 2.05 + std::max(moved, least) +
-           (slices - 1) * slice;
+    const double moved = 4 * (slices + 1) * layer.shape.logits() / 3e6;
+    return time(rounds, units / rounds, slices, 0, kLaunchMicroseconds + moved);
   }
 
   /// The numbers of slices, 1 to `most`, that should take the least time: up to three.
