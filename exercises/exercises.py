@@ -259,7 +259,7 @@ EXERCISES = [
     Exercise(
         "phase", TENSOR_CORES, "the phase of an mbarrier (Hopper)",
         "wgmma", ("192",),  # every stage once; then the first ones again
-        (Cut("matmul_wgmma(const __grid_constant__", "Ring<kStages> ring;", "", """\
+        (Cut("matmul_wgmma(const __grid_constant__", "Ring ring{kStages};", "", """\
   struct {
     int stage = 0, parity = 0;
     __device__ void advance() {

@@ -1,6 +1,6 @@
 // How long a product of tiles should take on a Hopper GPU: a coarse estimate, from what the tiles
-// are and from rates of the hardware, not from measurements of kernels. It only has to be good enough
-// to leave out what is hopeless; of the rest the fastest is found by trying
+// are and from rates of the hardware, not from measurements of kernels. It only has to be good
+// enough to leave out what is hopeless; of the rest the fastest is found by trying
 // (docs/measuring.md#ways). Where nothing can be tried, the estimate alone decides.
 #pragma once
 

@@ -36,14 +36,16 @@ REACHED_BY = {
     "Maker": "8_spatial_gradients", "BlockRow": "8_spatial_gradients",
     "wait_for_oldest": "8_spatial_gradients", "give_back": "8_spatial_gradients",
     "next": "8_spatial_gradients", "start_products": GPUS,
+    "wait_for": "9_matmul_softmax", "done_with": "9_matmul_softmax",
 }
+KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
-    PRODUCT: (*SHARED, "operators/product/product.cuh"),
+    PRODUCT: (*SHARED, KERNEL),
     "6_gating_fused": ("operators/gating/rows.cuh",),
     GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": (*SHARED, "operators/gradients/tiles.cuh"),
-    "9_matmul_softmax": ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
+    "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
                          "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
@@ -53,14 +55,14 @@ LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_ma
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
-# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked, and rows that are
-# not split yet.
+# gradient that each GPU adds. In lesson 9 the end of another row, which is not blanked.
 OTHERS = {
-    # The stage that is still read is given back, or another one; a stage that is filled already is
+    # The stage that is still read is given back, or none; a stage that is filled already is
     # filled again; a sum begins with what was in its registers.
     "pipeline": [
         (r"if \(previous >= 0 && !keep\) blocks\.release\(pipe\.empty\[(previous)\]", "ring.stage"),
-        (r"if \(!keep\) blocks\.release\(pipe\.empty\[(previous)\]", "(previous + 1) % pipe.turns()"),
+        (r"if \(!keep\) (blocks\.release\(pipe\.empty\[previous\]\))", "static_cast<void>(0)"),
+        (r"void give_back\(\) \{ (blocks\.release\(pipe\.empty\[ring\.stage\]\))", "static_cast<void>(0)"),
         (r"if \((filled)\) \{", "false"),
         (r"start\(wait\(\), (previous >= 0)\)", "true"),
     ],
@@ -77,8 +79,6 @@ OTHERS = {
     "exchange": [
         (r"first == 0 && (before > 0)", "false"),
         (r"step == 0 && (before > 0)", "false"),
-        (r"(reader\.wait\(shared\.split_done\))", "static_cast<void>(0)"),
-        (r"(reader\.done_with\(shared\.split_done\))", "static_cast<void>(0)"),
     ],
     # A stage of the first product that is given back although the second one reads it; one of the second
     # that never is; x of the first tile, loaded twice; tiles that are loaded although they are there.
@@ -163,7 +163,7 @@ _CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
 _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
 _SPIN = re.compile(r"\bwhile \((!)")
 # What has such words inside, where product.cuh says it.
-_METHOD = re.compile(r"\b(?:(?:out|cluster|grid|blocks)\.(?:template )?(?:wait|meet|release)|writer\.finish|"
+_METHOD = re.compile(r"\b(?:(?:out|cluster|grid)\.(?:template )?(?:wait|meet|release)|writer\.finish|"
                      r"reader\.(?:finish|give_back|next)|ring\.advance)(?:<[^<>;(]*>)?\(")
 
 # Runs of which a row's second kernel turns its output into something else, in place.
@@ -411,10 +411,13 @@ def mistakes(program):
 @functools.cache
 def judged(program):
     """Its mistakes, but those of shared headers that another program is judged with."""
-    return tuple(m for m in mistakes(program) if m.file not in SHARED or _reached_by(m) == program)
+    shared = (*SHARED, KERNEL)
+    return tuple(m for m in mistakes(program) if m.file not in shared or _reached_by(m) == program)
 
 
 def _reached_by(mistake):
+    if mistake.file == KERNEL:
+        return PRODUCT
     before = code_of((ROOT / mistake.file).read_text()).split("\n")[: mistake.line]
     text = "\n".join(before)
     names = [re.findall(pattern, text, re.M)

@@ -1,20 +1,20 @@
-// Lesson 9's fused exchange: softmax(x W) in one launch, for any shape. It is lesson 3's last product
-// (operators/product/product.cuh), transposed, and an epilogue, in which the blocks that share a row
-// tell each other its maximum and its sum.
+// Lesson 9's fused exchange: softmax(x W) in one launch, for any shape. It is lesson 3's last
+// product (operators/product/product.cuh), transposed, and an epilogue, in which the blocks that
+// share a row tell each other its maximum and its sum.
 //
 // To finish its part of a row a block needs the row's maximum and sum. In fused online no block
 // knows them in time, so each writes logits, which are read again. Here a row's blocks run at the
 // same time: each keeps its logits in registers, posts the maximum and sum of its part in memory,
 // waits until the others have, and writes probabilities, once. (Half fused where a row has more
-// blocks than can run at a time, or so many that to write logits should take less time. A row of one
-// block waits for nobody.)
+// blocks than can run at a time, or so many that to write logits should take less time. A row of
+// one block waits for nobody.)
 //
 // Few rows, or few columns, are few tiles: 2048 x 300 logits are 24 of 256 x 128, and most of the
 // GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
 // slice of a tile, and the softmax adds up what it reads.
 //
-// The product is transposed, as in fused cluster (operators/softmax/transposed_product.cuh). But for
-// all D inputs registers have no room: W comes through the stages as well, and from there to
+// The product is transposed, as in fused cluster (operators/softmax/transposed_product.cuh). But
+// for all D inputs registers have no room: W comes through the stages as well, and from there to
 // registers, a step ahead (Reader::take_ahead).
 #pragma once
 
@@ -61,8 +61,8 @@ struct LooseTileOfW {
 #endif
 };
 
-// Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D. A block is
-// a producer warpgroup and two or three consumers, of 64 columns each. The kPeers blocks of a
+// Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D. A block
+// is a producer warpgroup and two or three consumers, of 64 columns each. The kPeers blocks of a
 // cluster (1 to 3) have the same rows of x: each fetches some boxes of them for all. kAligned: rows
 // of W start at multiples of 16 bytes. In 3xTF32 x is split into two tiles, by the warps beside the
 // thread that copies.
@@ -259,8 +259,8 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
 
 // The 8 lanes with the same l % 4 have kCount values each, and combine them: value i of all of them
 // becomes one. Each time a lane keeps one half of its values and gives the other one to a partner,
-// so that after three times it has kCount / 8: those from first_combined() on, l / 4 with its 3 bits
-// reversed, times kCount / 8.
+// so that after three times it has kCount / 8: those from first_combined() on, l / 4 with its 3
+// bits reversed, times kCount / 8.
 template <int kHalf, int kCount, typename Op>
 __device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
   const bool upper = threadIdx.x & lanes;
@@ -429,7 +429,7 @@ struct ExchangedSoftmax {
       };
       const auto start = [&](const LeftFragments<float>& w, const Stage& stage, bool add) {
         if constexpr (Tile::kHighLow) {
-          reader.wait(shared.split_done);
+          reader.wait_for(shared.split_done);
           add_split(sum, w, stage.x[0], stage.x[1]);
         } else {  // the copy engine has rounded both
           sum.start_product(w, stage.x[0].columns(), add);
@@ -481,8 +481,9 @@ struct ExchangedSoftmax {
     Walk walk;
     const unsigned turn;
 
-    // Turns the block's logits into exponentials relative to the row's maximum in this block. Thread
-    // r < kRows returns row r's maximum and sum. `left` columns of a row: from the thread's first on.
+    // Turns the block's logits into exponentials relative to the row's maximum in this block.
+    // Thread r < kRows returns row r's maximum and sum. `left` columns of a row: from the thread's
+    // first on.
     __device__ MaxSum exponentials(Sum& sum, int left) const {
       constexpr Math kMath = Tile::kMath;
       constexpr int kPairs = kRows / 4,

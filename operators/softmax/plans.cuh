@@ -60,7 +60,7 @@ struct ExchangeTime {
   /// `logits`: how often they go from or to memory.
   double time(double rounds, double blocks, int slices, double logits, double more) const {
     constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns;
-    const int rows = std::min(kRows, (layer.B - 1 >> shift) + 1);
+    const int rows = std::min(kRows, ((layer.B - 1) >> shift) + 1);
     const double of_x = shift > 0 ? 1.45 : fetched_for_a_line(4 * layer.D);
     const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : 1.45;
     return copies +

@@ -5,9 +5,9 @@
 // D); those of x are, those of W are not. So the product is transposed: x^T is the factor from
 // shared memory, as the copy engine leaves it there, and W^T is the one from registers. A warpgroup
 // has 64 columns of W, a warp 16; for wgmma these are rows of W^T, and a thread has two of them.
-// Which column is which row is ours to say: a thread's two are neighbours, so that W is read 8 bytes
-// at a time (not where rows of W are not aligned, see exchange.cuh). Columns of the sum, as wgmma
-// has it, are rows of x.
+// Which column is which row is ours to say: a thread's two are neighbours, so that W is read 8
+// bytes at a time (not where rows of W are not aligned, see exchange.cuh). Columns of the sum, as
+// wgmma has it, are rows of x.
 #pragma once
 
 #include "operators/softmax/fp32_product.cuh"
@@ -18,9 +18,10 @@ namespace operators::softmax {
 using namespace primitives;
 
 #if HOPPER_CODE
-// A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: 32 for each
-// of w[]. All loads are under way before the first value is needed. Where d >= D they are zeros; for
-// classes that do not exist they are another one's, and nobody looks at what becomes of them.
+// A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: 32 for
+// each of w[]. All loads are under way before the first value is needed. Where d >= D they are
+// zeros; for classes that do not exist they are another one's, and nobody looks at what becomes of
+// them.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -125,8 +126,8 @@ __device__ inline void start_rounded(Sum<kRows>& sum, const LeftFragments<float>
   sum.start_product(rounded, x.columns(), add);
 }
 
-// The same in 3xTF32: x is the sum of two tiles, and so is w. The products are added, and done, when
-// this returns.
+// The same in 3xTF32: x is the sum of two tiles, and so is w. The products are added, and done,
+// when this returns.
 template <int kRows>
 __device__ inline void add_split(Sum<kRows>& sum, const LeftFragments<float>& w,
                                  const ColumnTile<float, kRows>& x,

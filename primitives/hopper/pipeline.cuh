@@ -221,7 +221,7 @@ struct Reader {
   }
   /// The same for barriers beside the pipeline, one for each turn, which other threads of the block
   /// arrive at when they have done something with the turn's stage: done_with() is how they say so.
-  __device__ __forceinline__ void wait(Barrier* done) const {
+  __device__ __forceinline__ void wait_for(Barrier* done) const {
     barrier_wait(&done[ring.stage], ring.parity);
   }
   __device__ __forceinline__ void done_with(Barrier* done) const {
