@@ -107,7 +107,7 @@ struct ResidentWeights {
   }
   /// A panel, for wgmma.
   __device__ AcrossK<half> panel(int number) const {
-    return {descriptor_b(elements + number * kBoxes * rows * kBoxCols, rows)};
+    return across_k(elements + number * kBoxes * rows * kBoxCols, rows);
   }
   /// Starts a sum with the biases: with the product of the last 16 rows and of a left factor that
   /// has ones in its first column, zeros in the others, and is in registers. So no thread loads or

@@ -31,6 +31,13 @@ struct AcrossK {
   /// From `row` on, a multiple of 8, counted from here.
   __device__ AcrossK from(int row) const { return {further(first, 8 * row)}; }
 };
+
+/// The same of boxes next to each other, each 64 columns and `rows` rows, a multiple of 8.
+template <typename T>
+__device__ inline AcrossK<T> across_k(const T* boxes, int rows) {
+  static_assert(sizeof(T) == 2);
+  return {descriptor_b(boxes, rows)};
+}
 #endif
 
 /// kRows rows by 128 bytes of T (1, 2 or 4 bytes) in shared memory, swizzled: what one tensor copy
@@ -43,10 +50,7 @@ struct alignas(1024) Box {
   __device__ const T* row(int row) const { return elements + row * kLine<T>; }
 #if HOPPER_CODE
   /// For wgmma, of 2 bytes, rows being k: 64 columns, or 128 if another box follows, and so on.
-  __device__ AcrossK<T> across_k() const {
-    static_assert(sizeof(T) == 2);
-    return {descriptor_b(elements, kRows)};
-  }
+  __device__ AcrossK<T> across_k() const { return primitives::across_k(elements, kRows); }
   __device__ uint64_t operand_b(int slice) const { return across_k().operand(slice); }
 #endif
 };
