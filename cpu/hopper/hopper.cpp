@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "cpu/execution/execution.h"
+#include "cpu/execution/small_float.h"
 #include "cpu/hopper/hopper_device.h"
 #include "cpu/watch/counting.h"
-#include "small_float.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "small_float.h"
+#include "cpu/execution/small_float.h"
 
 using __nv_bfloat16 = cuda_cpu::SmallFloat<cuda_cpu::Bfloat16Format>;
 using __nv_bfloat162 = cuda_cpu::SmallFloat2<cuda_cpu::Bfloat16Format>;

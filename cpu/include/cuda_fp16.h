@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "small_float.h"
+#include "cpu/execution/small_float.h"
 
 using __half = cuda_cpu::SmallFloat<cuda_cpu::HalfFormat>;
 using __half2 = cuda_cpu::SmallFloat2<cuda_cpu::HalfFormat>;
