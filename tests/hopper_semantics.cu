@@ -22,6 +22,7 @@
 #include "common/check.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/hopper.cuh"
+#include "primitives/hopper/tiles.cuh"
 #include "primitives/mma.cuh"
 #include "primitives/spin.cuh"
 
@@ -31,6 +32,7 @@ using namespace primitives;
 namespace {
 
 using bf16 = __nv_bfloat16;
+using e4m3 = __nv_fp8_e4m3;
 
 int failures = 0;
 
@@ -79,7 +81,7 @@ struct Array {
   T& operator[](size_t i) { return host[i]; }
 };
 
-// Small numbers that fp16, bf16 and TF32 hold, and whose sums of products are exact.
+// Small numbers that fp16, bf16, TF32 and FP8 hold, and whose sums of products are exact.
 float number(int row, int col) { return static_cast<float>((7 * row + 3 * col) % 11 - 5); }
 
 template <class T>
@@ -202,6 +204,8 @@ CASE(loads_swizzled_and_padded) {
   expect_box<half>(40, 72, -8, -16, 64);  // before both
   expect_box<bf16>(8, 8, 100, 0, 8);      // nothing of it
   expect_box<float>(30, 36, 8, 32, 64);
+  expect_box<e4m3>(40, 144, 24, 128, 32);
+  expect_box<e4m3>(40, 144, -8, -16, 64);
   expect_box<half>(40, 80, 3, 64, 18, false, 18);  // swizzled by address: a part of a larger box
 }
 
@@ -784,6 +788,164 @@ void expect_tf32_shared() {
 CASE(wgmma_tf32_shared) {
   expect_tf32_shared<64>();
   expect_tf32_shared<128>();
+}
+
+// Two ways to scale `number`s of FP8, row by row. The tensor cores keep 14 bits or so of a sum. So
+// the numbers are small multiples of one power of two for all of a row: of a sum of products, that
+// of one row by one column, no bit is lost.
+enum class Scale { one, powers };
+
+// Up to 9, as 4 bits of significand allow it, times a power of two. The powers take a row to where
+// its numbers are all or in part subnormal, and to where they are the largest.
+float fp8_number(Scale scale, int row, int col) {
+  if (scale == Scale::one) return number(row, col);
+  return std::ldexp(static_cast<float>((7 * row + 3 * col) % 19 - 9), row % 15 - 9);
+}
+
+// sum (64, 2 kCount) = A (64, 128) x^T, x (N, 128), in shared memory behind A; plus what is in
+// `out`, if `add`.
+template <From kFrom, int kCount>
+__global__ void __launch_bounds__(128)
+    multiply_fp8(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap x,
+                 const e4m3* a, bool add, float* out) {
+#if HOPPER_CODE
+  constexpr int N = 2 * kCount;
+  extern __shared__ __align__(1024) char bytes[];
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, (64 + N) * 128);
+    tensor_load(bytes, &A, 0, 0, &barrier);
+    tensor_load(bytes + 64 * 128, &x, 0, 0, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = 16 * warp + lane / 4, t = lane % 4;
+  const auto place = [&](int i) {
+    return (row + 8 * (i / 2 % 2)) * N + 8 * (i / 4) + 2 * t + i % 2;
+  };
+  float sum[kCount];
+  for (int i = 0; i < kCount; ++i) sum[i] = out[place(i)];
+  uint32_t fragments[4][4];
+  for (int k = 0; k < 4; ++k) {
+    for (int i = 0; i < 4; ++i) {
+      const e4m3* from = a + (row + i % 2 * 8) * 128 + 32 * k + 4 * t + i / 2 * 16;
+      fragments[k][i] = *reinterpret_cast<const uint32_t*>(from);
+    }
+  }
+  wgmma_fence();
+  for (int k = 0; k < 4; ++k) {
+    const uint64_t right = descriptor_a(bytes + 64 * 128) + 2 * k;
+    if constexpr (kFrom == From::registers) {
+      wgmma_fp8(sum, fragments[k], right, add || k > 0);
+    } else {
+      wgmma_fp8(sum, descriptor_a(bytes) + 2 * k, right, add || k > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  for (int i = 0; i < kCount; ++i) out[place(i)] = sum[i];
+#endif
+}
+
+// The same product in the words of tiles.cuh.
+template <From kFrom, int kCols>
+__global__ void __launch_bounds__(128)
+    multiply_fp8_tiles(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap x,
+                       const e4m3* a, bool add, float* out) {
+#if HOPPER_CODE
+  struct Tiles {
+    LeftTile<e4m3, 64> left;
+    ColumnTile<e4m3, kCols> right;
+  };
+  extern __shared__ __align__(1024) char bytes[];
+  Tiles& tiles = *reinterpret_cast<Tiles*>(bytes);
+  __shared__ Barrier barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+    barrier_arrive_expect(&barrier, sizeof tiles);
+    tensor_load(&tiles.left, &A, 0, 0, &barrier);
+    tensor_load(&tiles.right, &x, 0, 0, &barrier);
+  }
+  __syncthreads();
+  barrier_wait(&barrier, 0);
+  Sum<kCols> sum;
+  for (int i = 0; i < sum.size(); ++i) sum.element(i) = out[sum.row(i) * kCols + sum.col(i)];
+  if constexpr (kFrom == From::registers) {
+    LeftFragments<e4m3> fragments;
+    for (int k = 0; k < kSlices; ++k) {
+      for (int i = 0; i < 4; ++i) {
+        const int from = (sum.row(0) + i % 2 * 8) * 128 + 32 * k + sum.col(0) * 2 + i / 2 * 16;
+        fragments.slices[k][i] = *reinterpret_cast<const uint32_t*>(a + from);
+      }
+    }
+    sum.start_product(fragments, tiles.right.columns(), add);
+  } else {
+    sum.start_product(tiles.left.rows(0), tiles.right.columns(), add);
+  }
+  wgmma_wait<0>();
+  for (int i = 0; i < sum.size(); ++i) out[sum.row(i) * kCols + sum.col(i)] = sum.element(i);
+#endif
+}
+
+template <class Kernel>
+void expect_fp8(Kernel kernel, int N, Scale scale, bool add) {
+  Array<e4m3> A(64 * 128), x(static_cast<size_t>(N) * 128);
+  Array<float> out(static_cast<size_t>(64) * N);
+  for (Array<e4m3>* matrix : {&A, &x}) {
+    for (size_t i = 0; i < matrix->host.size(); ++i) {
+      const int at = static_cast<int>(i);
+      (*matrix)[i] = static_cast<e4m3>(fp8_number(scale, at / 128, at % 128));
+    }
+    matrix->put();
+  }
+  // What is in `out` is as large as a sum may be, in units of its row and column.
+  const auto start = [&](int row, int col) {
+    const float of_sum = static_cast<float>((5 * row + col) % 13 - 6);
+    return scale == Scale::one ? of_sum : std::ldexp(of_sum, row % 15 - 9 + col % 15 - 9);
+  };
+  for (int i = 0; i < 64 * N; ++i) out[i] = start(i / N, i % N);
+  out.put();
+  const int bytes = (64 + N) * 128;
+  kernel<<<1, 128, bytes>>>(tensor_map<e4m3>(A.device, 64, 128, 64),
+                            tensor_map<e4m3>(x.device, N, 128, N), A.device, add, out.device);
+  out.get();
+  for (int row = 0; row < 64; ++row) {
+    for (int col = 0; col < N; ++col) {
+      float expected = add ? start(row, col) : 0;
+      for (int k = 0; k < 128; ++k) {
+        expected += fp8_number(scale, row, k) * fp8_number(scale, col, k);
+      }
+      EXPECT(out[row * N + col] == expected);
+    }
+  }
+}
+
+// "wgmma.mma_async", .e4m3: "Matrix Fragments for wgmma.mma_async.m64nNk32", "Shared Memory Matrix
+// Layout" (K-major), "Matrix Descriptor Format"; scale-d. "Alternate Floating-Point Data Formats".
+CASE(wgmma_fp8) {
+  for (const Scale scale : {Scale::one, Scale::powers}) {
+    for (const bool add : {false, true}) {
+      expect_fp8(multiply_fp8<From::shared, 32>, 64, scale, add);
+      expect_fp8(multiply_fp8<From::shared, 64>, 128, scale, add);
+      expect_fp8(multiply_fp8<From::shared, 128>, 256, scale, add);
+      expect_fp8(multiply_fp8<From::registers, 32>, 64, scale, add);
+      expect_fp8(multiply_fp8<From::registers, 64>, 128, scale, add);
+      expect_fp8(multiply_fp8<From::registers, 128>, 256, scale, add);
+    }
+  }
+}
+
+// The same sections, and what tiles.cuh makes of them.
+CASE(products_of_fp8_tiles) {
+  for (const bool add : {false, true}) {
+    expect_fp8(multiply_fp8_tiles<From::shared, 64>, 64, Scale::powers, add);
+    expect_fp8(multiply_fp8_tiles<From::shared, 256>, 256, Scale::powers, add);
+    expect_fp8(multiply_fp8_tiles<From::registers, 128>, 128, Scale::powers, add);
+  }
 }
 
 // A block writes a matrix, which the copy engine reads for another one.

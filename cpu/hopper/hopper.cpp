@@ -1145,25 +1145,31 @@ bool wide_units() {
 }
 #endif
 
-/// 8 elements of 16 bits.
+/// The lower 13 bits of a TF32 number do not count.
+float tf32(std::uint32_t bits) { return std::bit_cast<float>(bits & ~0x1FFFu); }
+
+/// How much of k a product takes: 32 bytes.
+int depth(Wgmma type) { return type == Wgmma::tf32 ? 8 : type == Wgmma::e4m3 ? 32 : 16; }
+
+/// A piece of 16 bytes: depth(type) / 2 elements.
 void convert(Wgmma type, const char* from, float* to) {
   if (type == Wgmma::bf16) return convert_basic<Bfloat16Format>(from, to);
+  if (type == Wgmma::tf32) {
+    for (int i = 0; i < 4; ++i) {
+      std::uint32_t bits;
+      std::memcpy(&bits, from + 4 * i, 4);
+      to[i] = tf32(bits);
+    }
+    return;
+  }
+  if (type == Wgmma::e4m3) {
+    for (int i = 0; i < 16; ++i) to[i] = E4m3Format::to_float(static_cast<std::uint8_t>(from[i]));
+    return;
+  }
 #if defined(CUDA_CPU_WIDE)
   if (wide_units()) return convert_half_wide(from, to);
 #endif
   convert_basic<HalfFormat>(from, to);
-}
-
-/// The lower 13 bits of a TF32 number do not count.
-float tf32(std::uint32_t bits) { return std::bit_cast<float>(bits & ~0x1FFFu); }
-
-/// Four of them, to every `step`-th float.
-void convert_tf32(const char* from, float* to, int step) {
-  for (int i = 0; i < 4; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, from + 4 * i, 4);
-    to[i * step] = tf32(bits);
-  }
 }
 
 /// a (64 x k): from fragments as mma.sync has them, each warp 16 rows.
@@ -1174,6 +1180,11 @@ void unpack_fragments(const Product& product, float* a) {
       const std::uint32_t bits = product.fragments[t][i];
       if (product.type == Wgmma::tf32) {
         a[(row + i % 2 * 8) * 8 + column + i / 2 * 4] = tf32(bits);
+      } else if (product.type == Wgmma::e4m3) {
+        float* to = a + (row + i % 2 * 8) * 32 + 4 * column + i / 2 * 16;
+        for (int e = 0; e < 4; ++e) {
+          to[e] = E4m3Format::to_float(static_cast<std::uint8_t>(bits >> 8 * e));
+        }
       } else {
         float* to = a + (row + i % 2 * 8) * 16 + 2 * column + i / 2 * 8;
         for (int e = 0; e < 2; ++e) {
@@ -1188,8 +1199,8 @@ void unpack_fragments(const Product& product, float* a) {
 
 /// Multiplies, and adds to the sum.
 void land_product(Block& block, const Product& product) {
-  alignas(64) static thread_local float a[64 * 16], b[16 * 256];
-  const int n = 2 * product.sum->count, k = product.type == Wgmma::tf32 ? 8 : 16;
+  alignas(64) static thread_local float a[64 * 32], b[32 * 256];
+  const int n = 2 * product.sum->count, k = depth(product.type);
   count_tensor_flops(2 * 64 * std::int64_t{n} * k);
   ActAs cores(block, kTensorCores);
   const auto read = [](const Operand& operand) {
@@ -1215,12 +1226,8 @@ void land_product(Block& block, const Product& product) {
       operand.visit_rows(64, read(operand));
       for (int row = 0; row < 64; ++row) {
         for (int piece = 0; piece < 2; ++piece) {
-          const char* from = operand.piece(operand.of_row(row, piece));
-          if (product.type == Wgmma::tf32) {
-            convert_tf32(from, a + row * 8 + 4 * piece, 1);
-          } else {
-            convert(product.type, from, a + row * 16 + 8 * piece);
-          }
+          convert(product.type, operand.piece(operand.of_row(row, piece)),
+                  a + row * k + k / 2 * piece);
         }
       }
     }
@@ -1229,16 +1236,11 @@ void land_product(Block& block, const Product& product) {
   operand.locate(block);
   if (product.tall) {
     operand.visit_rows(n, read(operand));
-    alignas(32) float eight[8];
+    alignas(32) float values[16];
     for (int column = 0; column < n; ++column) {
       for (int piece = 0; piece < 2; ++piece) {
-        const char* from = operand.piece(operand.of_row(column, piece));
-        if (product.type == Wgmma::tf32) {
-          convert_tf32(from, b + 4 * piece * n + column, n);
-        } else {
-          convert(product.type, from, eight);
-          for (int i = 0; i < 8; ++i) b[(8 * piece + i) * n + column] = eight[i];
-        }
+        convert(product.type, operand.piece(operand.of_row(column, piece)), values);
+        for (int i = 0; i < k / 2; ++i) b[(k / 2 * piece + i) * n + column] = values[i];
       }
     }
   } else {
@@ -1263,6 +1265,7 @@ std::size_t place_in_sum(int thread, int i, int columns) {
 
 const char* name_of(Wgmma type) {
   return type == Wgmma::tf32   ? "wgmma_tf32()"
+         : type == Wgmma::e4m3 ? "wgmma_fp8()"
          : type == Wgmma::fp16 ? "wgmma<half>()"
                                : "wgmma<__nv_bfloat16>()";
 }
@@ -1670,6 +1673,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
   if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ||
       type == CU_TENSOR_MAP_DATA_TYPE_UINT16) {
     element = 2;
+  } else if (type == CU_TENSOR_MAP_DATA_TYPE_UINT8) {
+    element = 1;
   } else if (type != CU_TENSOR_MAP_DATA_TYPE_FLOAT32 && type != CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 &&
              type != CU_TENSOR_MAP_DATA_TYPE_UINT32 && type != CU_TENSOR_MAP_DATA_TYPE_INT32) {
     return CUDA_ERROR_INVALID_VALUE;

@@ -15,6 +15,7 @@
 #include "cuda.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "cuda_fp8.h"
 
 namespace cuda_cpu {
 
@@ -44,9 +45,9 @@ int cluster_rank();
 void cluster_arrive(bool release, Site site);
 void cluster_wait(Site site);
 
-enum class Wgmma { fp16, bf16, tf32 };
+enum class Wgmma { fp16, bf16, tf32, e4m3 };
 /// fragments: of A, or null if it is in shared memory. transposed: A's columns are contiguous.
-/// tall: B's columns are, as of TF32 always.
+/// tall: B's columns are, as of TF32 and e4m3 always.
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
            bool transposed, std::uint64_t b, bool tall, bool add, Site site);
 void wgmma_fence();
@@ -233,6 +234,19 @@ void wgmma_tf32(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add
                 cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(kCount % 4 == 0 && kCount <= 128);
   cuda_cpu::wgmma(cuda_cpu::Wgmma::tf32, sum, kCount, a, nullptr, false, b, true, add, site);
+}
+
+template <int kCount>
+void wgmma_fp8(float (&sum)[kCount], std::uint64_t a, std::uint64_t b, bool add,
+               cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  static_assert(kCount % 4 == 0 && kCount <= 128);
+  cuda_cpu::wgmma(cuda_cpu::Wgmma::e4m3, sum, kCount, a, nullptr, false, b, true, add, site);
+}
+template <int kCount>
+void wgmma_fp8(float (&sum)[kCount], const std::uint32_t (&a)[4], std::uint64_t b, bool add,
+               cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  static_assert(kCount % 4 == 0 && kCount <= 128);
+  cuda_cpu::wgmma(cuda_cpu::Wgmma::e4m3, sum, kCount, 0, a, false, b, true, add, site);
 }
 
 template <bool kTransposed = false, int kCount>

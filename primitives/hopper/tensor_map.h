@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -28,7 +29,7 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
                               const cuuint64_t* strides, const cuuint32_t* box,
                               CUtensorMapSwizzle swizzle, bool to_tf32 = false,
                               Reads reads = Reads::once) {
-  static_assert(sizeof(T) == 2 || std::is_same_v<T, float>);
+  static_assert(sizeof(T) == 2 || std::is_same_v<T, float> || std::is_same_v<T, __nv_fp8_e4m3>);
   // Through the runtime, so that the program starts where there is no driver to link to.
   static const auto encode = [] {
     void* function = nullptr;
@@ -40,7 +41,9 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   const cuuint32_t steps[3] = {1, 1, 1};
+  // There is no type for FP8. Of a copy it would only say how many bytes an element has.
   const CUtensorMapDataType type = to_tf32                    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                   : sizeof(T) == 1           ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : std::is_same_v<T, float> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                    : std::is_same_v<T, __nv_bfloat16>
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -60,15 +63,15 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
   return map;
 }
 
-/// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16 or float to the copy engine,
-/// which moves boxes of `box_rows` (at most 256) rows by 128 bytes (64 columns, of float 32) to or
-/// from shared memory. There the box is dense, 128 bytes a row, and swizzled by address: if it
-/// starts at a multiple of 1024 bytes, the 16-byte piece p of row r lies at piece p ^ (r % 8), as
-/// wgmma and swizzled() expect it; from another multiple of 128 on, as if it were a later part of
-/// such a box. What a box reads outside of the matrix becomes zero; what it writes there is
-/// dropped. `matrix` must be aligned to 16 bytes, and so must its rows, `row_stride` elements apart
-/// (0: `cols`). With `to_tf32`, floats are rounded to TF32 on the way. CUDA Driver API, "Tensor Map
-/// Object Management".
+/// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16, float or __nv_fp8_e4m3 to the
+/// copy engine, which moves boxes of `box_rows` (at most 256) rows by 128 bytes to or from shared
+/// memory: 64 columns, of float 32, of __nv_fp8_e4m3 128. There the box is dense, 128 bytes a row,
+/// and swizzled by address: if it starts at a multiple of 1024 bytes, the 16-byte piece p of row r
+/// lies at piece p ^ (r % 8), as wgmma and swizzled() expect it; from another multiple of 128 on,
+/// as if it were a later part of such a box. What a box reads outside of the matrix becomes zero;
+/// what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so must its rows,
+/// `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are rounded to TF32 on the way.
+/// CUDA Driver API, "Tensor Map Object Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
                        bool to_tf32 = false, int64_t row_stride = 0, Reads reads = Reads::once) {

@@ -185,16 +185,22 @@ struct RightTile {
 
 #if HOPPER_CODE
 /// sum (64 rows) = left x right of one slice, plus the old sum if `add`. Left: AlongK, AcrossK, or
-/// LeftFragments. Right: RightTile, AcrossK, or AlongK. Elements: half, __nv_bfloat16, or float in
-/// TF32.
+/// LeftFragments. Right: RightTile, AcrossK, or AlongK. Elements: half, __nv_bfloat16, float in
+/// TF32, or __nv_fp8_e4m3.
 template <class Left, class Right, int kCount>
 __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left& left,
                                                const Right& right, int slice, bool add) {
   using T = typename Left::Element;
   static_assert(std::is_same_v<T, typename Right::Element>);
-  if constexpr (std::is_same_v<T, float>) {
-    static_assert(!Right::kRowMajor, "wgmma takes TF32 only contiguous along k");
-    wgmma_tf32(sum, left.operand(slice), right.operand(slice), add);
+  if constexpr (sizeof(T) != 2) {
+    static_assert(!Right::kRowMajor && !std::is_same_v<Left, AcrossK<T>>,
+                  "wgmma takes 1 and 4 bytes only contiguous along k");
+    if constexpr (std::is_same_v<T, float>) {
+      wgmma_tf32(sum, left.operand(slice), right.operand(slice), add);
+    } else {
+      static_assert(std::is_same_v<T, __nv_fp8_e4m3>);
+      wgmma_fp8(sum, left.operand(slice), right.operand(slice), add);
+    }
   } else if constexpr (!std::is_same_v<decltype(left.operand(slice)), uint64_t>) {  // registers
     static_assert(Right::kRowMajor);
     wgmma<T>(sum, left.operand(slice), right.operand(slice), add);

@@ -1,7 +1,8 @@
 // Products of a whole warpgroup (wgmma), the descriptors of their operands in shared memory, and
 // what is done with their sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". The
 // 128 threads of a warpgroup multiply a 64 x 16 piece of A by a 16 x N piece of B, both in shared
-// memory, into a 64 x N sum in registers.
+// memory, into a 64 x N sum in registers. That is so for elements of 2 bytes. The
+// pieces have 32 bytes of k, whatever the type.
 // sum[i] of thread t is the element
 //     row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i % 2
 //
@@ -16,6 +17,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -99,7 +101,7 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R120 HOPPER_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define HOPPER_R128 HOPPER_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 // The types' instructions. `n`: columns; `k`: rows of B; `registers`: the sum's operands; `a` to
-// `flags`: the operands after them; flags: signs of A and B, and but for TF32 transposed A (only in
+// `flags`: the operands after them; flags: signs of A and B, and of 2 bytes transposed A (only in
 // shared memory), B row-major.
 #define HOPPER_WGMMA_TEXT(n, k, type, registers, a, b, add, flags)                              \
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k \
@@ -111,7 +113,11 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_WGMMA_TF32_SHARED(n, registers, left, right, adds, ...)                 \
   asm volatile(HOPPER_WGMMA_TEXT(n, "8", "tf32", registers, left, right, adds, "1, 1") \
                : __VA_ARGS__                                                           \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+               : HOPPER_SHARED_AND_TALL)
+#define HOPPER_WGMMA_FP8(n, registers, a, b, add, inputs, ...)                  \
+  asm volatile(HOPPER_WGMMA_TEXT(n, "32", "e4m3", registers, a, b, add, "1, 1") \
+               : __VA_ARGS__                                                    \
+               : inputs)
 #define HOPPER_WGMMA(n, registers, a, b, add, flags, inputs, ...)                \
   if constexpr (std::is_same_v<T, half>) {                                       \
     asm volatile(HOPPER_WGMMA_TEXT(n, "16", "f16", registers, a, b, add, flags)  \
@@ -126,6 +132,7 @@ __device__ inline void wgmma_wait() {
   "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransposed ? 1 : 0), "n"(kTall ? 0 : 1)
 #define HOPPER_REGISTER_A \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add))
+#define HOPPER_SHARED_AND_TALL "l"(a), "l"(b), "r"(static_cast<int>(add))
 
 /// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount; T is half or __nv_bfloat16. A as
 /// descriptor_a, B as descriptor_b. kTransposed: A is the transpose of a row-major matrix, given as
@@ -292,6 +299,45 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], uint64_t a, uint64_t b, 
     static_assert(kCount == 128);
     HOPPER_WGMMA_TF32_SHARED("256", HOPPER_R128, "%128", "%129", "%130", HOPPER_SUM32(0),
                              HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
+  }
+}
+
+/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount, for a k of 32 elements of type
+/// __nv_fp8_e4m3. Both operands as descriptor_a: of 1 byte, too, the instruction only takes a B
+/// whose columns are contiguous. The tensor cores keep only about 14 bits of such a sum, although
+/// its registers are fp32.
+template <int kCount>
+__device__ inline void wgmma_fp8(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
+  if constexpr (kCount == 32) {
+    HOPPER_WGMMA_FP8("64", HOPPER_R32, "%32", "%33", "%34", HOPPER_SHARED_AND_TALL,
+                     HOPPER_SUM32(0));
+  } else if constexpr (kCount == 64) {
+    HOPPER_WGMMA_FP8("128", HOPPER_R64, "%64", "%65", "%66", HOPPER_SHARED_AND_TALL,
+                     HOPPER_SUM32(0), HOPPER_SUM32(32));
+  } else {
+    static_assert(kCount == 128);
+    HOPPER_WGMMA_FP8("256", HOPPER_R128, "%128", "%129", "%130", HOPPER_SHARED_AND_TALL,
+                     HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64), HOPPER_SUM32(96));
+  }
+}
+
+/// The same with A from registers, which stay untouched until the product is done. Each of them
+/// has 4 neighbours along k, the first in its lowest byte. a[i] of thread t is in row
+///     16 (t / 32) + t % 32 / 4 + 8 (i % 2), from k = 4 (t % 4) + 16 (i / 2) on
+template <int kCount>
+__device__ inline void wgmma_fp8(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b,
+                                 bool add) {
+  if constexpr (kCount == 32) {
+    HOPPER_WGMMA_FP8("64", HOPPER_R32, "{%32, %33, %34, %35}", "%36", "%37", HOPPER_REGISTER_A,
+                     HOPPER_SUM32(0));
+  } else if constexpr (kCount == 64) {
+    HOPPER_WGMMA_FP8("128", HOPPER_R64, "{%64, %65, %66, %67}", "%68", "%69", HOPPER_REGISTER_A,
+                     HOPPER_SUM32(0), HOPPER_SUM32(32));
+  } else {
+    static_assert(kCount == 128);
+    HOPPER_WGMMA_FP8("256", HOPPER_R128, "{%128, %129, %130, %131}", "%132", "%133",
+                     HOPPER_REGISTER_A, HOPPER_SUM32(0), HOPPER_SUM32(32), HOPPER_SUM32(64),
+                     HOPPER_SUM32(96));
   }
 }
 

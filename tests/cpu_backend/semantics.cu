@@ -7,6 +7,7 @@
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 #include <mma.h>
@@ -745,7 +746,7 @@ CASE(async_copies_checked) {
   expect_failure([&] { bad_copy<<<1, 1>>>(source, 4, 16); }, {"not aligned"});
 }
 
-// ---- Sixteen-bit numbers -----------------------------------------------------------------------
+// ---- Small floating point numbers ---------------------------------------------------------------
 
 /// The number with `fraction_bits` of fraction and exponents from `min_exponent` to `max_exponent`
 /// that is nearest to x; the even one of two.
@@ -802,6 +803,29 @@ void test_conversions(int fraction_bits, int bias) {
 CASE(half_conversions) { test_conversions<half>(10, 15); }
 
 CASE(bfloat16_conversions) { test_conversions<__nv_bfloat16>(7, 127); }
+
+// Of the 8 bits one pattern of each sign is NaN, and none is infinity.
+CASE(fp8_conversions) {
+  const auto check = [](float x) {
+    const __nv_fp8_e4m3 value(x);
+    const double expected = std::min(std::abs(rounded(x, 3, -6, 8)), 448.0);
+    EXPECT(std::isnan(x) ? value.__x == 0x7F
+                         : same(static_cast<float>(value), std::copysign(expected, x)));
+  };
+  for (unsigned bits = 0; bits < 0x100; ++bits) {
+    __nv_fp8_e4m3 value;
+    value.__x = static_cast<uint8_t>(bits);
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    const double magnitude = (bits & 0x7F) == 0x7F ? NAN
+                             : exponent > 0        ? std::ldexp(8 + fraction, exponent - 10)
+                                                   : std::ldexp(fraction, -9);
+    EXPECT(same(static_cast<float>(value), bits & 0x80 ? -magnitude : magnitude));
+    check(static_cast<float>(value));
+  }
+  for (uint32_t top = 0; top < 1u << 16; ++top) {
+    for (uint32_t low : {0x0000u, 0x0001u, 0xFFFFu}) check(std::bit_cast<float>(top << 16 | low));
+  }
+}
 
 CASE(half_arithmetic) {
   // A double that rounds twice to a wrong half: just above the middle of 1 and 1 + 2^-10.

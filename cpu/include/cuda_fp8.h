@@ -1,0 +1,59 @@
+// FP8: __nv_fp8_e4m3 and its conversions.
+
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+namespace cuda_cpu {
+
+/// 4 bits of exponent, 3 of fraction. There is no infinity: with the largest exponent, too, all are
+/// numbers, up to 448, but for one that is NaN.
+struct E4m3Format {
+  static constexpr std::uint8_t kNan = 0x7F;
+  static constexpr std::uint32_t kLargest = 0x7E;
+  static constexpr std::uint32_t kRebias = (127 - 7) << 23;
+
+  static constexpr float to_float(std::uint8_t bits) {
+    if ((bits & 0x7F) == kNan) return std::numeric_limits<float>::quiet_NaN();
+    const std::uint32_t magnitude = (bits & 0x7Fu) << 20;
+    // A subnormal's fraction counts in units of 2^-9: see HalfFormat.
+    constexpr float kSmallestNormal = 0x1p-6f;
+    const float subnormal =
+        std::bit_cast<float>(magnitude + std::bit_cast<std::uint32_t>(kSmallestNormal)) -
+        kSmallestNormal;
+    const std::uint32_t value =
+        magnitude < 1u << 23 ? std::bit_cast<std::uint32_t>(subnormal) : magnitude + kRebias;
+    return std::bit_cast<float>(value | (bits & 0x80u) << 24);
+  }
+
+  /// To nearest, ties to even. What is too large, and infinity, becomes the largest number.
+  static constexpr std::uint8_t from_float(float value) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t magnitude = bits & 0x7FFFFFFF;
+    if (magnitude > 0x7F800000) return kNan;
+    const std::uint32_t normal = (magnitude - kRebias + 0x7FFFF + (magnitude >> 20 & 1)) >> 20;
+    // The sum with 2^14, whose last bit is worth 2^-9, rounds to the subnormals.
+    const std::uint32_t subnormal =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) -
+        std::bit_cast<std::uint32_t>(0x1p14f);
+    const std::uint32_t rounded =
+        magnitude < std::bit_cast<std::uint32_t>(0x1p-6f) ? subnormal : std::min(normal, kLargest);
+    return static_cast<std::uint8_t>((bits >> 24 & 0x80) | rounded);
+  }
+};
+
+}  // namespace cuda_cpu
+
+/// As CUDA's, it becomes a float, or is made of one, only where the program says so.
+struct __nv_fp8_e4m3 {
+  std::uint8_t __x;
+
+  __nv_fp8_e4m3() = default;
+  explicit constexpr __nv_fp8_e4m3(float value) : __x(cuda_cpu::E4m3Format::from_float(value)) {}
+  explicit constexpr operator float() const { return cuda_cpu::E4m3Format::to_float(__x); }
+};
+
+static_assert(sizeof(__nv_fp8_e4m3) == 1);
