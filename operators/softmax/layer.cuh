@@ -44,7 +44,7 @@ struct Layer {
 
 // What the estimates are worth: so many plans are tried at most, and none that is expected to take
 // so many times as long as the first.
-constexpr size_t kMostPlans = 16;
+constexpr size_t kMostPlans = 24;
 constexpr double kHopeless = 1.4;
 
 // What becomes of a product's sums:
@@ -169,13 +169,30 @@ struct Plan {
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
 };
 
+// The plans that are tried, of all: those that should be the fastest, fused or unfused.
+inline std::vector<Plan> plans_to_try(std::vector<Plan> plans) {
+  std::vector<Plan> tried;
+  const auto take = [&](size_t most, auto microseconds) {
+    std::stable_sort(plans.begin(), plans.end(), [&](const Plan& a, const Plan& b) {
+      return microseconds(a) < microseconds(b);
+    });
+    size_t taken = 0;
+    while (taken < std::min(most, plans.size()) &&
+           microseconds(plans[taken]) <= kHopeless * microseconds(plans[0])) {
+      tried.push_back(plans[taken++]);
+    }
+    plans.erase(plans.begin(), plans.begin() + static_cast<std::ptrdiff_t>(taken));
+  };
+  take(kMostPlans, [](const Plan& plan) { return plan.microseconds(); });
+  take(kMostPlans / 3, [](const Plan& plan) { return plan.expected.unfused_microseconds; });
+  return tried;
+}
+
 // The products of the plans that are tried. Plans that copy the same matrices share the copies.
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;
-  for (const Plan& plan : plans) {
-    const bool hopeless = plan.microseconds() > kHopeless * plans[0].microseconds();
-    if (hopeless || products.size() == kMostPlans) break;
+  for (const Plan& plan : plans_to_try(plans)) {
     const std::pair copies = {plan.copies_x, plan.copies_W};
     if (!aligned.contains(copies)) {
       aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));
