@@ -557,7 +557,7 @@ template <int kStages, int kBuffers>
 __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
                            const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
   constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
-  // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
+  // Matrix m of a store_matrices begins at row 8 (m % 2), column 8 (m / 2) of the warp's 16 x 16.
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
@@ -585,7 +585,8 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
 }
 #endif
 
-// `progress` is one number for all blocks, 0 before the launch and after it, or null.
+// `progress` points to one counter for all blocks, which is 0 before the launch and after it. Null:
+// the clusters do not keep in step.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,

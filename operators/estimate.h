@@ -1,7 +1,7 @@
-// How long a product of tiles should take on a Hopper GPU: a coarse estimate, from what the tiles
-// are and from rates of the hardware, not from measurements of kernels. It only has to be good
-// enough to leave out what is hopeless; of the rest the fastest is found by trying
-// (docs/measuring.md#ways). Where nothing can be tried, the estimate alone decides.
+// How long a product of tiles should take on a Hopper GPU: a coarse estimate, counted from the
+// tiles and from rates of the hardware. No kernel was measured for it. It only has to leave out
+// what is hopeless; of the rest the fastest is found by trying (docs/measuring.md#ways). Where
+// nothing can be tried, the estimate alone decides.
 #pragma once
 
 #include <algorithm>
@@ -12,42 +12,48 @@ namespace operators {
 
 /// What a way to compute a product costs each multiprocessor. A line is 128 bytes.
 struct Cost {
-  double rounds = 1;     ///< tiles that a block has, one after another
-  double steps = 1;      ///< of a tile, a line of k each
-  double rows, cols;     ///< of a block's tile
-  double shared_lines;   ///< of a step, into shared memory and, by wgmma, out of it
-  double fetched_lines;  ///< of a step, that the block asks the L2 cache for
-  double blocks;         ///< that work at the same time, one each multiprocessor of `all`
-  double all;
+  double rounds = 1;        ///< tiles that a block has, one after another
+  double steps = 1;         ///< of a tile, each a line of k
+  double rows, cols;        ///< of a block's tile
+  double shared_lines;      ///< that a step moves into shared memory and, by wgmma, out of it
+  double fetched_lines;     ///< that a block asks the L2 cache for in a step
+  double blocks;            ///< that work at the same time, each on a multiprocessor of its own
+  double multiprocessors;   ///< of the device
   double memory_bytes = 0;  ///< that go from and to memory in all
-  double more = 0;          ///< microseconds beside it: other launches, waiting for one another
+  double more = 0;          ///< further microseconds: other launches, waiting for one another
 };
 
 /// What a multiprocessor asks the L2 cache for, to get a line of a matrix whose rows are `bytes`
-/// long: lines that are not aligned are parts of two, or of five sectors of 32 bytes.
+/// long. A line that is not aligned lies on two lines of the cache, and one that does not begin at
+/// a sector of 32 bytes has parts of five sectors instead of four. That such a line costs 1.2 and
+/// 1.45 times as much is what products of lesson 3 showed.
 inline double fetched_for_a_line(int64_t bytes) {
   return bytes % 128 == 0 ? 1 : bytes % 32 == 0 ? 1.2 : 1.45;
 }
 
-constexpr double kLaunchMicroseconds = 2;  ///< of a kernel that follows another one
+inline constexpr double kLineBytes = 128;
+inline constexpr double kCycles = 1650;      ///< of a microsecond, under load
+inline constexpr double kMemoryBytes = 3e6;  ///< to or from memory in a microsecond
+inline constexpr double kFirstLaunch = 4;  ///< microseconds until the first data and after the last
+inline constexpr double kNextLaunch = 2;   ///< the same of a kernel that follows another one early
 
-/// Of one step. Per multiprocessor and cycle the tensor cores take 32 rows x columns of it (1024
-/// multiply-adds in fp16, 512 in TF32), shared memory moves 150 bytes, and the L2 cache delivers 39
-/// bytes if all ask, up to three times as much if few do. Under load a clock has 1.65 GHz.
+/// Time of one step. In a cycle the tensor cores of a multiprocessor do 2048 multiply-adds in fp16,
+/// 1024 in TF32: 32 rows x columns of a step, whose line of k has 64 or 32 elements. Shared memory
+/// moves 128 bytes a cycle; as not all reads of wgmma meet those of others, we count 150. The L2
+/// cache delivers 39 bytes a cycle if all multiprocessors ask, and three times as much if few do.
 inline double step_microseconds(const Cost& cost) {
-  const double asking = std::max(0.33, cost.blocks / cost.all);
-  return std::max({cost.rows * cost.cols / 32, cost.shared_lines * 128 / 150,
-                   cost.fetched_lines * 128 / 39 * asking}) /
-         1650;
+  const double asking = std::max(0.33, cost.blocks / cost.multiprocessors);
+  return std::max({cost.rows * cost.cols / 32, cost.shared_lines * kLineBytes / 150,
+                   cost.fetched_lines * kLineBytes / 39 * asking}) /
+         kCycles;
 }
 
-/// Of all. Of a tile's sums a multiprocessor finishes 16 a cycle. Memory moves 3 TB/s. A launch
-/// takes 4 us until its first data are there and its last results gone.
+/// Time of the whole product. Of a tile's sums a multiprocessor finishes 16 a cycle.
 inline double microseconds(const Cost& cost) {
-  const double finish = cost.rows * cost.cols / 16 / 1650;
-  return 4 + cost.more +
+  const double finish = cost.rows * cost.cols / 16 / kCycles;
+  return kFirstLaunch + cost.more +
          std::max(cost.rounds * (cost.steps * step_microseconds(cost) + finish),
-                  cost.memory_bytes / 3e6);
+                  cost.memory_bytes / kMemoryBytes);
 }
 
 }  // namespace operators

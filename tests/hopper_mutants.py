@@ -483,16 +483,19 @@ def plant(text, program):
     done = set()  # as by #pragma once
 
     def with_headers(text, file):
-        for header in headers:
-            before, include, after = text.partition(f'#include "{header}"')
-            if include and header in done:
-                text = before + after
-            elif include:
+        pieces, end = [], 0
+        for include in re.finditer(r'^#include "([^"]+)"$', text, re.M):
+            header = include[1]
+            if header not in headers:
+                continue
+            pieces.append(text[end : include.start()])
+            end = include.end()
+            if header not in done:
                 done.add(header)
                 inside = with_headers(headers[header], header)
-                next_line = before.count("\n") + 2
-                text = f'{before}#line 1 "{header}"\n{inside}\n#line {next_line} "{file}"{after}'
-        return text
+                next_line = text.count("\n", 0, end) + 2
+                pieces.append(f'#line 1 "{header}"\n{inside}\n#line {next_line} "{file}"')
+        return "".join(pieces) + text[end:]
 
     return with_headers(text, source_of(program))
 

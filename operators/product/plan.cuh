@@ -166,7 +166,7 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
          .shared_lines = Tile::BM + kStepK * Tile::Share::kAllBoxes + Tile::kLinesRead,
          .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
          .blocks = 1.0 * of_clusters * Tile::kBlocks,
-         .all = 1.0 * multiprocessors(),
+         .multiprocessors = 1.0 * multiprocessors(),
          .memory_bytes = 1.0 * sizeof(T) *
                          (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
                           1.0 * shape.rows * shape.cols)});

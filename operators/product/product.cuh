@@ -1,22 +1,25 @@
 // Products for Hopper: out = epilogue(A B), the one at which lesson 3 arrives. The kernel product()
-// is a pipeline of stages between a thread that copies and warpgroups that multiply. Two things are
-// its parameters.
+// is a pipeline of stages between a thread that copies and warpgroups that multiply. It takes a
+// Work, which has a Tile.
 //
-// A Tile says what a block multiplies at a time: which rows and columns, in which stages, by how
-// many warpgroups, and how the blocks of a cluster share what they copy. A Work says of what it is
-// the product, and for what. A cluster takes pieces: some steps along k of a tile of the result.
+// The Tile says what a block multiplies at a time: which rows and columns, in which stages, by how
+// many warpgroups, and how the blocks of a cluster share what they copy. The Work says which
+// matrices are multiplied and what happens to the result. A cluster takes pieces, one after
+// another: some steps along k of a tile of the result.
 //
 //     Copies copies(work, grid)
 //         For the thread that copies, the steps of all pieces: copies.next() goes on to the next
-//         one, copies.load(stage, arrived) starts its copies.
+//         one, or is false after the last; copies.load(stage, arrived) starts its copies, and
+//         load<true> those of this block alone; copies.end() is called at the end.
 //     Results results(work, shared, grid, consumer)
-//         For a warpgroup that multiplies: results.next() goes on to the next piece,
-//         multiply(sum, reader) takes its steps, and store(sum) is the epilogue.
+//         For a warpgroup that multiplies: results.next() goes on to the next piece, or is false
+//         after the last; multiply(sum, reader) takes its steps, store(sum) is the epilogue, or
+//         hands the sum to another cluster, and end() is called at the end.
 //     Sum, Shared, kProducerRegisters, kConsumerRegisters
-//         What a warpgroup adds up, what a block has in shared memory, and the registers that its
-//         threads get (0: none change hands).
+//         What a warpgroup adds up, what a block has in shared memory, and the registers that a
+//         thread has (0: as many as at the start).
 //     kFetchesFirst
-//         A block's first stage may be ordered before its cluster has met.
+//         A block's first stage is ordered before its cluster has met, by load<true>.
 //     prepare(shared)
 //         If there is one: prepares barriers of its own, in the thread that prepares the pipeline.
 //     help(shared, grid)
@@ -449,7 +452,7 @@ struct ClusterHandover {
 
 #endif
 
-/// The Work of a plain product: C = epilogue(A B), rounded or whatever the epilogue makes of it.
+/// The Work of a plain product: C = epilogue(A B).
 template <class Tile_, class Epilogue>
 struct MatrixProduct {
   using Tile = Tile_;
@@ -469,7 +472,7 @@ struct MatrixProduct {
 #if HOPPER_CODE
   using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
 
-  /// Every other tile of a cluster is walked from the end of k to its beginning: what the tile
+  /// Every other piece of a cluster is walked from the end of k to its beginning: what the tile
   /// before it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).
   class Copies {
    public:
@@ -524,7 +527,7 @@ struct MatrixProduct {
     typename Schedule<Tile>::Place at;
   };
 
-  /// Of a tile that two clusters share one hands its sum to the other, which has the epilogue.
+  /// If two clusters share a tile, one hands its sum to the other, which runs the epilogue.
   class Results {
    public:
     __device__ Results(const MatrixProduct& of, Shared& shared, const Grid& blocks, int number)
@@ -597,7 +600,7 @@ __global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile
     if (warp == 0) {
       if (!elect_one()) return;
       Writer writer(shared.pipeline, Work::kFetchesFirst);
-      typename Work::Copies copies(work, grid);
+      typename Work::Copies copies(work, grid);  // from the first step on: put() knows it is filled
       while (copies.next()) {
         writer.put([&](Stage& stage, Barrier* arrived) { copies.load(stage, arrived); });
       }

@@ -17,7 +17,7 @@ namespace operators::softmax {
 using namespace primitives;
 
 /// Of a launch that copies rows.
-inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * cols / 3e6; }
+inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * cols / kMemoryBytes; }
 
 /// Fused cluster, whose clusters of `splits` blocks have tiles of `rows` x `classes`, and take
 /// `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the way of a chunk of
@@ -31,9 +31,9 @@ inline double cluster_microseconds(const Layer& layer, int splits, int rows, int
                       .shared_lines = 0,
                       .fetched_lines = depth / 32.0 * (std::min(rows, layer.B) + classes),
                       .blocks = 1.0 * std::min(clusters, at_once) * splits,
-                      .all = 1.0 * layer.sms};
+                      .multiprocessors = 1.0 * layer.sms};
   return 2 + chunks * (0.35 + step_microseconds(chunk)) +
-         (tiles > 1 ? kLaunchMicroseconds + 8 * layer.shape.logits() / 3e6 : 0) +
+         (tiles > 1 ? kNextLaunch + 8 * layer.shape.logits() / kMemoryBytes : 0) +
          (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
 }
 
@@ -71,7 +71,7 @@ struct ExchangeTime {
                                     .shared_lines = kRows + 2.0 * kColumns + kColumns / 64 * kRows,
                                     .fetched_lines = of_x * rows / Tile::kPeers + of_W * kColumns,
                                     .blocks = blocks,
-                                    .all = 1.0 * layer.sms,
+                                    .multiprocessors = 1.0 * layer.sms,
                                     .memory_bytes = 4.0 * layer.D * (1.0 * layer.B + layer.C) +
                                                     4.0 * logits * layer.shape.logits(),
                                     .more = more});
@@ -87,8 +87,8 @@ struct ExchangeTime {
   /// The softmax is another launch, which reads the logits of all slices.
   double two_kernels(int slices) const {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
-    const double moved = 4 * (slices + 1) * layer.shape.logits() / 3e6;
-    return time(rounds, units / rounds, slices, 0, kLaunchMicroseconds + moved);
+    const double moved = 4 * (slices + 1) * layer.shape.logits() / kMemoryBytes;
+    return time(rounds, units / rounds, slices, 0, kNextLaunch + moved);
   }
 
   /// The numbers of slices, 1 to `most`, that should take the least time: up to three.

@@ -7,11 +7,12 @@
 //     Reader::take   waits until the next stage is full, starts its products, and gives back the
 //                    stage before, whose products are done by then
 //
-// This is the only place where a thread waits for a stage, fills it, or gives it back. A pipeline
-// is anything with stages(), turns(), stage(turn) and the barriers full[] and empty[]: Pipeline is
-// one that has its stages itself. If kTurns == kStages, a turn is a stage; both are 0 where the
-// number of stages is known at run time. Who tells whom that a stage is empty is up to `blocks`, a
-// BlockGrid or BlockRow (primitives/hopper/block_grid.cuh).
+// Kernels wait for stages that a producer fills, fill them, and give them back only by these words.
+// (Lesson 3's first two kernels for Hopper write them out.) A pipeline is anything with stages(),
+// turns(), stage(turn) and the barriers full[] and empty[]: Pipeline is one that has its stages
+// itself. If kTurns == kStages, a turn is a stage; both are 0 where the number of stages is known at
+// run time. Who tells whom that a stage is empty is up to `blocks`, a BlockGrid or BlockRow
+// (primitives/hopper/block_grid.cuh).
 #pragma once
 
 #include <type_traits>
@@ -21,11 +22,11 @@
 
 namespace primitives {
 
-/// A pipeline's barriers; its stages lie somewhere else, and stage(turn) is a stage's number. The
-/// thread that fills stages goes through kTurns turns, again and again; turn t fills the stage t %
-/// kStages. Usually a turn is a stage. There are more turns than stages where a reader does not
-/// take every turn: it could not tell two rounds of a stage apart, but of its own turns it sees
-/// every phase.
+/// A pipeline's barriers; its stages lie somewhere else, and stage(turn) is a stage's number. Turns
+/// come one after the other, again and again, and turn t fills the stage t % kStages. Usually there
+/// are as many turns as stages. But two readers may take stages alternately: a barrier has only two
+/// parities, and a reader that skips rounds could mistake one for another. Then there are more
+/// turns, each with barriers of its own, and several turns use one stage.
 template <int kStageCount, int kTurnCount = kStageCount>
 struct StageBarriers {
   static constexpr int kStages = kStageCount, kTurns = kTurnCount;
@@ -39,7 +40,7 @@ struct StageBarriers {
 #endif
 };
 
-/// A pipeline of kStages stages.
+/// The same with the stages themselves.
 template <class StageType, int kStageCount, int kTurnCount = kStageCount>
 struct Pipeline {
   using Stage = StageType;
@@ -67,8 +68,8 @@ __host__ __device__ constexpr int loaded_bytes() {
 #if HOPPER_CODE
 
 /// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
-/// arrivals give a stage back. `makers`: how many threads fill it, if that is not a Writer's work
-/// but a Maker's. kFirstIsReady: but for the first stage's `full`, see prepare_first().
+/// arrivals give a stage back. `makers`: how many threads fill it, where Makers do. kFirstIsReady:
+/// prepare_first() has prepared full[0], so it is skipped.
 template <bool kFirstIsReady = false, class Pipe>
 __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   for (int t = 0; t < pipe.turns(); ++t) {
@@ -81,8 +82,9 @@ __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
 /// The first stage may be filled before the cluster has met: its data then come some 300 ns sooner.
 /// One thread prepares that stage's barrier, and put_first() has fill(stage, arrived) start the
 /// copies, of this block alone: no other one may be sent anything yet. Another thread prepares the
-/// other barriers meanwhile, by prepare<true>(), and the Writer is told (`first_is_filled`). Or
-/// put_first() announces the bytes of copies, too, that put() is to start: Writer::announced.
+/// other barriers meanwhile, by prepare<true>(), and the Writer is told (`first_is_filled`).
+/// put_first() may also announce more bytes than it copies. Then Writer::announced is set: the
+/// first put() starts the other copies without announcing them again.
 template <class Pipe>
 __device__ void prepare_first(Pipe& pipe) {
   barrier_init(&pipe.full[0], 1);
@@ -110,7 +112,7 @@ struct Writer {
 
   __device__ explicit Writer(Pipe& of, bool first_is_filled = false)
       : pipe(of), ring{of.turns()}, filled(first_is_filled), oldest_{of.turns()} {}
-  /// See back(). Readers first take what is there; this fills the stages' next rounds.
+  /// What back() returns. Its first turn fills the next round of the stage that was filled last.
   __device__ explicit Writer(const Writer<Pipe>& back_from) requires std::is_same_v<Order, BackRing>
       : pipe(back_from.pipe), ring(back_from.ring), oldest_{back_from.pipe.turns()} {
     ring.parity ^= 1;
@@ -170,7 +172,7 @@ struct Writer {
 };
 
 /// Threads that fill a stage themselves, each a part of it, instead of the copy engine. All of them
-/// say these words. If the one stage has several turns, groups of threads fill it by turns.
+/// call these functions. If the one stage has several turns, groups of threads fill it alternately.
 template <class Pipe>
 struct Maker {
   static_assert(Pipe::kStages == 1);
@@ -214,7 +216,8 @@ struct Reader {
   /// come those that the way back of the Writer fills.
   __device__ __forceinline__ auto back() const { return Reader<Pipe, Blocks, BackRing>(*this); }
 
-  /// Waits until the next stage is full, and returns it; once more for the same one until next().
+  /// Waits until the next stage is full, and returns it. Called again before next(), it returns the
+  /// same stage.
   __device__ __forceinline__ decltype(auto) wait() {
     barrier_wait(&pipe.full[ring.stage], ring.parity);
     return pipe.stage(ring.stage);
@@ -235,8 +238,9 @@ struct Reader {
   }
 
   /// A step of a product. start(stage, add) starts products with the next stage, which are added to
-  /// those before if `add`: not after finish(). They are under way when take() returns; those of
-  /// the step before are done, and its stage goes back, unless `keep`.
+  /// those before if `add`, which is false in the first step after finish(). They are under way
+  /// when take() returns; those of the step before are done, and its stage goes back, unless
+  /// `keep`.
   template <typename Start>
   __device__ __forceinline__ void take(Start start, bool keep = false) {
     start(wait(), previous >= 0);
