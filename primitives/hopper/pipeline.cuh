@@ -10,8 +10,8 @@
 // Kernels wait for stages that a producer fills, fill them, and give them back only by these words.
 // (Lesson 3's first two kernels for Hopper write them out.) A pipeline is anything with stages(),
 // turns(), stage(turn) and the barriers full[] and empty[]: Pipeline is one that has its stages
-// itself. If kTurns == kStages, a turn is a stage; both are 0 where the number of stages is known at
-// run time. Who tells whom that a stage is empty is up to `blocks`, a BlockGrid or BlockRow
+// itself. If kTurns == kStages, a turn is a stage; both are 0 where the number of stages is known
+// at run time. Who tells whom that a stage is empty is up to `blocks`, a BlockGrid or BlockRow
 // (primitives/hopper/block_grid.cuh).
 #pragma once
 
