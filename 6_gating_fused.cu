@@ -360,12 +360,13 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
       const Ring start = reader.ring;
       for (int panel = consumer % kTeam; panel < plan.panels; panel += kTeam) {
         const bool keep = panel + kTeam < plan.panels;  // the next panel reads the same stages
+        const AcrossK<half> W = shared.W.panel(panel);
         Sum<2 * kWidth> sum;
         shared.W.start(sum, panel);
         reader.ring = start;
         for (int s = 0; s < x.stages; ++s) {
           const auto multiply = [&](const char* stage, bool) {
-            x.start_product(sum, stage, s, shared.W.panel(panel));
+            x.start_product(sum, stage, s, W);
           };
           reader.take(multiply, keep);
         }

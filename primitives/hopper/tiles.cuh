@@ -27,7 +27,7 @@ struct AcrossK {
   using Element = T;
   static constexpr bool kRowMajor = true;  // as a right factor
   uint64_t first;
-  __device__ uint64_t operand(int slice) const { return first + 128 * slice; }
+  __device__ uint64_t operand(int slice) const { return further(first, 128 * slice); }
   /// From `row` on, a multiple of 8, counted from here.
   __device__ AcrossK from(int row) const { return {further(first, 8 * row)}; }
 };
