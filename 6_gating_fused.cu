@@ -365,9 +365,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
         shared.W.start(sum, panel);
         reader.ring = start;
         for (int s = 0; s < x.stages; ++s) {
-          const auto multiply = [&](const char* stage, bool) {
-            x.start_product(sum, stage, s, W);
-          };
+          const auto multiply = [&](const char* stage, bool) { x.start_product(sum, stage, s, W); };
           reader.take(multiply, keep);
         }
         reader.finish(keep);

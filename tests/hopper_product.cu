@@ -25,11 +25,12 @@ static_assert(Schedule<SmallTile>::tiles_of({1 << 17, 1 << 15, 8}) == 1 << 20);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 20}, 66, true).shared == 68);
 static_assert(Schedule<SmallTile>({64 * 100, 64 * 2, 1 << 24}, 66, true).shared == 0);
 
-/// A rows x cols matrix of numbers that fp16 holds, in device memory, its rows `stride` apart. What
-/// is between them, and behind the last one, is NaN.
+/// A rows x cols matrix of T, of numbers that it holds, in device memory, its rows `stride` apart.
+/// What is between them, and behind the last one, is NaN.
+template <typename T>
 struct Matrix {
   int rows, cols, stride;
-  half* data = nullptr;
+  T* data = nullptr;
 
   Matrix(int row_count, int col_count) : rows(row_count), cols(col_count) {
     stride = (cols + 7) / 8 * 8;
@@ -40,20 +41,20 @@ struct Matrix {
   Matrix(const Matrix&) = delete;
   Matrix& operator=(const Matrix&) = delete;
 
-  size_t bytes() const { return static_cast<size_t>(rows) * stride * sizeof(half); }
+  size_t bytes() const { return static_cast<size_t>(rows) * stride * sizeof(T); }
   static float number(int row, int col) { return static_cast<float>((7 * row + 3 * col) % 11 - 5); }
 
   void fill() const {
-    std::vector<half> host(static_cast<size_t>(rows) * stride, half(NAN));
+    std::vector<T> host(static_cast<size_t>(rows) * stride, T(NAN));
     for (int row = 0; row < rows; ++row) {
       for (int col = 0; col < cols; ++col) {
-        host[static_cast<size_t>(row) * stride + col] = half(number(row, col));
+        host[static_cast<size_t>(row) * stride + col] = T(number(row, col));
       }
     }
     CUDA_CHECK(cudaMemcpy(data, host.data(), bytes(), cudaMemcpyHostToDevice));
   }
   Factor<> factor(int box_rows) const {
-    return {{tensor_map<half>(data, rows, cols, box_rows, false, stride)}};
+    return {{tensor_map<T>(data, rows, cols, box_rows, false, stride)}};
   }
 };
 
@@ -61,17 +62,18 @@ struct Matrix {
 template <class Tile>
 bool right(const ProductShape& shape, bool split, bool in_step) {
   constexpr int kBytes = sizeof(ProductShared<Tile>);
-  using Epilogue = StoreRounded<half>;
+  using T = typename Tile::Element;
+  using Epilogue = StoreRounded<T>;
   using Work = MatrixProduct<Tile, Epilogue>;
   const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
-  const Matrix A(shape.rows, shape.depth), B(shape.depth, shape.cols);
+  const Matrix<T> A(shape.rows, shape.depth), B(shape.depth, shape.cols);
   A.fill();
   B.fill();
   const size_t count = static_cast<size_t>(shape.rows) * shape.cols;
-  half* C = nullptr;
-  CUDA_CHECK(cudaMalloc(&C, count * sizeof(half)));
-  CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
+  T* C = nullptr;
+  CUDA_CHECK(cudaMalloc(&C, count * sizeof(T)));
+  CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(T)));
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
   if (capacity == 0) return true;
   const Schedule<Tile> whole(shape, capacity, false);
@@ -86,26 +88,27 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   CUDA_CHECK(cudaMalloc(&partial, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
   CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
-  if (epilogue.aligned) epilogue.map = tensor_map<half>(C, shape.rows, shape.cols, Tile::kOutRows);
-  std::vector<half> host(count);
+  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, shape.rows, shape.cols, Tile::kOutRows);
+  std::vector<T> host(count);
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
-    CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(half)));
+    CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(T)));
     product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
         Work{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
              Exchange{in_step ? flags : nullptr, flags + 1, partial}});
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
-    CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(half), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(T), cudaMemcpyDeviceToHost));
     // Every row and column, but not every element: that would take longer than the product.
     for (int row = 0; row < shape.rows; ++row) {
       for (int col = row % 16; col < shape.cols; col += 16) {
         double sum = 0;
         for (int k = 0; k < shape.depth; ++k)
-          sum += Matrix::number(row, k) * Matrix::number(k, col);
+          sum += Matrix<T>::number(row, k) * Matrix<T>::number(k, col);
         const double found = static_cast<float>(host[static_cast<size_t>(row) * shape.cols + col]);
-        // Written so that a NaN is never right. Sums up to 2048 are exact in fp16.
-        ok = ok && std::fabs(found - sum) <= std::fabs(sum) / 1024;
+        // Written so that a NaN is never right. Sums up to 2048 are exact in fp16, to 256 in bf16.
+        ok =
+            ok && std::fabs(found - sum) <= std::fabs(sum) / (std::is_same_v<T, half> ? 1024 : 128);
       }
     }
   }
@@ -127,6 +130,8 @@ int main(int argc, char** argv) {
   }
   const ProductShape shape{std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3])};
   bool ok = right<Tiles<half, 64, 64, 1, 1, 1>>(shape, true, false);
+  ok = right<Tiles<__nv_bfloat16, 128, 192, 2, 1, 1>>(shape, true, false) && ok;
+  ok = right<TransposedTiles<__nv_bfloat16, 176, 192, 2, 1>>(shape, false, true) && ok;
   ok = right<Tiles<half, 128, 144, 2, 1, 1>>(shape, true, false) &&
        ok;  // a part of a box, in two copies
   ok = right<Tiles<half, 128, 128, 2, 1, 2>>(shape, false, true) && ok;  // a box each
