@@ -344,8 +344,8 @@ def derive(text, file, before=0):
             if word in SHIFTED:
                 which, changes = SHIFTED[word]
                 arguments = _arguments(code, match.end(), close)
-                if len(arguments) <= which:  # another function, of that name
-                    continue
+                if word == "prepare" and "." not in text[slice(*arguments[0])]:
+                    continue  # another function of that name: this one takes shared.pipeline
                 first, last = arguments[which]
                 value = f"({text[first:last].strip()})"
                 for change in changes:
