@@ -28,10 +28,11 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using namespace clifford;
 
-/// How much of what some warps write and others read is there, in several counters.
+/// Counters in memory. Whoever has written something increments one; whoever reads it waits until the
+/// counter has a certain value.
 struct Progress {
   unsigned* done;  ///< the counters
-  int before = 0;  ///< what the first counters would count was there before the launch
+  int before = 0;  ///< so many of them, the first ones, count what is there before the launch
 
   /// One thread calls this, after a barrier among all who have written.
   __device__ void add(int counter, unsigned count = 1) const {
