@@ -541,8 +541,8 @@ __global__ void __launch_bounds__(384, 1)
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
-  Pipeline<Stage<BM, BN>, kStages> pipeline;
   Box<half, 64> out[kBuffers][2][kStoreCols / 64];  // of two consumers
+  Pipeline<Stage<BM, BN>, kStages> pipeline;
 };
 
 #if HOPPER_CODE

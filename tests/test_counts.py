@@ -81,7 +81,7 @@ EXPLAINED = {
         "shared_load_conflicts": ARBITRATION},
 }
 # Rows that should take too long, by an estimate which asks how many clusters fit: on a GPU they are there.
-LEFT_OUT = {("9_matmul_softmax", "9,233,4101"): ("unfused cluster", "fused cluster")}
+LEFT_OUT = {}
 COUNTS = [*counters.SOURCES]
 
 

@@ -32,7 +32,7 @@ inline double cluster_microseconds(const Layer& layer, int splits, int rows, int
                       .fetched_lines = depth / 32.0 * (std::min(rows, layer.B) + classes),
                       .blocks = 1.0 * std::min(clusters, at_once) * splits,
                       .multiprocessors = 1.0 * layer.sms};
-  return 2 + chunks * (0.35 + step_microseconds(chunk)) +
+  return 2.7 + chunks * (0.35 + step_microseconds(chunk)) +
          (tiles > 1 ? kNextLaunch + 8 * layer.shape.logits() / kMemoryBytes : 0) +
          (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
 }
