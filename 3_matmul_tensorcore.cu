@@ -541,7 +541,7 @@ __global__ void __launch_bounds__(384, 1)
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
-  Box<half, 64> out[kBuffers][2][kStoreCols / 64];  // of two consumers
+  Box<half, 64> out[kBuffers][2][kStoreCols / 64];            // of two consumers
   Pipeline<Stage<BM, BN>, kStages> pipeline;
 };
 

@@ -28,8 +28,8 @@ namespace operators::clifford_connected {
 using namespace primitives;
 using namespace clifford;
 
-/// Counters in memory. Whoever has written something increments one; whoever reads it waits until the
-/// counter has a certain value.
+/// Counters in memory. Whoever has written something increments one; whoever reads it waits until
+/// the counter has a certain value.
 struct Progress {
   unsigned* done;  ///< the counters
   int before = 0;  ///< so many of them, the first ones, count what is there before the launch
