@@ -1,7 +1,7 @@
 // How long a product of tiles should take on a Hopper GPU: a coarse estimate, counted from the
-// tiles and from rates of the hardware. No kernel was measured for it. It only has to leave out
-// what is hopeless; of the rest the fastest is found by trying (docs/measuring.md#ways). Where
-// nothing can be tried, the estimate alone decides.
+// tiles, from rates of the hardware and from a few costs that were measured once, on an H100. It
+// only has to leave out what is hopeless; of the rest the fastest is found by trying
+// (docs/measuring.md#ways). Where nothing can be tried, the estimate alone decides.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,14 @@ struct Cost {
   double more = 0;          ///< further microseconds: other launches, waiting for one another
 };
 
+inline constexpr double kFetchedOffSectors = 1.45;  ///< see fetched_for_a_line
+
 /// What a multiprocessor asks the L2 cache for, to get a line of a matrix whose rows are `bytes`
 /// long. A line that is not aligned lies on two lines of the cache, and one that does not begin at
 /// a sector of 32 bytes has parts of five sectors instead of four. That such a line costs 1.2 and
 /// 1.45 times as much is what products of lesson 3 showed.
 inline double fetched_for_a_line(int64_t bytes) {
-  return bytes % 128 == 0 ? 1 : bytes % 32 == 0 ? 1.2 : 1.45;
+  return bytes % 128 == 0 ? 1 : bytes % 32 == 0 ? 1.2 : kFetchedOffSectors;
 }
 
 inline constexpr double kLineBytes = 128;

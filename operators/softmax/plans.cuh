@@ -21,7 +21,9 @@ inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * co
 
 /// Fused cluster, whose clusters of `splits` blocks have tiles of `rows` x `classes`, and take
 /// `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the way of a chunk of
-/// inputs from the L2 cache, some 0.35 us. (Two launches where a row has several tiles.)
+/// inputs from the L2 cache, some 0.35 us. There are two launches where a row has several tiles.
+/// The smallest layers took 2 us to 2.8 us in all on an H100: less than kFirstLaunch, as all
+/// threads load at once. 2.7 us lies between, chosen so that the recorded rows remain those tried.
 inline double cluster_microseconds(const Layer& layer, int splits, int rows, int classes, int depth,
                                    int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
@@ -61,8 +63,8 @@ struct ExchangeTime {
   double time(double rounds, double blocks, int slices, double logits, double more) const {
     constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns;
     const int rows = std::min(kRows, ((layer.B - 1) >> shift) + 1);
-    const double of_x = shift > 0 ? 1.45 : fetched_for_a_line(4 * layer.D);
-    const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : 1.45;
+    const double of_x = shift > 0 ? kFetchedOffSectors : fetched_for_a_line(4 * layer.D);
+    const double of_W = Tile::kAligned ? fetched_for_a_line(4 * layer.C) : kFetchedOffSectors;
     return copies +
            operators::microseconds({.rounds = rounds,
                                     .steps = std::ceil(std::ceil(layer.D / 32.0) / slices),
