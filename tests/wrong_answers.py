@@ -185,6 +185,14 @@ WRONG = {
         # Each warp all slices.
         answer("^Wrong", sums("if (inside) for (int s = 0; s < slices; ++s) sum += sums[s * stride + at];",
                               "__syncthreads();")),
+        # Only one of the two sides of the matrix is looked at: E, then W, has to be a size that fits no tile.
+        answer("^Out of bounds", sums(f"if (w < in.W) {SHARE} sum += sums[s * stride + at];", "__syncthreads();"),
+               like=2),
+        answer("^Out of bounds", sums(f"if (e < in.E) {SHARE} sum += sums[s * stride + at];", "__syncthreads();"),
+               like=2),
+        # Whole warps that stay away.
+        answer("has exited", sums(f"if (inside) {SHARE} sum += sums[s * stride + at];", "__syncthreads();",
+                                  "if (e >= in.E) return;")),
     ],
     "rebase": [
         # No part of 600 classes is empty.
