@@ -1135,6 +1135,7 @@ enum class Mistake {
   misaligned,
   column_between,
   not_waited,
+  other_parity,
   barrier_overwritten,
   not_a_map
 };
@@ -1155,7 +1156,8 @@ __global__ void wrong_load(const __grid_constant__ CUtensorMap map, Mistake mist
                 mistake == Mistake::column_between ? 4 : 0, &barrier);
   }
   __syncthreads();
-  if (mistake != Mistake::not_waited) barrier_wait(&barrier, 0);
+  if (mistake == Mistake::not_waited) return;
+  barrier_wait(&barrier, mistake == Mistake::other_parity);
 }
 
 CASE(errors_of_loads) {
@@ -1173,7 +1175,10 @@ CASE(errors_of_loads) {
   expect(Mistake::arrival_too_many, {"barrier_arrive()", "one arrival too many", "of phase 0"});
   expect(Mistake::misaligned, {"not aligned to 128 bytes"});
   expect(Mistake::column_between, {"starts at column 4, no multiple of 16 bytes"});
-  expect(Mistake::not_waited, {"the block ends while 1024 bytes are on their way"});
+  expect(Mistake::not_waited, {"the block ends while 1024 bytes are on their way",
+                               "in phase 0, and no barrier_wait() was called for it"});
+  expect(Mistake::other_parity, {"the block ends while 1024 bytes are on their way",
+                                 "in phase 0, of parity 0,", "was told parity 1, at "});
   expect(Mistake::barrier_overwritten, {"there is no barrier at this place"});
   expect(Mistake::not_a_map, {"that is no tensor map"});
 }

@@ -152,8 +152,10 @@ WRONG = {
                (SWIZZLED, "store_matrices(&out[c / 64].elements[row * 64 + (c % 64 / 8 + piece + row) % 8 * 8], registers);")),
     ],
     "phase": [
-        answer("to 1 of its barriers", (ADVANCE, "if (++stage == kStages) stage = 0; parity ^= 1;")),
-        answer("to 2 of its barriers[\\s\\S]*N = 264", (ADVANCE, "if (++stage == kStages) stage = 0;")),
+        answer("to 1 of its barriers.* phase 0, of parity 0, .* told parity 1, at line",
+               (ADVANCE, "if (++stage == kStages) stage = 0; parity ^= 1;")),
+        answer("to 2 of its barriers.* phase 1, of parity 1, .* told parity 0, at line[\\s\\S]*N = 264",
+               (ADVANCE, "if (++stage == kStages) stage = 0;")),
         answer("not in this block's shared memory", (ADVANCE, "++stage;")),
     ],
     "give_back": [

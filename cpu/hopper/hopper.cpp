@@ -182,6 +182,9 @@ struct MBarrier {
   long bytes;
   unsigned phase;
   Queue waiting;
+  /// The last wait of a thread: its parity, -1 if there was none, and its place.
+  int waited_parity = -1;
+  Site waited_at;
   std::deque<Transfer> transfers;
   /// Arrivals and bytes of other blocks, for each parity, that no thread of this block has waited
   /// for; and how many of them came from threads that had arrived at the cluster's barrier.
@@ -496,6 +499,8 @@ void mbarrier_wait(std::uint64_t* address, int parity, Site site) {
   if (parity != 0 && parity != 1) {
     CUDA_CPU_COMPLAIN(operation, site, "the parity is %d", parity);
   }
+  barrier.waited_parity = parity;
+  barrier.waited_at = site;
   if (static_cast<int>(barrier.phase & 1) == parity) {
     barrier.waiting.push(&self);
     runner->wait(operation, site, &barrier, barrier.phase);
@@ -1537,19 +1542,30 @@ bool may_end(Thread& thread, Message* message) {
 bool may_end(Block& block, Message* message) {
   std::size_t bytes = 0;
   int barriers = 0;
-  const Transfer* first = nullptr;
+  const MBarrier* first = nullptr;
   for (const auto& barrier : block.hopper->barriers) {
     if (barrier->transfers.empty()) continue;
-    if (!first) first = &barrier->transfers[0];
+    if (!first) first = barrier.get();
     for (const Transfer& transfer : barrier->transfers) bytes += transfer.bytes;
     ++barriers;
   }
   if (first) {
-    if (message)
+    if (!message) return false;
+    const Site& sent_at = first->transfers[0].site;
+    message->add(
+        "the block ends while %zu bytes are on their way to it, to %d of its barriers; the first "
+        "were sent at %s:%d: nobody waits for them. ",
+        bytes, barriers, sent_at.file, sent_at.line);
+    if (first->waited_parity < 0) {
+      message->add("Their barrier is in phase %u, and no barrier_wait() was called for it",
+                   first->phase);
+    } else {
       message->add(
-          "the block ends while %zu bytes are on their way to it, to %d of its barriers; the first "
-          "were sent at %s:%d: nobody waits for them",
-          bytes, barriers, first->site.file, first->site.line);
+          "Their barrier is in phase %u, of parity %u, and the last barrier_wait() for it was "
+          "told parity %d, at %s:%d",
+          first->phase, first->phase & 1, first->waited_parity, first->waited_at.file,
+          first->waited_at.line);
+    }
     return false;
   }
   for (const auto& barrier : block.hopper->barriers) {
