@@ -6,6 +6,7 @@ look_at() makes a Finding of what a run has printed; main() is the program `./ex
 import argparse
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+import functools
 import hashlib
 import itertools
 import json
@@ -394,11 +395,25 @@ def check(exercise):
     return look_in_every_way(exercise, program, lines)
 
 
+def _what_races(exercise, once, has_met):
+    """Of a race in a loop over tiles, which names the same lines whichever barrier is missing. `once` is
+    what was found where the loop has one step; `has_met` is False where no thread met another one."""
+    where = f"With {command_words(exercise.one_step)}, which takes one step only,"
+    if once.kind != "race":
+        return f"This race is between the reads of a tile and the writes of the next one. {where} there is none."
+    if has_met:
+        return f"This race is between the writes of a tile and the reads of it. {where} it is there, too."
+    return ("There are two races: one between the writes of a tile and the reads of it, and one between these"
+            " reads and the writes of the next tile.")
+
+
 def look_in_every_way(exercise, program, lines):
     """What is wrong with an exercise; program(sanitizer) is the program, or why there is none."""
-    def built_and_run(sanitizer, record=None):
+    program = functools.cache(program)
+
+    def built_and_run(sanitizer, record=None, of=exercise):
         built = program(sanitizer)
-        return built if isinstance(built, Finding) else run(exercise, built, lines, record)
+        return built if isinstance(built, Finding) else run(of, built, lines, record)
 
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.json"
@@ -417,6 +432,9 @@ def look_in_every_way(exercise, program, lines):
                   "address": "Does it stay inside of its memory? A build with the address sanitizer looks."}
                  [sanitizer])
             closer = built_and_run(sanitizer)
+            if closer.kind == "race" and exercise.one_step:
+                once = built_and_run(sanitizer, of=replace(exercise, arguments=exercise.one_step, more=()))
+                closer = replace(closer, text=f"{closer.text}\n{_what_races(exercise, once, has_met)}")
             if closer.kind == "race" and found.kind == "wrong":
                 met = "" if has_met else "\nIn this run the kernel's threads have met at no barrier."
                 return Finding("race", f"{found.text}\n{closer.text}{met}")

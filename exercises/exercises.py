@@ -94,6 +94,7 @@ class Exercise:
     more: tuple = ()  # further small problems: what does not fit tiles, hard inputs
     sanitizers: tuple = ()  # what looks at a file with right results: address, thread
     wrong_too: bool = False  # and at one with wrong results
+    one_step: tuple = ()  # a problem whose tiles nothing overwrites: tells which of two races there is
     gpu_arguments: tuple = ()  # besides the default size, where the row needs an option
     multiprocessors: int = 0  # of the device that the CPU plays; 0: as it likes
     goal: Goal = None
@@ -190,7 +191,8 @@ EXERCISES = [
         (Cut("void matmul_tile(", "__syncthreads();", "", """\
     // TODO: the threads of a block have to wait for each other, in two places of this loop.
 """), Cut("void matmul_tile(", "__syncthreads();", "", "", nth=1)),
-        finds="A race: ", columns="N", sanitizers=("thread",), wrong_too=True,
+        finds=r"A race: [\s\S]*\nThere are two races: .*\nIn this run .* met at no barrier", columns="N",
+        sanitizers=("thread",), wrong_too=True, one_step=("32",),
         goal=Goal("barriers", "shared_store_requests", 2.02, "barriers for each pair of tiles", "two are enough",
                   unit=2),  # a thread stores two numbers
     ),

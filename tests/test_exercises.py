@@ -591,6 +591,28 @@ def test_wrong_answers_are_refused(exercise, monkeypatch):
         assert same in (which, answer.like) or exercise.is_mistake, f"answers {which} and {same}: {found.text}"
 
 
+@pytest.mark.parametrize("races, barriers, said", [
+    ({"33", "32"}, 0, "two races"),
+    ({"33", "32"}, 2, "between the writes of a tile and the reads of it."),
+    ({"33"}, 2, "between the reads of a tile and the writes of the next one."),
+])
+def test_each_race_of_a_loop_over_tiles_is_told(races, barriers, said, monkeypatch):
+    """With stand-ins for the runs: there are races where N is one of `races`."""
+    (exercise,) = exercises.find("barriers")
+
+    def run(exercise, program, lines=(), record=None):
+        if program:
+            return check.Finding("race", "A race.") if exercise.arguments[0] in races else check.Finding("right")
+        record.write_text(json.dumps({"problems": [{"kernels": [{"counts": {"barriers": barriers}}]}]}))
+        return check.Finding("wrong", "Wrong.")
+
+    monkeypatch.setattr(check, "run", run)
+    found = check.look_in_every_way(exercise, lambda sanitizer: sanitizer, [])
+    assert found.kind == "race" and said in found.text and found.text.startswith("Wrong.\nA race.\n")
+    assert ("There are two" in found.text) == ("met at no barrier" in found.text) == (barriers == 0)
+    assert found.text.count("race is between") == (barriers > 0)
+
+
 SIGN = "for (unsigned later = a >> 1; later != 0; later >>= 1) swaps += std::popcount(later & b);"
 SQUARES = """for (int v = 0; v < kVectors; ++v)
       if (a & b & 1u << v) sign *= v < p ? 1 : v < p + q ? -1 : 0;"""
