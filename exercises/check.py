@@ -47,8 +47,10 @@ class Finding:
             undefined = self.text.startswith("Undefined")
             return ("Undefined: a kernel does what C++ does not allow." if undefined else
                     "Out of bounds: a kernel reaches outside of its memory.")
+        if self.kind == "assert":
+            return "An assertion does not hold."
         first = self.text.partition("\n")[0]
-        return re.sub(r" in line \d+(: .*)?", "", first).replace(" comes first:", " comes first.")
+        return re.sub(r",? (?:in|at|of) line \d+", "", first).replace(" comes first:", " comes first.")
 
 
 # ---- What a run has printed ------------------------------------------------------------------------
@@ -637,7 +639,7 @@ def main(text):
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="a name, its first letters, or a number")
     parser.add_argument("--gpu", action="store_true", help="run it on a GPU, too")
-    parser.add_argument("--where", action="store_true", help="of a mistake: the lines, too")
+    parser.add_argument("--where", action="store_true", help="name the line of a mistake, too")
     parser.add_argument("--restart", action="store_true", help="begin again")
     parser.add_argument("--update", action="store_true", help="carry your piece over into a newer lesson")
     chosen = parser.parse_args()

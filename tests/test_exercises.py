@@ -498,6 +498,8 @@ def test_who_looks_for_a_mistake_is_told_the_symptom():
     for kind, text in (("race", "A race: the same memory\n    here first a read in line 7: x"),
                        ("bounds", "Out of bounds: it writes 2 elements behind the end, in line 7: x"),
                        ("error", "A GPU does not define this: thread 1: barrier_wait() in line 7: no"),
+                       ("error", "The block ends; the first were sent at line 7: nobody waits, at line 9"),
+                       ("assert", "An assertion does not hold, in line 7: assert(x)"),
                        ("wrong", "Wrong from element 3 on"), ("waits", "A deadlock: x.\n    thread 1 in line 7")):
         symptom = check.Finding(kind, text).symptom
         assert "line" not in symptom and symptom.startswith(text[:6])
@@ -589,6 +591,7 @@ def test_wrong_answers_are_refused(exercise, monkeypatch):
         assert re.search(answer.finds, found.text), f"answer {which}: {found.text}"
         same = words.setdefault(found.text, which)
         assert same in (which, answer.like) or exercise.is_mistake, f"answers {which} and {same}: {found.text}"
+        assert not exercise.is_mistake or " line " not in found.symptom, f"answer {which}: {found.symptom}"
 
 
 @pytest.mark.parametrize("races, barriers, said", [
