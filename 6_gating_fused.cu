@@ -231,18 +231,14 @@ __global__ void __launch_bounds__(Tiles::kThreads)
       Tiles::load_x(x_tile, in, row0, step * Tiles::BK);
       Tiles::load_weights(x_tile + Tiles::kTileX, in, step * Tiles::BK, col0);
     }
-    copy_async_commit();
   };
 
-  for (int step = 0; step < kStages - 1; ++step) load_step(step);
+  auto ahead = copies_ahead<kStages>(load_step);
   Tiles::load_biases(biases, in, col0);
   __syncthreads();
   GateSums<Tiles> sums(biases);
   for (int step = 0; step < steps; ++step) {
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-    load_step(step + kStages - 1);
-    const half* x_tile = stage_of(step);
+    const half* x_tile = stage_of(ahead.next());
     sums.add_products(x_tile, x_tile + Tiles::kTileX);
   }
   __syncthreads();
@@ -274,18 +270,15 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
     if (tile < tiles) {
       Tiles::load_x(stage_of(step), in, static_cast<int>(tile) * Tiles::BM, 0);
     }
-    copy_async_commit();
   };
 
   Tiles::load_weights(W_tiles, in, 0, col0);
-  for (int step = 0; step < kStages - 1; ++step) load_step(step);
+  auto ahead = copies_ahead<kStages>(load_step);
   Tiles::load_biases(biases, in, col0);
-  for (int step = 0, tile = blockIdx.x; tile < tiles; ++step, tile += gridDim.x) {
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-    load_step(step + kStages - 1);
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const half* x_tile = stage_of(ahead.next());
     GateSums<Tiles> sums(biases);
-    sums.add_products(stage_of(step), W_tiles);
+    sums.add_products(x_tile, W_tiles);
     sums.finish(stagings, in, tile * Tiles::BM, col0);
   }
 }

@@ -178,21 +178,13 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
       copy_swizzled<kBox, kBox, kThreads>(stage, in.Lr, w0, k0, in.W, in.W);
       copy_swizzled<kBox, kBox, kThreads>(stage + kTile, in.Li, w0, k0, in.W, in.W);
     }
-    copy_async_commit();
-  };
-  int step = 0;
-  const auto next_stage = [&] {
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-    copy_step(step + kStages - 1);
-    return stage_of(step++);
   };
 
-  for (int i = 0; i < kStages - 1; ++i) copy_step(i);
+  auto ahead = copies_ahead<kStages>(copy_step);
   for (int group = 0; group < groups; ++group) {
     Sums<32, 32> xr = {}, xi = {};
     for (int box = 0; box < boxes; ++box) {
-      const bf16* stage = next_stage();
+      const bf16* stage = stage_of(ahead.next());
       add_gradient(xr, xi, stage, stage + kTile, stage + 2 * kTile);
     }
     to_tile<kBox>(xr_rows + group * kTile, warp_row(), warp_col(), xr);
@@ -201,7 +193,7 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
   for (int group = 0; group < groups; ++group) {
     Sums<32, 32> ar = {}, ai = {};
     for (int box = 0; box < groups; ++box) {
-      const bf16* stage = next_stage();
+      const bf16* stage = stage_of(ahead.next());
       add_rotated(ar, ai, xr_rows + box * kTile, xi_rows + box * kTile, stage, stage + kTile);
     }
     bf16 *own_r = xr_rows + group * kTile, *own_i = xi_rows + group * kTile;
@@ -289,25 +281,17 @@ __device__ float4 small_products(bf16* stages, const Matrix* left, const Matrix*
     for (int step = 0; step < kSmallStages - 1 && step < steps; ++step) copy_right(step);
     wait_for_previous_kernel();
   }
-  for (int step = 0; step < kSmallStages - 1; ++step) {
-    if (step < steps) {
-      copy_left(step);
-      if constexpr (!kEarly) copy_right(step);
-    }
-    copy_async_commit();
-  }
+  const auto copy_step = [&](int step) {
+    if (step >= steps) return;
+    copy_left(step);
+    if (!kEarly || step >= kSmallStages - 1) copy_right(step);
+  };
+  auto ahead = copies_ahead<kSmallStages>(copy_step);
   const float4 start = first ? *reinterpret_cast<const float4*>(first) : float4{};
   const int k = threadIdx.x / 32 * 16;
   Sums<kSmall, kSmall> sum = {};
   for (int step = 0; step < steps; ++step) {
-    copy_async_wait<kSmallStages - 2>();
-    __syncthreads();
-    if (const int next = step + kSmallStages - 1; next < steps) {
-      copy_left(next);
-      copy_right(next);
-    }
-    copy_async_commit();
-    const bf16 *left_tile = stage_of(step), *right_tile = left_tile + kSmallTile;
+    const bf16 *left_tile = stage_of(ahead.next()), *right_tile = left_tile + kSmallTile;
     unsigned a[kSmall / 16][4], b[kSmall / 16][4];
     if constexpr (kLeft == kTransposed) {
       load_left_transposed<kSmall>(a, left_tile, 0, k);
@@ -429,20 +413,15 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
       copy_swizzled<kBox, kBox, kThreads>(stage_of(step) + kTile, in.Gi, tile * kBox, k0, in.V,
                                           in.E);
     }
-    copy_async_commit();
   };
 
   copy_right_factors<BN, kThreads>(right_tiles, in, M, w0);
-  for (int step = 0; step < kStages - 1; ++step) copy_step(step);
-  int step = 0;
+  auto ahead = copies_ahead<kStages>(copy_step);
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
     WarpSums<WV, 32> sums;
-    for (int box = 0; box < boxes; ++box, ++step) {
-      copy_async_wait<kStages - 2>();
-      __syncthreads();
-      copy_step(step + kStages - 1);
-      add_associated<BN>(sums, stage_of(step), stage_of(step) + kTile,
-                         right_tiles + 3 * box * kBox * BN, row, col);
+    for (int box = 0; box < boxes; ++box) {
+      const bf16* stage = stage_of(ahead.next());
+      add_associated<BN>(sums, stage, stage + kTile, right_tiles + 3 * box * kBox * BN, row, col);
     }
     const auto result = [&](int i, int j) {
       return features(pair_of(sums.xr, i, j), pair_of(sums.xi, i, j), pair_of(sums.ar, i, j),
@@ -566,20 +545,15 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
       }
       copy_swizzled<BV, BN, kBlockThreads>(Gi_tiles + tangent, in.d_out, tile * BV, w0, in.V, in.W);
     }
-    copy_async_commit();
   };
 
   copy_right_factors<BN, kBlockThreads>(right_tiles, in, M, w0);
-  for (int step = 0; step < kStages - 1; ++step) copy_step(step);
+  auto ahead = copies_ahead<kStages>(copy_step);
   const int row = warp / (BN / WN) * WV, col = warp % (BN / WN) * WN;  // in the tile
   const int sum_row = warp / (BN / 32) * 32, sum_col = warp % (BN / 32) * 32;
   GradientSums sums;
-  int64_t tile = blockIdx.y;
-  for (int step = 0; tile < tile_count; ++step, tile += gridDim.y) {
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-    copy_step(step + kStages - 1);
-    bf16 *Gr_tiles = stage_of(step), *Gi_tiles = Gr_tiles + tangent;
+  for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
+    bf16 *Gr_tiles = stage_of(ahead.next()), *Gi_tiles = Gr_tiles + tangent;
     WarpSums<WV, WN> tile_sums;
     for (int box = 0; box < boxes; ++box) {
       const int left = box * kBox * BV;

@@ -45,6 +45,41 @@ __device__ inline void copy_async_wait() {
   __pipeline_wait_prior(kNewest);
 }
 
+/// A ring of kStages stages in shared memory, which all threads of a block fill by copies that are
+/// kStages - 1 steps ahead of what the block reads (lesson 2's `async`). The stage of a step is
+/// number step % kStages. copy(step) starts the calling thread's copies of a step; none where there
+/// is no such step.
+template <int kStages, class Copy>
+class CopiesAhead {
+ public:
+  __device__ explicit CopiesAhead(const Copy& copy) : copy_(copy) {
+    for (int step = 0; step < kStages - 1; ++step) start(step);
+  }
+
+  /// Waits for the next step, and returns its number: what all threads have copied is there. All
+  /// have read the stage of the step before, too, which the copies that are started now will fill.
+  __device__ int next() {
+    copy_async_wait<kStages - 2>();
+    __syncthreads();
+    start(step_ + kStages - 1);
+    return step_++;
+  }
+
+ private:
+  // A group is closed where nothing is copied, too, so that the count of groups is right.
+  __device__ void start(int step) {
+    copy_(step);
+    copy_async_commit();
+  }
+
+  const Copy& copy_;
+  int step_ = 0;
+};
+template <int kStages, class Copy>
+__device__ CopiesAhead<kStages, Copy> copies_ahead(const Copy& copy) {
+  return CopiesAhead<kStages, Copy>(copy);
+}
+
 /// The block's kThreads threads copy the kRows x kCols tile of `from` (row-major, rows x cols) at
 /// (row0, col0) to shared memory, where its rows are kStride halves apart; zeros where that is
 /// outside. With kAligned (cols a multiple of 8) by copy_async, 16 bytes at a time; otherwise at

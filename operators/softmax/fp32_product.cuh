@@ -240,7 +240,9 @@ __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factor
   const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
   const int warp_col = warp % Tile::kWarpsN * Tile::kCols;
   const int warp_k = warp / (Tile::kWarpsM * Tile::kWarpsN) * Tile::kDepth;
+  const int steps = (d_end - d_begin + Tile::BK - 1) / Tile::BK;
   const auto copy_step = [&](int step) {
+    if (step >= steps) return;
     auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
     const int d = d_begin + step * Tile::BK;
     copy_tile_of<Tile::BM, Tile::BK, Tile::kStrideX, Tile::kThreads>(
@@ -250,16 +252,9 @@ __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factor
         factors.row_bytes_W);
   };
 
-  const int steps = (d_end - d_begin + Tile::BK - 1) / Tile::BK;
-  for (int step = 0; step < kStages - 1; ++step) {
-    if (step < steps) copy_step(step);
-    copy_async_commit();
-  }
+  auto ahead = copies_ahead<kStages>(copy_step);
   for (int step = 0; step < steps; ++step) {
-    copy_async_wait<kStages - 2>();
-    __syncthreads();
-    if (step + kStages - 1 < steps) copy_step(step + kStages - 1);
-    copy_async_commit();
+    ahead.next();
     const auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
     add_products<Tile>(sums, x_tile + warp_row * Tile::kStrideX + warp_k,
                        x_tile + Tile::kTileX + warp_k * Tile::kStrideW + warp_col);
