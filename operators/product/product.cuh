@@ -32,6 +32,7 @@
 #include <limits>
 #include <string>
 
+#include "operators/product/shape.h"
 #include "primitives/check.h"
 #include "primitives/early_launch.cuh"
 #include "primitives/hopper/pipeline.cuh"
@@ -136,10 +137,6 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
 template <int kCount = 1>
 struct Factor {
   CUtensorMap maps[kCount];
-};
-
-struct ProductShape {
-  int rows, cols, depth;
 };
 
 /// What a block has in shared memory: as many stages as fit beside the room for results.
