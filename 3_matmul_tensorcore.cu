@@ -29,18 +29,23 @@
 //     cuBLAS fp16     the library, lesson 4; "cuBLASLt, best": the fastest that it has for this N
 //     wmma global     fragments straight from memory, through the C++ interface to tensor cores
 //     wmma shared     tiles in shared memory, padded rows
-//     mma.sync        ldmatrix and mma.sync, swizzled tiles, copies and fragments loaded in advance
+//     ldmatrix        the instructions themselves, ldmatrix and mma.sync, and swizzled tiles
+//     stages          the next tiles arrive while these are multiplied
+//     lean            addresses are worked out once, and tiles are larger
+//     mma.sync        the next fragments are loaded while these are multiplied
 //     wgmma           (Hopper) four warps multiply from shared memory, tiles copied by TMA
 //     specialized     (Hopper) some warps only copy, the others only multiply
-//     persistent      (Hopper) blocks stay for several tiles of C, clusters share what they copy
-//     any shape       (Hopper) the same with tiles that suit N, and rows that are aligned first
+//     persistent      (Hopper) blocks stay for several tiles of C, which the copy engine stores
+//     clusters        (Hopper) two blocks share what they copy
+//     patches         (Hopper) an order of tiles in which more of them share through the L2 cache
+//     any shape       (Hopper) the operator that a program would call: tiles that suit N
 //
 // All without (Hopper) need compute capability 7.5 (7.5 copies synchronously); the CPU runs all.
 
 #include "checks/product/library_product.h"
 #include "checks/product/square_matmul.h"
 #include "checks/workspace.h"
-#include "operators/product/plan.cuh"
+#include "operators/product/half_product.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/hopper.cuh"
 #include "primitives/mma.cuh"
@@ -167,12 +172,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   }
 }
 
-// ---- mma.sync -----------------------------------------------------------------------------------
+// ---- ldmatrix -----------------------------------------------------------------------------------
 
-// The order of blocks. They start in the order of their numbers, about as many as there are
-// multiprocessors at once, and share what they read through the L2 cache. Blocks in one row of C
-// would read one row of tiles of A but all of B. Instead kGroup rows of tiles are walked column by
-// column, so that the blocks of one moment form a patch of C which is about square.
+// The order of blocks, from here on. They start in the order of their numbers, about as many as
+// there are multiprocessors at once, and share what they read through the L2 cache. Blocks in one
+// row of C would read one row of tiles of A but all of B. Instead kGroup rows of tiles are walked
+// column by column, so that the blocks of one moment form a patch of C which is about square.
 constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -183,6 +188,183 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
   tile_m = first + within % rows;
   tile_n = within / rows;
 }
+
+// The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
+// shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
+// (primitives/mma.cuh) is where an element lies: in its own row, but the pieces of 16 bytes have
+// changed places, in each row differently. 8 rows of one column of pieces then lie on different
+// banks. So neither these copies nor ldmatrix meet a bank twice, and no row needs padding.
+template <int kRows, int kCols, int kThreads, int kWidth>
+__device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col0, int n) {
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / kWidth; i += kThreads) {
+    const int row = i / (kCols / kWidth), col = i % (kCols / kWidth) * kWidth;
+    const bool inside = row0 + row < n && col0 + col < n;
+    const half* at = from + static_cast<size_t>(row0 + row) * n + col0 + col;
+    if constexpr (kWidth == 1) {
+      to[swizzle<kCols>(row, col)] = inside ? *at : __float2half_rn(0);
+    } else {
+      copy_async<kWidth * sizeof(half)>(to + swizzle<kCols>(row, col), at, inside);
+    }
+  }
+}
+
+// Where a lane's elements 0 and 1 stand in a 16 x 8 fragment of sums: neighbours in one row.
+// Elements 2 and 3 are 8 rows below them.
+struct PairPlace {
+  int row, col;
+};
+__device__ PairPlace place_of_pair(int lane) {
+  const int row = lane / 4;
+  const int col = lane % 4 * 2;
+  return {row, col};
+}
+
+// Stores two neighbours of a row of C. kEven: n is even, and a pair is aligned.
+template <bool kEven>
+__device__ void store_pair(half* C, int row, int col, int n, float left, float right) {
+  half* at = C + static_cast<size_t>(row) * n + col;
+  if (row >= n) return;
+  if constexpr (kEven) {
+    if (col < n) *reinterpret_cast<half2*>(at) = __floats2half2_rn(left, right);
+  } else {
+    if (col < n) at[0] = __float2half_rn(left);
+    if (col + 1 < n) at[1] = __float2half_rn(right);
+  }
+}
+
+// As above, but with the instructions themselves, mma.sync and ldmatrix. Now it is known which
+// elements a lane holds. That gives two things: tiles may be swizzled, which WMMA could not read;
+// and the sums are rounded in registers and stored from there.
+//
+// Of 16 x 16 elements lane l passes the address of row l % 16, of the first 8 columns of it or,
+// from lane 16 on, of the last 8. For A, whose fragment has its four 8 x 8 matrices in the order
+// top left, bottom left, top right, bottom right, that is one fragment. For B (16 k, 16 columns),
+// it is the two halves of one fragment and then those of the next, 8 columns further right.
+//
+// kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
+// multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kWidth>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
+    matmul_ldmatrix(const half* A, const half* B, half* C, int n) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  extern __shared__ __align__(128) half mma_tiles[];
+  half *a_tile = mma_tiles, *b_tile = a_tile + BM * BK;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
+  const PairPlace pair = place_of_pair(lane);
+  int tile_m, tile_n;
+  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  const int row0 = tile_m * BM, col0 = tile_n * BN;
+  float sum[WM / 16][WN / 8][4] = {};
+  for (int k0 = 0; k0 < n; k0 += BK) {
+    copy_swizzled_tile<BM, BK, kThreads, kWidth>(a_tile, A, row0, k0, n);
+    copy_swizzled_tile<BK, BN, kThreads, kWidth>(b_tile, B, k0, col0, n);
+    copy_async_commit();
+    copy_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+      unsigned a[WM / 16][4], b[WN / 16][4];
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) {
+        const int row = warp_row + 16 * i + lane % 16, col = k + lane / 16 * 8;
+        ldmatrix_x4(a[i], a_tile + swizzle<BK>(row, col));
+      }
+#pragma unroll
+      for (int j = 0; j < WN / 16; ++j) {
+        const int row = k + lane % 16, col = warp_col + 16 * j + lane / 16 * 8;
+        ldmatrix_x4_trans(b[j], b_tile + swizzle<BN>(row, col));
+      }
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < WN / 8; ++j) {
+          mma_m16n8k16<half>(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < WN / 8; ++j) {
+      const int row = row0 + warp_row + 16 * i + pair.row;
+      const int col = col0 + warp_col + 8 * j + pair.col;
+      store_pair<kWidth != 1>(C, row, col, n, sum[i][j][0], sum[i][j][1]);
+      store_pair<kWidth != 1>(C, row + 8, col, n, sum[i][j][2], sum[i][j][3]);
+    }
+  }
+}
+
+// ---- stages -------------------------------------------------------------------------------------
+
+// The same, but kStages pairs of tiles are in shared memory: the tensor cores work on one while the
+// next are on their way. It is lesson 2's `async`, whose loop has a name from here on. copies_ahead
+// (primitives/async_copy.cuh) starts the copies of the first kStages - 1 steps, each closed as a
+// group; next() waits for a step's group, meets the block at the one barrier of a step, and starts
+// the copies of the step that is kStages - 1 further on.
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
+    matmul_stages(const half* A, const half* B, half* C, int n) {
+  constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  extern __shared__ __align__(128) half mma_tiles[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
+  const PairPlace pair = place_of_pair(lane);
+  int tile_m, tile_n;
+  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  const int row0 = tile_m * BM, col0 = tile_n * BN;
+  const int steps = (n + BK - 1) / BK;
+  const auto tiles_of_step = [&](int step) { return mma_tiles + step % kStages * (BM + BN) * BK; };
+  const auto copy_step = [&](int step) {
+    if (step >= steps) return;
+    half *a_tile = tiles_of_step(step), *b_tile = a_tile + BM * BK;
+    copy_swizzled_tile<BM, BK, kThreads, kWidth>(a_tile, A, row0, step * BK, n);
+    copy_swizzled_tile<BK, BN, kThreads, kWidth>(b_tile, B, step * BK, col0, n);
+  };
+  auto ahead = copies_ahead<kStages>(copy_step);
+  float sum[WM / 16][WN / 8][4] = {};
+  for (int step = 0; step < steps; ++step) {
+    half *a_tile = tiles_of_step(ahead.next()), *b_tile = a_tile + BM * BK;
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+      unsigned a[WM / 16][4], b[WN / 16][4];
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) {
+        const int row = warp_row + 16 * i + lane % 16, col = k + lane / 16 * 8;
+        ldmatrix_x4(a[i], a_tile + swizzle<BK>(row, col));
+      }
+#pragma unroll
+      for (int j = 0; j < WN / 16; ++j) {
+        const int row = k + lane % 16, col = warp_col + 16 * j + lane / 16 * 8;
+        ldmatrix_x4_trans(b[j], b_tile + swizzle<BN>(row, col));
+      }
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < WN / 8; ++j) {
+          mma_m16n8k16<half>(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < WN / 8; ++j) {
+      const int row = row0 + warp_row + 16 * i + pair.row;
+      const int col = col0 + warp_col + 8 * j + pair.col;
+      store_pair<kWidth != 1>(C, row, col, n, sum[i][j][0], sum[i][j][1]);
+      store_pair<kWidth != 1>(C, row + 8, col, n, sum[i][j][2], sum[i][j][3]);
+    }
+  }
+}
+
+// ---- lean ---------------------------------------------------------------------------------------
 
 // The sizes that follow from a choice of tiles. Shared memory is kStages pairs of a tile of A and a
 // tile of B; at the end the rounded tile of C takes their place.
@@ -248,26 +430,80 @@ struct TileCopies {
   }
 };
 
-// The whole of lesson 2 for tensor cores. A block owns 256 x 128 elements of C (BM x BN; above: 128
-// x 128), a warp 64 x 64 of them (WM x WN; above: 64 x 32): 32 products of 16 x 8 per 16 of k, for
-// 4 + 4 ldmatrix. The sums, 128 registers a thread, never leave. (Where shared memory is small, or
-// N is no multiple of 8, both are as above: 16 products for 4 + 2 loads.) What else is new here:
+// Of all instructions of *stages* hardly one in eight is an ldmatrix or an mma.sync. The others
+// work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
+// in TileCopies; and of the fragments, all that depends on the lane is in one offset for A and one
+// for B. The fragments of a step are at constant distances from it, or at an exclusive or with a
+// constant, where a distance runs along the swizzled direction.
 //
-//   - Tiles are swizzled (primitives/mma.cuh), not padded: neither the copies, which write 16 bytes
-//     a thread, nor ldmatrix, which reads 8 rows of 16 bytes, meet a bank twice.
-//   - kStages pairs of tiles are in flight, with one barrier a step, as in lesson 2's `async`.
-//   - Two sets of fragments: while the products of 16 k are on the tensor cores, ldmatrix loads the
-//     next. The last of a step loads the first of the next step, so the barrier is passed before
-//     the last products of a step are started, and the tensor cores work on while a warp waits.
-//   - Addresses are worked out once. Everything that depends on the lane is in one offset for A and
-//     one for B; the fragments of a step are at constant distances from it, or at an exclusive or
-//     with a constant, where a distance runs along the swizzled direction.
-//   - Blocks are ordered for the L2 cache (tile_of_block).
-//   - The result is rounded in registers and goes through shared memory, swizzled as well, so that
-//     it leaves as whole rows of 16-byte stores.
-//
-// kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
-// multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
+// Tiles are larger, too, since the offsets leave registers for more sums: a block owns 256 x 128
+// elements of C and takes 64 of k in a step, a warp owns 64 x 64 elements (above: 64 x 32). It
+// multiplies 32 times per 16 of k, for 4 + 4 ldmatrix; above 16 times, for 4 + 2. In *stages* such
+// tiles alone would save a fourteenth of the time. (Where shared memory is small, or N is no
+// multiple of 8, tiles are as above.)
+template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
+__global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
+    matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
+                int n) {
+  using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
+  constexpr int WM = BM / kWarpsM, WN = BN / kWarpsN;  // a warp's part of the tile of C
+  extern __shared__ __align__(128) half mma_tiles[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
+  const PairPlace pair = place_of_pair(lane);
+  int tile_m, tile_n;
+  tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
+  const int row0 = tile_m * BM, col0 = tile_n * BN;
+  const int steps = (n + BK - 1) / BK;
+  using Copies = TileCopies<Tiles, kWidth>;
+  typename Copies::Offsets offsets;  // as a member it would keep the struct out of registers
+  Copies copies(A, B, row0, col0, n, offsets);
+  const auto copy_step = [&](int step) {
+    if (step < steps) copies.start(mma_tiles + step % kStages * Tiles::kStage, offsets);
+  };
+  auto ahead = copies_ahead<kStages>(copy_step);
+  const int a_lane = swizzle<BK>(warp_row + lane % 16, lane / 16 * 8);
+  const int b_lane = Tiles::kTileA + swizzle<BN>(lane % 16, warp_col + lane / 16 * 8);
+  float sum[WM / 16][WN / 8][4] = {};
+  for (int step = 0; step < steps; ++step) {
+    const half* tiles = mma_tiles + ahead.next() % kStages * Tiles::kStage;
+#pragma unroll
+    for (int k = 0; k < BK; k += 16) {
+      unsigned a[WM / 16][4], b[WN / 16][4];
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) ldmatrix_x4(a[i], tiles + (a_lane ^ k) + i * 16 * BK);
+#pragma unroll
+      for (int j = 0; j < WN / 16; ++j) {
+        ldmatrix_x4_trans(b[j], tiles + (b_lane ^ j * 16) + k * BN);
+      }
+#pragma unroll
+      for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < WN / 8; ++j) {
+          mma_m16n8k16<half>(sum[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < WM / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < WN / 8; ++j) {
+      const int row = row0 + warp_row + 16 * i + pair.row;
+      const int col = col0 + warp_col + 8 * j + pair.col;
+      store_pair<kWidth != 1>(C, row, col, n, sum[i][j][0], sum[i][j][1]);
+      store_pair<kWidth != 1>(C, row + 8, col, n, sum[i][j][2], sum[i][j][3]);
+    }
+  }
+}
+
+// ---- mma.sync -----------------------------------------------------------------------------------
+
+// Fragments ahead: lesson 2's `ahead`, for tensor cores. There are two sets of fragments. While the
+// products of 16 k are on the tensor cores, ldmatrix loads the next. The last of a step loads the
+// first of the next step, so the barrier is passed before the last products of a step are started,
+// and the tensor cores work on while a warp waits. The result goes through shared memory, swizzled
+// as well, so that it leaves as whole rows of 16-byte stores.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -278,6 +514,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   extern __shared__ __align__(128) half mma_tiles[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_row = warp / kWarpsN * WM, warp_col = warp % kWarpsN * WN;
+  const PairPlace pair = place_of_pair(lane);
   int tile_m, tile_n;
   tile_of_block<kPatchRows / BM>((n + BM - 1) / BM, (n + BN - 1) / BN, tile_m, tile_n);
   const int row0 = tile_m * BM, col0 = tile_n * BN;
@@ -286,10 +523,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   typename Copies::Offsets offsets;  // as a member it would keep the struct out of registers
   Copies copies(A, B, row0, col0, n, offsets);
 
-  // Fragments. Of 16 x 16 elements lane l passes row l % 16, the first 8 columns of it or, from
-  // lane 16 on, the last 8. For A, whose fragment has its four 8 x 8 matrices in the order top
-  // left, bottom left, top right, bottom right, that is one fragment. For B (16 k, 16 columns), it
-  // is the two halves of one fragment and then those of the next, 8 columns further right.
+  // Two sets of fragments.
   unsigned a[2][WM / 16][4], b[2][WN / 16][4];
   const int a_lane = swizzle<BK>(warp_row + lane % 16, lane / 16 * 8);
   const int b_lane = Tiles::kTileA + swizzle<BN>(lane % 16, warp_col + lane / 16 * 8);
@@ -354,7 +588,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
     for (int j = 0; j < WN / 8; ++j) {
-      const int row = i * 16 + lane / 4, col = j * 8 + lane % 4 * 2;
+      const int row = i * 16 + pair.row, col = j * 8 + pair.col;
       *reinterpret_cast<unsigned*>(staging + swizzle<WN>(row, col)) =
           pack2<half>(sum[i][j][0], sum[i][j][1]);
       *reinterpret_cast<unsigned*>(staging + swizzle<WN>(row + 8, col)) =
@@ -514,30 +748,16 @@ __global__ void __launch_bounds__(384, 1)
 // The loops of the kernel above have names from here on (primitives/hopper/pipeline.cuh). Its
 // producer's is `writer.put`: wait until the next stage is empty, announce its bytes, start its
 // copies. Its consumers' is `reader.take`: wait until the next stage is full, start its products,
-// and give back the stage before. `reader.finish` waits for the last products. Three more things
-// are new:
-//   - Persistent blocks: no more than fit, each walking over tiles of C. The producer runs ahead
-//     into the next tile while the consumers still write this one. Tiles are taken in groups of
-//     kGroup rows of tiles, so that those worked on at one time form a square patch of C, as in the
-//     mma.sync kernel.
-//   - Clusters: two blocks, one above the other, need the same tile of B. Each fetches half of it
-//     and multicasts that half into both: B is read from the L2 cache once, not twice. A stage is
-//     then empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1>
-//     (primitives/hopper/block_grid.cuh) knows who copies what, and who is told.
-//   - Stores by the copy engine: fp16 results are put into shared memory, swizzled like a box, and
-//     leave from there, in full lines, while the consumers go on. With kBuffers = 2 both halves of
-//     a tile have a place there, and the second does not wait for the first to leave.
+// and give back the stage before. `reader.finish` waits for the last products. Who copies what, and
+// who is told that a stage is empty, says BlockGrid (primitives/hopper/block_grid.cuh):
+// BlockGrid<1, 1> is a block alone.
 //
-// Now the tensor cores hardly ever wait. What they draw takes the card to its power limit, and its
-// clock falls until the power fits. From here on it matters less when a byte arrives than how much
-// power its way costs, and a byte from memory costs the most:
-//   - Every other tile is walked from the end of k to its beginning, and every other group of tiles
-//     from the right to the left. So a tile begins with that part of A or B with which the one
-//     before it ended: it is still in the L2 cache.
-//   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
-//     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
-//     a patch reads, they keep in step (Pace; it and quotient, a division:
-//     operators/product/product.cuh).
+// What is new: blocks stay. There are no more of them than fit, and each walks over tiles of C. The
+// producer runs ahead into the next tile while the consumers still write this one. So that they
+// need not wait for what they write, either, the copy engine stores: fp16 results are put into
+// shared memory, swizzled like a box, and leave from there, in full lines, while the consumers go
+// on. With kBuffers = 2 both halves of a tile have a place there, and the second does not wait for
+// the first to leave.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -585,12 +805,134 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
 }
 #endif
 
-// `progress` points to one counter for all blocks, which is 0 before the launch and after it. Null:
-// the clusters do not keep in step.
+template <int kStages, int kBuffers>
+__global__ void __launch_bounds__(384, 1)
+    matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                      const __grid_constant__ CUtensorMap C, int n) {
+#if HOPPER_CODE
+  using Shared = PersistentShared<kStages, kBuffers>;
+  constexpr int BM = Shared::BM, BN = Shared::BN;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const BlockGrid<1, 1> alone;
+  const int steps = (n + kStepK - 1) / kStepK;
+  const int tile_rows = (n + BM - 1) / BM, tile_cols = (n + BN - 1) / BN;
+  const int tiles = tile_rows * tile_cols, blocks = gridDim.x;
+  if (threadIdx.x == 0) prepare(shared.pipeline, 2);  // two consumers
+  alone.meet();
+
+  const int warp = warp_of_block();
+  if (warp < 4) {
+    registers_shrink_to<24>();
+    if (warp == 0 && elect_one()) {
+      Writer writer(shared.pipeline);
+      for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
+        const int row = tile % tile_rows * BM, col = tile / tile_rows * BN;
+        for (int step = 0; step < steps; ++step) {
+          writer.put([&](Stage<BM, BN>& stage, Barrier* arrived) {
+            alone.load(stage.a, &A, row, step * kStepK, arrived);
+            alone.load(stage.b, &B, col, step * kStepK, arrived);
+          });
+        }
+      }
+    }
+  } else {
+    registers_grow_to<240>();
+    const int consumer = threadIdx.x / 128 - 1;
+    Reader reader(shared.pipeline, alone);
+    for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
+      const int row = tile % tile_rows * BM, col = tile / tile_rows * BN;
+      Sum<BN> sum;
+      for (int step = 0; step < steps; ++step) {
+        reader.take([&](const Stage<BM, BN>& stage, bool add) {
+          sum.start_product(stage.a.rows(64 * consumer), stage.b, add);
+        });
+      }
+      wait_for_stores(consumer);  // while the last products are on their way
+      reader.finish();
+      store_tile(shared, consumer, sum, C, row + 64 * consumer, col);
+    }
+    wait_for_stores(consumer);
+  }
+#endif
+}
+
+// Clusters. Two blocks, one above the other, need the same tile of B. Each fetches half of it and
+// multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
+// empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1> knows who
+// copies what, and who is told. A producer may not leave before all that it has sent has been read:
+// its block's barriers are still needed (`writer.finish`).
+template <int kStages, int kBuffers>
+__global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
+    matmul_clusters(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                    const __grid_constant__ CUtensorMap C, int n) {
+#if HOPPER_CODE
+  using Shared = PersistentShared<kStages, kBuffers>;
+  constexpr int BM = Shared::BM, BN = Shared::BN;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const BlockGrid<2, 1> cluster;  // two blocks below each other
+  const int steps = (n + kStepK - 1) / kStepK;
+  // A tile of a cluster has 2 BM rows and BN columns.
+  const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
+  const int tiles = tile_rows * tile_cols, clusters = cluster.clusters;
+  if (threadIdx.x == 0) prepare(shared.pipeline, 4);  // two consumers in each of two blocks
+  cluster.meet();
+
+  const int warp = warp_of_block();
+  if (warp < 4) {
+    registers_shrink_to<24>();
+    if (warp == 0 && elect_one()) {
+      Writer writer(shared.pipeline);
+      for (int tile = cluster.cluster; tile < tiles; tile += clusters) {
+        const int row = (2 * (tile % tile_rows) + cluster.rank) * BM, col = tile / tile_rows * BN;
+        for (int step = 0; step < steps; ++step) {
+          writer.put([&](Stage<BM, BN>& stage, Barrier* arrived) {
+            cluster.load(stage.a, &A, row, step * kStepK, arrived);
+            cluster.load(stage.b, &B, col, step * kStepK, arrived);
+          });
+        }
+      }
+      writer.finish();
+    }
+  } else {
+    registers_grow_to<240>();
+    const int consumer = threadIdx.x / 128 - 1;
+    Reader reader(shared.pipeline, cluster);
+    for (int tile = cluster.cluster; tile < tiles; tile += clusters) {
+      const int row = (2 * (tile % tile_rows) + cluster.rank) * BM, col = tile / tile_rows * BN;
+      Sum<BN> sum;
+      for (int step = 0; step < steps; ++step) {
+        reader.take([&](const Stage<BM, BN>& stage, bool add) {
+          sum.start_product(stage.a.rows(64 * consumer), stage.b, add);
+        });
+      }
+      wait_for_stores(consumer);  // while the last products are on their way
+      reader.finish();
+      store_tile(shared, consumer, sum, C, row + 64 * consumer, col);
+    }
+    wait_for_stores(consumer);
+  }
+#endif
+}
+
+// The order of tiles. Now the tensor cores hardly ever wait. What they draw takes the card to its
+// power limit, and its clock falls until the power fits. From here on it matters less when a byte
+// arrives than how much power its way costs, and a byte from memory costs the most:
+//   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
+//     square patch of C (tile_of_block, above).
+//   - Every other tile is walked from the end of k to its beginning, and every other group of tiles
+//     from the right to the left. So a tile begins with that part of A or B with which the one
+//     before it ended: it is still in the L2 cache.
+//   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
+//     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
+//     a patch reads, they keep in step (Pace; it and quotient, a division:
+//     operators/product/product.cuh). `progress` points to one counter for all blocks, which is 0
+//     before the launch and after it. Null: the clusters do not keep in step.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
-    matmul_persistent(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
-                      const __grid_constant__ CUtensorMap C, int n, unsigned* progress) {
+    matmul_patches(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
+                   const __grid_constant__ CUtensorMap C, int n, unsigned* progress) {
 #if HOPPER_CODE
   using Shared = PersistentShared<kStages, kBuffers>;
   constexpr int BM = Shared::BM, BN = Shared::BN;
@@ -630,12 +972,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
           const int k = (backward ? steps - 1 - step : step) * kStepK;
           writer.put([&](Stage<BM, BN>& stage, Barrier* arrived) {
             cluster.load(stage.a, &A, at.row, k, arrived);
-            cluster.load(
-                stage.b,
-                [&](int box) {
-                  return BoxSource{&B, at.col + 64 * box};
-                },
-                k, arrived);
+            cluster.load(stage.b, &B, at.col, k, arrived);
           });
         }
       }
@@ -663,84 +1000,6 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 #endif
 }
 
-// The kernel above has one size of tile and needs aligned rows. Some N are slow, some impossible:
-//   - At N = 1024 there are 32 tiles for 132 multiprocessors. Of 64 x 128 there are 128. And the
-//     time until the first data come counts: a block asks for its first stage before its cluster
-//     has met.
-//   - At N = 4104 there are 289 pairs of 128 x 256: four rounds of 66, and a fifth for 25. There
-//     are 264 pairs of 176 x 192, four full rounds. wgmma takes any multiple of 8 columns,
-//     but B comes in boxes of 64, and rows of A only 64 at a time. So the product is transposed
-//     (TransposedTiles): C^T = B^T A^T has 64 columns of B on the left, and on the right as many
-//     rows of A as suit N.
-//   - At N = 1800 every other row begins in the middle of a sector of 32 bytes, and copies are
-//     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
-//   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
-//     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
-//   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
-//     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
-// product() of operators/product/product.cuh is the kernel above for all of these. Estimates say
-// which tiles may be the fastest (operators/product/plan.cuh); some are tried, and the fastest is
-// in the table.
-struct SquareProduct {
-  Problem& square;
-  AlignedRows<half> A, B;
-  Buffer<half> C;
-  ExchangeMemory memory;
-  ProductShape shape;
-
-  SquareProduct(Problem& in, Buffer<half> a, Buffer<half> b, Buffer<half> c, int n)
-      : square(in),
-        A(workspace_of(in), a, n, n),
-        B(workspace_of(in), b, n, n),
-        C(c),
-        memory(workspace_of(in)),
-        shape{n, n, n} {}
-
-  template <class Tile>
-  void launch(const ProductPlan& plan) const {
-    using Work = MatrixProduct<Tile, StoreRounded<half>>;
-    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
-    if (A.copied) {
-      const RowCopies<half, 2> copies{A.job(), B.job()};
-      align_rows<half, 2><<<copies.blocks(), copies.threads()>>>(copies);
-    }
-    product<Work><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        Work{{{A.map(Tile::kRowsA)}},
-             {{B.map(Tile::kRowsB)}},
-             rounded_to<half>(C, A.rows, A.rows, Tile::kOutRows),
-             Schedule<Tile>(shape, plan.clusters, plan.split),
-             memory.exchange<half>(shape)});
-  }
-
-  // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
-  // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; 30 of these lose
-  // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding.
-  void add() const {
-    using Choice =
-        TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 128, 192, 2, 1, 3>,
-                   Tiles<half, 192, 192, 1, 2, 1>, Tiles<half, 128, 144, 4, 2, 1>,
-                   Tiles<half, 64, 192, 4, 2, 3>, Tiles<half, 64, 128, 1, 1, 2>,
-                   Tiles<half, 64, 128, 2, 1, 2>, Tiles<half, 64, 128, 4, 1, 2>,
-                   Tiles<half, 64, 64, 1, 1, 1>, Tiles<half, 64, 64, 2, 4, 1>,
-                   TransposedTiles<half, 160, 256, 2, 1>, TransposedTiles<half, 152, 256, 1, 2>,
-                   TransposedTiles<half, 288, 128, 1, 2>, TransposedTiles<half, 256, 128, 1, 2>,
-                   TransposedTiles<half, 240, 128, 1, 2>, TransposedTiles<half, 232, 128, 1, 2>,
-                   TransposedTiles<half, 200, 128, 1, 2>, TransposedTiles<half, 208, 192, 1, 2>,
-                   TransposedTiles<half, 184, 192, 1, 2>, TransposedTiles<half, 176, 192, 2, 1>,
-                   TransposedTiles<half, 160, 192, 2, 1>, TransposedTiles<half, 160, 192, 2, 2>,
-                   TransposedTiles<half, 152, 192, 1, 2>, TransposedTiles<half, 144, 192, 2, 2>,
-                   TransposedTiles<half, 96, 192, 2, 1>, TransposedTiles<half, 144, 128, 2, 2>,
-                   TransposedTiles<half, 128, 128, 2, 1>, TransposedTiles<half, 112, 128, 2, 1>,
-                   TransposedTiles<half, 112, 128, 4, 2>, TransposedTiles<half, 104, 128, 4, 2>,
-                   TransposedTiles<half, 72, 128, 2, 4>, TransposedTiles<half, 96, 64, 2, 4>>;
-    const auto ways = Choice::ways<StoreRounded<half>>(
-        shape, A.stride, B.stride,
-        [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
-    if (ways.empty()) return;
-    square.kernel("any shape", Role::ours, ways_of_row(ways)).hopper_only();
-  }
-};
-
 // -------------------------------------------------------------------------------------------------
 
 // Blocks of BM x BN that cover an n x n matrix.
@@ -764,12 +1023,36 @@ void add_wmma_shared(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<hal
   });
 }
 
+// 128 x 128 tiles, 32 of k: *ldmatrix* and *stages*.
+template <int kWidth>
+void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
+  using Tiles = MmaTiles<128, 128, 32, 2, 4, 3>;
+  constexpr int kBytes = Tiles::kStage * sizeof(half);
+  square.kernel("ldmatrix", Role::ours, [=] {
+    matmul_ldmatrix<128, 128, 32, 2, 4, kWidth>
+        <<<Tiles::blocks(n), Tiles::kThreads, kBytes>>>(A, B, C, n);
+  });
+  square.kernel("stages", Role::ours, [=] {
+    matmul_stages<128, 128, 32, 2, 4, 3, kWidth>
+        <<<Tiles::blocks(n), Tiles::kThreads, 3 * kBytes>>>(A, B, C, n);
+  });
+}
+
+// *lean* and *mma.sync*, with the same tiles.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
-  const auto kernel = matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>;
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  Tiles::kSharedBytes));
+  allow_shared_bytes(matmul_lean<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
+                     Tiles::kSharedBytes);
+  square
+      .kernel("lean", Role::ours,
+              [=] {
+                matmul_lean<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>
+                    <<<Tiles::blocks(n), Tiles::kThreads, Tiles::kSharedBytes>>>(A, B, C, n);
+              })
+      .needs_shared(Tiles::kSharedBytes);
+  allow_shared_bytes(matmul_mma<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
+                     Tiles::kSharedBytes);
   square
       .kernel("mma.sync", Role::ours,
               [=] {
@@ -786,22 +1069,49 @@ CUtensorMap map_of(const half* matrix, int n, int rows) {
 
 template <int kStages, int kBuffers>
 void add_persistent(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n,
-                    int64_t tiles, const Device& device) {
+                    const Device& device) {
   constexpr int kBytes = sizeof(PersistentShared<kStages, kBuffers>), kGroup = 8;
-  const auto kernel = matmul_persistent<kStages, kBuffers, kGroup>;
-  allow_shared_bytes(kernel, kBytes);
-  const unsigned clusters = persistent(tiles, resident_clusters(kernel, 2, 384, kBytes));
-  // What a patch of 256 kGroup rows and as many columns reads.
-  const int64_t patch_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
-  const bool in_step = patch_bytes > device.l2_bytes;
-  const auto progress = square.workspace<unsigned>(1);
+  const dim3 tiles = tiles_of<128, 256>(n), pairs = tiles_of<256, 256>(n);  // of tiles
+  allow_shared_bytes(matmul_persistent<kStages, kBuffers>, kBytes);
+  const unsigned blocks = persistent(int64_t{tiles.x} * tiles.y, device.sms);
   square
       .kernel("persistent", Role::ours,
               [=] {
                 const CUtensorMap a = map_of(A, n, 128);
                 const CUtensorMap b = map_of(B, n, kStepK);
                 const CUtensorMap c = tensor_map<half>(C, n, n, 64);
-                matmul_persistent<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
+                matmul_persistent<kStages, kBuffers><<<blocks, 384, kBytes>>>(a, b, c, n);
+              })
+      .needs_shared(kBytes)
+      .hopper_only();
+
+  allow_shared_bytes(matmul_clusters<kStages, kBuffers>, kBytes);
+  const auto patches = matmul_patches<kStages, kBuffers, kGroup>;
+  allow_shared_bytes(patches, kBytes);
+  const unsigned clusters =
+      persistent(int64_t{pairs.x} * pairs.y, resident_clusters(patches, 2, 384, kBytes));
+  square
+      .kernel("clusters", Role::ours,
+              [=] {
+                const CUtensorMap a = map_of(A, n, 128);
+                const CUtensorMap b = map_of(B, n, kStepK);
+                const CUtensorMap c = tensor_map<half>(C, n, n, 64);
+                matmul_clusters<kStages, kBuffers><<<2 * clusters, 384, kBytes>>>(a, b, c, n);
+              })
+      .needs_shared(kBytes)
+      .hopper_only();
+
+  // What a patch of 256 kGroup rows and as many columns reads.
+  const int64_t patch_bytes = int64_t{2 * 256 * kGroup * sizeof(half)} * n;
+  const bool in_step = patch_bytes > device.l2_bytes;
+  const auto progress = square.workspace<unsigned>(1);
+  square
+      .kernel("patches", Role::ours,
+              [=] {
+                const CUtensorMap a = map_of(A, n, 128);
+                const CUtensorMap b = map_of(B, n, kStepK);
+                const CUtensorMap c = tensor_map<half>(C, n, n, 64);
+                matmul_patches<kStages, kBuffers, kGroup><<<2 * clusters, 384, kBytes>>>(
                     a, b, c, n, in_step ? progress.data() : nullptr);
               })
       .needs_shared(kBytes)
@@ -838,9 +1148,8 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
 
   // Where a cluster has one tile at most, shared memory is better spent on stages.
   const dim3 grid = tiles_of<256, 256>(n);
-  const int64_t tiles = static_cast<int64_t>(grid.x) * grid.y;
-  tiles <= device.sms / 2 ? add_persistent<4, 1>(square, A, B, C, n, tiles, device)
-                          : add_persistent<3, 2>(square, A, B, C, n, tiles, device);
+  int64_t{grid.x} * grid.y <= device.sms / 2 ? add_persistent<4, 1>(square, A, B, C, n, device)
+                                             : add_persistent<3, 2>(square, A, B, C, n, device);
 }
 
 int main(int argc, char** argv) {
@@ -870,6 +1179,9 @@ int main(int argc, char** argv) {
               : add_wmma_global<false>(square, A, B, C, n);
   n % 8 == 0 ? add_wmma_shared<true>(square, A, B, C, n)
              : add_wmma_shared<false>(square, A, B, C, n);
+  n % 2 != 0   ? add_small_mma<1>(square, A, B, C, n)
+  : n % 8 != 0 ? add_small_mma<2>(square, A, B, C, n)
+               : add_small_mma<8>(square, A, B, C, n);
   if (n % 2 != 0) {
     add_mma<128, 128, 32, 2, 4, 3, 1>(square, A, B, C, n);
   } else if (n % 8 != 0) {
@@ -887,14 +1199,21 @@ int main(int argc, char** argv) {
         "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
         "last kernel copies them first.");
   }
-  SquareProduct(square, A, B, C, static_cast<int>(n)).add();
+  // `patches` has one size of tile. At N = 1024 there are 32 of these for 132 multiprocessors, and
+  // at N = 4104 a fifth round of them for 25 clusters of 66. operators/product/half_product.cuh has
+  // 32 sizes, divides the last tiles along k where no size fits, and aligns rows first. Estimates
+  // say which may be the fastest; some are tried.
+  const int size = static_cast<int>(n);
+  const HalfProduct<half> product(workspace_of(square), A, B, C, {size, size, size});
+  const auto ways = ways_of_row(product.ways());
+  if (!ways.empty()) square.kernel("any shape", Role::ours, ways).hopper_only();
 
   square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
   square.compare("mma.sync", "wmma shared",
-                 "Swizzled tiles, loaded in advance, and few other instructions: % times faster.");
+                 "Tiles and fragments loaded in advance, few other instructions: % times faster.");
   square.compare("wgmma", "mma.sync",
                  "The copy engine, and products of a whole warpgroup: % times faster.");
-  square.compare("persistent", "wgmma",
+  square.compare("patches", "wgmma",
                  "Specialists, clusters, and blocks that stay: % times faster.");
   square.compare("any shape", "cuBLASLt, best", "The last kernel runs at % of cuBLASLt's rate.");
   return lesson.run();

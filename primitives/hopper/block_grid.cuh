@@ -109,8 +109,19 @@ struct BlockGrid {
     }
   }
 
-  /// The same of a row-major right factor at row k, to all blocks below: source(box) says where
-  /// each box of 64 columns comes from.
+  /// The same of a row-major right factor at (k, col), to all blocks below.
+  template <bool kAlone = false, typename T, int kCols>
+  __device__ void load(RightTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
+                       Barrier* arrived) const {
+    load<kAlone>(
+        to,
+        [&](int box) {
+          return BoxSource{map, col + kLine<T> * box};
+        },
+        k, arrived);
+  }
+
+  /// The same of more than one right factor: source(box) says where each box comes from.
   template <bool kAlone = false, typename T, int kCols, typename Source>
   __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
     using Share = RightShare<T, kCols, kStack>;
@@ -136,9 +147,9 @@ struct BlockGrid {
   __device__ void load(ColumnTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
                        Barrier* arrived) const {
     using Share = ColumnShare<kCols, kStack>;
-    constexpr int kTurns = kAlone ? Share::kBoxes : (Share::kBoxes + kStack - 1) / kStack;
+    constexpr int kLoads = kAlone ? Share::kBoxes : (Share::kBoxes + kStack - 1) / kStack;
 #pragma unroll
-    for (int i = 0; i < kTurns; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       const int box = kAlone ? i : i * kStack + stack, first = box * Share::kCols;
       if (!kAlone && !Share::kEqual && box >= Share::kBoxes) break;
       if constexpr (kAlone || kStack == 1) {
