@@ -19,11 +19,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 LADDERS = {
     "1_matmul_basic": ["matmul_uncoalesced", "matmul_coalesced"],
     "2_matmul_sharedmem": [
-        "matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async", "matmul_any_shape",
+        "matmul_tile", "matmul_registers", "matmul_vectors", "matmul_async", "matmul_lean", "matmul_ahead",
     ],
     "3_matmul_tensorcore": [
-        "matmul_wmma_global", "matmul_wmma_shared", "matmul_mma", "matmul_wgmma",
-        "matmul_specialized", "matmul_persistent",
+        "matmul_wmma_global", "matmul_wmma_shared", "matmul_ldmatrix", "matmul_stages", "matmul_lean",
+        "matmul_mma", "matmul_wgmma", "matmul_specialized", "matmul_persistent", "matmul_clusters",
+        "matmul_patches",
     ],
     "6_gating_fused": [
         "gating_simple", "gating_tensor_cores", "gating_async", "gating_resident",

@@ -224,27 +224,27 @@ EXERCISES = [
     Exercise(
         "double_buffer", MATMUL, "the next tiles arrive while these are multiplied",
         "async", ("69",),
-        (Cut("void multiply_steps(float* tiles", "for (int step = begin; step < begin + kStages - 1; ++step) {",
-             "    copy_async_commit();\n  }", """\
-  // TODO: start the copies of the first kStages - 1 steps, copy_tiles(step), each step's closed as
-  // a group.
-"""), Cut("void multiply_steps(float* tiles", "copy_async_wait<kStages - 2>();", "__syncthreads();", """\
+        (Cut("matmul_async(const float* A", "copy_async_commit();", "", """\
+    // TODO: close what this thread copies for this step as a group.
+"""), Cut("matmul_async(const float* A", "for (int step = 0; step < kStages - 1; ++step) start_copies(", "", """\
+  // TODO: start the copies of the first kStages - 1 steps.
+"""), Cut("matmul_async(const float* A", "copy_async_wait<kStages - 2>();", "__syncthreads();", """\
     // TODO: wait until the tiles of this step are there, for all threads.
-"""), Cut("void multiply_steps(float* tiles", "if (step + kStages - 1 < end) copy_tiles(",
-          "copy_async_commit();", """\
+"""), Cut("matmul_async(const float* A", "start_copies(step + kStages - 1);", "", """\
     // TODO: start the copies that will be needed kStages - 1 steps from now.
 """)),
         finds="^Wrong from element 0 ", columns="N", sanitizers=("thread",), wrong_too=True,
         goal=Goal("barriers", "shared_load_requests", 1.01, "barriers for each step", "one is enough",
-                  unit=96),  # a thread loads 2 + 4 times for each of 16 k
+                  unit=64),  # a thread loads 2 + 2 times for each of 16 k
     ),
     Exercise(
         "fragment", TENSOR_CORES, "which element of the result does a lane hold?",
-        "mma.sync", ("136",),
-        (Cut("matmul_mma(const half*", "const int row = i * 16 + lane / 4, col", "lane % 4 * 2;", """\
-      // TODO: sum[i][j][0] and sum[i][j][1] are neighbours in one row of this 16 x 8 fragment.
-      // Which row and which column does this lane hold?
-      const int row = i * 16, col = j * 8;
+        "ldmatrix", ("136",),
+        (Cut("PairPlace place_of_pair(", "const int row =", "const int col =", """\
+  // TODO: in which row of the 16 x 8 fragment are the lane's elements 0 and 1, and in which column is
+  // element 0?
+  const int row = 0;
+  const int col = 0;
 """),),
         finds="^Wrong from element ", columns="N", sanitizers=("thread",),
     ),

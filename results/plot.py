@@ -58,8 +58,8 @@ STYLE = {
 # The curves of the ladder, from the bottom up.
 LADDER = {
     "1_matmul_basic": (ORANGE, ["uncoalesced", "coalesced"]),
-    "2_matmul_sharedmem": (GREEN, ["tile", "registers", "async", "cuBLAS fp32"]),
-    "3_matmul_tensorcore": (BLUE, ["wmma shared", "mma.sync", "persistent", "cuBLAS fp16"]),
+    "2_matmul_sharedmem": (GREEN, ["tile", "registers", "ahead", "cuBLAS fp32"]),
+    "3_matmul_tensorcore": (BLUE, ["wmma shared", "mma.sync", "patches", "cuBLAS fp16"]),
 }
 # What stands beside each other: for a figure of its lesson, (title, record, problem) of each panel.
 FUSED = {

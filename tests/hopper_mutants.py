@@ -178,8 +178,8 @@ RUNS = {
     "3_matmul_tensorcore": [
         (("392", "--kernel", "^wgmma$"), 8),
         (("392", "--kernel", "^specialized$"), 8),
-        (("520", "--kernel", "^persistent$"), 2),
-        (("248", "--kernel", "^persistent$"), 4),
+        (("520", "--kernel", "^(persistent|clusters|patches)$"), 2),
+        (("248", "--kernel", "^(persistent|clusters|patches)$"), 4),
     ],
     # Three clusters, or six blocks: some tiles are shared, and everybody has more steps than stages.
     PRODUCT: [(("392", "264", "520"), 6)],

@@ -111,14 +111,19 @@ STATIONARY = "bonus_matmul_A_stationary"
 CONNECTED = "bonus_clifford_fully_connected"
 
 # Headers that mistakes are made in.
+RING = "primitives/async_copy.cuh"
 HEADERS = {
     CLIFFORD: ("operators/clifford/row_exchange.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
                "operators/clifford/algebra.cuh"),
     CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
-    FUSED: ("primitives/wmma_fragments.cuh",),
+    MATMUL: ("operators/product/fp32.cuh",),
+    TENSOR_CORES: (RING,),
+    FUSED: ("primitives/wmma_fragments.cuh", RING),
+    DIFFUSION: (RING,),
+    SPATIAL: (RING,),
     SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/transposed_product.cuh",
               "operators/softmax/layer.cuh",
-              "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh"),
+              "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
 }
 
@@ -146,34 +151,38 @@ BARRIERS = [
     (MATMUL, "tile", "void matmul_tile(", 2, MATMUL_ARGUMENTS),
     (MATMUL, "registers", "matmul_registers(", 2, MATMUL_ARGUMENTS),
     (MATMUL, "vectors", "matmul_vectors(", 2, MATMUL_ARGUMENTS),
-    (MATMUL, "async", "void multiply_steps(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "async", "matmul_async(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "ahead", "matmul_ahead(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "lean", "matmul_lean(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "any shape", "void multiply_fp32_steps(", 1, MATMUL_ARGUMENTS),
     (MATMUL, "any shape", "void give(", 1, SHARED_TILES),
     (MATMUL, "any shape", "void add(", 1, SHARED_TILES),
-    (MATMUL, "any shape", "matmul_any_shape(", 1, SHARED_TILES),
+    (MATMUL, "any shape", "fp32_product(Fp32Operands", 1, SHARED_TILES),
     # Small tiles, eight slices.
     (MATMUL, "any shape", "void add_slices(", 2, MATMUL_ARGUMENTS),
     (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
+    (TENSOR_CORES, "ldmatrix", "matmul_ldmatrix(", 2, MATMUL_ARGUMENTS),
+    # The ring of *stages*; three steps and, of an odd N, copies by threads.
+    (TENSOR_CORES, "stages", "int next() {", 1, ("65",)),
     # Three steps: after them, lagging warps still read the first of the three stages, which the
     # staging of C overwrites. It leaves the last stage alone, which they would read after five.
     (TENSOR_CORES, "mma.sync", "matmul_mma(", 3, ("65",)),
     (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
-    (FUSED, "async tiles", "gating_async(", 3, LAYER_ARGUMENTS),
-    (FUSED, "resident weights", "gating_resident(", 1, LAYER_ARGUMENTS),
-    (DIFFUSION, "half fused", " project_slices(", 1, DIFFUSION_ARGUMENTS),
+    (FUSED, "async tiles", "gating_async(", 2, LAYER_ARGUMENTS),
+    # The ring of copies that run ahead: each kernel that has one.
+    (FUSED, "async tiles", "int next() {", 1, LAYER_ARGUMENTS),
+    (DIFFUSION, "half fused", "int next() {", 1, DIFFUSION_ARGUMENTS),
     # So few elements that two warps share the slices of one.
     (DIFFUSION, "split-K", " add_slices(", 2, ("200", "--eigen", "16", "--width", "32")),
-    (DIFFUSION, "half fused", " expand_spectrum(", 1, DIFFUSION_ARGUMENTS),
-    (SPATIAL, "one kernel", "gradient_features(", 1, SPATIAL_ARGUMENTS),
-    (SPATIAL, "associated", " small_products(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", "int next() {", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", " add_warps(", 2, SPATIAL_ARGUMENTS),
-    (SPATIAL, "associated", "associated_features(", 1, SPATIAL_ARGUMENTS),
-    (SPATIAL, "associated", "accumulate_backward(", 2, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", "accumulate_backward(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
     # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
     (SOFTMAX, "fused rows, D split", "fused_rows_split(", 1,
      ("3", "--inputs", "40", "--classes", "10", "--all")),
-    (SOFTMAX, "unfused tiles", "multiply_tiles(", 1,
+    (SOFTMAX, "unfused tiles", "int next() {", 1,
      ("3", "--inputs", "150", "--classes", "10", "--all")),
     (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all")),
@@ -203,7 +212,7 @@ FIRST_BARRIER, FIRST_WRONG_RESULT = 1000, 2000
 def _missing_barriers():
     numbers = {}
     for lesson, kernel, function, count, arguments in BARRIERS:
-        where = re.search(r"\w+", function.replace("void ", ""))[0]
+        where = re.search(r"\w+", re.sub("(void|int) ", "", function))[0]
         for nth in range(count):
             numbers[lesson] = numbers.get(lesson, FIRST_BARRIER) + 1
             yield Mutant(
@@ -240,7 +249,7 @@ MUTANTS = [
     *_missing_barriers(),
     # ---- Races that are not a missing __syncthreads()
     _mutant(
-        "tiles_used_before_they_arrive", "thread", MATMUL, "void multiply_steps(",
+        "tiles_used_before_they_arrive", "thread", MATMUL, "matmul_async(",
         "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
         DATA_RACE, "33", "--kernel", "^async$",
     ),

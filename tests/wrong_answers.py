@@ -38,14 +38,11 @@ def answer(finds, *edits, like=None):
 # What several places of an answer have in common.
 ROW, COL = ("const int row = 0;", "0"), ("const int col = 0;", "0")
 TILE_PRODUCT = "for (int k = 0; k < kTile; ++k) sum += a_tile[y][k] * b_tile[k][x];"
-START_COPIES = """for (int step = begin; step < begin + kStages - 1; ++step) {
-      if (step < end) copy_tiles(step);
-      copy_async_commit();
-    }"""
-START, WAIT, NEXT = "// TODO: start the copies of the", "// TODO: wait until", "// TODO: start the copies that"
-GO_ON = "if (step + kStages - 1 < end) copy_tiles(step + kStages - 1); copy_async_commit();"
+START_COPIES = "for (int step = 0; step < kStages - 1; ++step) start_copies(step);"
+CLOSE, START = "// TODO: close what this thread", "// TODO: start the copies of the"
+WAIT, NEXT = "// TODO: wait until", "// TODO: start the copies that"
+CLOSE_GROUP, GO_ON = "copy_async_commit();", "start_copies(step + kStages - 1);"
 WAIT_FOR_ALL = "copy_async_wait<kStages - 2>(); __syncthreads();"
-FRAGMENT = "const int row = i * 16, col = j * 8;"
 SWIZZLED = "store_matrices(&out[c / 64].elements[row * 64 + (c % 64 / 8 + piece) * 8], registers);"
 ADVANCE = "// TODO: the next step is in"
 GIVE_BACK = "// TODO: give the stage"
@@ -131,20 +128,21 @@ WRONG = {
     ],
     "double_buffer": [
         # A group only where there are copies.
-        answer("^Wrong", (START, START_COPIES), (WAIT, WAIT_FOR_ALL),
-               (NEXT, "if (step + kStages - 1 < end) { copy_tiles(step + kStages - 1); copy_async_commit(); }")),
-        answer("^Wrong", (START, START_COPIES), (WAIT, "copy_async_wait<kStages - 1>(); __syncthreads();"),
-               (NEXT, GO_ON)),
-        answer("^A race|^Wrong", (START, START_COPIES), (WAIT, "copy_async_wait<kStages - 2>();"), (NEXT, GO_ON)),
-        answer("^A race|^Wrong", (START, START_COPIES), (WAIT, "__syncthreads(); copy_async_wait<kStages - 2>();"),
-               (NEXT, GO_ON)),
-        answer("^Right, but barriers for each step: 2", (START, START_COPIES), (WAIT, WAIT_FOR_ALL),
-               (NEXT, f"__syncthreads(); {GO_ON}")),
+        answer("^Wrong", (CLOSE, "if (step < steps) copy_async_commit();"), (START, START_COPIES),
+               (WAIT, WAIT_FOR_ALL), (NEXT, GO_ON)),
+        answer("^Wrong", (CLOSE, CLOSE_GROUP), (START, START_COPIES),
+               (WAIT, "copy_async_wait<kStages - 1>(); __syncthreads();"), (NEXT, GO_ON)),
+        answer("^A race|^Wrong", (CLOSE, CLOSE_GROUP), (START, START_COPIES),
+               (WAIT, "copy_async_wait<kStages - 2>();"), (NEXT, GO_ON)),
+        answer("^A race|^Wrong", (CLOSE, CLOSE_GROUP), (START, START_COPIES),
+               (WAIT, "__syncthreads(); copy_async_wait<kStages - 2>();"), (NEXT, GO_ON)),
+        answer("^Right, but barriers for each step: 2", (CLOSE, CLOSE_GROUP), (START, START_COPIES),
+               (WAIT, WAIT_FOR_ALL), (NEXT, f"__syncthreads(); {GO_ON}")),
     ],
     "fragment": [
-        answer("^Wrong", (FRAGMENT, "i * 16", "i * 16 + lane / 4"), (FRAGMENT, "j * 8", "j * 8 + lane % 4")),
-        answer("^Wrong", (FRAGMENT, "i * 16", "i * 16 + lane % 8"), (FRAGMENT, "j * 8", "j * 8 + lane / 8 * 2")),
-        answer("^Wrong", (FRAGMENT, "i * 16", "i * 16 + lane / 8"), (FRAGMENT, "j * 8", "j * 8 + lane % 8")),
+        answer("^Wrong", (*ROW, "lane / 4"), (*COL, "lane % 4")),
+        answer("^Wrong", (*ROW, "lane % 8"), (*COL, "lane / 8 * 2")),
+        answer("^Wrong", (*ROW, "lane / 8"), (*COL, "lane % 8")),
     ],
     "swizzle": [
         answer("^Wrong|does not define|^A deadlock|^Out|^It crashed",
