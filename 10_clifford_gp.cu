@@ -14,6 +14,22 @@
 // has a weight per feature, shared by the batch: 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the
 // plain sum of squares. Backward returns dx, dy and dw from d_out.
 //
+// In the plane (n = 2, both vectors square to +1) there are four blades, and two of them multiplied
+// are one of them again, with a sign:
+//
+//     x \ y |   1     e1    e2    e12
+//     ------+------------------------
+//       1   |   1     e1    e2    e12         e2 e1  = -e1 e2           = -e12
+//       e1  |   e1    1     e12   e2          e1 e12 = (e1 e1) e2       =  e2
+//       e2  |   e2   -e12   1    -e1          e2 e12 = -e1 (e2 e2)      = -e1
+//       e12 |   e12  -e2    e1   -1           e12 e12 = -(e1 e1) (e2 e2) = -1
+//
+// A result is made of the places where the table has it. For e1 of z these are four of the 16:
+//
+//     z_e1 = w[0,1,1] x_1 y_e1 + w[1,1,0] x_e1 y_1 + w[2,1,1] x_e12 y_e2 - w[1,1,2] x_e2 y_e12
+//
+// A weight belongs to three grades, of x, of the result and of y. Three dimensions have 64 places.
+//
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
 // 3-D multivectors. What is computed: 92 multiply-adds for their product and two gates. The
 // machine could do several times that while the bytes arrive: memory is the limit, if every byte

@@ -288,8 +288,9 @@ def how(run, problem):
     return f"{timed}, median of {ms['samples']}; commit {run['commit'][:9]}."
 
 
-def moved_bytes(run, problem, kernel):
-    """What went through the GPU's memory, by the profiler's record; None without one."""
+def moved_counts(run, problem, kernel):
+    """The bytes that went through the GPU's memory, and those that multiprocessors asked the L2 cache for,
+    by the profiler's record; None without one."""
     gpu = run["device"]["name"].removeprefix("NVIDIA ").lower().replace(" ", "-")
     path = ROOT / "results" / gpu / "counts" / f"{run['lesson']}.moved.json"
     if not path.exists():
@@ -297,13 +298,13 @@ def moved_bytes(run, problem, kernel):
     for each in load(path)["problems"]:
         if each["name"] == problem["name"] and each["dims"] == problem["dims"]:
             counts = kernel_of(each, kernel["name"])["counts"]
-            return counts and counts["dram_read_bytes"] + counts["dram_write_bytes"]
+            return counts and (counts["dram_read_bytes"] + counts["dram_write_bytes"], counts["l2_bytes"])
     return None
 
 
 def table(run, problem, full=False):
-    """A row per kernel. Unless `full`, in at most 8 columns: without GB/s and spills; with what was
-    moved where that is recorded; with the clock of the tensor cores, which depends on the power; and
+    """A row per kernel. Unless `full`, in at most 9 columns: without GB/s and spills; with what was
+    moved where that is recorded, instead of TFLOP/s; with the clock of the tensor cores, which depends on the power; and
     with registers and warps elsewhere."""
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
     limit = {"memory": "memory", "compute": "arithmetic"}[problem["limit"]]
@@ -314,19 +315,18 @@ def table(run, problem, full=False):
     unit, scale = ("us", 1e3) if graph else ("ms", 1)
     columns = [unit, "TFLOP/s", "GB/s", "% of limit", "speed", "error"]
     columns += ["memory, MB"] * with_memory + ["registers", "spilled, B", "warps/SM"] * with_resources
-    moved = {kernel["name"]: moved_bytes(run, problem, kernel) for kernel in problem["kernels"]}
-    large = max((value for value in moved.values() if value), default=0) >= 1e8
-    moved_in = "GB moved" if large else "MB moved"
+    moved = {kernel["name"]: moved_counts(run, problem, kernel) for kernel in problem["kernels"]}
+    large = max((value[0] for value in moved.values() if value), default=0) >= 1e8
+    moved_in, l2_in = ("GB moved", "L2, GB") if large else ("MB moved", "L2, MB")
     at_clock = "% at that clock"
     if any(moved.values()):
-        columns += [moved_in, "x least"]
+        columns += [moved_in, "x least", l2_in]
     if problem["limit"] == "compute" and any(kernel.get("clock_mhz") for kernel in problem["kernels"]):
         columns += ["MHz", at_clock]
     if not full and (with_resources or len(columns) > 7):
         left_out = {"GB/s", "spilled, B"}
         if any(moved.values()):
-            left_out |= {"registers", "warps/SM", "MHz", at_clock}
-            left_out |= {"TFLOP/s"} if with_memory else set()
+            left_out |= {"TFLOP/s", "registers", "warps/SM", "MHz", at_clock}
         elif run["lesson"] == "3_matmul_tensorcore":
             left_out |= {"registers", "warps/SM"}
         else:
@@ -352,10 +352,11 @@ def table(run, problem, full=False):
             "registers": str(has["registers"]) if has else "",
             "spilled, B": str(has["local_bytes"]) if has else "",
             "warps/SM": str(has["threads"] // 32 * has["blocks_per_sm"]) if has else "",
-            moved_in: "", "x least": "", "MHz": "", at_clock: "",
+            moved_in: "", "x least": "", l2_in: "", "MHz": "", at_clock: "",
         }
-        if went := moved[kernel["name"]]:
-            cells[moved_in] = number(went / (1e9 if large else 1e6))
+        if moved[kernel["name"]]:
+            went, asked = moved[kernel["name"]]
+            cells[moved_in], cells[l2_in] = (number(count / (1e9 if large else 1e6)) for count in (went, asked))
             least = 1e6 * kernel["gbps"] * kernel["ms"]["median"]  # a step has its own
             cells["x least"] = f"{went / least:.2f}"
         if clock := kernel.get("clock_mhz"):
