@@ -430,7 +430,7 @@ struct TileCopies {
   }
 };
 
-// Of all instructions of *stages* hardly one in eight is an ldmatrix or an mma.sync. The others
+// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. Most of the others
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
 // in TileCopies; and of the fragments, all that depends on the lane is in one offset for A and one
 // for B. The fragments of a step are at constant distances from it, or at an exclusive or with a

@@ -61,6 +61,8 @@ LADDER = {
     "2_matmul_sharedmem": (GREEN, ["tile", "registers", "ahead", "cuBLAS fp32"]),
     "3_matmul_tensorcore": (BLUE, ["wmma shared", "mma.sync", "patches", "cuBLAS fp16"]),
 }
+# What a row of LADDER was called in records from before lessons 2 and 3 had one idea a kernel.
+FORMER_NAMES = {"ahead": "async", "patches": "persistent"}
 # What stands beside each other: for a figure of its lesson, (title, record, problem) of each panel.
 FUSED = {
     "6_gating_fused": [
@@ -185,7 +187,7 @@ def draw_ladder(folder):
                 for run in runs[lesson]
                 for problem in run["problems"]
                 for kernel in problem["kernels"]
-                if kernel["name"] == name
+                if kernel["name"] == name_in(problem, name)
             )
             if not points:  # a GPU that cannot run it
                 continue
