@@ -16,6 +16,8 @@ std::string with_prefix(double value) {
 }
 
 std::string digits(double value, size_t width) {
+  const std::string whole = fmt::format("{:.0f}", value);
+  if (value >= 1e4 && whole.size() <= width) return whole;
   int count = 4;
   while (count > 1 && fmt::format("{:.{}g}", value, count).size() > width) --count;
   return fmt::format("{:.{}g}", value, count);
