@@ -350,6 +350,15 @@ void Lesson::State::print_end(const Tables& tables) const {
         "Counted by the CPU backend: loads and stores of warps, sectors of 32 bytes that one asks "
         "for, bytes asked of the L2 cache, and how many times the least that is "
         "(docs/profiling.md).");
+    bool of_library = false;
+    for (const Table& table : tables) {
+      for (const Row& row : table.rows) of_library |= row.counts && row.counts->library_bytes > 0;
+    }
+    if (of_library) {
+      print_prose(
+          "Of a library's product: the bytes of its inputs and outputs, each once; it may move "
+          "more.");
+    }
   } else if (cpu) {
     print_prose("On the CPU backend only the results count: its times say nothing about a GPU.");
   } else if (counting) {

@@ -67,6 +67,7 @@ Json json_of(const Counts& counts) {
           {"multicast_saved_bytes", counts.multicast_saved_bytes},
           {"tensor_flops", counts.tensor_flops},
           {"barriers", counts.barriers},
+          {"library_bytes", counts.library_bytes},
           {"l2_bytes", counts.l2_bytes},
           {"worst", worst}};
 }

@@ -59,24 +59,29 @@ void fit_terminal(std::vector<Column>& columns, size_t& name_width) {
 }
 
 std::vector<Column> count_columns(const Table& table) {
-  const auto counted = [](int goes, std::string title, int width, auto value) {
+  // Of the library's kernels nothing but the bytes.
+  const auto known = [](const Row& row) { return row.counts && row.counts->library_bytes == 0; };
+  const auto counted = [=](int goes, std::string title, int width, auto value) {
     return Column{goes, std::move(title), width, [=](const Row& row) {
-                    if (!row.counts) return std::string("-");
+                    if (!known(row)) return std::string("-");
                     const int64_t number = value(*row.counts);
                     if (number < 1'000'000) return std::to_string(number);
                     const auto [unit, prefix] = unit_for(static_cast<double>(number));
                     return digits(static_cast<double>(number) / unit, 5) + prefix;
                   }};
   };
-  const auto column = [](int goes, std::string title, int width, auto value) {
-    return Column{goes, std::move(title), width, [=](const Row& row) {
-                    if (!row.counts) return std::string("-");
-                    const double number = value(*row.counts);
-                    return std::isnan(number) ? "-" : digits(number, static_cast<size_t>(width));
-                  }};
+  const auto sectors = [=](int goes, auto of, auto requests) {
+    return Column{
+        goes, "sectors", 7, [=](const Row& row) {
+          if (!known(row) || requests(*row.counts) == 0) return std::string("-");
+          return digits(
+              static_cast<double>(of(*row.counts)) / static_cast<double>(requests(*row.counts)), 7);
+        }};
   };
-  const auto ratio = [](int64_t of, int64_t to) {
-    return to > 0 ? static_cast<double>(of) / static_cast<double>(to) : std::nan("");
+  const auto bytes_over = [](double unit) {
+    return [=](const Row& row) {
+      return row.counts ? digits(static_cast<double>(row.counts->l2_bytes) / unit, 7) : "-";
+    };
   };
   int64_t least = 0;
   for (const Row& row : table.rows) {
@@ -85,21 +90,17 @@ std::vector<Column> count_columns(const Table& table) {
     }
   }
   const std::pair<double, std::string> unit = unit_for(static_cast<double>(least));
-  const auto x_least = [](const Row& row) {
-    return row.counts
-               ? digits(static_cast<double>(row.counts->l2_bytes) / row.kernel->work.bytes, 7)
-               : "-";
-  };
+  const auto x_least = [=](const Row& row) { return bytes_over(row.kernel->work.bytes)(row); };
+  const auto loads = [](const Counts& c) { return c.global_load_requests; };
+  const auto stores = [](const Counts& c) { return c.global_store_requests; };
   return {
-      counted(3, "loads", 7, [](const Counts& c) { return c.global_load_requests; }),
-      column(5, "sectors", 7,
-             [=](const Counts& c) { return ratio(c.global_load_sectors, c.global_load_requests); }),
-      counted(1, "stores", 7, [](const Counts& c) { return c.global_store_requests; }),
-      column(
-          1, "sectors", 7,
-          [=](const Counts& c) { return ratio(c.global_store_sectors, c.global_store_requests); }),
-      column(6, unit.second + "B", 7,
-             [=](const Counts& c) { return static_cast<double>(c.l2_bytes) / unit.first; }),
+      counted(3, "loads", 7, loads),
+      sectors(
+          5, [](const Counts& c) { return c.global_load_sectors; }, loads),
+      counted(1, "stores", 7, stores),
+      sectors(
+          1, [](const Counts& c) { return c.global_store_sectors; }, stores),
+      {6, unit.second + "B", 7, bytes_over(unit.first)},
       {0, "x least", 7, x_least},
       counted(2, "shared", 7,
               [](const Counts& c) { return c.shared_load_requests + c.shared_store_requests; }),

@@ -461,6 +461,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                        .in_double = in_double(desc->compute),
                        .epilogue = nullptr};
     if (desc->epilogue != CUBLASLT_EPILOGUE_DEFAULT) product.epilogue = epilogue;
+    // The same biases for the whole batch.
+    if (with_bias && i == 0) {
+      product.epilogue_bytes = product.m * static_cast<std::int64_t>(size_of(bias_type));
+    }
     cuda_cpu::multiply(product);
   }
   return CUBLAS_STATUS_SUCCESS;

@@ -216,13 +216,22 @@ void multiply_in(const Product& p) {
 
 }  // namespace
 
+std::int64_t Product::least_bytes() const {
+  const auto bytes = [](cudaDataType type) {
+    return with_type(type, nullptr, [](const auto* each) { return std::int64_t{sizeof *each}; });
+  };
+  const std::int64_t factors = m * k * bytes(a.type) + k * n * bytes(b.type);
+  const std::int64_t results = m * n * bytes(d.type);
+  return (alpha != 0 ? factors : 0) + (beta != 0 ? 2 : 1) * results + epilogue_bytes;
+}
+
 double load_element(const void* data, cudaDataType type, long index) {
   return with_type(type, data,
                    [&](const auto* elements) { return static_cast<double>(elements[index]); });
 }
 
 void multiply(const Product& product) {
-  library_is_called();
+  count_library(product.least_bytes());
   finish_kernels();
   if (product.in_double) {
     multiply_in<double>(product);

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 #include "library_types.h"
@@ -33,6 +34,11 @@ struct Product {
   bool in_double;
   /// Applied to each element before it is rounded to D's type, with its row; may be empty.
   std::function<double(double value, long row)> epilogue;
+  /// What that reads.
+  std::int64_t epilogue_bytes = 0;
+
+  /// What has to be moved: the inputs that are read, and D, each once.
+  std::int64_t least_bytes() const;
 };
 
 /// Computes the product on all cores.

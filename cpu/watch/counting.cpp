@@ -190,7 +190,6 @@ class Counter {
 
 bool counting = false;
 bool compiled_for_it = false;
-bool library_called = false;
 std::vector<Range> device_memory;  ///< while counting, in order
 
 thread_local int uncounted = 0;
@@ -402,7 +401,6 @@ void start_counting() {
   }
   std::lock_guard lock(Counter::mutex());
   for (Counter* each : Counter::all()) each->clear();
-  library_called = false;
   counting = true;
 }
 
@@ -419,6 +417,7 @@ Counts stop_counting() {
     counts.copy_engine_bytes += each->sums.copy_engine_bytes;
     counts.multicast_saved_bytes += each->sums.multicast_saved_bytes;
     counts.tensor_flops += each->sums.tensor_flops;
+    counts.library_bytes += each->sums.library_bytes;
     counts.l2_bytes += each->sums.l2_bytes;
     barrier_threads += each->barrier_threads;
   }
@@ -443,8 +442,11 @@ Counts stop_counting() {
   return counts;
 }
 
-bool counted_everything() { return !library_called; }
-void library_is_called() { library_called = true; }
+void count_library(std::int64_t bytes) {
+  if (!counting) return;
+  counter().sums.library_bytes += bytes;
+  counter().sums.l2_bytes += bytes;
+}
 
 void requests_of_warp_end(const Block& block, unsigned first) {
   if (counting) counter().end_of_warp(block.slot, first / 32);

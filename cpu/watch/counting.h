@@ -21,17 +21,15 @@ bool can_count();
 
 /// From now on, for all launches.
 void start_counting();
-/// Since start_counting(). Nothing of a row that called the library, whose kernels are not here:
-/// see counted_everything().
+/// Since start_counting().
 Counts stop_counting();
-bool counted_everything();
 
 // ---- For the backend ----------------------------------------------------------------------------
 
 struct Block;
 
-/// A library's kernel runs, of which nothing is known.
-void library_is_called();
+/// A library's product, whose kernels are not here, has inputs and outputs of so many bytes.
+void count_library(std::int64_t bytes);
 
 /// All lanes of the warp of thread number `first`, or all threads of the block, have met.
 void requests_of_warp_end(const Block& block, unsigned first);

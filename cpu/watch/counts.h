@@ -22,7 +22,10 @@ struct Counts {
   int64_t multicast_saved_bytes = 0;  ///< that a block did not ask for, as another one did for it
   int64_t tensor_flops = 0;           ///< an FMA counts as two
   int64_t barriers = 0;               ///< that warps came to: __syncthreads() and named ones
-  int64_t l2_bytes = 0;  ///< 32 for each sector of all of the above: what no L1 cache would spare
+  /// Of the library's products: their inputs and outputs, each once. If there are any, all of the
+  /// above is of our own kernels alone.
+  int64_t library_bytes = 0;
+  int64_t l2_bytes = 0;  ///< of all of the above, 32 for a sector: what no L1 cache would spare
 
   /// A line of source whose requests cost more than they must, the worst first.
   struct Place {

@@ -1,6 +1,7 @@
 // Kernels whose requests can be counted by hand: test_cpu_backend.py knows the numbers. Prints for
 // each what the backend has counted.
 
+#include <cublas_v2.h>
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
@@ -141,6 +142,20 @@ int main() {
         [&] { atomics<<<kBlocks, kThreads>>>(out, reinterpret_cast<unsigned*>(out) + 1024); });
   count("copies", [&] { copies<<<kBlocks, kThreads>>>(in4, out4); });
   count("fragments", [&] { fragments<<<1, 32>>>(reinterpret_cast<half*>(in), out); });
+  // The library's products, of which only the bytes are counted: 5 x 7 by 7 x 6.
+  cublasHandle_t blas;
+  if (cublasCreate(&blas) != CUBLAS_STATUS_SUCCESS) return 1;
+  const auto multiply = [&](float beta) {
+    const float one = 1;
+    cublasSgemm(blas, CUBLAS_OP_N, CUBLAS_OP_N, 5, 6, 7, &one, in, 5, in, 7, &beta, out, 5);
+  };
+  count("product", [&] { multiply(0); });
+  count("product_added", [&] { multiply(1); });
+  count("product_and_neighbours", [&] {
+    multiply(0);
+    neighbours<<<kBlocks, kThreads>>>(in, out);
+  });
+  cublasDestroy(blas);
   cudaFree(in);
   cudaFree(out);
   return cudaGetLastError() == cudaSuccess ? 0 : 1;

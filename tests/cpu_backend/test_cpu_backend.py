@@ -269,6 +269,11 @@ COUNTED = {
     "copies": (2, 2 * 16, 4, 4 * 16, 4, 0, 0, 0, 0, 0, 2 * 32 * 16, 0, 4, 32 * 96),
     # Quarters of a fragment: 8 rows, 16 bytes of each.
     "fragments": (2 * 4, 2 * 4 * 8, 4, 32, 0, 0, 0, 0, 0, 0, 0, 2 * 16 ** 3, 0, 32 * 96),
+    # By the library: two matrices are read, and one is written; with beta it is read, too.
+    "product": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4 * (5 * 7 + 7 * 6 + 5 * 6)),
+    "product_added": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4 * (5 * 7 + 7 * 6 + 2 * 5 * 6)),
+    "product_and_neighbours": (4, 16, 4, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                               4 * (5 * 7 + 7 * 6 + 5 * 6) + 32 * 32),
 }
 
 
