@@ -214,10 +214,13 @@ int main(int argc, char** argv) {
                  .title = "sigmoid(x W1 + b1) * (x W2 + b2) in six kernels, and in two",
                  .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
                  .n_gpu = 4096,
-                 .n_cpu = 8,
-                 .options = {{"--channels", "K, columns of x in the layer", 128},
+                 .n_cpu = 128,
+                 .options = {{.name = "--channels",
+                              .meaning = "K, columns of x in the layer",
+                              .value = 128,
+                              .cpu = 64},
                              {"--hidden", "H, columns of the layer's result", 64}}});
-  const GatingShape shape{1024 * lesson.n(), lesson.option("--channels"),
+  const GatingShape shape{layer_rows(lesson), lesson.option("--channels"),
                           lesson.option("--hidden")};
   const bool aligned = shape.hidden % 8 == 0 && lesson.n() % 8 == 0;
   return aligned ? run_lesson<8>(lesson, shape) : run_lesson<1>(lesson, shape);

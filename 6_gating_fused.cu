@@ -549,8 +549,11 @@ int main(int argc, char** argv) {
                  .title = "sigmoid(x W1 + b1) * (x W2 + b2) in one kernel",
                  .n_meaning = "M = 1024 N rows for the layer, N x N x N for the square",
                  .n_gpu = 4096,
-                 .n_cpu = 8,
-                 .options = {{"--channels", "K, columns of x in the layer", 128},
+                 .n_cpu = 128,
+                 .options = {{.name = "--channels",
+                              .meaning = "K, columns of x in the layer",
+                              .value = 128,
+                              .cpu = 64},
                              {"--hidden", "H, columns of the layer's result", 64}},
                  .flags = {{"--hard-gates", "gates up to 200, of which exp() is infinite"}}});
   const int64_t n = lesson.n();
@@ -558,8 +561,8 @@ int main(int argc, char** argv) {
 
   Cublas blas;
   GatingProblem layer(lesson, blas, "layer",
-                      {1024 * n, lesson.option("--channels"), lesson.option("--hidden")}, 1,
-                      lesson.flag("--hard-gates"));
+                      {layer_rows(lesson), lesson.option("--channels"), lesson.option("--hidden")},
+                      1, lesson.flag("--hard-gates"));
   GatingProblem square(lesson, blas, "square", {n, n, n}, 1);
   std::deque<LibraryGate> libraries;
   for (GatingProblem* table : {&layer, &square}) {

@@ -639,9 +639,13 @@ int main(int argc, char** argv) {
                  .title = "spatial diffusion on a mesh, forward and backward",
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
-                 .n_cpu = 512,
+                 .n_cpu = 4096,
                  .options = {{"--eigen", "E, eigenvectors", 128, 8},
-                             {"--width", "W, features of a vertex", 256, 8},
+                             {.name = "--width",
+                              .meaning = "W, features of a vertex",
+                              .value = 256,
+                              .multiple_of = 8,
+                              .cpu = 32},
                              {"--batch", "meshes in the same launches", 1}},
                  .sweep = {.gpu = {256, 4194304}, .cpu = {256, 1024}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");

@@ -1109,9 +1109,17 @@ int main(int argc, char** argv) {
                  .title = "spatial gradient features on a mesh, forward and backward",
                  .n_meaning = "V, vertices of the mesh",
                  .n_gpu = 131072,
-                 .n_cpu = 128,
-                 .options = {{"--eigen", "E, coefficients of a feature", 128, 8},
-                             {"--width", "W, features of a vertex", 256, 8}},
+                 .n_cpu = 2048,
+                 .options = {{.name = "--eigen",
+                              .meaning = "E, coefficients of a feature",
+                              .value = 128,
+                              .multiple_of = 8,
+                              .cpu = 32},
+                             {.name = "--width",
+                              .meaning = "W, features of a vertex",
+                              .value = 256,
+                              .multiple_of = 8,
+                              .cpu = 128}},
                  .sweep = {.gpu = {1024, 1048576}, .cpu = {1024, 2048}}});
   const int64_t E = lesson.option("--eigen"), W = lesson.option("--width");
   const std::vector<int64_t> sizes = lesson.sizes();

@@ -81,6 +81,7 @@ int64_t Lesson::option(const char* name) const { return state_->line.options.at(
 const std::string& Lesson::choice(const char* name) const { return state_->line.choices.at(name); }
 bool Lesson::flag(const char* name) const { return state_->line.flags.at(name); }
 bool Lesson::given(const char* name) const { return state_->line.given.contains(name); }
+bool Lesson::small() const { return state_->line.small; }
 std::vector<int64_t> Lesson::sizes(const char* of) const {
   if (state_->line.sweep) return sweep_of(state_->info, of, on_cpu());
   return {of == std::string_view("N") ? n() : option(of)};

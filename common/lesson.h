@@ -39,6 +39,7 @@ struct Option {
   int value;  ///< default
   int multiple_of = 1;
   Sweep sweep = {};  ///< if --sweep goes over it, too
+  int cpu = 0;       ///< default beside n_cpu, if it is another one
 };
 
 struct Choice {
@@ -77,6 +78,9 @@ class Lesson {
   bool flag(const char* name) const;
   /// Whether the command line names this option, or "N".
   bool given(const char* name) const;
+  /// Whether N is at most n_cpu, and options have their values for that: on the CPU, unless the
+  /// command line insists on N.
+  bool small() const;
   /// The values of N, or of one of the lesson's own options: one, or with --sweep those of it.
   std::vector<int64_t> sizes(const char* of = "N") const;
   const Device& device() const;

@@ -179,6 +179,37 @@ def test_row_of_several_kernels_is_their_sum(tmp_path):
     assert two["library_bytes"] == 2 * (M * K + 2 * K * H + 2 * H + 2 * M * H)
 
 
+# At the sizes that a lesson takes on the CPU each of these rows moves more than the next one.
+LADDERS = {
+    "5_gating_unfused": [
+        ("layer", ["six kernels", "cuBLASLt + one kernel"]),
+        ("square", ["six kernels", "cuBLASLt + one kernel"])],
+    "6_gating_fused": [
+        ("layer", ["one thread per element", "cuBLASLt + one kernel", "tensor cores", "async tiles",
+                   "resident weights", "Hopper resident"]),
+        ("square", ["one thread per element", "cuBLASLt + one kernel", "tensor cores", "async tiles"]),
+        ("square", ["cuBLASLt + one kernel", "Hopper cluster"])],
+    # The unfused rows' products count as little as they could move: here that is less than split-K.
+    "7_diffusion_fused": [
+        ("forward", ["unfused", "one launch"]),
+        ("forward", ["split-K", "half fused", "one launch"]),
+        ("backward", ["unfused", "one launch"]), ("backward", ["split-K", "one launch"])],
+    "8_spatial_gradients": [
+        ("forward", ["unfused", "one kernel", "associated", "Hopper"]),
+        ("backward", ["unfused", "associated", "Hopper"])],
+}
+
+
+@pytest.mark.parametrize("lesson", [
+    pytest.param(lesson, marks=[pytest.mark.extensive] * (lesson != "6_gating_fused")) for lesson in LADDERS])
+def test_fusion_moves_fewer_bytes_at_the_sizes_for_the_cpu(lesson, tmp_path):
+    moved = {(problem["name"], kernel["name"]): kernel["counts"]["l2_bytes"]
+             for problem in count_on_cpu(lesson, [], tmp_path) for kernel in problem["kernels"]}
+    for problem, rows in LADDERS[lesson]:
+        bytes_of = [moved[problem, row] for row in rows]
+        assert bytes_of == sorted(set(bytes_of), reverse=True), (problem, rows, bytes_of)
+
+
 def test_explanations_are_of_kernels_that_are_there():
     for (lesson, run, kernel), reasons in EXPLAINED.items():
         suffix = f".{run}" if run else ""

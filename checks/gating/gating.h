@@ -16,6 +16,12 @@ using namespace operators::gating;
 /// Every result on the way to `out`.
 enum class GatingStep { x_w1, plus_b1, sigmoid, x_w2, plus_b2, out };
 
+/// Rows of the layer problem. On the CPU fewer go with an N: with 1024 the square problem would have
+/// to be too small for its tiles.
+inline int64_t layer_rows(const Lesson& lesson) {
+  return (lesson.small() ? 32 : 1024) * lesson.n();
+}
+
 /// A problem with the layer's inputs, its output, and the output's reference.
 struct GatingProblem {
   /// `roundings`: see tolerance(); the most that a kernel of this problem needs. With `hard` gates

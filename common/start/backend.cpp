@@ -15,7 +15,13 @@ void settle_backend(const LessonInfo& info, CommandLine& line, char**) {
   if (line.device == "cuda") fail(kDeviceCannot, "--device cuda: this is the CPU build");
   const int64_t asked = line.n, small = info.n_cpu;
   const bool insists = line.device == "cpu";
-  if (asked == 0 || !insists) line.n = asked == 0 ? small : std::min(asked, small);
+  line.small = asked == 0 || !insists;
+  if (line.small) {
+    line.n = asked == 0 ? small : std::min(asked, small);
+    for (const Option& option : info.options) {
+      if (option.cpu && !line.given.contains(option.name)) line.options[option.name] = option.cpu;
+    }
+  }
   if (insists || line.list) return;
   std::string instead;
   if (asked > line.n) instead = fmt::format(" instead of {} (--device cpu to insist)", asked);

@@ -139,7 +139,8 @@ class Parser {
           option.multiple_of > 1 ? fmt::format(": a multiple of {}", option.multiple_of) : "";
       app_.add_option(option.name, numbers_[option.name], option.meaning + which)
           ->type_name("INT")
-          ->default_str(std::to_string(option.value));
+          ->default_str(option.cpu ? fmt::format("{} (CPU: {})", option.value, option.cpu)
+                                   : std::to_string(option.value));
     }
     for (const Choice& choice : info_.choices) {
       std::string& value = line_.choices[choice.name] = choice.values.front();

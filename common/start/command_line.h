@@ -26,6 +26,7 @@ struct CommandLine {
   uint64_t seed = 1;
   std::optional<Timing> timing;
   bool list = false, explain = false, sweep = false;
+  bool small = false;                ///< sizes for the CPU, as nobody insists on others
   bool count = false, time = false;  ///< what was asked for, of what is moved and how long it takes
 };
 
