@@ -16,8 +16,8 @@ using namespace operators::gating;
 /// Every result on the way to `out`.
 enum class GatingStep { x_w1, plus_b1, sigmoid, x_w2, plus_b2, out };
 
-/// Rows of the layer problem. On the CPU fewer go with an N: with 1024 the square problem would have
-/// to be too small for its tiles.
+/// Rows of the layer problem. Where the sizes are the CPU's there are fewer to an N: with 1024 of
+/// them the square problem of an N that takes seconds would be smaller than a tile.
 inline int64_t layer_rows(const Lesson& lesson) {
   return (lesson.small() ? 32 : 1024) * lesson.n();
 }
