@@ -173,6 +173,12 @@ def roofs_of(runs):
     return peaks, runs[0]["device"]["peak_bytes_per_second"] * 1e-12
 
 
+def name_in(problem, name):
+    """What a row of LADDER is called in this problem's record."""
+    names = {kernel["name"] for kernel in problem["kernels"]}
+    return name if name in names else FORMER_NAMES.get(name, name)
+
+
 def draw_ladder(folder):
     runs = {lesson: records_of(folder, lesson) for lesson in LADDER}
     if not all(runs.values()):
@@ -183,7 +189,7 @@ def draw_ladder(folder):
     for lesson, (color, names) in LADDER.items():
         for name in names:
             points = sorted(
-                (problem["dims"]["N"], kernel["tflops"])
+                (problem["dims"]["N"], kernel["tflops"], kernel["name"])
                 for run in runs[lesson]
                 for problem in run["problems"]
                 for kernel in problem["kernels"]
@@ -191,12 +197,12 @@ def draw_ladder(folder):
             )
             if not points:  # a GPU that cannot run it
                 continue
-            sizes.update(n for n, _ in points)
+            sizes.update(n for n, *_ in points)
             # The library as it ran beside ours: lesson 4's runs are others, at other clocks.
             library = name.startswith("cuBLAS")
             of_curve = "black" if library else color
-            axes.plot(*zip(*points), "--" if library else "-", marker="o", color=of_curve)
-            labels.append((*points[-1], name, of_curve))
+            axes.plot(*list(zip(*points))[:2], "--" if library else "-", marker="o", color=of_curve)
+            labels.append((*points[-1], of_curve))
     size_axis(axes, sorted(sizes), "N")
     axes.set_ylabel("TFLOP/s")
     peaks, _ = roofs_of([run for each in runs.values() for run in each])

@@ -303,7 +303,7 @@ def moved_counts(run, problem, kernel):
 
 
 def table(run, problem, full=False):
-    """A row per kernel. Unless `full`, in at most 9 columns: without GB/s and spills; with what was
+    """A row per kernel. Unless `full`, in at most 8 columns: without GB/s and spills; with what was
     moved where that is recorded, instead of TFLOP/s; with the clock of the tensor cores, which depends on the power; and
     with registers and warps elsewhere."""
     dims = ", ".join(f"{name} = {extent}" for name, extent in problem["dims"].items())
@@ -327,6 +327,7 @@ def table(run, problem, full=False):
         left_out = {"GB/s", "spilled, B"}
         if any(moved.values()):
             left_out |= {"TFLOP/s", "registers", "warps/SM", "MHz", at_clock}
+            left_out |= {l2_in} if with_memory else set()
         elif run["lesson"] == "3_matmul_tensorcore":
             left_out |= {"registers", "warps/SM"}
         else:

@@ -1,8 +1,8 @@
 // Geometric algebras, worked out by the compiler from their signature: Cl<3, 0, 0> is all that a
 // user writes. First the algebra itself, tables of signs and grades at compile time; then the
 // weighted geometric product of multivectors in registers and its gradients, which unroll into
-// nothing but multiply-adds. Lesson 10 says what a multivector is, and what one does with it; it has
-// the table of the plane, Cl<2, 0, 0>, which make_tables() below makes for any algebra.
+// nothing but multiply-adds. Lesson 10 says what a multivector is, and what one does with it; it
+// has the table of the plane, Cl<2, 0, 0>, which make_tables() below makes for any algebra.
 #pragma once
 
 #include <cuda_runtime.h>

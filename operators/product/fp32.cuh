@@ -472,8 +472,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// The ways to compute the product of A and B. Sizes are at least 1, A and B may not overlap C. No
-/// way with tiles of which C has so many that their steps cannot be counted in 31 bits, or that need
-/// more shared memory than a block of this device can have.
+/// way with tiles of which C has so many that their steps cannot be counted in 31 bits, or that
+/// need more shared memory than a block of this device can have.
 class Fp32Product {
  public:
   Fp32Product(const Workspace& workspace, Memory<float> A, Memory<float> B, Memory<float> C,
