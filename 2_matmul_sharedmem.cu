@@ -47,9 +47,9 @@ constexpr int kTile = 32;
 // Each step moves one 32 x 32 tile of A and of B, one element of each per thread, coalesced. After
 // the first barrier every element is read from shared memory 32 times; the second barrier keeps a
 // fast warp from overwriting what a slow one still reads. There is one load from memory
-// where lesson 1 has 32. Counted in sectors that is a factor of 20: per step of k a warp of lesson
+// where lesson 1 has 32. Counted in sectors that is a factor of 20: for each k a warp of lesson
 // 1's last kernel asks for 5 (one number of A, for all of its threads, and 32 of B), here for 8 in
-// 32 steps. The limit is now shared memory, with two reads per multiply-add.
+// 32 of k. The limit is now shared memory, with two reads per multiply-add.
 __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
   __shared__ float a_tile[kTile][kTile];
   __shared__ float b_tile[kTile][kTile];
@@ -152,12 +152,13 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
 }
 
 // As in `registers`, but everything moves 16 bytes at a time. A thread's columns come in groups of
-// four, 4 x .. 4 x + 3 and the same 64 further right, so that one load reads four elements of a row
-// of b_tile. For four elements of a column of A to lie next to each other as well, a_tile is stored
-// transposed: a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows
-// at k and at k + 4, which would otherwise share 16 banks. Per step of k that is 4 loads instead of
-// 16. The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
-// multiprocessor's 65536 for 256 threads.
+// four: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x on. So one
+// load reads four elements of a row of b_tile. (Rows are grouped in the same way.) For four
+// elements of a column of A to lie next to each other as well, a_tile is stored transposed:
+// a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows at k and at k
+// + 4, which would otherwise share 16 of the 32 banks (README: banks). For each k that is 4 loads
+// instead of 16. The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers,
+// half of a multiprocessor's 65536 for 256 threads.
 template <int BM, int BN, int BK, int TM, int TN, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
     matmul_vectors(const float* A, const float* B, float* C, int n) {
@@ -244,10 +245,12 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
   }
 }
 
-// So far loading and computing took turns: between the two barriers of a step the arithmetic units
-// wait for memory. Here shared memory has room for kStages pairs of tiles. While one is multiplied,
-// the copies of the next kStages - 1 are on their way: cp.async moves them to shared memory without
-// a register in between, and the thread does not wait.
+// So far loading and computing took turns: until the first barrier of a step a block waits for
+// memory, and only after it does it multiply. Here shared memory has room for kStages pairs of
+// tiles. While one is multiplied, the copies of the next kStages - 1 are on their way: cp.async
+// moves them to shared memory without a register in between, and the thread does not wait. (It
+// cannot transpose several numbers on the way: A is copied by single floats again. And a step takes
+// 16 of k, not 8: fewer barriers.)
 //
 // The copies of a step are closed as a group (commit), and wait<n> waits until all but the newest n
 // groups of the thread have arrived. Where no step is left an empty group is closed, so that the

@@ -57,7 +57,8 @@ using namespace operators::product;
 // ---- wmma global --------------------------------------------------------------------------------
 
 // FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh): 16 x 16 matrices that the
-// lanes of a warp hold together, in a layout that the interface does not tell. A warp loads
+// lanes of a warp hold together, in a layout that the interface does not tell. (The interface calls
+// the whole matrix a fragment; elsewhere a fragment is what one lane has of it.) A warp loads
 // fragments, multiplies them, and stores them.
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
@@ -172,10 +173,10 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
   }
 }
 
-// ---- ldmatrix -----------------------------------------------------------------------------------
+// ---- The order of blocks ------------------------------------------------------------------------
 
-// The order of blocks, from here on. They start in the order of their numbers, about as many as
-// there are multiprocessors at once, and share what they read through the L2 cache. Blocks in one
+// From here to *mma.sync*. Blocks start in the order of their numbers, as many as fit on the GPU at
+// a time, and share what they read through the L2 cache. Blocks in one
 // row of C would read one row of tiles of A but all of B. Instead kGroup rows of tiles are walked
 // column by column, so that the blocks of one moment form a patch of C which is about square.
 constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
@@ -188,6 +189,8 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
   tile_m = first + within % rows;
   tile_n = within / rows;
 }
+
+// ---- ldmatrix -----------------------------------------------------------------------------------
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
 // shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
@@ -237,10 +240,17 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 // elements a lane holds. That gives two things: tiles may be swizzled, which WMMA could not read;
 // and the sums are rounded in registers and stored from there.
 //
-// Of 16 x 16 elements lane l passes the address of row l % 16, of the first 8 columns of it or,
-// from lane 16 on, of the last 8. For A, whose fragment has its four 8 x 8 matrices in the order
-// top left, bottom left, top right, bottom right, that is one fragment. For B (16 k, 16 columns),
-// it is the two halves of one fragment and then those of the next, 8 columns further right.
+// One ldmatrix loads 16 x 16 elements, as four matrices of 8 x 8:
+//
+//     +-----+-----+    Lanes 0 to 7 pass the addresses of the rows of matrix 0, lanes 8 to 15
+//     |  0  |  2  |    those of matrix 1, and so on: lane l the address of row l % 16, from lane
+//     +-----+-----+    16 on in the right half. Then lane l holds four registers, one of each
+//     |  1  |  3  |    matrix: two neighbours of its row l / 4, from column 2 (l % 4) on. (With
+//     +-----+-----+    .trans: two elements of column l / 4, one below the other.)
+//
+// For A these four are the left factor of an mma.sync, 16 x 16. For B, 16 of k and 16 columns,
+// matrices 0 and 1 are the right factor of one product, of 8 columns, and 2 and 3 that of the next:
+// of product j therefore registers j % 2 * 2 and j % 2 * 2 + 1 of b[j / 2].
 //
 // kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
 // multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
@@ -302,7 +312,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // ---- stages -------------------------------------------------------------------------------------
 
 // The same, but kStages pairs of tiles are in shared memory: the tensor cores work on one while the
-// next are on their way. It is lesson 2's `async`, whose loop has a name from here on. copies_ahead
+// next are on their way. It is lesson 2's `async`, whose loop has a name: copies_ahead
 // (primitives/async_copy.cuh) starts the copies of the first kStages - 1 steps, each closed as a
 // group; next() waits for a step's group, meets the block at the one barrier of a step, and starts
 // the copies of the step that is kStages - 1 further on.
@@ -367,7 +377,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // ---- lean ---------------------------------------------------------------------------------------
 
 // The sizes that follow from a choice of tiles. Shared memory is kStages pairs of a tile of A and a
-// tile of B; at the end the rounded tile of C takes their place.
+// tile of B; at the end of *mma.sync* the rounded tile of C takes their place.
 template <int kBM, int kBN, int kBK, int kWarpsM, int kWarpsN, int kStages>
 struct MmaTiles {
   static constexpr int BM = kBM, BN = kBN, BK = kBK, kThreads = 32 * kWarpsM * kWarpsN;
@@ -432,15 +442,15 @@ struct TileCopies {
 
 // Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. Most of the others
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
-// in TileCopies; and of the fragments, all that depends on the lane is in one offset for A and one
-// for B. The fragments of a step are at constant distances from it, or at an exclusive or with a
-// constant, where a distance runs along the swizzled direction.
+// in TileCopies. Of the fragments, all that depends on the lane is in one offset for A and one for
+// B. A fragment in other rows is that offset plus a constant; in other columns, which are swizzled,
+// it is the offset ^ a constant, since to swizzle is an exclusive or as well.
 //
-// Tiles are larger, too, since the offsets leave registers for more sums: a block owns 256 x 128
-// elements of C and takes 64 of k in a step, a warp owns 64 x 64 elements (above: 64 x 32). It
-// multiplies 32 times per 16 of k, for 4 + 4 ldmatrix; above 16 times, for 4 + 2. In *stages* such
-// tiles alone would save a fourteenth of the time. (Where shared memory is small, or N is no
-// multiple of 8, tiles are as above.)
+// Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
+// owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;
+// above 16 times, for 4 + 2. The price is as in lesson 2: only one such block, of 8 warps, fits on
+// a multiprocessor. In *stages* such tiles alone would save a fourteenth of the time. (Where shared
+// memory is small, or N is no multiple of 8, tiles are as above.)
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -500,10 +510,13 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // ---- mma.sync -----------------------------------------------------------------------------------
 
 // Fragments ahead: lesson 2's `ahead`, for tensor cores. There are two sets of fragments. While the
-// products of 16 k are on the tensor cores, ldmatrix loads the next. The last of a step loads the
-// first of the next step, so the barrier is passed before the last products of a step are started,
-// and the tensor cores work on while a warp waits. The result goes through shared memory, swizzled
-// as well, so that it leaves as whole rows of 16-byte stores.
+// products of 16 k are on the tensor cores, ldmatrix loads the next. Beside the last products of a
+// step come the first fragments of the next one. So the barrier stands before these products, and
+// the tensor cores work on while a warp waits at it: this is why the loop of copies is written out.
+//
+// Two small things more: products go back and forth along a row of `sum`, so that two in a row
+// share a fragment of B; and the result goes through shared memory, swizzled as well, so that it
+// leaves as whole rows of 16-byte stores.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -604,13 +617,22 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   }
 }
 
-// ---- Hopper -------------------------------------------------------------------------------------
+// ---- Hopper: words ------------------------------------------------------------------------------
 
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
 // primitives/hopper/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the
 // registers of a warpgroup, 4 warps) and kStepK (the 64 of k of a step).
 // primitives/hopper/barrier.cuh has Ring (which stage comes, with which parity); the PTX is in the
-// headers beside it. HOPPER_CODE is 1 where the compiler takes this PTX.
+// headers beside it. HOPPER_CODE is 1 where the compiler takes this PTX. Words of the kernels:
+//
+//     sum.start_product(left, right, add)   starts the products of 64 of k; unless `add`, the sum
+//                                           begins with them. wgmma_wait<n>() waits for all steps
+//                                           that were started but the newest n
+//     elect_one()                           true for one lane of the warp
+//     named_barrier(id, threads)            a barrier for so many threads of the block
+//     shared_fence()                        the copy engine, and wgmma, see what threads have
+//     written swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a
+//     box
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -636,14 +658,17 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 }
 #endif
 
-// Three steps up at once, because they only make sense together. Copies: one thread asks the copy
+// ---- wgmma --------------------------------------------------------------------------------------
+
+// Three steps up at once, because they fit together. Copies: one thread asks the copy
 // engine (TMA) for a whole box and goes on; no thread computes an address, and what lies outside of
 // the matrix arrives as zeros. Arrival: an mbarrier in shared memory counts the bytes in. Products:
 // a warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction (wgmma), straight out
 // of shared memory: no ldmatrix, no fragments of A and B in registers. wgmma reads a row-major B as
 // it is. A block is one warpgroup with a 128 x 128 tile of C, two sums of 64 x 128. All wait for a
 // stage, multiply, and wait for the products; then one thread orders the next tiles into the stage.
-// Blocks come in plain order here and in the next kernel; "persistent" walks in patches again.
+// Blocks come row by row here and in *specialized*, column by column in *persistent* and
+// *clusters*; *patches* groups them again.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -686,6 +711,8 @@ __global__ void __launch_bounds__(128)
   store_sum(lower, C, row0 + 64, col0, n);
 #endif
 }
+
+// ---- specialized --------------------------------------------------------------------------------
 
 // The warpgroup above stops for every stage: to see that its products are done, and to refill. Here
 // the work is divided: a producer does nothing but copy, two consumers do nothing but multiply,
@@ -744,6 +771,8 @@ __global__ void __launch_bounds__(384, 1)
   }
 #endif
 }
+
+// ---- persistent ---------------------------------------------------------------------------------
 
 // The loops of the kernel above have names from here on (primitives/hopper/pipeline.cuh). Its
 // producer's is `writer.put`: wait until the next stage is empty, announce its bytes, start its
@@ -857,11 +886,14 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// Clusters. Two blocks, one above the other, need the same tile of B. Each fetches half of it and
+// ---- clusters -----------------------------------------------------------------------------------
+
+// Two blocks, one above the other, need the same tile of B. Each fetches half of it and
 // multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
 // empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1> knows who
 // copies what, and who is told. A producer may not leave before all that it has sent has been read:
-// its block's barriers are still needed (`writer.finish`).
+// the other block's consumers say so at its barriers, which must not be gone
+// (`writer.finish`).
 template <int kStages, int kBuffers>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_clusters(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -915,6 +947,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   }
 #endif
 }
+
+// ---- patches ------------------------------------------------------------------------------------
 
 // The order of tiles. Now the tensor cores hardly ever wait. What they draw takes the card to its
 // power limit, and its clock falls until the power fits. From here on it matters less when a byte

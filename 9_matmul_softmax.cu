@@ -25,20 +25,17 @@
 // bits of mantissa, so that tensor cores can multiply them. Both accumulate in fp32. The kernels:
 //
 //     fused rows      a block a row: simple; every block reads all of W (in the fp32 tables)
-//     ..., D split    at most 16 columns: a row's inputs are spread over the block's threads, too
 //     fused tiles     a block has all columns of 8 to 32 rows (all_columns() below); D is spread
 //                     over its warps and, if there are too few rows to fill the GPU, over several
 //                     blocks
-//     fused online    more columns: a row is spread over several blocks (column_tiles()). Only
-//                     half fused: they write logits and, of each part of a row, maximum and sum;
-//                     a second kernel makes probabilities of both. (Only unfused up to 8192
-//                     columns, of up to 16 rows 4096: the usual softmax reads logits once, too)
-//     fused few rows  up to 8 rows: W streams past them (few_rows()). Half fused, as above
+//     fused online    more columns than a block has room for: a row is spread over several blocks
+//                     (column_tiles()). They write logits and, of each part of a row, its maximum
+//                     and its sum. A second kernel makes probabilities of these: it reads a logit
+//                     once, where a softmax of long rows reads it twice. That is half fused. Short
+//                     rows have no such row in the table: a softmax keeps them in registers
 //
 // and on Hopper, with its copy engine and wgmma:
 //
-//     fused narrow    many rows of few columns: W stays in registers, and slabs of x stream past it
-//                     (narrow_columns(); TF32)
 //     fused cluster   few rows, or few columns: the blocks that share D are a cluster
 //                     (cluster_columns()): their partial sums go straight into each other's
 //                     shared memory
@@ -47,9 +44,14 @@
 //                     where that takes less time. It is lesson 3's product with an epilogue of its
 //                     own (operators/softmax/exchange.cuh)
 //
+// Three more kernels are for special shapes, and stand in operators/softmax: "fused rows, D split"
+// and "fused few rows" (few.cuh: few columns, few rows), and "fused narrow" (narrow.cuh: many rows
+// of few columns).
+//
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits.
-// Few rows and exchange may be half fused in one more way, for few tiles: D is cut into slices, and
-// the softmax adds up what they leave; (2) has no slices. Of its tiles, and slices, each has the
+// Where there are few tiles, few rows and exchange may cut D into slices: each leaves a part of the
+// logits, and the softmax kernel adds these up while it reads them. That is half fused as well; (2)
+// has no slices. Of its tiles, and slices, each has the
 // fastest that was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and
 // online multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of
 // two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
@@ -72,10 +74,12 @@
 #include "checks/product/library_product.h"
 #include "checks/softmax/softmax.h"
 #include "checks/workspace.h"
+#include "operators/softmax/few.cuh"
+#include "operators/softmax/finish_row.cuh"
 #include "operators/softmax/fp32_product.cuh"
 #include "operators/softmax/layer.cuh"
+#include "operators/softmax/narrow.cuh"
 #include "operators/softmax/plans.cuh"
-#include "operators/softmax/row_inbox.cuh"
 #include "operators/softmax/rows.cuh"
 #include "operators/softmax/transposed_product.cuh"
 
@@ -108,90 +112,13 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   }
 }
 
-// ---- fused rows, D split ------------------------------------------------------------------------
-
-// 10 columns occupy 10 of the 256 threads above, each with a long sum. Here D is spread over the
-// block, too: thread t has column t % kCols and every 256 / kCols-th input, so that all of the
-// row's loads are under way at once; lanes with the same column add up by shuffles, warps through
-// shared memory. The first warp then has all of the row's logits, one a lane. W is still read once
-// per row.
-template <int kCols>
-__global__ void __launch_bounds__(kSoftmaxThreads)
-    fused_rows_split(const float* x, const float* W, float* probs, int D, int C) {
-  start_next_kernel();
-  wait_for_previous_kernel();
-  constexpr int kWarps = kSoftmaxThreads / 32, kColThreads = kSoftmaxThreads / kCols, kAtOnce = 8;
-  __shared__ float sums[kWarps][kCols];
-  const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kCols;
-  float logit = 0;
-  for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kColThreads) {
-    // All loads first. Beyond D or C they are of a valid element: a branch would wait for each.
-    float left[kAtOnce], right[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int d = min(d0 + i * kColThreads, D - 1);
-      left[i] = x_row[d], right[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (d0 + i * kColThreads < D) logit += left[i] * right[i];
-    }
-  }
-#pragma unroll
-  for (int i = kCols; i < 32; i *= 2) logit += __shfl_xor_sync(kAllLanes, logit, i);
-  if (lane < kCols) sums[warp][col] = logit;
-  __syncthreads();
-  if (warp != 0) return;
-  logit = 0;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) logit += sums[i][col];
-  if (col >= C) logit = minus_infinity();
-  const float largest = lanes_max<kCols>(logit);
-  const float exponential = expf(logit - base_of(largest)), sum = lanes_sum<kCols>(exponential);
-  if (lane < C) probs[static_cast<size_t>(blockIdx.x) * C + col] = exponential / sum;
-}
-
 // ---- fused tiles --------------------------------------------------------------------------------
 
 // Rows share W from here on: a block computes a tile of logits, as in lessons 2 and 3
 // (operators/softmax/fp32_product.cuh). Results (operators/softmax/layer.cuh) say what becomes of
-// them: logits, or of each tile's part of a row its maximum and sum as well, or probabilities.
-
-// kLanes lanes share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its
-// columns l, l + kLanes, ... Applies the epilogue; writes `out` only if the row `exists`.
-template <int kValues, int kLanes = 32>
-__device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results,
-                           int tile = 0, int tiles = 1, bool exists = true) {
-  const int col = kLanes * kValues * tile + static_cast<int>(threadIdx.x) % kLanes;
-  const bool softmax = results.epilogue == Epilogue::softmax;
-  float factor = 1;
-  if (results.epilogue != Epilogue::logits) {
-    float largest = minus_infinity(), sum = 0;
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      if (col + kLanes * i >= C) v[i] = minus_infinity();
-      largest = fmaxf(largest, v[i]);
-    }
-    largest = lanes_max<kLanes>(largest);
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float exponential = expf(v[i] - base_of(largest));
-      sum += exponential;
-      if (softmax) v[i] = exponential;
-    }
-    sum = lanes_sum<kLanes>(sum);
-    if (softmax) factor = 1 / sum;
-    if (!softmax && threadIdx.x % kLanes == 0) {
-      results.parts[static_cast<size_t>(row) * tiles + tile] = {largest, sum};
-    }
-  }
-  float* out = results.out + static_cast<size_t>(row) * C + col;
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    if (exists && col + kLanes * i < C) out[kLanes * i] = v[i] * factor;
-  }
-}
+// them: logits, or of each tile's part of a row its maximum and sum as well, or probabilities. A
+// warp has a row's logits in its lanes when finish_row() (operators/softmax/finish_row.cuh) finds
+// their maximum and their sum by shuffles, and writes what is wanted.
 
 // A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B. It
 // also has one of gridDim.y splits of D: the sums of its warps meet in shared memory, those of the
@@ -326,221 +253,6 @@ __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, 
       results.parts[static_cast<size_t>(row) * tiles + warp_col / Tile::kCols] = {largest, sum};
     }
   }
-}
-
-// ---- fused few rows -----------------------------------------------------------------------------
-
-// With up to kRows rows memory has to deliver little but W, and as much of it as possible should be
-// on its way. So no tiles: a lane has kCols columns, 32 apart, so that the lanes of a warp read
-// neighbours, and loads them for 16 inputs before it uses the first. All warps of a block have the
-// same columns; each takes every 8th group of 16 inputs, and copies x of that group to shared
-// memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
-// into gridDim.y slices, which leave partial logits in results.out (slices, B, C) for
-// the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
-// which add up a row in one of them (operators/softmax/row_inbox.cuh).
-constexpr int kFewWarps = 8;
-
-template <int kRows, int kCols>
-__global__ void __launch_bounds__(32 * kFewWarps)
-    few_rows(const float* x, const float* W, int B, int D, int C, int splits, Results results) {
-  constexpr int kAtOnce = 16, kColumns = 32 * kCols;
-  static_assert(kRows <= kFewWarps);
-  __shared__ alignas(16) float x_group[kFewWarps][kAtOnce][kRows];
-  __shared__ float sums[kFewWarps][kRows][kColumns];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = min(kRows, B);
-  const int tile = blockIdx.x / splits, rank = blockIdx.x % splits;
-#if CLUSTER_CODE
-  __shared__ RowInbox<kRows, kColumns> inbox;
-  if (splits > 1) inbox.open(rank, splits, rows);
-#endif
-  start_next_kernel();
-  wait_for_previous_kernel();
-  const int groups = (D + kAtOnce - 1) / kAtOnce, shares = gridDim.y * splits;
-  const int share = blockIdx.y * splits + rank, col = tile * kColumns + lane;
-  const int first = groups * share / shares, last = groups * (share + 1) / shares;
-  float sum[kRows][kCols] = {};
-  for (int group = first + warp; group < last; group += kFewWarps) {
-    const int d0 = group * kAtOnce;
-    float w[kAtOnce][kCols];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const float* row = W + static_cast<size_t>(d0 + k) * C + col;
-#pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-        w[k][j] = d0 + k < D && col + 32 * j < C ? row[32 * j] : 0;
-      }
-    }
-    __syncwarp();  // all lanes have read the previous group
-    for (int i = lane; i < kAtOnce * kRows; i += 32) {
-      const int row = i / kAtOnce, k = i % kAtOnce, d = d0 + k;
-      x_group[warp][k][row] = row < B && d < D ? x[static_cast<size_t>(row) * D + d] : 0;
-    }
-    __syncwarp();
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) sum[row][j] += x_group[warp][k][row] * w[k][j];
-      }
-    }
-  }
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-    for (int j = 0; j < kCols; ++j) sums[warp][row][lane + 32 * j] = sum[row][j];
-  }
-  __syncthreads();
-#if CLUSTER_CODE
-  if (splits > 1) cluster_wait();  // the others' inboxes are open
-#endif
-  if (warp >= rows) return;  // each warp finishes a row
-  float logits[kCols] = {};
-#pragma unroll
-  for (int i = 0; i < kFewWarps; ++i) {
-#pragma unroll
-    for (int j = 0; j < kCols; ++j) logits[j] += sums[i][warp][lane + 32 * j];
-  }
-#if CLUSTER_CODE
-  if (splits > 1 && !inbox.add_up(logits, warp, rank, splits)) return;
-#endif
-  results.out += static_cast<size_t>(blockIdx.y) * B * C;
-  finish_row(logits, warp, C, results, tile, gridDim.x / splits);
-}
-
-// ---- Hopper: fused narrow -----------------------------------------------------------------------
-
-// Many rows and few columns: then x is nearly all there is to read, each element once, and what
-// counts is that it comes without a break. So W, of all D inputs, stays in the registers of a
-// block, and slabs of whole rows of x stream past it. A slab is one piece of memory, and that of 8
-// rows starts at a multiple of 16 bytes wherever a row starts: a single copy of the copy engine
-// brings it, and while one is multiplied others are on their way.
-//
-// A warp multiplies 8 rows of x at a time, with every `splits`-th chunk of 32 inputs and with all
-// columns. mma.sync's left factor is W^T: 16 columns of W are its rows. Its right factor is x^T:
-// the 8 rows of x are its columns. The order of the inputs in a chunk does not change a sum, so we
-// choose it: of the 4 lanes of a row each takes 8 neighbours, two of them a step. Partial sums meet
-// in shared memory, where 8 lanes finish a row.
-constexpr int kNarrowWarps = 8, kNarrowStages = 4;
-
-template <int kTiles>  // of 16 columns
-struct Narrow {
-  static constexpr int kChunks = 10 / kTiles;      // of W, in a warp's registers
-  static constexpr int kStride = 16 * kTiles + 4;  // of sums: 4 pairs of rows on different banks
-};
-
-struct Slabs {
-  int splits, groups;  // warps that share rows, each with a split of D; groups of 8 rows in a slab
-  int stages, bytes;   // slabs that there is room for; shared memory of a block
-};
-
-#if HOPPER_CODE
-// Adds up and finishes a slab's rows, 8 lanes a row; also lanes without a row, for the shuffles.
-template <int kTiles>
-__device__ void finish_slab(const float* sums, int row0, int here, int C, Slabs of,
-                            const Results& results) {
-  constexpr int kLanes = 8, kValues = 2 * kTiles, kStride = Narrow<kTiles>::kStride;
-  for (int own = threadIdx.x / kLanes; own / 4 * 4 < here; own += 32 * kNarrowWarps / kLanes) {
-    float v[kValues] = {};
-    const float* from = sums + own * kStride + threadIdx.x % kLanes;
-    for (int s = 0; s < of.splits; ++s, from += 8 * of.groups * kStride) {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) v[i] += from[kLanes * i];
-    }
-    finish_row<kValues, kLanes>(v, row0 + own, C, results, 0, 1, own < here);
-  }
-}
-#endif
-
-template <int kTiles>
-__global__ void __launch_bounds__(32 * kNarrowWarps, 1)
-    narrow_columns(const float* x, const float* W, int B, int D, int C, Slabs of, Results results) {
-#if HOPPER_CODE
-  constexpr int kChunks = Narrow<kTiles>::kChunks, kStride = Narrow<kTiles>::kStride;
-  extern __shared__ __align__(1024) char bytes[];
-  __shared__ Barrier full[kNarrowStages + 1];  // the last: of W
-  const int rows = 8 * of.groups, count = (B + rows - 1) / rows, slab_floats = rows * D;
-  float* slabs = reinterpret_cast<float*>(bytes);  // [stages][rows][D]
-  float* sums = slabs + of.stages * slab_floats;   // [splits][rows][kStride]
-  // At first W is where the sums and the last slabs will be.
-  const int W_floats = (D * C + 3) / 4 * 4, W_at = of.bytes / 4 - W_floats;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int split = warp % of.splits, at_once = kNarrowWarps / of.splits;
-  if (threadIdx.x == 0) {
-    for (Barrier& barrier : full) barrier_init(&barrier, 1);
-    barrier_init_fence();
-  }
-  start_next_kernel();
-  wait_for_previous_kernel();
-  // Copies the last floats % 4 floats: the copy engine moves whole 16 bytes.
-  const auto copy_rest = [](float* to, const float* from, int floats) {
-    const int at = floats / 4 * 4 + static_cast<int>(threadIdx.x);
-    if (at < floats) to[at] = from[at];
-  };
-  copy_rest(slabs + W_at, W, D * C);
-  __syncthreads();
-  const auto copy = [](float* to, const float* from, int count, Barrier* barrier) {
-    barrier_arrive_expect(barrier, count / 4 * 16);
-    bulk_load(to, from, count / 4 * 16, barrier);
-  };
-  const auto fetch = [&](int slab, int stage) {
-    if (threadIdx.x != 0 || slab >= count) return;
-    copy(slabs + stage * slab_floats, x + static_cast<size_t>(slab) * slab_floats,
-         min(rows, B - slab * rows) * D, &full[stage]);
-  };
-  if (threadIdx.x == 0) copy(slabs + W_at, W, D * C, &full[kNarrowStages]);
-  const int early = min(of.stages, W_at / slab_floats);
-  for (int s = 0; s < early; ++s) fetch(blockIdx.x + s * gridDim.x, s);
-
-  unsigned w[kChunks][kTiles][4][4];
-  barrier_wait(&full[kNarrowStages], 0);
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    load_columns<kTiles>(w[i], slabs + W_at, 32 * (split + of.splits * i) + 8 * t, D, C);
-  }
-  __syncthreads();  // W's place is free
-  for (int s = early; s < of.stages; ++s) fetch(blockIdx.x + s * gridDim.x, s);
-
-  Ring ring{of.stages};
-  for (int slab = blockIdx.x; slab < count; slab += gridDim.x) {
-    const int row0 = slab * rows, here = min(rows, B - row0);
-    float* from = slabs + ring.stage * slab_floats;
-    barrier_wait(&full[ring.stage], ring.parity);
-    if (here * D % 4 != 0) {  // the end of x
-      copy_rest(from, x + static_cast<size_t>(row0) * D, here * D);
-      __syncthreads();
-    }
-    for (int group = warp / of.splits; warp < at_once * of.splits && group < of.groups;
-         group += at_once) {
-      const float* row = from + min(8 * group + g, here - 1) * D;
-      float sum[kTiles][4] = {};
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        const int d0 = 32 * (split + of.splits * i) + 8 * t;
-        if (d0 - 8 * t >= D) break;
-        float v[8];
-        load_inputs(v, row + d0, D - d0, D);
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          const unsigned b0 = to_tf32(v[2 * step]), b1 = to_tf32(v[2 * step + 1]);
-#pragma unroll
-          for (int j = 0; j < kTiles; ++j) mma_m16n8k8_tf32(sum[j], w[i][j][step], b0, b1);
-        }
-      }
-      float* to = sums + (split * rows + 8 * group + 2 * t) * kStride + g;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j, to += 16) {
-        to[0] = sum[j][0], to[kStride] = sum[j][1];
-        to[8] = sum[j][2], to[kStride + 8] = sum[j][3];
-      }
-    }
-    __syncthreads();  // the slab has been read, and the sums are there
-    fetch(slab + of.stages * gridDim.x, ring.stage);
-    ring.advance();
-    finish_slab<kTiles>(sums, row0, here, C, of, results);
-    __syncthreads();  // the sums have been read
-  }
-#endif
 }
 
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
@@ -696,7 +408,7 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 // -------------------------------------------------------------------------------------------------
 
 // D is split until the GPU is full, but into no less than kLeastDepth.
-constexpr int kLeastDepth = 128, kMostSplits = 8;
+constexpr int kLeastDepth = 128;
 template <class Tile>
 Product make_all_columns(const Layer& layer) {
   constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
@@ -750,81 +462,6 @@ Product make_product(const Layer& layer) {
     return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);
   }
   return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
-}
-
-// D in 1, 2, 4, ... shares of at least 64 inputs: at most 16 (8 in a cluster), and at most 8
-// blocks for each multiprocessor. All take about as long as W takes to come, unless blocks are few.
-template <int kRows, int kCols>
-void add_few_rows(const Layer& layer, std::vector<Product>& products) {
-  constexpr int kThreads = 32 * kFewWarps;
-  const auto kernel = few_rows<kRows, kCols>;
-  const int tiles = static_cast<int>(blocks_for(layer.C, 32 * kCols));
-  const auto microseconds = [&](int slices, int splits) {
-    const double idle = std::max(1.0, 1.0 * layer.sms / (tiles * slices * splits));
-    return 3 + 1e-6 * layer.D * layer.C * idle + 0.1 * (slices - 1);
-  };
-  const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
-  const auto add = [&](int slices, int splits) {
-    const auto launch = [=](Results results, int of_D) {
-      launch_clusters(kernel, splits, true, dim3(tiles * splits, of_D), kThreads, 0,  //
-                      layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
-    };
-    products.push_back(half_fused(layer, "few rows", kernel, 0, slices, tiles, launch));
-    products.back().expected = {microseconds(slices, splits), microseconds(1, splits),
-                                text + std::to_string(splits),
-                                "; half fused; slices: " + std::to_string(slices)};
-  };
-  const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
-  for (int shares = 1; shares == 1 || shares <= most; shares *= 2) {
-    if (shares > 1 && shares <= kMostSplits && has_clusters(kernel)) add(1, shares);
-    add(shares, 1);
-  }
-}
-
-template <int kRows>
-std::vector<Product> make_few_rows(const Layer& layer) {
-  std::vector<Product> products;
-  add_few_rows<kRows, 4>(layer, products);
-  add_few_rows<kRows, 2>(layer, products);
-  return products;
-}
-
-template <int kTiles>
-Product make_narrow(const Layer& layer) {
-  // As few warps share a row as can hold W. A slab is 32 rows, or 8 for each `splits` warps if that
-  // is more; fewer if multiprocessors would get none, or if a block had no room for two.
-  using N = Narrow<kTiles>;
-  constexpr int kThreads = 32 * kNarrowWarps;
-  const int splits = static_cast<int>(blocks_for(blocks_for(layer.D, 32), N::kChunks));
-  const int most = most_shared_bytes() - 1024;
-  const int slab_bytes = 8 * 4 * layer.D, sums_bytes = 8 * 4 * splits * N::kStride;
-  const int groups = std::min({std::max(4, kNarrowWarps / splits),
-                               static_cast<int>(blocks_for(layer.B, 8 * layer.sms)),
-                               std::max(1, most / (2 * slab_bytes + sums_bytes))});
-  const int stages = std::min(kNarrowStages, (most / groups - sums_bytes) / slab_bytes);
-  const int W_bytes = 16 * static_cast<int>(blocks_for(int64_t{1} * layer.D * layer.C, 4));
-  const int bytes = std::max(W_bytes, groups * (stages * slab_bytes + sums_bytes));
-  const int slabs = static_cast<int>(blocks_for(layer.B, 8 * groups));
-  const Slabs of = {splits, groups, stages, bytes};
-  const auto launch = [=](Results results) {
-    launch_early(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
-                 layer.x, layer.W, layer.B, layer.D, layer.C, of, results);
-  };
-  return product_of("narrow", narrow_columns<kTiles>, bytes, launch);
-}
-
-// For many rows, if a block's warps have room for W.
-template <int kTiles>
-bool fits_narrow(const Layer& layer) {
-  constexpr int kManyRows = 2048, kMostInputs = 32 * kNarrowWarps * Narrow<kTiles>::kChunks;
-  return layer.B >= kManyRows && layer.C <= 16 * kTiles && layer.D >= 4 && layer.D <= kMostInputs;
-}
-
-std::vector<Product> choose_narrow(const Layer& layer) {
-  if (fits_narrow<1>(layer)) return {make_narrow<1>(layer)};
-  if (fits_narrow<2>(layer)) return {make_narrow<2>(layer)};
-  if (fits_narrow<3>(layer)) return {make_narrow<3>(layer)};
-  return {};
 }
 
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>

@@ -56,8 +56,9 @@ class CopiesAhead {
     for (int step = 0; step < kStages - 1; ++step) start(step);
   }
 
-  /// Waits for the next step, and returns its number: what all threads have copied is there. All
-  /// have read the stage of the step before, too, which the copies that are started now will fill.
+  /// Waits for the next step, and returns its number. What all threads have copied for it is there;
+  /// and all threads have read the stage of the step before. The copies that are started now fill
+  /// that stage.
   __device__ int next() {
     copy_async_wait<kStages - 2>();
     __syncthreads();

@@ -46,7 +46,8 @@ HEADERS = {
     GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": (*SHARED, "operators/gradients/tiles.cuh"),
     "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
-                         "operators/softmax/transposed_product.cuh", "operators/softmax/row_inbox.cuh"),
+                         "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
+                         "operators/softmax/few.cuh", "operators/softmax/row_inbox.cuh"),
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
 }

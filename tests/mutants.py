@@ -121,8 +121,9 @@ HEADERS = {
     FUSED: ("primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
     SPATIAL: (RING,),
-    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/transposed_product.cuh",
-              "operators/softmax/layer.cuh",
+    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
+              "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",
+              "operators/softmax/finish_row.cuh", "operators/softmax/layer.cuh",
               "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
 }

@@ -1,0 +1,180 @@
+// softmax(x W) of few columns, or of few rows: what keeps lesson 9's other kernels from being fast
+// there is that too few loads are under way at the same time.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "operators/softmax/finish_row.cuh"
+#include "operators/softmax/layer.cuh"
+#include "operators/softmax/row_inbox.cuh"
+#include "operators/softmax/rows.cuh"
+
+namespace operators::softmax {
+
+// ---- Few columns --------------------------------------------------------------------------------
+
+// Up to kCols columns, a block a row, as in lesson 9's fused rows. But 10 columns would occupy 10
+// of its 256 threads, each with a long sum. So D is spread over the block, too: thread t has column
+// t % kCols and every 256 / kCols-th input, so that all of the row's loads are under way at once;
+// lanes with the same column add up by shuffles, warps through shared memory. The first warp then
+// has all of the row's logits, one a lane. W is read once per row.
+template <int kCols>
+__global__ void __launch_bounds__(kSoftmaxThreads)
+    fused_rows_split(const float* x, const float* W, float* probs, int D, int C) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kWarps = kSoftmaxThreads / 32, kColThreads = kSoftmaxThreads / kCols, kAtOnce = 8;
+  __shared__ float sums[kWarps][kCols];
+  const float* x_row = x + static_cast<size_t>(blockIdx.x) * D;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kCols;
+  float logit = 0;
+  for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kColThreads) {
+    // All loads first. Beyond D or C they are of a valid element: a branch would wait for each.
+    float left[kAtOnce], right[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int d = min(d0 + i * kColThreads, D - 1);
+      left[i] = x_row[d], right[i] = W[static_cast<size_t>(d) * C + min(col, C - 1)];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (d0 + i * kColThreads < D) logit += left[i] * right[i];
+    }
+  }
+#pragma unroll
+  for (int i = kCols; i < 32; i *= 2) logit += __shfl_xor_sync(kAllLanes, logit, i);
+  if (lane < kCols) sums[warp][col] = logit;
+  __syncthreads();
+  if (warp != 0) return;
+  logit = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) logit += sums[i][col];
+  if (col >= C) logit = minus_infinity();
+  const float largest = lanes_max<kCols>(logit);
+  const float exponential = expf(logit - base_of(largest)), sum = lanes_sum<kCols>(exponential);
+  if (lane < C) probs[static_cast<size_t>(blockIdx.x) * C + col] = exponential / sum;
+}
+
+// ---- Few rows -----------------------------------------------------------------------------------
+
+// With up to kRows rows memory has to deliver little but W, and as much of it as possible should be
+// on its way. So no tiles: a lane has kCols columns, 32 apart, so that the lanes of a warp read
+// neighbours, and loads them for 16 inputs before it uses the first. All warps of a block have the
+// same columns; each takes every 8th group of 16 inputs, and copies x of that group to shared
+// memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
+// into gridDim.y slices, which leave partial logits in results.out (slices, B, C) for
+// the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
+// which add up a row in one of them (operators/softmax/row_inbox.cuh).
+constexpr int kFewWarps = 8;
+
+template <int kRows, int kCols>
+__global__ void __launch_bounds__(32 * kFewWarps)
+    few_rows(const float* x, const float* W, int B, int D, int C, int splits, Results results) {
+  constexpr int kAtOnce = 16, kColumns = 32 * kCols;
+  static_assert(kRows <= kFewWarps);
+  __shared__ alignas(16) float x_group[kFewWarps][kAtOnce][kRows];
+  __shared__ float sums[kFewWarps][kRows][kColumns];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = min(kRows, B);
+  const int tile = blockIdx.x / splits, rank = blockIdx.x % splits;
+#if CLUSTER_CODE
+  __shared__ RowInbox<kRows, kColumns> inbox;
+  if (splits > 1) inbox.open(rank, splits, rows);
+#endif
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const int groups = (D + kAtOnce - 1) / kAtOnce, shares = gridDim.y * splits;
+  const int share = blockIdx.y * splits + rank, col = tile * kColumns + lane;
+  const int first = groups * share / shares, last = groups * (share + 1) / shares;
+  float sum[kRows][kCols] = {};
+  for (int group = first + warp; group < last; group += kFewWarps) {
+    const int d0 = group * kAtOnce;
+    float w[kAtOnce][kCols];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const float* row = W + static_cast<size_t>(d0 + k) * C + col;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) {
+        w[k][j] = d0 + k < D && col + 32 * j < C ? row[32 * j] : 0;
+      }
+    }
+    __syncwarp();  // all lanes have read the previous group
+    for (int i = lane; i < kAtOnce * kRows; i += 32) {
+      const int row = i / kAtOnce, k = i % kAtOnce, d = d0 + k;
+      x_group[warp][k][row] = row < B && d < D ? x[static_cast<size_t>(row) * D + d] : 0;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) sum[row][j] += x_group[warp][k][row] * w[k][j];
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) sums[warp][row][lane + 32 * j] = sum[row][j];
+  }
+  __syncthreads();
+#if CLUSTER_CODE
+  if (splits > 1) cluster_wait();  // the others' inboxes are open
+#endif
+  if (warp >= rows) return;  // each warp finishes a row
+  float logits[kCols] = {};
+#pragma unroll
+  for (int i = 0; i < kFewWarps; ++i) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) logits[j] += sums[i][warp][lane + 32 * j];
+  }
+#if CLUSTER_CODE
+  if (splits > 1 && !inbox.add_up(logits, warp, rank, splits)) return;
+#endif
+  results.out += static_cast<size_t>(blockIdx.y) * B * C;
+  finish_row(logits, warp, C, results, tile, gridDim.x / splits);
+}
+
+constexpr int kMostSplits = 8;  ///< blocks of a cluster
+
+/// D in 1, 2, 4, ... shares of at least 64 inputs: at most 16 (8 in a cluster), and at most 8
+/// blocks for each multiprocessor. All take about as long as W takes to come, unless blocks are
+/// few.
+template <int kRows, int kCols>
+void add_few_rows(const Layer& layer, std::vector<Product>& products) {
+  constexpr int kThreads = 32 * kFewWarps;
+  const auto kernel = few_rows<kRows, kCols>;
+  const int tiles = static_cast<int>(blocks_for(layer.C, 32 * kCols));
+  const auto microseconds = [&](int slices, int splits) {
+    const double idle = std::max(1.0, 1.0 * layer.sms / (tiles * slices * splits));
+    return 3 + 1e-6 * layer.D * layer.C * idle + 0.1 * (slices - 1);
+  };
+  const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
+  const auto add = [&](int slices, int splits) {
+    const auto launch = [=](Results results, int of_D) {
+      launch_clusters(kernel, splits, true, dim3(tiles * splits, of_D), kThreads, 0,  //
+                      layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
+    };
+    products.push_back(half_fused(layer, "few rows", kernel, 0, slices, tiles, launch));
+    products.back().expected = {microseconds(slices, splits), microseconds(1, splits),
+                                text + std::to_string(splits),
+                                "; half fused; slices: " + std::to_string(slices)};
+  };
+  const int most = std::min(layer.most_slices(64), 8 * layer.sms / tiles);
+  for (int shares = 1; shares == 1 || shares <= most; shares *= 2) {
+    if (shares > 1 && shares <= kMostSplits && has_clusters(kernel)) add(1, shares);
+    add(shares, 1);
+  }
+}
+
+template <int kRows>
+std::vector<Product> make_few_rows(const Layer& layer) {
+  std::vector<Product> products;
+  add_few_rows<kRows, 4>(layer, products);
+  add_few_rows<kRows, 2>(layer, products);
+  return products;
+}
+
+}  // namespace operators::softmax
