@@ -118,7 +118,7 @@ HEADERS = {
     CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
     MATMUL: ("operators/product/fp32.cuh",),
     TENSOR_CORES: (RING,),
-    FUSED: ("primitives/wmma_fragments.cuh", RING),
+    FUSED: ("operators/gating/rows.cuh", "primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
     SPATIAL: (RING,),
     SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
