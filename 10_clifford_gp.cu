@@ -31,7 +31,7 @@
 // A weight belongs to three grades, of x, of the result and of y. Three dimensions have 64 places.
 //
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
-// 3-D multivectors. What is computed: 92 multiply-adds for their product and two gates. The
+// 3-D multivectors. What is computed: 92 multiplications and multiply-adds, and two gates. The
 // machine could do several times that while the bytes arrive: memory is the limit, if every byte
 // moves once. Run operator by operator it does not: that is the first kernel of the table.
 //
@@ -49,10 +49,10 @@
 // blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" has one block for a
 // row, and holds fewer.
 //
-// What makes a kernel of 92 multiply-adds fast is that nobody looks anything up: which blade times
-// which gives which, with which sign and which weight, is known when the program is compiled. Most
-// write these lines by hand, or generate them with a symbolic package. Here the compiler does, from
-// the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
+// What makes a kernel of 92 such instructions fast is that nobody looks anything up: which blade
+// times which gives which, with which sign and which weight, is known when the program is compiled.
+// Most write these lines by hand, or generate them with a symbolic package. Here the compiler does,
+// from the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
 // (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
 // gradients() in operators/clifford/algebra.cuh. Gates and norms in registers:
 // operators/clifford/clifford.cuh.

@@ -47,9 +47,9 @@ constexpr int kTile = 32;
 // Each step moves one 32 x 32 tile of A and of B, one element of each per thread, coalesced. After
 // the first barrier every element is read from shared memory 32 times; the second barrier keeps a
 // fast warp from overwriting what a slow one still reads. There is one load from memory
-// where lesson 1 has 32. Counted in sectors that is a factor of 20: for each k a warp of lesson
-// 1's last kernel asks for 5 (one number of A, for all of its threads, and 32 of B), here for 8 in
-// 32 of k. The limit is now shared memory, with two reads per multiply-add.
+// where lesson 1 has 32. Counted in sectors that is a factor of 20. For each k a warp of lesson 1's
+// last kernel asks for 5 sectors, one for A's number and four for B's 32: 160 in 32 of k. Here it
+// asks for 8. The limit is now shared memory, with two reads per multiply-add.
 __global__ void matmul_tile(const float* A, const float* B, float* C, int n) {
   __shared__ float a_tile[kTile][kTile];
   __shared__ float b_tile[kTile][kTile];
@@ -257,11 +257,11 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // count is right. One barrier a step is enough. It says two things: the copies of all threads have
 // arrived; and nobody reads the stage of the step before any more, which the next copies fill.
 //
-// The same kernel has the row *large tiles*. 256 threads own 128 x 256 elements of C there, 8 x 16
-// each: for a step of k a thread reads 8 + 16 numbers from shared memory for 128 multiply-adds, 3
-// for 16 where it was 4. Its sums alone take 128 registers, so only one such block fits on a
-// multiprocessor. Before, that had cost too much: while one block waited for memory, the other had
-// to compute. Now copies that start early do what the second block did.
+// The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
+// there, 8 x 16 each: for a step of k a thread reads 8 + 16 numbers from shared memory for 128
+// multiply-adds, 3 for 16 where it was 4. Its sums alone take 128 registers, so only one such block
+// fits on a multiprocessor. Before, that had cost too much: while one block waited for memory, the
+// other had to compute. Now copies that start early do what the second block did.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_async(const float* A, const float* B, float* C, int n) {
@@ -317,10 +317,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // ---- lean ---------------------------------------------------------------------------------------
 
 // In `large tiles` a scheduler starts an instruction in three cycles of four, and a sixth of these
-// are no multiply-adds: they work out where to copy from and to, and whether that is inside. Here
-// that is worked out once, and a step only moves on two pointers. Nothing checks for the edges of
-// the matrix: a row or column outside is replaced by the last one inside, since what it contributes
-// to is never stored. Only along k, which is summed over, zeros are needed.
+// are no multiply-adds: most of them work out where to copy from and to, and whether that is
+// inside. Here that is worked out once, and a step only moves on two pointers. Nothing checks for
+// the edges of the matrix: a row or column outside is replaced by the last one inside, since what
+// it contributes to is never stored. Only along k, which is summed over, zeros are needed.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_lean(const float* A, const float* B, float* C, int n) {
@@ -403,10 +403,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // ---- ahead --------------------------------------------------------------------------------------
 
-// `async` once more, one level further in. A multiply-add needs numbers that the load just above it
-// asks shared memory for, some 30 cycles away. Eight warps, two for each scheduler, are not enough
-// to fill that time with others' work. So there are two sets of registers: while one k is
-// multiplied, the numbers of the next come into the other set.
+// `lean`, with the idea of `async` one level further in. A multiply-add needs numbers that the load
+// just above it asks shared memory for, some 30 cycles away. Eight warps, two for each scheduler,
+// are not enough to fill that time with others' work. So there are two sets of registers: while one
+// k is multiplied, the numbers of the next come into the other set.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_ahead(const float* A, const float* B, float* C, int n) {

@@ -87,10 +87,10 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
 constexpr int kSide = 4;  // a block is kSide x kSide warps
 
 // Lesson 1 with warps for threads: each owns one 16 x 16 tile of C and walks along k in steps of
-// 16, with nothing kept but the sums. A fragment is loaded from memory for every product: 2 * 256
-// elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the L1
-// cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know which
-// elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared
+// 16, with nothing kept but the sums. Two fragments are loaded from memory for every product: 2 *
+// 256 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the
+// L1 cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know
+// which elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared
 // memory.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
@@ -175,10 +175,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // ---- The order of blocks ------------------------------------------------------------------------
 
-// From here to *mma.sync*. Blocks start in the order of their numbers, as many as fit on the GPU at
-// a time, and share what they read through the L2 cache. Blocks in one
-// row of C would read one row of tiles of A but all of B. Instead kGroup rows of tiles are walked
-// column by column, so that the blocks of one moment form a patch of C which is about square.
+// The kernels from *ldmatrix* to *mma.sync* take tiles in this order. Blocks start in the order of
+// their numbers, as many as fit on the GPU at a time, and share what they read through the L2
+// cache. Blocks in one row of C would read one row of tiles of A but all of B. Instead kGroup rows
+// of tiles are walked column by column, so that the blocks of one moment form a patch of C which is
+// about square.
 constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -443,8 +444,10 @@ struct TileCopies {
 // Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. Most of the others
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
 // in TileCopies. Of the fragments, all that depends on the lane is in one offset for A and one for
-// B. A fragment in other rows is that offset plus a constant; in other columns, which are swizzled,
-// it is the offset ^ a constant, since to swizzle is an exclusive or as well.
+// B. A fragment in other rows is that offset plus a constant. In other columns, which are swizzled,
+// it is the offset ^ a constant: the lane's columns are 0 or 8, beside multiples of the warp's
+// width, and the constants multiples of 16, so that no bit is in both (primitives/mma.cuh). Of the
+// copies, rows are multiples of 8 apart: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
 // owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;
@@ -514,9 +517,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // step come the first fragments of the next one. So the barrier stands before these products, and
 // the tensor cores work on while a warp waits at it: this is why the loop of copies is written out.
 //
-// Two small things more: products go back and forth along a row of `sum`, so that two in a row
-// share a fragment of B; and the result goes through shared memory, swizzled as well, so that it
-// leaves as whole rows of 16-byte stores.
+// Two small things more: products go along a row of `sum` and back along the next, so that the last
+// of one row and the first of the next share a fragment of B; and the result goes through shared
+// memory, swizzled as well, so that it leaves as whole rows of 16-byte stores.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -575,7 +578,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (reading == end) reading = mma_tiles;
       }
       load_fragments(reading, (k + 16) % BK);
-      if (k == 0) {
+      if (k == 0) {  // to the stage of the step before, whose last fragments all warps have loaded
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
         writing += Tiles::kStage;
@@ -630,9 +633,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //                                           that were started but the newest n
 //     elect_one()                           true for one lane of the warp
 //     named_barrier(id, threads)            a barrier for so many threads of the block
-//     shared_fence()                        the copy engine, and wgmma, see what threads have
-//     written swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a
-//     box
+//     shared_fence()                        what threads have written, the copy engine can see
+//     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.

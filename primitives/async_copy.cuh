@@ -17,7 +17,8 @@ namespace primitives {
 
 /// Copies kBytes (4, 8 or 16; both addresses aligned to that). If not `inside` it writes as many
 /// zeros, and `from` is not read and may point anywhere. PTX ISA, "Data Movement and Conversion
-/// Instructions: cp.async" (its src-size operand).
+/// Instructions: cp.async" (its src-size operand). (`asm` writes an instruction of PTX, the GPU's
+/// assembly language, with registers of 32 bits, "r", of 64, "l", and constants, "n".)
 template <int kBytes>
 __device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
   const int bytes = inside ? kBytes : 0;

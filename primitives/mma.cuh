@@ -69,8 +69,9 @@ __device__ inline unsigned multiply2(unsigned a, unsigned b) {
 /// becomes p ^ (r % 8), and then all eight are on different banks. (With 32 columns two rows share
 /// 128 bytes and have four pieces each: p ^ (r / 2 % 4).) A row still has the same 128 bytes, so
 /// writing whole rows is free of conflicts too, and unlike padding this costs no memory. An
-/// exclusive or also undoes itself, and commutes with others: the offset for columns + 8 c is, for
-/// powers of two, offset ^ 8 c, as long as neither leaves an aligned group of 64 (32) columns.
+/// exclusive or also undoes itself, and commutes with others: if a column has none of the bits of
+/// 8 c, then column + 8 c is column ^ 8 c, and its offset is the column's offset ^ 8 c, as long as
+/// neither leaves an aligned group of 64 (32) columns.
 template <int kCols>
 __device__ inline int swizzle(int row, int col) {
   static_assert(kCols == 32 || kCols % 64 == 0, "no layout for rows of this length");

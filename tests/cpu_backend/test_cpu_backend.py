@@ -395,3 +395,28 @@ def test_command_line(tmp_path):
     command = [sys.executable, script, source, target]
     failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1 and failed.stderr.startswith(f"error: {source}:1: ")
+
+
+# Less than a tile; rows of 16 bytes of one factor, of the other, of none; shared tiles.
+SHAPES = ["1 1 1", "33 72 41", "40 31 64", "130 70 50", "257 136 520"]
+
+
+@pytest.mark.parametrize("multiprocessors", ["2", "8"])
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_product_shapes(sizes, multiprocessors, monkeypatch):
+    """What a program calls, each operator in the three ways that should be the fastest."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
+    result = run(BUILD / "tests" / "product_shapes", *sizes.split(), "3")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {line.split(",")[0] for line in result.stdout.splitlines()} == {"fp32", "fp16", "bf16"}
+
+
+def test_all_ways_of_a_product_are_right():
+    result = run(BUILD / "tests" / "product_shapes", "130", "72", "64")
+    assert result.returncode == 0 and result.stdout.count("\n") > 60, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333"])
+def test_product_shapes_on_a_gpu(sizes):
+    result = run(hopper_program("product_shapes"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
