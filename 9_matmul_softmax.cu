@@ -50,13 +50,13 @@
 //
 // "unfused tiles" and so on are the same kernels with another epilogue, which writes the logits.
 // Where there are few tiles, few rows and exchange may cut D into slices: each leaves a part of the
-// logits, and the softmax kernel adds these up while it reads them. That is half fused as well; (2)
-// has no slices. Of its tiles, and slices, each has the
-// fastest that was tried, and so has (1) of the library's kernels. In the fp32 tables tiles and
-// online multiply on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of
-// two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
-// Cluster and exchange are there as 3xTF32. All kernels and the softmax are launched early
-// (primitives/early_launch.cuh): here the time between two kernels counts.
+// logits, and the softmax kernel adds these up while it reads them. That saves no logits; (2) has
+// no slices. Of its tiles, and slices, each has the fastest that was tried, and so has (1) of the
+// library's kernels. In the fp32 tables tiles and online multiply on the CUDA cores and, as
+// "3xTF32", on tensor cores: each operand as the sum of two TF32 numbers, and three products
+// instead of one. Its error is held to the bound of fp32. Cluster and exchange are there as 3xTF32.
+// All kernels and the softmax are launched early (primitives/early_launch.cuh): here the time
+// between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -204,9 +204,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
 // tiles of BM x BN, as for any product, and of each row a warp has kCols columns. It writes their
 // logits and leaves their maximum and their sum relative to it, which the lanes that share a row
 // find with a few shuffles: this is "online softmax", no part has to know another one's maximum.
-// finish_columns() merges a row's parts and makes probabilities of the logits: they are read once
-// more, but not twice. (A row's last block could do it in the same launch. But it would have all of
-// the row's logits to go through while other multiprocessors have nothing to do.)
+// finish_columns() (operators/softmax/rows.cuh) merges a row's parts and makes probabilities of the
+// logits: each is read once. (A row's last block could do it in the same launch. But it would have
+// all of the row's logits to go through while other multiprocessors have nothing to do.)
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, Results results) {
   start_next_kernel();
@@ -271,12 +271,14 @@ struct ClusterShared {
   }
   static constexpr int kBoxes = kDepth / kLine<float>;
   using Boxes = ColumnTile<float, kRows>[kBoxes];
-  Boxes x[kHighLow ? 2 : 1];  // as the copy engine leaves it; what that lacks
+  // x rounded to TF32; in 3xTF32 also what the rounding has left, as a second TF32 number.
+  Boxes x[kHighLow ? 2 : 1];
   // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own sums
   // stay in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * stride(kClasses)];
   alignas(16) float inbox[kSplits][kOwnRows * stride(kClasses)];
-  Barrier full, come;  // x is there; all of the inbox is
+  Barrier full;  // x is there
+  Barrier come;  // what the other blocks send is in the inbox
 };
 
 #if HOPPER_CODE
@@ -326,9 +328,9 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 //
 // The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
 // memory, W^T from registers. No other thread of the block needs the same elements of W: they go
-// from memory straight to the registers, all of a chunk of kDepth inputs at once. (Of what it finds
-// in shared memory wgmma ignores the bits that TF32 does not have, which would truncate x. So the
-// copy engine rounds it on the way.)
+// from memory straight to the registers, all of a chunk of kDepth inputs at once. (wgmma ignores
+// the bits that TF32 does not have. That would truncate x, so the copy engine rounds it on the way
+// to shared memory.)
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
@@ -405,7 +407,10 @@ __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
 #endif
 }
 
-// -------------------------------------------------------------------------------------------------
+// ---- Which kernel, with which tiles -------------------------------------------------------------
+
+// Nothing about softmax is in what follows up to the tables: it says with which tiles, how many
+// blocks and how much shared memory each kernel is launched for a shape.
 
 // D is split until the GPU is full, but into no less than kLeastDepth.
 constexpr int kLeastDepth = 128;
@@ -504,7 +509,8 @@ Plan choose_cluster(const Layer& layer) {
 }
 
 // What Hopper has for a shape, a row each: fused narrow, or else fused cluster; and fused exchange.
-// But none that should take much longer. (TF32, D < 4, C % 4 != 0: a matrix of W has no row.)
+// But none that should take much longer. In TF32 fused exchange needs either rows of W that are
+// aligned to 16 bytes, or at least 4 inputs.
 template <Math kMath>
 std::vector<std::vector<Product>> make_hopper_products(const Layer& layer) {
   constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
