@@ -8,8 +8,9 @@
 //     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
 //
 // The operands are in registers. No thread could hold them alone, so each matrix is spread over the
-// lanes of the warp, a fragment in each: of an 8 x 8 corner, lane l holds row l / 4, columns
-// 2 (l % 4) and the next one, two 16-bit numbers in one register. A lane's registers alone mean
+// lanes of the warp, a fragment in each: of an 8 x 8 corner of A or of the sums, lane l holds row
+// l / 4, columns 2 (l % 4) and the next one, two 16-bit numbers in one register; of B it holds
+// column l / 4, and two rows. A lane's registers alone mean
 // nothing; to load them is a warp's joint work as well, and there is an instruction for it,
 // ldmatrix: the lanes pass the addresses of rows in shared memory and receive their elements.
 //
@@ -195,9 +196,10 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
 // shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
-// (primitives/mma.cuh) is where an element lies: in its own row, but the pieces of 16 bytes have
-// changed places, in each row differently. 8 rows of one column of pieces then lie on different
-// banks. So neither these copies nor ldmatrix meet a bank twice, and no row needs padding.
+// (primitives/swizzle.cuh) is where an element lies: in its own row, but the pieces of 16 bytes
+// have changed places, in each row differently. 8 rows of one column of pieces then lie on
+// different banks. So neither these copies nor ldmatrix meet a bank twice, and no row needs
+// padding.
 template <int kRows, int kCols, int kThreads, int kWidth>
 __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col0, int n) {
 #pragma unroll
@@ -445,9 +447,10 @@ struct TileCopies {
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
 // in TileCopies. Of the fragments, all that depends on the lane is in one offset for A and one for
 // B. A fragment in other rows is that offset plus a constant. In other columns, which are swizzled,
-// it is the offset ^ a constant: the lane's columns are 0 or 8, beside multiples of the warp's
-// width, and the constants multiples of 16, so that no bit is in both (primitives/mma.cuh). Of the
-// copies, rows are multiples of 8 apart: the compiler swizzles once, and adds constants.
+// it is the offset ^ a constant. For to swizzle is itself an exclusive or; and the lane's columns,
+// 0 or 8 beside multiples of the warp's width, share no bit with the constants, multiples of 16, so
+// that to add these is an exclusive or as well (primitives/swizzle.cuh). Of the copies, rows are
+// multiples of 8 apart: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
 // owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;

@@ -92,7 +92,8 @@ using namespace operators::softmax;
 // coalesced along W. A thread keeps the maximum and the sum of its logits so far (merge() in
 // operators/softmax/rows.cuh), and writes the logits to `probs`. When the block has merged what all
 // threads have, each reads its logits again, from the caches, and writes probabilities over them.
-// This is fused. But W is read once per row: 2 operations for every 4 bytes from the L2 cache.
+// This is fused. But W is read once per row: 2 operations for every 4 bytes, from the L1 cache at
+// best, where the blocks of a multiprocessor find what another one has read.
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_rows(const float* x, const float* W, float* probs, int D, int C) {
   start_next_kernel();
@@ -322,8 +323,9 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 // As in fused tiles, D is split over blocks that share kRows rows. But here these are a cluster,
 // and can write to each other's shared memory: the partial sums need not go through the L2 cache to
 // whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the others
-// push their partial sums of that share into its inbox. Of more than kClasses classes a cluster has
-// a tile of so many, and then it is half fused at most: see fused online. (To exchange maxima and
+// push their partial sums of that share into its inbox. If there are more than kClasses
+// classes, a cluster computes a tile of so many columns, and another kernel finishes the rows: that
+// is half fused, as in fused online. (To exchange maxima and
 // sums here, as fused exchange does, took longer than a softmax kernel whose launch is early.)
 //
 // The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared

@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "primitives/mma.cuh"
+#include "primitives/swizzle.cuh"
 
 namespace primitives {
 
