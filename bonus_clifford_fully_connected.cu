@@ -11,6 +11,15 @@
 // features: the fully connected layer of a Clifford network. Its 20 triples in 3-D (10 in 2-D) make
 // 44 planes P (14), each (batch, features), and each plane is the left operand of a product.
 //
+// In the plane, whose table lesson 10 has, e1 of z is four products of matrices, one for each place
+// in which the table has e1:
+//
+//     z_e1 = (x'_1 y'_e1) w[0,1,1] + (x'_e1 y'_1) w[1,1,0]
+//                                  + (x'_e12 y'_e2) w[2,1,1] - (x'_e2 y'_e12) w[1,1,2]
+//
+// What stands in parentheses, multiplied element by element, is a plane. Where a triple has several
+// places for a blade their sum is the plane: for 1 of z, x'_e1 y'_e1 + x'_e2 y'_e2 with w[1,0,1].
+//
 // What is computed: 88 batch features^2 operations in 3-D (28 in 2-D), on tensor cores, in TF32.
 // What moves: 24 planes (12), if the 44 (14) are never written; 112 if they are, once, and read
 // back. Either way the products are the limit, where features are some hundreds: a plane's element
