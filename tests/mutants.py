@@ -69,10 +69,12 @@ def plant(program, lesson, text):
     """The lesson's source `text` with the mistakes of all mutants that share a program."""
     mutants = [mutant for mutant in MUTANTS if mutant.program == program]
     choice = CHOICE if any(mutant.number for mutant in mutants) else ""
+    there = ()
     if program == hopper_mutants.name_of(lesson):
         text, choice = hopper_mutants.plant(text, lesson), hopper_mutants.CHOICE
-    there = hopper_mutants.HEADERS.get(lesson, ())
-    text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
+        there = hopper_mutants.HEADERS.get(lesson, ())
+    if not any(mutant.operator for mutant in mutants):  # else `text` is not the lesson's
+        text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
     places = {}  # (where, what stands there) -> what becomes of it: several mistakes may have one place
     for mutant in mutants:
         place = mutant.where(text), mutant.old
