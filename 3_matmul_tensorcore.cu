@@ -196,7 +196,7 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
 // shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
-// (primitives/swizzle.cuh) is where an element lies: in its own row, but the pieces of 16 bytes
+// (primitives/mma.cuh) is where an element lies: in its own row, but the pieces of 16 bytes
 // have changed places, in each row differently. 8 rows of one column of pieces then lie on
 // different banks. So neither these copies nor ldmatrix meet a bank twice, and no row needs
 // padding.
@@ -449,7 +449,7 @@ struct TileCopies {
 // B. A fragment in other rows is that offset plus a constant. In other columns, which are swizzled,
 // it is the offset ^ a constant. For to swizzle is itself an exclusive or; and the lane's columns,
 // 0 or 8 beside multiples of the warp's width, share no bit with the constants, multiples of 16, so
-// that to add these is an exclusive or as well (primitives/swizzle.cuh). Of the copies, rows are
+// that to add these is an exclusive or as well (primitives/mma.cuh). Of the copies, rows are
 // multiples of 8 apart: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp

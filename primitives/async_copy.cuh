@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "primitives/swizzle.cuh"
+#include "primitives/mma.cuh"
 
 namespace primitives {
 
