@@ -1077,9 +1077,10 @@ void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half>
   });
 }
 
-// *lean* and *mma.sync*, with the same tiles.
+// These, and *lean* and *mma.sync* with the same tiles each.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
+  add_small_mma<kWidth>(square, A, B, C, n);
   using Tiles = MmaTiles<BM, BN, BK, kWarpsM, kWarpsN, kStages>;
   allow_shared_bytes(matmul_lean<BM, BN, BK, kWarpsM, kWarpsN, kStages, kWidth>,
                      Tiles::kSharedBytes);
@@ -1218,9 +1219,6 @@ int main(int argc, char** argv) {
               : add_wmma_global<false>(square, A, B, C, n);
   n % 8 == 0 ? add_wmma_shared<true>(square, A, B, C, n)
              : add_wmma_shared<false>(square, A, B, C, n);
-  n % 2 != 0   ? add_small_mma<1>(square, A, B, C, n)
-  : n % 8 != 0 ? add_small_mma<2>(square, A, B, C, n)
-               : add_small_mma<8>(square, A, B, C, n);
   if (n % 2 != 0) {
     add_mma<128, 128, 32, 2, 4, 3, 1>(square, A, B, C, n);
   } else if (n % 8 != 0) {

@@ -34,6 +34,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -279,19 +280,18 @@ struct Fp32Timetable {
   static std::vector<Fp32Timetable> plans(const ProductShape& shape, int sms, int capacity) {
     const int64_t tiles = tiles_of(shape), steps = steps_of(shape);
     if (tiles * steps > INT_MAX) return {};
+    const int64_t most = std::min<int64_t>(capacity, tiles * steps);
     std::vector<Fp32Timetable> plans;
-    const auto add_best = [&](int64_t unit, int64_t most) {
-      std::vector<Fp32Timetable> some;
+    const auto add_best = [&](int64_t unit) {
+      std::optional<Fp32Timetable> best;
       for (int64_t count = unit; count <= most; count += unit) {
-        some.emplace_back(shape, sms, static_cast<int>(count));
+        const Fp32Timetable plan(shape, sms, static_cast<int>(count));
+        if (!best || plan.microseconds < best->microseconds) best = plan;
       }
-      const auto best = std::min_element(
-          some.begin(), some.end(),
-          [](const auto& a, const auto& b) { return a.microseconds < b.microseconds; });
-      if (best != some.end()) plans.push_back(*best);
+      if (best) plans.push_back(*best);
     };
-    add_best(tiles, std::min<int64_t>(capacity, tiles * steps));
-    if (sms % tiles != 0) add_best(sms, std::min<int64_t>(capacity, tiles * steps));
+    add_best(tiles);
+    if (sms % tiles != 0) add_best(sms);
     return plans;
   }
 
