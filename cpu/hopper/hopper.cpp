@@ -100,7 +100,12 @@ struct TensorMap {
   std::uint32_t unused[3];
 
   std::size_t row_bytes() const { return std::size_t{box[0]} * element_bytes; }
-  std::size_t rows() const { return rank == 1 ? 1 : box[1]; }
+  /// Of a box with more than two dimensions: those of all matrices of it, one after another.
+  std::size_t rows() const {
+    std::size_t all = 1;
+    for (int i = 1; i < rank; ++i) all *= box[i];
+    return all;
+  }
   std::size_t bytes() const { return rows() * row_bytes(); }
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
@@ -128,16 +133,17 @@ struct RowInside {
 
 RowInside row_inside(const TensorMap& map, const int* at, std::size_t row) {
   RowInside inside = {0, 0, nullptr};
-  const std::int64_t x = at[0], y = map.rank == 1 ? 0 : at[1] + static_cast<std::int64_t>(row);
-  const std::int64_t z = map.rank == 3 ? at[2] : 0;
-  if (map.rank >= 2 && (y < 0 || y >= map.extents[1])) return inside;
-  if (map.rank == 3 && (z < 0 || z >= map.extents[2])) return inside;
-  const std::int64_t first = std::max<std::int64_t>(0, -x);
+  std::int64_t offset = 0;
+  for (int i = 1; i < map.rank; ++i) {
+    const std::int64_t place = at[i] + static_cast<std::int64_t>(row % map.box[i]);
+    row /= map.box[i];
+    if (place < 0 || place >= map.extents[i]) return inside;
+    offset += place * static_cast<std::int64_t>(map.strides[i - 1]);
+  }
+  const std::int64_t x = at[0], first = std::max<std::int64_t>(0, -x);
   const std::int64_t end = std::min<std::int64_t>(map.box[0], map.extents[0] - x);
   if (first >= end) return inside;
-  const std::int64_t offset = (x + first) * map.element_bytes +
-                              y * static_cast<std::int64_t>(map.strides[0]) +
-                              z * static_cast<std::int64_t>(map.strides[1]);
+  offset += (x + first) * map.element_bytes;
   inside = {static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(end),
             map.address + offset};
   return inside;
@@ -151,7 +157,7 @@ struct MBarrier;
 struct Transfer {
   /// Not valid (magic 0): bytes that lie one after another.
   TensorMap map;
-  int at[3];
+  int at[5];
   const char* source;
   /// Instead of a source: what store_push() writes.
   bool by_value;
@@ -199,7 +205,7 @@ constexpr long kMaxBytes = (1 << 20) - 1;
 /// A box, or several, of a thread's bulk group.
 struct Store {
   TensorMap map;
-  int at[3];
+  int at[5];
   SharedPlace from;
   char* to;  // of bytes in a row; null if it is a box
   std::size_t bytes;
@@ -1695,8 +1701,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
              type != CU_TENSOR_MAP_DATA_TYPE_UINT32 && type != CU_TENSOR_MAP_DATA_TYPE_INT32) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  // Of the modes only those that hopper.cuh uses, and of three dimensions boxes of one matrix.
-  if (!map || !strides || rank < 1 || rank > 3 || (rank == 3 && box[2] != 1) ||
+  // Of the modes only those that hopper.cuh uses.
+  if (!map || !strides || rank < 1 || rank > 5 ||
       interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
       (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && swizzle != CU_TENSOR_MAP_SWIZZLE_128B)) {
     return CUDA_ERROR_INVALID_VALUE;
@@ -1720,7 +1726,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     result.box[i] = box[i];
     if (i == 0) continue;
     if (strides[i - 1] % 16 != 0 || strides[i - 1] >= 1ull << 40 ||
-        strides[i - 1] < extents[i - 1] * element) {
+        (i == 1 && extents[1] > 1 && strides[0] < extents[0] * element)) {
       return CUDA_ERROR_INVALID_VALUE;
     }
     result.strides[i - 1] = strides[i - 1];

@@ -109,6 +109,11 @@ inline void tensor_load(void* to, const CUtensorMap* map, int matrix, int row, i
   const int coordinates[3] = {col, row, matrix};
   cuda_cpu::tensor_load(to, map, 3, coordinates, barrier, 0, site);
 }
+inline void tensor_load(void* to, const CUtensorMap* map, const int (&at)[5],
+                        std::uint64_t* barrier, std::uint64_t /*policy*/,
+                        cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::tensor_load(to, map, 5, at, barrier, 0, site);
+}
 inline void tensor_load(void* to, const CUtensorMap* map, int first, std::uint64_t* barrier,
                         cuda_cpu::Site site = cuda_cpu::Site::here()) {
   cuda_cpu::tensor_load(to, map, 1, &first, barrier, 0, site);
@@ -157,6 +162,10 @@ inline void tensor_store(const CUtensorMap* map, int matrix, int row, int col, c
                          std::uint64_t /*policy*/, cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const int coordinates[3] = {col, row, matrix};
   cuda_cpu::tensor_store(map, 3, coordinates, from, site);
+}
+inline void tensor_store(const CUtensorMap* map, const int (&at)[5], const void* from,
+                         cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::tensor_store(map, 5, at, from, site);
 }
 inline void bulk_store(void* to, const void* from, int bytes,
                        cuda_cpu::Site site = cuda_cpu::Site::here()) {

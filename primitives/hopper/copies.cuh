@@ -167,6 +167,17 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix,
       : "memory");
 }
 
+/// The same of a tensor of five dimensions, whose coordinates are `at`, the innermost one first.
+__device__ inline void tensor_load(void* to, const CUtensorMap* map, const int (&at)[5],
+                                   Barrier* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(shared_address(to)),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+      "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
 /// tensor_load_multicast(), likewise.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks, uint64_t policy) {
@@ -204,6 +215,15 @@ __device__ inline void tensor_store(const CUtensorMap* map, int matrix, int row,
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], "
       "[%4], %5;" ::"l"(map),
       "r"(col), "r"(row), "r"(matrix), "r"(shared_address(from)), "l"(policy)
+      : "memory");
+}
+
+/// tensor_store() to a tensor of five dimensions, as tensor_load() has them.
+__device__ inline void tensor_store(const CUtensorMap* map, const int (&at)[5], const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4, %5}], [%6];" ::
+          "l"(map),
+      "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(shared_address(from))
       : "memory");
 }
 

@@ -120,6 +120,14 @@ struct Writer {
   /// Goes back through the stages, from the one filled last on.
   __device__ __forceinline__ auto back() const { return Writer<Pipe, BackRing>(*this); }
 
+  /// Waits until the next stage is empty, and returns it: for what the thread writes into it itself,
+  /// before put().
+  __device__ __forceinline__ decltype(auto) wait() {
+    static_assert(Pipe::kTurns == Pipe::kStages);
+    wait_for_next();
+    return pipe.stage(ring.stage);
+  }
+
   /// fill(stage, arrived) starts copies of `bytes` bytes, which count at the barrier `arrived`.
   template <typename Fill>
   __device__ __forceinline__ void put(int bytes, Fill fill) {

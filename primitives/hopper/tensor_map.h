@@ -40,7 +40,7 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
     if (result != cudaDriverEntryPointSuccess) throw Error("the driver has no tensor maps");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  const cuuint32_t steps[3] = {1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   // There is no type for FP8. Of a copy it would only say how many bytes an element has.
   const CUtensorMapDataType type = to_tf32                    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
                                    : sizeof(T) == 1           ? CU_TENSOR_MAP_DATA_TYPE_UINT8

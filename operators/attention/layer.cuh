@@ -1,0 +1,300 @@
+// Attention for any shape: the ways to compute it, of which the fastest depends on the shape.
+//   - On Hopper, where rows are aligned to 16 bytes: operators/attention/hopper.cuh, with a size of
+//     tile for widths up to 64, 128 and 256. Else operators/attention/portable.cuh.
+//   - Few queries, of several heads that share keys: these heads are rows of one tile.
+//   - Few tiles of rows: the keys are divided among blocks as well, and another kernel puts the
+//     parts together.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "operators/attention/hopper.cuh"
+#include "operators/attention/portable.cuh"
+
+namespace operators::attention {
+
+/// Where attention's operands are. `log_sums` may be left out.
+template <typename T>
+struct AttentionMemory {
+  Memory<T> Q, K, V, out;
+  std::optional<Memory<float>> log_sums;
+  Strides q, k, v, o;
+
+  /// Dense, as (batch, rows, heads, width).
+  AttentionMemory(const AttentionShape& shape, const Memory<T>& Q, const Memory<T>& K,
+                  const Memory<T>& V, const Memory<T>& out,
+                  const std::optional<Memory<float>>& log_sums = {})
+      : Q(Q),
+        K(K),
+        V(V),
+        out(out),
+        log_sums(log_sums),
+        q(Strides::rows_of_heads(shape.queries, shape.heads, shape.width)),
+        k(Strides::rows_of_heads(shape.keys, shape.kv_heads, shape.width)),
+        v(k),
+        o(q) {}
+};
+
+/// What every launch needs.
+template <typename T>
+struct AttentionLaunches {
+  AttentionLaunches(const Workspace& workspace, const AttentionMemory<T>& memory,
+                    const AttentionShape& shape, float scale)
+      : memory_(memory), shape_(shape), scale_(scale), counters_(workspace.zeros<unsigned>(2)) {}
+
+  struct Plan {
+    int pack, parts;
+  };
+
+  AttentionOperands<T> operands() const {
+    const auto narrow = [](int64_t value) { return static_cast<int>(value); };
+    return {memory_.Q,
+            memory_.K,
+            memory_.V,
+            memory_.out,
+            memory_.log_sums ? memory_.log_sums->data() : nullptr,
+            memory_.q,
+            memory_.k,
+            memory_.v,
+            memory_.o,
+            narrow(shape_.queries),
+            narrow(shape_.keys),
+            narrow(shape_.heads),
+            narrow(shape_.group()),
+            narrow(shape_.width),
+            shape_.causal,
+            scale_};
+  }
+
+  /// Of all heads and batches, in a row of workspace of `parts` parts.
+  int64_t rows() const { return shape_.batch * shape_.heads * shape_.queries; }
+
+  /// Where parts go: the largest of all ways' is allocated once.
+  struct PartMemory {
+    std::optional<Memory<float>> out, log_sums;
+  };
+
+  template <class Tile>
+  void launch_hopper(const Plan& plan) const {
+    constexpr int kBytes = sizeof(AttentionShared<Tile>);
+    const auto kernel = attention_hopper<Tile>;
+    allow_shared_bytes(kernel, kBytes);
+    const AttentionOperands<T> in = operands();
+    const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
+    const int64_t heads = shape_.kv_heads, width = shape_.width;
+    const AttentionMaps maps{
+        AttentionMaps::map<T>(in.Q, in.q, B, S, heads, g, width, plan.pack, Tile::kRows),
+        AttentionMaps::map<T>(in.K, in.k, B, keys, heads, 1, width, 1, Tile::kKeys),
+        AttentionMaps::map<T>(in.V, in.v, B, keys, heads, 1, width, 1, Tile::kKeys),
+        AttentionMaps::map<T>(in.out, in.o, B, S, heads, g, width, plan.pack, 64)};
+    AttentionSchedule schedule;
+    schedule.pack = plan.pack;
+    schedule.parts = plan.parts;
+    schedule.row_tiles = static_cast<int>(ceil_div(S * plan.pack, int64_t{Tile::kRows}));
+    schedule.heads = static_cast<int>(shape_.heads / plan.pack * B);
+    // Heads of K and V that half of the L2 cache holds; all that read the same ones are neighbours.
+    const int64_t cached = int64_t{24} << 20, head_bytes = 4 * keys * width;
+    const int64_t readers = g / plan.pack;
+    schedule.section = static_cast<int>(std::clamp<int64_t>(
+        std::max<int64_t>(1, cached / head_bytes) * readers, 1, schedule.heads));
+    schedule.total =
+        static_cast<unsigned>(int64_t{schedule.row_tiles} * schedule.heads * plan.parts);
+    schedule.next = counters_;
+    const unsigned blocks = std::min<unsigned>(schedule.total, multiprocessors());
+    attention_hopper<Tile>
+        <<<blocks, Tile::kThreads, kBytes>>>(maps, in, schedule, parts<Tile::kSplit>());
+    if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
+  }
+
+  template <class Tile, bool kSplit>
+  void launch_portable(const Plan& plan) const {
+    const auto kernel = attention_portable<Tile, kSplit>;
+    allow_shared_bytes(kernel, Tile::kSharedBytes);
+    const int64_t row_tiles = ceil_div(shape_.queries * plan.pack, int64_t{Tile::kRows});
+    const dim3 grid(static_cast<unsigned>(row_tiles * (shape_.heads / plan.pack) * shape_.batch),
+                    static_cast<unsigned>(plan.parts));
+    attention_portable<Tile, kSplit>
+        <<<grid, Tile::kThreads, Tile::kSharedBytes>>>(operands(), plan.pack, parts<kSplit>());
+    if constexpr (kSplit) merge<Tile::kWidth>(plan);
+  }
+
+  template <bool kSplit>
+  AttentionParts parts() const {
+    if constexpr (!kSplit) return {};
+    return {parts_->out->data(), parts_->log_sums->data()};
+  }
+
+  template <int kWidth>
+  void merge(const Plan& plan) const {
+    launch_early(attention_merge<T, kWidth>, blocks_for(rows(), 8), 256, 0, operands(),
+                 static_cast<int>(rows()), plan.parts, parts<true>());
+  }
+
+  AttentionMemory<T> memory_;
+  AttentionShape shape_;
+  float scale_;
+  Memory<unsigned> counters_;
+  std::shared_ptr<PartMemory> parts_ = std::make_shared<PartMemory>();
+};
+
+/// The ways to compute attention, of a shape that is at least 1 everywhere, of a width of at most
+/// 256, and whose heads are a multiple of kv_heads. scale, of the logits: positive. out must not
+/// overlap what is read.
+template <typename T>
+class Attention : AttentionLaunches<T> {
+  using Launches = AttentionLaunches<T>;
+  using Plan = typename Launches::Plan;
+  using Launches::memory_, Launches::parts_, Launches::rows, Launches::shape_;
+
+ public:
+  Attention(const Workspace& workspace, const AttentionMemory<T>& memory,
+            const AttentionShape& shape, float scale)
+      : Launches(workspace, memory, shape, scale) {
+    plan(workspace);
+  }
+
+  const std::vector<Way>& ways() const { return ways_; }
+
+ private:
+  bool aligned() const {
+    const auto all = [](const Strides& s) { return (s.batch | s.row | s.head) % 8 == 0; };
+    return shape_.width % 8 == 0 && all(memory_.q) && all(memory_.k) && all(memory_.v) &&
+           all(memory_.o);
+  }
+
+  /// How heads are packed and keys are divided, for tiles of `tile_rows` rows and `tile_keys` keys.
+  std::vector<Plan> plans(int tile_rows, int tile_keys) const {
+    std::vector<Plan> result;
+    const int group = static_cast<int>(shape_.group());
+    for (int pack = 1; pack <= std::min(group, 64); pack *= 2) {
+      if (group % pack != 0) break;
+      // Packed is better where it needs fewer tiles of rows.
+      const int64_t row_tiles = ceil_div(shape_.queries * pack, tile_rows);
+      const int64_t work = row_tiles * (shape_.heads / pack) * shape_.batch;
+      if (pack > 1 && ceil_div(shape_.queries, tile_rows) * pack <= row_tiles) continue;
+      if (pack == 1 && group > 1 && shape_.queries * std::min(group, 64) <= tile_rows &&
+          group % 2 == 0) {
+        continue;  // all of the group's rows fit into one tile
+      }
+      const int64_t tiles = ceil_div(shape_.keys, tile_keys), all = multiprocessors();
+      result.push_back({pack, 1});
+      for (int64_t rounds = 1; rounds <= 4; rounds *= 2) {
+        const int64_t parts = std::min({tiles, rounds * all / work, int64_t{256}});
+        if (work < all && parts > result.back().parts) {
+          result.push_back({pack, static_cast<int>(parts)});
+        }
+      }
+    }
+    return result;
+  }
+
+  template <class Tile>
+  void add_hopper(const std::string& name, std::vector<std::pair<Plan, int64_t>>& wanted) {
+    for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
+      if ((plan.parts > 1) != Tile::kSplit) continue;
+      constexpr int kBytes = sizeof(AttentionShared<Tile>);
+      wanted.push_back({plan, int64_t{plan.parts} * rows() * (Tile::kWidth + 1)});
+      const auto launch = [self = static_cast<const Launches&>(*this), plan] {
+        self.template launch_hopper<Tile>(plan);
+      };
+      ways_.push_back({name_of(name, plan),
+                       microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan), launch, kBytes});
+    }
+  }
+
+  static std::string name_of(const std::string& name, const Plan& plan) {
+    return name + (plan.pack > 1 ? ", " + std::to_string(plan.pack) + " heads a tile" : "") +
+           (plan.parts > 1 ? ", keys in " + std::to_string(plan.parts) + " parts" : "");
+  }
+
+  template <class Tile, bool kSplit>
+  void add_portable(const std::string& name, std::vector<std::pair<Plan, int64_t>>& wanted) {
+    for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
+      if ((plan.parts > 1) != kSplit) continue;
+      wanted.push_back({plan, int64_t{plan.parts} * rows() * (Tile::kWidth + 1)});
+      const auto launch = [self = static_cast<const Launches&>(*this), plan] {
+        self.template launch_portable<Tile, kSplit>(plan);
+      };
+      ways_.push_back({name_of(name, plan),
+                       2 * microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan), launch,
+                       Tile::kSharedBytes});
+    }
+  }
+
+  /// A coarse estimate: what all tiles take, on all multiprocessors, and the longest piece of work
+  /// once more in half, because pieces do not end together.
+  double microseconds(int tile_rows, int tile_keys, int width, const Plan& plan) const {
+    const double row_tiles =
+        static_cast<double>(ceil_div(shape_.queries * plan.pack, int64_t{tile_rows}));
+    const double heads = static_cast<double>(shape_.heads / plan.pack * shape_.batch);
+    const double seen = shape_.pairs() / static_cast<double>(shape_.queries);  // of an average row
+    const double step = (width + 64) * tile_rows * tile_keys / 1000.0;         // cycles
+    const double tiles = std::ceil(seen / tile_keys / plan.parts);
+    const double piece = tiles * step + 2500, pieces = row_tiles * heads * plan.parts;
+    const double on = std::min<double>(pieces, multiprocessors());
+    return (pieces * piece / on + 0.5 * piece) / 1650 + (plan.parts > 1 ? 6 : 3);
+  }
+
+  template <int kWidth>
+  void add_portable_ways(std::vector<std::pair<Plan, int64_t>>& wanted) {
+    const auto add = [&]<bool kAligned>() {
+      using Tile = PortableTile<T, kWidth, kWidth <= 128 ? 128 : 64, 64, 4, kAligned>;
+      add_portable<Tile, false>("mma.sync", wanted);
+      add_portable<Tile, true>("mma.sync", wanted);
+    };
+    aligned() ? add.template operator()<true>() : add.template operator()<false>();
+  }
+
+  template <int kWidth, int kConsumers, int kKeys, int kStages, int kRowStages, bool kTurns,
+            int kByPolynomial>
+  void add_hopper_ways(std::vector<std::pair<Plan, int64_t>>& wanted) {
+    const std::string name = std::to_string(64 * kConsumers) + " x " + std::to_string(kKeys);
+    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns,
+                             kByPolynomial, false>>(name, wanted);
+    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns,
+                             kByPolynomial, true>>(name, wanted);
+  }
+
+  void plan(const Workspace& workspace) {
+    std::vector<std::pair<Plan, int64_t>> wanted;
+    const bool hopper = is_hopper() && aligned();
+    if (shape_.width <= 64) {
+      if (hopper) {
+        add_hopper_ways<64, 3, 128, 8, 2, false, 2>(wanted);
+        add_hopper_ways<64, 2, 128, 8, 2, false, 2>(wanted);
+        add_hopper_ways<64, 1, 128, 10, 2, false, 0>(wanted);
+      }
+      add_portable_ways<64>(wanted);
+    } else if (shape_.width <= 128) {
+      if (hopper) {
+        add_hopper_ways<128, 2, 128, 5, 2, true, 0>(wanted);
+        add_hopper_ways<128, 1, 128, 6, 1, false, 0>(wanted);
+      }
+      add_portable_ways<128>(wanted);
+    } else {
+      if (hopper) {
+        add_hopper_ways<256, 2, 80, 4, 1, false, 0>(wanted);
+        add_hopper_ways<256, 1, 64, 6, 1, false, 0>(wanted);
+      }
+      add_portable_ways<256>(wanted);
+    }
+    int64_t most = 0;
+    for (const auto& [plan, floats] : wanted) {
+      if (plan.parts > 1) most = std::max(most, floats);
+    }
+    if (most > 0) {
+      parts_->out = workspace.any<float>(static_cast<size_t>(most));
+      parts_->log_sums = workspace.any<float>(static_cast<size_t>(most / 65 + 1));
+    }
+  }
+
+  std::vector<Way> ways_;
+};
+
+}  // namespace operators::attention

@@ -1,0 +1,260 @@
+// Attention on any GPU from compute capability 8.0 on (in fp16 from 7.5), for any shape: *mma.sync*
+// of bonus_attention.cu for rows that lie anywhere, of any width, and for keys that are divided
+// among blocks. And the kernel that puts the parts together which that leaves.
+#pragma once
+
+#include "operators/attention/online.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/early_launch.cuh"
+#include "primitives/fragments.cuh"
+
+namespace operators::attention {
+
+/// Results of a part of the keys: out (parts, batch, heads, queries, width), as if there were no
+/// other keys, and log_sums (parts, batch, heads, queries), fp32.
+struct AttentionParts {
+  float *out, *log_sums;
+};
+
+/// A block has kRows rows of Q, a warp kRows / kWarps of them; K and V come kKeys at a time. Widths
+/// up to kWidth, a multiple of 64, are filled up with zeros. kAligned: rows are multiples of 16
+/// bytes, and begin at such.
+template <typename T_, int kWidth_, int kRows_, int kKeys_, int kWarps_, bool kAligned_>
+struct PortableTile {
+  using T = T_;
+  static constexpr int kWidth = kWidth_, kRows = kRows_, kKeys = kKeys_, kWarps = kWarps_;
+  static constexpr bool kAligned = kAligned_;
+  static constexpr int kThreads = 32 * kWarps, kWarpRows = kRows / kWarps;
+  static constexpr int kCount = kWarpRows / 16;  // matrices of 16 rows that a warp has
+  static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kWidth * sizeof(T);
+  static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0);
+};
+
+/// Starts the copy of kRows rows to shared memory, as swizzle<kWidth>() says; zeros for rows that
+/// are not `inside`, and from `width` on. at(row) is a row's address.
+template <class Tile, int kRows, typename At, typename Inside>
+__device__ __forceinline__ void copy_rows(typename Tile::T* to, int width, At at, Inside inside) {
+  constexpr int kPieces = Tile::kWidth / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRows * kPieces; i += Tile::kThreads) {
+    const int row = i / kPieces, col = i % kPieces * 8;
+    typename Tile::T* const piece = to + swizzle<Tile::kWidth>(row, col);
+    const bool there = inside(row);
+    if constexpr (Tile::kAligned) {
+      copy_async<16>(piece, there ? at(row) + col : at(0), there && col < width);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        piece[e] = there && col + e < width ? at(row)[col + e] : typename Tile::T(0.0f);
+      }
+    }
+  }
+}
+
+/// Block (x, y): rows of Q of a head, or of `pack` heads that share keys, and part y of the keys
+/// that they see. kSplit: there are several parts.
+template <class Tile, bool kSplit>
+__global__ void __launch_bounds__(Tile::kThreads)
+    attention_portable(AttentionOperands<typename Tile::T> in, int pack, AttentionParts parts) {
+  using T = typename Tile::T;
+  constexpr int kWidth = Tile::kWidth, kKeys = Tile::kKeys, kCount = Tile::kCount;
+  extern __shared__ __align__(128) char shared[];
+  T* const Q_tile = reinterpret_cast<T*>(shared);
+  T* const K_tile = Q_tile + Tile::kRows * kWidth;
+  T* const V_tile = K_tile + kKeys * kWidth;
+
+  const int row_tiles = (in.queries * pack + Tile::kRows - 1) / Tile::kRows;
+  const int turn = blockIdx.x % row_tiles, sequence = blockIdx.x / row_tiles;
+  // The rows with the most keys first: their blocks take the longest.
+  const int row0 = (in.causal ? row_tiles - 1 - turn : turn) * Tile::kRows;
+  const int packs = in.heads / pack, batch = sequence / packs, head0 = sequence % packs * pack;
+  const int kv_head = head0 / in.group;
+  const T* const Q = in.Q + batch * in.q.batch + head0 * in.q.head;
+  const T* const K = in.K + batch * in.k.batch + kv_head * in.k.head;
+  const T* const V = in.V + batch * in.v.batch + kv_head * in.v.head;
+  T* const out = in.out + batch * in.o.batch + head0 * in.o.head;
+
+  const int last = min(in.queries, (row0 + Tile::kRows - 1) / pack + 1) - 1;
+  const int tiles = (in.limit(last) + kKeys - 1) / kKeys;
+  const int splits = gridDim.y, part = blockIdx.y;
+  const int first = static_cast<int>(int64_t{tiles} * part / splits);
+  const int end = static_cast<int>(int64_t{tiles} * (part + 1) / splits);
+
+  const auto copy_keys = [&](T* to, const T* from, const Strides& strides, int tile) {
+    copy_rows<Tile, kKeys>(
+        to, in.width, [&](int key) { return from + (tile * kKeys + key) * strides.row; },
+        [&](int key) { return tile * kKeys + key < in.keys; });
+    copy_async_commit();
+  };
+  copy_rows<Tile, Tile::kRows>(
+      Q_tile, in.width,
+      [&](int row) { return Q + (row0 + row) / pack * in.q.row + (row0 + row) % pack * in.q.head; },
+      [&](int row) { return (row0 + row) / pack < in.queries; });
+  if (end > first) copy_keys(K_tile, K, in.k, end - 1);
+
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Tile::kWarpRows;
+  const float scale = in.scale * kLog2E;
+  int limits[kCount][2], whole = in.keys;
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      limits[m][r] = in.limit((row0 + warp_row + 16 * m + 8 * r + lane / 4) / pack);
+    }
+  }
+  whole = in.limit((row0 + warp_row) / pack) / kKeys;
+
+  OnlineRows online[kCount];
+  float result[kCount][kWidth / 8][4] = {};
+  for (int tile = end - 1; tile >= first; --tile) {
+    copy_async_wait<0>();
+    __syncthreads();  // K is there, and nobody reads the last V any more
+    copy_keys(V_tile, V, in.v, tile);
+    float logits[kCount][kKeys / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      unsigned q[kCount][4], keys[kKeys / 16][4];
+      load_left<kWidth>(q, Q_tile, warp_row, k);
+      load_right_transposed<kWidth>(keys, K_tile, k, 0);
+      add_product<T>(logits, q, keys);
+    }
+    copy_async_wait<0>();
+    __syncthreads();  // V is there, and nobody reads K any more
+    if (tile > first) copy_keys(K_tile, K, in.k, tile - 1);
+
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) {
+      if (tile >= whole) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) {
+          const int key = tile * kKeys + i / 4 * 8 + lane % 4 * 2 + i % 2;
+          if (key >= limits[m][i / 2 % 2]) logits[m][i / 4][i % 4] = minus_infinity();
+        }
+      }
+      float factor[2];
+      auto& of_tile = reinterpret_cast<float(&)[kKeys / 2]>(logits[m]);
+      if (online[m].template exponentials<0>(of_tile, scale, factor)) {
+#pragma unroll
+        for (int j = 0; j < kWidth / 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) result[m][j][i] *= factor[i / 2];
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kKeys; k += 16) {
+      unsigned probs[kCount][4];
+#pragma unroll
+      for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const pair = &logits[m][k / 8 + i / 2][i % 2 * 2];
+          probs[m][i] = pack2<T>(pair[0], pair[1]);
+        }
+      }
+#pragma unroll
+      for (int col = 0; col < kWidth; col += 64) {
+        unsigned values[4][4];
+        load_right<kWidth>(values, V_tile, k, col);
+#pragma unroll
+        for (int m = 0; m < kCount; ++m) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            mma_m16n8k16<T>(result[m][col / 8 + j], probs[m], values[j / 2][j % 2 * 2],
+                            values[j / 2][j % 2 * 2 + 1]);
+          }
+        }
+      }
+    }
+  }
+  // What is left of the copies is that of Q, if there were no keys.
+  copy_async_wait<0>();
+  __syncthreads();
+
+#pragma unroll
+  for (int m = 0; m < kCount; ++m) {
+    float factor[2], log_sum[2];
+    online[m].finish(factor, log_sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0 + warp_row + 16 * m + 8 * r + lane / 4, query = row / pack;
+      if (query >= in.queries) continue;
+      const size_t place =
+          (static_cast<size_t>(batch) * in.heads + head0 + row % pack) * in.queries + query;
+      if constexpr (kSplit) {
+        const size_t all = static_cast<size_t>(gridDim.x / row_tiles) * pack * in.queries;
+        const size_t to = part * all + place;
+        if (lane % 4 == 0) parts.log_sums[to] = log_sum[r];
+#pragma unroll
+        for (int j = 0; j < kWidth / 8; ++j) {
+          *reinterpret_cast<float2*>(parts.out + to * kWidth + 8 * j + lane % 4 * 2) =
+              make_float2(result[m][j][2 * r] * factor[r], result[m][j][2 * r + 1] * factor[r]);
+        }
+      } else if (in.log_sums != nullptr && lane % 4 == 0) {
+        in.log_sums[place] = log_sum[r];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result[m][j][i] *= factor[i / 2];
+    }
+  }
+  if constexpr (kSplit) return;
+  // The results leave through the warp's own rows of Q, 16 bytes a lane.
+  to_tile<kWidth>(Q_tile, warp_row, 0, result);
+  __syncwarp();
+  constexpr int kPieces = kWidth / 8;
+  for (int i = lane; i < Tile::kWarpRows * kPieces; i += 32) {
+    const int r = warp_row + i / kPieces, col = i % kPieces * 8, row = row0 + r;
+    if (row / pack >= in.queries) continue;
+    T* const to = out + row / pack * in.o.row + row % pack * in.o.head + col;
+    const T* const from = Q_tile + swizzle<kWidth>(r, col);
+    if constexpr (Tile::kAligned) {
+      if (col < in.width) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int e = 0; e < 8 && col + e < in.width; ++e) to[e] = from[e];
+    }
+  }
+}
+
+/// out and log_sums from their parts, kWidth floats a row. A warp has a row (batch, head, query).
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(256)
+    attention_merge(AttentionOperands<T> in, int rows, int count, AttentionParts parts) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const int row = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
+  const int lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  float largest = minus_infinity();
+  for (int p = lane; p < count; p += 32) {
+    largest = fmaxf(largest, parts.log_sums[static_cast<size_t>(p) * rows + row]);
+  }
+  largest = lanes_max<32>(largest);
+  const float base = largest == minus_infinity() ? 0 : largest;
+  float sum = 0, result[kWidth / 32] = {};
+#pragma unroll 4
+  for (int p = 0; p < count; ++p) {
+    const size_t place = static_cast<size_t>(p) * rows + row;
+    const float weight = expf(parts.log_sums[place] - base);
+    sum += weight;
+#pragma unroll
+    for (int i = 0; i < kWidth / 32; ++i) {
+      result[i] = fmaf(weight, parts.out[place * kWidth + lane + 32 * i], result[i]);
+    }
+  }
+  const int query = row % in.queries, head = row / in.queries % in.heads;
+  const int batch = row / in.queries / in.heads;
+  T* const out = in.out + batch * in.o.batch + query * in.o.row + head * in.o.head;
+  const float factor = largest == minus_infinity() ? 0 : 1 / sum;
+#pragma unroll
+  for (int i = 0; i < kWidth / 32; ++i) {
+    if (lane + 32 * i < in.width) out[lane + 32 * i] = T(result[i] * factor);
+  }
+  if (lane == 0 && in.log_sums != nullptr) {
+    in.log_sums[row] = largest == minus_infinity() ? largest : base + logf(sum);
+  }
+}
+
+}  // namespace operators::attention
