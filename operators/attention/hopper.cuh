@@ -9,8 +9,9 @@
 // tiles that the causal mask cuts come first and those after them need no mask.
 //
 // A consumer has the logits of the next tile multiplied beside the results of this one, and
-// computes exponentials meanwhile. With kTurns the consumers take turns to start their products, so
-// that one multiplies while the others compute exponentials.
+// computes exponentials meanwhile; also where the next tile belongs to the next piece of work, so
+// that tensor cores need not wait between pieces. Tiles that the mask hides from all of a
+// consumer's rows it passes over.
 #pragma once
 
 #include "operators/attention/portable.cuh"
@@ -50,6 +51,7 @@ struct AttentionShared {
   AttentionWork work[Tile::kRowStages];
   StageBarriers<Tile::kRowStages> rows;  // of q and work
   StageBarriers<Tile::kStages> keys;
+  Barrier results[Tile::kRowStages][Tile::kConsumers];  // they are where their rows of q were
   Barrier turns[Tile::kConsumers];
 };
 
@@ -103,13 +105,25 @@ __device__ AttentionWork work_of(const AttentionSchedule& s, const AttentionOper
   const int tiles = (in.limit(last) + Tile::kKeys - 1) / Tile::kKeys;
   work.first = static_cast<int>(int64_t{tiles} * part / s.parts);
   work.end = static_cast<int>(int64_t{tiles} * (part + 1) / s.parts);
+  if (work.first == work.end) {  // a tile that nobody sees: then every piece of work has an end
+    work.first = tiles;
+    work.end = tiles + 1;
+  }
   work.part = static_cast<int>(part);
   return work;
 }
 
+/// Who gives a stage back: each warp for itself.
+struct EachWarp {
+  static constexpr int kReleases = 4;  ///< of a consumer
+  __device__ static void release(Barrier& empty) {
+    if (threadIdx.x % 32 == 0) barrier_arrive(&empty);
+  }
+};
+
 /// The consumers' turns to start products: each waits for its own, and passes it on. Those of the
 /// first consumer begin with one that nobody has passed on.
-template <int kConsumers>
+template <class Tile>
 struct Turns {
   Barrier* barriers;
   int consumer, parity;
@@ -117,11 +131,15 @@ struct Turns {
   __device__ Turns(Barrier* all, int which)
       : barriers(all), consumer(which), parity(which == 0 ? 1 : 0) {}
   __device__ __forceinline__ void wait() {
-    barrier_wait(&barriers[consumer], parity);
-    parity ^= 1;
+    if constexpr (Tile::kTurns) {
+      barrier_wait(&barriers[consumer], parity);
+      parity ^= 1;
+    }
   }
   __device__ __forceinline__ void pass() const {
-    if (threadIdx.x % 128 == 0) barrier_arrive(&barriers[(consumer + 1) % kConsumers]);
+    if constexpr (Tile::kTurns) {
+      EachWarp::release(barriers[consumer + 1 == Tile::kConsumers ? 0 : consumer + 1]);
+    }
   }
 };
 
@@ -133,38 +151,41 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
   Writer rows(shared.rows);
   Writer keys(shared.keys);
   const uint64_t once = evict_first(), often = evict_last();
+  const auto put = [&](const CUtensorMap& map, const AttentionWork& work, int tile) {
+    keys.put(sizeof shared.kv[0], [&](int stage, Barrier* arrived) {
+#pragma unroll
+      for (int box = 0; box < Tile::kBoxes; ++box) {
+        const int at[5] = {kBoxCols * box, 0, tile * Tile::kKeys, work.head / in.group, work.batch};
+        tensor_load(shared.kv[stage][box].row(0), &map, at, arrived, often);
+      }
+    });
+  };
+  // K of each tile comes before V of the tile before it, also from one piece of work to the next.
+  AttentionWork before;
+  bool first = true;
   unsigned number = blockIdx.x;
-  for (;;) {
+  for (;; first = false) {
     const AttentionWork work = work_of<Tile>(schedule, in, number);
     shared.work[rows.wait()] = work;
     if (work.end < 0) break;
     number = gridDim.x + atomicAdd(schedule.next, 1u);
-    const int group_head = work.head % in.group, kv_head = work.head / in.group;
     rows.put(sizeof shared.q[0], [&](int stage, Barrier* arrived) {
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
-        const int at[5] = {kBoxCols * box, group_head, work.row / schedule.pack, kv_head,
-                           work.batch};
+        const int at[5] = {kBoxCols * box, work.head % in.group, work.row / schedule.pack,
+                           work.head / in.group, work.batch};
         tensor_load(shared.q[stage][box].row(0), &maps.Q, at, arrived, once);
       }
     });
-    const auto put = [&](const CUtensorMap& map, int tile) {
-      keys.put(sizeof shared.kv[0], [&](int stage, Barrier* arrived) {
-#pragma unroll
-        for (int box = 0; box < Tile::kBoxes; ++box) {
-          const int at[5] = {kBoxCols * box, 0, tile * Tile::kKeys, kv_head, work.batch};
-          tensor_load(shared.kv[stage][box].row(0), &map, at, arrived, often);
-        }
-      });
-    };
-    if (work.end == work.first) continue;
-    put(maps.K, work.end - 1);
+    put(maps.K, work, work.end - 1);
+    if (!first) put(maps.V, before, before.first);
     for (int tile = work.end - 1; tile > work.first; --tile) {
-      put(maps.K, tile - 1);
-      put(maps.V, tile);
+      put(maps.K, work, tile - 1);
+      put(maps.V, work, tile);
     }
-    put(maps.V, work.first);
+    before = work;
   }
+  put(maps.V, before, before.first);
   rows.put(0, [](int, Barrier*) {});  // no more work
   // The block that finds the work done last leaves the counters as they were.
   if (atomicAdd(schedule.next + 1, 1u) == gridDim.x - 1) {
@@ -202,96 +223,121 @@ __device__ __forceinline__ void scale_rows(Sum<kCols>& sum, const float (&factor
   for (int i = 0; i < sum.size(); ++i) sum.elements[i] *= factor[i / 2 % 2];
 }
 
-/// A consumer's work: 64 rows of each piece.
+/// A thread that has a consumer's results stored. They leave through the consumer's own rows of Q.
 template <class Tile, typename T>
-__device__ __forceinline__ void attend(AttentionShared<Tile>& shared, const AttentionMaps& maps,
-                                       const AttentionOperands<T>& in,
-                                       const AttentionSchedule& schedule, AttentionParts parts,
-                                       int consumer) {
-  constexpr int kKeys = Tile::kKeys, kWidth = Tile::kWidth;
-  const BlockGrid<1, 1> alone;
-  Reader rows(shared.rows, alone);
-  Reader keys(shared.keys, alone);
-  Turns<Tile::kConsumers> turns(shared.turns, consumer);
-  const float scale = in.scale * kLog2E;
-
-  for (;;) {
-    const int stage = rows.wait();
-    auto& q = shared.q[stage];
-    const AttentionWork work = shared.work[stage];
-    if (work.end < 0) break;
-    const int row0 = work.row + 64 * consumer;  // of Q, packed
-    int limit[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      limit[r] = in.limit((row0 + Sum<8>::row(2 * r)) / schedule.pack);
-    }
-    // Tiles below this one are whole for all rows of the consumer.
-    const int whole = in.limit(row0 / schedule.pack) / kKeys;
-
-    OnlineRows online;
-    Sum<kKeys> logits;
-    Sum<kWidth> result;
-    LeftFragments<T, kKeys / 16> probs;
-    float factor[2] = {1, 1};
-    const auto start_logits = [&](int k) {
+__device__ __forceinline__ void store_results(AttentionShared<Tile>& shared,
+                                              const AttentionMaps& maps,
+                                              const AttentionOperands<T>& in,
+                                              const AttentionSchedule& schedule, int consumer) {
+  for (Ring ring{Tile::kRowStages};; ring.advance()) {
+    barrier_wait(&shared.rows.full[ring.stage], ring.parity);
+    const AttentionWork work = shared.work[ring.stage];
+    if (work.end < 0) return;
+    barrier_wait(&shared.results[ring.stage][consumer], ring.parity);
+    if constexpr (!Tile::kSplit) {
+      // A box beyond the last row is dropped.
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
-        logits.template start_product<kSlices>(q[box].rows(64 * consumer),
-                                               AlongK<T>{descriptor_a(shared.kv[k][box].elements)},
-                                               box > 0);
+        const int at[5] = {kBoxCols * box, work.head % in.group,
+                           (work.row + 64 * consumer) / schedule.pack, work.head / in.group,
+                           work.batch};
+        tensor_store(&maps.out, at, shared.q[ring.stage][box].row(64 * consumer));
       }
-    };
-    const auto start_result = [&](int v, bool add) {
-      result.template start_product<kKeys / 16>(probs, shared.kv[v][0].across_k(), add);
-    };
-    const auto exponentials = [&](int tile) {
-      if (tile >= whole) mask(logits, tile * kKeys, limit);
-      return online.exponentials<Tile::kByPolynomial>(logits.elements, scale, factor);
-    };
-
-    int tile = work.end - 1;
-    if (tile >= work.first) {
-      if constexpr (Tile::kTurns) turns.wait();
-      start_logits(keys.wait());
-      if constexpr (Tile::kTurns) turns.pass();
-      wgmma_wait<0>();
-      keys.give_back();
-      keys.next();
-      exponentials(tile);
-      to_factor<T>(probs, logits);
-      for (; tile > work.first; --tile) {
-        if constexpr (Tile::kTurns) turns.wait();
-        start_logits(keys.wait());
-        const int k_turn = keys.ring.stage;
-        keys.next();
-        start_result(keys.wait(), tile < work.end - 1);
-        if constexpr (Tile::kTurns) turns.pass();
-        wgmma_wait<1>();
-        alone.release(shared.keys.empty[k_turn]);
-        const bool rescale = exponentials(tile - 1);
-        wgmma_wait<0>();
-        keys.give_back();
-        keys.next();
-        if (rescale) scale_rows(result, factor);
-        to_factor<T>(probs, logits);
-      }
-      start_result(keys.wait(), tile < work.end - 1);
-      wgmma_wait<0>();
-      keys.give_back();
-      keys.next();
-    } else {
-#pragma unroll
-      for (float& element : result.elements) element = 0;
+      tensor_store_commit();
+      tensor_store_wait_read<0>();
     }
+    barrier_arrive(&shared.rows.empty[ring.stage]);
+  }
+}
 
-    float log_sum[2];
+/// Of a piece of work what is a consumer's: 64 rows, from row `row` on of all packed ones, and of
+/// its tiles of keys those from `first` to `end` - 1, which are all that they see. None where the
+/// rows are beyond the last.
+struct ConsumerWork {
+  int stage, row, tile, first, end;  ///< tile: the one that comes next
+  int whole;                         ///< tiles below it have no key that one of the rows misses
+  int limit[2];                      ///< of the thread's two rows
+};
+
+/// A consumer: 64 rows of each piece of work.
+template <class Tile, typename T>
+struct Consumer {
+  static constexpr int kKeys = Tile::kKeys, kWidth = Tile::kWidth;
+  AttentionShared<Tile>& shared;
+  const AttentionOperands<T>& in;
+  const AttentionSchedule& schedule;
+  AttentionParts parts;
+  int consumer;
+  float scale = in.scale * kLog2E;
+
+  /// A number from shared memory, which the compiler then knows to be the same for all of the warp.
+  static __device__ int uniform(int number) { return __shfl_sync(kAllLanes, number, 0); }
+
+  __device__ __forceinline__ ConsumerWork work_at(int stage) const {
+    const AttentionWork& work = shared.work[stage];
+    ConsumerWork own;
+    own.stage = stage;
+    own.row = uniform(work.row) + 64 * consumer;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      own.limit[r] = in.limit((own.row + Sum<8>::row(2 * r)) / schedule.pack);
+    }
+    own.whole = in.limit(own.row / schedule.pack) / kKeys;
+    const int last = min(in.queries - 1, (own.row + 63) / schedule.pack);
+    const int seen = (in.limit(last) + kKeys - 1) / kKeys;
+    own.tile = uniform(work.end) - 1;
+    own.first = uniform(work.first);
+    own.end = own.row / schedule.pack < in.queries ? max(own.first + 1, seen) : own.first;
+    return own;
+  }
+
+  __device__ __forceinline__ void start_logits(Sum<kKeys>& logits, int stage, int k) const {
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      logits.template start_product<kSlices>(shared.q[stage][box].rows(64 * consumer),
+                                             AlongK<T>{descriptor_a(shared.kv[k][box].elements)},
+                                             box > 0);
+    }
+  }
+
+  __device__ __forceinline__ void start_result(Sum<kWidth>& result,
+                                               const LeftFragments<T, kKeys / 16>& probs, int v,
+                                               bool add) const {
+    result.template start_product<kKeys / 16>(probs, shared.kv[v][0].across_k(), add);
+  }
+
+  /// The same logits as start_logits(), once more, by a warp alone: other warps need not do the
+  /// same.
+  __device__ __noinline__ void multiply_again(Sum<kKeys>& logits, int stage, int k) const {
+    const int row = 64 * consumer + threadIdx.x % 128 / 32 * 16;
+    float sum[1][kKeys / 8][4] = {};
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      for (int i = 0; i < kBoxCols; i += 16) {
+        unsigned q[1][4], keys[kKeys / 16][4];
+        load_left<kBoxCols>(q, shared.q[stage][box].elements, row, i);
+        load_right_transposed<kBoxCols>(keys, shared.kv[k][box].elements, i, 0);
+        add_product<T>(sum, q, keys);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) logits.elements[i] = sum[0][i / 4][i % 4];
+  }
+
+  __device__ __forceinline__ void hide(Sum<kKeys>& logits, const ConsumerWork& work,
+                                       int tile) const {
+    if (tile >= work.whole) mask(logits, tile * kKeys, work.limit);
+  }
+
+  /// The results of a piece of work, to where their rows of Q were.
+  __device__ __forceinline__ void put(const ConsumerWork& own, OnlineRows& online,
+                                      Sum<kWidth>& result) const {
+    const AttentionWork& work = shared.work[own.stage];
+    float factor[2], log_sum[2];
     online.finish(factor, log_sum);
-    // Where a thread's rows are in the tensors; not all of a tile need be there.
     const int thread = threadIdx.x % 128;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = row0 + Sum<8>::row(2 * r), query = row / schedule.pack;
+      const int row = own.row + Sum<8>::row(2 * r), query = row / schedule.pack;
       const int head = work.head + row % schedule.pack;
       if (query >= in.queries) continue;
       const size_t place = (static_cast<size_t>(work.batch) * in.heads + head) * in.queries + query;
@@ -308,10 +354,8 @@ __device__ __forceinline__ void attend(AttentionShared<Tile>& shared, const Atte
         in.log_sums[place] = log_sum[r];
       }
     }
-    if constexpr (Tile::kSplit) {
-      rows.give_back();
-    } else {
-      // The results leave through the consumer's own rows of Q, which nobody needs any more.
+    if constexpr (!Tile::kSplit) {
+      auto& q = shared.q[own.stage];
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
         auto& out = *reinterpret_cast<Box<T, 64>*>(q[box].row(64 * consumer));
@@ -319,22 +363,164 @@ __device__ __forceinline__ void attend(AttentionShared<Tile>& shared, const Atte
                      [&](int i) { return result.elements[i] * factor[i / 2 % 2]; });
       }
       shared_fence();
-      named_barrier(1 + consumer, 128);
-      if (thread == 0) {
-#pragma unroll
-        for (int box = 0; box < Tile::kBoxes; ++box) {
-          const int at[5] = {kBoxCols * box, work.head % in.group, row0 / schedule.pack,
-                             work.head / in.group, work.batch};
-          tensor_store(&maps.out, at, q[box].row(64 * consumer));
-        }
-        tensor_store_commit();
-        tensor_store_wait_read<0>();
-      }
-      rows.give_back();
     }
-    rows.next();
   }
-}
+
+  /// The warp has no more to do with a piece of work.
+  __device__ __forceinline__ void end(const ConsumerWork& own) const {
+    __syncwarp();
+    EachWarp::release(shared.results[own.stage][consumer]);
+  }
+
+  __device__ __forceinline__ void run() const {
+    const EachWarp warps;
+    Reader rows(shared.rows, warps);
+    Reader keys(shared.keys, warps);
+    Turns<Tile> turns(shared.turns, consumer);
+    const auto next_work = [&] {
+      const int stage = rows.wait();
+      rows.next();
+      return work_at(stage);
+    };
+    const auto take = [&] {  // the next tile: of K and V in turn
+      const int stage = keys.wait();
+      keys.next();
+      return stage;
+    };
+    const auto give_back = [&](int stage) { warps.release(shared.keys.empty[stage]); };
+
+    OnlineRows online;
+    Sum<kKeys> logits;
+    Sum<kWidth> result;
+    LeftFragments<T, kKeys / 16> probs;
+    float factor[2];
+    // The first tile of a piece of work, without the last one of another.
+    const auto begin = [&](const ConsumerWork& work) {
+      turns.wait();
+      const int k = take();
+      start_logits(logits, work.stage, k);
+      turns.pass();
+      wgmma_wait<0>();
+      give_back(k);
+      hide(logits, work, work.tile);
+      online.exponentials(logits.elements, scale, factor);
+      to_factor<T>(probs, logits);
+    };
+    const auto pass_keys = [&] {
+      turns.wait();
+      give_back(take());
+      turns.pass();
+    };
+
+    ConsumerWork own = next_work();
+    bool active = own.tile < own.end, add = false;
+    if (active) {
+      begin(own);
+    } else {
+      pass_keys();
+    }
+    for (;;) {
+      if (active) {
+        for (; own.tile > own.first; add = true) {
+          turns.wait();
+          const int k = take();
+          start_logits(logits, own.stage, k);
+          const int v = take();
+          start_result(result, probs, v, add);
+          turns.pass();
+          --own.tile;
+          wgmma_wait<1>();
+          hide(logits, own, own.tile);
+          bool rescale = false;
+          if (!online.try_exponentials<T, Tile::kByPolynomial>(logits.elements, scale)) {
+            Sum<kKeys> again;  // so that `logits`, whose address nobody takes, stay in registers
+            multiply_again(again, own.stage, k);
+            logits = again;
+            hide(logits, own, own.tile);
+            rescale = online.exponentials(logits.elements, scale, factor);
+          }
+          give_back(k);
+          wgmma_wait<0>();
+          give_back(v);
+          if (rescale) scale_rows(result, factor);
+          to_factor<T>(probs, logits);
+        }
+      }
+      // From here on the next tile may be of the next piece of work, and may be hidden.
+      const bool last = own.tile == own.first;
+      ConsumerWork next = own;
+      bool more = true;
+      if (last) {
+        next = next_work();
+        more = next.tile >= 0;
+      } else {
+        --next.tile;
+      }
+      const bool next_active = more && next.tile < next.end;
+      if (active && next_active) {  // the last tile of a piece, and the first one of the next
+        turns.wait();
+        const int k = take();
+        start_logits(logits, next.stage, k);
+        const int v = take();
+        start_result(result, probs, v, add);
+        turns.pass();
+        wgmma_wait<1>();
+        give_back(k);
+        hide(logits, next, next.tile);
+        OnlineRows of_next;
+        of_next.exponentials(logits.elements, scale, factor);
+        wgmma_wait<0>();
+        give_back(v);
+        put(own, online, result);
+        online = of_next;
+        to_factor<T>(probs, logits);
+        add = false;
+      } else if (active) {
+        if (more) pass_keys();
+        const int v = take();
+        start_result(result, probs, v, add);
+        wgmma_wait<0>();
+        give_back(v);
+        add = false;
+        if (more && next.first < next.end) {  // on to the first tile that is seen
+          for (; next.tile > next.end; --next.tile) {
+            pass_keys();
+            give_back(take());
+          }
+          turns.wait();
+          const int k = take();
+          start_logits(logits, next.stage, k);
+          turns.pass();
+          --next.tile;
+          put(own, online, result);
+          end(own);
+          wgmma_wait<0>();
+          give_back(k);
+          hide(logits, next, next.tile);
+          online = OnlineRows();
+          online.exponentials(logits.elements, scale, factor);
+          to_factor<T>(probs, logits);
+          give_back(take());
+          own = next;
+          continue;
+        }
+        put(own, online, result);
+        online = OnlineRows();
+      } else {
+        if (next_active) {
+          begin(next);
+        } else if (more) {
+          pass_keys();
+        }
+        give_back(take());
+      }
+      if (last) end(own);
+      if (!more) return;
+      own = next;
+      active = next_active;
+    }
+  }
+};
 #endif
 
 template <class Tile>
@@ -347,18 +533,26 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& shared = *reinterpret_cast<AttentionShared<Tile>*>(bytes);
   if (threadIdx.x == 0) {
     prepare(shared.rows, Tile::kConsumers);
-    prepare(shared.keys, Tile::kConsumers);
-    for (Barrier& turn : shared.turns) barrier_init(&turn, 1);
+    prepare(shared.keys, EachWarp::kReleases * Tile::kConsumers);
+    for (int i = 0; i < Tile::kConsumers; ++i) {
+      for (auto& results : shared.results) barrier_init(&results[i], EachWarp::kReleases);
+      barrier_init(&shared.turns[i], EachWarp::kReleases);
+    }
     barrier_init_fence();
   }
   __syncthreads();
   const int warp = warp_of_block();
   if (warp < 4) {
     if constexpr (Tile::kConsumers > 1) registers_shrink_to<Tile::kConsumers == 2 ? 24 : 32>();
-    if (warp == 0 && elect_one()) bring<Tile>(shared, maps, in, schedule);
+    if (!elect_one()) return;
+    if (warp == 0) {
+      bring<Tile>(shared, maps, in, schedule);
+    } else if (warp <= Tile::kConsumers) {
+      store_results<Tile>(shared, maps, in, schedule, warp - 1);
+    }
   } else {
     if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
-    attend<Tile>(shared, maps, in, schedule, parts, warp / 4 - 1);
+    Consumer<Tile, typename Tile::T>{shared, in, schedule, parts, warp / 4 - 1}.run();
   }
 #endif
 }

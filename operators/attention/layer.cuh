@@ -244,7 +244,8 @@ class Attention : AttentionLaunches<T> {
   template <int kWidth>
   void add_portable_ways(std::vector<std::pair<Plan, int64_t>>& wanted) {
     const auto add = [&]<bool kAligned>() {
-      using Tile = PortableTile<T, kWidth, kWidth <= 128 ? 128 : 64, 64, 4, kAligned>;
+      using Tile =
+          PortableTile<T, kWidth, kWidth <= 128 ? 128 : 64, kWidth <= 128 ? 64 : 32, 4, kAligned>;
       add_portable<Tile, false>("mma.sync", wanted);
       add_portable<Tile, true>("mma.sync", wanted);
     };
@@ -266,21 +267,21 @@ class Attention : AttentionLaunches<T> {
     const bool hopper = is_hopper() && aligned();
     if (shape_.width <= 64) {
       if (hopper) {
-        add_hopper_ways<64, 3, 128, 8, 2, false, 2>(wanted);
-        add_hopper_ways<64, 2, 128, 8, 2, false, 2>(wanted);
+        add_hopper_ways<64, 3, 128, 8, 2, false, 0>(wanted);
+        add_hopper_ways<64, 2, 128, 8, 2, false, 0>(wanted);
         add_hopper_ways<64, 1, 128, 10, 2, false, 0>(wanted);
       }
       add_portable_ways<64>(wanted);
     } else if (shape_.width <= 128) {
       if (hopper) {
-        add_hopper_ways<128, 2, 128, 5, 2, true, 0>(wanted);
-        add_hopper_ways<128, 1, 128, 6, 1, false, 0>(wanted);
+        add_hopper_ways<128, 2, 128, 5, 2, false, 0>(wanted);
+        add_hopper_ways<128, 1, 128, 5, 2, false, 0>(wanted);
       }
       add_portable_ways<128>(wanted);
     } else {
       if (hopper) {
-        add_hopper_ways<256, 2, 80, 4, 1, false, 0>(wanted);
-        add_hopper_ways<256, 1, 64, 6, 1, false, 0>(wanted);
+        add_hopper_ways<256, 2, 64, 3, 2, false, 0>(wanted);
+        add_hopper_ways<256, 1, 64, 5, 2, false, 0>(wanted);
       }
       add_portable_ways<256>(wanted);
     }

@@ -4,6 +4,10 @@
 // row.
 #pragma once
 
+#include <cuda_fp16.h>
+
+#include <cmath>
+
 #include "operators/attention/attention.h"
 #include "primitives/approximate.cuh"
 #include "primitives/row_parts.cuh"
@@ -14,34 +18,56 @@ using namespace primitives;
 
 inline constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
 
-/// A row's running result is scaled only when its maximum has grown by more than this, as a power
-/// of 2: until then exponentials are up to 2^8 times as large as they would be, which no type here
-/// minds. Most tiles then scale nothing.
+/// Without a reason a base does not change: exponentials of up to 2^8 are as good as those of up to 1.
 inline constexpr float kGrowth = 8;
 
-/// 2^x for x <= 2^8, on the units for multiplications and additions: x = n + f, n an integer and f
+/// How large the exponentials of a tile may become, in sum, before a new maximum is looked for: far
+/// below what T, and sums in fp32, can hold.
+template <typename T>
+inline constexpr float kMostExponentials = 0x1p64f;
+template <>
+inline constexpr float kMostExponentials<half> = 0x1p14f;
+
+/// 2^x, on the units for multiplications and additions: x = n + f, n an integer and f
 /// between -1/2 and 1/2. The polynomial of f is wrong by 7.5e-5 at most, relatively (Remez), which
 /// rounding to bf16 (2^-9) or fp16 (2^-11) hides. n is added to the exponent. Below 2^-126 it is
-/// 2^-126.
+/// 2^-126, above 2^127 2^127.
 __device__ inline float exp2_polynomial(float x) {
   constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves n in the lowest bits
-  x = fmaxf(x, -126.0f);
+  x = fminf(fmaxf(x, -126.0f), 127.0f);
   const float shifted = x + kRound, f = x - (shifted - kRound);
   const float power = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261113f), f, 0.69326097f), f, 0.99992806f);
   return __int_as_float(__float_as_int(power) + (__float_as_int(shifted) << 23));
 }
 
-/// What a thread knows of its two rows.
+/// What a thread knows of its two rows. Exponentials are relative to `base`. Which base that is does
+/// not matter for the result, as long as nothing overflows, and as long as not all of a row
+/// underflows. So it is the maximum of the first tile in which the row has logits; and later ones
+/// need not be compared with it: that their exponentials became too large shows in the sum.
 struct OnlineRows {
-  float largest[2] = {minus_infinity(), minus_infinity()};  ///< that exponentials are relative to
-  float base[2] = {};  ///< the same, scaled; 0 where all logits were -inf so far
-  float sum[2] = {};   ///< of the thread's own exponentials
+  float base[2] = {NAN, NAN};  ///< in logits times scale; NaN before the first logit
+  float sum[2] = {};           ///< of the thread's own exponentials
 
-  /// Makes exponentials of a tile's logits (64 or 16 rows by 2 kCount columns), and returns whether
-  /// rows of this warp must be scaled, by `factor`, for what was summed up before. Of every 8
-  /// exponentials kByPolynomial are computed by exp2_polynomial(). scale: of the logits, times
-  /// log2(e), positive.
-  template <int kByPolynomial, int kCount>
+  /// Makes exponentials of a tile's logits (16 rows by 2 kCount columns), relative to the base that
+  /// there is. Returns whether that was right for all rows of the warp; if not, the logits are
+  /// lost, and the sums are as before. Of every 8 exponentials kByPolynomial are computed by
+  /// exp2_polynomial(). scale: of the logits, times log2(e), positive.
+  template <typename T, int kByPolynomial = 0, int kCount>
+  __device__ __forceinline__ bool try_exponentials(float (&logits)[kCount], float scale) {
+    float more[2];
+    sum_of_exponentials<kByPolynomial>(more, logits, scale);
+    // Written so that NaN is too large.
+    const bool right = more[0] <= kMostExponentials<T> && more[1] <= kMostExponentials<T>;
+    if (!__all_sync(kAllLanes, right)) return false;
+    sum[0] += more[0];
+    sum[1] += more[1];
+    return true;
+  }
+
+  /// The same with a base that is large enough for these logits, too. It changes only where it has
+  /// to grow by more than kGrowth. Returns whether a row of the warp changes it: what has been
+  /// summed up for a row must then be multiplied by its `factor`.
+  template <int kCount>
   __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
     float most[2] = {logits[0], logits[2]};
@@ -49,36 +75,31 @@ struct OnlineRows {
     for (int i = 1; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      most[r] = fmaxf(most[r], __shfl_xor_sync(kAllLanes, most[r], 1));
-      most[r] = fmaxf(most[r], __shfl_xor_sync(kAllLanes, most[r], 2));
-      most[r] = fmaxf(most[r], largest[r]);
+      most[r] = lanes_max<4>(most[r]) * scale;
     }
-    // From -inf on everything grows; -inf itself does not: the difference is NaN.
-    const bool grows =
-        (most[0] - largest[0]) * scale > kGrowth || (most[1] - largest[1]) * scale > kGrowth;
+    // Written so that a base that is NaN grows, but not to -inf.
+    const bool grows = (!(most[0] - base[0] <= kGrowth) && most[0] != minus_infinity()) ||
+                       (!(most[1] - base[1] <= kGrowth) && most[1] != minus_infinity());
     const bool rescale = __any_sync(kAllLanes, grows);
     if (rescale) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float to = most[r] == minus_infinity() ? 0 : most[r] * scale;
-        factor[r] = largest[r] == minus_infinity() ? 0 : exp2_approximate(base[r] - to);
+        const float to = most[r] == minus_infinity() ? base[r] : fmaxf(most[r], base[r]);
+        factor[r] = isnan(base[r]) ? 0 : exp2_approximate(base[r] - to);
         sum[r] *= factor[r];
-        largest[r] = most[r];
         base[r] = to;
       }
     }
-    float more[2] = {};
+    float more[2];
+    sum_of_exponentials<0>(more, logits, scale);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int r = i / 2 % 2;
-      const float power = fmaf(logits[i], scale, -base[r]);
-      // Neighbours take different ways, so that both units have work all the time.
-      const bool polynomial = (i % 8 * kByPolynomial) % 8 + kByPolynomial >= 8 && kByPolynomial > 0;
-      logits[i] = polynomial ? exp2_polynomial(power) : exp2_approximate(power);
-      i / 4 % 2 == 0 ? sum[r] += logits[i] : more[r] += logits[i];
+    for (int r = 0; r < 2; ++r) sum[r] += isnan(base[r]) ? 0 : more[r];
+    if (isnan(base[0]) || isnan(base[1])) {  // all of the row is -inf: no exponential is there
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (isnan(base[i / 2 % 2])) logits[i] = 0;
+      }
     }
-    sum[0] += more[0];
-    sum[1] += more[1];
     return rescale;
   }
 
@@ -87,12 +108,28 @@ struct OnlineRows {
   __device__ __forceinline__ void finish(float (&factor)[2], float (&log_sum)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 1);
-      sum[r] += __shfl_xor_sync(kAllLanes, sum[r], 2);
-      const bool none = largest[r] == minus_infinity();
+      sum[r] = lanes_sum<4>(sum[r]);
+      const bool none = isnan(base[r]);
       factor[r] = none ? 0 : 1 / sum[r];
       log_sum[r] = none ? minus_infinity() : fmaf(base[r], kLn2, logf(sum[r]));
     }
+  }
+
+ private:
+  template <int kByPolynomial, int kCount>
+  __device__ __forceinline__ void sum_of_exponentials(float (&all)[2], float (&logits)[kCount],
+                                                      float scale) const {
+    float more[2][2] = {};  // two chains for each row: a chain waits for each of its additions
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float power = fmaf(logits[i], scale, -base[i / 2 % 2]);
+      // Neighbours take different ways, so that both units have work all the time.
+      const bool polynomial = (i % 8 * kByPolynomial) % 8 + kByPolynomial >= 8 && kByPolynomial > 0;
+      logits[i] = polynomial ? exp2_polynomial(power) : exp2_approximate(power);
+      more[i / 2 % 2][i / 4 % 2] += logits[i];
+    }
+    all[0] = more[0][0] + more[0][1];
+    all[1] = more[1][0] + more[1][1];
   }
 };
 

@@ -16,7 +16,8 @@ struct AttentionParts {
   float *out, *log_sums;
 };
 
-/// A block has kRows rows of Q, a warp kRows / kWarps of them; K and V come kKeys at a time. Widths
+/// A block has kRows rows of Q, a warp kRows / kWarps of them; K and V come kKeys at a time, in two
+/// stages. Widths
 /// up to kWidth, a multiple of 64, are filled up with zeros. kAligned: rows are multiples of 16
 /// bytes, and begin at such.
 template <typename T_, int kWidth_, int kRows_, int kKeys_, int kWarps_, bool kAligned_>
@@ -26,26 +27,51 @@ struct PortableTile {
   static constexpr bool kAligned = kAligned_;
   static constexpr int kThreads = 32 * kWarps, kWarpRows = kRows / kWarps;
   static constexpr int kCount = kWarpRows / 16;  // matrices of 16 rows that a warp has
-  static constexpr int kSharedBytes = (kRows + 2 * kKeys) * kWidth * sizeof(T);
+  static constexpr int kSharedBytes = (kRows + 4 * kKeys) * kWidth * sizeof(T);
   static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0);
 };
 
-/// Starts the copy of kRows rows to shared memory, as swizzle<kWidth>() says; zeros for rows that
-/// are not `inside`, and from `width` on. at(row) is a row's address.
-template <class Tile, int kRows, typename At, typename Inside>
-__device__ __forceinline__ void copy_rows(typename Tile::T* to, int width, At at, Inside inside) {
-  constexpr int kPieces = Tile::kWidth / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kRows * kPieces; i += Tile::kThreads) {
-    const int row = i / kPieces, col = i % kPieces * 8;
-    typename Tile::T* const piece = to + swizzle<Tile::kWidth>(row, col);
-    const bool there = inside(row);
+/// Starts the copy of kRows rows to shared memory, where they lie as swizzle<kWidth>() says: rows
+/// from `from` on, `stride` elements apart, of which `there` exist. Zeros for others, and from
+/// column `width` on.
+template <class Tile, int kRows>
+__device__ __forceinline__ void copy_rows(typename Tile::T* to, const typename Tile::T* from,
+                                          int64_t stride, int there, int width) {
+  constexpr int kPieces = Tile::kWidth / 8, kStep = Tile::kThreads / kPieces;
+  static_assert(Tile::kThreads % kPieces == 0 && kRows % kStep == 0);
+  const int row = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;
+  const typename Tile::T* piece = from + row * stride + col;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep, piece += kStep * stride) {
+    typename Tile::T* const at = to + swizzle<Tile::kWidth>(row + r, col);
+    const bool inside = row + r < there;
     if constexpr (Tile::kAligned) {
-      copy_async<16>(piece, there ? at(row) + col : at(0), there && col < width);
+      copy_async<16>(at, piece, inside && col < width);
     } else {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        piece[e] = there && col + e < width ? at(row)[col + e] : typename Tile::T(0.0f);
+        at[e] = inside && col + e < width ? piece[e] : typename Tile::T(0.0f);
+      }
+    }
+  }
+}
+
+/// The same of rows of Q of `pack` heads, row r being query r / pack of head r % pack.
+template <class Tile>
+__device__ __forceinline__ void copy_packed_rows(typename Tile::T* to, const typename Tile::T* from,
+                                                 const Strides& strides, int row0, int pack,
+                                                 int there, int width) {
+  constexpr int kPieces = Tile::kWidth / 8;
+  for (int i = threadIdx.x; i < Tile::kRows * kPieces; i += Tile::kThreads) {
+    const int row = row0 + i / kPieces, col = i % kPieces * 8;
+    const typename Tile::T* const piece =
+        from + row / pack * strides.row + row % pack * strides.head + col;
+    typename Tile::T* const at = to + swizzle<Tile::kWidth>(i / kPieces, col);
+    if constexpr (Tile::kAligned) {
+      copy_async<16>(at, piece, row < there && col < width);
+    } else {
+      for (int e = 0; e < 8; ++e) {
+        at[e] = row < there && col + e < width ? piece[e] : typename Tile::T(0.0f);
       }
     }
   }
@@ -60,8 +86,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   constexpr int kWidth = Tile::kWidth, kKeys = Tile::kKeys, kCount = Tile::kCount;
   extern __shared__ __align__(128) char shared[];
   T* const Q_tile = reinterpret_cast<T*>(shared);
-  T* const K_tile = Q_tile + Tile::kRows * kWidth;
-  T* const V_tile = K_tile + kKeys * kWidth;
+  T* const stages = Q_tile + Tile::kRows * kWidth;  // [2][K and V][kKeys][kWidth]
 
   const int row_tiles = (in.queries * pack + Tile::kRows - 1) / Tile::kRows;
   const int turn = blockIdx.x % row_tiles, sequence = blockIdx.x / row_tiles;
@@ -80,17 +105,16 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int first = static_cast<int>(int64_t{tiles} * part / splits);
   const int end = static_cast<int>(int64_t{tiles} * (part + 1) / splits);
 
-  const auto copy_keys = [&](T* to, const T* from, const Strides& strides, int tile) {
-    copy_rows<Tile, kKeys>(
-        to, in.width, [&](int key) { return from + (tile * kKeys + key) * strides.row; },
-        [&](int key) { return tile * kKeys + key < in.keys; });
-    copy_async_commit();
+  const auto copy_tile = [&](int step) {
+    const int tile = end - 1 - step, key = tile * kKeys;
+    if (step == 0) copy_packed_rows<Tile>(Q_tile, Q, in.q, row0, pack, in.queries * pack, in.width);
+    if (tile < first) return;
+    T* const stage = stages + step % 2 * 2 * kKeys * kWidth;
+    copy_rows<Tile, kKeys>(stage, K + key * in.k.row, in.k.row, in.keys - key, in.width);
+    copy_rows<Tile, kKeys>(stage + kKeys * kWidth, V + key * in.v.row, in.v.row, in.keys - key,
+                           in.width);
   };
-  copy_rows<Tile, Tile::kRows>(
-      Q_tile, in.width,
-      [&](int row) { return Q + (row0 + row) / pack * in.q.row + (row0 + row) % pack * in.q.head; },
-      [&](int row) { return (row0 + row) / pack < in.queries; });
-  if (end > first) copy_keys(K_tile, K, in.k, end - 1);
+  auto ahead = copies_ahead<2>(copy_tile);
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Tile::kWarpRows;
   const float scale = in.scale * kLog2E;
@@ -107,10 +131,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
   OnlineRows online[kCount];
   float result[kCount][kWidth / 8][4] = {};
   for (int tile = end - 1; tile >= first; --tile) {
-    copy_async_wait<0>();
-    __syncthreads();  // K is there, and nobody reads the last V any more
-    copy_keys(V_tile, V, in.v, tile);
-    float logits[kCount][kKeys / 8][4] = {};
+    const T* const K_tile = stages + ahead.next() % 2 * 2 * kKeys * kWidth;
+    const T* const V_tile = K_tile + kKeys * kWidth;
+    float logits[kCount][kKeys / 8][4];
+#pragma unroll
+    for (int i = 0; i < kCount * kKeys / 2; ++i) (&logits[0][0][0])[i] = 0;
 #pragma unroll
     for (int k = 0; k < kWidth; k += 16) {
       unsigned q[kCount][4], keys[kKeys / 16][4];
@@ -118,10 +143,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
       load_right_transposed<kWidth>(keys, K_tile, k, 0);
       add_product<T>(logits, q, keys);
     }
-    copy_async_wait<0>();
-    __syncthreads();  // V is there, and nobody reads K any more
-    if (tile > first) copy_keys(K_tile, K, in.k, tile - 1);
-
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
       if (tile >= whole) {
@@ -132,8 +153,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
         }
       }
       float factor[2];
-      auto& of_tile = reinterpret_cast<float(&)[kKeys / 2]>(logits[m]);
-      if (online[m].template exponentials<0>(of_tile, scale, factor)) {
+      if (online[m].exponentials(reinterpret_cast<float(&)[kKeys / 2]>(logits[m]), scale, factor)) {
 #pragma unroll
         for (int j = 0; j < kWidth / 8; ++j) {
 #pragma unroll
@@ -167,9 +187,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
       }
     }
   }
-  // What is left of the copies is that of Q, if there were no keys.
-  copy_async_wait<0>();
-  __syncthreads();
+  ahead.next();  // without keys Q is still on its way to where the results pass
 
 #pragma unroll
   for (int m = 0; m < kCount; ++m) {
