@@ -46,6 +46,7 @@ LESSONS = {
         "large-2,0,0": ["8192", "--features", "1024", "--algebra", "2,0,0"],
         "small": ["1024", "--features", "128"],
     }),
+    "bonus_attention": ("attention", {"": []}),
 }
 
 

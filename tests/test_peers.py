@@ -164,6 +164,8 @@ PROBLEMS = [
     ("clifford", "forward + backward", {"batch": 10, "features": 12, "blades": 8}),
     ("connected", "forward", {"batch": 10, "features": 12, "blades": 8}),
     ("connected", "forward + backward", {"batch": 10, "features": 12, "blades": 4}),
+    ("attention", "full", {"batch": 2, "heads": 4, "kv_heads": 2, "S": 20, "T": 30, "d": 16}),
+    ("attention", "causal", {"batch": 2, "heads": 2, "kv_heads": 2, "S": 30, "T": 30, "d": 16}),
 ]
 TOLERANCE = 1e-5  # fp32 sums of some 100 terms
 
