@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "checks/attention/attention.h"
 
@@ -46,5 +47,24 @@ class CudnnAttention {
   std::string missing_, version_;
   std::unique_ptr<Plans> plans_;
 };
+
+/// Adds the row "cuDNN", the fastest of its plans. Or says why there is none; else empty.
+template <typename T>
+std::string add_cudnn(const AttentionProblem<T>& to) {
+  const auto cudnn = std::make_shared<CudnnAttention>(to.shape, type_of<T>);
+  if (!cudnn->missing().empty()) return cudnn->missing();
+  const auto workspace =
+      to.problem.template workspace<char>(std::max<size_t>(cudnn->workspace_bytes(), 1));
+  std::vector<Way> ways;
+  for (int plan = 0; plan < cudnn->plans(); ++plan) {
+    const auto launch = [=] {
+      cudnn->launch(plan, {to.Q, to.K, to.V, to.out, to.lse, workspace}, cudaStreamPerThread);
+    };
+    // Nobody says how long which of them takes: all are tried.
+    ways.push_back({cudnn->name_of(plan), to.shape.flops() / 500e6, launch});
+  }
+  to.kernel("cuDNN", Role::library, ways);
+  return {};
+}
 
 }  // namespace checks
