@@ -33,7 +33,7 @@ BACKENDS = ["cpu", "cuda"] if HAS_GPU else ["cpu"]
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "extensive: left to `scons test-all`, for the time it takes")
-    config.addinivalue_line("markers", "slow: and left out by .ci/run, which has 35 minutes")
+    config.addinivalue_line("markers", "slow: and left out by .ci/run, which has 45 minutes")
 
 
 @dataclass

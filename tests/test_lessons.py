@@ -161,8 +161,10 @@ def test_tiles_of_any_shape(n, multiprocessors):
     assert result.rc == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("channels, hidden", LAYERS + RANDOM_LAYERS)
-@pytest.mark.parametrize("lesson", GATINGS)
+# Lesson 5 has no tiles: there large layers show nothing that small ones do not.
+@pytest.mark.parametrize("lesson, channels, hidden", [
+    pytest.param(lesson, *layer, marks=LONG if lesson[0] == "5" and layer[0] * layer[1] > 15000 else ())
+    for lesson in GATINGS for layer in LAYERS + RANDOM_LAYERS])
 def test_layer(run, backend, lesson, channels, hidden):
     shape = ("--channels", channels, "--hidden", hidden)
     result = run(lesson, 1, *shape, "--samples", 1)
@@ -180,7 +182,7 @@ def test_layer_with_hard_gates(run, backend):
 
 @pytest.mark.parametrize(
     "n, arguments",
-    [pytest.param(n, arguments, id=f"{n}", marks=[pytest.mark.extensive] * (n not in (2, 33)))
+    [pytest.param(n, arguments, id=f"{n}", marks={2: (), 33: (), 64: [pytest.mark.extensive]}.get(n, LONG))
      for n, arguments in SQUARES],
 )
 @pytest.mark.parametrize("lesson", GATINGS)
@@ -223,7 +225,7 @@ def test_softmax(run, backend, shape):
 
 
 @pytest.mark.parametrize("shape", [(9, 33, 10), (18, 300, 16), (33, 5, 101), (6, 3, 300), (70, 33, 300),
-                                   (5, 130, 40), (8, 70, 4200)],
+                                   (5, 130, 40), pytest.param((8, 70, 4200), marks=pytest.mark.extensive)],
                          ids=str)
 def test_softmax_of_hard_rows(run, backend, shape):
     arguments = softmax_arguments(shape, "--hard-rows", "--all")

@@ -43,7 +43,7 @@ def comparisons(lesson, stdout):
 
 # Those that take longest on the CPU are left to scons test-all.
 @pytest.mark.parametrize("lesson", [
-    pytest.param(lesson, marks=[pytest.mark.extensive] * (lesson.split("_")[0] in ("5", "6", "8", "10")))
+    pytest.param(lesson, marks=[pytest.mark.extensive] * (lesson.split("_")[0] in ("5", "6", "7", "8", "10")))
     for lesson in PROGRAMS
 ])
 def test_default_is_one_screen(run, backend, lesson):
