@@ -4,8 +4,9 @@ A check that stays silent proves something only if it would have spoken. SConstr
 mutant below from the lesson's source, in the build with the mutant's sanitizer, which
 test_sanitizers.py runs; or, where a wrong result is the mistake, in the plain CPU build for
 test_verification.py. A mistake that no longer fits the source fails the build. To compile a lesson
-takes long, so all of its missing barriers are in one program, whose environment says which; where
-hopper_mutants.py has a program of the lesson, they are in that, with what makes results wrong.
+takes long, so all of its mistakes that one sanitizer has to report are in one program, whose environment
+says which; where hopper_mutants.py has a program of the lesson, its races are in that, with what makes
+results wrong.
 """
 
 from dataclasses import dataclass
@@ -41,9 +42,11 @@ class Mutant:
 
     @property
     def program(self):
-        if self.number and self.lesson in hopper_mutants.LESSONS:
+        if not self.number:
+            return self.name
+        if self.build != "address" and self.lesson in hopper_mutants.LESSONS:
             return hopper_mutants.name_of(self.lesson)
-        return f"{self.lesson}_without_a_barrier" if self.number else self.name
+        return f"{self.lesson}_{PROGRAMS[self.sanitizer]}"
 
     def where(self, text):
         """Where in the lesson's source `text` the mistake is planted."""
@@ -58,6 +61,10 @@ class Mutant:
                 f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
             )
         return start + found[self.nth]
+
+
+# What a program with several mistakes is called.
+PROGRAMS = {"": "wrong", "thread": "races", "address": "out_of_bounds", "undefined": "undefined"}
 
 
 def whole(lesson, text):
@@ -82,7 +89,7 @@ def plant(program, lesson, text):
         if not mutant.number:
             places[place] = mutant.new
         elif mutant.old.endswith(";"):
-            places[place] = f"if (kMistake == {mutant.number}) {{ {mutant.new} }} else {right}"
+            places[place] = f"{{ if (kMistake == {mutant.number}) {{ {mutant.new} }} else {right} }}"
         else:
             places[place] = f"(kMistake == {mutant.number} ? {mutant.new} : {right})"
     for (at, old), new in sorted(places.items(), reverse=True):
@@ -209,7 +216,7 @@ BARRIERS = [
 
 
 # Before these come the numbers of hopper_mutants.py.
-FIRST_BARRIER, FIRST_WRONG_RESULT = 1000, 2000
+FIRST_BARRIER, FIRST_WRONG_RESULT, FIRST_OTHER = 1000, 2000, 3000
 
 
 def _missing_barriers():
@@ -237,6 +244,12 @@ def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth
     return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth, number, operator)
 
 
+def _other(which, name, sanitizer, lesson, function, old, new, report, *arguments, nth=0):
+    """One of several that share a program: `old` and `new` are statements, or expressions."""
+    return _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=nth,
+                   number=FIRST_OTHER + which)
+
+
 def _wrong(which, name, lesson, function, old, new, report, *arguments):
     """Of a lesson that hopper_mutants.py has a program of: `old` and `new` are statements, or expressions."""
     return _mutant(name, "", lesson, function, old, new, report, *arguments,
@@ -251,43 +264,44 @@ OUT_OF_BOUNDS_WRITE = r"heap-buffer-overflow[\s\S]*?\nWRITE of size"
 MUTANTS = [
     *_missing_barriers(),
     # ---- Races that are not a missing __syncthreads()
-    _mutant(
-        "tiles_used_before_they_arrive", "thread", MATMUL, "matmul_async(",
+    _other(
+        1, "tiles_used_before_they_arrive", "thread", MATMUL, "matmul_async(",
         "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
         DATA_RACE, "33", "--kernel", "^async$",
     ),
-    _mutant(
-        "sums_added_before_they_are_there", "thread", MATMUL, "void add(",
+    _other(
+        2, "sums_added_before_they_are_there", "thread", MATMUL, "void add(",
         "wait_for_count(flag, 1, \"the other block's sums\");", ";",
         DATA_RACE, *SHARED_TILES, "--kernel", "^any shape$",
     ),
-    _mutant(
-        "staging_read_too_early", "thread", FUSED, "struct GateSums {",
+    _other(
+        1, "staging_read_too_early", "thread", FUSED, "struct GateSums {",
         "__syncwarp();", ";",
         DATA_RACE, *LAYER_ARGUMENTS, "--kernel", "^tensor cores$",
     ),
     # The second __syncwarp() of the same loop is as necessary, but goes unnoticed: before the CPU
     # backend's store_matrix_sync() writes, it lets the warp's lanes wait for each other.
-    _mutant(
-        "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
+    _other(
+        1, "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
         "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
         "C[static_cast<size_t>(row) * n + col] += sum[i][j];",
         DATA_RACE, "129", "--kernel", "^tile stationary$",
     ),
     # ---- Shared memory, out of bounds
-    _mutant(
-        "reads_past_tile", "address", MATMUL, "void matmul_tile(",
-        "k < kTile;", "k <= kTile;",
+    _other(
+        1, "reads_past_tile", "address", MATMUL, "void matmul_tile(",
+        "k < kTile", "k <= kTile",
         OUT_OF_BOUNDS_READ, "33", "--kernel", "^tile$",
     ),
-    _mutant(
-        "writes_past_tile", "address", MATMUL, "matmul_registers(",
-        "i < BM * BK;", "i < BM * BK + kThreads;",
+    _other(
+        2, "writes_past_tile", "address", MATMUL, "matmul_registers(",
+        "i < BM * BK", "i < BM * BK + kThreads",
         OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^registers$",
     ),
-    _mutant(
-        "too_little_shared_memory", "address", FUSED, "void add_kernels(",
-        "kThreads, kBytes>>>", "kThreads, kBytes - 32>>>",
+    _other(
+        1, "too_little_shared_memory", "address", FUSED, "void add_kernels(",
+        "gating_async<Tiles, kStages><<<tiles, Tiles::kThreads, kBytes>>>(table.operands());",
+        "gating_async<Tiles, kStages><<<tiles, Tiles::kThreads, kBytes - 32>>>(table.operands());",
         OUT_OF_BOUNDS_WRITE, *LAYER_ARGUMENTS, "--kernel", "^async tiles$",
     ),
     # ---- Global memory, out of bounds
@@ -296,25 +310,25 @@ MUTANTS = [
         "if (row >= n || col >= n) return;", "",
         OUT_OF_BOUNDS_READ, "33", "--kernel", "^coalesced$",
     ),
-    _mutant(
-        "writes_below_matrix", "address", MATMUL, "void matmul_tile(",
-        "if (row < n && col < n) C", "if (col < n) C",
+    _other(
+        3, "writes_below_matrix", "address", MATMUL, "void matmul_tile(",
+        "row < n && col < n", "col < n",
         OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^tile$",
     ),
-    _mutant(
-        "writes_below_result", "address", FUSED, "void store_halves(",
-        "row >= rows ||", "row > rows ||",
+    _other(
+        2, "writes_below_result", "address", FUSED, "void store_halves(",
+        "row >= rows", "row > rows",
         OUT_OF_BOUNDS_WRITE, "1", "--channels", "7", "--hidden", "3", "--kernel", "^async tiles$",
     ),
     # ---- What C++ leaves undefined
-    _mutant(
-        "index_past_row_of_tile", "undefined", MATMUL, "void matmul_tile(",
-        "k < kTile;", "k <= kTile;",
+    _other(
+        1, "index_past_row_of_tile", "undefined", MATMUL, "void matmul_tile(",
+        "k < kTile", "k <= kTile",
         "index 32 out of bounds for type 'float", "33", "--kernel", "^tile$",
     ),
-    _mutant(
-        "vectors_not_aligned", "undefined", MATMUL, "int main(",
-        "const bool aligned = n % 4 == 0;", "const bool aligned = true;",
+    _other(
+        2, "vectors_not_aligned", "undefined", MATMUL, "int main(",
+        "n % 4 == 0", "true",
         "misaligned address .* for type .*float4", "33", "--kernel", "^vectors$",
     ),
     # ---- Wrong results
@@ -401,4 +415,9 @@ MUTANTS = [
 ]
 
 SANITIZED = [mutant for mutant in MUTANTS if mutant.sanitizer]
+# ThreadSanitizer's programs with mistakes that are chosen when they run: without one they are the lesson.
+INSTEAD = {
+    **{hopper_mutants.source_of(name)[: -len(".cu")]: hopper_mutants.name_of(name) for name in hopper_mutants.PROGRAMS},
+    **{mutant.lesson: mutant.program for mutant in MUTANTS if mutant.sanitizer == "thread" and mutant.number},
+}
 WRONG = [mutant for mutant in MUTANTS if not mutant.sanitizer]

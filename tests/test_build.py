@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 from conftest import LESSONS, PROGRAMS, ROOT, SOLVED, execute, program
-import hopper_mutants
+from mutants import INSTEAD
 import pytest
 from test_style import copy_of_sources, scons
 
@@ -138,9 +138,8 @@ def test_tests_without_sanitized_lessons(plan):
                          "build/cpu-address/tests/cpu_backend/oob_dynamic_shared"}
     assert quick < everything
     for sanitizer in ("address", "thread"):
-        mistakes = hopper_mutants.LESSONS if sanitizer == "thread" else ()
-        programs = {f"mutants/{hopper_mutants.name_of(name)}" if name in mistakes else name
-                    for name in PROGRAMS}
+        instead = INSTEAD if sanitizer == "thread" else {}
+        programs = {f"mutants/{instead[name]}" if name in instead else name for name in PROGRAMS}
         assert {f"build/cpu-{sanitizer}/{program}" for program in programs} <= everything
     assert any("/mutants/" in name for name in everything) and not any("/mutants/" in n for n in quick)
 

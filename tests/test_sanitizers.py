@@ -9,7 +9,7 @@ import shutil
 
 from conftest import CPU_BUILD, PROGRAMS, ROOT, execute, source_of, words
 import hopper_mutants
-from mutants import BARRIERS, FEW_MULTIPROCESSORS, MUTANTS, SANITIZED, whole
+from mutants import BARRIERS, FEW_MULTIPROCESSORS, INSTEAD, MUTANTS, SANITIZED, whole
 import pytest
 
 SANITIZERS = ["address", "thread"]  # "address" checks for undefined behaviour, too
@@ -90,8 +90,8 @@ def program_of(sanitizer, name):
     the lesson, if none is: `scons test-all` does not build it twice."""
     folder = CPU_BUILD.parent / f"cpu-{sanitizer}"
     path = folder / name
-    if not path.exists() and name in hopper_mutants.LESSONS:
-        return hopper_mutants.program_of(name, folder)
+    if not path.exists() and sanitizer == "thread" and name in INSTEAD:
+        return folder / "mutants" / INSTEAD[name]
     return path
 
 
@@ -142,11 +142,20 @@ def test_mutant_is_reported(mutant):
     assert re.search(places, result.stderr), "the report does not lead to the mistake"
 
 
+def in_turn(lesson):
+    """(run, sanitizer) for all of the lesson's runs. In CI each run is under one of the two sanitizers, in
+    turn, or under both if the lesson has no other run: all would take a quarter of an hour."""
+    runs = hopper_mutants.RUNS[lesson]
+    for number, run in enumerate(runs):
+        for which, sanitizer in enumerate(SANITIZERS):
+            is_slow = len(runs) > 1 and number % 2 != which
+            yield pytest.param(lesson, run, sanitizer, id=f"{lesson}-run{number}-{sanitizer}",
+                               marks=[pytest.mark.slow] * is_slow)
+
+
 @pytest.mark.extensive
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize("lesson, run", [
-    (lesson, run) for lesson in hopper_mutants.PROGRAMS for run in hopper_mutants.RUNS[lesson]
-])
+@pytest.mark.parametrize("lesson, run, sanitizer", [
+    case for lesson in hopper_mutants.PROGRAMS for case in in_turn(lesson)])
 def test_hopper_kernels_are_clean(lesson, run, sanitizer):
     arguments, multiprocessors = run
     environment = hopper_mutants.environment_of(arguments, multiprocessors)
