@@ -431,18 +431,19 @@ struct Consumer {
           --own.tile;
           wgmma_wait<1>();
           hide(logits, own, own.tile);
-          bool rescale = false;
-          if (!online.try_exponentials<T, Tile::kByPolynomial>(logits.elements, scale)) {
+          const bool right =
+              online.try_exponentials<T, Tile::kByPolynomial>(logits.elements, scale);
+          if (!right) {
             Sum<kKeys> again;  // so that `logits`, whose address nobody takes, stay in registers
             multiply_again(again, own.stage, k);
             logits = again;
             hide(logits, own, own.tile);
-            rescale = online.exponentials(logits.elements, scale, factor);
+            online.exponentials(logits.elements, scale, factor);
           }
           give_back(k);
           wgmma_wait<0>();
           give_back(v);
-          if (rescale) scale_rows(result, factor);
+          if (!right) scale_rows(result, factor);
           to_factor<T>(probs, logits);
         }
       }
@@ -482,28 +483,6 @@ struct Consumer {
         wgmma_wait<0>();
         give_back(v);
         add = false;
-        if (more && next.first < next.end) {  // on to the first tile that is seen
-          for (; next.tile > next.end; --next.tile) {
-            pass_keys();
-            give_back(take());
-          }
-          turns.wait();
-          const int k = take();
-          start_logits(logits, next.stage, k);
-          turns.pass();
-          --next.tile;
-          put(own, online, result);
-          end(own);
-          wgmma_wait<0>();
-          give_back(k);
-          hide(logits, next, next.tile);
-          online = OnlineRows();
-          online.exponentials(logits.elements, scale, factor);
-          to_factor<T>(probs, logits);
-          give_back(take());
-          own = next;
-          continue;
-        }
         put(own, online, result);
         online = OnlineRows();
       } else {

@@ -64,42 +64,34 @@ struct OnlineRows {
     return true;
   }
 
-  /// The same with a base that is large enough for these logits, too. It changes only where it has
-  /// to grow by more than kGrowth. Returns whether a row of the warp changes it: what has been
-  /// summed up for a row must then be multiplied by its `factor`.
+  /// The same with a base that is large enough for these logits, too. `factor` is what has been
+  /// summed up for a row must be multiplied by.
   template <int kCount>
-  __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
+  __device__ __forceinline__ void exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
-    float most[2] = {logits[0], logits[2]};
-#pragma unroll
-    for (int i = 1; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      most[r] = lanes_max<4>(most[r]) * scale;
-    }
+    float most[2];
+    find_largest(most, logits, scale);
+    grow(most, factor);
+    float more[2];
+    sum_of_exponentials<0>(more, logits, scale);
+    add(more, logits);
+  }
+
+  /// The same for who looks at each tile's maximum: the base grows only if it has to by more than
+  /// kGrowth. Returns whether that was so in a row of the warp; only then there is a `factor`.
+  template <int kCount>
+  __device__ __forceinline__ bool tile_exponentials(float (&logits)[kCount], float scale,
+                                                    float (&factor)[2]) {
+    float most[2];
+    find_largest(most, logits, scale);
     // Written so that a base that is NaN grows, but not to -inf.
     const bool grows = (!(most[0] - base[0] <= kGrowth) && most[0] != minus_infinity()) ||
                        (!(most[1] - base[1] <= kGrowth) && most[1] != minus_infinity());
     const bool rescale = __any_sync(kAllLanes, grows);
-    if (rescale) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float to = most[r] == minus_infinity() ? base[r] : fmaxf(most[r], base[r]);
-        factor[r] = isnan(base[r]) ? 0 : exp2_approximate(base[r] - to);
-        sum[r] *= factor[r];
-        base[r] = to;
-      }
-    }
+    if (rescale) grow(most, factor);
     float more[2];
     sum_of_exponentials<0>(more, logits, scale);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] += isnan(base[r]) ? 0 : more[r];
-    if (isnan(base[0]) || isnan(base[1])) {  // all of the row is -inf: no exponential is there
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (isnan(base[i / 2 % 2])) logits[i] = 0;
-      }
-    }
+    add(more, logits);
     return rescale;
   }
 
@@ -116,6 +108,40 @@ struct OnlineRows {
   }
 
  private:
+  /// The largest logits of the rows, scaled.
+  template <int kCount>
+  static __device__ __forceinline__ void find_largest(float (&most)[2],
+                                                      const float (&logits)[kCount], float scale) {
+    most[0] = logits[0];
+    most[1] = logits[2];
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
+    for (float& of_row : most) of_row = lanes_max<4>(of_row) * scale;
+  }
+
+  __device__ __forceinline__ void grow(const float (&most)[2], float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float to = most[r] == minus_infinity() ? base[r] : fmaxf(most[r], base[r]);
+      factor[r] = isnan(base[r]) ? 0 : exp2_approximate(base[r] - to);
+      sum[r] *= factor[r];
+      base[r] = to;
+    }
+  }
+
+  /// Adds the exponentials of a tile. Where all of a row was -inf so far they are 0, not NaN.
+  template <int kCount>
+  __device__ __forceinline__ void add(const float (&more)[2], float (&logits)[kCount]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] += isnan(base[r]) ? 0 : more[r];
+    if (isnan(base[0]) || isnan(base[1])) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (isnan(base[i / 2 % 2])) logits[i] = 0;
+      }
+    }
+  }
+
   template <int kByPolynomial, int kCount>
   __device__ __forceinline__ void sum_of_exponentials(float (&all)[2], float (&logits)[kCount],
                                                       float scale) const {

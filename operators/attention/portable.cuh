@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
         }
       }
       float factor[2];
-      if (online[m].exponentials(reinterpret_cast<float(&)[kKeys / 2]>(logits[m]), scale, factor)) {
+      if (online[m].tile_exponentials(reinterpret_cast<float(&)[kKeys / 2]>(logits[m]), scale,
+                                      factor)) {
 #pragma unroll
         for (int j = 0; j < kWidth / 8; ++j) {
 #pragma unroll
