@@ -1,0 +1,759 @@
+// Bonus. Attention: softmax(scale Q K^T + mask) V in one launch
+//
+//     out(b, s, h) = sum over t of p(t) V(b, t, g)        p = softmax over t of the logits
+//     logit(t) = scale Q(b, s, h) . K(b, t, g)            scale = 1 / sqrt(width)
+//     log_sums(b, h, s) = log of the sum of e^logit(t)    (for the backward pass)
+//     Q, out (batch, S, heads, width), K, V (batch, T, kv_heads, width): bf16 or fp16, row-major
+//
+// Head h of Q reads head g of K and V; where there are fewer of these, neighbouring heads share
+// one. With a causal mask query s sees the keys t <= s + T - S only.
+//
+// It is lesson 9 with a second product. There the probabilities were the result, and had to be
+// written, with the right maximum and sum. Here nobody wants them: they are multiplied by V at
+// once. So the S x T logits, of which there are far more than of anything else, need not exist. A
+// block takes some rows of Q, walks over all of K and V, and keeps what it knows so far of each
+// row: the maximum, the sum, and the row of out. When a larger maximum comes, it scales sum and row
+// down, and goes on. What moves is Q, K, V and out; what is computed is 4 S T width operations a
+// head, half as many with the mask. For long sequences arithmetic is the limit: that of the tensor
+// cores, and that of the units for exponentials, of which a multiprocessor computes 16 a cycle,
+// while its tensor cores do 4096 operations.
+//
+//     library      cuBLAS, a softmax, cuBLAS: logits and probabilities go through memory
+//     cuDNN        NVIDIA's fused kernel, where the library is found: the one to beat
+//     rows         a block a row of Q: fused, easy and slow; every block reads all of K and V
+//     mma.sync     16 rows of Q to a warp. The probabilities become the left factor of the second
+//                  product in the registers in which the first has left them
+//     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
+//     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
+//     overlap      and each has its next logits multiplied while it computes exponentials
+//     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
+//                  where one is needed
+//
+// --causal and --full print one of the two tables. --hard-rows puts logits of 16384 and of -infinity
+// among the others.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checks/attention/attention.h"
+#include "checks/attention/cudnn.h"
+#include "checks/attention/library.cuh"
+#include "checks/workspace.h"
+#include "operators/attention/layer.cuh"
+#include "primitives/approximate.cuh"
+#include "primitives/async_copy.cuh"
+#include "primitives/fragments.cuh"
+#include "primitives/hopper/pipeline.cuh"
+#include "primitives/row_parts.cuh"
+
+using namespace checks;
+using namespace primitives;
+
+// What a kernel gets. group: how many heads of Q share one of K and V.
+template <typename T>
+struct Operands {
+  const T *Q, *K, *V;
+  T* out;
+  float* log_sums;
+  int queries, keys, heads, group;
+  bool causal;
+  float scale;
+
+  // The first key that query s does not see.
+  __device__ int limit(int s) const {
+    return causal ? max(0, min(keys, s + keys - queries + 1)) : keys;
+  }
+};
+
+// ---- rows ---------------------------------------------------------------------------------------
+
+// A block owns query blockIdx.x of head blockIdx.y of batch blockIdx.z, a warp every fourth key. A
+// lane has kWidth / 32 neighbouring columns of the row of Q, of K, of V and of out. The warp keeps
+// the largest logit so far, the sum of the exponentials relative to it, and the row of out. In the
+// end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest maximum.
+// Every block reads all of its head's K and V: two operations for every byte.
+constexpr int kRowWarps = 4;
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in) {
+  constexpr int kOwn = kWidth / 32;
+  __shared__ float largest_of[kRowWarps];
+  __shared__ float sum_of[kRowWarps];
+  __shared__ float row_of[kRowWarps][kWidth];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int s = blockIdx.x, head = blockIdx.y, batch = blockIdx.z, kv_heads = in.heads / in.group;
+  const size_t row = (static_cast<size_t>(batch) * in.queries + s) * in.heads + head;
+  const size_t key0 = (static_cast<size_t>(batch) * in.keys * kv_heads + head / in.group) * kWidth;
+  float q[kOwn], out[kOwn] = {}, largest = minus_infinity(), sum = 0;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    q[i] = static_cast<float>(in.Q[row * kWidth + kOwn * lane + i]) * in.scale;
+  }
+
+  for (int t = warp; t < in.limit(s); t += kRowWarps) {
+    const size_t key = key0 + static_cast<size_t>(t) * kv_heads * kWidth + kOwn * lane;
+    float logit = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) logit += q[i] * static_cast<float>(in.K[key + i]);
+    logit = lanes_sum<32>(logit);
+    if (logit == minus_infinity()) continue;
+    const float most = fmaxf(largest, logit), factor = expf(largest - most);
+    const float p = expf(logit - most);
+    sum = sum * factor + p;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) out[i] = out[i] * factor + p * static_cast<float>(in.V[key + i]);
+    largest = most;
+  }
+
+  if (lane == 0) largest_of[warp] = largest, sum_of[warp] = sum;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) row_of[warp][kOwn * lane + i] = out[i];
+  __syncthreads();
+  for (int w = 0; w < kRowWarps; ++w) largest = fmaxf(largest, largest_of[w]);
+  const bool any = largest > minus_infinity();
+  float weights[kRowWarps], all = 0;
+#pragma unroll
+  for (int w = 0; w < kRowWarps; ++w) {
+    weights[w] = any ? expf(largest_of[w] - largest) : 0;
+    all += weights[w] * sum_of[w];
+  }
+  for (int i = threadIdx.x; i < kWidth; i += 32 * kRowWarps) {
+    float result = 0;
+#pragma unroll
+    for (int w = 0; w < kRowWarps; ++w) result += weights[w] * row_of[w][i];
+    in.out[row * kWidth + i] = T(any ? result / all : 0);
+  }
+  if (threadIdx.x == 0) {
+    in.log_sums[(static_cast<size_t>(batch) * in.heads + head) * in.queries + s] =
+        any ? largest + logf(all) : minus_infinity();
+  }
+}
+
+// ---- mma.sync -----------------------------------------------------------------------------------
+
+// What a thread knows of its two rows of each 16: mma.sync and wgmma leave element i of a sum in
+// row 8 (i / 2 % 2), and the four neighbours of a quad of lanes share a row.
+struct OnlineRows {
+  float largest[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
+
+  // Turns a tile's logits into exponentials relative to the new maximum. What has been summed up
+  // before must be multiplied by `factor`. scale: of the logits, times log2(e), for 2^x is what the
+  // hardware computes. A row of which nothing but -infinity has come subtracts nothing.
+  template <int kCount>
+  __device__ __forceinline__ void exponentials(float (&logits)[kCount], float scale,
+                                               float (&factor)[2]) {
+    float most[2] = {largest[0], largest[1]}, base[2];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      most[r] = lanes_max<4>(most[r]);
+      base[r] = most[r] == minus_infinity() ? 0 : most[r] * scale;
+      factor[r] = exp2_approximate(largest[r] * scale - base[r]);
+      largest[r] = most[r];
+      sum[r] *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      logits[i] = exp2_approximate(fmaf(logits[i], scale, -base[i / 2 % 2]));
+      sum[i / 2 % 2] += logits[i];
+    }
+  }
+
+  // 1 / sum of each row, 0 for a row that sees no key; and the logarithms.
+  __device__ __forceinline__ void finish(float scale, float (&factor)[2], float (&log_sum)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] = lanes_sum<4>(sum[r]);
+      factor[r] = sum[r] > 0 ? 1 / sum[r] : 0;
+      log_sum[r] = largest[r] * scale * operators::attention::kLn2 + logf(sum[r]);
+    }
+  }
+};
+constexpr float kLog2E = operators::attention::kLog2E;
+
+// -infinity for the logits of keys that a row does not see. `key`: of element 0.
+template <int kCount>
+__device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int (&limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int t = key + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    if (t >= limit[i / 2 % 2]) logits[i] = minus_infinity();
+  }
+}
+
+// A block owns 16 rows of Q of a head for each of its warps, and all of their out; K and V come 64
+// keys at a time, the next ones while these are multiplied (lesson 6's copies_ahead). A warp's rows
+// are its own: no warp waits for another one's maximum or sum. And what a lane holds of 16 x 16
+// logits, as mma.sync leaves them, is what it has to hold of them as a left factor: the
+// probabilities never leave the registers.
+//
+// The last keys come first, so that the tile which the mask cuts is at the beginning.
+template <int kWidth>
+struct MmaTile {
+  static constexpr int kWarps = kWidth == 256 ? 8 : 4, kRows = 16 * kWarps, kKeys = 64;
+  static constexpr int kThreads = 32 * kWarps, kBytes = (kRows + 4 * kKeys) * kWidth * 2;
+};
+
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Operands<T> in) {
+  using Tile = MmaTile<kWidth>;
+  constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kThreads = Tile::kThreads;
+  extern __shared__ __align__(128) char shared[];
+  T* const Q_tile = reinterpret_cast<T*>(shared);
+  T* const stages = Q_tile + kRows * kWidth;  // [2][K and V][kKeys][kWidth]
+  const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kRows;
+  const int head = blockIdx.y, batch = blockIdx.z, kv_heads = in.heads / in.group;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  // Matrices of S and T rows, of which a head has kWidth columns.
+  const int q_cols = in.heads * kWidth, k_cols = kv_heads * kWidth;
+  const int q_col = head * kWidth, k_col = head / in.group * kWidth;
+  const T* const Q = in.Q + static_cast<size_t>(batch) * in.queries * q_cols;
+  const T* const K = in.K + static_cast<size_t>(batch) * in.keys * k_cols;
+  const T* const V = in.V + static_cast<size_t>(batch) * in.keys * k_cols;
+
+  const int tiles = ceil_div(in.limit(min(row0 + kRows, in.queries) - 1), kKeys);
+  const auto copy_tile = [&](int step) {
+    const int key = (tiles - 1 - step) * kKeys;
+    if (step == 0) {
+      copy_swizzled<kRows, kWidth, kThreads>(Q_tile, Q, row0, q_col, in.queries, q_cols);
+    }
+    if (key < 0) return;
+    T* const stage = stages + step % 2 * 2 * kKeys * kWidth;
+    copy_swizzled<kKeys, kWidth, kThreads>(stage, K, key, k_col, in.keys, k_cols);
+    copy_swizzled<kKeys, kWidth, kThreads>(stage + kKeys * kWidth, V, key, k_col, in.keys, k_cols);
+  };
+  auto ahead = copies_ahead<2>(copy_tile);
+
+  const int row = row0 + warp_row + lane / 4, limit[2] = {in.limit(row), in.limit(row + 8)};
+  const float scale = in.scale * kLog2E;
+  OnlineRows online;
+  float result[1][kWidth / 8][4] = {};
+  for (int tile = tiles - 1; tile >= 0; --tile) {
+    const T* const K_tile = stages + ahead.next() % 2 * 2 * kKeys * kWidth;
+    const T* const V_tile = K_tile + kKeys * kWidth;
+    float logits[1][kKeys / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < kWidth; k += 16) {
+      unsigned q[1][4], keys[kKeys / 16][4];
+      load_left<kWidth>(q, Q_tile, warp_row, k);
+      load_right_transposed<kWidth>(keys, K_tile, k, 0);
+      add_product<T>(logits, q, keys);
+    }
+    auto& of_rows = reinterpret_cast<float(&)[kKeys / 2]>(logits);
+    if ((tile + 1) * kKeys > in.limit(row0)) mask(of_rows, tile * kKeys, limit);
+    float factor[2];
+    online.exponentials(of_rows, scale, factor);
+#pragma unroll
+    for (int j = 0; j < kWidth / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) result[0][j][i] *= factor[i / 2];
+    }
+#pragma unroll
+    for (int k = 0; k < kKeys; k += 16) {
+      unsigned probs[1][4], values[kWidth / 16][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &logits[0][k / 8 + i / 2][i % 2 * 2];
+        probs[0][i] = pack2<T>(pair[0], pair[1]);
+      }
+      load_right<kWidth>(values, V_tile, k, 0);
+      add_product<T>(result, probs, values);
+    }
+  }
+  if (tiles == 0) ahead.next();  // Q is on its way to where the results pass
+
+  float factor[2], log_sum[2];
+  online.finish(scale, factor, log_sum);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (lane % 4 == 0 && row + 8 * r < in.queries) {
+      in.log_sums[(static_cast<size_t>(batch) * in.heads + head) * in.queries + row + 8 * r] =
+          log_sum[r];
+    }
+  }
+  T* const out = in.out + static_cast<size_t>(batch) * in.queries * q_cols;
+  store_results<16, kWidth>(Q_tile + warp_row * kWidth, out, row0 + warp_row, q_col, in.queries,
+                            q_cols, [&](int i, int j) {
+                              const float2 pair = pair_of(result, i, j);
+                              return pack2<T>(pair.x * factor[i], pair.y * factor[i]);
+                            });
+}
+
+// ---- Hopper -------------------------------------------------------------------------------------
+
+// A block owns 128 rows of Q of a head. Its producer has the copy engine bring them, and then tiles
+// of K and V, one after the other, to the stages of one pipeline: a stage is a tile of K or of V.
+// Two consumers, a warpgroup each, have 64 rows. For wgmma K is a right factor as it lies, its
+// columns contiguous, and V is a row-major one; the probabilities are a left factor in registers.
+template <int kWidth>
+struct HopperTile {
+  static constexpr int kRows = 128, kKeys = kWidth == 256 ? 64 : 128, kBoxes = kWidth / kBoxCols;
+  static constexpr int kStages = kWidth == 64 ? 8 : kWidth == 128 ? 5 : 4;
+};
+
+template <typename T, int kWidth>
+struct HopperShared : HopperTile<kWidth> {
+  using Tile = HopperTile<kWidth>;
+  struct Stage {
+    Box<T, Tile::kKeys> boxes[Tile::kBoxes];  // of 64 columns each: of K or V
+  };
+  LeftTile<T, Tile::kRows> Q[Tile::kBoxes];
+  Pipeline<Stage, Tile::kStages> pipeline;
+  Barrier Q_full, turns[2];
+};
+
+// As the copy engine sees them: matrices (S or T, heads * width), one a batch.
+struct HopperMaps {
+  CUtensorMap Q, K, V;
+};
+
+#if HOPPER_CODE
+
+// What the three kernels have in common: a block's place, its producer, and the parts of a step.
+template <typename T, int kWidth>
+struct HopperBlock : HopperTile<kWidth> {
+  using Shared = HopperShared<T, kWidth>;
+  using Stage = typename Shared::Stage;
+  using Logits = Sum<HopperTile<kWidth>::kKeys>;
+  using Probs = LeftFragments<T, HopperTile<kWidth>::kKeys / 16>;
+  Shared& shared;
+  const Operands<T>& in;
+  int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 128;  // the longest first
+  int head = blockIdx.y, batch = blockIdx.z, consumer = static_cast<int>(threadIdx.x) / 128 - 1;
+  int tiles = ceil_div(in.limit(min(row0 + 128, in.queries) - 1), HopperTile<kWidth>::kKeys);
+  float scale = in.scale * kLog2E;
+
+  __device__ HopperBlock(char* bytes, const Operands<T>& operands)
+      : shared(*reinterpret_cast<Shared*>(bytes)), in(operands) {
+    if (threadIdx.x == 0) {
+      prepare(shared.pipeline, 2);
+      barrier_init(&shared.Q_full, 1);
+      for (Barrier& turn : shared.turns) barrier_init(&turn, 1);
+      barrier_init_fence();
+    }
+    __syncthreads();
+  }
+
+  // The producer's thread. The order is K, V, K, V; with kAhead K, K, V, K, V, ..., V.
+  template <bool kAhead>
+  __device__ void bring(const HopperMaps& maps) const {
+    const uint64_t policy = evict_normal();
+    barrier_arrive_expect(&shared.Q_full, sizeof shared.Q);
+    for (int box = 0; box < this->kBoxes; ++box) {
+      tensor_load(shared.Q[box].row(0), &maps.Q, batch, row0, head * kWidth + kBoxCols * box,
+                  &shared.Q_full, policy);
+    }
+    Writer writer(shared.pipeline);
+    const auto put = [&](const CUtensorMap& map, int tile) {
+      if (tile < 0) return;
+      writer.put([&](Stage& stage, Barrier* arrived) {
+        for (int box = 0; box < this->kBoxes; ++box) {
+          tensor_load(stage.boxes[box].row(0), &map, batch, tile * this->kKeys,
+                      head / in.group * kWidth + kBoxCols * box, arrived, policy);
+        }
+      });
+    };
+    if (kAhead) put(maps.K, tiles - 1);
+    for (int tile = tiles - 1; tile >= 0; --tile) {
+      put(maps.K, kAhead ? tile - 1 : tile);
+      put(maps.V, tile);
+    }
+  }
+
+  // logits = Q K^T of the consumer's 64 rows.
+  __device__ __forceinline__ void start_logits(Logits& logits, const Stage& K) const {
+#pragma unroll
+    for (int box = 0; box < this->kBoxes; ++box) {
+      logits.template start_product<kSlices>(shared.Q[box].rows(64 * consumer),
+                                             AlongK<T>{descriptor_a(K.boxes[box].elements)},
+                                             box > 0);
+    }
+  }
+  // result += probs V
+  __device__ __forceinline__ void start_result(Sum<kWidth>& result, const Probs& probs,
+                                               const Stage& V) const {
+    result.template start_product<HopperTile<kWidth>::kKeys / 16>(probs, V.boxes[0].across_k(),
+                                                                  true);
+  }
+  // Logits become exponentials; those of keys that a row does not see become 0.
+  __device__ __forceinline__ void exponentials(OnlineRows& online, Logits& logits, int tile,
+                                               float (&factor)[2]) const {
+    const int row = row0 + 64 * consumer, own = row + Logits::row(0);
+    if ((tile + 1) * this->kKeys > in.limit(row)) {
+      const int limit[2] = {in.limit(own), in.limit(own + 8)};
+      mask(logits.elements, tile * this->kKeys, limit);
+    }
+    online.exponentials(logits.elements, scale, factor);
+  }
+  // Exponentials, rounded, are the left factor where they are: element for element.
+  __device__ __forceinline__ static void to_factor(Probs& probs, const Logits& logits) {
+#pragma unroll
+    for (int k = 0; k < HopperTile<kWidth>::kKeys / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const pair = &logits.elements[8 * k + 2 * i];
+        probs.slices[k][i] = pack2<T>(pair[0], pair[1]);
+      }
+    }
+  }
+  __device__ __forceinline__ static void scale_rows(Sum<kWidth>& result, const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < result.size(); ++i) result.elements[i] *= factor[i / 2 % 2];
+  }
+  // Two neighbours of a row at a time, straight from the registers.
+  __device__ __forceinline__ void store(OnlineRows& online, Sum<kWidth>& result) const {
+    float factor[2], log_sum[2];
+    online.finish(scale, factor, log_sum);
+    const int row = row0 + 64 * consumer;
+#pragma unroll
+    for (int i = 0; i < result.size(); i += 2) {
+      const int s = row + result.row(i), r = i / 2 % 2;
+      if (s >= in.queries) continue;
+      const size_t place = (static_cast<size_t>(batch) * in.queries + s) * in.heads + head;
+      *reinterpret_cast<unsigned*>(in.out + place * kWidth + result.col(i)) =
+          pack2<T>(result.elements[i] * factor[r], result.elements[i + 1] * factor[r]);
+      if (i < 4 && threadIdx.x % 4 == 0) {
+        in.log_sums[(static_cast<size_t>(batch) * in.heads + head) * in.queries + s] = log_sum[r];
+      }
+    }
+  }
+};
+#endif
+
+// A step is four things, one after the other: logits, exponentials, the factor for what has been
+// summed up so far, and results. While a consumer computes exponentials it has no products under
+// way; whether the other one has is left to chance.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(384, 1) attention_hopper(const __grid_constant__ HopperMaps maps,
+                                                           const __grid_constant__ Operands<T> in) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  using Block = HopperBlock<T, kWidth>;
+  const Block block(bytes, in);
+  if (warp_of_block() < 4) {
+    registers_shrink_to<24>();
+    if (warp_of_block() == 0 && elect_one()) block.template bring<false>(maps);
+  } else {
+    registers_grow_to<240>();
+    const BlockGrid<1, 1> alone;
+    Reader reader(block.shared.pipeline, alone);
+    OnlineRows online;
+    Sum<kWidth> result = {};
+    typename Block::Logits logits;
+    typename Block::Probs probs;
+    float factor[2];
+    barrier_wait(&block.shared.Q_full, 0);
+    for (int tile = block.tiles - 1; tile >= 0; --tile) {
+      block.start_logits(logits, reader.wait());
+      wgmma_wait<0>();
+      reader.give_back();
+      reader.next();
+      block.exponentials(online, logits, tile, factor);
+      block.scale_rows(result, factor);
+      block.to_factor(probs, logits);
+      block.start_result(result, probs, reader.wait());
+      wgmma_wait<0>();
+      reader.give_back();
+      reader.next();
+    }
+    block.store(online, result);
+  }
+#endif
+}
+
+// ---- ping-pong ----------------------------------------------------------------------------------
+
+// The two consumers take turns. In its turn a consumer starts the results of this tile and the
+// logits of the next one, and passes the turn on; then it computes exponentials, while the other
+// one multiplies. A turn is a barrier in shared memory at which the other consumer arrives.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(384, 1)
+    attention_ping_pong(const __grid_constant__ HopperMaps maps,
+                        const __grid_constant__ Operands<T> in) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  using Block = HopperBlock<T, kWidth>;
+  const Block block(bytes, in);
+  if (warp_of_block() < 4) {
+    registers_shrink_to<24>();
+    if (warp_of_block() == 0 && elect_one()) block.template bring<false>(maps);
+  } else {
+    registers_grow_to<240>();
+    const BlockGrid<1, 1> alone;
+    Reader reader(block.shared.pipeline, alone);
+    OnlineRows online;
+    Sum<kWidth> result = {};
+    typename Block::Logits logits;
+    typename Block::Probs probs;
+    float factor[2];
+    // The first consumer's first turn has come before anyone arrives.
+    int parity = block.consumer == 0 ? 1 : 0;
+    const auto wait_for_turn = [&] {
+      barrier_wait(&block.shared.turns[block.consumer], parity);
+      parity ^= 1;
+    };
+    const auto pass_turn = [&] {
+      if (threadIdx.x % 128 == 0) barrier_arrive(&block.shared.turns[1 - block.consumer]);
+    };
+    barrier_wait(&block.shared.Q_full, 0);
+    for (int tile = block.tiles - 1; tile >= 0; --tile) {
+      if (tile == block.tiles - 1) {  // nothing comes before the first logits
+        wait_for_turn();
+        block.start_logits(logits, reader.wait());
+        pass_turn();
+      }
+      wgmma_wait<0>();
+      reader.give_back();
+      reader.next();
+      block.exponentials(online, logits, tile, factor);
+      block.scale_rows(result, factor);
+      block.to_factor(probs, logits);
+      wait_for_turn();
+      block.start_result(result, probs, reader.wait());
+      const int V = reader.ring.stage;
+      reader.next();
+      if (tile > 0) block.start_logits(logits, reader.wait());
+      pass_turn();
+      tile > 0 ? wgmma_wait<HopperTile<kWidth>::kBoxes>() : wgmma_wait<0>();
+      alone.release(block.shared.pipeline.empty[V]);
+    }
+    block.store(online, result);
+  }
+#endif
+}
+
+// ---- overlap ------------------------------------------------------------------------------------
+
+// And a consumer's own products beside its own exponentials: the logits of the next tile are
+// started before the results of this one, and are there first. So exponentials are computed while
+// the results are still being multiplied. The factor for these has to wait for them.
+template <typename T, int kWidth>
+__global__ void __launch_bounds__(384, 1)
+    attention_overlap(const __grid_constant__ HopperMaps maps,
+                      const __grid_constant__ Operands<T> in) {
+#if HOPPER_CODE
+  extern __shared__ __align__(1024) char bytes[];
+  using Block = HopperBlock<T, kWidth>;
+  const Block block(bytes, in);
+  if (warp_of_block() < 4) {
+    registers_shrink_to<24>();
+    if (warp_of_block() == 0 && elect_one()) block.template bring<true>(maps);
+  } else {
+    registers_grow_to<240>();
+    const BlockGrid<1, 1> alone;
+    Reader reader(block.shared.pipeline, alone);
+    OnlineRows online;
+    Sum<kWidth> result = {};
+    typename Block::Logits logits;
+    typename Block::Probs probs;
+    float factor[2];
+    int parity = block.consumer == 0 ? 1 : 0;
+    const auto wait_for_turn = [&] {
+      barrier_wait(&block.shared.turns[block.consumer], parity);
+      parity ^= 1;
+    };
+    const auto pass_turn = [&] {
+      if (threadIdx.x % 128 == 0) barrier_arrive(&block.shared.turns[1 - block.consumer]);
+    };
+    barrier_wait(&block.shared.Q_full, 0);
+    if (block.tiles > 0) {
+      wait_for_turn();
+      block.start_logits(logits, reader.wait());
+      pass_turn();
+      wgmma_wait<0>();
+      reader.give_back();
+      reader.next();
+      block.exponentials(online, logits, block.tiles - 1, factor);
+      block.to_factor(probs, logits);
+      for (int tile = block.tiles - 2; tile >= 0; --tile) {
+        wait_for_turn();
+        block.start_logits(logits, reader.wait());
+        const int K = reader.ring.stage;
+        reader.next();
+        block.start_result(result, probs, reader.wait());
+        pass_turn();
+        wgmma_wait<1>();  // the logits are there
+        alone.release(block.shared.pipeline.empty[K]);
+        block.exponentials(online, logits, tile, factor);
+        wgmma_wait<0>();  // and the results
+        reader.give_back();
+        reader.next();
+        block.scale_rows(result, factor);
+        block.to_factor(probs, logits);
+      }
+      block.start_result(result, probs, reader.wait());
+      wgmma_wait<0>();
+    }
+    block.store(online, result);
+  }
+#endif
+}
+
+// -------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Table : AttentionProblem<T> {
+  using AttentionProblem<T>::AttentionProblem;
+
+  Operands<T> operands() const {
+    const AttentionShape& of = this->shape;
+    const auto narrow = [](int64_t value) { return static_cast<int>(value); };
+    return {this->Q,         this->K,          this->V,
+            this->out,       this->lse,        narrow(of.queries),
+            narrow(of.keys), narrow(of.heads), narrow(of.group()),
+            of.causal,       of.scale()};
+  }
+
+  // A block for `rows` rows of Q of each head of each batch.
+  dim3 grid(int rows) const {
+    const AttentionShape& of = this->shape;
+    return dim3(blocks_for(of.queries, rows), static_cast<unsigned>(of.heads),
+                static_cast<unsigned>(of.batch));
+  }
+
+  HopperMaps maps(int rows, int keys) const {
+    const AttentionShape& of = this->shape;
+    const int64_t q_cols = of.heads * of.width, k_cols = of.kv_heads * of.width;
+    return {batch_map<T>(this->Q, of.batch, of.queries, q_cols, rows),
+            batch_map<T>(this->K, of.batch, of.keys, k_cols, keys),
+            batch_map<T>(this->V, of.batch, of.keys, k_cols, keys)};
+  }
+
+  template <int kWidth>
+  void add_lesson_kernels() const {
+    // Every row reads all of K and V: of long sequences that would take seconds.
+    if (this->shape.flops() < 2e12) {
+      this->kernel("rows", Role::baseline,
+                   [this] { attention_rows<T, kWidth><<<grid(1), 32 * kRowWarps>>>(operands()); });
+    }
+    using Mma = MmaTile<kWidth>;
+    allow_shared_bytes(attention_mma<T, kWidth>, Mma::kBytes);
+    const dim3 mma_grid = grid(Mma::kRows);
+    this->kernel("mma.sync", Role::ours,
+                 [=, this] {
+                   attention_mma<T, kWidth><<<mma_grid, Mma::kThreads, Mma::kBytes>>>(operands());
+                 })
+        .needs(80)
+        .needs_shared(Mma::kBytes);
+
+    using Tile = HopperTile<kWidth>;
+    constexpr int kBytes = sizeof(HopperShared<T, kWidth>);
+    allow_shared_bytes(attention_hopper<T, kWidth>, kBytes);
+    allow_shared_bytes(attention_ping_pong<T, kWidth>, kBytes);
+    allow_shared_bytes(attention_overlap<T, kWidth>, kBytes);
+    this->kernel("Hopper", Role::ours,
+                 [this] {
+                   attention_hopper<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
+                       maps(Tile::kRows, Tile::kKeys), operands());
+                 })
+        .hopper_only()
+        .needs_shared(kBytes);
+    this->kernel("ping-pong", Role::ours,
+                 [this] {
+                   attention_ping_pong<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
+                       maps(Tile::kRows, Tile::kKeys), operands());
+                 })
+        .hopper_only()
+        .needs_shared(kBytes);
+    this->kernel("overlap", Role::ours,
+                 [this] {
+                   attention_overlap<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
+                       maps(Tile::kRows, Tile::kKeys), operands());
+                 })
+        .hopper_only()
+        .needs_shared(kBytes);
+  }
+
+  void add_any_shape() const {
+    const AttentionShape& of = this->shape;
+    const operators::attention::AttentionShape shape{of.batch,    of.queries, of.keys,  of.heads,
+                                                     of.kv_heads, of.width,   of.causal};
+    const operators::attention::AttentionMemory<T> memory(shape, this->Q, this->K, this->V,
+                                                          this->out, {this->lse});
+    const operators::attention::Attention<T> attention(workspace_of(this->problem), memory, shape,
+                                                       of.scale());
+    this->kernel("any shape", Role::ours, ways_of_row(attention.ways())).needs(80);
+  }
+};
+
+template <typename T>
+void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, AttentionShape shape,
+               std::vector<std::shared_ptr<void>>& tables) {
+  const std::string name = type + (shape.causal ? " causal" : " full");
+  const auto table =
+      std::make_shared<Table<T>>(lesson, blas, name, shape, lesson.flag("--hard-rows"));
+  tables.push_back(table);
+  const auto library = std::make_shared<LibraryAttention<T>>(blas, *table);
+  table->kernel("library", Role::library, [library] { (*library)(); });
+  const std::string why = lesson.on_cpu() ? "" : add_cudnn<T>(*table);
+  if (!why.empty()) lesson.note("cuDNN is left out: " + why + ".");
+  switch (shape.width) {
+    case 64:
+      table->template add_lesson_kernels<64>();
+      break;
+    case 128:
+      table->template add_lesson_kernels<128>();
+      break;
+    case 256:
+      table->template add_lesson_kernels<256>();
+      break;
+    default:
+      lesson.note("The lesson's kernels have widths of 64, 128 and 256.");
+  }
+  table->add_any_shape();
+  Problem& problem = table->problem;
+  problem.compare("overlap", "Hopper",
+                  name + ": turns, and products beside exponentials: % faster.");
+  problem.compare("any shape", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
+}
+
+int main(int argc, char** argv) {
+  Lesson lesson(
+      argc, argv,
+      {.name = "bonus_attention",
+       .title = "softmax(scale Q K^T + mask) V in one launch",
+       .n_meaning = "S, queries of a head",
+       .n_gpu = 4096,
+       .n_cpu = 128,
+       .options = {{"--keys", "T, keys of a head; 0: as many as queries", 0},
+                   {"--width", "columns of a head, at most 256", 128},
+                   {.name = "--heads", .meaning = "of Q; 0: 2048 / width", .value = 0, .cpu = 2},
+                   {"--kv-heads", "of K and V, a divisor of --heads; 0: as many", 0},
+                   {.name = "--batch",
+                    .meaning = "0: as many as make 16384 queries",
+                    .value = 0,
+                    .cpu = 1}},
+       .flags = {{"--causal", "only the table with the causal mask"},
+                 {"--full", "only the table without it"},
+                 {"--fp16", "fp16 in place of bf16"},
+                 {"--hard-rows", "logits of 16384 and of -infinity in most rows"}}});
+  AttentionShape shape;
+  shape.queries = lesson.n();
+  shape.width = lesson.option("--width");
+  if (shape.width < 1 || shape.width > 256) fail(kBadUsage, "--width is from 1 to 256");
+  const auto or_else = [&](const char* option, int64_t value) {
+    return lesson.option(option) > 0 ? lesson.option(option) : std::max<int64_t>(1, value);
+  };
+  shape.keys = or_else("--keys", shape.queries);
+  shape.heads = or_else("--heads", 2048 / shape.width);
+  shape.kv_heads = or_else("--kv-heads", shape.heads);
+  shape.batch = or_else("--batch", 16384 / shape.queries);
+  if (shape.heads % shape.kv_heads != 0) {
+    fail(kBadUsage, "--kv-heads has to be a divisor of --heads");
+  }
+  if (lesson.flag("--hard-rows") && shape.width < kSpecialWidth) {
+    fail(kBadUsage, "--hard-rows needs a width of at least %d", static_cast<int>(kSpecialWidth));
+  }
+
+  Cublas blas;
+  std::vector<std::shared_ptr<void>> tables;
+  for (const bool causal : {false, true}) {
+    if (lesson.flag(causal ? "--full" : "--causal")) continue;
+    shape.causal = causal;
+    lesson.flag("--fp16") ? add_table<half>(lesson, blas, "fp16", shape, tables)
+                          : add_table<__nv_bfloat16>(lesson, blas, "bf16", shape, tables);
+  }
+  return lesson.run();
+}
