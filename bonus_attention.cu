@@ -26,6 +26,7 @@
 //     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
 //     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
 //     overlap      and each has its next logits multiplied while it computes exponentials
+//     rare factors what has been summed up is scaled only where a maximum has grown by a lot
 //     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
 //                  where one is needed
 //
@@ -140,25 +141,36 @@ struct OnlineRows {
   // Turns a tile's logits into exponentials relative to the new maximum. What has been summed up
   // before must be multiplied by `factor`. scale: of the logits, times log2(e), for 2^x is what the
   // hardware computes. A row of which nothing but -infinity has come subtracts nothing.
-  template <int kCount>
-  __device__ __forceinline__ void exponentials(float (&logits)[kCount], float scale,
+  //
+  // kRarely: where no maximum of the warp's rows has grown by more than 2^8 they stay relative to
+  // the old ones, and there is no factor. Exponentials of up to 2^8 are as exact as those of up to
+  // 1. Returns whether there is a factor.
+  template <bool kRarely = false, int kCount>
+  __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
     float most[2] = {largest[0], largest[1]}, base[2];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], logits[i]);
+    most[0] = lanes_max<4>(most[0]);
+    most[1] = lanes_max<4>(most[1]);
+    const bool grows = (most[0] - largest[0]) * scale > 8 || (most[1] - largest[1]) * scale > 8;
+    const bool rescale = !kRarely || __any_sync(kAllLanes, grows);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      most[r] = lanes_max<4>(most[r]);
+      if (!rescale) most[r] = largest[r];
       base[r] = most[r] == minus_infinity() ? 0 : most[r] * scale;
-      factor[r] = exp2_approximate(largest[r] * scale - base[r]);
-      largest[r] = most[r];
-      sum[r] *= factor[r];
+      if (rescale) {
+        factor[r] = exp2_approximate(largest[r] * scale - base[r]);
+        largest[r] = most[r];
+        sum[r] *= factor[r];
+      }
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       logits[i] = exp2_approximate(fmaf(logits[i], scale, -base[i / 2 % 2]));
       sum[i / 2 % 2] += logits[i];
     }
+    return rescale;
   }
 
   // 1 / sum of each row, 0 for a row that sees no key; and the logarithms.
@@ -378,14 +390,15 @@ struct HopperBlock : HopperTile<kWidth> {
                                                                   true);
   }
   // Logits become exponentials; those of keys that a row does not see become 0.
-  __device__ __forceinline__ void exponentials(OnlineRows& online, Logits& logits, int tile,
+  template <bool kRarely = false>
+  __device__ __forceinline__ bool exponentials(OnlineRows& online, Logits& logits, int tile,
                                                float (&factor)[2]) const {
     const int row = row0 + 64 * consumer, own = row + Logits::row(0);
     if ((tile + 1) * this->kKeys > in.limit(row)) {
       const int limit[2] = {in.limit(own), in.limit(own + 8)};
       mask(logits.elements, tile * this->kKeys, limit);
     }
-    online.exponentials(logits.elements, scale, factor);
+    return online.exponentials<kRarely>(logits.elements, scale, factor);
   }
   // Exponentials, rounded, are the left factor where they are: element for element.
   __device__ __forceinline__ static void to_factor(Probs& probs, const Logits& logits) {
@@ -498,26 +511,33 @@ __global__ void __launch_bounds__(384, 1)
       if (threadIdx.x % 128 == 0) barrier_arrive(&block.shared.turns[1 - block.consumer]);
     };
     barrier_wait(&block.shared.Q_full, 0);
-    for (int tile = block.tiles - 1; tile >= 0; --tile) {
-      if (tile == block.tiles - 1) {  // nothing comes before the first logits
-        wait_for_turn();
-        block.start_logits(logits, reader.wait());
-        pass_turn();
-      }
+    if (block.tiles > 0) {
+      wait_for_turn();
+      block.start_logits(logits, reader.wait());
+      pass_turn();
       wgmma_wait<0>();
       reader.give_back();
       reader.next();
-      block.exponentials(online, logits, tile, factor);
+      for (int tile = block.tiles - 1; tile > 0; --tile) {
+        block.exponentials(online, logits, tile, factor);
+        block.scale_rows(result, factor);
+        block.to_factor(probs, logits);
+        wait_for_turn();
+        block.start_result(result, probs, reader.wait());
+        const int V = reader.ring.stage;
+        reader.next();
+        block.start_logits(logits, reader.wait());
+        pass_turn();
+        wgmma_wait<0>();
+        alone.release(block.shared.pipeline.empty[V]);
+        reader.give_back();
+        reader.next();
+      }
+      block.exponentials(online, logits, 0, factor);
       block.scale_rows(result, factor);
       block.to_factor(probs, logits);
-      wait_for_turn();
       block.start_result(result, probs, reader.wait());
-      const int V = reader.ring.stage;
-      reader.next();
-      if (tile > 0) block.start_logits(logits, reader.wait());
-      pass_turn();
-      tile > 0 ? wgmma_wait<HopperTile<kWidth>::kBoxes>() : wgmma_wait<0>();
-      alone.release(block.shared.pipeline.empty[V]);
+      wgmma_wait<0>();
     }
     block.store(online, result);
   }
@@ -528,8 +548,11 @@ __global__ void __launch_bounds__(384, 1)
 
 // And a consumer's own products beside its own exponentials: the logits of the next tile are
 // started before the results of this one, and are there first. So exponentials are computed while
-// the results are still being multiplied. The factor for these has to wait for them.
-template <typename T, int kWidth>
+// the results are still being multiplied. The factor for these has to wait for them, and scaling
+// them keeps both from the tensor cores.
+//
+// *rare factors*, kRarely, is the same kernel without most of that: see OnlineRows.
+template <typename T, int kWidth, bool kRarely>
 __global__ void __launch_bounds__(384, 1)
     attention_overlap(const __grid_constant__ HopperMaps maps,
                       const __grid_constant__ Operands<T> in) {
@@ -576,11 +599,11 @@ __global__ void __launch_bounds__(384, 1)
         pass_turn();
         wgmma_wait<1>();  // the logits are there
         alone.release(block.shared.pipeline.empty[K]);
-        block.exponentials(online, logits, tile, factor);
+        const bool rescale = block.template exponentials<kRarely>(online, logits, tile, factor);
         wgmma_wait<0>();  // and the results
         reader.give_back();
         reader.next();
-        block.scale_rows(result, factor);
+        if (rescale) block.scale_rows(result, factor);
         block.to_factor(probs, logits);
       }
       block.start_result(result, probs, reader.wait());
@@ -642,7 +665,8 @@ struct Table : AttentionProblem<T> {
     constexpr int kBytes = sizeof(HopperShared<T, kWidth>);
     allow_shared_bytes(attention_hopper<T, kWidth>, kBytes);
     allow_shared_bytes(attention_ping_pong<T, kWidth>, kBytes);
-    allow_shared_bytes(attention_overlap<T, kWidth>, kBytes);
+    allow_shared_bytes(attention_overlap<T, kWidth, false>, kBytes);
+    allow_shared_bytes(attention_overlap<T, kWidth, true>, kBytes);
     this->kernel("Hopper", Role::ours,
                  [this] {
                    attention_hopper<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
@@ -659,7 +683,14 @@ struct Table : AttentionProblem<T> {
         .needs_shared(kBytes);
     this->kernel("overlap", Role::ours,
                  [this] {
-                   attention_overlap<T, kWidth><<<grid(Tile::kRows), 384, kBytes>>>(
+                   attention_overlap<T, kWidth, false><<<grid(Tile::kRows), 384, kBytes>>>(
+                       maps(Tile::kRows, Tile::kKeys), operands());
+                 })
+        .hopper_only()
+        .needs_shared(kBytes);
+    this->kernel("rare factors", Role::ours,
+                 [this] {
+                   attention_overlap<T, kWidth, true><<<grid(Tile::kRows), 384, kBytes>>>(
                        maps(Tile::kRows, Tile::kKeys), operands());
                  })
         .hopper_only()
