@@ -32,7 +32,7 @@ LADDERS = {
     ],
     "7_diffusion_fused": ["project_slices", "add_slices", "expand_spectrum", "diffusion_one_launch"],
     "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],
-    "9_matmul_softmax": ["fused_rows", "all_columns", "column_tiles", "cluster_columns"],
+    "9_matmul_softmax": ["fused_rows", "fused_tiles", "fused_cluster", "logit_tiles", "fused_exchange"],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
     "bonus_clifford_fully_connected": ["forward_tiles"],
     "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],

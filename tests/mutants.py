@@ -130,9 +130,10 @@ HEADERS = {
     FUSED: ("operators/gating/rows.cuh", "primitives/wmma_fragments.cuh", RING),
     DIFFUSION: (RING,),
     SPATIAL: (RING,),
-    SOFTMAX: ("operators/softmax/plans.cuh", "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
+    SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
+              "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
               "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",
-              "operators/softmax/finish_row.cuh", "operators/softmax/layer.cuh",
+              "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
               "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
     TRAINING: ("primitives/row_parts.cuh",),
 }
@@ -188,16 +189,18 @@ BARRIERS = [
     (SPATIAL, "associated", " add_warps(", 2, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", "accumulate_backward(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
-    # Three tiles along D; then two blocks that share it.
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
-    (SOFTMAX, "fused rows, D split", "fused_rows_split(", 1,
-     ("3", "--inputs", "40", "--classes", "10", "--all")),
-    (SOFTMAX, "unfused tiles", "int next() {", 1,
-     ("3", "--inputs", "150", "--classes", "10", "--all")),
-    (SOFTMAX, "fused tiles", "all_columns(Factors", 1,
-     ("3", "--inputs", "9", "--classes", "10", "--all")),
-    (SOFTMAX, "fused tiles", "is_last_block(unsigned", 1,
-     ("3", "--inputs", "260", "--classes", "10", "--all")),
+    (SOFTMAX, "fused any shape: rows, D split", "fused_rows_split(", 1,
+     ("3", "--inputs", "40", "--classes", "10", "--kinds")),
+    # More tiles along D than stages.
+    (SOFTMAX, "unfused", "int next() {", 1, ("3", "--inputs", "150", "--classes", "10")),
+    # Three blocks that wait for each other.
+    (SOFTMAX, "fused exchange", "fused_exchange(", 2, ("40", "--inputs", "9", "--classes", "300")),
+    (SOFTMAX, "fused any shape: tiles", "all_columns(Factors", 1,
+     ("3", "--inputs", "9", "--classes", "10", "--all", "--kinds")),
+    # Two blocks that share D.
+    (SOFTMAX, "fused any shape: tiles", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "260", "--classes", "10", "--all", "--kinds")),
     # More than a step, and two slices of the batch.
     (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
     (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,

@@ -38,12 +38,14 @@ CLIFFORD_SIZES = [
     ("1", "--features", "5", "--algebra", "4,1,0"),
     ("2", "--features", "4", "--turned"),
 ]
-# Columns of one block, with rows that are hard; D in two blocks; columns in three; two slices of D.
+# Columns of one block, with rows that are hard; D in two blocks; columns in three, and two strips of rows;
+# two slices of D.
 SOFTMAX_SIZES = [
-    ("3", "--inputs", "33", "--classes", "19", "--all", "--hard-rows"),
-    ("2", "--inputs", "260", "--classes", "10", "--all"),
-    ("3", "--inputs", "5", "--classes", "300", "--all", "--kernel", "^(library|unfused online)$"),
-    ("3", "--inputs", "150", "--classes", "40", "--all", "--kernel", "few rows$"),
+    ("3", "--inputs", "33", "--classes", "19", "--all", "--hard-rows", "--kinds"),
+    ("2", "--inputs", "260", "--classes", "10", "--all", "--kinds"),
+    ("35", "--inputs", "5", "--classes", "300", "--kernel", "^(unfused|fused online|fused exchange)$"),
+    ("3", "--inputs", "5", "--classes", "300", "--all", "--kinds", "--kernel", "^(library|unfused.*: online)$"),
+    ("3", "--inputs", "150", "--classes", "40", "--all", "--kinds", "--kernel", "few rows$"),
 ]
 # One tile; several along each extent.
 TRAINING_SIZES = [("2", "--inputs", "8", "--classes", "3"), ("67", "--inputs", "70", "--classes", "97")]

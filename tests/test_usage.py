@@ -493,7 +493,7 @@ def test_softmax_plans_for_any_device(capability, shape):
     """What Hopper's kernels would take is worked out on devices with less shared memory as well."""
     rows, inputs, classes = map(str, shape)
     result = execute([program("9_matmul_softmax"), rows, "--inputs", inputs, "--classes", classes, "--all",
-                      "--device", "cpu", "--list"], env={"CUDA_CPU_COMPUTE_CAPABILITY": capability})
+                      "--kinds", "--device", "cpu", "--list"], env={"CUDA_CPU_COMPUTE_CAPABILITY": capability})
     assert result.rc == 0 and "library" in result.stdout, result.stderr
 
 
@@ -501,7 +501,7 @@ def test_softmax_plans_for_any_device(capability, shape):
 @pytest.mark.parametrize("lesson", PROGRAMS)
 def test_rows_that_need_hopper_say_so_elsewhere(lesson, capability):
     """Devices with less shared memory, too: rows that they cannot run say why."""
-    shapes = {"gating": ["--channels", "8", "--hidden", "8"], "softmax": ["--inputs", "8", "--classes", "300"],
+    shapes = {"gating": ["--channels", "8", "--hidden", "8"], "softmax": ["--inputs", "8", "--classes", "100"],
               "8_": ["--eigen", "16", "--width", "16"], "clifford": ["--features", "12"]}
     shape = next((words for part, words in shapes.items() if part in lesson), [])
     size = ["8", *shape, "--device", "cpu", "--samples", "1"]

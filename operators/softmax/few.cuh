@@ -1,21 +1,20 @@
-// softmax(x W) of few columns, or of few rows: what keeps lesson 9's other kernels from being fast
-// there is that too few loads are under way at the same time.
+// softmax(x W) of few columns, or of few rows: what keeps the other kernels from being fast there
+// is that too few loads are under way at the same time.
 #pragma once
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "operators/softmax/finish_row.cuh"
 #include "operators/softmax/layer.cuh"
-#include "operators/softmax/row_inbox.cuh"
 #include "operators/softmax/rows.cuh"
+#include "primitives/hopper/hopper.cuh"
 
 namespace operators::softmax {
 
 // ---- Few columns --------------------------------------------------------------------------------
 
-// Up to kCols columns, a block a row, as in lesson 9's fused rows. But 10 columns would occupy 10
+// Up to kCols columns, a block a row, as in lesson 9's *fused rows*. But 10 columns would occupy 10
 // of its 256 threads, each with a long sum. So D is spread over the block, too: thread t has column
 // t % kCols and every 256 / kCols-th input, so that all of the row's loads are under way at once;
 // lanes with the same column add up by shuffles, warps through shared memory. The first warp then
@@ -57,7 +56,69 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   if (lane < C) probs[static_cast<size_t>(blockIdx.x) * C + col] = exponential / sum;
 }
 
+constexpr int kFewColumns = 16;
+inline Product make_rows_split(const Layer& layer) {
+  const auto kernel = fused_rows_split<kFewColumns>;
+  const auto launch = [=](const Results& results) {
+    launch_early(kernel, layer.B, kSoftmaxThreads, 0, layer.x, layer.W, results.out, layer.D,
+                 layer.C);
+  };
+  return product_of("rows, D split", kernel, 0, launch);
+}
+
 // ---- Few rows -----------------------------------------------------------------------------------
+
+// The blocks of a cluster add up their partial sums of a few rows: each pushes those of a row into
+// the shared memory of the block that owns the row. This is what a block has there for it. Of kRows
+// rows, kColumns wide, each of the cluster's `splits` blocks owns every splits-th one. `rank` is
+// the block's own number. kRows and `splits` are powers of two, at most kMost.
+template <int kRows, int kColumns>
+struct RowInbox {
+  static constexpr int kMost = 8;
+  static_assert(kRows <= kMost && (kRows & (kRows - 1)) == 0);
+  float partials[kMost][kColumns];  // of each block, those of the rows that this one owns
+  Barrier come;
+
+#if CLUSTER_CODE
+  static __device__ int most_owned(int splits) { return (kRows + splits - 1) / splits; }
+
+  /// All threads of all blocks of the cluster call this, and cluster_wait() before the first
+  /// add_up(). There will be `rows` rows.
+  __device__ void open(int rank, int splits, int rows) {
+    if (threadIdx.x == 0) {
+      const int owned = (rows - rank + splits - 1) / splits;
+      barrier_init(&come, 1);
+      barrier_init_fence();
+      barrier_arrive_expect(&come, owned * (splits - 1) * static_cast<int>(sizeof partials[0]));
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+
+  /// A warp has its block's partial sums of a row: a lane has every 32nd column. False if another
+  /// block owns the row. Else the lanes then have the sums of all blocks, added up in the order of
+  /// ranks, but for the block's own, which come first.
+  template <int kCols>
+  __device__ bool add_up(float (&row)[kCols], int number, int rank, int splits) {
+    static_assert(32 * kCols == kColumns);
+    const int lane = threadIdx.x % 32, owner = number % splits, slot = number / splits;
+    if (rank != owner) {
+      float* to = partials[rank * most_owned(splits) + slot] + lane;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) store_push(to + 32 * j, row[j], &come, owner);
+      return false;
+    }
+    barrier_wait(&come, 0);
+    for (int from = 0; from < splits; ++from) {
+      if (from == rank) continue;
+      const float* partial = partials[from * most_owned(splits) + slot] + lane;
+#pragma unroll
+      for (int j = 0; j < kCols; ++j) row[j] += partial[32 * j];
+    }
+    return true;
+  }
+#endif
+};
 
 // With up to kRows rows memory has to deliver little but W, and as much of it as possible should be
 // on its way. So no tiles: a lane has kCols columns, 32 apart, so that the lanes of a warp read
@@ -66,7 +127,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
 // memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
 // into gridDim.y slices, which leave partial logits in results.out (slices, B, C) for
 // the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
-// which add up a row in one of them (operators/softmax/row_inbox.cuh).
+// which add up a row in one of them (RowInbox).
 constexpr int kFewWarps = 8;
 
 template <int kRows, int kCols>
@@ -170,11 +231,18 @@ void add_few_rows(const Layer& layer, std::vector<Product>& products) {
 }
 
 template <int kRows>
-std::vector<Product> make_few_rows(const Layer& layer) {
+std::vector<Product> few_rows_of(const Layer& layer) {
   std::vector<Product> products;
   add_few_rows<kRows, 4>(layer, products);
   add_few_rows<kRows, 2>(layer, products);
   return products;
+}
+
+constexpr int kMostFewRows = 8;
+inline std::vector<Product> make_few_rows(const Layer& layer) {
+  return layer.B == 1   ? few_rows_of<1>(layer)
+         : layer.B <= 4 ? few_rows_of<4>(layer)
+                        : few_rows_of<kMostFewRows>(layer);
 }
 
 }  // namespace operators::softmax

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "operators/softmax/finish_row.cuh"
+#include "operators/estimate.h"
 #include "operators/softmax/layer.cuh"
 #include "operators/softmax/transposed_product.cuh"
 #include "primitives/hopper/hopper.cuh"
@@ -165,7 +165,10 @@ Product make_narrow(const Layer& layer) {
     launch_early(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, of, results);
   };
-  return product_of("narrow", narrow_columns<kTiles>, bytes, launch);
+  Product product = product_of("narrow", narrow_columns<kTiles>, bytes, launch);
+  const double microseconds = kFirstLaunch + layer.shape.bytes(sizeof(float)) / kMemoryBytes;
+  product.expected = {microseconds, microseconds + kNextLaunch};
+  return product;
 }
 
 // For many rows, if a block's warps have room for W.
@@ -175,7 +178,7 @@ bool fits_narrow(const Layer& layer) {
   return layer.B >= kManyRows && layer.C <= 16 * kTiles && layer.D >= 4 && layer.D <= kMostInputs;
 }
 
-std::vector<Product> choose_narrow(const Layer& layer) {
+inline std::vector<Product> choose_narrow(const Layer& layer) {
   if (fits_narrow<1>(layer)) return {make_narrow<1>(layer)};
   if (fits_narrow<2>(layer)) return {make_narrow<2>(layer)};
   if (fits_narrow<3>(layer)) return {make_narrow<3>(layer)};

@@ -125,9 +125,6 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   }
 }
 
-/// Long rows are cut into parts of so many columns.
-constexpr int kPartColumns = 4096;
-
 /// The maximum and the sum of a part of a row go to `parts`: part blockIdx.y (of gridDim.y) of row
 /// blockIdx.x. If `slices` > 1, a logit is the sum of `slices` numbers, gridDim.x * C apart: the
 /// block adds them up first, and writes the logit to `out`.

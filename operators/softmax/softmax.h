@@ -11,6 +11,12 @@
 
 namespace operators::softmax {
 
+/// Long rows are cut into parts of so many columns.
+inline constexpr int kPartColumns = 4096;
+// Where a block's steps end is an int, too; and a grid's y counts the parts of a row.
+inline constexpr int64_t kMostInputs = INT32_MAX - 1023;
+inline constexpr int64_t kMostClasses = int64_t{65535} * kPartColumns;
+
 struct SoftmaxShape {
   int64_t rows, inputs, classes;  ///< B, D, C; each below 2^31
 

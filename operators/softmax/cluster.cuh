@@ -1,0 +1,201 @@
+// softmax(x W) of few rows, or few columns, on Hopper: the blocks of a cluster share D.
+#pragma once
+
+#include "operators/softmax/layer.cuh"
+#include "operators/softmax/plans.cuh"
+#include "operators/softmax/transposed_product.cuh"
+#include "primitives/hopper/hopper.cuh"
+
+namespace operators::softmax {
+
+// A block's shared memory. kSplits: the blocks of a cluster, over which D is split. kDepth: how
+// many of the D inputs are taken at a time. kHighLow: an operand is the sum of two TF32 numbers.
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+struct ClusterShared {
+  static constexpr bool kHighLow = kMath == Math::split;
+  static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
+  static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
+  // The floats of a row that one block sends to another: some padding, so that 4 rows start on
+  // different banks, and a multiple of 4, as the copy engine needs.
+  static __host__ __device__ constexpr int stride(int C) {
+    return ((C < kClasses ? C : kClasses) + 7) / 8 * 8 + 4;
+  }
+  static constexpr int kBoxes = kDepth / kLine<float>;
+  using Boxes = ColumnTile<float, kRows>[kBoxes];
+  // x rounded to TF32; in 3xTF32 also what the rounding has left, as a second TF32 number.
+  Boxes x[kHighLow ? 2 : 1];
+  // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own sums
+  // stay in its outbox.
+  alignas(16) float outbox[kSplits][kOwnRows * stride(kClasses)];
+  alignas(16) float inbox[kSplits][kOwnRows * stride(kClasses)];
+  Barrier full;  // x is there
+  Barrier come;  // what the other blocks send is in the inbox
+};
+
+#if HOPPER_CODE
+// A block's partial sums go to its outbox, those of some rows for each block of the cluster.
+template <class Shared, int kRows>
+__device__ void put_in_outbox(Shared& shared, const Sum<kRows>& sum, int col, int stride) {
+#pragma unroll
+  for (int i = 0; i < sum.size(); i += 4) {
+#pragma unroll
+    for (int e = i; e < i + 2; ++e) {
+      const int row = sum.col(e);
+      float* to = shared.outbox[row / Shared::kOwnRows] + row % Shared::kOwnRows * stride + col;
+      if (col < stride) *reinterpret_cast<float2*>(to) = {sum.element(e), sum.element(e + 2)};
+    }
+  }
+}
+
+// A warp takes a row at a time: adds up what has come from the blocks of the cluster.
+template <int kSplits, int kClasses, class Shared>
+__device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, int tile, int tiles,
+                                    int B, int C, const Results& results) {
+  constexpr int kOwnRows = Shared::kOwnRows;
+  const int lane = threadIdx.x % 32, stride = Shared::stride(C);
+  for (int i = threadIdx.x / 32; i < kOwnRows; i += kClasses / 16) {
+    const int row = row0 + rank * kOwnRows + i;
+    if (row >= B) break;
+    float v[kClasses / 32] = {};
+#pragma unroll
+    for (int block = 0; block < kSplits; ++block) {
+      const float* from = (block == rank ? shared.outbox : shared.inbox)[block] + i * stride;
+#pragma unroll
+      for (int j = 0; j < kClasses / 32; ++j) {
+        if (lane + 32 * j < stride) v[j] += from[lane + 32 * j];
+      }
+    }
+    finish_row(v, row, C, results, tile, tiles);
+  }
+}
+#endif
+
+// As in all_columns(), D is split over blocks that share kRows rows. But here these are a cluster,
+// and can write to each other's shared memory: the partial sums need not go through the L2 cache to
+// whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the others
+// push their partial sums of that share into its inbox. If there are more than kClasses
+// classes, a cluster computes a tile of so many columns, and another kernel finishes the rows: that
+// is half fused. (To exchange maxima and
+// sums here, as ExchangedSoftmax does, took longer than a softmax kernel whose launch is early.)
+//
+// The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
+// memory, W^T from registers. No other thread of the block needs the same elements of W: they go
+// from memory straight to the registers, all of a chunk of kDepth inputs at once. (wgmma ignores
+// the bits that TF32 does not have. That would truncate x, so the copy engine rounds it on the way
+// to shared memory.)
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+__global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
+    cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
+                    Results results) {
+#if HOPPER_CODE
+  using Shared = ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const int rank = cluster_rank(), row0 = blockIdx.x / kSplits * kRows;
+  const int tile = blockIdx.y, tiles = gridDim.y;
+  const int chunks = (D + kDepth - 1) / kDepth;
+  const int first = chunks * rank / kSplits, last = chunks * (rank + 1) / kSplits;
+  const int sums_bytes = Shared::kOwnRows * Shared::stride(C) * 4;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const auto fetch = [&](int chunk) {
+    if (warp != 0 || !elect_one()) return;
+    barrier_arrive_expect(&shared.full, sizeof shared.x[0]);
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      tensor_load(shared.x[0][box].row(0), &x, row0, chunk * kDepth + box * kLine<float>,
+                  &shared.full);
+    }
+  };
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.full, 1);
+    barrier_init(&shared.come, 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) barrier_arrive_expect(&shared.come, (kSplits - 1) * sums_bytes);
+  cluster_arrive();
+  start_next_kernel();
+  wait_for_previous_kernel();
+  if (first < last) fetch(first);
+
+  const int col = 16 * warp + lane / 4 * 2;
+  Sum<kRows> sum = {};
+  for (int chunk = first; chunk < last; ++chunk) {
+    LeftFragments<float> w[Shared::kBoxes];
+    load_fragments(w, W, chunk * kDepth, tile * kClasses + col, D, C);
+    barrier_wait(&shared.full, (chunk - first) % 2);
+    if constexpr (kMath == Math::split) {
+      split_all(shared.x[0][0].elements, shared.x[1][0].elements, kRows * kDepth, threadIdx.x,
+                2 * kClasses);
+      shared_fence();
+      __syncthreads();
+    }
+#pragma unroll
+    for (int box = 0; box < Shared::kBoxes; ++box) {
+      if constexpr (kMath == Math::split) {
+        add_split(sum, w[box], shared.x[0][box], shared.x[1][box]);
+      } else {
+        start_rounded(sum, w[box], shared.x[0][box], chunk > first || box > 0);
+      }
+    }
+    wgmma_wait<0>();
+    __syncthreads();
+    if (chunk + 1 < last) fetch(chunk + 1);
+  }
+
+  put_in_outbox(shared, sum, col, Shared::stride(C));
+  shared_fence();  // the copy engine will read this
+  __syncthreads();
+  cluster_wait();  // the others' `come` is initialized
+  if (warp == 0 && elect_one()) {
+    for (int i = 0; i < kSplits; ++i) {
+      if (i == rank) continue;
+      bulk_push(shared.inbox[rank], shared.outbox[i], sums_bytes, &shared.come, i);
+    }
+  }
+  barrier_wait(&shared.come, 0);
+  cluster_arrive();
+  finish_cluster_rows<kSplits, kClasses>(shared, row0, rank, tile, tiles, B, C, results);
+  cluster_wait();  // nobody's outbox is needed any more
+#endif
+}
+
+template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
+Plan plan_cluster(const Layer& layer) {
+  constexpr int kThreads = 2 * kClasses;
+  constexpr int kBytes = sizeof(ClusterShared<kMath, kSplits, kRows, kClasses, kDepth>);
+  const auto kernel = cluster_columns<kMath, kSplits, kRows, kClasses, kDepth>;
+  allow_shared_bytes(kernel, kBytes);
+  const int at_once = clusters_that_fit(kernel, kSplits, kThreads, kBytes);
+  if (at_once == 0) return {};
+  const double microseconds =
+      cluster_microseconds(layer, kSplits, kRows, kClasses, kDepth, at_once);
+  const auto make = [=](const Layer& in) {
+    const int tiles = static_cast<int>(blocks_for(in.C, kClasses));
+    const auto launch = [=](Results results, int = 1) {
+      const CUtensorMap x = tensor_map<float>(in.x, in.B, in.D, kRows, kMath == Math::tf32,
+                                              in.x_stride, Reads::often);
+      launch_early(kernel, dim3(kSplits * blocks_for(in.B, kRows), tiles), kThreads, kBytes,  //
+                   x, in.W, in.B, in.D, in.C, results);
+    };
+    return tiles == 1 ? product_of("cluster", kernel, kBytes, launch)
+                      : half_fused(in, "cluster", kernel, kBytes, 1, tiles, launch);
+  };
+  return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
+}
+
+// Few rows: D is split over more blocks. Many rows, or columns: 64 rows. Else 40: 1024 rows are
+// then as many clusters of 4 as fit at a time. Split operands take twice the registers for W: fewer
+// inputs at a time, more blocks.
+template <Math kMath, int kClasses>
+Plan choose_cluster(const Layer& layer) {
+  constexpr bool kHighLow = kMath == Math::split;
+  if (layer.B <= 32 || (layer.B <= 512 && layer.C <= kClasses)) {
+    return plan_cluster<kMath, 8, 16, kClasses, 64>(layer);
+  }
+  if (layer.B > 1536 || layer.C > kClasses) return plan_cluster<kMath, 8, 64, kClasses, 64>(layer);
+  constexpr int kSplits = kHighLow ? 8 : 4, kRows = kHighLow ? 80 : 40;
+  constexpr int kDepth = kHighLow ? 128 : 256;
+  return plan_cluster<kMath, kSplits, kRows, kClasses, kDepth>(layer);
+}
+
+}  // namespace operators::softmax

@@ -1,0 +1,206 @@
+// softmax(x W) of any shape: which kernels can compute it, and in which ways.
+//
+//     x (B, D), W (D, C), probs (B, C): fp32, row-major, dense
+//
+// Lesson 9's kernels have one size of tile, and multiply on the CUDA cores. Here the shape decides
+// what a kernel is, and there are six kinds of them:
+//
+//   rows, D split   at most 16 columns (few.cuh): a block a row, and all of a row's loads at once
+//   few rows        at most 8 rows of more columns (few.cuh): W streams past them
+//   tiles           up to 256 columns (tiles.cuh): a block has all columns of 8 to 32 rows, and D
+//                   is split over its warps, and over blocks if there are few rows
+//   online          more columns (tiles.cuh): tiles of 128 x 128, and a second kernel
+//
+// and on Hopper:
+//
+//   narrow          many rows of few columns (narrow.cuh): W stays in registers, x streams past it
+//   cluster         few rows, or few columns (cluster.cuh): the blocks of a cluster share D
+//   exchange        any shape (exchange.cuh): the blocks of a row run at the same time, and tell
+//                   each other its maximum and sum
+//
+// docs/softmax.md says which of them a shape has, and why. In what math they multiply is the
+// caller's choice (Math in fp32_product.cuh).
+//
+// Fused, or unfused? Each kind can leave logits for the softmax of rows.cuh, which is unfused.
+// Fused is one launch; or, half fused, two, of which the second one reads a logit once: where a
+// row's maximum and sum are there already, or where D is cut into slices, whose sums it adds up.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "operators/softmax/cluster.cuh"
+#include "operators/softmax/few.cuh"
+#include "operators/softmax/layer.cuh"
+#include "operators/softmax/narrow.cuh"
+#include "operators/softmax/plans.cuh"
+#include "operators/softmax/rows.cuh"
+#include "operators/softmax/tiles.cuh"
+
+namespace operators::softmax {
+
+/// So many ways are to be tried at most: those of several kinds.
+constexpr size_t kMostWays = 64;
+
+/// A kind of kernel, and the ways to compute probabilities with it. Either list may be empty.
+struct Kind {
+  std::string name;
+  int capability;  ///< the least compute capability, times 10; 90: Hopper, and no other
+  std::vector<Way> unfused, fused;
+};
+
+/// The ways to compute probs = softmax(x W). Sizes are at least 1; there are at most kMostInputs
+/// inputs and kMostClasses classes. One launch at a time.
+class SoftmaxProduct {
+ public:
+  SoftmaxProduct(const Workspace& workspace, const Memory<float>& x, const Memory<float>& W,
+                 const Memory<float>& probs, const SoftmaxShape& shape)
+      : layer_{workspace, shape, x, W, workspace.any<float>(most_sliced(shape))},
+        probs_(probs),
+        logits_(workspace.any<float>(shape.rows * shape.classes)),
+        parts_(workspace.any<float2>(shape.classes > kLeastForParts
+                                         ? shape.rows * (blocks_for(shape.classes, 32) + 1)
+                                         : 1)) {}
+
+  /// The ways of all kinds that this device can run, those that should be the fastest first.
+  struct Ways {
+    std::vector<Way> unfused, fused;
+  };
+  Ways ways(Math math) const { return together(kinds(math)); }
+
+  /// The kinds of kernels for this shape, each with its ways.
+  std::vector<Kind> kinds(Math math) const {
+    return math == Math::fp32   ? kinds<Math::fp32>()
+           : math == Math::tf32 ? kinds<Math::tf32>()
+                                : kinds<Math::split>();
+  }
+
+  /// Of each kind its ways are ranked by an estimate. But those of two kinds are not worth
+  /// comparing, and some have none: the first way of each kind counts as if it took the same time,
+  /// so that all kinds are tried.
+  Ways together(std::vector<Kind> kinds) const {
+    std::erase_if(kinds, [](const Kind& kind) { return !runs(kind.capability); });
+    const auto all = [&](auto list) {
+      std::stable_sort(kinds.begin(), kinds.end(), [&](const Kind& a, const Kind& b) {
+        return least(a.*list) < least(b.*list);
+      });
+      double first = kinds.empty() ? INFINITY : least(kinds.front().*list);
+      if (!std::isfinite(first)) first = layer_.shape.flops() / 50e6;
+      std::vector<Way> ways;
+      for (const Kind& kind : kinds) {
+        const double best = least(kind.*list);
+        for (Way way : kind.*list) {
+          way.microseconds = std::isfinite(best) ? way.microseconds / best * first : first;
+          way.name = kind.name + (way.name.empty() ? "" : ": ") + way.name;
+          ways.push_back(way);
+        }
+      }
+      return ways;
+    };
+    return {all(&Kind::unfused), all(&Kind::fused)};
+  }
+
+ private:
+  Layer layer_;
+  Memory<float> probs_, logits_;  // the logits of the unfused ways
+  Memory<float2> parts_;          // of long rows
+
+  static size_t most_sliced(const SoftmaxShape& shape) {
+    return static_cast<size_t>(std::min<double>(kMostSlices * shape.logits(), kMostSliced));
+  }
+
+  static bool runs(int capability) {
+    if (capability == 90) return is_hopper();
+    return device_attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
+               device_attribute(cudaDevAttrComputeCapabilityMinor) >=
+           capability;
+  }
+
+  static double least(const std::vector<Way>& ways) {
+    double microseconds = INFINITY;
+    for (const Way& way : ways) microseconds = std::min(microseconds, way.microseconds);
+    return microseconds;
+  }
+
+  template <Math kMath>
+  std::vector<Kind> kinds() const {
+    std::vector<Kind> all;
+    const auto add = [&](const std::vector<Product>& products, int capability) {
+      if (!products.empty()) all.push_back(kind_of(products, capability));
+    };
+    if constexpr (kMath != Math::split) {  // these round nothing, whatever the math
+      if (layer_.C <= kFewColumns) {
+        add({make_rows_split(layer_)}, 0);
+        all.back().unfused.clear();  // it leaves no logits
+      } else if (layer_.B <= kMostFewRows) {
+        add(make_few_rows(layer_), 0);
+      }
+    }
+    add({make_product<kMath>(layer_)}, kMath == Math::fp32 ? 0 : 80);
+    if constexpr (kMath != Math::fp32) {
+      for (const auto& products : hopper_products<kMath>()) add(products, 90);
+    }
+    return all;
+  }
+
+  Kind kind_of(const std::vector<Product>& products, int capability) const {
+    Kind kind = {products[0].name, capability, {}, {}};
+    for (const Product& product : products) {
+      // Half fused or not, unfused is the same.
+      const auto& [microseconds, unfused_microseconds, tiles, how] = product.expected;
+      const auto same = [&name = tiles](const Way& way) { return way.name == name; };
+      if (std::none_of(kind.unfused.begin(), kind.unfused.end(), same)) {
+        const auto launch = [product, self = *this] {
+          product.launch(self.results(Epilogue::logits));
+          softmax(self.logits_, self.probs_, self.layer_.shape, self.parts_);
+        };
+        kind.unfused.push_back({tiles, unfused_microseconds, launch, product.shared_bytes});
+      }
+      if (product.fuses) {
+        const auto launch = [product, self = *this] {
+          product.launch(self.results(Epilogue::softmax));
+        };
+        kind.fused.push_back({tiles + how, microseconds, launch, product.shared_bytes});
+      }
+    }
+    return kind;
+  }
+
+  Results results(Epilogue epilogue) const {
+    float* out = epilogue == Epilogue::softmax ? probs_ : logits_;
+    return {.epilogue = epilogue, .out = out, .parts = parts_};
+  }
+
+  // What Hopper has for a shape: narrow, or else cluster; and exchange. But none that should take
+  // much longer. In TF32 exchange needs either rows of W that are aligned to 16 bytes, or at least
+  // 4 inputs. None if no cluster fits on the device.
+  template <Math kMath>
+  std::vector<std::vector<Product>> hopper_products() const {
+    const Layer& layer = layer_;
+    constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
+    if (layer.shape.rows > kMost || layer.C > 65535 * 128) return {};  // the grid's y: its tiles
+    std::vector<Plan> exchange;
+    if (kMath != Math::tf32 || layer.C % 4 == 0) {
+      exchange = plan_exchange<kMath, true>(layer);
+    } else if (layer.D >= 4) {
+      exchange = plan_exchange<kMath, kMath != Math::tf32>(layer);  // TF32: W as it lies
+    }
+    const Plan cluster = layer.C <= 64 ? choose_cluster<kMath, 64>(layer)  //
+                                       : choose_cluster<kMath, 128>(layer);
+    const double exchange_time = exchange.empty() ? INFINITY : exchange[0].microseconds();
+    std::vector<std::vector<Product>> rows;
+    if (const auto narrow = choose_narrow(layer); kMath == Math::tf32 && !narrow.empty()) {
+      rows.push_back(narrow);
+    } else if (cluster.microseconds() < kHopeless * exchange_time) {
+      rows.push_back(products_of(layer, {cluster}));
+    }
+    if (exchange_time < kHopeless * cluster.microseconds()) {
+      rows.push_back(products_of(layer, exchange));
+    }
+    return rows;
+  }
+};
+
+}  // namespace operators::softmax

@@ -1,0 +1,209 @@
+// softmax(x W) on any GPU: blocks that have all columns of some rows, or, where a row has too many,
+// tiles of a row. The product is that of fp32_product.cuh, in any of its maths, and Results
+// (layer.cuh) say what becomes of its sums.
+#pragma once
+
+#include <algorithm>
+
+#include "operators/softmax/fp32_product.cuh"
+#include "operators/softmax/layer.cuh"
+
+namespace operators::softmax {
+
+// ---- All columns --------------------------------------------------------------------------------
+
+// A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B. It
+// also has one of gridDim.y splits of D: the sums of its warps meet in shared memory, those of the
+// blocks of the same rows in `partial`, where the last of them to arrive adds them up, always in
+// the same order. Then a warp takes a row at a time.
+//
+// What D is split for: 1024 rows are 32 blocks of 32, for a GPU of 132 multiprocessors, and each of
+// them would read all of W by itself (1024 x 100: 400 KB, at some 64 bytes a clock). Four times as
+// many blocks read a quarter each.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors, Results results) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  constexpr int kValues = (Tile::BN + 31) / 32, kStride = Tile::kStrideLogits;
+  extern __shared__ __align__(128) char shared[];
+  auto* stages = reinterpret_cast<float*>(shared);
+  float* logits = reinterpret_cast<float*>(shared + Tile::kStageBytes);  // [kWarpsK][BM][kStride]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int B = factors.B, D = factors.D, C = factors.C;
+  const int row0 = blockIdx.x * Tile::BM, splits = gridDim.y, split = blockIdx.y;
+  const int steps = (D + Tile::BK - 1) / Tile::BK;
+  const int d_begin = static_cast<int>(static_cast<int64_t>(steps) * split / splits) * Tile::BK;
+  const int d_end =
+      min(D, static_cast<int>(static_cast<int64_t>(steps) * (split + 1) / splits) * Tile::BK);
+
+  TileSums<Tile> sums;
+  multiply_tiles<Tile>(sums, stages, factors, row0, 0, d_begin, d_end);
+
+  const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
+  const int warp_col = warp % Tile::kWarpsN * Tile::kCols;
+  const int warp_k = warp / (Tile::kWarpsM * Tile::kWarpsN);
+#pragma unroll
+  for (int i = 0; i < TileSums<Tile>::kOwnRows; ++i) {
+    float* to =
+        logits + (warp_k * Tile::BM + warp_row + TileSums<Tile>::row(i)) * kStride + warp_col;
+#pragma unroll
+    for (int j = 0; j < TileSums<Tile>::kOwnCols; ++j) to[TileSums<Tile>::col(j)] = sums.at(i, j);
+  }
+  __syncthreads();
+
+  const int rows = min(Tile::BM, B - row0);
+  for (int row = warp; row < rows; row += Tile::kWarps) {
+    float v[kValues] = {};
+#pragma unroll
+    for (int k = 0; k < Tile::kWarpsK; ++k) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const int col = lane + 32 * i;
+        if (col < C) v[i] += logits[(k * Tile::BM + row) * kStride + col];
+      }
+    }
+    if (splits == 1) {
+      finish_row(v, row0 + row, C, results);
+    } else {
+      float* to = results.partial + (static_cast<size_t>(split) * B + row0 + row) * C;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        if (lane + 32 * i < C) to[lane + 32 * i] = v[i];
+      }
+    }
+  }
+  if (splits == 1 || !is_last_block(results.arrived + blockIdx.x, splits)) return;
+
+  for (int row = warp; row < rows; row += Tile::kWarps) {
+    float v[kValues] = {};
+    const float* from = results.partial + static_cast<size_t>(row0 + row) * C;
+#pragma unroll 4
+    for (int s = 0; s < splits; ++s) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const int col = lane + 32 * i;
+        if (col < C) v[i] += from[static_cast<size_t>(s) * B * C + col];
+      }
+    }
+    finish_row(v, row0 + row, C, results);
+  }
+}
+
+// ---- Tiles of a row -----------------------------------------------------------------------------
+
+// Here a row does not fit into a block: 1000 columns of 64 rows are as many sums as a
+// multiprocessor has registers, and blocks of fewer rows would read W too often. So blocks have
+// tiles of BM x BN, as for any product, and of each row a warp has kCols columns. It writes their
+// logits and leaves their maximum and their sum relative to it, which the lanes that share a row
+// find with a few shuffles: this is "online softmax", no part has to know another one's maximum.
+// finish_columns() (rows.cuh) merges a row's parts and makes probabilities of the
+// logits: each is read once. (A row's last block could do it in the same launch. But it would have
+// all of the row's logits to go through while other multiprocessors have nothing to do.)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, Results results) {
+  start_next_kernel();
+  wait_for_previous_kernel();
+  static_assert(Tile::kWarpsK == 1 && Tile::kCols % 4 == 0);
+  extern __shared__ __align__(128) char shared[];
+  const int B = factors.B, C = factors.C, block_columns = (C + Tile::BN - 1) / Tile::BN;
+  const int row0 = blockIdx.x / block_columns * Tile::BM;
+  const int col0 = blockIdx.x % block_columns * Tile::BN;
+  TileSums<Tile> sums;
+  multiply_tiles<Tile>(sums, reinterpret_cast<float*>(shared), factors, row0, col0, 0, factors.D);
+
+  const int warp = threadIdx.x / 32, tiles = (C + Tile::kCols - 1) / Tile::kCols;
+  const int warp_row = row0 + warp / Tile::kWarpsN * Tile::kRows;
+  const int warp_col = col0 + warp % Tile::kWarpsN * Tile::kCols;
+  constexpr int kRun = TileSums<Tile>::kRun, kOwnCols = TileSums<Tile>::kOwnCols;
+  constexpr int kLanes = TileSums<Tile>::kLanesPerRow;
+#pragma unroll
+  for (int i = 0; i < TileSums<Tile>::kOwnRows; ++i) {
+    const int row = warp_row + TileSums<Tile>::row(i);
+    if (row < B) {
+      float* to = results.out + static_cast<size_t>(row) * C + warp_col;
+#pragma unroll
+      for (int j = 0; j < kOwnCols; j += kRun) {
+        float run[kRun];
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) run[e] = sums.at(i, j + e);
+        const int col = TileSums<Tile>::col(j);
+        store_run<kRun>(to + col, run, C - warp_col - col, C % kRun == 0);
+      }
+    }
+    if (results.epilogue == Epilogue::logits) continue;
+    float largest = minus_infinity(), sum = 0;
+#pragma unroll
+    for (int j = 0; j < kOwnCols; ++j) {
+      if (warp_col + TileSums<Tile>::col(j) >= C) sums.at(i, j) = minus_infinity();
+      largest = fmaxf(largest, sums.at(i, j));
+    }
+    largest = lanes_max<kLanes>(largest);
+#pragma unroll
+    for (int j = 0; j < kOwnCols; ++j) sum += expf(sums.at(i, j) - base_of(largest));
+    sum = lanes_sum<kLanes>(sum);
+    if (threadIdx.x % kLanes == 0 && row < B && warp_col < C) {
+      results.parts[static_cast<size_t>(row) * tiles + warp_col / Tile::kCols] = {largest, sum};
+    }
+  }
+}
+
+// ---- Which of the two, with which tiles ---------------------------------------------------------
+
+// D is split until the GPU is full, but into no less than kLeastDepth.
+constexpr int kLeastDepth = 128;
+template <class Tile>
+Product make_all_columns(const Layer& layer) {
+  constexpr int kBytes = Tile::kStageBytes + Tile::kLogitBytes;
+  const int row_tiles = static_cast<int>(blocks_for(layer.B, Tile::BM));
+  const int splits =
+      std::max(1, std::min({layer.D / kLeastDepth, kMostSplits, layer.sms / row_tiles}));
+  const auto partial =
+      layer.workspace.any<float>(splits > 1 ? splits * layer.shape.rows * layer.C : 1);
+  const auto arrived = layer.workspace.zeros<unsigned>(row_tiles);
+  const auto launch = [=](Results results) {
+    results.partial = partial;
+    results.arrived = arrived;
+    launch_early(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
+                 factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
+  };
+  return product_of("tiles", all_columns<Tile>, kBytes, launch);
+}
+
+template <class Tile>
+Product make_column_tiles(const Layer& layer) {
+  const unsigned tiles = blocks_for(layer.B, Tile::BM) * blocks_for(layer.C, Tile::BN);
+  const auto launch = [=](Results results, int) {
+    launch_early(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
+                 factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
+  };
+  return half_fused(layer, "online", column_tiles<Tile>, Tile::kStageBytes, 1,
+                    static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
+}
+
+// The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
+template <Math kMath>
+Product make_product(const Layer& layer) {
+  const int C = layer.C;
+  // A block of compute capability 9.0 has 227 KB of shared memory, of 8.0 163 KB, of 8.6 99 KB, of
+  // 7.5 64 KB: where all columns of a row do not fit, they are spread over column_tiles().
+  const bool large = most_shared_bytes() >= 220 << 10;
+  const bool medium = most_shared_bytes() >= 126 << 10;
+  if (C <= 16) {
+    return make_all_columns<Tile<kMath, kMath == Math::fp32 ? 8 : 16, 16, 64, 1, 1, 8, 3>>(layer);
+  }
+  constexpr int kCols = kMath == Math::fp32 ? 64 : 56;
+  if (C <= kCols && medium) return make_all_columns<Tile<kMath, 16, kCols, 64, 1, 1, 8, 4>>(layer);
+  if (C <= 104 && large) return make_all_columns<Tile<kMath, 32, 104, 64, 2, 1, 4, 4>>(layer);
+  if (C <= 256 && large) return make_all_columns<Tile<kMath, 32, 256, 32, 1, 4, 2, 3>>(layer);
+  if (large || (medium && C > 256)) {
+    // A warp's sums. TF32: 64 x 32, as W comes from shared memory in single floats. fp32: 32 x 64,
+    // as both factors come as vectors of 4. 3xTF32: 32 x 32 of twice as many warps, as a thread
+    // also has the sums of a step, and both numbers of each split operand.
+    constexpr int kWarpsM = kMath == Math::tf32 ? 2 : 4;
+    constexpr int kWarpsN = kMath == Math::fp32 ? 2 : 4;
+    return make_column_tiles<Tile<kMath, 128, 128, 32, kWarpsM, kWarpsN, 1, 3>>(layer);
+  }
+  return make_column_tiles<Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(layer);
+}
+
+}  // namespace operators::softmax
