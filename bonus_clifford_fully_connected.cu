@@ -242,10 +242,16 @@ template <typename A>
 constexpr int kForwardTileBytes = sizeof(float) * (BladeGroup<A, 0>::kPlanes * kTile * 8 +
                                                    BladeGroup<A, 0>::kTriples * 8 * kRowStride);
 
-// Four blades of z for 64 rows and 64 columns. Each step takes 8 features: a thread reads 4
-// multivectors of x and of y, all blades of them, and writes their products to the tiles of the
-// group's planes; with these, and 8 x 64 weights of each triple, the warps multiply. While one
-// block makes planes, others of the multiprocessor multiply.
+// Four blades of z for 64 rows and 64 columns. A step takes 8 features, and has three parts:
+//
+//     load          starts the copies of 8 x 64 weights of each triple
+//     make_planes   a thread reads 4 multivectors of x and of y, all blades of them, and writes
+//                   their products to the tiles of the group's planes
+//     multiply      the warps multiply each plane by its triple's weights
+//
+// After the last step `store` writes z. The norm needs all columns of a row, which are those of
+// several blocks: a kernel of its own comes after this one. While one block makes planes, others of
+// the multiprocessor multiply.
 template <typename A, int group>
 __device__ __forceinline__ void forward_tile(const float* x, const float* y, const float* w,
                                              float* z, int stride, float* shared, Layer layer) {
@@ -257,7 +263,7 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
   const int row0 = blockIdx.y * kTile, col0 = blockIdx.x * kTile;
   const int weight_row = threadIdx.x / 16, weight_col = threadIdx.x % 16 * 4;
   TileSum sums[Own::kBlades] = {};
-  for (int k = 0; k < layer.features; k += 8) {
+  const auto load = [&](int k) {
     Own::for_triples([&](auto c, auto i) {
       constexpr int t = Own::triple(c, i), slot = Own::before(c) + i;
       copy_async<16>(
@@ -266,6 +272,8 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
           true);
     });
     copy_async_commit();
+  };
+  const auto make_planes = [&](int k) {
 #pragma unroll 1
     for (int e = threadIdx.x; e < kTile * 8; e += kTileThreads) {
       const int row = e / 8, f = e % 8;
@@ -282,8 +290,8 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
         });
       });
     }
-    copy_async_wait<0>();
-    __syncthreads();
+  };
+  const auto multiply = [&] {
     Own::for_triples([&](auto c, auto i) {
       constexpr int slot = Own::before(c) + i, plane = Own::plane(c, i);
       constexpr int first = A::first(c) - Own::kFirstBlade;
@@ -298,16 +306,27 @@ __device__ __forceinline__ void forward_tile(const float* x, const float* y, con
         }
       });
     });
-    __syncthreads();
-  }
-  unroll<0, Own::kBlades>([&](auto k) {
-    warp.for_results(sums[k], [&](int row, int col, float value) {
-      const int n = row0 + row, f = col0 + col;
-      if (n >= layer.batch || f >= layer.features) return;
-      z[(Own::kFirstBlade + k) * layer.plane() + static_cast<size_t>(n) * layer.features + f] =
-          value;
+  };
+  const auto store = [&] {
+    unroll<0, Own::kBlades>([&](auto k) {
+      warp.for_results(sums[k], [&](int row, int col, float value) {
+        const int n = row0 + row, f = col0 + col;
+        if (n >= layer.batch || f >= layer.features) return;
+        z[(Own::kFirstBlade + k) * layer.plane() + static_cast<size_t>(n) * layer.features + f] =
+            value;
+      });
     });
-  });
+  };
+
+  for (int k = 0; k < layer.features; k += 8) {
+    load(k);
+    make_planes(k);
+    copy_async_wait<0>();
+    __syncthreads();  // weights and planes are there
+    multiply();
+    __syncthreads();  // and have been read
+  }
+  store();
 }
 
 template <typename A>
@@ -405,11 +424,19 @@ struct Forward {
     copy.left(plane * chunk.pitch + at.row, k);
     copy.right((order.slot[c] + i) * chunk.stride + at.col, k);
   }
+  // When a tile is multiplied: the norm, if it is to be had here, and z.
   __device__ void store(Sum<Tile::BN>& sum, const Place& at, int row0) const {
+    normalize(sum, at, row0);
+    write(sum, at, row0);
+  }
+  __device__ void normalize(Sum<Tile::BN>& sum, const Place& at, int row0) const {
     const Chunk& chunk = maker.chunk;
     if (chunk.layer.normed && at.row < chunk.pitch && norm.together(at.row, at.grade)) {
       norm.scale(sum, at.row + row0, at.col, at.blade, at.grade, 1 + row0 / 64);
     }
+  }
+  __device__ void write(const Sum<Tile::BN>& sum, const Place& at, int row0) const {
+    const Chunk& chunk = maker.chunk;
     float* const to = norm.out + at.blade * chunk.layer.plane() +
                       static_cast<size_t>(chunk.first) * chunk.layer.features;
     store_sum<Tile>(sum, to, at.row + row0, at.col, chunk.rows, chunk.layer.features,
