@@ -437,9 +437,11 @@ struct SoftmaxTable : SoftmaxProblem {
     if (tiles == 1) {
       add("fused tiles", Role::ours,
           [=, *this] { launch_early(fused_tiles, strips, kThreads, 0, in(), probs); });
-      add("fused cluster", Role::ours, [=, *this] {
-        launch_clusters(fused_cluster, kSplits, true, kSplits * strips, kThreads, 0, in(), probs);
-      }).needs(90);
+      if (clusters_that_fit(fused_cluster, kSplits, kThreads, 0) > 0) {
+        add("fused cluster", Role::ours, [=, *this] {
+          launch_clusters(fused_cluster, kSplits, true, kSplits * strips, kThreads, 0, in(), probs);
+        }).needs(90);
+      }
       problem.compare("fused tiles", "unfused",
                       name + ", tiles: fused (3) against unfused (2), % times faster.");
       return;
