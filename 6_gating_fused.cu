@@ -31,9 +31,10 @@
 
 #include "checks/gating/library.cuh"
 #include "checks/workspace.h"
-#include "operators/gating/rows.cuh"
+#include "operators/gating/layer.cuh"
 #include "operators/product/plan.cuh"
 #include "primitives/async_copy.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/wmma_fragments.cuh"
 
@@ -283,99 +284,152 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
   }
 }
 
-// ---- Hopper: resident weights -------------------------------------------------------------------
+// ---- Hopper resident ----------------------------------------------------------------------------
 
-// The last two kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers
-// in shared memory (mbarrier), products of a warpgroup (wgmma). primitives/hopper/tiles.cuh has the
-// names, and operators/gating/rows.cuh the parts of the first of the two.
-//
-// The idea of "resident weights", with Hopper's means. A block per multiprocessor keeps its columns
-// of both weights in shared memory: W1's and W2's next to each other, as one factor. So one wgmma
-// computes both sums: gate in the left half of a thread's registers, value in the right half. Each
-// consumer warpgroup owns a tile of 64 rows of out at a time, and has stages of its own for x,
-// which the producer fills. While one consumer waits for its products another computes sigmoids,
-// and a third waits for its tile; each goes at its own pace, as far as its stages last. If
-// registers do not hold the sums of all columns, a consumer computes them in panels, from the same
-// tile of x, which is read once. Where shared memory has no room for a tile for each consumer, two
-// or four are a team. They share a tile, and each computes every second or fourth panel.
-//
-// How x comes and how out leaves depends on K and H (Plan; operators/gating/rows.cuh): in boxes, as
-// whole rows one after the other, or, where neither suits out, by threads. Each warp stores its own
-// 16 rows of a tile and does not wait for the other three.
-//
-// Two things differ from the pipeline of lesson 3's product: the right factor is not in its stages
-// but stays beside them, and how many stages a team has is known at run time only.
-template <class Plan>
-__global__ void __launch_bounds__(Plan::kThreads, 1)
-    gating_hopper_resident(const __grid_constant__ typename Plan::Rows x,
-                           const __grid_constant__ GatingOperands in,
-                           const __grid_constant__ OutMaps out, const __grid_constant__ Plan plan) {
+// The last kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers in
+// shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
+// Reader, Box, LeftTile, RightTile, Sum.
+
+// The biases of 64 columns of out, from col0 on: what a thread needs for its elements of a Sum,
+// which are pairs of neighbours, 8 columns apart. Columns beyond H are computed, but never stored.
+struct Gate {
 #if HOPPER_CODE
-  constexpr int kWidth = Plan::kWidth, kConsumers = Plan::kConsumers;
-  constexpr int kTeam = Plan::kTeam, kTeams = Plan::kTeams;
-  extern __shared__ __align__(1024) char memory[];
-  const ResidentShared<Plan> shared(memory, plan);
-  const int tiles = (in.M + 63) / 64, stride = kTeams * gridDim.x;
-  if (threadIdx.x == 0) prepare(shared.stages, TeamWarps::kReleases * kTeam);
-  __syncthreads();
+  half2 b1[8], b2[8];
 
-  if (warp_of_block() < 4) {
+  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
+#pragma unroll
+    for (int pair = 0; pair < 8; ++pair) {
+      const int col = min(col0 + Sum<64>::col(4 * pair), H - 2);  // H is even
+      b1[pair] = *reinterpret_cast<const half2*>(bias1 + col);
+      b2[pair] = *reinterpret_cast<const half2*>(bias2 + col);
+    }
+  }
+
+  // Puts 64 columns of results into a box. `sum` has the gates in the left half of its columns, the
+  // values in the right half: a thread has both of an element, half of its registers apart. The 64
+  // columns begin at column `first` of each half.
+  template <int kCols>
+  __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
+    sum.store(box, first, [&](int i) {
+      const float2 gate_bias = __half22float2(b1[i % 32 / 4]);
+      const float2 value_bias = __half22float2(b2[i % 32 / 4]);
+      const float gate = sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y);
+      const float value = sum.elements[kCols / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y);
+      return gated(gate, value);
+    });
+  }
+#endif
+};
+
+// The idea of "resident weights" with Hopper's means. There a block does one thing after the other:
+// products, sigmoids, stores. Here a block is a producer, which copies, and four consumers, which
+// are at different points: while one waits for its products, another computes sigmoids, and a third
+// waits for its tile.
+//
+// A block's 64 columns of W1, and the same columns of W2, stay in shared memory next to each other,
+// as one right factor of 128 columns. So one wgmma gives both sums: gates in the left half of a
+// thread's registers, values in the right half.
+//
+// A tile is 64 rows of x, K columns wide. The block takes tiles blockIdx.x, blockIdx.x + gridDim.x,
+// and so on; consumer c takes every fourth of these, from the c-th on. The tiles go through one
+// pipeline, whose number of stages is a multiple of four: a stage always belongs to the same
+// consumer, which alone gives it back. K is at most 64 kSteps; the copy engine puts zeros where a
+// box is outside of the matrix, and drops what it would store there.
+struct ResidentShared {
+  static constexpr int kConsumers = 4, kStages = 8, kSteps = 2;
+  static constexpr int kMaxChannels = kSteps * kStepK;
+  static_assert(kStages % kConsumers == 0);
+  struct Stage {
+    LeftTile<half, 64> x[kSteps];
+  };
+  RightTile<half, 128> W[kSteps];  // box 0: of W1; box 1: of W2
+  Box<half, 64> out[kConsumers];
+  Pipeline<Stage, kStages> pipeline;
+  Barrier weights;
+};
+
+constexpr int kResidentThreads = 128 * (1 + ResidentShared::kConsumers);
+
+__global__ void __launch_bounds__(kResidentThreads, 1)
+    gating_hopper_resident(const __grid_constant__ CUtensorMap x,
+                           const __grid_constant__ CUtensorMap W1,
+                           const __grid_constant__ CUtensorMap W2,
+                           const __grid_constant__ CUtensorMap out,
+                           const __grid_constant__ GatingOperands in) {
+#if HOPPER_CODE
+  using Shared = ResidentShared;
+  constexpr int kConsumers = Shared::kConsumers;
+  extern __shared__ __align__(1024) char bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(bytes);
+  const BlockGrid<1, 1> alone;
+  const int tiles = (in.M + 63) / 64, steps = (in.K + kStepK - 1) / kStepK;
+  const int col0 = 64 * blockIdx.y, blocks = gridDim.x;
+  if (threadIdx.x == 0) {
+    barrier_init(&shared.weights, 1);
+    prepare(shared.pipeline, 1);  // one consumer gives a stage back
+  }
+  alone.meet();
+
+  const int warp = warp_of_block();
+  if (warp < 4) {
     registers_shrink_to<24>();
-    if (warp_of_block() != 0 || !elect_one()) return;
-    Ring ring{plan.stages};
-    for (int first = blockIdx.x; first < tiles; first += stride) {
-      const Ring start = ring;
-      for (int team = 0; team < kTeams; ++team) {
-        const int tile = first + team * gridDim.x;
-        if (tile >= tiles) break;
-        const ResidentStages stages = shared.stages.of_team(team, plan.stages);
-        Writer writer(stages);
-        writer.ring = start;  // each team's own stages are as far as every other's
-        for (int s = 0; s < x.stages; ++s) {
-          writer.put(x.bytes(64 * tile, s),
-                     [&](char* stage, Barrier* arrived) { x.load(stage, 64 * tile, s, arrived); });
-        }
-        ring = writer.ring;
+    if (warp == 0 && elect_one()) {
+      barrier_arrive_expect(&shared.weights, steps * sizeof shared.W[0]);
+      for (int step = 0; step < steps; ++step) {
+        Box<half, 64>* boxes = shared.W[step].boxes;
+        tensor_load(boxes[0].elements, &W1, step * kStepK, col0, &shared.weights);
+        tensor_load(boxes[1].elements, &W2, step * kStepK, col0, &shared.weights);
+      }
+      Writer writer(shared.pipeline);
+      for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
+        writer.put(steps * sizeof(LeftTile<half, 64>), [&](Shared::Stage& stage, Barrier* arrived) {
+          for (int step = 0; step < steps; ++step) {
+            tensor_load(stage.x[step].elements, &x, 64 * tile, step * kStepK, arrived);
+          }
+        });
       }
     }
   } else {
-    registers_grow_to<Plan::kRegisters>();
-    const int consumer = warp_of_block() / 4 - 1, team = consumer / kTeam;
-    const int col0 = blockIdx.y * plan.panels * kWidth;
-    const int room = consumer / Plan::kSharers;  // for results
-    const ResidentOut<Plan> results{plan, in, out, shared.out + room * plan.out_bytes, room, col0};
-    const ResidentStages stages = shared.stages.of_team(team, plan.stages);
-    const TeamWarps warps;
-    Reader reader(stages, warps);
-    shared.W.template load<128 * kConsumers>(in, x, col0, plan.panels, threadIdx.x - 128);
-    named_barrier(15, 128 * kConsumers);  // ResidentOut::meet has 1 to 8
-    for (int tile = blockIdx.x + team * gridDim.x; tile < tiles; tile += stride) {
-      const Ring start = reader.ring;
-      for (int panel = consumer % kTeam; panel < plan.panels; panel += kTeam) {
-        const bool keep = panel + kTeam < plan.panels;  // the next panel reads the same stages
-        const AcrossK<half> W = shared.W.panel(panel);
-        Sum<2 * kWidth> sum;
-        shared.W.start(sum, panel);
-        reader.ring = start;
-        for (int s = 0; s < x.stages; ++s) {
-          const auto multiply = [&](const char* stage, bool) { x.start_product(sum, stage, s, W); };
-          reader.take(multiply, keep);
-        }
-        reader.finish(keep);
-        results.put(sum, 64 * tile, panel);
+    registers_grow_to<112>();
+    const int consumer = warp / 4 - 1, warp_row = 16 * (warp % 4);
+    const Gate gate(in.b1, in.b2, col0, in.H);
+    Box<half, 64>& results = shared.out[consumer];
+    Reader reader(shared.pipeline, alone);
+    reader.next(consumer);
+    barrier_wait(&shared.weights, 0);
+    for (int tile = blockIdx.x + consumer * blocks; tile < tiles; tile += kConsumers * blocks) {
+      Sum<128> sum;
+      const Shared::Stage& stage = reader.wait();
+      for (int step = 0; step < steps; ++step) {
+        sum.start_product(stage.x[step].rows(0), shared.W[step], step > 0);
+      }
+      wgmma_wait<0>();
+      reader.give_back();
+      reader.next(kConsumers);
+
+      // Each warp has 16 rows of the tile, which leave without the other three warps.
+      if (elect_one()) tensor_store_wait_read<0>();  // the 16 rows before have left
+      __syncwarp();
+      gate.store(sum, 0, results);
+      shared_fence();
+      __syncwarp();
+      if (elect_one()) {
+        tensor_store(&out, 64 * tile + warp_row, col0, results.row(warp_row));
+        tensor_store_commit();
       }
     }
-    results.end();
+    if (elect_one()) tensor_store_wait_read<0>();
   }
 #endif
 }
 
-// ---- Hopper: clusters ---------------------------------------------------------------------------
+// ---- Hopper cluster -----------------------------------------------------------------------------
 
-// Lesson 3's product (operators/product/product.cuh) for K and H of any size. Its right factor is
-// W1 and W2 side by side: half of a tile's columns are of W1, half of W2. So where a tile has 256
-// columns, a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element in
-// one thread. Of two blocks that share a tile of this factor one brings W1's part, the other W2's.
+// Lesson 3's product, for K and H of any size (operators/product/product.cuh). To fuse is to give it
+// another epilogue. Its right factor is W1 and W2 side by side: half of a tile's columns are of W1,
+// half of W2. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element
+// in one thread. Of two blocks that share a tile of this factor one brings W1's part, the other
+// W2's. `out` stores boxes, as for a plain product.
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;
@@ -384,9 +438,9 @@ struct GateEpilogue {
 #if HOPPER_CODE
   template <int kCols, int kBoxes>
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
-                             const Outbox<half, kBoxes>& box) const {
-    out.store<kCols / 2>(row, col / 2, box, [&](Box<half, 64>& to, int first) {
-      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, to);
+                             const Outbox<half, kBoxes>& room) const {
+    out.store<kCols / 2>(row, col / 2, room, [&](Box<half, 64>& box, int first) {
+      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, box);
     });
   }
 #endif
@@ -441,107 +495,62 @@ void add_resident_kernel(GatingProblem& table, const Device& device) {
   table.problem.kernel("resident weights", Role::ours, launch).needs_shared(kBytes);
 }
 
-// Adds "Hopper resident". Several ways are timed, and the fastest is shown (docs/measuring.md): the
-// plans, each with one block for all columns or several side by side that divide them. Returns
-// whether one block can hold all weights in some plan.
-template <class... Plans>
-bool add_planned(GatingProblem& table, const Device& device) {
-  std::vector<Way> ways;
-  bool whole = false;
-  const auto add_way = [&]<class Plan>(const Plan& plan, const typename Plan::Rows& rows,
-                                       int blocks) {
-    const unsigned fit = std::max(1, device.sms / blocks);
-    const dim3 grid(std::min(blocks_for(table.shape.rows, 64), fit), blocks);
-    const auto launch = [=, &table] {
-      typename Plan::Rows x = rows;
-      x.are_of(table.x, table.shape);
-      OutMaps out;
-      if (Plan::kOut == Out::boxes) {
-        out.are_of(table.out, table.shape, plan.panels * blocks, Plan::kWidth);
-      }
-      gating_hopper_resident<Plan>
-          <<<grid, Plan::kThreads, plan.bytes()>>>(x, table.operands(), out, plan);
-    };
-    ways.push_back({.name = plan.name(blocks),
-                    .microseconds = plan.microseconds(table.shape),
-                    .launch = launch,
-                    .shared_bytes = static_cast<int>(plan.bytes())});
-  };
-  const auto add_ways = [&]<class Plan>() {
-    allow_shared_bytes(gating_hopper_resident<Plan>, device.shared_bytes);
-    for (int boxes = Plan::Rows::most_boxes(table.shape); boxes > 0; --boxes) {
-      const typename Plan::Rows rows(table.shape, boxes);
-      const int64_t most = std::min<int64_t>(8, Plan::Rows::most_fetches(table.shape));
-      for (int blocks = 1; blocks <= most; ++blocks) {
-        const Plan plan(rows, table.shape, blocks, device.shared_bytes);
-        if (plan.stages == 0) continue;
-        add_way(plan, rows, blocks);
-        whole = whole || blocks == 1;
-      }
-    }
-  };
-  (add_ways.template operator()<Plans>(), ...);
-  if (!ways.empty()) table.problem.kernel("Hopper resident", Role::ours, ways).hopper_only();
-  return whole;
+// A matrix for the copy engine, in boxes of `box_rows` rows.
+CUtensorMap map_of(const half* matrix, int64_t rows, int64_t cols, unsigned box_rows, Reads reads) {
+  return tensor_map<half>(matrix, rows, cols, box_rows, false, cols, reads);
 }
 
-// The plans, by how out leaves: columns of a sum, consumers, consumers of a team. Many consumers
-// have few columns each; where the weights leave less room, a plan has fewer consumers, or teams.
-// These plans are the fastest of more, on 75 shapes.
-template <class Rows>
-bool add_hopper_resident(GatingProblem& table, const Device& device) {
-  return add_planned<
-      InBoxes<Rows, 16, 4>, InBoxes<Rows, 24, 4>, InBoxes<Rows, 32, 4>, InBoxes<Rows, 48, 4>,
-      InBoxes<Rows, 64, 4>, InBoxes<Rows, 64, 3>, InBoxes<Rows, 72, 3>, InBoxes<Rows, 80, 3>,
-      InBoxes<Rows, 96, 3>, InBoxes<Rows, 64, 2>, InBoxes<Rows, 128, 2>, InBoxes<Rows, 32, 2, 2>,
-      InBoxes<Rows, 56, 4, 2>, InBoxes<Rows, 64, 4, 2>, InBoxes<Rows, 56, 4, 4>,
-      InBoxes<Rows, 64, 4, 4>, InRows<Rows, 16, 4>, InRows<Rows, 24, 4>, InRows<Rows, 32, 4>,
-      InRows<Rows, 40, 4>, InRows<Rows, 48, 4>, InRows<Rows, 56, 4>, InRows<Rows, 64, 4>,
-      InRows<Rows, 64, 3>, InRows<Rows, 72, 3>, InRows<Rows, 32, 2>, InRows<Rows, 96, 2>,
-      InRows<Rows, 128, 2>, InRows<Rows, 56, 4, 2>, InPanels<Rows, 56, 4>, InPanels<Rows, 64, 4>,
-      InPanels<Rows, 64, 3>, InPanels<Rows, 64, 4, 4>, InPanels<Rows, 56, 4, 2>,
-      InPanels<Rows, 32, 2>>(table, device);
+// Adds "Hopper resident": K and H are multiples of 8, and K is at most kMaxChannels.
+void add_hopper_resident(GatingProblem& table, const Device& device) {
+  constexpr int kBytes = sizeof(ResidentShared);
+  allow_shared_bytes(gating_hopper_resident, kBytes);
+  const int64_t M = table.shape.rows, K = table.shape.channels, H = table.shape.hidden;
+  const unsigned columns = blocks_for(H, 64);
+  const unsigned fit = std::max(1u, static_cast<unsigned>(device.sms) / columns);
+  const dim3 grid(std::min(blocks_for(M, 64), fit), columns);
+  const auto launch = [=, &table] {
+    const CUtensorMap x = map_of(table.x, M, K, 64, Reads::once);
+    const CUtensorMap W1 = map_of(table.W1, K, H, kStepK, Reads::often);
+    const CUtensorMap W2 = map_of(table.W2, K, H, kStepK, Reads::often);
+    const CUtensorMap out = map_of(table.out, M, H, 16, Reads::once);
+    gating_hopper_resident<<<grid, kResidentThreads, kBytes>>>(x, W1, W2, out, table.operands());
+  };
+  table.problem.kernel("Hopper resident", Role::ours, launch).needs_shared(kBytes).hopper_only();
 }
 
-// The product for any K and H. Rows not aligned to 16 bytes are copied first, as in lesson 3.
-struct GatedProduct {
-  GatingProblem& table;
-  Workspace workspace = workspace_of(table.problem);
-  AlignedRows<half> x{workspace, table.x, table.shape.rows, table.shape.channels};
-  AlignedRows<half> W1{workspace, table.W1, table.shape.channels, table.shape.hidden};
-  AlignedRows<half> W2{workspace, table.W2, table.shape.channels, table.shape.hidden};
-  ExchangeMemory memory{workspace};
-  ProductShape shape{x.rows, 2 * W1.cols, x.cols};  // of x [W1 W2]
+// Adds "Hopper cluster", with lesson 3's tile: K and H are multiples of 8.
+void add_hopper_cluster(GatingProblem& table) {
+  using Tile = Tiles<half, 128, 256, 2, 1, 2>;
+  using Work = MatrixProduct<Tile, GateEpilogue>;
+  constexpr int kBytes = sizeof(ProductShared<Tile>);
+  allow_shared_bytes(product<Work>, kBytes);
+  const int M = static_cast<int>(table.shape.rows), K = static_cast<int>(table.shape.channels);
+  const int H = static_cast<int>(table.shape.hidden);
+  const ProductShape shape{M, 2 * H, K};  // of x [W1 W2]
+  const int64_t tiles = Schedule<Tile>::tiles_of(shape);
+  if (tiles > Schedule<Tile>::kMostTiles) return;
+  const unsigned clusters =
+      persistent(tiles, resident_clusters(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes));
+  const Schedule<Tile> schedule(shape, static_cast<int>(clusters), false);
+  const auto launch = [=, &table] {
+    const CUtensorMap x = map_of(table.x, M, K, Tile::kRowsA, Reads::often);
+    const CUtensorMap W1 = map_of(table.W1, K, H, Tile::kRowsB, Reads::often);
+    const CUtensorMap W2 = map_of(table.W2, K, H, Tile::kRowsB, Reads::often);
+    const GateEpilogue epilogue{rounded_to<half>(table.out, M, H), table.b1, table.b2};
+    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+        Work{{{x}}, {{W1, W2}}, epilogue, schedule, Exchange{}});  // clusters exchange nothing
+  };
+  table.problem.kernel("Hopper cluster", Role::ours, launch).needs_shared(kBytes).hopper_only();
+}
 
-  template <class Tile>
-  void launch(const ProductPlan& plan) const {
-    using Work = MatrixProduct<Tile, GateEpilogue>;
-    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
-    const RowCopies<half, 3> copies{x.job(), W1.job(), W2.job()};
-    const bool copied = copies.blocks().x > 0;
-    if (copied) {
-      align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
-    }
-    const Work work{{{x.map(Tile::kRowsA)}},
-                    {{W1.map(Tile::kRowsB), W2.map(Tile::kRowsB)}},
-                    {rounded_to<half>(table.out, x.rows, W1.cols), table.b1, table.b2},
-                    Schedule<Tile>(shape, plan.clusters, plan.split),
-                    memory.exchange<half>(shape)};
-    launch_clusters(product<Work>, 1, copied, plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes,
-                    work);
-  }
-
-  // Adds the row, with the fastest of some tiles (operators/product/product.cuh).
-  void add() const {
-    using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
-                              Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
-    const auto ways = Choice::ways<GateEpilogue>(
-        shape, x.stride, W1.stride,
-        [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
-    if (ways.empty()) return;
-    table.problem.kernel("Hopper cluster", Role::ours, ways_of_row(ways)).hopper_only();
-  }
-};
+// Adds the last row: what a program would call (operators/gating/layer.cuh). Its estimates say
+// which of its ways may be the fastest; some are tried.
+void add_any_shape(GatingProblem& table) {
+  const GatingMemory memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
+  const GatedLayer layer(workspace_of(table.problem), memory, table.shape);
+  const auto ways = ways_of_row(layer.ways());
+  if (!ways.empty()) table.problem.kernel("any shape", Role::ours, ways).hopper_only();
+}
 
 int main(int argc, char** argv) {
   Lesson lesson(argc, argv,
@@ -582,12 +591,12 @@ int main(int argc, char** argv) {
                          : add_resident_kernel<GateTiles<64, 64, 128, 2, 2, false>, 3>;
     add(layer, lesson.device());
   }
-  // x comes in boxes if its rows are aligned, and most of a box is x. Where all weights together do
-  // not stay on a multiprocessor: lesson 3's product, too.
-  const bool boxed = K % 8 == 0 && 4 * ((K + 63) / 64 * 64) <= 7 * K;
-  const auto add_resident = boxed ? add_hopper_resident<BoxedRows> : add_hopper_resident<LooseRows>;
-  if (!add_resident(layer, lesson.device())) GatedProduct{layer}.add();
-  GatedProduct{square}.add();
+  if (layer.shape.aligned()) {
+    K <= ResidentShared::kMaxChannels ? add_hopper_resident(layer, lesson.device())
+                                      : add_hopper_cluster(layer);
+  }
+  if (square.shape.aligned()) add_hopper_cluster(square);
+  for (GatingProblem* table : {&layer, &square}) add_any_shape(*table);
 
   layer.problem.compare("resident weights", "cuBLASLt + one kernel",
                         "Layer, beside the library: resident weights, % times faster.");

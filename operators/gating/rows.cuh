@@ -1,13 +1,15 @@
-// What "Hopper resident" of lesson 6 is made of: the weights that stay in a block's shared memory,
-// the two ways in which rows of x come there, the three in which results leave, and what fits
-// beside what. And the gate, as the epilogue of lesson 3's product.
+// What the kernel of operators/gating/resident.cuh is made of: the weights that stay in a block's
+// shared memory, the two ways in which rows of x come there, the three in which results leave, and
+// what fits beside what.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <string>
 
+#include "operators/estimate.h"
 #include "operators/gating/gating.h"
+#include "primitives/approximate.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
@@ -22,42 +24,6 @@ using namespace primitives;
 __device__ inline float gated(float gate, float value) {
   return value * reciprocal_approximate(1 + exp2_approximate(-1.44269504f * gate));
 }
-
-/// The biases of 64 columns of out, from col0 on. A thread keeps those of its columns, two
-/// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
-/// last bias, so that no load depends on a condition, and all of them are on their way at once.
-struct Gate {
-  float2 b1[8], b2[8];
-
-  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
-    H % 2 == 0 ? load<true>(bias1, bias2, col0, H) : load<false>(bias1, bias2, col0, H);
-  }
-  /// kPairs: H is even, and two neighbours are one load.
-  template <bool kPairs>
-  __device__ void load(const half* bias1, const half* bias2, int col0, int H) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
-      b1[j] = two<kPairs>(bias1, col, H);
-      b2[j] = two<kPairs>(bias2, col, H);
-    }
-  }
-  template <bool kPairs>
-  __device__ static float2 two(const half* from, int col, int H) {
-    if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
-    return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
-  }
-  /// A sum has the gates in the left half of its columns, the values in the right. Puts the results
-  /// of 64 columns, from `first` on, into a box.
-  template <int kAll>
-  __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
-    sum.store(to, first, [&](int i) {
-      const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
-      return gated(sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y),
-                   sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
-    });
-  }
-};
 
 // ---- the weights --------------------------------------------------------------------------------
 
@@ -380,10 +346,10 @@ struct ResidentPlan {
   __host__ __device__ int weight_bytes() const {
     return (2 * kWidth + kBoxCols - 1) / kBoxCols * 128 * rows * panels;
   }
-  /// What it should take, at 1.65 GHz and 4.3 TB/s. The longer of both counts most.
+  /// What it should take, with 4.3 TB/s. Of work and memory the longer counts most.
   double microseconds(const GatingShape& shape) const {
-    const double work = cost * blocks_for(shape.rows, 64) / multiprocessors() / 1.65e3;
-    return std::hypot(work, shape.bytes() / 4.3e6);
+    const double work = cost * blocks_for(shape.rows, 64) / multiprocessors() / kCycles;
+    return kFirstLaunch + std::hypot(work, shape.bytes() / 4.3e6);
   }
   std::string name(int blocks) const {
     return "columns of a sum: " + std::to_string(kWidth) +
@@ -437,12 +403,12 @@ struct TeamWarps {
 
 /// What a plan has in shared memory, each thing at its place.
 template <class Plan>
-struct ResidentShared {
+struct PlanShared {
   char* out;
   ResidentWeights<Plan::kWidth> W;
   ResidentStages stages;  ///< of all teams
 
-  __device__ ResidentShared(char* memory, const Plan& plan)
+  __device__ PlanShared(char* memory, const Plan& plan)
       : out(memory + plan.weight_bytes()), W{reinterpret_cast<half*>(memory), plan.rows} {
     const int count = Plan::kTeams * plan.stages;
     char* const x = out + Plan::kConsumers / Plan::kSharers * plan.out_bytes;

@@ -1,0 +1,150 @@
+// The gated layer for any shape, on Hopper: what a program calls, and lesson 6's last row.
+//
+//     out = sigmoid(x W1 + b1) * (x W2 + b2)
+//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major, dense; fp32 sums
+//
+// Where the weights fit on chip, they stay there, and x streams by (operators/gating/resident.cuh).
+// Otherwise the layer is lesson 3's product for any shape (operators/product/product.cuh) with two
+// right factors and the gate as its epilogue.
+#pragma once
+
+#include <vector>
+
+#include "operators/gating/resident.cuh"
+#include "operators/product/plan.cuh"
+
+namespace operators::gating {
+
+using namespace operators::product;
+
+/// The epilogue of a product by W1 and W2 side by side: half of a tile's columns are of W1, half of
+/// W2. So where a tile has 256 columns, a consumer's sum of 64 x 256 is two sums of 64 x 128, gate
+/// and value of an element in one thread.
+struct StoreGated {
+  static constexpr int kRightFactors = 2;
+  StoreRounded<half> out;
+  const half *b1, *b2;
+
+#if HOPPER_CODE
+  /// The biases of 64 columns of out, from col0 on. A thread keeps those of its columns, two
+  /// neighbours in each group of 8 (see Sum::col). Columns beyond H are never stored; they take the
+  /// last bias, so that no load depends on a condition, and all of them are on their way at once.
+  struct Gate {
+    float2 b1[8], b2[8];
+
+    __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
+      H % 2 == 0 ? load<true>(bias1, bias2, col0, H) : load<false>(bias1, bias2, col0, H);
+    }
+    /// kPairs: H is even, and two neighbours are one load.
+    template <bool kPairs>
+    __device__ void load(const half* bias1, const half* bias2, int col0, int H) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int col = min(col0 + Sum<64>::col(4 * j), (H - 1) / 2 * 2);
+        b1[j] = two<kPairs>(bias1, col, H);
+        b2[j] = two<kPairs>(bias2, col, H);
+      }
+    }
+    template <bool kPairs>
+    __device__ static float2 two(const half* from, int col, int H) {
+      if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
+      return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
+    }
+    /// A sum has the gates in the left half of its columns, the values in the right. Puts the results
+    /// of 64 columns, from `first` on, into a box.
+    template <int kAll>
+    __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
+      sum.store(to, first, [&](int i) {
+        const float2 gate_bias = b1[i % 32 / 4], value_bias = b2[i % 32 / 4];
+        return gated(sum.elements[i] + (i % 2 == 0 ? gate_bias.x : gate_bias.y),
+                     sum.elements[kAll / 4 + i] + (i % 2 == 0 ? value_bias.x : value_bias.y));
+      });
+    }
+  };
+
+  template <int kCols, int kBoxes>
+  __device__ void operator()(const Sum<kCols>& sum, int row, int col,
+                             const Outbox<half, kBoxes>& box) const {
+    out.store<kCols / 2>(row, col / 2, box, [&](Box<half, 64>& to, int first) {
+      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, to);
+    });
+  }
+#endif
+};
+
+/// The ways to compute the layer as a product, for K and H of any size. Rows that are not aligned
+/// to 16 bytes are copied first, as in lesson 3.
+class GatedProduct {
+ public:
+  GatedProduct(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape)
+      : memory_(memory),
+        x_(workspace, memory.x, shape.rows, shape.channels),
+        W1_(workspace, memory.W1, shape.channels, shape.hidden),
+        W2_(workspace, memory.W2, shape.channels, shape.hidden),
+        exchange_(workspace),
+        shape_{x_.rows, 2 * W1_.cols, x_.cols} {}
+
+  std::vector<Way> ways() const {
+    using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
+                              Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
+    std::vector<Way> ways = Choice::ways<StoreGated>(
+        shape_, x_.stride, W1_.stride,
+        [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
+    for (Way& way : ways) way.microseconds += copying();
+    return ways;
+  }
+
+ private:
+  /// Microseconds until all rows are aligned.
+  double copying() const {
+    double bytes = 0;
+    for (const auto* matrix : {&x_, &W1_, &W2_}) {
+      if (matrix->copied) bytes += 2 * sizeof(half) * 1.0 * matrix->rows * matrix->stride;
+    }
+    return bytes > 0 ? kNextLaunch + bytes / kMemoryBytes : 0;
+  }
+
+  template <class Tile>
+  void launch(const ProductPlan& plan) const {
+    using Work = MatrixProduct<Tile, StoreGated>;
+    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
+    const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
+    const bool copied = copies.blocks().x > 0;
+    if (copied) {
+      align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
+    }
+    const Work work{{{x_.map(Tile::kRowsA)}},
+                    {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
+                    {rounded_to<half>(memory_.out, x_.rows, W1_.cols), memory_.b1, memory_.b2},
+                    Schedule<Tile>(shape_, plan.clusters, plan.split),
+                    exchange_.exchange<half>(shape_)};
+    launch_clusters(operators::product::product<Work>, 1, copied, plan.clusters * Tile::kBlocks,
+                    Tile::kThreads, kBytes, work);
+  }
+
+  GatingMemory memory_;
+  AlignedRows<half> x_, W1_, W2_;
+  ExchangeMemory exchange_;
+  ProductShape shape_;  // of x [W1 W2]
+};
+
+/// The ways to compute the layer, of a shape that is at least 1 x 1 x 1. No way where there is no
+/// Hopper GPU to run them, or where there are too many tiles to count. out must not overlap its
+/// inputs.
+class GatedLayer {
+ public:
+  GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
+    const ResidentLayer resident(memory, shape);
+    ways_ = resident.ways();
+    // Where one block holds all weights, to copy x into aligned rows takes longer than the layer.
+    if (resident.whole() && shape.channels % 8 != 0) return;
+    for (Way& way : GatedProduct(workspace, memory, shape).ways()) ways_.push_back(std::move(way));
+  }
+
+  const std::vector<Way>& ways() const { return ways_; }
+
+ private:
+  std::vector<Way> ways_;
+};
+
+}  // namespace operators::gating
