@@ -10,22 +10,24 @@
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
 // of both sums, gate and value, ends up in the same thread, which needs no other. This lesson's
-// six kernels, below the row that they have to beat:
+// kernels, below the row that they have to beat:
 //
 //     cuBLASLt + one kernel    lesson 5's best: one product with its biases, one kernel after it
 //     one thread per element   fused, but on the CUDA cores and without tiles, and so slow
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
-//     Hopper resident          the same with TMA and wgmma, in warpgroups that specialize
+//     Hopper resident          the same with TMA and wgmma: one warpgroup copies, four compute
 //     Hopper cluster           lesson 3's last product, with two weights and the gate after it
+//     any shape                the operator that a program would call: the way that suits M, K, H
 //
-// "resident weights" needs compute capability 8.0 (for its shared memory), the last two need 9.0,
+// "resident weights" needs compute capability 8.0 (for its shared memory), the last three need 9.0,
 // the others 7.5 (which copies synchronously). The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
-// and a square one, N x N x N, limited by tensor cores. The resident kernels are only in the first.
-// "Hopper cluster" is in the second, and in the first if one block cannot hold all weights.
+// and a square one, N x N x N, limited by tensor cores. The resident kernels are in the first, if K
+// is at most 128. "Hopper cluster" is in the second, and in the first if K is larger. Both rows for
+// Hopper that are named so need rows aligned to 16 bytes, that is K and H that are multiples of 8.
 
 #include <deque>
 
@@ -290,16 +292,17 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
 // Reader, Box, LeftTile, RightTile, Sum.
 
-// The biases of 64 columns of out, from col0 on: what a thread needs for its elements of a Sum,
-// which are pairs of neighbours, 8 columns apart. Columns beyond H are computed, but never stored.
+// The biases of 64 columns of out: those that a thread needs for its elements of a Sum, which are
+// pairs of neighbours, 8 columns apart. Only `cols` of the columns exist, an even number; the others
+// get the last pair, and are never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
 
-  __device__ Gate(const half* bias1, const half* bias2, int col0, int H) {
+  __device__ Gate(const half* bias1, const half* bias2, int cols) {
 #pragma unroll
     for (int pair = 0; pair < 8; ++pair) {
-      const int col = min(col0 + Sum<64>::col(4 * pair), H - 2);  // H is even
+      const int col = min(Sum<64>::col(4 * pair), cols - 2);
       b1[pair] = *reinterpret_cast<const half2*>(bias1 + col);
       b2[pair] = *reinterpret_cast<const half2*>(bias2 + col);
     }
@@ -345,7 +348,8 @@ struct ResidentShared {
   RightTile<half, 128> W[kSteps];  // box 0: of W1; box 1: of W2
   Box<half, 64> out[kConsumers];
   Pipeline<Stage, kStages> pipeline;
-  Barrier weights;
+  alignas(16) half b1[64], b2[64];
+  Barrier weights;  // they have come, and the biases
 };
 
 constexpr int kResidentThreads = 128 * (1 + ResidentShared::kConsumers);
@@ -363,7 +367,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
   const BlockGrid<1, 1> alone;
   const int tiles = (in.M + 63) / 64, steps = (in.K + kStepK - 1) / kStepK;
-  const int col0 = 64 * blockIdx.y, blocks = gridDim.x;
+  const int col0 = 64 * blockIdx.y, cols = min(64, in.H - col0), blocks = gridDim.x;
   if (threadIdx.x == 0) {
     barrier_init(&shared.weights, 1);
     prepare(shared.pipeline, 1);  // one consumer gives a stage back
@@ -374,7 +378,10 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   if (warp < 4) {
     registers_shrink_to<24>();
     if (warp == 0 && elect_one()) {
-      barrier_arrive_expect(&shared.weights, steps * sizeof shared.W[0]);
+      const int bias_bytes = cols * sizeof(half);  // a multiple of 16
+      barrier_arrive_expect(&shared.weights, steps * sizeof shared.W[0] + 2 * bias_bytes);
+      bulk_load(shared.b1, in.b1 + col0, bias_bytes, &shared.weights);
+      bulk_load(shared.b2, in.b2 + col0, bias_bytes, &shared.weights);
       for (int step = 0; step < steps; ++step) {
         Box<half, 64>* boxes = shared.W[step].boxes;
         tensor_load(boxes[0].elements, &W1, step * kStepK, col0, &shared.weights);
@@ -392,11 +399,11 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   } else {
     registers_grow_to<112>();
     const int consumer = warp / 4 - 1, warp_row = 16 * (warp % 4);
-    const Gate gate(in.b1, in.b2, col0, in.H);
     Box<half, 64>& results = shared.out[consumer];
     Reader reader(shared.pipeline, alone);
     reader.next(consumer);
     barrier_wait(&shared.weights, 0);
+    const Gate gate(shared.b1, shared.b2, cols);
     for (int tile = blockIdx.x + consumer * blocks; tile < tiles; tile += kConsumers * blocks) {
       Sum<128> sum;
       const Shared::Stage& stage = reader.wait();
@@ -440,7 +447,8 @@ struct GateEpilogue {
   __device__ void operator()(const Sum<kCols>& sum, int row, int col,
                              const Outbox<half, kBoxes>& room) const {
     out.store<kCols / 2>(row, col / 2, room, [&](Box<half, 64>& box, int first) {
-      Gate(b1, b2, col / 2 + first, out.cols).store(sum, first, box);
+      const int col0 = col / 2 + first;
+      Gate(b1 + col0, b2 + col0, out.cols - col0).store(sum, first, box);
     });
   }
 #endif
@@ -543,13 +551,14 @@ void add_hopper_cluster(GatingProblem& table) {
   table.problem.kernel("Hopper cluster", Role::ours, launch).needs_shared(kBytes).hopper_only();
 }
 
-// Adds the last row: what a program would call (operators/gating/layer.cuh). Its estimates say
-// which of its ways may be the fastest; some are tried.
+// Adds the last row: what a program would call (operators/gating/layer.cuh). Estimates say which of
+// its ways may be the fastest; these are tried. They are of two kinds, hence more than usual.
 void add_any_shape(GatingProblem& table) {
   const GatingMemory memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
   const GatedLayer layer(workspace_of(table.problem), memory, table.shape);
   const auto ways = ways_of_row(layer.ways());
-  if (!ways.empty()) table.problem.kernel("any shape", Role::ours, ways).hopper_only();
+  if (ways.empty()) return;
+  table.problem.kernel("any shape", Role::ours, ways, {.most = 24}).hopper_only();
 }
 
 int main(int argc, char** argv) {

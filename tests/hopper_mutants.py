@@ -42,7 +42,7 @@ KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
     PRODUCT: (*SHARED, KERNEL),
-    "6_gating_fused": ("operators/gating/rows.cuh",),
+    "6_gating_fused": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
     GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": (*SHARED, "operators/gradients/tiles.cuh"),
     "9_matmul_softmax": (*SHARED, KERNEL, "operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh",
@@ -188,19 +188,23 @@ RUNS = {
     # Three clusters, or six blocks: some tiles are shared, and everybody has more steps than stages.
     PRODUCT: [(("392", "264", "520"), 6)],
     "6_gating_fused": [
-        (("1", "--channels", "128", "--kernel", "^Hopper"), 2),
-        # More stages than one for a tile; boxes of out in panels; rows of any length, in panels and with a last
-        # slice of x that is not whole; columns divided among blocks; lesson 3's product.
-        (("3", "--channels", "200", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
-        (("2", "--channels", "104", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
-        (("2", "--channels", "51", "--hidden", "301", "--kernel", "^Hopper resident"), 2),
+        # More tiles for each consumer than it has stages; a second block of columns.
+        (("3", "--channels", "128", "--kernel", "^Hopper resident"), 2),
+        (("1", "--channels", "72", "--hidden", "72", "--kernel", "^Hopper resident"), 2),
+        # What takes every shape. More stages than one for a tile; boxes of out in panels; rows of any length, in
+        # panels and with a last slice of x that is not whole; columns divided among blocks.
+        (("1", "--channels", "128", "--kernel", "^any shape"), 2),
+        (("3", "--channels", "200", "--hidden", "72", "--kernel", "^any shape"), 2),
+        (("2", "--channels", "104", "--hidden", "128", "--kernel", "^any shape"), 2),
+        (("2", "--channels", "51", "--hidden", "301", "--kernel", "^any shape"), 2),
         # Panels by threads, of one block and of several; teams with boxes of x and of out.
-        (("2", "--channels", "40", "--hidden", "500", "--kernel", "^Hopper resident"), 2),
-        (("2", "--channels", "128", "--hidden", "255", "--kernel", "^Hopper resident"), 4),
-        (("1", "--channels", "96", "--hidden", "200", "--kernel", "^Hopper resident"), 2),
+        (("2", "--channels", "40", "--hidden", "500", "--kernel", "^any shape"), 2),
+        (("2", "--channels", "128", "--hidden", "255", "--kernel", "^any shape"), 4),
+        (("1", "--channels", "96", "--hidden", "200", "--kernel", "^any shape"), 2),
         # A team that has fewer stages than a tile.
-        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^Hopper resident"), 2),
-        (("3", "--channels", "300", "--hidden", "200", "--kernel", "^Hopper resident"), 4),
+        (("2", "--channels", "256", "--hidden", "128", "--kernel", "^any shape"), 2),
+        (("3", "--channels", "300", "--hidden", "200", "--kernel", "^any shape"), 4),
+        # Lesson 3's product.
         (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
     ],
     GPUS: [

@@ -8,6 +8,9 @@
 // right factors and the gate as its epilogue.
 #pragma once
 
+#include <algorithm>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "operators/gating/resident.cuh"
@@ -136,14 +139,31 @@ class GatedLayer {
   GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
     const ResidentLayer resident(memory, shape);
     ways_ = resident.ways();
-    // Where one block holds all weights, to copy x into aligned rows takes longer than the layer.
-    if (resident.whole() && shape.channels % 8 != 0) return;
-    for (Way& way : GatedProduct(workspace, memory, shape).ways()) ways_.push_back(std::move(way));
+    // One block holds all weights, and there are tiles for all blocks: nothing could move less.
+    const bool busy = shape.rows >= int64_t{64} * multiprocessors();
+    if (!(resident.whole() && busy)) add(GatedProduct(workspace, memory, shape).ways());
   }
 
   const std::vector<Way>& ways() const { return ways_; }
 
  private:
+  /// The two kinds of ways have estimates of two kinds, each good for comparing its own. Which kind
+  /// is faster has to be tried. So the fastest of the one that seems slower gets the time of the
+  /// other's fastest.
+  void add(std::vector<Way> more) {
+    if (fastest(more) < fastest(ways_)) ways_.swap(more);
+    const double scale = fastest(ways_) / fastest(more);
+    for (Way& way : more) {
+      way.microseconds *= scale;
+      ways_.push_back(std::move(way));
+    }
+  }
+  static double fastest(const std::vector<Way>& ways) {
+    double least = std::numeric_limits<double>::infinity();
+    for (const Way& way : ways) least = std::min(least, way.microseconds);
+    return least;
+  }
+
   std::vector<Way> ways_;
 };
 

@@ -420,3 +420,39 @@ def test_all_ways_of_a_product_are_right():
 def test_product_shapes_on_a_gpu(sizes):
     result = run(hopper_program("product_shapes"), *sizes.split())
     assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+# One row, and rows that are no multiple of 8; of no multiple of a tile, with weights that stay whole, aligned
+# and not, in blocks side by side, and not at all.
+LAYERS = ["1 1 1", "77 40 24", "200 72 136", "136 51 37", "200 133 300", "136 1032 264", "130 1025 33"]
+
+
+@pytest.mark.parametrize("multiprocessors", ["2", "8"])
+@pytest.mark.parametrize("sizes", LAYERS)
+def test_gating_shapes(sizes, multiprocessors, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
+    result = run(BUILD / "tests" / "gating_shapes", *sizes.split(), "3")
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+def test_all_ways_of_a_layer_are_right():
+    result = run(BUILD / "tests" / "gating_shapes", "136", "72", "136")
+    assert result.returncode == 0 and result.stdout.count("\n") > 40, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes", [*LAYERS, "1000 128 64", "4097 256 200"])
+def test_gating_shapes_on_a_gpu(sizes):
+    result = run(hopper_program("gating_shapes"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes, kinds", [
+    ("4194304 128 64", {"columns"}), ("128 128 64", {"columns", "tile"}), ("4096 4096 4096", {"tile"}),
+    ("65536 200 200", {"columns", "tile"}),  # only blocks side by side have room
+    ("1024 1024 258200", {"tile"}), ("1024 1024 516288", {"tile"}),  # 2 GiB of weights
+])
+def test_weights_that_do_not_fit_do_not_stay(sizes, kinds, monkeypatch):
+    """Weights that one block holds, and enough tiles for all blocks: nothing else is tried."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "132")
+    result = run(BUILD / "tests" / "gating_shapes", *sizes.split(), "0")
+    assert {line.split()[0] for line in result.stdout.splitlines()} == kinds
