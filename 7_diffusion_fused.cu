@@ -34,28 +34,34 @@
 //                  tiles, a few blocks, each walking over all vertices, on a GPU made for hundreds
 //     split-K      the sum over vertices is cut into slices, so that there are blocks for the whole
 //                  GPU; the small kernel adds the slices up first
-//     one launch   the slices, their sum, and the second product, all in one kernel
+//     one launch   the slices, their sum, and the second product, all in one kernel: forward, of
+//                  one mesh, for E up to 128
+//     any shape    no lesson, but the operator that a program would call: one launch for both
+//                  passes, a batch of meshes, and E up to 256 (operators/diffusion)
 //
 // The limit that a table prints counts each input and output once, the basis too. A kernel that
 // cannot keep its part of the basis on chip between the products has to read it twice; with E = 128
 // and W = 256 that is 1.2 times as much. On chip is room for the basis of about 10^5
-// vertices; the one launch, which needs room for x as well, keeps that of 17000 (E = 128, W = 256).
+// vertices; one launch, which needs room for x as well, keeps that of 21000 (E = 128, W = 256).
 //
-// The first three need compute capability 8.0 (bf16 on tensor cores), the last one needs 9.0. The
+// The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
 // CPU backend runs all.
 
 #include <deque>
 #include <vector>
 
 #include "checks/diffusion/diffusion.h"
+#include "checks/workspace.h"
 #include "common/lesson.h"
 #include "common/numerics.h"
-#include "operators/diffusion/one_launch.cuh"
+#include "operators/diffusion/fused.cuh"
 #include "primitives/async_copy.cuh"
 #include "primitives/early_launch.cuh"
 #include "primitives/fragments.cuh"
+#include "primitives/hopper/pipeline.cuh"
 #include "primitives/launch.h"
 #include "primitives/mma.cuh"
+#include "primitives/spin.cuh"
 
 using namespace checks;
 using namespace operators::diffusion;
@@ -369,92 +375,214 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 // ---- Hopper: one launch -------------------------------------------------------------------------
 
-// The whole operator in one kernel, which at first sight cannot be: every row of out
-// needs the whole spectrum, and the spectrum needs every row of x. It takes two things. All blocks
-// are on the GPU at the same time, so that they may wait for each other; and a block keeps what it
-// has: a slice of the rows of x and of the basis.
+// The whole operator in one kernel, which at first sight cannot be: every row of out needs the
+// whole spectrum, and the spectrum needs every row of x. It takes two things. All blocks are on the
+// GPU at the same time, so that they may wait for each other; and a block keeps what it has, the
+// last tiles of its rows of the basis.
 //
-//   First product   A block sums its rows' share of basis^T (mass x) up in registers, and adds it
-//                   to a sum of all blocks in memory (128 KB for E = 128, W = 256: in the L2
-//                   cache). The basis is the left factor, transposed: its fragments come through
-//                   registers (ldmatrix), where they are multiplied by the masses on the way.
-//   Meeting         Each waits until all have added. The sum comes back into the registers that the
-//                   shares left from, gets its exponential, and becomes the right factor of the
-//                   second product, in shared memory.
-//   Second product  Back over the same rows in reverse: the last tiles of the basis are still in
-//                   shared memory, and of those before them the L2 cache, which has been told what
-//                   will be read again and what not, has some. With up to kStages tiles a block,
-//                   the basis is read once.
-//
-// Backward is the same with dOut for x: the masses wait for the end, and the spare warps add
-// dSpectral to the sum and, when all have added, compute dTimes from it while the others go on.
-//
-// The blocks of a cluster share rows. Each has kColumns columns of x, so there are as many as W
-// asks for, up to 8; and all have the whole basis, of up to kEigen columns, which they fetch
-// together, each its part, by multicast. What E and W do not fill is zero.
-//
-// In a batch each mesh has clusters, a sum and a meeting of its own, and leaves its own dTimes for
-// another kernel to add. With more meshes than clusters find room, each has one: it waits for
-// no other, so that they need not all be there at the same time.
+//   First product   A block sums its rows' share of basis^T (mass x) up in registers. The basis is
+//                   the left factor, transposed: its fragments come through registers (ldmatrix),
+//                   where they are multiplied by the masses on the way.
+//   Meeting         The block adds its share to a sum of all blocks in memory (64 KB for 128
+//                   columns of x: in the L2 cache), and waits until all have added.
+//   Damping         The sum of all comes into the registers that the share has left, is multiplied
+//                   by the exponentials, and becomes the right factor of the second product, in
+//                   shared memory.
+//   Second product  Back over the same rows in reverse: the last kStages tiles of the basis are
+//                   still in shared memory, and of those before them the L2 cache has some. With up
+//                   to kStages tiles a block, the basis is read once.
 //
 // What truly differs from lesson 3's pipeline is that the sums of all blocks meet before there is a
-// result, and that the second product goes back through the stages of the first, the last kStages
-// of which are still full. The steps are in operators/diffusion/one_launch.cuh, a function each, in
-// this order.
-template <Pass kPass, class Tile>
-__global__ void __launch_bounds__(kOneLaunchThreads, 1)
-    diffusion_one_launch(const __grid_constant__ DiffusionMaps maps, const Operands operands,
-                         unsigned* arrivals, float4* totals, float* mesh_d_times) {
+// result, and that the second product goes back through the stages of the first.
+
+// The rows of a tile, and a block's part of the spectrum: for an E up to 128, and 128 columns of x.
+// What E and W do not fill is zero.
+constexpr int kVertices = 64, kEigen = 128, kColumns = 128;
+
+// A stage: what the first product needs of 64 vertices. The second one needs only their basis.
+struct VertexTile {
+  LeftTile<bf16, kVertices> basis[kEigen / 64];  // 64 eigenvectors each
+  RightTile<bf16, kColumns> x;
+  alignas(128) bf16 mass[kVertices];
+  static constexpr int kLoaded = sizeof basis + sizeof x + sizeof mass;  // bytes
+};
+
+struct OneMeshShared {
+  static constexpr int kStages = 5;
+  Pipeline<VertexTile, kStages> pipeline;
+  RightTile<bf16, kColumns> spectrum[kEigen / 64];  // 64 eigenvectors each
+  Box<bf16, kVertices> out[2];                      // of each consumer, 64 columns
+};
+
+struct OneMeshMaps {
+  CUtensorMap x, basis, mass, out, spectral;
+};
+
+// Where the blocks that have the same columns meet: in memory, and zeros before the first launch.
+// Launches use the two sums in turn, and each leaves zeros in the other one, for the next launch. A
+// sum lies there as it does in the registers of the 256 threads that add: 16 times four numbers of
+// each. arrivals counts those of all launches so far, all of which had the same grid.
+struct MeetingPlace {
+  float4 sums[2][16][256];
+  unsigned long long arrivals;
+};
+
 #if HOPPER_CODE
-  using Work = BlockWork<Tile>;
+// Multiplies a left factor by the masses. Its k is the number of the vertex, and a register has two
+// neighbours.
+__device__ inline void multiply_by(LeftFragments<bf16>& left, const bf16 (&mass)[kVertices]) {
+#pragma unroll
+  for (int i = 0; i < 4 * kSlices; ++i) {
+    unsigned& pair = left.slices[i / 4][i % 4];
+    pair = multiply2(pair, neighbours<false>(mass + left.k(i / 4, i % 4)));
+  }
+}
+#endif
+
+// Block (c, group) has columns 128 c to 128 c + 127 of x and out, and of the tiles of 64 rows
+// number `group` and every gridDim.y-th one after it. One warpgroup produces, and two consume: in
+// the first product each of them has 64 rows of the spectrum and all 128 columns, in the second 64
+// columns of a tile of out. places: one for each 128 columns.
+__global__ void __launch_bounds__(384, 1)
+    diffusion_one_launch(const __grid_constant__ OneMeshMaps maps, const Operands in,
+                         MeetingPlace* places) {
+#if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
-  const Work work(bytes, maps, operands, mesh_d_times);
-  const int warp = warp_of_block();
-  if (warp == 0 && elect_one()) prepare_barriers(work);
+  auto& shared = *reinterpret_cast<OneMeshShared*>(bytes);
+  constexpr int kStages = OneMeshShared::kStages;
+  const BlockGrid<1, 1> alone;
+  const int col0 = blockIdx.x * kColumns, group = blockIdx.y, groups = gridDim.y;
+  const int all_tiles = static_cast<int>((in.V + kVertices - 1) / kVertices);
+  const int tiles = (all_tiles - group + groups - 1) / groups;  // of this block
+  const auto row_of = [&](int t) { return (group + t * groups) * kVertices; };
+  if (threadIdx.x == 0) prepare(shared.pipeline, 2);  // two consumers
+  alone.meet();
   start_next_kernel();
   wait_for_previous_kernel();
-  const Meeting<Work> meeting(work, arrivals, totals);
-  if (warp == 0 && elect_one()) put_first_x(work);
-  cluster_meet();
 
+  const int warp = warp_of_block();
   if (warp < 4) {
-    registers_shrink_to<56>();
-    if (warp == 0) {
-      if (!elect_one()) return;
-      Writer writer(work.shared.pipeline);
-      load_forth(work, writer);
-      load_back(work, writer.back(), Tile::kStages);
-    } else {  // the spare warps
-      zero_totals(work, meeting.next_totals);
-      if constexpr (kPass == Pass::backward) {
-        add_d_spectral(work, meeting.totals);
-        barrier_arrive(&work.shared.spare);
-        store_d_times(work, Totals{meeting.totals});
+    registers_shrink_to<24>();
+    if (warp == 0 && elect_one()) {
+      const auto load_basis = [&](VertexTile& stage, int t, Barrier* arrived) {
+        alone.load(stage.basis[0], &maps.basis, row_of(t), 0, arrived);
+        alone.load(stage.basis[1], &maps.basis, row_of(t), 64, arrived);
+      };
+      Writer writer(shared.pipeline);
+      for (int t = 0; t < tiles; ++t) {
+        writer.put([&](VertexTile& stage, Barrier* arrived) {
+          load_basis(stage, t, arrived);
+          alone.load(stage.x, &maps.x, col0, row_of(t), arrived);
+          tensor_load(stage.mass, &maps.mass, row_of(t), arrived);
+        });
+      }
+      auto back = writer.back();  // through the stages, from the last one on
+      for (int t = tiles - 1 - kStages; t >= 0; --t) {
+        back.put(sizeof(VertexTile::basis),
+                 [&](VertexTile& stage, Barrier* arrived) { load_basis(stage, t, arrived); });
       }
     }
   } else {
-    registers_grow_to<224>();
-    Reader reader(work.shared.pipeline, work.cluster);
-    SpectrumShare<Work> share;
-    damping_factors(work, share);  // while the first tiles are on their way
-    project<kPass>(work, share, reader);
-    add_to_totals(share, meeting.totals);
-    meet<kPass>(work, meeting);
-    damp_spectrum<kPass>(work, share, Totals{meeting.totals});
-    expand<kPass>(work, reader.back());
+    registers_grow_to<240>();
+    const int thread = static_cast<int>(threadIdx.x) - 128, consumer = thread / 128;
+    MeetingPlace& place = places[blockIdx.x];
+    const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrivals(place.arrivals);
+    // Each launch before this one has left as many arrivals as there are groups. Of this launch one
+    // at least is missing as long as this block has not arrived: all blocks get the same number.
+    const unsigned long long launches = arrivals.load(cuda::memory_order_relaxed) / groups;
+    const unsigned long long all_of_them = (launches + 1) * groups;
+    auto& total = place.sums[launches % 2];
+    auto& next_total = place.sums[(launches + 1) % 2];
+    const int fours = min(kColumns, in.W - col0) / 8;  // of a thread's 16: columns inside of x
+    for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
+
+    // 1. The first product: basis^T (mass x) of this block's rows.
+    Sum<kColumns> sum;
+    Reader reader(shared.pipeline, alone);
+    for (int t = 0; t < tiles; ++t, reader.next()) {
+      const VertexTile& stage = reader.wait();
+      LeftFragments<bf16> left = stage.basis[consumer].load_transposed_fragments();
+      multiply_by(left, stage.mass);
+      sum.start_product(left, stage.x, t > 0);
+      wgmma_wait<0>();
+      if (t + kStages < tiles) reader.give_back();  // the last ones stay, for the way back
+    }
+
+    // 2. The meeting. All threads add their part of the share. When all threads of the block have,
+    // one of them arrives: it *releases* what they have added to whoever *acquires* the number of
+    // arrivals. It looks at that number until the last block has arrived.
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float* four = sum.elements + 4 * j;
+      if (j < fours) atomicAdd(&total[j][thread], make_float4(four[0], four[1], four[2], four[3]));
+    }
+    named_barrier(1, 256);
+    if (thread == 0) {
+      arrivals.fetch_add(1, cuda::memory_order_release);
+      const auto all_are_there = [&] {
+        return arrivals.load(cuda::memory_order_acquire) >= all_of_them;
+      };
+      const Spin spin("the other blocks' shares of the spectrum");
+      while (!all_are_there()) spin.again();
+    }
+    named_barrier(1, 256);
+
+    // 3. Damping. Of four numbers two are neighbours in a row, and the other two are 8 rows below.
+    float4 all[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) all[j] = j < fours ? __ldcg(&total[j][thread]) : float4{};
+    const int row = 64 * consumer + sum.row(0);
+    const float upper = row < in.E ? __bfloat162float(in.evalues[row]) : 0;
+    const float lower = row + 8 < in.E ? __bfloat162float(in.evalues[row + 8]) : 0;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const bf16* times = in.times + min(col0 + sum.col(4 * j), in.W - 2);
+      const float first = __bfloat162float(times[0]), second = __bfloat162float(times[1]);
+      float* four = sum.elements + 4 * j;
+      four[0] = damping(upper, first) * all[j].x;
+      four[1] = damping(upper, second) * all[j].y;
+      four[2] = damping(lower, first) * all[j].z;
+      four[3] = damping(lower, second) * all[j].w;
+    }
+    for (int box = 0; box < 2; ++box) {
+      sum.store(shared.spectrum[consumer].boxes[box], 64 * box,
+                [&](int i) { return sum.elements[i]; });
+    }
+    shared_fence();
+    named_barrier(1, 256);
+    if (group == 0 && thread == 0) {
+      for (int box = 0; box < 4; ++box) {
+        tensor_store(&maps.spectral, box / 2 * 64, col0 + box % 2 * 64,
+                     &shared.spectrum[box / 2].boxes[box % 2]);
+      }
+      tensor_store_commit();
+    }
+
+    // 4. The second product: basis spectrum, from the last tile back to the first.
+    Sum<64> out;
+    auto& box = shared.out[consumer];
+    auto back = reader.back();
+    for (int t = tiles - 1; t >= 0; --t) {
+      back.take([&](const VertexTile& stage, bool) {
+        for (int e = 0; e < 2; ++e) {
+          out.start_product(stage.basis[e].rows(0), shared.spectrum[e].boxes[consumer].across_k(),
+                            e > 0);
+        }
+      });
+      back.finish();
+      if (thread % 128 == 0) tensor_store_wait_read<0>();  // the tile before has left the box
+      named_barrier(2 + consumer, 128);
+      out.store(box, 0, [&](int i) { return out.elements[i]; });
+      shared_fence();
+      named_barrier(2 + consumer, 128);
+      if (thread % 128 == 0) {
+        tensor_store(&maps.out, row_of(t), col0 + 64 * consumer, &box);
+        tensor_store_commit();
+      }
+    }
+    if (thread % 128 == 0) tensor_store_wait_read<0>();
   }
 #endif
-}
-
-// dTimes (W), the sum of the meshes' own (meshes, W). A thread owns a column.
-__global__ void add_mesh_d_times(const float* of_meshes, int meshes, bf16* d_times, int W) {
-  const int w = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  start_next_kernel();
-  wait_for_previous_kernel();
-  if (w >= W) return;
-  float sum = 0;
-  for (int mesh = 0; mesh < meshes; ++mesh) sum += of_meshes[static_cast<size_t>(mesh) * W + w];
-  d_times[w] = __float2bfloat16_rn(sum);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -539,84 +667,48 @@ void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
                                                          multiprocessors);
 }
 
-// For how many columns of tiles a block of the one launch works: of one mesh, or of several, one
-// after another.
-template <Pass kPass, class Tile>
-int64_t columns_of_tiles(const Shape& shape) {
-  constexpr int kColumns = Tile::kColumns, kBytes = sizeof(OneLaunchShared<Tile>);
-  const auto kernel = diffusion_one_launch<kPass, Tile>;
-  allow_shared_bytes(kernel, kBytes);
-  const unsigned blocks = blocks_for(shape.W, kColumns);
-  const int64_t fit = std::max(1, clusters_that_fit(kernel, blocks, kOneLaunchThreads, kBytes));
-  const int64_t of_a_mesh = std::max<int64_t>(1, fit / shape.meshes);
-  return kColumns * blocks_for(shape.meshes, fit) * blocks_for(shape.V, 64 * of_a_mesh);
-}
-
-template <Pass kPass, class Tile>
+// One launch, where one size of tile will do. As many blocks as fit on the GPU at once, or as there
+// are tiles: none may wait for one that cannot start. (That holds for a GPU that this launch has to
+// itself. Two of these in two streams might wait for each other for good. In one stream they
+// cannot: the next one's blocks start when all of this one's run.)
 void add_one_launch(DiffusionProblem& table) {
-  constexpr bool kBatch = Tile::kBatch;
-  constexpr int kBytes = sizeof(OneLaunchShared<Tile>), kThreads = kOneLaunchThreads;
   const auto [V, E, W, meshes] = table.shape;
-  const auto kernel = diffusion_one_launch<kPass, Tile>;
-  allow_shared_bytes(kernel, kBytes);
-  // As many clusters as fit on the device at once, or as there are tiles: none may wait for one
-  // that cannot start. In a batch each mesh has its share of them, at least one. (Counted for a GPU
-  // that this launch has to itself: other kernels end sometime, but two of these at the same time,
-  // in two streams, might wait for each other for good. In one stream they cannot, although started
-  // early: the next one's blocks start when all of this one's run.)
-  const unsigned blocks = blocks_for(W, Tile::kColumns);
-  const int64_t tiles = blocks_for(V, 64);
-  const int clusters_at_once = clusters_that_fit(kernel, blocks, kThreads, kBytes);
-  if (clusters_at_once == 0) return;
-  const int64_t fit = clusters_at_once / meshes;
-  const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit));
-  const auto arrivals = table.problem.workspace<unsigned>(blocks * meshes);
-  const auto totals = table.problem.workspace<float>(2 * 4 * Tile::kQuads * blocks * meshes);
-  constexpr bool kMeshTimes = kBatch && kPass == Pass::backward;
-  const auto mesh_d_times = table.problem.output<float>(kMeshTimes ? meshes * W : 1);
-  const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
-  const auto launch = [=, W = static_cast<int>(W), &table] {
+  constexpr int kThreads = 384, kBytes = sizeof(OneMeshShared);
+  allow_shared_bytes(diffusion_one_launch, kBytes);
+  const unsigned columns = blocks_for(W, kColumns);
+  const int64_t fit = resident_blocks(diffusion_one_launch, kThreads, kBytes) / columns;
+  if (E > kEigen || meshes > 1 || fit == 0) return;
+  const int64_t tiles = blocks_for(V, kVertices);
+  const dim3 blocks(columns, persistent(tiles, fit));
+  const auto places = table.problem.workspace<MeetingPlace>(columns);
+  const auto launch = [=, &table] {
     const Operands in = table.operands();
-    const DiffusionMaps maps = kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);
-    launch_clusters(diffusion_one_launch<kPass, Tile>, blocks, true, grid, kThreads, kBytes, maps,
-                    in, arrivals.data(), reinterpret_cast<float4*>(totals.data()),
-                    mesh_d_times.data());
-    if constexpr (kMeshTimes) {
-      launch_early(add_mesh_d_times, blocks_for(W, 64), 64, 0, mesh_d_times.data(),
-                   static_cast<int>(grid.z), in.d_times, W);
-    }
+    const OneMeshMaps maps = {.x = tensor_map<bf16>(in.values, in.V, in.W, kVertices),
+                              .basis = tensor_map<bf16>(in.basis, in.V, in.E, kVertices),
+                              .mass = tensor_map<bf16>(in.mass, in.V, kVertices),
+                              .out = tensor_map<bf16>(in.result, in.V, in.W, kVertices),
+                              .spectral = tensor_map<bf16>(in.spectrum, in.E, in.W, 64)};
+    launch_early(diffusion_one_launch, blocks, kThreads, kBytes, maps, in, places.data());
   };
   table.problem.kernel("one launch", Role::ours, launch)
       .hopper_only()
-      .occupies(table.ends() + arrivals.bytes() + totals.bytes() +
-                (kMeshTimes ? mesh_d_times.bytes() : 0))
+      .occupies(table.ends() + places.bytes())
       .needs_shared(kBytes)
-      .checks =
-      table.checks((tiles + clusters - 1) / clusters * 64, 0, kPass == Pass::forward ? 2 : 1, 1);
+      // mass * basis, spectral.
+      .checks = table.checks((tiles + blocks.y - 1) / blocks.y * kVertices, 0, 2, 1);
 }
 
-// The one launch, for the shapes that it is made for. Few rows: narrow blocks, so that 64 rows keep
-// more multiprocessors busy, and a thread has half as much to add to the totals; but not where wide
-// ones have no more to do, since of large clusters, or for many meshes, fewer find room. (Backward,
-// with a cluster for each mesh, they are slower then.) Many rows: wide blocks, which read the basis
-// less often. In a batch it depends on a cluster's rows, likewise, as if 32 of them fitted on the
-// GPU; that is not tuned.
-template <Pass kPass, bool kBatch>
-void add_one_launch(DiffusionProblem& table) {
-  const auto [V, E, W, meshes] = table.shape;
-  if (E > kMostEigen || W > kMostWidth) return;
-  using Deep = OneLaunchTile<256, 64, 5, kBatch>;
-  using Narrow = OneLaunchTile<128, 64, 9, kBatch>;
-  using Wide = OneLaunchTile<128, 128, 7, kBatch>;
-  bool narrow = W <= 64 || V * std::min<int64_t>(meshes, 32) <= 32768;
-  if (E <= 128 && W > 64 && narrow && (kBatch || W > 256)) {
-    narrow = columns_of_tiles<kPass, Narrow>(table.shape) <
-             columns_of_tiles<kPass, Wide>(table.shape) + (kPass == Pass::backward && meshes > 32);
-  }
-  const auto add = E > 128  ? add_one_launch<kPass, Deep>
-                   : narrow ? add_one_launch<kPass, Narrow>
-                            : add_one_launch<kPass, Wide>;
-  add(table);
+// The operator that a program would call: both passes, any number of meshes, E up to 256.
+template <Pass kPass>
+void add_any_shape(DiffusionProblem& table) {
+  const FusedDiffusion<kPass> fused(
+      workspace_of(table.problem), [&table] { return table.operands(); }, table.shape);
+  const auto ways = ways_of_row(fused.ways());
+  if (ways.empty()) return;
+  table.problem.kernel("any shape", Role::ours, ways)
+      .hopper_only()
+      .occupies(table.ends() + fused.workspace_bytes())
+      .checks = table.checks(fused.vertices_of_a_block(), 0, kPass == Pass::forward ? 2 : 1, 1);
 }
 
 template <bool kBatch>
@@ -629,8 +721,9 @@ void add_kernels(DiffusionProblem& forward, DiffusionProblem& backward, const De
                    : wide ? add_portable_kernels<SmallTile, WideTile, kBatch>
                           : add_portable_kernels<SmallTile, NarrowTile, kBatch>;
   add(forward, backward, device.sms);
-  add_one_launch<Pass::forward, kBatch>(forward);
-  add_one_launch<Pass::backward, kBatch>(backward);
+  add_one_launch(forward);
+  add_any_shape<Pass::forward>(forward);
+  add_any_shape<Pass::backward>(backward);
 }
 
 int main(int argc, char** argv) {
@@ -683,14 +776,18 @@ int main(int argc, char** argv) {
     };
   }
   if (E > kMostEigen || W > kMostWidth) {
-    lesson.note("The one launch keeps at most 256 x 512 of the spectrum on chip: it is left out.");
+    lesson.note("Any shape keeps at most 256 x 512 of the spectrum on chip: it is left out.");
+  }
+  if (E > kEigen || meshes > 1) {
+    lesson.note("One launch is for one mesh and at most 128 eigenvectors: it is left out.");
   }
   Problem &forward = tables.front().problem, &backward = tables.back().problem;
   forward.compare("split-K", "half fused",
                   "Forward: slices of V for every multiprocessor: % times faster.");
   forward.compare("split-K", "unfused", "Forward: three launches instead of five: % times faster.");
   forward.compare("one launch", "unfused", "Forward: one launch instead of five: % times faster.");
-  backward.compare("one launch", "unfused",
+  forward.compare("any shape", "unfused", "Forward, any shape: % times faster.");
+  backward.compare("any shape", "unfused",
                    meshes > 1 ? "Backward: two launches instead of seven: % times faster."
                               : "Backward: one launch instead of seven: % times faster.");
   return lesson.run();

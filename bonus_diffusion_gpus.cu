@@ -8,7 +8,7 @@
 // what they tell each other is their sums for the spectrum, 128 KB. So the vertices are split over
 // the GPUs, too. Each adds up its own spectrum, the spectra are added, and everybody goes on:
 //
-//     one GPU          lesson 7's one launch, for what the others are compared with
+//     one GPU          lesson 7's any shape, for what the others are compared with
 //     NCCL             the kernel is cut where its blocks meet, and the library adds the spectra
 //     fused exchange   one launch on each GPU, whose blocks write what they have into the memory of
 //                      the other GPUs, and wait there for what comes
@@ -33,7 +33,8 @@ using namespace operators::diffusion;
 
 // ---- What a row launches ------------------------------------------------------------------------
 
-/// Which kernels: lesson 7's choice, by a GPU's number of vertices. Few of them: narrow blocks.
+/// Which kernels, by a GPU's number of vertices, as in operators/diffusion/fused.cuh. Few of them:
+/// narrow blocks.
 using Narrow = OneLaunchTile<128, 64, 9>;
 using Wide = OneLaunchTile<128, 128, 6>;
 inline bool is_narrow(int64_t rows, int64_t W) { return rows <= 32768 || W <= 64; }
@@ -223,9 +224,9 @@ __device__ __forceinline__ void empty_inbox(const GpuMeeting<Work>& meeting) {
 }
 #endif
 
-// Lesson 7's kernel; on several GPUs their sums meet when the blocks of each have met. The first
-// GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes, of all vertices. Up
-// to 14 registers spill in the code that waits for another GPU.
+// The kernel of lesson 7's *any shape*; on several GPUs their sums meet when the blocks of each
+// have met. The first GPU alone adds dSpectral. Every GPU computes the whole spectrum and dTimes,
+// of all vertices. Up to 14 registers spill in the code that waits for another GPU.
 template <Pass kPass, class Tile, bool kSeveralGpus>
 __global__ void __launch_bounds__(kOneLaunchThreads, 1)
     diffusion(const __grid_constant__ DiffusionMaps maps, const Operands operands,
@@ -369,7 +370,7 @@ struct Settings {
   bool silent;        // the last GPU is not launched
 };
 
-// Lesson 7's one launch on one GPU; on several the fused exchange, whose inboxes `make` allocates.
+// Lesson 7's any shape on one GPU; on several the fused exchange, whose inboxes `make` allocates.
 template <Pass kPass, class Tile, bool kSeveralGpus>
 void add_diffusion(Mesh& mesh, const std::string& name, MakeInboxes make, Settings settings) {
   constexpr auto kernel = diffusion<kPass, Tile, kSeveralGpus>;

@@ -1,7 +1,7 @@
-// What the blocks of lesson 7's *one launch* do, step by step: load, multiply, add to the sum of
-// all, meet, damp, multiply again, store. Each step is a function of its own, and the kernel in
-// 7_diffusion_fused.cu is their order; bonus_diffusion_gpus.cu has another meeting between them, of
-// the blocks of several GPUs.
+// What the blocks of the diffusion in one launch do, step by step: load, multiply, add to the sum
+// of all, meet, damp, multiply again, store. Each step is a function of its own, and the kernel in
+// fused.cuh is their order; bonus_diffusion_gpus.cu has another meeting between them, of the blocks
+// of several GPUs. Lesson 7's *one launch* is the same idea in one kernel, for one size of tile.
 //
 // Blocks of a producer and two consumer warpgroups. In the first product a consumer has kEigen / 2
 // rows of the spectrum, all kColumns columns, and both work on every tile; in the second product

@@ -1,0 +1,191 @@
+// The spatial diffusion of lesson 7 in one launch, on Hopper, forward and backward, of one mesh or
+// of a batch of meshes, for any V, E up to 256 and W up to 512. Lesson 7's *one launch* is the same
+// idea for one size of tile. Here there is more:
+//
+//   Clusters    The blocks of a cluster have the same rows, and each other columns of x: as many
+//               blocks as W asks for, up to 8. All of them need the same rows of the basis, which
+//               they fetch together, each its part, by multicast.
+//   Cache       The L2 cache is told which tiles of the basis will be read again.
+//   Backward    The same with dOut for x: the masses wait for the end. Three spare warps beside the
+//               producer add dSpectral to the sum of all and, when all have added, compute dTimes
+//               from it while the others go on.
+//   Batch       Each mesh has clusters, a sum and a meeting of its own, and leaves its own dTimes
+//               for another kernel to add. With more meshes than clusters find room, each has
+//               one: it waits for no other, so that they need not all be there at the same time.
+//   Tiles       Of three sizes: for many eigenvectors, for few vertices, for many.
+//
+// The steps are in one_launch.cuh, a function each; the kernel below is their order.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "operators/diffusion/one_launch.cuh"
+#include "operators/estimate.h"
+
+namespace operators::diffusion {
+
+/// A pass in one launch. What E and W do not fill is zero. arrivals, totals: see Meeting.
+/// mesh_d_times (meshes, W): backward, of a batch.
+template <Pass kPass, class Tile>
+__global__ void __launch_bounds__(kOneLaunchThreads, 1)
+    diffuse(const __grid_constant__ DiffusionMaps maps, const DiffusionOperands operands,
+            unsigned* arrivals, float4* totals, float* mesh_d_times) {
+#if HOPPER_CODE
+  using Work = BlockWork<Tile>;
+  extern __shared__ __align__(1024) char bytes[];
+  const Work work(bytes, maps, operands, mesh_d_times);
+  const int warp = warp_of_block();
+  if (warp == 0 && elect_one()) prepare_barriers(work);
+  start_next_kernel();
+  wait_for_previous_kernel();
+  const Meeting<Work> meeting(work, arrivals, totals);
+  if (warp == 0 && elect_one()) put_first_x(work);
+  cluster_meet();
+
+  if (warp < 4) {
+    registers_shrink_to<56>();
+    if (warp == 0) {
+      if (!elect_one()) return;
+      Writer writer(work.shared.pipeline);
+      load_forth(work, writer);
+      load_back(work, writer.back(), Tile::kStages);
+    } else {  // the spare warps
+      zero_totals(work, meeting.next_totals);
+      if constexpr (kPass == Pass::backward) {
+        add_d_spectral(work, meeting.totals);
+        barrier_arrive(&work.shared.spare);
+        store_d_times(work, Totals{meeting.totals});
+      }
+    }
+  } else {
+    registers_grow_to<224>();
+    Reader reader(work.shared.pipeline, work.cluster);
+    SpectrumShare<Work> share;
+    damping_factors(work, share);  // while the first tiles are on their way
+    project<kPass>(work, share, reader);
+    add_to_totals(share, meeting.totals);
+    meet<kPass>(work, meeting);
+    damp_spectrum<kPass>(work, share, Totals{meeting.totals});
+    expand<kPass>(work, reader.back());
+  }
+#endif
+}
+
+/// dTimes (W), the sum of the meshes' own (meshes, W). A thread owns a column.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    add_mesh_d_times(const float* of_meshes, int meshes, __nv_bfloat16* d_times, int W) {
+  const int w = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  start_next_kernel();
+  wait_for_previous_kernel();
+  if (w >= W) return;
+  float sum = 0;
+  for (int mesh = 0; mesh < meshes; ++mesh) sum += of_meshes[static_cast<size_t>(mesh) * W + w];
+  d_times[w] = __float2bfloat16_rn(sum);
+}
+
+/// A pass of a shape that is at least 1 x 8 x 8, with E and W multiples of 8. `operands` says, at
+/// each launch, where inputs and outputs are.
+template <Pass kPass>
+class FusedDiffusion {
+ public:
+  FusedDiffusion(const Workspace& workspace, std::function<DiffusionOperands()> operands,
+                 DiffusionShape shape)
+      : operands_(std::move(operands)), shape_(shape) {
+    if (shape.E > kMostEigen || shape.W > kMostWidth) return;
+    shape.meshes > 1 ? choose<true>(workspace) : choose<false>(workspace);
+  }
+
+  /// One; or none, where E or W is too large, or the device has no room for a cluster.
+  const std::vector<Way>& ways() const { return ways_; }
+  /// How many vertices a block adds up, at most, before its sum is added to that of all.
+  int64_t vertices_of_a_block() const { return vertices_of_a_block_; }
+  double workspace_bytes() const { return workspace_bytes_; }
+
+ private:
+  /// Few rows: narrow blocks, so that 64 rows keep more multiprocessors busy, and a thread has half
+  /// as much to add to the totals; but not where wide ones have no more to do, since of large
+  /// clusters, or for many meshes, fewer find room. (Backward, with a cluster for each mesh, they
+  /// are slower then.) Many rows: wide blocks, which read the basis less often. In a batch it
+  /// depends on a cluster's rows, likewise, as if 32 of them fitted on the GPU; that is not tuned.
+  template <bool kBatch>
+  void choose(const Workspace& workspace) {
+    const auto [V, E, W, meshes] = shape_;
+    using Deep = OneLaunchTile<256, 64, 5, kBatch>;
+    using Narrow = OneLaunchTile<128, 64, 9, kBatch>;
+    using Wide = OneLaunchTile<128, 128, 7, kBatch>;
+    bool narrow = W <= 64 || V * std::min<int64_t>(meshes, 32) <= 32768;
+    if (E <= 128 && W > 64 && narrow && (kBatch || W > 256)) {
+      narrow = columns_of_tiles<Narrow>() <
+               columns_of_tiles<Wide>() + (kPass == Pass::backward && meshes > 32);
+    }
+    E > 128 ? plan<Deep>(workspace) : narrow ? plan<Narrow>(workspace) : plan<Wide>(workspace);
+  }
+
+  /// For how many columns of tiles a block works: of one mesh, or of several, one after another.
+  template <class Tile>
+  int64_t columns_of_tiles() const {
+    const int64_t fit = std::max(1, clusters_at_once<Tile>());
+    const int64_t of_a_mesh = std::max<int64_t>(1, fit / shape_.meshes);
+    return Tile::kColumns * blocks_for(shape_.meshes, fit) * blocks_for(shape_.V, 64 * of_a_mesh);
+  }
+
+  template <class Tile>
+  int clusters_at_once() const {
+    constexpr int kBytes = sizeof(OneLaunchShared<Tile>);
+    const auto kernel = diffuse<kPass, Tile>;
+    allow_shared_bytes(kernel, kBytes);
+    return clusters_that_fit(kernel, blocks_for(shape_.W, Tile::kColumns), kOneLaunchThreads,
+                             kBytes);
+  }
+
+  /// As many clusters as fit on the device at once, or as there are tiles: none may wait for one
+  /// that cannot start. In a batch each mesh has its share of them, at least one. (Counted for a
+  /// GPU that this launch has to itself: other kernels end sometime, but two of these at the same
+  /// time, in two streams, might wait for each other for good. In one stream they cannot, although
+  /// started early: the next one's blocks start when all of this one's run.)
+  template <class Tile>
+  void plan(const Workspace& workspace) {
+    constexpr int kBytes = sizeof(OneLaunchShared<Tile>);
+    constexpr bool kMeshTimes = Tile::kBatch && kPass == Pass::backward;
+    const auto [V, E, W, meshes] = shape_;
+    const int fit = clusters_at_once<Tile>();
+    if (fit == 0) return;
+    const unsigned blocks = blocks_for(W, Tile::kColumns);
+    const int64_t tiles = blocks_for(V, 64);
+    const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit / meshes));
+    const auto arrivals = workspace.zeros<unsigned>(blocks * meshes);
+    const auto totals = workspace.zeros<float4>(size_t{2} * Tile::kQuads * blocks * meshes);
+    const auto mesh_d_times = workspace.any<float>(kMeshTimes ? meshes * W : 1);
+    vertices_of_a_block_ = 64 * ceil_div(tiles, int64_t{clusters});
+    workspace_bytes_ = arrivals.bytes() + totals.bytes() + (kMeshTimes ? mesh_d_times.bytes() : 0);
+
+    const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
+    const auto launch = [=, at = operands_, W = static_cast<int>(W)] {
+      constexpr int kThreads = 64;
+      const DiffusionOperands in = at();
+      const DiffusionMaps maps = Tile::kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);
+      launch_clusters(diffuse<kPass, Tile>, grid.x, true, grid, kOneLaunchThreads, kBytes, maps, in,
+                      arrivals.data(), totals.data(), mesh_d_times.data());
+      if constexpr (kMeshTimes) {
+        launch_early(add_mesh_d_times<kThreads>, blocks_for(W, kThreads), kThreads, 0,
+                     mesh_d_times.data(), static_cast<int>(grid.z), in.d_times, W);
+      }
+    };
+    const double bytes = 2.0 * static_cast<double>(shape_.vertices() * (2 * W + E));
+    ways_.push_back(
+        {"blocks of " + std::to_string(Tile::kEigen) + " x " + std::to_string(Tile::kColumns) +
+             "; clusters: " + std::to_string(clusters * meshes) + " of " + std::to_string(blocks),
+         kFirstLaunch + bytes / kMemoryBytes, launch, kBytes});
+  }
+
+  std::function<DiffusionOperands()> operands_;
+  DiffusionShape shape_;
+  std::vector<Way> ways_;
+  int64_t vertices_of_a_block_ = 0;
+  double workspace_bytes_ = 0;
+};
+
+}  // namespace operators::diffusion
