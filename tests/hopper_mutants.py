@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "cpu"))
 from cu2cpp import _NOT_CODE, _blank, _closing  # noqa: E402
 
 PRODUCT = "hopper_product"
-# Of lesson 7 it has the one launch, too, whose steps are in a header.
+# It has the steps of lesson 7's any shape, too, which are in a header.
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
 SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "primitives/hopper/pipeline.cuh")
@@ -52,7 +52,7 @@ HEADERS = {
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
 }
-LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "8_spatial_gradients", "9_matmul_softmax",
+LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
            "10_clifford_gp", GPUS, CONNECTED)
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
@@ -89,6 +89,18 @@ OTHERS = {
         (r"if \((t >= Work::kStages)\) \{", "false"),
         (r"if \((t > 0)\) load_x", "true"),
         (r"work\.tiles - 1 - (kept)", "0"),
+    ],
+    # A stage that stays for the way back is given away; the sum of all that a launch leaves as it is, or
+    # the same sum in each launch.
+    "7_diffusion_fused": [
+        (r"if \((t \+ kStages < tiles)\) reader", "true"),
+        (r"j = (group); j < fours", "fours"),
+        (r"total = place\.sums\[(launches % 2)\]", "0"),
+        (r"tiles - 1 - (kStages)", "0"),
+        # An arrival that is not counted, or before what was added; a look that does not see what was.
+        (r"arrivals\.fetch_add\((1),", "0"),
+        (r"fetch_add\(1, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
+        (r"load\((cuda::memory_order_acquire)\)", "cuda::memory_order_relaxed"),
     ],
     GPUS: [
         (r"if \((!missing)\) return", "true"),
@@ -168,7 +180,7 @@ _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
 _SPIN = re.compile(r"\bwhile \((!)")
 # What has such words inside, where product.cuh says it.
 _METHOD = re.compile(r"\b(?:(?:out|cluster|grid)\.(?:template )?(?:wait|meet|release)|writer\.finish|"
-                     r"reader\.(?:finish|give_back|next)|ring\.advance)(?:<[^<>;(]*>)?\(")
+                     r"(?:reader|back)\.(?:finish|give_back|next)|ring\.advance)(?:<[^<>;(]*>)?\(")
 
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kinds", "--kernel", "^unfused.*: cluster")
@@ -206,6 +218,11 @@ RUNS = {
         (("3", "--channels", "300", "--hidden", "200", "--kernel", "^any shape"), 4),
         # Lesson 3's product.
         (("1", "--channels", "512", "--hidden", "136", "--kernel", "^Hopper cluster"), 2),
+    ],
+    # More tiles than stages, a last one that is not whole, two groups of blocks, and columns beside.
+    "7_diffusion_fused": [
+        (("1400", "--width", "128", "--kernel", "^one launch$"), 2),
+        (("1000", "--eigen", "72", "--width", "136", "--kernel", "^one launch$"), 4),
     ],
     GPUS: [
         (("1400", "--width", "128", "--kernel", "^one GPU$"), 4),
