@@ -653,9 +653,74 @@ __global__ void __launch_bounds__(kSmallThreads)
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
 // or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
 // cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
-// stages, forward two at a time, a segment. What the blocks do, step by step, is in
+// stages, forward two at a time, a segment. What a step brings, and how it is loaded, is in
 // operators/gradients/tiles.cuh.
 constexpr unsigned kMostSteps = 4, kMostBlocks = 2;
+
+#if HOPPER_CODE
+// What a thread holds of 64 rows and 64 columns of Gr and Gi: its fragments as left factors.
+struct FactorFragments {
+  LeftFragments<bf16> Gr, Gi;
+};
+
+template <int kSteps, int kCount>
+__device__ inline void load_fragments(FactorFragments (&to)[kCount],
+                                      const LeftFactors (&from)[kCount]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    to[step] = {from[step].Gr.load_fragments(), from[step].Gi.load_fragments()};
+  }
+}
+
+// A warpgroup's sums of 64 vertices and 64 features, 128 registers of a thread. ar(e), ai(e), xr(e)
+// and xi(e) belong to the same vertex and feature.
+struct Gradients {
+  Sum<128> a;  // [ar | ai]
+  Sum<64> r, i;
+
+  __device__ float& ar(int e) { return a.elements[e]; }
+  __device__ float& ai(int e) { return a.elements[32 + e]; }
+  __device__ float& xr(int e) { return r.elements[e]; }
+  __device__ float& xi(int e) { return i.elements[e]; }
+};
+
+// Adds (or, if not `add`, assigns) the product of a segment's first kSteps steps, and of each step
+// its first kTaken slices of 16. Two boxes that lie next to each other, M1 and M2, or -M2 and M1,
+// are one right factor of 128 columns. The left factors come from registers: from shared memory,
+// which has no bandwidth to spare, each would be read for each right factor.
+template <int kSteps, int kTaken = kSlices, int kCount>
+__device__ inline void multiply_segment(Gradients& sums, const FactorFragments (&left)[kCount],
+                                        const RightFactors* right, bool add) {
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const LeftFragments<bf16>&Gr = left[step].Gr, &Gi = left[step].Gi;
+#pragma unroll
+    for (int slice = 0; slice < kTaken; ++slice) {
+      const bool adds = add || step > 0 || slice > 0;
+      multiply_slice(sums.a.elements, Gr, right[step].M1.across_k(), slice, adds);
+      multiply_slice(sums.r.elements, Gr, right[step].x.across_k(), slice, adds);
+      multiply_slice(sums.a.elements, Gi, right[step].minus_M2.across_k(), slice, true);
+      multiply_slice(sums.i.elements, Gi, right[step].x.across_k(), slice, adds);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+// Assigns the product of the first segment, which has kSteps steps. Up to E = 32 half a step is
+// all.
+template <int kSteps>
+__device__ inline void multiply_first_segment(Gradients& sums,
+                                              const FactorFragments (&left)[kSteps],
+                                              const RightFactors* right, int E) {
+  if (kSteps == 1 && E <= kStepK / 2) {
+    multiply_segment<kSteps, kSlices / 2>(sums, left, right, false);
+  } else {
+    multiply_segment<kSteps>(sums, left, right, false);
+  }
+}
+#endif
 
 template <int kSteps>
 struct HopperForward {
@@ -765,25 +830,8 @@ __global__ void __launch_bounds__(384, 1)
 #endif
 }
 
-// A block's part of the sums is E x kCols: 32 columns, or up to E = 128 also 64.
-template <int kStepCount, int kColCount>
-struct HopperBackward {
-  static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
-  static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
-  static constexpr int kTiles = kCols == 64 ? kStages / kSteps : 1;
-  static constexpr int kMakers = kCols == 64 ? 1 : 2;  // that take turns
-  BackwardFactors right[kHalves][kSteps];
-  LeftFactors left[kStages];
-  Box<bf16, 64> d_out[kTiles];  // of 64 columns: comes with a tile's first step
-  Pipeline<Products<kCols>, 1, kMakers> products;
-  StageBarriers<kStages> stages;
-  Barrier loaded[kHalves];
-};
-
-// partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each cluster's tiles.
-//
-// Three warpgroups work like an assembly line. Two make P, Q, R, S. The third multiplies these by
-// Gr^T and Gi^T, transposed where they lie, and keeps the sums,
+// Backward, three warpgroups work like an assembly line. Two make P, Q, R, S. The third multiplies
+// these by Gr^T and Gi^T, transposed where they lie, and keeps the sums,
 //
 //     [dM1 | D | dM2] += Gr^T [P | R | Q] + Gi^T [Q | S | -P]
 //
@@ -799,6 +847,123 @@ struct HopperBackward {
 // Two things differ from other kernels. A stage of Gr and Gi is read twice, first for the products
 // and then with them, so that only the third warpgroup gives it back. And P, Q, R, S go to it
 // through a pipeline of one stage, which threads fill (Maker), not the copy engine.
+
+// A block's part of the sums is E x kCols: 32 columns, or up to E = 128 also 64.
+template <int kStepCount, int kColCount>
+struct HopperBackward {
+  static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
+  static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
+  static constexpr int kTiles = kCols == 64 ? kStages / kSteps : 1;
+  static constexpr int kMakers = kCols == 64 ? 1 : 2;  // that take turns
+  BackwardFactors right[kHalves][kSteps];
+  LeftFactors left[kStages];
+  Box<bf16, 64> d_out[kTiles];  // of 64 columns: comes with a tile's first step
+  Pipeline<Products<kCols>, 1, kMakers> products;
+  StageBarriers<kStages> stages;
+  Barrier loaded[kHalves];
+};
+
+#if HOPPER_CODE
+// A warpgroup's sums of 64 vertices and 32 features: Gr [M1 | M2 | x] and Gi [M1 | M2 | x], 96
+// registers of a thread, of which combine() makes ar and ai. That is half as many registers again
+// for a feature as forward. But M1 and M2 are on chip only once, and a left factor from shared
+// memory is read once for all three right ones.
+struct GradientPairs {
+  Sum<96> by_gr, by_gi;
+
+  __device__ float& ar(int e) { return by_gr.elements[e]; }
+  __device__ float& ai(int e) { return by_gr.elements[16 + e]; }
+  __device__ float& xr(int e) { return by_gr.elements[32 + e]; }
+  __device__ float& xi(int e) { return by_gi.elements[32 + e]; }
+
+  // Starts to add (or, if not `add`, to assign) the product of a step's first kTaken slices.
+  template <int kTaken = kSlices>
+  __device__ void start_product(const LeftFactors& left, const BackwardFactors& right, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kTaken; ++slice) {
+      const AcrossK<bf16> all = right.M1_M2.across_k();  // [M1 | M2 | x]
+      multiply_slice(by_gr.elements, left.Gr.rows(0), all, slice, add || slice > 0);
+      multiply_slice(by_gi.elements, left.Gi.rows(0), all, slice, add || slice > 0);
+    }
+    wgmma_commit();
+  }
+  // ar = Gr M1 - Gi M2, ai = Gr M2 + Gi M1
+  __device__ void combine() {
+#pragma unroll
+    for (int e = 0; e < 16; ++e) {
+      ar(e) -= by_gi.elements[16 + e];
+      ai(e) += by_gi.elements[e];
+    }
+  }
+};
+
+// R, S, P, Q in the place of ar, ai, xr, xi: times g = dOut * (1 - tanh(u)^2), which is dOut *
+// 4 e / (1 + e)^2 with e = exp(-2 |u|), see tanh_slope. Here 4 e is computed as a power of 2; a
+// result below 2^-126 becomes 0.
+__device__ inline void multiply_by_g(GradientPairs& sums, const uint32_t (&d_out)[8]) {
+  constexpr float kLog2E = 1.44269504f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float2 pair = unpack2(d_out[i / 2]);
+    const float u = sums.xr(i) * sums.ar(i) + sums.xi(i) * sums.ai(i);
+    const float four_e = exp2_approximate(2 - 2 * kLog2E * fabsf(u));
+    const float inverse = reciprocal_approximate(1 + four_e / 4);
+    const float g = (i % 2 == 0 ? pair.x : pair.y) * inverse * (four_e * inverse);
+    sums.ar(i) *= g;
+    sums.ai(i) *= g;
+    sums.xr(i) *= g;
+    sums.xi(i) *= g;
+  }
+}
+
+// What two warpgroups do: they compute what the forward pass did, then P, Q, R, S, and leave these
+// in shared memory. Of 64 columns either has one half, of 32 columns every second tile. They read
+// stages, but give none back: the third warpgroup does, which reads the same later.
+template <class Shared, class Cluster>
+__device__ inline void make_products(Shared& shared, const Cluster& cluster, const bf16* d_out,
+                                     int col0, int V, int E, int W) {
+  constexpr int kSteps = Shared::kSteps;
+  constexpr bool kShare = Shared::kCols == 64;
+  const int number = warp_of_block() / 4 - 1, half = kShare ? number : 0;
+  const int first = blockIdx.y + (kShare ? 0 : number * gridDim.y);
+  Reader reader(shared.stages, cluster);
+  Maker maker(shared.products);
+  if (!kShare && number == 1) reader.next(kSteps), maker.next();
+  barrier_wait(&shared.loaded[half], 0);
+  for (int tile = first; 64 * tile < V; tile += (kShare ? 1 : 2) * gridDim.y) {
+    GradientPairs sums;
+    uint32_t d_out_pairs[8];
+    if constexpr (!kShare) load_pairs(d_out_pairs, d_out, 64 * tile, col0, V, W);
+    int first_stage = 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step, reader.next()) {
+      const int stage = reader.wait();
+      const LeftFactors& left = shared.left[stage];
+      const BackwardFactors& right = shared.right[half][step];
+      if (step == 0) first_stage = stage;
+      if (kSteps == 1 && E <= kStepK / 2) {
+        sums.template start_product<kSlices / 2>(left, right, false);
+      } else {
+        sums.start_product(left, right, step > 0);
+      }
+    }
+    wgmma_wait<0>();
+    if constexpr (kShare) {
+      Sum<32>::load_pairs(d_out_pairs, shared.d_out[first_stage / kSteps], 32 * half);
+    }
+    sums.combine();
+    multiply_by_g(sums, d_out_pairs);
+    maker.wait().store(sums, 32 * half);
+    maker.fill();
+    maker.next(Shared::kMakers);
+    if constexpr (!kShare) reader.next(kSteps);  // the other one's tile
+  }
+}
+#endif
+
+// The assembly line. partials (clusters of a slab, 3, E, W): dM1, dM2 and D, summed up over each
+// cluster's tiles.
 template <int kSteps, int kCols>
 __global__ void __launch_bounds__(512, 1)
     hopper_accumulate_backward(const __grid_constant__ GradientMaps maps, const bf16* d_out,
@@ -852,7 +1017,16 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         reader.take([&](int stage, bool) {
-          slices[step].start_product(shared.left[stage], products, tile > first);
+          const LeftFactors& left = shared.left[stage];
+          auto& sum = slices[step].sum.elements;
+          wgmma_fence();
+#pragma unroll
+          for (int slice = 0; slice < kSlices; ++slice) {
+            const bool add = tile > first || slice > 0;
+            multiply_slice(sum, left.Gr.across_k(), products.by_gr(), slice, add);
+            multiply_slice(sum, left.Gi.across_k(), products.by_gi(), slice, true);
+          }
+          wgmma_commit();
         });
       }
       reader.finish();

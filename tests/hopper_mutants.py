@@ -90,11 +90,11 @@ OTHERS = {
         (r"if \((t > 0)\) load_x", "true"),
         (r"work\.tiles - 1 - (kept)", "0"),
     ],
-    # A stage that stays for the way back is given away; the sum of all that a launch leaves as it is, or
-    # the same sum in each launch.
+    # A stage that stays for the way back is given away; the sum of this launch is emptied, not that of the
+    # next one, or it is the same in each launch.
     "7_diffusion_fused": [
         (r"if \((t \+ kStages < tiles)\) reader", "true"),
-        (r"j = (group); j < fours", "fours"),
+        (r"place\.sums\[(\(launches \+ 1\) % 2)\]", "launches % 2"),
         (r"total = place\.sums\[(launches % 2)\]", "0"),
         (r"tiles - 1 - (kStages)", "0"),
         # An arrival that is not counted, or before what was added; a look that does not see what was.
@@ -152,6 +152,10 @@ HARMLESS = {
            for change in ("with + 1", "without")},
         ("meet", "__syncwarp() without", 1):
             "since the last panel was copied the warp has met at wgmma's instructions",
+    },
+    "7_diffusion_fused": {
+        ("diffusion_one_launch", "tensor_store_commit() without", 0):
+            "the same thread commits when it stores its next tile, and there is one",
     },
     GPUS: {
         ("damp_spectrum", "tensor_store_commit() without", 0):
