@@ -34,6 +34,9 @@ LADDERS = {
     "8_spatial_gradients": ["gradient_features", "associated_features", "hopper_features"],
     "9_matmul_softmax": ["fused_rows", "fused_tiles", "fused_cluster", "logit_tiles", "fused_exchange"],
     "10_clifford_gp": ["fused_product", "forward_one_launch", "forward_on_chip", "forward_streamed"],
+    "bonus_attention": [
+        "attention_rows", "attention_mma", "attention_hopper", "attention_ping_pong", "attention_overlap",
+    ],
     "bonus_clifford_fully_connected": ["forward_tiles"],
     "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],
     "bonus_matmul_A_stationary": ["matmul_atomic", "matmul_tile_stationary"],

@@ -118,12 +118,15 @@ TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 CONNECTED = "bonus_clifford_fully_connected"
+ATTENTION = "bonus_attention"
 
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
 HEADERS = {
     CLIFFORD: ("operators/clifford/row_exchange.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
                "operators/clifford/algebra.cuh"),
+    ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh", "operators/attention/portable.cuh",
+                RING),
     CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
     MATMUL: ("operators/product/fp32.cuh",),
     TENSOR_CORES: (RING,),
@@ -157,6 +160,8 @@ CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 
 # Several steps along features and the batch.
 CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
+# Three tiles of keys, of which the last one is not full.
+ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--full")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -212,6 +217,8 @@ BARRIERS = [
     (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
+    (ATTENTION, "rows", "attention_rows(", 1, ATTENTION_ARGUMENTS),
+    (ATTENTION, "mma.sync", "int next() {", 1, ATTENTION_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),

@@ -12,6 +12,7 @@ SOFTMAX = "9_matmul_softmax"
 TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
 CONNECTED = "bonus_clifford_fully_connected"
+ATTENTION = "bonus_attention"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
 SPATIAL = "8_spatial_gradients"
@@ -670,12 +671,12 @@ def test_kernel_filter(run):
 # How many of 1,000 runs each program gets: some take 10 ms, some a second or two.
 TINY_RUNS = {
     "1_matmul_basic": 170, "2_matmul_sharedmem": 100, "3_matmul_tensorcore": 40, "4_matmul_cublas": 60,
-    "bonus_matmul_A_stationary": 120, "5_gating_unfused": 60, "6_gating_fused": 15, DIFFUSION: 80,
+    "bonus_matmul_A_stationary": 110, ATTENTION: 10, "5_gating_unfused": 60, "6_gating_fused": 15, DIFFUSION: 80,
     SPATIAL: 80, "bonus_diffusion_gpus": 20, SOFTMAX: 25, TRAINING: 150, CLIFFORD: 60, CONNECTED: 20,
 }
 TINY_OPTIONS = {
     "gating": ("--channels", "--hidden"), "diffusion": ("--eigen", "--width"), SPATIAL: ("--eigen", "--width"),
-    "softmax": ("--inputs", "--classes"), "clifford": ("--features",),
+    "softmax": ("--inputs", "--classes"), "clifford": ("--features",), ATTENTION: ("--keys", "--batch"),
 }
 # A bound above this proves nothing, and the harness knows none.
 MOST_TOLERANCE = 0.05

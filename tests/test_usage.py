@@ -502,7 +502,7 @@ def test_softmax_plans_for_any_device(capability, shape):
 def test_rows_that_need_hopper_say_so_elsewhere(lesson, capability):
     """Devices with less shared memory, too: rows that they cannot run say why."""
     shapes = {"gating": ["--channels", "8", "--hidden", "8"], "softmax": ["--inputs", "8", "--classes", "100"],
-              "8_": ["--eigen", "16", "--width", "16"], "clifford": ["--features", "12"]}
+              "8_": ["--eigen", "16", "--width", "16"], "clifford": ["--features", "12"], "attention": ["--width", "64"]}
     shape = next((words for part, words in shapes.items() if part in lesson), [])
     size = ["8", *shape, "--device", "cpu", "--samples", "1"]
     env = {"CUDA_CPU_COMPUTE_CAPABILITY": capability}
@@ -516,4 +516,4 @@ def test_rows_that_need_hopper_say_so_elsewhere(lesson, capability):
     too_large = result.stdout.count(" KB of shared memory a block")
     assert f"All {len(rows) - unable - too_large} kernels verified" in result.stdout
     assert too_large <= (capability == "86")
-    assert (unable > 0) == bool(re.match(r"3_|6_|7_|8_|9_matmul|10_|bonus_clifford", lesson))
+    assert (unable > 0) == bool(re.match(r"3_|6_|7_|8_|9_matmul|10_|bonus_clifford|bonus_attention", lesson))

@@ -456,3 +456,50 @@ def test_weights_that_do_not_fit_do_not_stay(sizes, kinds, monkeypatch):
     monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "132")
     result = run(BUILD / "tests" / "gating_shapes", *sizes.split(), "0")
     assert {line.split()[0] for line in result.stdout.splitlines()} == kinds
+
+
+# Batch, queries, keys, heads, heads of keys, width, causal: with a mask fewer keys than queries; rows that are
+# filled up to the tiles' width, and such as are no multiples of 16 bytes; few queries, for which heads that share
+# keys are packed, and keys are divided.
+ATTENTIONS = ["1 70 70 2 2 64 1", "1 300 130 2 1 72 1 4", "1 33 200 2 1 36 1", "1 3 700 4 1 128 0 4"]
+LONG_ATTENTIONS = ["1 3 700 4 1 128 0", "1 9 700 4 2 256 1", "2 257 390 4 2 256 1", "3 1 1 1 1 1 0",
+                   "1 1 2000 6 2 100 1 12"]
+# The same, how many ways at most, and how many times as large the logits of the first key are.
+GROWING = ["1 70 520 1 1 64 0 4 40"]
+LONG_GROWING = ["1 300 1000 1 1 64 1 3 30", "2 200 600 1 1 128 1 2 40", "1 70 520 2 1 256 1 2 50"]
+
+
+def many(shapes):
+    return [pytest.param(shape, marks=pytest.mark.extensive) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", [*ATTENTIONS, *many(LONG_ATTENTIONS)])
+def test_attention_shapes(shape, monkeypatch):
+    """What a program calls, in all or in the first few ways."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "2")
+    result = run(BUILD / "tests" / "attention_shapes", *shape.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {line.split(",")[0] for line in result.stdout.splitlines()} == {"bf16", "fp16"}
+    if shape == "1 3 700 4 1 128 0 4":
+        assert ", 4 heads a tile, keys in 2 parts" in result.stdout
+
+
+@pytest.mark.parametrize("shape", [*GROWING, *many(LONG_GROWING)])
+def test_attention_whose_logits_grow(shape, monkeypatch):
+    """Exponentials relative to the first tile's maximum become too large, in most rows of both types, so that
+    later tiles are multiplied once more."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "2")
+    result = run(BUILD / "tests" / "attention_shapes", *shape.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    grown = re.findall(r"of (\d+) rows (\d+) outgrow", result.stdout)
+    assert len(grown) == 2 and all(2 * int(some) > int(rows) for rows, some in grown)
+
+
+ATTENTIONS_OF_A_GPU = ["2 1000 1000 16 16 128 0", "1 4097 4097 8 8 64 1", "1 1 30000 64 8 128 1", "2 515 3000 16 2 256 1",
+                       "1 2000 700 8 4 100 1"]
+
+
+@pytest.mark.parametrize("shape", [*ATTENTIONS, *LONG_ATTENTIONS, *GROWING, *LONG_GROWING, *ATTENTIONS_OF_A_GPU])
+def test_attention_shapes_on_a_gpu(shape):
+    result = run(hopper_program("attention_shapes"), *shape.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
