@@ -160,10 +160,15 @@ class Exercise:
 MATMUL = "2_matmul_sharedmem"
 TENSOR_CORES = "3_matmul_tensorcore"
 CLIFFORD = "10_clifford_gp"
+ATTENTION = "bonus_attention"
 
-# What an exercise can do without: other algebras than 3,0,0 take minutes to compile. The lines stay in
-# the reader's file; the compiler does not see them.
-LEAVE_OUT = {CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*$", re.MULTILINE)}
+# What an exercise can do without: other algebras than 3,0,0, and other widths than 64 and the operator, take
+# minutes to compile. The lines stay in the reader's file; the compiler does not see them.
+LEAVE_OUT = {
+    CLIFFORD: re.compile(r"^  if \(lesson\.choice\(\"--algebra\"\) == .*$", re.MULTILINE),
+    ATTENTION: re.compile(r"^ +table->(?:template add_lesson_kernels<(?:128|256)>|add_any_shape)\(\);$",
+                          re.MULTILINE),
+}
 
 
 def leave_out(text, lesson):
@@ -382,6 +387,23 @@ EXERCISES = [
       const float sum = 0;
 """)),
         finds="^Wrong from element ", columns="--features", headers=("operators/clifford/unfused.cuh",),
+    ),
+    Exercise(
+        "rescale", ATTENTION, "attention, when a larger maximum comes",
+        "mma.sync", ("20", "--keys", "200", "--width", "64", "--full"),
+        (Cut("struct OnlineRows {", "factor[r] = exp2_approximate(", "sum[r] *= factor[r];", """\
+      // TODO: what has been summed up of the row so far, here and in the kernel, is relative to
+      // largest[r], and has to become relative to most[r]. By which factor? (2^x is computed, of
+      // logits that are multiplied by `scale`; base[r] is most[r] times scale.)
+      factor[r] = 1;
+      largest[r] = most[r];
+"""), Cut("attention_mma(Operands<T> in)", "#pragma unroll\n    for (int j = 0; j < kWidth / 8; ++j) {",
+          "result[0][j][i] *= factor[i / 2];\n    }", """\
+    // TODO: what is to be done with the results so far, result[0][j][i], before this tile's are
+    // added? Of the four numbers of each j two are of row 0, then two of row 1.
+""")),
+        finds="^Wrong from element ",
+        more=(("70", "--keys", "130", "--width", "64", "--causal", "--hard-rows"),),
     ),
     # ---- Find the mistake
     Exercise(

@@ -30,6 +30,7 @@ PRODUCT = "hopper_product"
 # It has the steps of lesson 7's any shape, too, which are in a header.
 GPUS = "bonus_diffusion_gpus"
 CONNECTED = "bonus_clifford_fully_connected"
+ATTENTION = "bonus_attention"
 SHARED = ("primitives/hopper/tiles.cuh", "primitives/hopper/block_grid.cuh", "primitives/hopper/pipeline.cuh")
 # Whose runs come to a struct or function of these. All others are judged with hopper_product.
 REACHED_BY = {
@@ -51,9 +52,10 @@ HEADERS = {
                          "operators/softmax/few.cuh"),
     CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
     "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
+    ATTENTION: ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",
-           "10_clifford_gp", GPUS, CONNECTED)
+           "10_clifford_gp", GPUS, CONNECTED, ATTENTION)
 PROGRAMS = (*LESSONS, PRODUCT)
 # What is found in no list of words: file -> (where, with the piece in parentheses; the mistake).
 # Numbers before they have come; a GPU's own sum or piece that is not added, or nothing that is sent; a
@@ -101,6 +103,22 @@ OTHERS = {
         (r"arrivals\.fetch_add\((1),", "0"),
         (r"fetch_add\(1, (cuda::memory_order_release)\)", "cuda::memory_order_relaxed"),
         (r"load\((cuda::memory_order_acquire)\)", "cuda::memory_order_relaxed"),
+    ],
+    # Of operators/attention: a stage that is not given back, results of which nobody is told, or that keep
+    # the scale of an older maximum; another stage's logits where they are multiplied once more.
+    "hopper": [
+        (r"multiply_again\(again, own\.stage, (k)\)", "(k + 1) % Tile::kStages"),
+        (r"if \((!right)\) scale_rows", "false"),
+        (r"scale_rows\(result, factor\);\s+to_factor<T>\(probs, logits\);\s+\}\s+\}[\s\S]*?(give_back\(v\))",
+         "static_cast<void>(0)"),
+        (r"(EachWarp::release\(shared\.results\[own\.stage\]\[consumer\]\))", "static_cast<void>(0)"),
+        (r"if \((last)\) end\(own\)", "true"),
+    ],
+    # The other of two stages is given back, which is still read or is to come; or V's before it has been multiplied.
+    ATTENTION: [
+        (r"pipeline\.empty\[(V)\]", "reader.ring.stage"),
+        (r"(wgmma_wait<0>\(\));\s+alone\.release\(block\.shared\.pipeline\.empty\[V\]", "static_cast<void>(0)"),
+        (r"pipeline\.empty\[(K)\]", "reader.ring.stage"),
     ],
     GPUS: [
         (r"if \((!missing)\) return", "true"),
@@ -184,7 +202,7 @@ _LAMBDA = re.compile(r"\bconst auto (\w+) = \[[^\]]*\]\s*(?:\([^)]*\)\s*)?\{")
 _SPIN = re.compile(r"\bwhile \((!)")
 # What has such words inside, where product.cuh says it.
 _METHOD = re.compile(r"\b(?:(?:out|cluster|grid)\.(?:template )?(?:wait|meet|release)|writer\.finish|"
-                     r"(?:reader|back)\.(?:finish|give_back|next)|ring\.advance)(?:<[^<>;(]*>)?\(")
+                     r"(?:keys|rows)\.next|(?:reader|back)\.(?:finish|give_back|next)|ring\.advance)(?:<[^<>;(]*>)?\(")
 
 # Runs of which a row's second kernel turns its output into something else, in place.
 ROWS_OF_CLASSES = ("9", "--inputs", "1101", "--classes", "301", "--kinds", "--kernel", "^unfused.*: cluster")
@@ -279,6 +297,17 @@ RUNS = {
         (("100", "--features", "130", "--algebra", "2,0,0", "--no-norm", "--kernel", "^planes first$"), 2),
         (PLANES_BESIDE, 4),
         (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
+    ],
+    # More tiles of keys than stages, for two blocks; and for one with less than a tile of rows.
+    ATTENTION: [
+        (("150", "--keys", "700", "--width", "64", "--heads", "1", "--full", "--kernel",
+          "^(Hopper|ping-pong|overlap)$"), 2),
+        # Several pieces of work for a block, whose tiles the mask hides from some; logits that grow.
+        (("300", "--keys", "700", "--width", "64", "--heads", "2", "--causal", "--hard-rows", "--kernel",
+          "^any shape$"), 2),
+        # Parts of keys, of heads that are packed.
+        (("3", "--keys", "1200", "--width", "64", "--heads", "4", "--kv-heads", "1", "--full", "--kernel",
+          "^any shape$"), 2),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),
@@ -501,8 +530,27 @@ static bool makes(int number) {
 """
 
 
+# What makes programs small that compile for long: text of the planted program, and what it becomes. Lines stay.
+SMALLER = {
+    ATTENTION: [  # one type, one width
+        (r"add_table<half>", "add_table<__nv_bfloat16>"),
+        (r"add_lesson_kernels<(?:128|256)>", "add_lesson_kernels<64>"),
+        (r"add_portable_ways<(?:128|256)>", "add_portable_ways<64>"),
+        (r"add_hopper_ways<(?:128|256), [^>]*>\(wanted\);", "{}"),
+    ],
+}
+
+
 def plant(text, program):
     """The program's source with all of its mistakes, without the choice between them."""
+    text = _whole(text, program)
+    for pattern, new in SMALLER.get(program, ()):
+        assert re.search(pattern, text), f"{program} has no {pattern}"
+        text = re.sub(pattern, new, text)
+    return text
+
+
+def _whole(text, program):
     headers, number = {}, 0
     for file in files_of(program):
         if file == source_of(program):

@@ -286,6 +286,16 @@ MUTANTS = [
         DATA_RACE, *SHARED_TILES, "--kernel", "^any shape$",
     ),
     _other(
+        1, "tiles_used_before_they_arrive", "thread", ATTENTION, "int next() {",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
+        DATA_RACE, *ATTENTION_ARGUMENTS, "--kernel", "^mma.sync$",
+    ),
+    _wrong(
+        1, "mma_sync_without_rescaling", ATTENTION, "attention_mma(",
+        "result[0][j][i] *= factor[i / 2];", "static_cast<void>(0);",
+        "mma.sync .*FAILED", *ATTENTION_ARGUMENTS, "--kernel", "mma.sync",
+    ),
+    _other(
         1, "staging_read_too_early", "thread", FUSED, "struct GateSums {",
         "__syncwarp();", ";",
         DATA_RACE, *LAYER_ARGUMENTS, "--kernel", "^tensor cores$",

@@ -49,6 +49,11 @@ GIVE_BACK = "// TODO: give the stage"
 GATE = "// TODO: sigmoid(gate)"
 SLICES = "partials[rank][row][lane] = rank == 0 && inside ? sums[at] : 0;"
 MERGED = "return {largest, a.sum + b.sum};"
+FACTOR, RESULTS = "factor[r] = 1;", "// TODO: what is to be done with the results"
+NEW_FACTOR = "factor[r] = exp2_approximate(largest[r] * scale - base[r]);"
+SCALE_RESULTS = """for (int j = 0; j < kWidth / 8; ++j) {
+      for (int i = 0; i < 4; ++i) result[0][j][i] *= factor[i / 2];
+    }"""
 LOSS, GRADIENT = "// TODO: one lane writes", "out[col] = expf(out[col] - largest) / sum;"
 LABEL = "out[col] = expf(out[col] - largest) / sum - (col == label ? 1 : 0);"
 READ_LABEL = "if (lane == 0) results.loss[row] = logf(sum) - (out[label] - largest);"
@@ -241,6 +246,21 @@ WRONG = {
         answer("^Wrong", (*DX, "(dw += weight * left.blade[i].v[0] * sum_terms<A, Of::x, t, i>(d, right).v[0],"
                           " sum_terms<A, Of::x, t, i>(d, right).v[0])"),
                (*DY, "(sum_terms<A, Of::y, t, j>(d, left).v[0])")),
+    ],
+    "rescale": [
+        answer("^Wrong", (FACTOR, f"{NEW_FACTOR} sum[r] *= factor[r];")),  # the sum alone
+        answer("^Wrong", (FACTOR, NEW_FACTOR), (RESULTS, SCALE_RESULTS)),  # the results alone
+        answer("^Wrong", (FACTOR, "factor[r] = exp2_approximate(base[r] - largest[r] * scale); sum[r] *= factor[r];"),
+               (RESULTS, SCALE_RESULTS)),
+        # The maximum without the scale; and rows that have nothing but -infinity so far.
+        answer("^Wrong", (FACTOR, "factor[r] = exp2_approximate(largest[r] - most[r]); sum[r] *= factor[r];"),
+               (RESULTS, SCALE_RESULTS)),
+        answer("it is NaN.*\n.*--hard-rows",
+               (FACTOR, "factor[r] = exp2_approximate((largest[r] - most[r]) * scale); sum[r] *= factor[r];"),
+               (RESULTS, SCALE_RESULTS)),
+        # Both rows by the factor of one.
+        answer("^Wrong", (FACTOR, f"{NEW_FACTOR} sum[r] *= factor[r];"),
+               (RESULTS, SCALE_RESULTS.replace("i / 2", "i % 2"))),
     ],
     # ---- Find the mistake: what is mended in a wrong way.
     "right_by_luck": [
