@@ -25,6 +25,7 @@ SIZES = {
     "4_matmul_cublas": [8192],
     "7_diffusion_fused": [1024, 4096, 16384, 1048576],
     "8_spatial_gradients": [16384, 1048576],
+    "bonus_attention": [512, 1024, 2048, 8192, 16384],
     "bonus_diffusion_gpus": [1024, 16384, 131072, 4194304],
 }
 # The record has all tables, not one screen of them.
@@ -44,6 +45,12 @@ VARIANTS = {
         "small": ["1024", "--features", "128"],
         "sweep-2,0,0": ["--sweep", "--algebra", "2,0,0"],
         "sweep-3,0,0": ["--sweep", "--algebra", "3,0,0"],
+    },
+    "bonus_attention": {
+        "64": ["4096", "--width", "64"],
+        "16384-64": ["16384", "--width", "64"],
+        "16384-256": ["16384", "--width", "256"],
+        "generation": ["1", "--keys", "32768", "--heads", "64", "--kv-heads", "8", "--batch", "1", "--full"],
     },
     "bonus_clifford_fully_connected": {
         "2,0,0": ["--algebra", "2,0,0"],
