@@ -460,8 +460,6 @@ struct SoftmaxTable : SoftmaxProblem {
       launch_early(fused_exchange, tiles * std::min(strips, at_once), kThreads, 0, in(), probs,
                    parts, arrived, left, tiles);
     });
-    problem.compare("fused exchange", "unfused",
-                    name + ", exchange: fused (3) against unfused (2), % times faster.");
   }
 
   // The operator: (2) and (3), each with the fastest of its ways; no row (3) if none differs from
