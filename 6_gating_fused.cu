@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // Reader, Box, LeftTile, RightTile, Sum.
 
 // The biases of 64 columns of out: those that a thread needs for its elements of a Sum, which are
-// pairs of neighbours, 8 columns apart. Only `cols` of the columns exist, an even number; the others
-// get the last pair, and are never stored.
+// pairs of neighbours, 8 columns apart. Only `cols` of the columns exist, an even number; the
+// others get the last pair, and are never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
@@ -432,11 +432,11 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 
 // ---- Hopper cluster -----------------------------------------------------------------------------
 
-// Lesson 3's product, for K and H of any size (operators/product/product.cuh). To fuse is to give it
-// another epilogue. Its right factor is W1 and W2 side by side: half of a tile's columns are of W1,
-// half of W2. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an element
-// in one thread. Of two blocks that share a tile of this factor one brings W1's part, the other
-// W2's. `out` stores boxes, as for a plain product.
+// Lesson 3's product, for K and H of any size (operators/product/product.cuh). To fuse is to give
+// it another epilogue. Its right factor is W1 and W2 side by side: half of a tile's columns are of
+// W1, half of W2. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an
+// element in one thread. Of two blocks that share a tile of this factor one brings W1's part, the
+// other W2's. `out` stores boxes, as for a plain product.
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;

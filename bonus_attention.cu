@@ -30,8 +30,8 @@
 //     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
 //                  where one is needed
 //
-// --causal and --full print one of the two tables. --hard-rows puts logits of 16384 and of -infinity
-// among the others.
+// --causal and --full print one of the two tables. --hard-rows puts logits of 16384 and of
+// -infinity among the others.
 
 #include <memory>
 #include <string>
@@ -72,8 +72,8 @@ struct Operands {
 // A block owns query blockIdx.x of head blockIdx.y of batch blockIdx.z, a warp every fourth key. A
 // lane has kWidth / 32 neighbouring columns of the row of Q, of K, of V and of out. The warp keeps
 // the largest logit so far, the sum of the exponentials relative to it, and the row of out. In the
-// end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest maximum.
-// Every block reads all of its head's K and V: two operations for every byte.
+// end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest
+// maximum. Every block reads all of its head's K and V: two operations for every byte.
 constexpr int kRowWarps = 4;
 
 template <typename T, int kWidth>

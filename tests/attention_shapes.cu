@@ -4,10 +4,10 @@
 //     attention_shapes BATCH QUERIES KEYS HEADS KV_HEADS WIDTH CAUSAL [MOST [GROWTH]]
 //
 // prints a line for each way that was run, at most MOST of each type; exits with 1 if one is wrong.
-// CAUSAL is 0 or 1. With GROWTH the first key's logits are so many times as large as the last one's,
-// those between by a part of that: kernels begin with the last keys, so that each tile's logits
-// exceed those before it. In how many rows exponentials relative to the last keys' maximum would
-// exceed 2^64 is printed, too, and none is an error.
+// CAUSAL is 0 or 1. With GROWTH the first key's logits are so many times as large as the last
+// one's, those between by a part of that: kernels begin with the last keys, so that each tile's
+// logits exceed those before it. In how many rows exponentials relative to the last keys' maximum
+// would exceed 2^64 is printed, too, and none is an error.
 
 #include <algorithm>
 #include <cmath>
@@ -100,7 +100,8 @@ bool right(const char* name, const AttentionShape& shape, size_t most, float gro
           }
           largest = std::max(largest, logits[t]);
         }
-        // A tile has at most 128 keys, so that the maximum of the first one is not larger than this.
+        // A tile has at most 128 keys, so that the maximum of the first one is not larger than
+        // this.
         const size_t begun = logits.size() - std::min<size_t>(logits.size(), 128);
         const double first =
             logits.empty() ? largest : *std::max_element(logits.begin() + begun, logits.end());

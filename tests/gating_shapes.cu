@@ -2,7 +2,8 @@
 // shapes that lesson 6 does not have. On the CPU backend and on a GPU.
 //
 //     gating_shapes ROWS CHANNELS HIDDEN [MOST]    runs at most MOST ways, prints a line for each;
-//                                                  exits with 1 if one is wrong, or if there is none
+//                                                  exits with 1 if one is wrong, or if there is
+//                                                  none
 //     gating_shapes ROWS CHANNELS HIDDEN 0         prints all ways, and runs none
 
 #include <algorithm>

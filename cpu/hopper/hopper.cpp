@@ -1702,8 +1702,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     return CUDA_ERROR_INVALID_VALUE;
   }
   // Of the modes only those that hopper.cuh uses.
-  if (!map || !strides || rank < 1 || rank > 5 ||
-      interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
+  if (!map || !strides || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
       (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && swizzle != CU_TENSOR_MAP_SWIZZLE_128B)) {
     return CUDA_ERROR_INVALID_VALUE;
   }

@@ -1,6 +1,7 @@
 // Attention, forward: what it computes, and where its operands lie.
 //
-//     out(b, s, h) = sum over t of P(t) V(b, t, g)       P = softmax over t of scale Q(b, s, h) . K(b, t, g)
+//     out(b, s, h) = sum over t of P(t) V(b, t, g)
+//     P = softmax over t of scale Q(b, s, h) . K(b, t, g)
 //
 //     Q, out (batch, queries, heads, width), K, V (batch, keys, kv_heads, width): T, half or
 //     __nv_bfloat16. Head h of Q reads head g = h / (heads / kv_heads) of K and V. Where the three

@@ -1,5 +1,5 @@
-// Attention on Hopper for any number of queries and keys: the last kernel of bonus_attention.cu with
-// tiles that suit the width, blocks that stay, and work that is dealt out.
+// Attention on Hopper for any number of queries and keys: the last kernel of bonus_attention.cu
+// with tiles that suit the width, blocks that stay, and work that is dealt out.
 //
 // A block has a producer and kConsumers warpgroups with 64 rows of Q each. A row is a query of a
 // head; where several heads of Q share one of K, `pack` of them may be rows of the same tile (row

@@ -18,7 +18,7 @@ using namespace primitives;
 
 inline constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
 
-/// Without a reason a base does not change: exponentials of up to 2^8 are as good as those of up to 1.
+/// By less a base does not change: exponentials of up to 2^8 are as good as those of up to 1.
 inline constexpr float kGrowth = 8;
 
 /// How large the exponentials of a tile may become, in sum, before a new maximum is looked for: far
@@ -40,8 +40,8 @@ __device__ inline float exp2_polynomial(float x) {
   return __int_as_float(__float_as_int(power) + (__float_as_int(shifted) << 23));
 }
 
-/// What a thread knows of its two rows. Exponentials are relative to `base`. Which base that is does
-/// not matter for the result, as long as nothing overflows, and as long as not all of a row
+/// What a thread knows of its two rows. Exponentials are relative to `base`. Which base that is
+/// does not matter for the result, as long as nothing overflows, and as long as not all of a row
 /// underflows. So it is the maximum of the first tile in which the row has logits; and later ones
 /// need not be compared with it: that their exponentials became too large shows in the sum.
 struct OnlineRows {

@@ -53,8 +53,8 @@ struct StoreGated {
       if constexpr (kPairs) return __half22float2(*reinterpret_cast<const half2*>(from + col));
       return make_float2(__half2float(from[col]), __half2float(from[min(col + 1, H - 1)]));
     }
-    /// A sum has the gates in the left half of its columns, the values in the right. Puts the results
-    /// of 64 columns, from `first` on, into a box.
+    /// A sum has the gates in the left half of its columns, the values in the right. Puts the
+    /// results of 64 columns, from `first` on, into a box.
     template <int kAll>
     __device__ void store(const Sum<kAll>& sum, int first, Box<half, 64>& to) const {
       sum.store(to, first, [&](int i) {

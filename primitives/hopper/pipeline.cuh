@@ -120,8 +120,8 @@ struct Writer {
   /// Goes back through the stages, from the one filled last on.
   __device__ __forceinline__ auto back() const { return Writer<Pipe, BackRing>(*this); }
 
-  /// Waits until the next stage is empty, and returns it: for what the thread writes into it itself,
-  /// before put().
+  /// Waits until the next stage is empty, and returns it: for what the thread writes into it
+  /// itself, before put().
   __device__ __forceinline__ decltype(auto) wait() {
     static_assert(Pipe::kTurns == Pipe::kStages);
     wait_for_next();
