@@ -26,8 +26,8 @@
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are in the first, if K
-// is at most 128. "Hopper cluster" is in the second, and in the first if K is larger. Both rows for
-// Hopper that are named so need rows aligned to 16 bytes, that is K and H that are multiples of 8.
+// is at most 128. "Hopper cluster" is in the second, and in the first if K is larger. The two rows
+// that are named after Hopper need K and H to be multiples of 8: rows aligned to 16 bytes.
 
 #include <deque>
 
@@ -310,7 +310,8 @@ struct Gate {
 
   // Puts 64 columns of results into a box. `sum` has the gates in the left half of its columns, the
   // values in the right half: a thread has both of an element, half of its registers apart. The 64
-  // columns begin at column `first` of each half.
+  // columns begin at column `first` of each half. gated(gate, value) is sigmoid(gate) * value in
+  // five instructions (operators/gating/rows.cuh).
   template <int kCols>
   __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
     sum.store(box, first, [&](int i) {
@@ -325,9 +326,9 @@ struct Gate {
 };
 
 // The idea of "resident weights" with Hopper's means. There a block does one thing after the other:
-// products, sigmoids, stores. Here a block is a producer, which copies, and four consumers, which
-// are at different points: while one waits for its products, another computes sigmoids, and a third
-// waits for its tile.
+// products, sigmoids, stores. Here one warpgroup of a block is the producer, whose one thread does
+// nothing but copy, and four are consumers, each at a point of its own: while one waits for its
+// products, another computes sigmoids, and a third waits for its tile.
 //
 // A block's 64 columns of W1, and the same columns of W2, stay in shared memory next to each other,
 // as one right factor of 128 columns. So one wgmma gives both sums: gates in the left half of a
@@ -349,7 +350,7 @@ struct ResidentShared {
   Box<half, 64> out[kConsumers];
   Pipeline<Stage, kStages> pipeline;
   alignas(16) half b1[64], b2[64];
-  Barrier weights;  // they have come, and the biases
+  Barrier weights;  // W, b1 and b2 have come
 };
 
 constexpr int kResidentThreads = 128 * (1 + ResidentShared::kConsumers);
@@ -401,7 +402,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     const int consumer = warp / 4 - 1, warp_row = 16 * (warp % 4);
     Box<half, 64>& results = shared.out[consumer];
     Reader reader(shared.pipeline, alone);
-    reader.next(consumer);
+    reader.next(consumer);  // passes over the first tiles of other consumers
     barrier_wait(&shared.weights, 0);
     const Gate gate(shared.b1, shared.b2, cols);
     for (int tile = blockIdx.x + consumer * blocks; tile < tiles; tile += kConsumers * blocks) {
