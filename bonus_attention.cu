@@ -768,9 +768,9 @@ int main(int argc, char** argv) {
     return lesson.option(option) > 0 ? lesson.option(option) : std::max<int64_t>(1, value);
   };
   shape.keys = or_else("--keys", shape.queries);
-  shape.heads = or_else("--heads", 2048 / shape.width);
+  shape.heads = or_else("--heads", lesson.on_cpu() ? 2 : 2048 / shape.width);
   shape.kv_heads = or_else("--kv-heads", shape.heads);
-  shape.batch = or_else("--batch", 16384 / shape.queries);
+  shape.batch = or_else("--batch", lesson.on_cpu() ? 1 : 16384 / shape.queries);
   if (shape.heads % shape.kv_heads != 0) {
     fail(kBadUsage, "--kv-heads has to be a divisor of --heads");
   }

@@ -390,7 +390,7 @@ EXERCISES = [
     ),
     Exercise(
         "rescale", ATTENTION, "attention, when a larger maximum comes",
-        "mma.sync", ("20", "--keys", "200", "--width", "64", "--full"),
+        "mma.sync", ("20", "--keys", "200", "--width", "64", "--heads", "1", "--batch", "1", "--full"),
         (Cut("struct OnlineRows {", "factor[r] = exp2_approximate(", "sum[r] *= factor[r];", """\
       // TODO: what has been summed up of the row so far, here and in the kernel, is relative to
       // largest[r], and has to become relative to most[r]. By which factor? (2^x is computed, of
@@ -403,7 +403,7 @@ EXERCISES = [
     // added? Of the four numbers of each j two are of row 0, then two of row 1.
 """)),
         finds="^Wrong from element ",
-        more=(("70", "--keys", "130", "--width", "64", "--causal", "--hard-rows"),),
+        more=(("70", "--keys", "130", "--width", "64", "--heads", "2", "--batch", "1", "--causal", "--hard-rows"),),
     ),
     # ---- Find the mistake
     Exercise(

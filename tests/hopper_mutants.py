@@ -298,16 +298,16 @@ RUNS = {
         (PLANES_BESIDE, 4),
         (("4", "--features", "384", "--algebra", "2,0,0", "--kernel", "^planes first$"), 8),
     ],
-    # More tiles of keys than stages, for two blocks; and for one with less than a tile of rows.
+    # More tiles of keys than stages, for two blocks, of which one has less than a tile of rows.
     ATTENTION: [
-        (("150", "--keys", "700", "--width", "64", "--heads", "1", "--full", "--kernel",
+        (("150", "--keys", "700", "--width", "64", "--heads", "1", "--batch", "1", "--full", "--kernel",
           "^(Hopper|ping-pong|overlap)$"), 2),
         # Several pieces of work for a block, whose tiles the mask hides from some; logits that grow.
-        (("300", "--keys", "700", "--width", "64", "--heads", "2", "--causal", "--hard-rows", "--kernel",
-          "^any shape$"), 2),
+        (("150", "--keys", "300", "--width", "64", "--heads", "2", "--batch", "1", "--causal", "--hard-rows",
+          "--kernel", "^any shape$"), 2),
         # Parts of keys, of heads that are packed.
-        (("3", "--keys", "1200", "--width", "64", "--heads", "4", "--kv-heads", "1", "--full", "--kernel",
-          "^any shape$"), 2),
+        (("3", "--keys", "900", "--width", "64", "--heads", "4", "--kv-heads", "1", "--batch", "1", "--full",
+          "--kernel", "^any shape$"), 2),
     ],
     "10_clifford_gp": [
         (("60", "--features", "260", "--algebra", "2,0,0", "--kernel", "streamed"), 2),

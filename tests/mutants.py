@@ -161,7 +161,7 @@ CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 # Several steps along features and the batch.
 CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
 # Three tiles of keys, of which the last one is not full.
-ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--full")
+ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [

@@ -79,6 +79,12 @@ CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5
 CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), (3, 200)] + [
     pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136), (5, 333)]]
 
+# S, T, heads, heads of keys, d, both without a mask and with it: less than a tile, and more, of each extent; more
+# queries than keys, of which some see none; widths that only the operator has.
+ATTENTIONS = [(1, 1, 1, 1, 64), (70, 33, 2, 1, 64), (20, 150, 1, 1, 128), (33, 70, 3, 3, 36), (5, 300, 4, 1, 72)] + [
+    pytest.param(*shape, marks=pytest.mark.extensive)
+    for shape in [(129, 257, 2, 2, 64), (130, 131, 2, 1, 256), (200, 129, 1, 1, 128), (65, 65, 2, 2, 1)]]
+
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
 LARGE = [(32768, 128, 256), (32769, 112, 144), (200001, 128, 256), (100001, 112, 208)]
 
@@ -664,6 +670,53 @@ def test_kernel_filter(run):
         ("square", "tensor cores"), ("square", "async tiles"),
     ]
     assert "one thread per element" not in result.stdout
+
+
+# ---- Attention ------------------------------------------------------------------------------------
+
+
+def attention_arguments(queries, keys, heads, kv_heads, width, *more):
+    return (queries, "--keys", keys, "--heads", heads, "--kv-heads", kv_heads, "--width", width, "--batch", 1, *more)
+
+
+@pytest.mark.parametrize("shape", ATTENTIONS, ids=str)
+def test_attention(run, backend, shape):
+    arguments = attention_arguments(*shape)
+    result = run(ATTENTION, *arguments, "--samples", 1)
+    left_out = ["cuDNN"] if "cuDNN is left out" in result.stdout else []
+    assert_verified(result, [row for row in listed(ATTENTION, backend, *arguments) if row[1] not in left_out], 1)
+    queries, keys, heads, kv_heads, width = shape
+    assert {tuple(dims.values())[1:] for dims in dims_of(result).values()} == {(heads, kv_heads, queries, keys, width)}
+    assert set(dims_of(result)) == {"bf16 full", "bf16 causal"}
+    names = {kernel["name"] for _, kernel in result.kernels}
+    assert "any shape" in names and ("mma.sync" in names) == (width in (64, 128, 256))
+
+
+@pytest.mark.parametrize("flags", [("--fp16", "--full"), ("--causal",)])
+def test_attention_of_hard_rows(run, backend, flags):
+    """Logits of 16384 and of -infinity, which a row may have only."""
+    arguments = attention_arguments(40, 150, 1, 1, 64, "--hard-rows", *flags)
+    result = run(ATTENTION, *arguments, "--samples", 1)
+    assert_verified(result, listed(ATTENTION, backend, *arguments), 1)
+
+
+def test_attention_moves_no_logits(tmp_path):
+    """With twice the queries and the keys the logits are four times as many: the library moves them, and the
+    last kernels do not."""
+    moved = {}
+    for size in (64, 128):
+        record = tmp_path / "counted.json"
+        arguments = [*map(str, attention_arguments(size, size, 1, 1, 64, "--full")), "--kernel",
+                     "^(library|Hopper|ping-pong|overlap|any shape)$"]
+        result = execute([program(ATTENTION, "cpu"), *arguments, "--device", "cpu", "--count", "--json", record])
+        if "not compiled for it" in result.stderr:
+            pytest.skip("this compiler's programs do not count")
+        assert result.rc == 0, result.stderr
+        for kernel in json.loads(record.read_text())["problems"][0]["kernels"]:
+            moved.setdefault(kernel["name"], []).append(kernel["counts"]["l2_bytes"])
+    assert moved.pop("library")[1] > 3 * moved["any shape"][1]
+    for name, (small, large) in moved.items():  # K and V are whole tiles, of 128 rows
+        assert large < 2.1 * small, name
 
 
 # ---- Any N works: tiny shapes and many seeds ------------------------------------------------------

@@ -65,8 +65,15 @@ CONNECTED_SIZES = [
 ]
 
 
+# Three tiles of keys; queries that see none, in fewer rows than a tile has.
+ATTENTION_SIZES = [
+    ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full"),
+    ("40", "--keys", "33", "--width", "40", "--heads", "2", "--kv-heads", "1", "--batch", "1", "--causal"),
+]
+
+
 def sizes_of(lesson):
-    for word, sizes in [("connected", CONNECTED_SIZES),
+    for word, sizes in [("connected", CONNECTED_SIZES), ("attention", ATTENTION_SIZES),
                         ("gating", LAYER_SIZES), ("diffusion_gpus", DIFFUSION_SIZES[1:]),
                         ("diffusion", DIFFUSION_SIZES),
                         ("spatial", SPATIAL_SIZES), ("matmul_softmax", SOFTMAX_SIZES),
