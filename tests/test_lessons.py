@@ -82,7 +82,7 @@ CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), (3, 200)] + [
 # S, T, heads, heads of keys, d, both without a mask and with it: less than a tile, and more, of each extent; more
 # queries than keys, of which some see none; widths that only the operator has.
 ATTENTIONS = [(1, 1, 1, 1, 64), (70, 33, 2, 1, 64), (20, 150, 1, 1, 128), (33, 70, 3, 3, 36), (5, 300, 4, 1, 72)] + [
-    pytest.param(*shape, marks=pytest.mark.extensive)
+    pytest.param(shape, marks=pytest.mark.extensive)
     for shape in [(129, 257, 2, 2, 64), (130, 131, 2, 1, 256), (200, 129, 1, 1, 128), (65, 65, 2, 2, 1)]]
 
 # V, E, W: blocks that stay have several tiles, and load some again. Takes a GPU.
