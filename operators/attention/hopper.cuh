@@ -21,15 +21,15 @@
 namespace operators::attention {
 
 /// What a kernel is compiled for. Rows of Q and keys of a tile; stages for tiles of K or V, and for
-/// rows of Q. kByPolynomial: of every 8 exponentials. kSplit: keys are divided among blocks, which
+/// rows of Q. kTurns: consumers take turns to start
+/// products. kSplit: keys are divided among blocks, which
 /// leave parts of results (AttentionParts).
 template <typename T_, int kWidth_, int kConsumers_, int kKeys_, int kStages_, int kRowStages_,
-          bool kTurns_, int kByPolynomial_, bool kSplit_ = false>
+          bool kTurns_, bool kSplit_>
 struct AttentionTile {
   using T = T_;
   static constexpr int kWidth = kWidth_, kConsumers = kConsumers_, kKeys = kKeys_;
   static constexpr int kStages = kStages_, kRowStages = kRowStages_;
-  static constexpr int kByPolynomial = kByPolynomial_;
   static constexpr bool kTurns = kTurns_, kSplit = kSplit_;
   static constexpr int kRows = 64 * kConsumers, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBoxes = kWidth / kBoxCols;
@@ -431,8 +431,7 @@ struct Consumer {
           --own.tile;
           wgmma_wait<1>();
           hide(logits, own, own.tile);
-          const bool right =
-              online.try_exponentials<T, Tile::kByPolynomial>(logits.elements, scale);
+          const bool right = online.try_exponentials<T>(logits.elements, scale);
           if (!right) {
             Sum<kKeys> again;  // so that `logits`, whose address nobody takes, stay in registers
             multiply_again(again, own.stage, k);

@@ -252,14 +252,13 @@ class Attention : AttentionLaunches<T> {
     aligned() ? add.template operator()<true>() : add.template operator()<false>();
   }
 
-  template <int kWidth, int kConsumers, int kKeys, int kStages, int kRowStages, bool kTurns,
-            int kByPolynomial>
+  template <int kWidth, int kConsumers, int kKeys, int kStages, int kRowStages, bool kTurns>
   void add_hopper_ways(std::vector<std::pair<Plan, int64_t>>& wanted) {
     const std::string name = std::to_string(64 * kConsumers) + " x " + std::to_string(kKeys);
-    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns,
-                             kByPolynomial, false>>(name, wanted);
-    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns,
-                             kByPolynomial, true>>(name, wanted);
+    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, false>>(
+        name, wanted);
+    add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, true>>(
+        name, wanted);
   }
 
   void plan(const Workspace& workspace) {
@@ -267,21 +266,21 @@ class Attention : AttentionLaunches<T> {
     const bool hopper = is_hopper() && aligned();
     if (shape_.width <= 64) {
       if (hopper) {
-        add_hopper_ways<64, 3, 128, 8, 2, false, 0>(wanted);
-        add_hopper_ways<64, 2, 128, 8, 2, false, 0>(wanted);
-        add_hopper_ways<64, 1, 128, 10, 2, false, 0>(wanted);
+        add_hopper_ways<64, 3, 128, 8, 2, true>(wanted);
+        add_hopper_ways<64, 2, 128, 8, 2, false>(wanted);
+        add_hopper_ways<64, 1, 128, 10, 2, false>(wanted);
       }
       add_portable_ways<64>(wanted);
     } else if (shape_.width <= 128) {
       if (hopper) {
-        add_hopper_ways<128, 2, 128, 5, 2, false, 0>(wanted);
-        add_hopper_ways<128, 1, 128, 5, 2, false, 0>(wanted);
+        add_hopper_ways<128, 2, 128, 5, 2, true>(wanted);
+        add_hopper_ways<128, 1, 128, 5, 2, false>(wanted);
       }
       add_portable_ways<128>(wanted);
     } else {
       if (hopper) {
-        add_hopper_ways<256, 2, 64, 3, 2, false, 0>(wanted);
-        add_hopper_ways<256, 1, 64, 5, 2, false, 0>(wanted);
+        add_hopper_ways<256, 2, 64, 3, 2, false>(wanted);
+        add_hopper_ways<256, 1, 64, 5, 2, false>(wanted);
       }
       add_portable_ways<256>(wanted);
     }

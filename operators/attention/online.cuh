@@ -28,18 +28,6 @@ inline constexpr float kMostExponentials = 0x1p64f;
 template <>
 inline constexpr float kMostExponentials<half> = 0x1p14f;
 
-/// 2^x, on the units for multiplications and additions: x = n + f, n an integer and f
-/// between -1/2 and 1/2. The polynomial of f is wrong by 7.5e-5 at most, relatively (Remez), which
-/// rounding to bf16 (2^-9) or fp16 (2^-11) hides. n is added to the exponent. Below 2^-126 it is
-/// 2^-126, above 2^127 2^127.
-__device__ inline float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912;  // 1.5 * 2^23: adding it leaves n in the lowest bits
-  x = fminf(fmaxf(x, -126.0f), 127.0f);
-  const float shifted = x + kRound, f = x - (shifted - kRound);
-  const float power = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261113f), f, 0.69326097f), f, 0.99992806f);
-  return __int_as_float(__float_as_int(power) + (__float_as_int(shifted) << 23));
-}
-
 /// What a thread knows of its two rows. Exponentials are relative to `base`. Which base that is
 /// does not matter for the result, as long as nothing overflows, and as long as not all of a row
 /// underflows. So it is the maximum of the first tile in which the row has logits; and later ones
@@ -50,12 +38,11 @@ struct OnlineRows {
 
   /// Makes exponentials of a tile's logits (16 rows by 2 kCount columns), relative to the base that
   /// there is. Returns whether that was right for all rows of the warp; if not, the logits are
-  /// lost, and the sums are as before. Of every 8 exponentials kByPolynomial are computed by
-  /// exp2_polynomial(). scale: of the logits, times log2(e), positive.
-  template <typename T, int kByPolynomial = 0, int kCount>
+  /// lost, and the sums are as before. scale: of the logits, times log2(e), positive.
+  template <typename T, int kCount>
   __device__ __forceinline__ bool try_exponentials(float (&logits)[kCount], float scale) {
     float more[2];
-    sum_of_exponentials<kByPolynomial>(more, logits, scale);
+    sum_of_exponentials(more, logits, scale);
     // Written so that NaN is too large.
     const bool right = more[0] <= kMostExponentials<T> && more[1] <= kMostExponentials<T>;
     if (!__all_sync(kAllLanes, right)) return false;
@@ -73,7 +60,7 @@ struct OnlineRows {
     find_largest(most, logits, scale);
     grow(most, factor);
     float more[2];
-    sum_of_exponentials<0>(more, logits, scale);
+    sum_of_exponentials(more, logits, scale);
     add(more, logits);
   }
 
@@ -90,7 +77,7 @@ struct OnlineRows {
     const bool rescale = __any_sync(kAllLanes, grows);
     if (rescale) grow(most, factor);
     float more[2];
-    sum_of_exponentials<0>(more, logits, scale);
+    sum_of_exponentials(more, logits, scale);
     add(more, logits);
     return rescale;
   }
@@ -142,16 +129,14 @@ struct OnlineRows {
     }
   }
 
-  template <int kByPolynomial, int kCount>
+  template <int kCount>
   __device__ __forceinline__ void sum_of_exponentials(float (&all)[2], float (&logits)[kCount],
                                                       float scale) const {
     float more[2][2] = {};  // two chains for each row: a chain waits for each of its additions
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float power = fmaf(logits[i], scale, -base[i / 2 % 2]);
-      // Neighbours take different ways, so that both units have work all the time.
-      const bool polynomial = (i % 8 * kByPolynomial) % 8 + kByPolynomial >= 8 && kByPolynomial > 0;
-      logits[i] = polynomial ? exp2_polynomial(power) : exp2_approximate(power);
+      logits[i] = exp2_approximate(power);
       more[i / 2 % 2][i / 4 % 2] += logits[i];
     }
     all[0] = more[0][0] + more[0][1];
