@@ -23,7 +23,6 @@ RUNS = [
     ("10_clifford_gp", "3 --features 40 --no-norm"),
     ("10_clifford_gp", "3 --features 261 --algebra 2,0,0"),
     ("10_clifford_gp", "1 --features 300 --algebra 3,0,1"),
-    ("bonus_attention", "33 --keys 70 --width 64 --heads 2 --kv-heads 1 --batch 1"),
     ("bonus_clifford_fully_connected", "5 --features 33 --algebra 2,0,0"),
     ("bonus_clifford_fully_connected", "3 --features 12 --no-norm"),
 ]
