@@ -195,6 +195,17 @@ HARMLESS = {
         ("bytes", "__syncwarp() without", 0):
             "it is there for the compiler's choice of registers",
     },
+    # Whoever does not wait for its turn goes first: results are the same.
+    ATTENTION: {
+        **{(f"attention_{kernel}", f"barrier_wait(&block.shared.turns[block.consumer], parity) {change}", 0):
+            "a turn decides who multiplies first, and nothing else"
+           for kernel in ("ping_pong", "overlap") for change in ("with ^ 1", "without")},
+        **{(f"attention_{kernel}", "wait_for_turn() without", nth):
+            "a turn decides who multiplies first, and nothing else"
+           for kernel in ("ping_pong", "overlap") for nth in (0, 1)},
+        **{("attention_hopper", f"barrier_init(&shared.turns[i], EachWarp::kReleases) {change}", 0):
+            "no tile of the operator has turns" for change in ("with + 1", "with - 1")},
+    },
 }
 WORDS = sorted((*ONLY_REMOVED, *SHIFTED, *SHIFTED_TEMPLATE), key=len, reverse=True)
 _CALL = re.compile(rf"(?<![\w.>])({'|'.join(WORDS)})\s*(<[^<>;(]*>)?\s*\(")
