@@ -35,6 +35,8 @@ POLLING = "loads of those who wait for others: as many as it takes"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts up to a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
+PIECES = "nvcc moves a struct to shared memory in other pieces than the CPU's compiler"
+SECTORS = "the profiler counts a few sectors more of the smallest problem; why is not known"
 SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
 EXPLAINED = {
     ("2_matmul_sharedmem", "", "square: tile"): {"shared_load_requests": MERGED},
@@ -48,34 +50,40 @@ EXPLAINED = {
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
+    ("6_gating_fused", "", "layer: Hopper resident"): {"shared_load_requests": MERGED},
+    ("6_gating_fused", "", "square: any shape"): {"global_load_sectors": SECTORS},
     ("7_diffusion_fused", "", "forward: one launch"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
-        "shared_load_requests": MERGED},
-    ("7_diffusion_fused", "", "backward: one launch"): {
+        "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
+    **{("7_diffusion_fused", "", f"{which}: any shape"): {
         "global_load_requests": POLLING, "global_load_sectors": POLLING,
         "global_store_requests": SPLIT, "global_store_sectors": SPLIT,
-        "shared_load_requests": MERGED},
+        "shared_load_requests": MERGED} for which in ("forward", "backward")},
     ("8_spatial_gradients", "", "forward: one kernel"): {"shared_store_conflicts": ARBITRATION},
     ("8_spatial_gradients", "", "backward: associated"): {
         "global_store_sectors": SUMS, "shared_store_conflicts": ARBITRATION},
     ("8_spatial_gradients", "", "backward: Hopper"): {"global_store_sectors": SUMS},
-    **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {
-        "global_load_sectors": ZEROS, "shared_store_requests": MERGED,
-        "shared_store_conflicts": MERGED}
-       for kernel in ("unfused tiles", "fused tiles")},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused online"): {
-        "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN,
-        "shared_load_requests": MERGED},
-    **{("9_matmul_softmax", "300,300,260", f"TF32 300x300x260: {kernel}"): {
-        "shared_load_requests": APART, "global_store_requests": UNKNOWN,
-        "global_store_sectors": UNKNOWN} for kernel in ("unfused exchange", "fused exchange")},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused cluster"): {
-        "shared_store_conflicts": ARBITRATION},
-    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused cluster"): {
-        "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
-    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused cluster"): {
+    **{("9_matmul_softmax", "64,128,10", f"TF32 64x128x10: {kernel}"): {"shared_load_requests": MERGED}
+       for kernel in ("unfused", "fused tiles", "fused cluster")},
+    **{("9_matmul_softmax", run, f"TF32 {problem}: unfused"): {"shared_load_requests": MERGED}
+       for run, problem in (("300,300,260", "300x300x260"), ("9,233,4101", "9x233x4101"))},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused online"): {
+        "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused exchange"): {
+        "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN, "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: unfused any shape"): {
         "shared_load_requests": MERGED, "shared_load_conflicts": ARBITRATION},
+    ("9_matmul_softmax", "300,300,260", "TF32 300x300x260: fused any shape"): {
+        "global_store_requests": UNKNOWN, "global_store_sectors": UNKNOWN, "shared_load_requests": APART},
+    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused online"): {
+        "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused exchange"): {
+        "global_load_requests": POLLING, "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
+    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused any shape"): {
+        "shared_load_conflicts": ARBITRATION, "shared_store_conflicts": ARBITRATION},
+    ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused any shape"): {
+        "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward: row on chip"): {"global_load_sectors": COPIES},
     ("10_clifford_gp", "", "forward: rows streamed"): {"shared_store_conflicts": ARBITRATION},
     ("10_clifford_gp", "", "forward + backward: one launch each"): {
@@ -84,6 +92,11 @@ EXPLAINED = {
         "global_load_sectors": COPIES},
     ("10_clifford_gp", "", "forward + backward: both streamed"): {
         "shared_load_conflicts": ARBITRATION},
+    **{("bonus_attention", "", f"bf16 {mask}: rows"): {
+        "shared_load_requests": MERGED, "shared_store_requests": MERGED, "shared_store_conflicts": MERGED}
+       for mask in ("full", "causal")},
+    **{("bonus_attention", "", f"bf16 {mask}: any shape"): {"shared_store_requests": PIECES}
+       for mask in ("full", "causal")},
 }
 COUNTS = [*counters.SOURCES]
 
@@ -108,7 +121,8 @@ def compare(lesson, run, arguments, tmp_path):
     apart, compared = {}, 0
     for ours, theirs in zip(problems, record["problems"], strict=True):
         assert ours["dims"] == theirs["dims"]
-        for kernel, known in zip(ours["kernels"], theirs["kernels"], strict=True):
+        here = [known for known in theirs["kernels"] if known["name"] != "cuDNN"]  # is on a GPU only
+        for kernel, known in zip(ours["kernels"], here, strict=True):
             assert kernel["name"] == known["name"]
             if kernel["counts"]["library_bytes"] or not known["counts"]:
                 continue  # what the library's kernels really ask for is not known here
