@@ -487,8 +487,8 @@ __global__ void __launch_bounds__(384, 1)
     const int thread = static_cast<int>(threadIdx.x) - 128, consumer = thread / 128;
     MeetingPlace& place = places[blockIdx.x];
     const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrivals(place.arrivals);
-    // Each launch before this one has left as many arrivals as there are groups. Of this launch one
-    // at least is missing as long as this block has not arrived: all blocks get the same number.
+    // Each launch before this one has left as many arrivals as there are groups. It is the same in
+    // every block: this launch is not counted as complete until this block, too, has arrived.
     const unsigned long long launches = arrivals.load(cuda::memory_order_relaxed) / groups;
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];

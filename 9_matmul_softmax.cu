@@ -43,10 +43,10 @@
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
 // round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The lesson's
-// kernels round nothing, and are in both: in TF32's tables they show what fusion saves, and how
-// much slower a product is that does not use the tensor cores. In the fp32 tables the operator
-// multiplies on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two
-// TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
+// kernels round nothing, and are in both: in TF32's tables they show how rows are brought together,
+// and how much slower a product is that does not use the tensor cores. In the fp32 tables the
+// operator multiplies on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum
+// of two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
 //
 // All kernels and the softmax are launched early (primitives/early_launch.cuh): here the time
 // between two kernels counts.
@@ -326,9 +326,9 @@ __global__ void __launch_bounds__(kThreads)
 // probabilities, once. What blocks tell each other is 8 bytes a row and tile.
 //
 // Who waits for a block that never starts waits for ever. So there are only as many blocks as run
-// at the same time. They begin with the first strips of 32 rows, all tiles of each, and go on with
-// later ones. Of each strip `arrived` counts the blocks that have posted, and `left` those that
-// have read; both are zero before a launch, and again after it.
+// at the same time. Together they do some strips of 32 rows at a time, with all of their tiles, and
+// then the next strips. Of each strip `arrived` counts the blocks that have posted, and `left`
+// those that have read; both are zero before a launch, and again after it.
 __global__ void __launch_bounds__(kThreads)
     fused_exchange(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
                    int tiles) {

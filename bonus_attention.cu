@@ -25,7 +25,7 @@
 //                  product in the registers in which the first has left them
 //     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
 //     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
-//     overlap      and each has its next logits multiplied while it computes exponentials
+//     overlap      and while a consumer computes exponentials, its own results are multiplied
 //     rare factors what has been summed up is scaled only where a maximum has grown by a lot
 //     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
 //                  where one is needed
@@ -73,7 +73,7 @@ struct Operands {
 // lane has kWidth / 32 neighbouring columns of the row of Q, of K, of V and of out. The warp keeps
 // the largest logit so far, the sum of the exponentials relative to it, and the row of out. In the
 // end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest
-// maximum. Every block reads all of its head's K and V: two operations for every byte.
+// maximum. Every block reads all of its head's K and V: one operation for every byte.
 constexpr int kRowWarps = 4;
 
 template <typename T, int kWidth>
@@ -142,9 +142,9 @@ struct OnlineRows {
   // before must be multiplied by `factor`. scale: of the logits, times log2(e), for 2^x is what the
   // hardware computes. A row of which nothing but -infinity has come subtracts nothing.
   //
-  // kRarely: where no maximum of the warp's rows has grown by more than 2^8 they stay relative to
-  // the old ones, and there is no factor. Exponentials of up to 2^8 are as exact as those of up to
-  // 1. Returns whether there is a factor.
+  // kRarely: where no exponential of the warp's rows would exceed 2^8 they stay relative to the old
+  // maximum, and there is no factor. Exponentials of up to 2^8 are as exact as those of up to 1.
+  // Returns whether there is a factor.
   template <bool kRarely = false, int kCount>
   __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
       add_product<T>(result, probs, values);
     }
   }
-  if (tiles == 0) ahead.next();  // Q is on its way to where the results pass
+  if (tiles == 0) ahead.next();  // no keys: but Q must have come before results take its place
 
   float factor[2], log_sum[2];
   online.finish(scale, factor, log_sum);
@@ -297,8 +297,8 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
 
 // A block owns 128 rows of Q of a head. Its producer has the copy engine bring them, and then tiles
 // of K and V, one after the other, to the stages of one pipeline: a stage is a tile of K or of V.
-// Two consumers, a warpgroup each, have 64 rows. For wgmma K is a right factor as it lies, its
-// columns contiguous, and V is a row-major one; the probabilities are a left factor in registers.
+// Two consumers, a warpgroup each, have 64 rows. wgmma reads both right factors as they lie: K^T,
+// whose columns are rows of K, and V; the probabilities are a left factor in registers.
 template <int kWidth>
 struct HopperTile {
   static constexpr int kRows = 128, kKeys = kWidth == 256 ? 64 : 128, kBoxes = kWidth / kBoxCols;
@@ -501,7 +501,7 @@ __global__ void __launch_bounds__(384, 1)
     typename Block::Logits logits;
     typename Block::Probs probs;
     float factor[2];
-    // The first consumer's first turn has come before anyone arrives.
+    // A new barrier lets parity 1 pass at once: so consumer 0 begins, and consumer 1 waits for it.
     int parity = block.consumer == 0 ? 1 : 0;
     const auto wait_for_turn = [&] {
       barrier_wait(&block.shared.turns[block.consumer], parity);
@@ -548,8 +548,8 @@ __global__ void __launch_bounds__(384, 1)
 
 // And a consumer's own products beside its own exponentials: the logits of the next tile are
 // started before the results of this one, and are there first. So exponentials are computed while
-// the results are still being multiplied. The factor for these has to wait for them, and scaling
-// them keeps both from the tensor cores.
+// the results are still being multiplied. The results can be scaled only when they are complete,
+// and meanwhile this consumer has no products under way: by itself the new order gains nothing.
 //
 // *rare factors*, kRarely, is the same kernel without most of that: see OnlineRows.
 template <typename T, int kWidth, bool kRarely>
