@@ -203,8 +203,10 @@ HARMLESS = {
         **{(f"attention_{kernel}", "wait_for_turn() without", nth):
             "a turn decides who multiplies first, and nothing else"
            for kernel in ("ping_pong", "overlap") for nth in (0, 1)},
-        **{("attention_hopper", f"barrier_init(&shared.turns[i], EachWarp::kReleases) {change}", 0):
-            "no tile of the operator has turns" for change in ("with + 1", "with - 1")},
+        ("attention_hopper", "barrier_init(&shared.turns[i], EachWarp::kReleases) with - 1", 0):
+            "a turn decides who multiplies first, and nothing else",
+        **{("parity", f"barrier_wait(&barriers[consumer], parity) {change}", 0):
+            "a turn decides who multiplies first, and nothing else" for change in ("with ^ 1", "without")},
     },
 }
 WORDS = sorted((*ONLY_REMOVED, *SHIFTED, *SHIFTED_TEMPLATE), key=len, reverse=True)
