@@ -392,11 +392,11 @@ EXERCISES = [
         "rescale", ATTENTION, "attention, when a larger maximum comes",
         "mma.sync", ("20", "--keys", "200", "--width", "64", "--heads", "1", "--batch", "1", "--full"),
         (Cut("struct OnlineRows {", "factor[r] = exp2_approximate(", "sum[r] *= factor[r];", """\
-      // TODO: what has been summed up of the row so far, here and in the kernel, is relative to
-      // largest[r], and has to become relative to most[r]. By which factor? (2^x is computed, of
-      // logits that are multiplied by `scale`; base[r] is most[r] times scale.)
-      factor[r] = 1;
-      largest[r] = most[r];
+        // TODO: what has been summed up of the row so far, here and in the kernel, is relative to
+        // largest[r], and has to become relative to most[r]. By which factor? (2^x is computed, of
+        // logits that are multiplied by `scale`; base[r] is most[r] times scale.)
+        factor[r] = 1;
+        largest[r] = most[r];
 """), Cut("attention_mma(Operands<T> in)", "#pragma unroll\n    for (int j = 0; j < kWidth / 8; ++j) {",
           "result[0][j][i] *= factor[i / 2];\n    }", """\
     // TODO: what is to be done with the results so far, result[0][j][i], before this tile's are
