@@ -79,7 +79,8 @@ EXPLAINED = {
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused online"): {
         "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused exchange"): {
-        "global_load_requests": POLLING, "global_store_requests": UNKNOWN, "shared_load_requests": MERGED},
+        "global_load_requests": POLLING, "global_load_sectors": POLLING, "global_store_requests": UNKNOWN,
+        "shared_load_requests": MERGED},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: unfused any shape"): {
         "shared_load_conflicts": ARBITRATION, "shared_store_conflicts": ARBITRATION},
     ("9_matmul_softmax", "9,233,4101", "TF32 9x233x4101: fused any shape"): {

@@ -60,7 +60,7 @@ def test_default_is_one_screen(run, backend, lesson):
     timed = run(lesson, "--samples", 1).stdout
     is_one_screen(timed, 2 * len(result.record["problems"]) + comparisons(lesson, timed))
     last = re.sub(r"\n  ", " ", result.stdout).splitlines()[-1]  # a long one has two lines
-    named = re.findall(r"--[a-z-]+", last)
+    named = re.findall(r"--[a-z0-9-]+", last)
     assert re.fullmatch(r"Other tables: another N(?:, --\S+)*(?: or --\S+)? \(see --help\)\.", last)
     help_text = execute([program(lesson), "--help"]).stdout
     source = source_of(lesson)
