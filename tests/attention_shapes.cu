@@ -20,26 +20,14 @@
 
 #include "common/device.h"
 #include "operators/attention/layer.cuh"
+#include "tests/device_memory.h"
 
 using namespace common;
+using namespace tests;
 using namespace operators;
 using namespace operators::attention;
 
 namespace {
-
-/// Device memory that lasts as long as the program.
-template <typename T>
-Memory<T> memory_of(size_t count, int byte) {
-  void* data = nullptr;
-  CUDA_CHECK(cudaMalloc(&data, count * sizeof(T)));
-  CUDA_CHECK(cudaMemset(data, byte, count * sizeof(T)));
-  return Memory<T>([data] { return static_cast<T*>(data); }, count);
-}
-
-Workspace workspace() {
-  return {[](size_t bytes) { return memory_of<char>(bytes, 0xff); },
-          [](size_t bytes) { return memory_of<char>(bytes, 0); }};
-}
 
 template <typename T>
 struct Tensor {

@@ -14,21 +14,14 @@
 
 #include "common/device.h"
 #include "operators/gating/layer.cuh"
+#include "tests/device_memory.h"
 
 using namespace common;
+using namespace tests;
 using namespace operators::gating;
 using operators::Memory, operators::Way, operators::Workspace;
 
 namespace {
-
-/// Device memory that lasts as long as the program.
-template <typename T>
-Memory<T> memory_of(size_t count, int byte) {
-  void* data = nullptr;
-  CUDA_CHECK(cudaMalloc(&data, count * sizeof(T)));
-  CUDA_CHECK(cudaMemset(data, byte, count * sizeof(T)));
-  return Memory<T>([data] { return static_cast<T*>(data); }, count);
-}
 
 /// A matrix of multiples of 1/8 that fp16 holds, different from seed to seed.
 struct Matrix {
@@ -109,10 +102,9 @@ int main(int argc, char** argv) {
   const Matrix x(M, K, 0, 1), W1(K, H, 1, 0.5f), b1(1, H, 2, 1), W2(K, H, 3, 0.5f), b2(1, H, 4, 1);
   const Memory<half> out = memory_of<half>(static_cast<size_t>(M) * H, 0xff);
   const std::vector<double> expected = layer_of(x, W1, b1, W2, b2);
-  const Workspace workspace{[](size_t bytes) { return memory_of<char>(bytes, 0xff); },
-                            [](size_t bytes) { return memory_of<char>(bytes, 0); }};
   std::vector<Way> ways =
-      GatedLayer(workspace, {x.device, W1.device, b1.device, W2.device, b2.device, out}, {M, K, H})
+      GatedLayer(workspace(), {x.device, W1.device, b1.device, W2.device, b2.device, out},
+                 {M, K, H})
           .ways();
   std::sort(ways.begin(), ways.end(),
             [](const Way& a, const Way& b) { return a.microseconds < b.microseconds; });

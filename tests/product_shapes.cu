@@ -13,25 +13,13 @@
 #include "common/device.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
+#include "tests/device_memory.h"
 
 using namespace common;
+using namespace tests;
 using namespace operators::product;
 
 namespace {
-
-/// Device memory that lasts as long as the program.
-template <typename T>
-Memory<T> memory_of(size_t count, int byte) {
-  void* data = nullptr;
-  CUDA_CHECK(cudaMalloc(&data, count * sizeof(T)));
-  CUDA_CHECK(cudaMemset(data, byte, count * sizeof(T)));
-  return Memory<T>([data] { return static_cast<T*>(data); }, count);
-}
-
-Workspace workspace() {
-  return {[](size_t bytes) { return memory_of<char>(bytes, 0xff); },
-          [](size_t bytes) { return memory_of<char>(bytes, 0); }};
-}
 
 /// Element (row, col) of a factor: a number that every type holds.
 float number(int row, int col) { return static_cast<float>((7 * row + 3 * col) % 11 - 5); }

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "checks/attention/attention.h"
+#include "checks/warps.cuh"
 #include "primitives/launch.h"
 
 namespace checks {
@@ -18,18 +19,6 @@ double as_double(int64_t count) { return static_cast<double>(count); }
 int64_t rows_at_once(const AttentionShape& shape) {
   const auto most = static_cast<int64_t>(kMostLogits) / std::max<int64_t>(shape.keys, 1);
   return std::clamp<int64_t>(most, 1, std::min(shape.queries, kReferenceRows));
-}
-
-__device__ double warp_max(double value) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    value = fmax(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-  }
-  return value;
-}
-
-__device__ double warp_sum(double value) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-  return value;
 }
 
 /// A warp owns a row of `keys` logits, that of query first + row, and makes it its softmax. Of a
@@ -143,7 +132,7 @@ template <>
 constexpr double roundoff_of<__nv_bfloat16> = kRoundoffBf16;
 
 Problem& declare(Lesson& lesson, const std::string& name, const AttentionShape& shape, Type type) {
-  const auto& [batch, heads, kv_heads, queries, keys, width, causal] = shape;
+  const auto& [batch, queries, keys, heads, kv_heads, width, causal] = shape;
   if (heads % kv_heads != 0) {
     fail(kBadUsage, "%lld heads of K and V do not divide %lld heads",
          static_cast<long long>(kv_heads), static_cast<long long>(heads));
@@ -166,14 +155,6 @@ Problem& declare(Lesson& lesson, const std::string& name, const AttentionShape& 
 }
 
 }  // namespace
-
-double AttentionShape::pairs() const {
-  const double s = as_double(queries), t = as_double(keys);
-  // Of the queries that see a key the last sees all, and the one before one less.
-  const double most = std::min(s, t);
-  const double of_head = causal ? most * t - most * (most - 1) / 2 : s * t;
-  return as_double(batch * heads) * of_head;
-}
 
 double attention_tolerance(const AttentionShape& shape, double u) {
   const double logits =

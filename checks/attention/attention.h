@@ -16,16 +16,14 @@
 
 #include "common/lesson.h"
 #include "common/numerics.h"
+#include "operators/attention/attention.h"
 
 namespace checks {
 
 using namespace common;
 
-struct AttentionShape {
-  int64_t batch, heads, kv_heads;  ///< kv_heads divides heads
-  int64_t queries, keys, width;    ///< S, T, d
-  bool causal = false;             ///< query s sees the keys t <= s + T - S: both end together
-
+/// The operator's shape, and what a check asks of it.
+struct AttentionShape : operators::attention::AttentionShape {
   /// How many keys query s sees; it is the first ones.
   int64_t seen(int64_t s) const {
     return causal ? std::clamp<int64_t>(s + 1 + keys - queries, 0, keys) : keys;
@@ -33,19 +31,7 @@ struct AttentionShape {
   size_t rows() const { return static_cast<size_t>(batch * heads * queries); }
   size_t query_elements() const { return rows() * static_cast<size_t>(width); }
   size_t key_elements() const { return static_cast<size_t>(batch * keys * kv_heads * width); }
-  /// Query heads that share a head of K and V.
-  int64_t group() const { return heads / kv_heads; }
   float scale() const { return 1 / std::sqrt(static_cast<float>(width)); }
-
-  /// Pairs of a query and a key that it sees.
-  double pairs() const;
-  /// Both products, of the pairs that are not masked.
-  double flops() const { return 4 * pairs() * static_cast<double>(width); }
-  /// Least possible traffic: Q, K and V once, out and lse once.
-  double bytes() const {
-    const auto elements = static_cast<double>(2 * query_elements() + 2 * key_elements());
-    return 2 * elements + sizeof(float) * static_cast<double>(rows());
-  }
 };
 
 /// Q and K are uniform with variance 1, so that logits have mean 0 and standard deviation 1: large

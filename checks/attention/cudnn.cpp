@@ -370,7 +370,7 @@ class Graph {
 /// In the order, and with the mask, that cuDNN recognizes: the query's row is moved by keys -
 /// queries, where these differ, and sees the columns that are not behind it.
 void describe_attention(Graph& graph, const AttentionShape& shape, DataType type, bool with_lse) {
-  const auto& [batch, heads, kv_heads, queries, keys, width, causal] = shape;
+  const auto& [batch, queries, keys, heads, kv_heads, width, causal] = shape;
   const Layout of_queries = {{batch, heads, queries, width},
                              {queries * heads * width, width, heads * width, 1}};
   const Layout of_keys = {{batch, kv_heads, keys, width},

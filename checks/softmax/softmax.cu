@@ -3,23 +3,12 @@
 
 #include "checks/gradient_check.h"
 #include "checks/softmax/softmax.h"
+#include "checks/warps.cuh"
 #include "primitives/launch.h"
 
 namespace checks {
 
 namespace {
-
-__device__ double warp_max(double value) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    value = fmax(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-  }
-  return value;
-}
-
-__device__ double warp_sum(double value) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffffu, value, lanes);
-  return value;
-}
 
 /// log(sum of exp) of a row, in two parts: the maximum, and the sum relative to it.
 struct LogSum {
