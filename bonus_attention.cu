@@ -699,11 +699,9 @@ struct Table : AttentionProblem<T> {
 
   void add_any_shape() const {
     const AttentionShape& of = this->shape;
-    const operators::attention::AttentionShape shape{of.batch,    of.queries, of.keys,  of.heads,
-                                                     of.kv_heads, of.width,   of.causal};
-    const operators::attention::AttentionMemory<T> memory(shape, this->Q, this->K, this->V,
-                                                          this->out, {this->lse});
-    const operators::attention::Attention<T> attention(workspace_of(this->problem), memory, shape,
+    const operators::attention::AttentionMemory<T> memory(of, this->Q, this->K, this->V, this->out,
+                                                          {this->lse});
+    const operators::attention::Attention<T> attention(workspace_of(this->problem), memory, of,
                                                        of.scale());
     this->kernel("any shape", Role::ours, ways_of_row(attention.ways())).needs(80);
   }

@@ -99,17 +99,7 @@ GatingProblem::GatingProblem(Lesson& lesson, cublasHandle_t blas, const char* na
   problem.check(out, expected, tolerance(roundings), uncancelled);
 }
 
-GatingOperands GatingProblem::operands() const {
-  return {x,
-          W1,
-          b1,
-          W2,
-          b2,
-          out,
-          static_cast<int>(shape.rows),
-          static_cast<int>(shape.channels),
-          static_cast<int>(shape.hidden)};
-}
+GatingOperands GatingProblem::operands() const { return operands_of(*this, shape); }
 
 double GatingProblem::scratch_bytes() const {
   const double rows = static_cast<double>(std::min(shape.rows, kReferenceRows));

@@ -21,9 +21,8 @@
 namespace operators::attention {
 
 /// What a kernel is compiled for. Rows of Q and keys of a tile; stages for tiles of K or V, and for
-/// rows of Q. kTurns: consumers take turns to start
-/// products. kSplit: keys are divided among blocks, which
-/// leave parts of results (AttentionParts).
+/// rows of Q. kTurns: consumers take turns to start products. kSplit: keys are divided among
+/// blocks, which leave parts of results (AttentionParts).
 template <typename T_, int kWidth_, int kConsumers_, int kKeys_, int kStages_, int kRowStages_,
           bool kTurns_, bool kSplit_>
 struct AttentionTile {
@@ -55,12 +54,12 @@ struct AttentionShared {
   Barrier turns[Tile::kConsumers];
 };
 
-/// What there is to do, and who does it: tiles of rows, of heads that share keys (of which there
-/// are `sections`, each of `section` heads whose K and V the L2 cache can hold), and parts of keys.
-/// In a section the rows with the most keys come first. `next` is a counter in memory, 0 before
-/// the launch and after it, and next[1] as well.
+/// What there is to do, and who does it: tiles of rows, of `heads` heads or packs of them, and
+/// parts of keys. `section` heads are walked together, whose K and V the L2 cache can hold. In a
+/// section the rows with the most keys come first. `next` is a counter in memory, 0 before the
+/// launch and after it, and next[1] as well.
 struct AttentionSchedule {
-  int row_tiles, heads, packs, section, parts, pack;  ///< packs: of a head of K
+  int row_tiles, heads, section, parts, pack;
   unsigned total;
   unsigned* next;
 };

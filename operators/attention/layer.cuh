@@ -11,7 +11,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "operators/attention/hopper.cuh"
@@ -83,8 +82,7 @@ struct AttentionLaunches {
   template <class Tile>
   void launch_hopper(const Plan& plan) const {
     constexpr int kBytes = sizeof(AttentionShared<Tile>);
-    const auto kernel = attention_hopper<Tile>;
-    allow_shared_bytes(kernel, kBytes);
+    allow_shared_bytes(attention_hopper<Tile>, kBytes);
     const AttentionOperands<T> in = operands();
     const int64_t B = shape_.batch, S = shape_.queries, keys = shape_.keys, g = shape_.group();
     const int64_t heads = shape_.kv_heads, width = shape_.width;
@@ -114,8 +112,7 @@ struct AttentionLaunches {
 
   template <class Tile, bool kSplit>
   void launch_portable(const Plan& plan) const {
-    const auto kernel = attention_portable<Tile, kSplit>;
-    allow_shared_bytes(kernel, Tile::kSharedBytes);
+    allow_shared_bytes(attention_portable<Tile, kSplit>, Tile::kSharedBytes);
     const int64_t row_tiles = ceil_div(shape_.queries * plan.pack, int64_t{Tile::kRows});
     const dim3 grid(static_cast<unsigned>(row_tiles * (shape_.heads / plan.pack) * shape_.batch),
                     static_cast<unsigned>(plan.parts));
@@ -195,11 +192,11 @@ class Attention : AttentionLaunches<T> {
   }
 
   template <class Tile>
-  void add_hopper(const std::string& name, std::vector<std::pair<Plan, int64_t>>& wanted) {
+  void add_hopper(const std::string& name) {
     for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
       if ((plan.parts > 1) != Tile::kSplit) continue;
       constexpr int kBytes = sizeof(AttentionShared<Tile>);
-      wanted.push_back({plan, int64_t{plan.parts} * rows() * (Tile::kWidth + 1)});
+      if (plan.parts > 1) part_rows_ = std::max(part_rows_, plan.parts * rows());
       const auto launch = [self = static_cast<const Launches&>(*this), plan] {
         self.template launch_hopper<Tile>(plan);
       };
@@ -214,10 +211,10 @@ class Attention : AttentionLaunches<T> {
   }
 
   template <class Tile, bool kSplit>
-  void add_portable(const std::string& name, std::vector<std::pair<Plan, int64_t>>& wanted) {
+  void add_portable(const std::string& name) {
     for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
       if ((plan.parts > 1) != kSplit) continue;
-      wanted.push_back({plan, int64_t{plan.parts} * rows() * (Tile::kWidth + 1)});
+      if (plan.parts > 1) part_rows_ = std::max(part_rows_, plan.parts * rows());
       const auto launch = [self = static_cast<const Launches&>(*this), plan] {
         self.template launch_portable<Tile, kSplit>(plan);
       };
@@ -242,58 +239,55 @@ class Attention : AttentionLaunches<T> {
   }
 
   template <int kWidth>
-  void add_portable_ways(std::vector<std::pair<Plan, int64_t>>& wanted) {
+  void add_portable_ways() {
     const auto add = [&]<bool kAligned>() {
       using Tile =
           PortableTile<T, kWidth, kWidth <= 128 ? 128 : 64, kWidth <= 128 ? 64 : 32, 4, kAligned>;
-      add_portable<Tile, false>("mma.sync", wanted);
-      add_portable<Tile, true>("mma.sync", wanted);
+      add_portable<Tile, false>("mma.sync");
+      add_portable<Tile, true>("mma.sync");
     };
     aligned() ? add.template operator()<true>() : add.template operator()<false>();
   }
 
   template <int kWidth, int kConsumers, int kKeys, int kStages, int kRowStages, bool kTurns>
-  void add_hopper_ways(std::vector<std::pair<Plan, int64_t>>& wanted) {
+  void add_hopper_ways() {
     const std::string name = std::to_string(64 * kConsumers) + " x " + std::to_string(kKeys);
     add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, false>>(
-        name, wanted);
+        name);
     add_hopper<AttentionTile<T, kWidth, kConsumers, kKeys, kStages, kRowStages, kTurns, true>>(
-        name, wanted);
+        name);
   }
 
   void plan(const Workspace& workspace) {
-    std::vector<std::pair<Plan, int64_t>> wanted;
     const bool hopper = is_hopper() && aligned();
     if (shape_.width <= 64) {
       if (hopper) {
-        add_hopper_ways<64, 3, 128, 8, 2, true>(wanted);
-        add_hopper_ways<64, 2, 128, 8, 2, false>(wanted);
-        add_hopper_ways<64, 1, 128, 10, 2, false>(wanted);
+        add_hopper_ways<64, 3, 128, 8, 2, true>();
+        add_hopper_ways<64, 2, 128, 8, 2, false>();
+        add_hopper_ways<64, 1, 128, 10, 2, false>();
       }
-      add_portable_ways<64>(wanted);
+      add_portable_ways<64>();
     } else if (shape_.width <= 128) {
       if (hopper) {
-        add_hopper_ways<128, 2, 128, 5, 2, true>(wanted);
-        add_hopper_ways<128, 1, 128, 5, 2, false>(wanted);
+        add_hopper_ways<128, 2, 128, 5, 2, true>();
+        add_hopper_ways<128, 1, 128, 5, 2, false>();
       }
-      add_portable_ways<128>(wanted);
+      add_portable_ways<128>();
     } else {
       if (hopper) {
-        add_hopper_ways<256, 2, 64, 3, 2, false>(wanted);
-        add_hopper_ways<256, 1, 64, 5, 2, false>(wanted);
+        add_hopper_ways<256, 2, 64, 3, 2, false>();
+        add_hopper_ways<256, 1, 64, 5, 2, false>();
       }
-      add_portable_ways<256>(wanted);
+      add_portable_ways<256>();
     }
-    int64_t most = 0;
-    for (const auto& [plan, floats] : wanted) {
-      if (plan.parts > 1) most = std::max(most, floats);
-    }
-    if (most > 0) {
-      parts_->out = workspace.any<float>(static_cast<size_t>(most));
-      parts_->log_sums = workspace.any<float>(static_cast<size_t>(most / 65 + 1));
+    if (part_rows_ > 0) {
+      const int64_t width = shape_.width <= 64 ? 64 : shape_.width <= 128 ? 128 : 256;  // of tiles
+      parts_->out = workspace.any<float>(static_cast<size_t>(part_rows_ * width));
+      parts_->log_sums = workspace.any<float>(static_cast<size_t>(part_rows_));
     }
   }
 
+  int64_t part_rows_ = 0;  // the most rows of results that a way leaves in parts
   std::vector<Way> ways_;
 };
 

@@ -35,4 +35,18 @@ struct GatingOperands {
   int M, K, H;
 };
 
+/// Of whoever has them: members x, W1, b1, W2, b2 and out, which become pointers here.
+template <class Memory>
+GatingOperands operands_of(const Memory& memory, const GatingShape& shape) {
+  return {memory.x,
+          memory.W1,
+          memory.b1,
+          memory.W2,
+          memory.b2,
+          memory.out,
+          static_cast<int>(shape.rows),
+          static_cast<int>(shape.channels),
+          static_cast<int>(shape.hidden)};
+}
+
 }  // namespace operators::gating

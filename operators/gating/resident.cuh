@@ -107,17 +107,7 @@ struct GatingMemory {
   Memory<half> x, W1, b1, W2, b2, out;
 
   /// For a launch.
-  GatingOperands operands(const GatingShape& shape) const {
-    return {x,
-            W1,
-            b1,
-            W2,
-            b2,
-            out,
-            static_cast<int>(shape.rows),
-            static_cast<int>(shape.channels),
-            static_cast<int>(shape.hidden)};
-  }
+  GatingOperands operands(const GatingShape& shape) const { return operands_of(*this, shape); }
 };
 
 /// The ways to compute the layer with weights that stay: each plan with one block for all columns,
