@@ -114,10 +114,9 @@ OTHERS = {
         (r"(EachWarp::release\(shared\.results\[own\.stage\]\[consumer\]\))", "static_cast<void>(0)"),
         (r"if \((last)\) end\(own\)", "true"),
     ],
-    # The other of two stages is given back, which is still read or is to come; or V's before it has been multiplied.
+    # The other of two stages is given back, which is still read or is to come.
     ATTENTION: [
         (r"pipeline\.empty\[(V)\]", "reader.ring.stage"),
-        (r"(wgmma_wait<0>\(\));\s+alone\.release\(block\.shared\.pipeline\.empty\[V\]", "static_cast<void>(0)"),
         (r"pipeline\.empty\[(K)\]", "reader.ring.stage"),
     ],
     GPUS: [
@@ -549,7 +548,7 @@ SMALLER = {
         (r"add_table<half>", "add_table<__nv_bfloat16>"),
         (r"add_lesson_kernels<(?:128|256)>", "add_lesson_kernels<64>"),
         (r"add_portable_ways<(?:128|256)>", "add_portable_ways<64>"),
-        (r"add_hopper_ways<(?:128|256), [^>]*>\(wanted\);", "{}"),
+        (r"add_hopper_ways<(?:128|256), [^>]*>\(\);", "{}"),
     ],
 }
 

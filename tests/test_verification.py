@@ -3,8 +3,9 @@ so are lessons with a planted mistake (mutants.py)."""
 
 import re
 
-from conftest import ROOT, execute, program
-from mutants import FEW_MULTIPROCESSORS, WRONG
+from conftest import ROOT, execute, program, source_of
+import hopper_mutants
+from mutants import FEW_MULTIPROCESSORS, MUTANTS, plant, WRONG
 import pytest
 
 BROKEN = "tests/broken_kernels"
@@ -93,6 +94,23 @@ def test_where_zeros_are_expected(run):
     assert kernels["all_zero"]["ok"] and kernels["all_zero"]["error"] == 0
     for wrong in ("all_small", "all_nan"):
         assert not kernels[wrong]["ok"] and kernels[wrong]["error"] is None
+
+
+def programs_with_mistakes():
+    """Name of the program, lesson, and the source where that is not the lesson's, of all that are built with
+    mistakes in them."""
+    found = {(mutant.program, mutant.lesson, mutant.operator or "") for mutant in MUTANTS}
+    found |= {(hopper_mutants.name_of(program), program,
+               hopper_mutants.source_of(program) if program == hopper_mutants.PRODUCT else "")
+              for program in hopper_mutants.PROGRAMS}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name, lesson, source", programs_with_mistakes())
+def test_every_mistake_finds_its_place(name, lesson, source):
+    """They are built and run by the extensive tests only; what a change of the source breaks shows here."""
+    text = (ROOT / source).read_text() if source else source_of(lesson)
+    assert plant(name, lesson, text) not in (text, f"#line 1\n{text}")
 
 
 @pytest.mark.extensive
