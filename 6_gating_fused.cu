@@ -390,6 +390,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       }
       Writer writer(shared.pipeline);
       for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
+        // A stage has room for the largest K. What comes is `steps` tiles of it, so the number of
+        // bytes that the barrier has to wait for is said here.
         writer.put(steps * sizeof(LeftTile<half, 64>), [&](Shared::Stage& stage, Barrier* arrived) {
           for (int step = 0; step < steps; ++step) {
             tensor_load(stage.x[step].elements, &x, 64 * tile, step * kStepK, arrived);
@@ -398,11 +400,15 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       }
     }
   } else {
+    // Five warpgroups start with 96 registers a thread. The producer keeps 24, so that each of the
+    // four consumers can have 112: 24 + 4 x 112 is not more than 5 x 96.
     registers_grow_to<112>();
     const int consumer = warp / 4 - 1, warp_row = 16 * (warp % 4);
     Box<half, 64>& results = shared.out[consumer];
+    // Consumers take tiles in turn. Consumer c begins with stage c, and after each of its tiles it
+    // passes over the stages of the three others.
     Reader reader(shared.pipeline, alone);
-    reader.next(consumer);  // passes over the first tiles of other consumers
+    reader.next(consumer);
     barrier_wait(&shared.weights, 0);
     const Gate gate(shared.b1, shared.b2, cols);
     for (int tile = blockIdx.x + consumer * blocks; tile < tiles; tile += kConsumers * blocks) {

@@ -105,10 +105,10 @@ __device__ unsigned neighbours(const bf16* at) {
 // sums (N, gridDim.y, E, W), fp32: in slice s the sum of basis^T (mass[:, None] * values), backward
 // of basis^T values, over slice s of gridDim.y of the vertices. Block (tile, slice, mesh).
 //
-// One slice for all, which is *half fused*, keeps eight multiprocessors busy for a spectrum of 128
-// by 256, and a multiprocessor only receives what it has asked for: with 32 KB under way and most
-// of a microsecond from request to arrival, some 40 GB/s each, 0.3 TB/s for all eight, of the 4.8
-// TB/s that the memory of an H200 could serve. *split-K* has as many slices as it takes to fill
+// *half fused* has one slice. Then a spectrum of 128 by 256 keeps only eight multiprocessors busy.
+// A multiprocessor receives no more than it has asked for: it has 32 KB under way, and most of a
+// microsecond passes from a request to its arrival. That is some 40 GB/s for each, and 0.3 TB/s for
+// all eight, a tenth of what the memory can serve. *split-K* has as many slices as it takes to fill
 // the GPU. Blocks of one slice run at the same time and share what they read through the L2 cache:
 // x is asked for twice and the basis four times, but both come from memory once.
 //
@@ -439,8 +439,8 @@ __device__ inline void multiply_by(LeftFragments<bf16>& left, const bf16 (&mass)
 }
 #endif
 
-// Block (c, group) has columns 128 c to 128 c + 127 of x and out, and of the tiles of 64 rows
-// number `group` and every gridDim.y-th one after it. One warpgroup produces, and two consume: in
+// Block (c, group) has columns 128 c to 128 c + 127 of x and out, and the tiles (64 rows each)
+// number group, group + gridDim.y, group + 2 gridDim.y and so on. One warpgroup produces, and two consume: in
 // the first product each of them has 64 rows of the spectrum and all 128 columns, in the second 64
 // columns of a tile of out. places: one for each 128 columns.
 __global__ void __launch_bounds__(384, 1)
@@ -493,7 +493,9 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    const int fours = min(kColumns, in.W - col0) / 8;  // of a thread's 16: columns inside of x
+    // A thread has 16 times four elements of the sum, each in other 8 columns. So many of the 16 are
+    // inside of x.
+    const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 
     // 1. The first product: basis^T (mass x) of this block's rows.
@@ -527,7 +529,9 @@ __global__ void __launch_bounds__(384, 1)
     }
     named_barrier(1, 256);
 
-    // 3. Damping. Of four numbers two are neighbours in a row, and the other two are 8 rows below.
+    // 3. Damping. One thread has acquired, and the barrier of the block passes that on to the others.
+    // __ldcg reads from L2, where the atomic additions were made. Of four numbers two are neighbours
+    // in a row, and the other two are 8 rows below.
     float4 all[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) all[j] = j < fours ? __ldcg(&total[j][thread]) : float4{};
@@ -563,13 +567,15 @@ __global__ void __launch_bounds__(384, 1)
     auto& box = shared.out[consumer];
     auto back = reader.back();
     for (int t = tiles - 1; t >= 0; --t) {
-      back.take([&](const VertexTile& stage, bool) {
+      // (The flag says whether to add to a product before. Each tile is a product of its own.)
+      back.take([&](const VertexTile& stage, bool /*add*/) {
         for (int e = 0; e < 2; ++e) {
           out.start_product(stage.basis[e].rows(0), shared.spectrum[e].boxes[consumer].across_k(),
                             e > 0);
         }
       });
       back.finish();
+      // Always the same thread: only who has committed a store can wait for it.
       if (thread % 128 == 0) tensor_store_wait_read<0>();  // the tile before has left the box
       named_barrier(2 + consumer, 128);
       out.store(box, 0, [&](int i) { return out.elements[i]; });

@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(kThreads)
     float logit = 0;
     for (int d = 0; d < D; ++d) logit += x_row[d] * W[static_cast<size_t>(d) * C + col];
     row[col] = logit;
+    // A logit alone is its own maximum, and its exponential relative to that is e^0 = 1.
     part = merge(part, {logit, logit == minus_infinity() ? 0.0f : 1.0f});
   }
   const MaxSum all = block_merge<kWarps>(warp_merge(part));
@@ -149,8 +150,7 @@ __device__ void multiply_tile(float (&sum)[kOwnRows][kOwnCols], TileStage (&stag
   };
   auto ahead = copies_ahead<kStages>(copy_step);
   for (int step = 0; step < steps; ++step) {
-    ahead.next();
-    const TileStage& stage = stages[step % kStages];
+    const TileStage& stage = stages[ahead.next() % kStages];
 #pragma unroll
     for (int k = 0; k < kDepth; ++k) {
       float x[kOwnRows], w[kOwnCols];
@@ -218,13 +218,17 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
 
-// Eight blocks share the 32 rows of a tile, and each multiplies an eighth of the D inputs. They are
-// a cluster: they run at the same time, and can write into each other's shared memory. So the
-// partial sums need not go through global memory. Each block finishes four of the rows, those that
-// are warp `rank`'s, and every warp pushes its sums to the block that finishes its rows: into the
-// inbox that has a place for each of the eight. The inbox's barrier counts the bytes that have
-// come.
-constexpr int kSplits = kWarps;
+// Eight blocks compute the same tile, and each of them adds up an eighth of the D inputs. So each
+// block has a partial sum of every logit, and eight partial sums have to be added. The eight blocks
+// are a cluster: they run at the same time, and can write into each other's shared memory, so that
+// partial sums need not go through global memory.
+//
+// In every block warp w has the same four rows of the tile, 4 w to 4 w + 3. Block w of the cluster
+// adds up these four rows: warp w of each block pushes its partial sums to block w. Hence there are
+// as many blocks in a cluster as warps in a block. Each block has an inbox with a place for each of
+// the eight senders, and a barrier that counts the bytes that have come. Then four warps of the
+// block take a row each: they add what the eight have sent, and finish the row.
+constexpr int kSplits = kWarps;  // blocks that share the inputs
 
 __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, float* probs) {
 #if CLUSTER_CODE
@@ -237,8 +241,8 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
     barrier_init_fence();
     barrier_arrive_expect(&come, sizeof inbox);
   }
-  __syncwarp();
-  cluster_arrive();
+  __syncwarp();      // thread 0 has been elsewhere than the rest of its warp
+  cluster_arrive();  // this block's inbox is open: cluster_wait() below waits for all eight
   start_next_kernel();
   wait_for_previous_kernel();
 
@@ -247,12 +251,12 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
   float sum[kOwnRows][kOwnCols] = {};
   multiply_tile(sum, stages, in, row0, 0, d_begin, d_end);
 
-  cluster_wait();  // all inboxes are open
+  cluster_wait();
 #pragma unroll
   for (int i = 0; i < kOwnRows; ++i) {
 #pragma unroll
     for (int j = 0; j < kOwnCols; ++j) {
-      store_push(&inbox[rank][i][lane + 32 * j], sum[i][j], &come, warp);
+      store_push(&inbox[rank][i][lane + 32 * j], sum[i][j], &come, warp);  // in block `warp`
     }
   }
   barrier_wait(&come, 0);  // what all eight have pushed is here
@@ -379,10 +383,11 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// Of the ways of a row.
+// A row of the table that has several ways to compute the same tries at most so many of them, those
+// with the lowest estimates, and is timed with the fastest.
 constexpr Tries kTries = {.most = kMostWays, .hopeless = kHopeless};
 
-// A table's rows.
+// A table is one shape in one precision. Each add_...() adds rows to it.
 struct SoftmaxTable : SoftmaxProblem {
   Buffer<float> logits;   // of the unfused ways
   Buffer<float2> halves;  // of a softmax of long rows: maximum and sum of parts of a row
@@ -394,7 +399,8 @@ struct SoftmaxTable : SoftmaxProblem {
 
   void softmax_of_logits() const { softmax(logits, probs, shape, halves); }
 
-  // (1): cuBLAS's own choice, or one of cuBLASLt's candidates if that is faster; and our softmax.
+  // Row (1), library: cuBLAS's own choice of a product, or the fastest of cuBLASLt's candidates;
+  // and then our softmax.
   void add_library(cublasHandle_t blas) const {
     const bool tf32 = about == About::tf32;
     const auto compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
@@ -404,7 +410,7 @@ struct SoftmaxTable : SoftmaxProblem {
         product();
         softmax_of_logits();
       };
-      // Nobody says how long which of them takes: all are tried.
+      // A way has an estimate of its microseconds. Here it is the same for all, so all are tried.
       ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
     };
     add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
@@ -418,7 +424,8 @@ struct SoftmaxTable : SoftmaxProblem {
     add("library", Role::library, tf32 ? 80 : 0, ways, kTries);
   }
 
-  // The lesson's kernels: (2), and what of (3) there is for so many columns.
+  // The kernels of this lesson. Up to 128 columns are one tile: *fused tiles* and *fused cluster*.
+  // More columns are several: *fused online* and *fused exchange*.
   void add_kernels() const {
     const int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs),
               C = static_cast<int>(shape.classes);
@@ -462,8 +469,8 @@ struct SoftmaxTable : SoftmaxProblem {
     });
   }
 
-  // The operator: (2) and (3), each with the fastest of its ways; no row (3) if none differs from
-  // (2). Or, with --kinds, each kind of its kernels in rows of its own.
+  // The operator, for any shape: a row for its unfused ways and one for its fused ways. With --kinds
+  // each kind of its kernels has two rows of its own.
   void add_operator(const SoftmaxProduct& product, Math math, bool each_kind) const {
     const std::string suffix = math == Math::split             ? ", 3xTF32"
                                : about == About::only_infinite ? math == Math::tf32 ? ", TF32" : ""
@@ -487,7 +494,7 @@ struct SoftmaxTable : SoftmaxProblem {
   }
 };
 
-// What one launch saves (half fused saves none of it), shape by shape.
+// The line below the tables: how many bytes of logits one launch saves, for each shape.
 inline void add_bytes_note(Lesson& lesson, const std::vector<SoftmaxShape>& shapes) {
   std::string text;
   for (const SoftmaxShape& shape : shapes) {

@@ -201,7 +201,7 @@ BARRIERS = [
     # More tiles along D than stages.
     (SOFTMAX, "unfused", "int next() {", 1, ("3", "--inputs", "150", "--classes", "10")),
     # Three blocks that wait for each other.
-    (SOFTMAX, "fused exchange", "fused_exchange(", 2, ("40", "--inputs", "9", "--classes", "300")),
+    (SOFTMAX, "fused exchange", "fused_exchange(", 2, ("40", "--inputs", "9", "--classes", "200")),
     (SOFTMAX, "fused any shape: tiles", "all_columns(Factors", 1,
      ("3", "--inputs", "9", "--classes", "10", "--all", "--kinds")),
     # Two blocks that share D.

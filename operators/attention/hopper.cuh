@@ -320,6 +320,7 @@ struct Consumer {
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) logits.elements[i] = sum[0][i / 4][i % 4];
+    __syncwarp();  // all lanes have read the keys, whose stage one lane gives back
   }
 
   __device__ __forceinline__ void hide(Sum<kKeys>& logits, const ConsumerWork& work,
