@@ -226,13 +226,14 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
   const T* const V = in.V + static_cast<size_t>(batch) * in.keys * k_cols;
 
   const int tiles = ceil_div(in.limit(min(row0 + kRows, in.queries) - 1), kKeys);
+  const auto stage_of = [&](int step) { return stages + step % 2 * (2 * kKeys * kWidth); };
   const auto copy_tile = [&](int step) {
     const int key = (tiles - 1 - step) * kKeys;
     if (step == 0) {
       copy_swizzled<kRows, kWidth, kThreads>(Q_tile, Q, row0, q_col, in.queries, q_cols);
     }
     if (key < 0) return;
-    T* const stage = stages + step % 2 * 2 * kKeys * kWidth;
+    T* const stage = stage_of(step);
     copy_swizzled<kKeys, kWidth, kThreads>(stage, K, key, k_col, in.keys, k_cols);
     copy_swizzled<kKeys, kWidth, kThreads>(stage + kKeys * kWidth, V, key, k_col, in.keys, k_cols);
   };
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
   OnlineRows online;
   float result[1][kWidth / 8][4] = {};
   for (int tile = tiles - 1; tile >= 0; --tile) {
-    const T* const K_tile = stages + ahead.next() % 2 * 2 * kKeys * kWidth;
+    const T* const K_tile = stage_of(ahead.next());
     const T* const V_tile = K_tile + kKeys * kWidth;
     float logits[1][kKeys / 8][4] = {};
 #pragma unroll
@@ -265,6 +266,8 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
 #pragma unroll
     for (int k = 0; k < kKeys; k += 16) {
       unsigned probs[1][4], values[kWidth / 16][4];
+      // Registers 0 and 1 of the left factor are the lane's two rows of the left 8 keys, 2 and 3 of
+      // the right 8: the lane has exactly these four pairs of the sums.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const pair = &logits[0][k / 8 + i / 2][i % 2 * 2];
@@ -351,7 +354,7 @@ struct HopperBlock : HopperTile<kWidth> {
   // The producer's thread. The order is K, V, K, V; with kAhead K, K, V, K, V, ..., V.
   template <bool kAhead>
   __device__ void bring(const HopperMaps& maps) const {
-    const uint64_t policy = evict_normal();
+    const uint64_t policy = evict_normal();  // tensor_load() wants a hint for the L2 cache: none
     barrier_arrive_expect(&shared.Q_full, sizeof shared.Q);
     for (int box = 0; box < this->kBoxes; ++box) {
       tensor_load(shared.Q[box].row(0), &maps.Q, batch, row0, head * kWidth + kBoxCols * box,
@@ -374,7 +377,9 @@ struct HopperBlock : HopperTile<kWidth> {
     }
   }
 
-  // logits = Q K^T of the consumer's 64 rows.
+  // logits = Q K^T of the consumer's 64 rows. A tile of K has the shape of a left factor: its rows
+  // are keys, and k runs along them. As the right factor it is read along k, from the address that
+  // a left factor would have.
   __device__ __forceinline__ void start_logits(Logits& logits, const Stage& K) const {
 #pragma unroll
     for (int box = 0; box < this->kBoxes; ++box) {
@@ -427,6 +432,8 @@ struct HopperBlock : HopperTile<kWidth> {
       const size_t place = (static_cast<size_t>(batch) * in.queries + s) * in.heads + head;
       *reinterpret_cast<unsigned*>(in.out + place * kWidth + result.col(i)) =
           pack2<T>(result.elements[i] * factor[r], result.elements[i + 1] * factor[r]);
+      // The logarithm of a row's sum: once for each of the thread's two rows (i = 0 and 2), by one
+      // of the four lanes that have the row.
       if (i < 4 && threadIdx.x % 4 == 0) {
         in.log_sums[(static_cast<size_t>(batch) * in.heads + head) * in.queries + s] = log_sum[r];
       }
@@ -478,9 +485,32 @@ __global__ void __launch_bounds__(384, 1) attention_hopper(const __grid_constant
 
 // ---- ping-pong ----------------------------------------------------------------------------------
 
-// The two consumers take turns. In its turn a consumer starts the results of this tile and the
-// logits of the next one, and passes the turn on; then it computes exponentials, while the other
-// one multiplies. A turn is a barrier in shared memory at which the other consumer arrives.
+// The tensor cores are idle while all warpgroups compute exponentials, and two that have begun at
+// the same time do so together. Here the two consumers take turns. In its turn a consumer starts
+// the results of this tile and the logits of the next one, and passes the turn on; then it waits
+// for these products, and computes exponentials while the other one's are multiplied.
+
+#if HOPPER_CODE
+// Whose turn it is to start products. Each consumer has a barrier in shared memory at which it
+// waits for its turn; who passes the turn on arrives at the other one's.
+struct Turn {
+  Barrier (&barriers)[2];
+  int consumer;
+  // A new barrier lets parity 1 pass at once: so consumer 0 begins, and consumer 1 waits for it.
+  int parity = consumer == 0 ? 1 : 0;
+
+  __device__ __forceinline__ void wait() {
+    barrier_wait(&barriers[consumer], parity);
+    parity ^= 1;
+  }
+  __device__ __forceinline__ void pass() const {
+    if (threadIdx.x % 128 == 0) barrier_arrive(&barriers[1 - consumer]);
+  }
+};
+#endif
+
+// A step begins with logits that are there. Both products of a turn run at the same time, so two
+// stages are in use: V's of this tile, and K's of the next one.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(384, 1)
     attention_ping_pong(const __grid_constant__ HopperMaps maps,
@@ -501,20 +531,12 @@ __global__ void __launch_bounds__(384, 1)
     typename Block::Logits logits;
     typename Block::Probs probs;
     float factor[2];
-    // A new barrier lets parity 1 pass at once: so consumer 0 begins, and consumer 1 waits for it.
-    int parity = block.consumer == 0 ? 1 : 0;
-    const auto wait_for_turn = [&] {
-      barrier_wait(&block.shared.turns[block.consumer], parity);
-      parity ^= 1;
-    };
-    const auto pass_turn = [&] {
-      if (threadIdx.x % 128 == 0) barrier_arrive(&block.shared.turns[1 - block.consumer]);
-    };
+    Turn turn{block.shared.turns, block.consumer};
     barrier_wait(&block.shared.Q_full, 0);
     if (block.tiles > 0) {
-      wait_for_turn();
+      turn.wait();
       block.start_logits(logits, reader.wait());
-      pass_turn();
+      turn.pass();
       wgmma_wait<0>();
       reader.give_back();
       reader.next();
@@ -522,14 +544,14 @@ __global__ void __launch_bounds__(384, 1)
         block.exponentials(online, logits, tile, factor);
         block.scale_rows(result, factor);
         block.to_factor(probs, logits);
-        wait_for_turn();
+        turn.wait();
         block.start_result(result, probs, reader.wait());
         const int V = reader.ring.stage;
         reader.next();
         block.start_logits(logits, reader.wait());
-        pass_turn();
+        turn.pass();
         wgmma_wait<0>();
-        alone.release(block.shared.pipeline.empty[V]);
+        reader.give_back(V);
         reader.give_back();
         reader.next();
       }
@@ -546,12 +568,17 @@ __global__ void __launch_bounds__(384, 1)
 
 // ---- overlap ------------------------------------------------------------------------------------
 
-// And a consumer's own products beside its own exponentials: the logits of the next tile are
-// started before the results of this one, and are there first. So exponentials are computed while
-// the results are still being multiplied. The results can be scaled only when they are complete,
-// and meanwhile this consumer has no products under way: by itself the new order gains nothing.
+// In *ping-pong* a consumer waits for both of its products before it computes. Here it starts the
+// logits of the next tile first, and then the results of this one. wgmma finishes in order, so the
+// logits are there first, and their exponentials are computed while the results are still being
+// multiplied: a consumer's own products run beside its own exponentials.
 //
-// *rare factors*, kRarely, is the same kernel without most of that: see OnlineRows.
+// So a step has exponentials of this tile in `probs`, as a factor, and ends with those of the next
+// tile. A larger maximum in the next tile changes the factor of the results. But these are
+// registers that wgmma still adds to: they can be multiplied only when it is done, and while they
+// are, this consumer has no products under way. By itself the new order gains nothing.
+//
+// *rare factors*, kRarely, multiplies them in few tiles only: see OnlineRows.
 template <typename T, int kWidth, bool kRarely>
 __global__ void __launch_bounds__(384, 1)
     attention_overlap(const __grid_constant__ HopperMaps maps,
@@ -572,33 +599,26 @@ __global__ void __launch_bounds__(384, 1)
     typename Block::Logits logits;
     typename Block::Probs probs;
     float factor[2];
-    int parity = block.consumer == 0 ? 1 : 0;
-    const auto wait_for_turn = [&] {
-      barrier_wait(&block.shared.turns[block.consumer], parity);
-      parity ^= 1;
-    };
-    const auto pass_turn = [&] {
-      if (threadIdx.x % 128 == 0) barrier_arrive(&block.shared.turns[1 - block.consumer]);
-    };
+    Turn turn{block.shared.turns, block.consumer};
     barrier_wait(&block.shared.Q_full, 0);
     if (block.tiles > 0) {
-      wait_for_turn();
+      turn.wait();
       block.start_logits(logits, reader.wait());
-      pass_turn();
+      turn.pass();
       wgmma_wait<0>();
       reader.give_back();
       reader.next();
       block.exponentials(online, logits, block.tiles - 1, factor);
       block.to_factor(probs, logits);
       for (int tile = block.tiles - 2; tile >= 0; --tile) {
-        wait_for_turn();
+        turn.wait();
         block.start_logits(logits, reader.wait());
         const int K = reader.ring.stage;
         reader.next();
         block.start_result(result, probs, reader.wait());
-        pass_turn();
+        turn.pass();
         wgmma_wait<1>();  // the logits are there
-        alone.release(block.shared.pipeline.empty[K]);
+        reader.give_back(K);
         const bool rescale = block.template exponentials<kRarely>(online, logits, tile, factor);
         wgmma_wait<0>();  // and the results
         reader.give_back();

@@ -105,11 +105,12 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const int first = static_cast<int>(int64_t{tiles} * part / splits);
   const int end = static_cast<int>(int64_t{tiles} * (part + 1) / splits);
 
+  const auto stage_of = [&](int step) { return stages + step % 2 * (2 * kKeys * kWidth); };
   const auto copy_tile = [&](int step) {
     const int tile = end - 1 - step, key = tile * kKeys;
     if (step == 0) copy_packed_rows<Tile>(Q_tile, Q, in.q, row0, pack, in.queries * pack, in.width);
     if (tile < first) return;
-    T* const stage = stages + step % 2 * 2 * kKeys * kWidth;
+    T* const stage = stage_of(step);
     copy_rows<Tile, kKeys>(stage, K + key * in.k.row, in.k.row, in.keys - key, in.width);
     copy_rows<Tile, kKeys>(stage + kKeys * kWidth, V + key * in.v.row, in.v.row, in.keys - key,
                            in.width);
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   OnlineRows online[kCount];
   float result[kCount][kWidth / 8][4] = {};
   for (int tile = end - 1; tile >= first; --tile) {
-    const T* const K_tile = stages + ahead.next() % 2 * 2 * kKeys * kWidth;
+    const T* const K_tile = stage_of(ahead.next());
     const T* const V_tile = K_tile + kKeys * kWidth;
     float logits[kCount][kKeys / 8][4];
 #pragma unroll

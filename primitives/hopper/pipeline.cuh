@@ -240,6 +240,8 @@ struct Reader {
   }
   /// Gives the stage back that wait() has returned, when all products with it are done.
   __device__ __forceinline__ void give_back() { blocks.release(pipe.empty[ring.stage]); }
+  /// The same for a stage that it has passed over since, by next().
+  __device__ __forceinline__ void give_back(int stage) { blocks.release(pipe.empty[stage]); }
   /// Passes over `turns` turns: those that it is done with, or that another reader takes.
   __device__ __forceinline__ void next(int turns = 1) {
     for (int t = 0; t < turns; ++t) ring.advance();
