@@ -405,8 +405,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     registers_grow_to<112>();
     const int consumer = warp / 4 - 1, warp_row = 16 * (warp % 4);
     Box<half, 64>& results = shared.out[consumer];
-    // Consumers take tiles in turn. Consumer c begins with stage c, and after each of its tiles it
-    // passes over the stages of the three others.
+    // Consumers take tiles in turn. Consumer c begins with stage c. After each of its tiles it
+    // advances by four stages: its own and those of the three others.
     Reader reader(shared.pipeline, alone);
     reader.next(consumer);
     barrier_wait(&shared.weights, 0);

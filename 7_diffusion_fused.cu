@@ -493,8 +493,8 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    // A thread has 16 times four elements of the sum, each in other 8 columns. So many of the 16 are
-    // inside of x.
+    // A thread has 16 groups of four elements of the sum, each group in 8 columns of its own. The
+    // first `fours` of these groups are inside of x.
     const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 

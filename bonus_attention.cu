@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in)
 
 // ---- mma.sync -----------------------------------------------------------------------------------
 
-// What a thread knows of its two rows of each 16: mma.sync and wgmma leave element i of a sum in
-// row 8 (i / 2 % 2), and the four neighbours of a quad of lanes share a row.
+// What a thread knows of its two rows of each 16. mma.sync and wgmma leave element i of a sum in the
+// thread's first row or 8 rows below it, row 8 (i / 2 % 2). The four lanes of a quad share a row.
 struct OnlineRows {
   float largest[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
 
@@ -185,7 +185,7 @@ struct OnlineRows {
 };
 constexpr float kLog2E = operators::attention::kLog2E;
 
-// -infinity for the logits of keys that a row does not see. `key`: of element 0.
+// -infinity for the logits of keys that a row does not see. `key`: the tile's first one.
 template <int kCount>
 __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int (&limit)[2]) {
 #pragma unroll
@@ -378,8 +378,8 @@ struct HopperBlock : HopperTile<kWidth> {
   }
 
   // logits = Q K^T of the consumer's 64 rows. A tile of K has the shape of a left factor: its rows
-  // are keys, and k runs along them. As the right factor it is read along k, from the address that
-  // a left factor would have.
+  // are keys, and along a row are the features over which the product sums. A row of K is a column of
+  // K^T, so as the right factor the tile is read along its rows, as left factors are.
   __device__ __forceinline__ void start_logits(Logits& logits, const Stage& K) const {
 #pragma unroll
     for (int box = 0; box < this->kBoxes; ++box) {
@@ -558,6 +558,7 @@ __global__ void __launch_bounds__(384, 1)
       block.exponentials(online, logits, 0, factor);
       block.scale_rows(result, factor);
       block.to_factor(probs, logits);
+      // Nothing comes after the last results: nobody has to be kept waiting for a turn.
       block.start_result(result, probs, reader.wait());
       wgmma_wait<0>();
     }
