@@ -20,6 +20,7 @@
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
+#include "cpu/watch/ledger.h"
 
 constinit thread_local uint3 threadIdx = {};
 constinit thread_local uint3 blockIdx = {};
@@ -575,6 +576,7 @@ CUDA_CPU_NO_TSAN void Runner::complete(Block& block, Warp& warp, WarpGroup& grou
   if (group.combine) {
     // Exchanges registers, and orders nothing in memory.
     const Unwatched registers;
+    const Uncounted operands;
     group.combine(group.operands, group.arrived);
   } else {
     tsan_acquire(&group.tsan.arrived);
@@ -620,7 +622,8 @@ CUDA_CPU_NO_TSAN SharedStorage& Runner::storage_of(Block& block, std::size_t dec
   if (caller != worker) tsan_become(worker);
   const Declaration& of = declared_[declaration];
   void* data = nullptr;
-  if (posix_memalign(&data, std::max<std::size_t>(128, of.alignment), of.size) != 0) {
+  if (posix_memalign(&data, std::max<std::size_t>(128, of.alignment),
+                     of.size + (keeps_ledger() && !kSanitized ? kGap : 0)) != 0) {
     std::fputs("cuda_cpu: no memory for shared memory\n", stderr);
     std::abort();
   }
@@ -705,7 +708,8 @@ Message Runner::begin_message(const Block& block) const {
 
 /// Prints the message unless the launch has already failed elsewhere.
 void Runner::report(const Message& message) {
-  if (!launch_->failed.exchange(true)) std::fprintf(stderr, "%s\n", message.text());
+  if (launch_->failed.exchange(true) || ledger_failed(message.text())) return;
+  std::fprintf(stderr, "%s\n", message.text());
 }
 
 CUDA_CPU_NO_TSAN void Runner::fail(const Message& message) {
@@ -975,6 +979,7 @@ void run(const Waiting& waiting) {
     Launch launch{waiting.device, config,   waiting.kernel, waiting.description,       blocks,
                   cluster,        capacity, workers,        launches[waiting.device]++};
     Progress progress(launch);
+    ledger_starts(launch);
     pool.run(
         workers,
         [&](int worker) {
@@ -985,6 +990,7 @@ void run(const Waiting& waiting) {
           runner->run(launch);
         },
         [&] { progress.update(); });
+    ledger_ends(launch);
     if (launch.failed) device().broken = launch.error.load();
   }
   const Unwatched bookkeeping;
@@ -1006,7 +1012,10 @@ Queues& queues() {
 void execute(const LaunchConfig& config, const BoundKernel& kernel) {
   const KernelDescription description = describe(kernel);
   const unsigned cluster = config.cluster ? config.cluster : description.cluster.x;
-  if (result(check(config, kernel.function, description, cluster)) != cudaSuccess) return;
+  if (result(check(config, kernel.function, description, cluster)) != cudaSuccess) {
+    ledger_refused(why_launch_failed());
+    return;
+  }
   const Waiting waiting = {current_device(), config, description, cluster,
                            with_own_arguments(kernel)};
   if (device().concurrent) {

@@ -11,6 +11,7 @@
 #include "cpu/execution/execution.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
+#include "cpu/watch/ledger.h"
 #include "cpu/watch/memory_watch.h"
 #include "cuda.h"
 #include "cuda_runtime_api.h"
@@ -98,7 +99,7 @@ std::size_t meminfo_bytes(const char* key) {
   return 1024 * std::strtoull(proc_value("/proc/meminfo", key).c_str(), nullptr, 10);
 }
 
-cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
+cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, const void* place) {
   if (!pointer) return result(cudaErrorInvalidValue);
   *pointer = nullptr;
   if (device().broken) return result(device().broken);
@@ -106,12 +107,13 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
   void* memory = nullptr;
   const bool watched = watches_memory();
   if (size > meminfo_bytes("MemAvailable") ||
-      posix_memalign(&memory, watched ? kPage : 256, watched ? in_pages(size) : size) != 0) {
+      posix_memalign(&memory, watched ? kPage : 256,
+                     (watched ? in_pages(size) : size) + (keeps_ledger() ? kGap : 0)) != 0) {
     return result(cudaErrorMemoryAllocation);
   }
   std::memset(memory, 0xFF, size);
   std::lock_guard lock(device().mutex);
-  device().allocations[static_cast<char*>(memory)] = {size, type, false, current_device()};
+  device().allocations[static_cast<char*>(memory)] = {size, type, false, current_device(), place};
   *pointer = memory;
   return result(cudaSuccess);
 }
@@ -119,6 +121,7 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type) {
 cudaError_t release(void* pointer, bool host) {
   finish_kernels();
   if (!pointer) return result(cudaSuccess);
+  std::size_t size = 0;
   {
     std::lock_guard lock(device().mutex);
     auto& allocations = device().allocations;
@@ -127,9 +130,10 @@ cudaError_t release(void* pointer, bool host) {
         (found->second.type == cudaMemoryTypeHost) != host) {
       return result(cudaErrorInvalidValue);
     }
+    size = found->second.size;
     allocations.erase(found);
   }
-  std::free(pointer);
+  if (!ledger_freed(pointer, size)) std::free(pointer);
   return result(cudaSuccess);
 }
 
@@ -296,11 +300,13 @@ const char* cudaGetErrorString(cudaError_t error) {
 }
 
 cudaError_t cudaPeekAtLastError() {
+  cuda_cpu::ledger_asked();
   result(cudaSuccess);
   return cuda_cpu::last_error;
 }
 
 cudaError_t cudaGetLastError() {
+  cuda_cpu::ledger_asked();
   result(cudaSuccess);
   return std::exchange(cuda_cpu::last_error, cudaSuccess);
 }
@@ -424,7 +430,7 @@ cudaError_t cudaDeviceReset() {
 }
 
 cudaError_t cudaMalloc(void** pointer, std::size_t size) {
-  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeDevice);
+  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeDevice, __builtin_return_address(0));
 }
 
 cudaError_t cudaFree(void* pointer) { return cuda_cpu::release(pointer, false); }
@@ -436,11 +442,11 @@ cudaError_t cudaMallocAsync(void** pointer, std::size_t size, cudaStream_t) {
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
 
 cudaError_t cudaMallocManaged(void** pointer, std::size_t size, unsigned) {
-  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeManaged);
+  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeManaged, __builtin_return_address(0));
 }
 
 cudaError_t cudaMallocHost(void** pointer, std::size_t size) {
-  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeHost);
+  return cuda_cpu::allocate(pointer, size, cudaMemoryTypeHost, __builtin_return_address(0));
 }
 
 cudaError_t cudaHostAlloc(void** pointer, std::size_t size, unsigned) {

@@ -18,6 +18,7 @@ struct Allocation {
   cudaMemoryType type;
   bool variable = false;
   int device = 0;
+  const void* place = nullptr;  ///< in the program, that has asked for it
 };
 
 inline constexpr int kMostDevices = 8;

@@ -78,6 +78,10 @@ Environment read() {
       choice(result.repeat_early_launches);
     } else if (name == "WATCH_MEMORY") {
       choice(result.watch_memory);
+    } else if (name == "REPORT") {
+      result.report = *each + prefix.size() + sizeof "REPORT";
+    } else if (name == "SECONDS") {
+      number(result.seconds, 1, 100000);
     } else {
       refuse(variable,
              "there is no such variable; docs/cpu.md has those that the CPU backend knows");

@@ -17,6 +17,10 @@ struct Environment {
   bool repeat_early_launches = false;
   /// CUDA_CPU_WATCH_MEMORY: see memory_watch.h.
   bool watch_memory = false;
+  /// CUDA_CPU_REPORT: the file that ledger.h writes; and CUDA_CPU_SECONDS, after which it ends the
+  /// program. `./try` sets both.
+  const char* report = nullptr;
+  int seconds = 0;
 };
 
 /// As it is when first asked for. A variable that is not one of these, or has a value that means

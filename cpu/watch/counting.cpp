@@ -15,6 +15,7 @@
 #include "cpu/execution/execution.h"
 #include "cpu/execution/sanitizers.h"
 #include "cpu/runtime/device_state.h"
+#include "cpu/watch/ledger.h"
 
 extern "C" const char __executable_start;  // where the linker has put the program
 
@@ -189,6 +190,8 @@ class Counter {
 };
 
 bool counting = false;
+/// Stray accesses are reported: see ledger.h.
+bool checking = false;
 bool compiled_for_it = false;
 std::vector<Range> device_memory;  ///< while counting, in order
 
@@ -237,7 +240,13 @@ void Counter::access(std::uintptr_t address, unsigned bytes, Kind kind, std::uin
   }
   const std::uint32_t number = place_of(code, kind, shared, bytes);
   Place& place = places_[number];
-  if (!shared && !find_device_memory(address, place.last)) return;
+  if (!shared && !find_device_memory(address, place.last)) {
+    if (checking) ledger_stray(address, bytes, kind != Kind::load, code);
+    return;
+  }
+  if (checking && !shared && address + bytes > place.last.end) {
+    ledger_stray(address, bytes, kind != Kind::load, code);
+  }
 
   if (block.slot >= warps_.size()) warps_.resize(block.slot + 1);
   std::vector<WarpRequests>& warps = warps_[block.slot];
@@ -283,11 +292,27 @@ void Counter::end(WarpRequests& warp) {
 
 bool watched() { return counting && runner && runner->in_thread() && uncounted == 0; }
 
+/// The host's own access: only where they are checked does it matter.
 inline void hook(const void* address, std::size_t bytes, Kind kind, const void* code) {
-  if (!watched()) return;
+  if (!watched()) {
+    if (checking && !runner) {
+      ledger_host(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
+                  reinterpret_cast<std::uintptr_t>(code));
+    }
+    return;
+  }
   if (runner->on_own_stack(address)) return;
   counter().access(reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(bytes), kind,
                    reinterpret_cast<std::uintptr_t>(code));
+}
+
+/// The same of an access that the compiler takes to be aligned.
+inline void hook_aligned(const void* address, std::size_t bytes, Kind kind, const void* code) {
+  if (checking && reinterpret_cast<std::uintptr_t>(address) % bytes != 0 && watched()) {
+    ledger_misaligned(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
+                      reinterpret_cast<std::uintptr_t>(code));
+  }
+  hook(address, bytes, kind, code);
 }
 
 // ---- Places in the source ----------------------------------------------------------------------
@@ -388,8 +413,10 @@ std::vector<Counts::Place> worst_of(const std::vector<Place>& places, const Coun
 
 bool can_count() { return compiled_for_it; }
 
-void start_counting() {
-  finish_kernels();
+namespace {
+
+/// Counts from zero, with the device memory that there is now.
+void begin() {
   {
     std::lock_guard lock(device().mutex);
     device_memory.clear();
@@ -404,12 +431,9 @@ void start_counting() {
   counting = true;
 }
 
-Counts stop_counting() {
-  finish_kernels();
-  counting = false;
+/// Adds what all threads have counted since then.
+void collect(Counts& counts, std::vector<Place>& places) {
   std::lock_guard lock(Counter::mutex());
-  Counts counts;
-  std::vector<Place> places;
   std::int64_t barrier_threads = 0;
   for (Counter* each : Counter::all()) {
     places.insert(places.end(), each->places().begin(), each->places().end());
@@ -421,11 +445,18 @@ Counts stop_counting() {
     counts.l2_bytes += each->sums.l2_bytes;
     barrier_threads += each->barrier_threads;
   }
-  counts.barriers = barrier_threads / 32;
+  counts.barriers += barrier_threads / 32;
+}
+
+/// Adds what the places ask for.
+void add_up(Counts& counts, const std::vector<Place>& places) {
   for (const Place& place : places) {
     const bool load = place.kind != Kind::store;  // a copy by cp.async loads
     if (place.kind == Kind::atomic) {
-      if (place.shared) continue;
+      if (place.shared) {
+        counts.shared_atomic_requests += place.requests;
+        continue;
+      }
       counts.atomic_requests += place.requests;
       counts.atomic_sectors += place.units;
     } else if (place.shared) {
@@ -439,7 +470,66 @@ Counts stop_counting() {
   counts.l2_bytes += kSectorBytes * (counts.global_load_sectors + counts.global_store_sectors +
                                      counts.atomic_sectors);
   counts.worst = worst_of(places, counts);
+}
+
+}  // namespace
+
+void start_counting() {
+  finish_kernels();
+  begin();
+}
+
+Counts stop_counting() {
+  finish_kernels();
+  counting = false;
+  Counts counts;
+  std::vector<Place> places;
+  collect(counts, places);
+  add_up(counts, places);
   return counts;
+}
+
+struct Tally::Places {
+  Counts counts;
+  std::vector<Place> of;
+};
+
+Tally::Tally() : places_(std::make_unique<Places>()) {}
+Tally::~Tally() = default;
+
+void Tally::start() { begin(); }
+
+void Tally::stop() {
+  counting = false;
+  std::vector<Place> places;
+  collect(places_->counts, places);
+  for (const Place& place : places) {
+    const auto same = std::find_if(places_->of.begin(), places_->of.end(), [&](const Place& each) {
+      return each.code == place.code && each.kind == place.kind && each.shared == place.shared &&
+             each.bytes == place.bytes;
+    });
+    if (same == places_->of.end()) {
+      places_->of.push_back(place);
+    } else {
+      same->requests += place.requests;
+      same->units += place.units;
+      same->least += place.least;
+    }
+  }
+}
+
+Counts Tally::counts() const {
+  Counts counts = places_->counts;
+  add_up(counts, places_->of);
+  return counts;
+}
+
+void check_accesses() { checking = true; }
+
+std::string line_of(std::uintptr_t code) {
+  const std::vector<Line> lines = lines_of({code});
+  if (lines.empty() || lines[0].file.empty()) return "";
+  return lines[0].file + ":" + std::to_string(lines[0].number);
 }
 
 void count_library(std::int64_t bytes) {
@@ -527,18 +617,18 @@ void __tsan_write_range(void* address, std::size_t size) {
   cuda_cpu::hook(address, size, cuda_cpu::Kind::store, CUDA_CPU_PLACE);
 }
 
-#define CUDA_CPU_ACCESS(SIZE)                                             \
-  void __tsan_read##SIZE(void* address) {                                 \
-    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
-  }                                                                       \
-  void __tsan_write##SIZE(void* address) {                                \
-    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
-  }                                                                       \
-  void __tsan_unaligned_read##SIZE(void* address) {                       \
-    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
-  }                                                                       \
-  void __tsan_unaligned_write##SIZE(void* address) {                      \
-    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
+#define CUDA_CPU_ACCESS(SIZE)                                                     \
+  void __tsan_read##SIZE(void* address) {                                         \
+    cuda_cpu::hook_aligned(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
+  }                                                                               \
+  void __tsan_write##SIZE(void* address) {                                        \
+    cuda_cpu::hook_aligned(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
+  }                                                                               \
+  void __tsan_unaligned_read##SIZE(void* address) {                               \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);          \
+  }                                                                               \
+  void __tsan_unaligned_write##SIZE(void* address) {                              \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE);         \
   }
 CUDA_CPU_ACCESS(1)
 CUDA_CPU_ACCESS(2)

@@ -11,6 +11,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 
 #include "cpu/watch/counts.h"
 
@@ -23,6 +25,26 @@ bool can_count();
 void start_counting();
 /// Since start_counting().
 Counts stop_counting();
+
+/// What several launches of one kernel ask for together.
+class Tally {
+ public:
+  Tally();
+  ~Tally();
+  /// Around each launch.
+  void start();
+  void stop();
+  Counts counts() const;
+
+ private:
+  struct Places;
+  std::unique_ptr<Places> places_;
+};
+
+/// From now on accesses that go astray are told ledger.h.
+void check_accesses();
+/// file:line of a place in the program, of the reader's own source; empty if it is not known.
+std::string line_of(std::uintptr_t code);
 
 // ---- For the backend ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ struct Counts {
   int64_t shared_load_requests = 0, shared_load_conflicts = 0;
   int64_t shared_store_requests = 0, shared_store_conflicts = 0;
   int64_t atomic_requests = 0, atomic_sectors = 0;  ///< of global memory
+  int64_t shared_atomic_requests = 0;
   int64_t async_copy_bytes = 0;       ///< by cp.async, whose requests are among the loads
   int64_t copy_engine_bytes = 0;      ///< of global memory, loads and stores
   int64_t multicast_saved_bytes = 0;  ///< that a block did not ask for, as another one did for it

@@ -1,0 +1,350 @@
+#include "cpu/watch/ledger.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "cpu/execution/execution.h"
+#include "cpu/execution/sanitizers.h"
+#include "cpu/runtime/device_state.h"
+#include "cpu/runtime/environment.h"
+#include "cpu/watch/counting.h"
+
+extern "C" const char __executable_start, _end;  // where the linker has put the program
+
+namespace cuda_cpu {
+namespace {
+
+/// So much memory that was given back is kept at most.
+constexpr std::size_t kMostKept = 1u << 30;
+/// Further than this from any memory, an address is not "behind" it.
+constexpr std::size_t kNear = 1u << 16;
+
+struct Kernel {
+  std::string name;
+  dim3 grid, block;
+  Site site;
+  long launches = 0;
+  Tally tally;
+};
+
+struct Kept {
+  char* memory;
+  std::size_t size;
+};
+
+struct Ledger {
+  std::mutex mutex;
+  std::deque<Kernel> kernels;
+  Kernel* current = nullptr;
+  const Launch* launch = nullptr;
+  std::vector<std::string> refused;  ///< since the program has last asked
+  std::FILE* file = nullptr;
+  std::deque<Kept> kept;
+  std::size_t kept_bytes = 0;
+  bool ended = false;
+};
+
+Ledger& ledger() {
+  static Ledger* const ledger = new Ledger;
+  return *ledger;
+}
+
+void say(const char* what, const std::string& text) {
+  std::string line = text;
+  std::replace(line.begin(), line.end(), '\n', ' ');
+  std::fprintf(ledger().file, "%s\t%s\n", what, line.c_str());
+  std::fflush(ledger().file);
+}
+
+std::string in_words(const dim3& size) {
+  std::string text = std::to_string(size.x);
+  if (size.y > 1 || size.z > 1) text += "x" + std::to_string(size.y);
+  if (size.z > 1) text += "x" + std::to_string(size.z);
+  return text;
+}
+
+void write_kernels() {
+  Ledger& all = ledger();
+  for (const Kernel& kernel : all.kernels) {
+    const Counts counts = kernel.tally.counts();
+    std::fprintf(
+        all.file,
+        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\n",
+        kernel.name.c_str(), in_words(kernel.grid).c_str(), in_words(kernel.block).c_str(),
+        kernel.launches, static_cast<long long>(counts.global_load_requests),
+        static_cast<long long>(counts.global_load_sectors),
+        static_cast<long long>(counts.global_store_requests),
+        static_cast<long long>(counts.global_store_sectors),
+        static_cast<long long>(counts.shared_load_requests + counts.shared_store_requests),
+        static_cast<long long>(counts.shared_load_conflicts + counts.shared_store_conflicts),
+        static_cast<long long>(counts.atomic_requests + counts.shared_atomic_requests),
+        static_cast<long long>(counts.l2_bytes), kernel.site.file, kernel.site.line);
+    for (const Counts::Place& place : counts.worst) {
+      std::fprintf(all.file, "worst\t%s\t%s\t%d\t%d\t%d\t%lld\t%.3g\t%.3g\n", kernel.name.c_str(),
+                   place.file.c_str(), place.line, place.shared, place.store,
+                   static_cast<long long>(place.requests), place.per_request, place.least);
+    }
+  }
+}
+
+void write_ledger() {
+  Ledger& all = ledger();
+  if (all.ended) return;
+  all.ended = true;
+  if (!kSanitized) write_kernels();
+  for (const std::string& why : all.refused) say("refused", why);
+  std::map<std::string, std::pair<long, std::size_t>> leaks;
+  {
+    std::lock_guard lock(device().mutex);
+    for (const auto& [start, allocation] : device().allocations) {
+      if (allocation.variable) continue;
+      const std::string where =
+          kSanitized ? "" : line_of(reinterpret_cast<std::uintptr_t>(allocation.place));
+      auto& [count, bytes] = leaks[where];
+      ++count;
+      bytes += allocation.size;
+    }
+  }
+  for (const auto& [where, leak] : leaks) {
+    std::fprintf(all.file, "leak\t%ld\t%zu\t%s\n", leak.first, leak.second, where.c_str());
+  }
+  say("end", device().broken ? "failed" : "");
+}
+
+/// After so many seconds the program ends, and says in which kernel.
+void watch_the_time(int seconds) {
+  std::thread([seconds] {
+    std::this_thread::sleep_for(std::chrono::seconds(seconds));
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    if (all.ended) return;
+    std::string text = "no kernel was running";
+    if (all.current) {
+      text = "kernel " + all.current->name + ", launched at " + all.current->site.file + ":" +
+             std::to_string(all.current->site.line) + ", had finished " +
+             std::to_string(all.launch->blocks_done.load()) + " of its " +
+             std::to_string(all.launch->blocks) + " blocks";
+    }
+    say("time", text);
+    std::fflush(nullptr);
+    _exit(124);
+  }).detach();
+}
+
+std::string words(std::size_t bytes, bool store) {
+  return std::string(store ? "writes " : "reads ") + std::to_string(bytes) + " bytes";
+}
+
+/// The place in the source, for a message.
+std::string at(std::uintptr_t code) {
+  const std::string line = line_of(code);
+  return line.empty() ? "" : ", at " + line;
+}
+
+/// Something behind the end, or before the start, of memory that begins at `start`; empty if it is
+/// far from it.
+std::string beside(std::uintptr_t address, std::size_t bytes, std::uintptr_t start,
+                   std::size_t size) {
+  const std::uintptr_t end = start + size;
+  if (address + bytes > end && address < end + kNear) {
+    return std::to_string(address + bytes - end) + " bytes behind the end";
+  }
+  if (address < start && address + kNear > start) {
+    return std::to_string(start - address) + " bytes before the start";
+  }
+  return "";
+}
+
+}  // namespace
+
+bool keeps_ledger() {
+  static const bool keeps = [] {
+    const Environment& user = environment();
+    if (!user.report) return false;
+    Ledger& all = ledger();
+    all.file = std::fopen(user.report, "w");
+    if (!all.file) return false;
+    // The device is there first, and the ledger is written before it goes.
+    device();
+    std::atexit(write_ledger);
+    if (!kSanitized && can_count()) check_accesses();
+    if (user.seconds > 0) watch_the_time(user.seconds);
+    return true;
+  }();
+  return keeps;
+}
+
+void ledger_starts(Launch& launch) {
+  if (!keeps_ledger()) return;
+  Ledger& all = ledger();
+  std::lock_guard lock(all.mutex);
+  const LaunchConfig& config = launch.config;
+  const auto key = [](const Kernel& kernel) {
+    return std::tuple(kernel.name, kernel.grid.x, kernel.grid.y, kernel.grid.z, kernel.block.x,
+                      kernel.block.y, kernel.block.z, kernel.site.line);
+  };
+  const auto found =
+      std::find_if(all.kernels.begin(), all.kernels.end(), [&](const Kernel& kernel) {
+        return key(kernel) == std::tuple(launch.description.name, config.grid.x, config.grid.y,
+                                         config.grid.z, config.block.x, config.block.y,
+                                         config.block.z, config.site.line);
+      });
+  if (found != all.kernels.end()) {
+    all.current = &*found;
+  } else {
+    all.current = &all.kernels.emplace_back();
+    all.current->name = launch.description.name;
+    all.current->grid = config.grid;
+    all.current->block = config.block;
+    all.current->site = config.site;
+  }
+  ++all.current->launches;
+  all.launch = &launch;
+  if (!kSanitized && !device().concurrent) all.current->tally.start();
+}
+
+void ledger_ends(Launch&) {
+  if (!keeps_ledger()) return;
+  Ledger& all = ledger();
+  std::lock_guard lock(all.mutex);
+  if (!kSanitized && !device().concurrent) all.current->tally.stop();
+  all.current = nullptr;
+  all.launch = nullptr;
+}
+
+void ledger_refused(const char* why) {
+  if (keeps_ledger()) ledger().refused.push_back(why);
+}
+
+void ledger_asked() {
+  if (keeps_ledger()) ledger().refused.clear();
+}
+
+bool ledger_failed(const char* message) {
+  if (!keeps_ledger() || kSanitized) return false;
+  say("failed", message);
+  return true;
+}
+
+bool ledger_freed(void* memory, std::size_t size) {
+  if (!keeps_ledger() || kSanitized) return false;
+  Ledger& all = ledger();
+  std::lock_guard lock(all.mutex);
+  all.kept.push_back({static_cast<char*>(memory), size});
+  all.kept_bytes += size;
+  while (all.kept_bytes > kMostKept) {
+    all.kept_bytes -= all.kept.front().size;
+    std::free(all.kept.front().memory);
+    all.kept.pop_front();
+  }
+  return true;
+}
+
+void ledger_misaligned(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
+  fail("misaligned: it %s at once, at an address that is no multiple of %zu but %zu bytes off%s",
+       words(bytes, store).c_str(), bytes, static_cast<std::size_t>(address % bytes),
+       at(code).c_str());
+}
+
+void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
+  // What a kernel reads without reaching for it: its arguments, variables of the program, and the
+  // backend's of this worker.
+  const auto in = [&](const void* start, std::size_t size) {
+    return address - reinterpret_cast<std::uintptr_t>(start) < size;
+  };
+  const BoundKernel& kernel = runner->launch().kernel;
+  if (in(kernel.arguments, kernel.size)) return;
+  if (in(&__executable_start, static_cast<std::size_t>(&_end - &__executable_start))) return;
+  const char* const thread_local_end = static_cast<const char*>(__builtin_thread_pointer());
+  if (in(thread_local_end - kNear, 2 * kNear)) return;
+
+  const std::string what = words(bytes, store), where = at(code);
+  if (address < kNear) {
+    fail("a null pointer: it %s%s", what.c_str(), where.c_str());
+  }
+  const Block& block = *runner->current().block;
+  for (std::size_t i = 0; i < block.shared.size(); ++i) {
+    const SharedStorage& storage = block.shared[i];
+    if (!storage.data) continue;
+    const std::string beyond =
+        beside(address, bytes, reinterpret_cast<std::uintptr_t>(storage.data), storage.size);
+    if (beyond.empty()) continue;
+    if (i == 0 && storage.size == 0) {
+      fail(
+          "dynamic shared memory, of which the launch asks for 0 bytes (the third number between"
+          " <<< and >>>): it %s%s",
+          what.c_str(), where.c_str());
+    }
+    fail("shared memory: it %s, %s of %zu bytes%s", what.c_str(), beyond.c_str(), storage.size,
+         where.c_str());
+  }
+  {
+    Ledger& all = ledger();
+    std::lock_guard lock(all.mutex);
+    for (const Kept& each : all.kept) {
+      if (!in(each.memory, each.size)) continue;
+      fail("used after free: it %s of memory that cudaFree() has given back%s", what.c_str(),
+           where.c_str());
+    }
+  }
+  std::string beyond;
+  std::size_t size = 0, distance = kNear;
+  {
+    std::lock_guard lock(device().mutex);
+    for (const auto& [start, allocation] : device().allocations) {
+      const auto begin = reinterpret_cast<std::uintptr_t>(start);
+      if (allocation.type == cudaMemoryTypeHost && in(start, allocation.size)) return;
+      const std::string text = beside(address, bytes, begin, allocation.size);
+      const std::size_t away = address < begin ? begin - address : address - begin;
+      if (text.empty() || away - std::min(away, allocation.size) >= distance) continue;
+      distance = away - std::min(away, allocation.size);
+      beyond = text;
+      size = allocation.size;
+    }
+  }
+  if (!beyond.empty()) {
+    fail("device memory: it %s, %s of %zu bytes%s", what.c_str(), beyond.c_str(), size,
+         where.c_str());
+  }
+  fail(
+      "memory that is not the device's: it %s at a host pointer, or far outside of what it was"
+      " given%s",
+      what.c_str(), where.c_str());
+}
+
+void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
+  static std::atomic<bool> looking = false;
+  if (looking || !ledger().file) return;
+  {
+    std::unique_lock lock(device().mutex, std::try_to_lock);
+    if (!lock.owns_lock()) return;
+    const auto& allocations = device().allocations;
+    auto next = allocations.upper_bound(reinterpret_cast<const char*>(address));
+    if (next == allocations.begin()) return;
+    --next;
+    if (next->second.type != cudaMemoryTypeDevice ||
+        address >= reinterpret_cast<std::uintptr_t>(next->first) + next->second.size) {
+      return;
+    }
+  }
+  if (looking.exchange(true)) return;
+  say("host", "the host " + words(bytes, store) +
+                  " of device memory, which only kernels and cudaMemcpy() reach" + at(code));
+  std::fflush(nullptr);
+  write_ledger();
+  _exit(3);
+}
+
+}  // namespace cuda_cpu

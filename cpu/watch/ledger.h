@@ -1,0 +1,43 @@
+// What a program of a reader's own (./try) has done, written into a file when it ends: each kernel
+// with what it asked of memory, launches that were refused although nobody looked, memory that was
+// never freed. And mistakes that end in silence otherwise: they are seen before each access.
+//
+// All of it only where CUDA_CPU_REPORT names the file: lessons have a harness of their own.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/execution/cuda_cpu.h"
+
+namespace cuda_cpu {
+
+struct Launch;
+
+/// Whether there is a file to write into.
+bool keeps_ledger();
+/// Memory has more than it was asked for behind its end, so that one element too far is nobody's.
+inline constexpr std::size_t kGap = 256;
+
+/// A launch starts, and ends.
+void ledger_starts(Launch& launch);
+void ledger_ends(Launch& launch);
+/// A launch that could not be made, and why; and: the program has asked for the last error.
+void ledger_refused(const char* why);
+void ledger_asked();
+/// A kernel has failed. True: it is noted, and need not be printed.
+bool ledger_failed(const char* message);
+/// Memory that is given back; false: it is to be freed as usual. Otherwise it is kept for a while, so
+/// that a kernel that still uses it is found.
+bool ledger_freed(void* memory, std::size_t size);
+
+/// The calling thread, of a kernel, reaches for memory that is neither its own nor its block's nor
+/// the device's: ends the launch if nothing else explains it.
+void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
+/// Its address is no multiple of the size of what is read or written.
+void ledger_misaligned(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
+/// The host reads or writes: ends the program if it is the device's.
+void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
+
+}  // namespace cuda_cpu
