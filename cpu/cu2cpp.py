@@ -54,6 +54,48 @@ def translate(text: str, path: str) -> str:
     return _Translation(text, path).result()
 
 
+def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset()) -> str:
+    """The same of what others have written, who know more forms than our own sources have: several
+    __shared__ variables in a statement, and launches that need a call as C++ has it, of the kernels
+    that `through_call` names (templates whose arguments are deduced, overloads, default arguments).
+    `kernels` are the names of all kernels of the program."""
+    return _ForeignTranslation(text, path, through_call, kernels).result()
+
+
+def code_of(text: str) -> str:
+    """The text without comments and strings, of the same length."""
+    return _NOT_CODE.sub(_blank, text)
+
+
+def kernels_of(text: str):
+    """(the names of the kernels in it, those of them that only a call as C++ has it can launch)."""
+    code = code_of(text)
+    names, special = {}, set()
+    for match in _KERNEL.finditer(code):
+        name = match["name"]
+        end = _closing(code, match.end() - 1)
+        parameters = " ".join(code[match.end() : end].split())
+        if match["template"] is not None or "=" in parameters:
+            special.add(name)
+        if names.setdefault(name, parameters) != parameters:
+            before, now = (each.count(",") for each in (names[name], parameters))
+            if before != now or _types(names[name]) != _types(parameters):
+                special.add(name)
+    return set(names), special
+
+
+_KERNEL = re.compile(
+    r"(?P<template>\btemplate\s*<[^;{}]*>\s*)?(?:(?:static|inline|extern|__host__|void)\s+)*"
+    r"__global__\s+(?:[\w\s]|__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"
+    r"(?:__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s*)?(?P<name>\w+)\s*\("
+)
+
+
+def _types(parameters):
+    """The types of parameters, as far as the text shows them."""
+    return [re.sub(r"\b(?:const|__restrict__|__restrict)\b|\s|\w+$", "", each) for each in parameters.split(",")]
+
+
 def with_headers(text: str, *headers: str) -> str:
     """The source with the text of these headers (as their #include names them; what includes others
     comes first) in the place of the #include: for who changes a piece of a header, in one source."""
@@ -174,6 +216,174 @@ class _Translation:
             reference = f"(&{name}){extents}" if extents else f"& {name}"
             new = f"{type_} {reference} = cuda_cpu::static_shared([] {{}});"
         self._replace(start, stop, new)
+
+
+class _ForeignTranslation(_Translation):
+    def __init__(self, text, path, through_call, kernels):
+        super().__init__(text, path)
+        self.through_call = through_call
+        self.kernels = kernels
+
+    def result(self):
+        for name in self.kernels:  # cudaLaunchCooperativeKernel((void*)kernel, ...) needs its type
+            for match in re.finditer(rf"\(\s*(?:const\s+)?void\s*\*\s*\)\s*&?(?={name}\b)", self.code):
+                self._replace(match.start(), match.end(), "")
+        self._all_shared()
+        return super().result()
+
+    def _launch(self, start):
+        position, depth = start + 3, 0
+        while position < len(self.code):
+            if depth == 0 and (end := _LAUNCH_END.match(self.code, position)):
+                break
+            depth += (self.code[position] in "([{") - (self.code[position] in ")]}")
+            if depth < 0 or self.code[position] == ";":
+                self._fail(start, "<<< without >>>( in the same statement")
+            position += 1
+        else:
+            self._fail(start, "<<< without >>>( in the same statement")
+        first = self._start_of_kernel(start)
+        kernel = self.code[first:start].strip()
+        close = _closing(self.code, end.end() - 1)
+        arguments = list(_arguments(self.code, end.end(), close))
+        simple = re.fullmatch(r"(?:\w+::)*\w+(?:\s*<.*>)?", kernel, re.DOTALL)
+        name = re.sub(r"<.*", "", kernel, flags=re.DOTALL).strip().rpartition("::")[2]
+        macro = any("__VA_ARGS__" in self.code[a:b] or "..." in self.code[a:b] for a, b in arguments)
+        if simple and name in self.through_call and not macro:
+            config = self.text[start + 3 : position].replace("\n", " ")
+            captured, passed = [], []
+            for k, (a, b) in enumerate(arguments):
+                argument = self.text[a:b].strip()
+                if re.fullmatch(r"NULL|nullptr|-?[\d.]\w*|true|false|\{.*\}", argument, re.DOTALL):
+                    passed.append(argument)
+                else:
+                    captured.append(f", cuda_cpu_{k} = ({argument})")
+                    passed.append(f"cuda_cpu_{k}")
+            own = self.text[first:start].strip()
+            self._replace(first, close + 1, (
+                f"cuda_cpu::call(cuda_cpu::launch({config}), [={''.join(captured)}] "
+                f"{{ {own}({', '.join(passed)}); }})"))
+            return
+        self._replace(start, start + 3, "->*cuda_cpu::launch(")
+        self._replace(position, end.end(), ")(")
+        for a, b in arguments:
+            if self.code[a:b].strip() in ("0", "NULL"):
+                self._replace(a, b, "cuda_cpu::Zero()")
+
+    def _start_of_kernel(self, position):
+        """Where the expression begins that stands before <<<."""
+        code = self.code
+        while True:
+            while position > 0 and code[position - 1].isspace():
+                position -= 1
+            if position > 0 and code[position - 1] == ">":
+                depth = 0
+                while position > 0:
+                    position -= 1
+                    depth += (code[position] == ">") - (code[position] == "<")
+                    if depth == 0:
+                        break
+                continue
+            name = re.search(r"(?:\w+\s*::\s*)*\w+$", code[max(0, position - 300) : position])
+            return position - len(name[0]) if name else position
+
+    def _shared(self, match):
+        """The plain forms are among those that _all_shared() finds."""
+
+    def _all_shared(self):
+        done = 0
+        flat = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, self.code, flags=re.MULTILINE)
+        for match in re.finditer(r"\b__shared__\b", flat):
+            if match.start() < done:
+                continue
+            start = max(flat.rfind(c, 0, match.start()) for c in ";{}") + 1
+            label = re.match(r"\s*(?:case\b[^:]*|default\s*|public\s*|private\s*):", flat[start : match.start()])
+            start += label.end() if label else 0
+            start += len(flat[start:]) - len(flat[start:].lstrip())
+            if start > match.start():
+                continue
+            stop, depth = match.end(), 0
+            while stop < len(flat) and (flat[stop] != ";" or depth):
+                depth += (flat[stop] in "{(") - (flat[stop] in "})")
+                stop += 1
+            done = stop
+            self._declaration(start, stop + 1, self.code[start:stop])
+
+    def _declaration(self, start, stop, declaration):
+        dynamic = re.search(r"\bextern\b", declaration)
+        file_scope = _depth(self.code, start) == 0
+        declaration = re.sub(r"\b(?:extern|static|__shared__|volatile(?=\s+__shared__))\b", "", declaration)
+        while alignment := _ALIGNMENT.search(declaration):
+            end = _closing(declaration, alignment.end() - 1)
+            declaration = declaration[: alignment.start()] + declaration[end + 1 :]
+        before = ""
+        if "{" in declaration:  # the type is defined in place
+            opening = declaration.index("{")
+            depth = 0
+            for closing in range(opening, len(declaration)):
+                depth += (declaration[closing] == "{") - (declaration[closing] == "}")
+                if depth == 0:
+                    break
+            head = declaration[:opening].split()
+            if head[:1] not in (["struct"], ["union"]):
+                self._fail(start, "a __shared__ variable cannot be initialized")
+            tag = head[1] if len(head) > 1 else f"cuda_cpu_shared_{start}"
+            before = f"{head[0]} {tag} {' '.join(declaration[opening : closing + 1].split())}; "
+            declaration = f"{tag} {declaration[closing + 1 :]}"
+        if "=" in _outside_brackets(declaration):
+            self._fail(start, "a __shared__ variable cannot be initialized")
+        pieces = _at_commas(declaration)
+        first = _DECLARATION.match(pieces[0].strip())
+        if not first:
+            self._fail(start, "cannot read this __shared__ declaration")
+        base = " ".join(first["type"].rstrip("*& \n\t").split())
+        new = []
+        for number, piece in enumerate(pieces):
+            parts = first if number == 0 else _DECLARATION.match(f"{base} {piece.strip()}")
+            if not parts:
+                self._fail(start, "cannot read this __shared__ declaration")
+            type_, name, extents = (" ".join(parts[k].split()) for k in ("type", "name", "extents"))
+            unknown = re.match(r"\[\s*\]", extents)
+            if dynamic and unknown:
+                rest = extents[unknown.end() :]
+                if file_scope:
+                    new.append(f"static const cuda_cpu::DynamicArray<{type_}{rest}> {name};")
+                    continue
+                pointer = f"(*const {name}){rest}" if rest else f"*const {name}"
+                new.append(f"{type_} {pointer} = cuda_cpu::dynamic_shared();")
+            elif dynamic or unknown:
+                self._fail(start, "extern __shared__ needs an array of unknown size: name[]")
+            elif file_scope:
+                self._fail(start, "a __shared__ array with a size stands in the kernel, not outside of functions")
+            else:
+                reference = f"(&{name}){extents}" if extents else f"& {name}"
+                new.append(f"{type_} {reference} = cuda_cpu::static_shared([] {{}});")
+        self._replace(start, stop, before + " ".join(new))
+
+
+def _arguments(code, start, end):
+    """Where each argument of a call begins and ends."""
+    if not code[start:end].strip():
+        return
+    for piece in _at_commas(code[start:end]):
+        yield start, start + len(piece)
+        start += len(piece) + 1
+
+
+def _at_commas(code):
+    """The pieces between commas that are outside of all brackets, <> only where they are a pair."""
+    pieces, depth, begin, k = [], 0, 0, 0
+    while k < len(code):
+        character = code[k]
+        if character == "<" and (template := re.match(r"<[\w\s:,*&<]*>+(?=[\s:({*&]|$)", code[k:])):
+            k += template.end()
+            continue
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            pieces.append(code[begin:k])
+            begin = k + 1
+        k += 1
+    return [*pieces, code[begin:]]
 
 
 def _blank(match):

@@ -864,8 +864,11 @@ cudaError_t check(const LaunchConfig& config, const void* function,
   DeviceState& state = device();
   std::lock_guard lock(state.mutex);
   const auto limit = state.dynamic_shared_limits.find({current_device(), function});
-  const std::size_t allowed =
+  std::size_t allowed =
       limit == state.dynamic_shared_limits.end() ? kDefaultSharedBytes : limit->second;
+  if (!function) {  // what call() launches has no address: what any kernel may have
+    for (const auto& [key, bytes] : state.dynamic_shared_limits) allowed = std::max(allowed, bytes);
+  }
   if (config.shared_bytes <= allowed) return cudaSuccess;
   return refuse(cudaErrorInvalidValue, config, name,
                 "a block of it has at most %zu bytes, and as many as cudaFuncSetAttribute() asked"
@@ -1089,6 +1092,35 @@ void warp_meet(unsigned mask, Combine* combine, void* operand, const char* opera
 CUDA_CPU_NO_TSAN unsigned lane_id() { return runner->lane_id(); }
 
 CUDA_CPU_NO_TSAN unsigned live_lanes() { return runner->live_lanes(); }
+
+CUDA_CPU_NO_TSAN void grid_barrier(Site site) {
+  Launch& launch = runner->launch();
+  if (launch.blocks > launch.capacity) {
+    fail(
+        "grid.sync() at %s:%d needs all blocks at the same time, and the device holds %u:"
+        " cudaLaunchCooperativeKernel() says so",
+        site.file, site.line, launch.capacity);
+  }
+  block_barrier(0, "grid.sync()", site);
+  tsan_release(&launch.grid_arrived);
+  if (runner->current().number == 0) {
+    const unsigned phase = launch.grid_phase;
+    if (++launch.grid_arrived == launch.blocks) {
+      launch.grid_arrived = 0;
+      ++launch.grid_phase;
+      runner->progressed();
+    }
+    while (launch.grid_phase == phase) runner->spin("grid.sync()", site);
+  }
+  block_barrier(0, "grid.sync()", site);
+  tsan_acquire(&launch.grid_arrived);
+}
+
+cudaError_t check_cooperative(dim3 grid) {
+  const bool fits =
+      std::uint64_t{grid.x} * grid.y * grid.z <= static_cast<std::uint64_t>(multiprocessors());
+  return result(fits ? cudaSuccess : cudaErrorCooperativeLaunchTooLarge);
+}
 
 CUDA_CPU_NO_TSAN void yield(Site site) { runner->spin("__nanosleep()", site); }
 

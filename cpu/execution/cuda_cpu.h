@@ -97,6 +97,9 @@ void waits_for(const char* what);
 /// What it has read then.
 void saw(const void* address, unsigned long long value);
 
+/// All blocks of the grid wait for one another.
+void grid_barrier(Site site);
+
 /// A copy that cuda_pipeline.h has queued: `size` bytes, the last `zero_fill` of them zeros.
 struct AsyncCopy {
   void* target;
@@ -232,6 +235,9 @@ inline LaunchConfig launch(dim3 grid, dim3 block, std::size_t shared_bytes = 0,
   return {grid, block, shared_bytes, stream, site, 0, false};
 }
 
+/// Whether a cooperative launch of so many blocks fits on the device.
+cudaError_t check_cooperative(dim3 grid);
+
 /// Runs the kernel for all threads of the grid, on the current device; see the top. An invalid
 /// configuration is reported as by CUDA, through cudaGetLastError().
 void execute(const LaunchConfig& config, const BoundKernel& kernel);
@@ -276,6 +282,29 @@ void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>
                         },
                         &bound, sizeof bound});
 }
+
+/// A zero that a program passes to a kernel: a number, or no pointer.
+struct Zero {
+  template <class T>
+  operator T() const {
+    return T(0);
+  }
+};
+
+/// A launch of what only a call can name: a kernel template whose arguments are deduced, one of
+/// several of a name, one with default arguments. `call` has the arguments, by value.
+template <class CallOfKernel>
+void call(const LaunchConfig& config, const CallOfKernel& call) {
+  execute(config,
+          {nullptr, [](const void* arguments) { (*static_cast<const CallOfKernel*>(arguments))(); },
+           &call, sizeof call});
+}
+
+/// `extern __shared__ T name[];` outside of functions.
+template <class T>
+struct DynamicArray {
+  operator T*() const { return static_cast<T*>(dynamic_shared_storage()); }
+};
 
 /// A launch with attributes: the size of its clusters, and whether it may start early.
 LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site);

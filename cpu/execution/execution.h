@@ -52,6 +52,8 @@ struct Launch {
   std::atomic<std::uint64_t> blocks_done = 0;
   std::atomic<unsigned> resident = 0;
   std::atomic<bool> failed = false;
+  /// Of all blocks of a grid: how many have come, and how often all have.
+  std::atomic<unsigned> grid_arrived = 0, grid_phase = 0;
   /// What every later call of the runtime returns then.
   std::atomic<cudaError_t> error = cudaErrorLaunchFailure;
 };

@@ -37,6 +37,7 @@ enum cudaError {
   cudaErrorIllegalInstruction = 715,
   cudaErrorMisalignedAddress = 716,
   cudaErrorLaunchFailure = 719,
+  cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorNotPermitted = 800,
   cudaErrorNotSupported = 801,
   cudaErrorInvalidClusterSize = 912,
@@ -170,6 +171,17 @@ struct cudaDeviceProp {
   int maxBlocksPerMultiProcessor;
   std::size_t reservedSharedMemPerBlock;
   int clusterLaunch;
+  // What CUDA 13 has no more, and programs print; 0 is unknown.
+  int clockRate;
+  int memoryClockRate;
+  int computeMode;
+  int kernelExecTimeoutEnabled;
+  int deviceOverlap;
+  std::size_t textureAlignment;
+  int isMultiGpuBoard;
+  int concurrentManagedAccess;
+  int pageableMemoryAccess;
+  int tccDriver;
 };
 
 enum cudaDeviceAttr {
@@ -326,27 +338,30 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*kernel)(Paramet
 }
 
 template <class T>
-cudaError_t cudaMalloc(T** pointer, std::size_t size) {
+__attribute__((always_inline)) inline cudaError_t cudaMalloc(T** pointer, std::size_t size) {
   return cudaMalloc(reinterpret_cast<void**>(pointer), size);
 }
 
 template <class T>
-cudaError_t cudaMallocAsync(T** pointer, std::size_t size, cudaStream_t stream) {
+__attribute__((always_inline)) inline cudaError_t cudaMallocAsync(T** pointer, std::size_t size,
+                                                                  cudaStream_t stream) {
   return cudaMallocAsync(reinterpret_cast<void**>(pointer), size, stream);
 }
 
 template <class T>
-cudaError_t cudaMallocManaged(T** pointer, std::size_t size, unsigned flags = cudaMemAttachGlobal) {
+__attribute__((always_inline)) inline cudaError_t cudaMallocManaged(
+    T** pointer, std::size_t size, unsigned flags = cudaMemAttachGlobal) {
   return cudaMallocManaged(reinterpret_cast<void**>(pointer), size, flags);
 }
 
 template <class T>
-cudaError_t cudaMallocHost(T** pointer, std::size_t size) {
+__attribute__((always_inline)) inline cudaError_t cudaMallocHost(T** pointer, std::size_t size) {
   return cudaMallocHost(reinterpret_cast<void**>(pointer), size);
 }
 
 template <class T>
-cudaError_t cudaHostAlloc(T** pointer, std::size_t size, unsigned flags) {
+__attribute__((always_inline)) inline cudaError_t cudaHostAlloc(T** pointer, std::size_t size,
+                                                                unsigned flags) {
   return cudaHostAlloc(reinterpret_cast<void**>(pointer), size, flags);
 }
 

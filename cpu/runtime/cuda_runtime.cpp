@@ -70,6 +70,7 @@ constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaErrorIllegalInstruction, "an illegal instruction was encountered"),
     CUDA_CPU_ERROR(cudaErrorMisalignedAddress, "misaligned address"),
     CUDA_CPU_ERROR(cudaErrorLaunchFailure, "unspecified launch failure"),
+    CUDA_CPU_ERROR(cudaErrorCooperativeLaunchTooLarge, "too many blocks in cooperative launch"),
     CUDA_CPU_ERROR(cudaErrorNotPermitted, "operation not permitted"),
     CUDA_CPU_ERROR(cudaErrorNotSupported, "operation not supported"),
     CUDA_CPU_ERROR(cudaErrorInvalidClusterSize, "invalid cluster size"),
@@ -248,6 +249,7 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
     case cudaDevAttrConcurrentManagedAccess:
     case cudaDevAttrMaxBlocksPerMultiprocessor:
     case cudaDevAttrClusterLaunch:
+    case cudaDevAttrCooperativeLaunch:
       *value = 1;
       break;
     default:
@@ -451,6 +453,18 @@ cudaError_t cudaMallocHost(void** pointer, std::size_t size) {
 
 cudaError_t cudaHostAlloc(void** pointer, std::size_t size, unsigned) {
   return cudaMallocHost(pointer, size);
+}
+
+cudaError_t cudaHostRegister(void* pointer, std::size_t size, unsigned) {
+  std::lock_guard lock(device().mutex);
+  device().allocations[static_cast<char*>(pointer)] = {size, cudaMemoryTypeHost, true, 0, nullptr};
+  return result(cudaSuccess);
+}
+
+cudaError_t cudaHostUnregister(void* pointer) {
+  std::lock_guard lock(device().mutex);
+  return result(device().allocations.erase(static_cast<char*>(pointer)) ? cudaSuccess
+                                                                        : cudaErrorInvalidValue);
 }
 
 cudaError_t cudaFreeHost(void* pointer) { return cuda_cpu::release(pointer, true); }

@@ -350,7 +350,7 @@ std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses) {
     const std::size_t colon = line.rfind(':');
     if (found || lines.empty() || colon == std::string::npos) continue;
     std::string file = line.substr(0, colon);
-    if (file.starts_with("./")) file.erase(0, 2);
+    while (file.starts_with("./")) file.erase(0, 2);
     if (file.starts_with("cpu/") || file.starts_with("/")) continue;
     lines.back() = {file, std::atoi(line.c_str() + colon + 1)};
     found = true;

@@ -1,0 +1,164 @@
+// Cooperative groups: blocks, tiles of a warp, coalesced threads, and the grid of a cooperative
+// launch. What each function does is in the CUDA C++ Programming Guide, "Cooperative Groups".
+//
+// Which threads of a warp have come to a place together is nobody's promise. Here a thread is
+// always alone there: coalesced_threads() is a group of one.
+
+#pragma once
+
+#include "cuda_runtime.h"
+#include "runtime_helpers.h"
+
+namespace cooperative_groups {
+
+class thread_block {
+ public:
+  static void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) { __syncthreads(site); }
+  static unsigned thread_rank() {
+    return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+  }
+  static dim3 group_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+  static dim3 thread_index() { return {threadIdx.x, threadIdx.y, threadIdx.z}; }
+  static dim3 group_dim() { return blockDim; }
+  static dim3 dim_threads() { return blockDim; }
+  static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
+  static unsigned num_threads() { return size(); }
+};
+inline thread_block this_thread_block() { return {}; }
+
+class grid_group {
+ public:
+  static bool is_valid() { return true; }
+  static void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) { cuda_cpu::grid_barrier(site); }
+  static unsigned long long num_blocks() {
+    return static_cast<unsigned long long>(gridDim.x) * gridDim.y * gridDim.z;
+  }
+  static unsigned long long size() { return num_blocks() * thread_block::size(); }
+  static unsigned long long num_threads() { return size(); }
+  static unsigned long long block_rank() {
+    return blockIdx.x +
+           gridDim.x * (blockIdx.y + static_cast<unsigned long long>(gridDim.y) * blockIdx.z);
+  }
+  static unsigned long long thread_rank() {
+    return block_rank() * thread_block::size() + thread_block::thread_rank();
+  }
+  static dim3 group_dim() { return gridDim; }
+  static dim3 dim_blocks() { return gridDim; }
+  static dim3 block_index() { return {blockIdx.x, blockIdx.y, blockIdx.z}; }
+};
+inline grid_group this_grid() { return {}; }
+
+/// Consecutive lanes of a warp, from `first` on.
+class lanes {
+ public:
+  lanes(unsigned first, unsigned size) : first_(first), size_(size) {}
+
+  void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) const { __syncwarp(mask(), site); }
+  unsigned thread_rank() const { return cuda_cpu::lane_id() - first_; }
+  unsigned size() const { return size_; }
+  unsigned num_threads() const { return size_; }
+  unsigned meta_group_size() const { return (thread_block::size() + size_ - 1) / size_; }
+  unsigned meta_group_rank() const { return thread_block::thread_rank() / size_; }
+
+  template <class T>
+  T shfl(T value, int source) const {
+    return size_ == 1 ? value : __shfl_sync(mask(), value, source, width());
+  }
+  template <class T>
+  T shfl_down(T value, unsigned delta) const {
+    return size_ == 1 ? value : __shfl_down_sync(mask(), value, delta, width());
+  }
+  template <class T>
+  T shfl_up(T value, unsigned delta) const {
+    return size_ == 1 ? value : __shfl_up_sync(mask(), value, delta, width());
+  }
+  template <class T>
+  T shfl_xor(T value, unsigned lane_mask) const {
+    return size_ == 1 ? value
+                      : __shfl_xor_sync(mask(), value, static_cast<int>(lane_mask), width());
+  }
+  int any(int predicate) const { return __any_sync(mask(), predicate); }
+  int all(int predicate) const { return __all_sync(mask(), predicate); }
+  unsigned ballot(int predicate) const { return __ballot_sync(mask(), predicate) >> first_; }
+  template <class T>
+  unsigned match_any(T value) const {
+    return __match_any_sync(mask(), value) >> first_;
+  }
+
+ private:
+  unsigned mask() const { return (~0u >> (32 - size_)) << first_; }
+  int width() const { return static_cast<int>(size_); }
+
+  unsigned first_, size_;
+};
+
+template <unsigned kSize, class Parent = void>
+class thread_block_tile : public lanes {
+ public:
+  static_assert(kSize >= 1 && kSize <= 32 && (kSize & (kSize - 1)) == 0,
+                "a tile has 1, 2, 4, 8, 16 or 32 threads");
+  thread_block_tile() : lanes(cuda_cpu::lane_id() / kSize * kSize, kSize) {}
+  static constexpr unsigned size() { return kSize; }
+  static constexpr unsigned num_threads() { return kSize; }
+};
+
+class coalesced_group : public lanes {
+ public:
+  coalesced_group() : lanes(cuda_cpu::lane_id(), 1) {}
+};
+inline coalesced_group coalesced_threads() { return {}; }
+
+template <unsigned kSize, class Parent>
+thread_block_tile<kSize, Parent> tiled_partition(const Parent&) {
+  return {};
+}
+/// A size that is known when the program runs.
+class thread_group : public lanes {
+ public:
+  using lanes::lanes;
+};
+template <class Parent>
+thread_group tiled_partition(const Parent&, unsigned size) {
+  return {cuda_cpu::lane_id() / size * size, size};
+}
+
+template <class Group>
+void sync(const Group& group) {
+  group.sync();
+}
+
+template <class T>
+struct plus {
+  T operator()(T a, T b) const { return a + b; }
+};
+template <class T>
+struct less {
+  T operator()(T a, T b) const { return b < a ? b : a; }
+};
+template <class T>
+struct greater {
+  T operator()(T a, T b) const { return a < b ? b : a; }
+};
+template <class T>
+struct bit_and {
+  T operator()(T a, T b) const { return a & b; }
+};
+template <class T>
+struct bit_or {
+  T operator()(T a, T b) const { return a | b; }
+};
+template <class T>
+struct bit_xor {
+  T operator()(T a, T b) const { return a ^ b; }
+};
+
+/// Every thread of the group gets the result.
+template <class Group, class T, class Operation>
+T reduce(const Group& group, T value, Operation operation) {
+  for (unsigned step = group.size() / 2; step > 0; step /= 2) {
+    value = operation(value, group.shfl_xor(value, step));
+  }
+  return value;
+}
+
+}  // namespace cooperative_groups

@@ -1,0 +1,210 @@
+// Functions of CUDA that programs of others call and our own do not: settings that mean nothing
+// here, memory in rows, launches by a function, a few intrinsics.
+
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda_runtime.h"
+
+// ---- Settings, which change nothing here --------------------------------------------------------
+
+enum cudaFuncCache {
+  cudaFuncCachePreferNone,
+  cudaFuncCachePreferShared,
+  cudaFuncCachePreferL1,
+  cudaFuncCachePreferEqual
+};
+enum cudaSharedMemConfig {
+  cudaSharedMemBankSizeDefault,
+  cudaSharedMemBankSizeFourByte,
+  cudaSharedMemBankSizeEightByte
+};
+enum cudaLimit {
+  cudaLimitStackSize,
+  cudaLimitPrintfFifoSize,
+  cudaLimitMallocHeapSize,
+  cudaLimitPersistingL2CacheSize = 6
+};
+enum cudaMemoryAdvise {
+  cudaMemAdviseSetReadMostly = 1,
+  cudaMemAdviseUnsetReadMostly,
+  cudaMemAdviseSetPreferredLocation,
+  cudaMemAdviseUnsetPreferredLocation,
+  cudaMemAdviseSetAccessedBy,
+  cudaMemAdviseUnsetAccessedBy
+};
+enum cudaComputeMode {
+  cudaComputeModeDefault,
+  cudaComputeModeExclusive,
+  cudaComputeModeProhibited,
+  cudaComputeModeExclusiveProcess
+};
+#define cudaCpuDeviceId (-1)
+#define cudaHostRegisterDefault 0
+#define cudaHostRegisterPortable 1
+#define cudaHostRegisterMapped 2
+#define cudaDeviceScheduleAuto 0
+#define cudaDeviceScheduleSpin 1
+#define cudaDeviceScheduleBlockingSync 4
+#define cudaDeviceMapHost 8
+
+template <class Kernel>
+cudaError_t cudaFuncSetCacheConfig(Kernel, cudaFuncCache) {
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetSharedMemConfig(Kernel, cudaSharedMemConfig) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSetCacheConfig(cudaFuncCache) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSetSharedMemConfig(cudaSharedMemConfig) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSetLimit(cudaLimit, std::size_t) { return cudaSuccess; }
+inline cudaError_t cudaDeviceGetLimit(std::size_t* value, cudaLimit) {
+  *value = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
+inline cudaError_t cudaMemAdvise(const void*, std::size_t, cudaMemoryAdvise, int) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemPrefetchAsync(const void*, std::size_t, int, cudaStream_t = nullptr) {
+  return cudaSuccess;
+}
+inline cudaError_t cudaProfilerStart() { return cudaSuccess; }
+inline cudaError_t cudaProfilerStop() { return cudaSuccess; }
+inline cudaError_t cudaThreadSynchronize() { return cudaDeviceSynchronize(); }
+inline cudaError_t cudaChooseDevice(int* device, const cudaDeviceProp*) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  return cudaStreamCreate(stream);
+}
+
+// ---- Memory -------------------------------------------------------------------------------------
+
+template <class T>
+cudaError_t cudaMallocPitch(T** pointer, std::size_t* pitch, std::size_t width,
+                            std::size_t height) {
+  *pitch = (width + 511) / 512 * 512;
+  return cudaMalloc(pointer, *pitch * height);
+}
+inline cudaError_t cudaMemset2D(void* target, std::size_t pitch, int value, std::size_t width,
+                                std::size_t height) {
+  for (std::size_t row = 0; row < height; ++row) {
+    const cudaError_t error = cudaMemset(static_cast<char*>(target) + row * pitch, value, width);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaMemcpyToSymbolAsync(const T& symbol, const void* source, std::size_t size,
+                                    std::size_t offset = 0,
+                                    cudaMemcpyKind kind = cudaMemcpyHostToDevice,
+                                    cudaStream_t = nullptr) {
+  return cudaMemcpyToSymbol(symbol, source, size, offset, kind);
+}
+template <class T>
+cudaError_t cudaHostAlloc(T** pointer, std::size_t size) {
+  return cudaHostAlloc(pointer, size, 0u);
+}
+/// A kernel may use memory of the host that is registered.
+cudaError_t cudaHostRegister(void* pointer, std::size_t size, unsigned flags);
+cudaError_t cudaHostUnregister(void* pointer);
+template <class T>
+cudaError_t cudaHostGetDevicePointer(T** pointer, void* host, unsigned = 0) {
+  *pointer = static_cast<T*>(host);
+  return cudaSuccess;
+}
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+template <class... Parameters>
+cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
+                             std::size_t shared_bytes = 0, cudaStream_t stream = nullptr,
+                             cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  [&]<std::size_t... k>(std::index_sequence<k...>) {
+    kernel->*cuda_cpu::launch(grid, block, shared_bytes, stream,
+                              site)(*static_cast<Parameters*>(arguments[k])...);
+  }
+  (std::index_sequence_for<Parameters...>());
+  return cudaPeekAtLastError();
+}
+template <class... Parameters>
+cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                                        void** arguments, std::size_t shared_bytes = 0,
+                                        cudaStream_t stream = nullptr,
+                                        cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const cudaError_t error = cuda_cpu::check_cooperative(grid);
+  if (error != cudaSuccess) return error;
+  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream, site);
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxPotentialBlockSize(int* least_grid, int* block, Kernel, std::size_t = 0,
+                                               int limit = 0) {
+  *block = limit > 0 && limit < 1024 ? limit : 1024;
+  *least_grid = cuda_cpu::multiprocessors();
+  return cudaSuccess;
+}
+
+// ---- Intrinsics ---------------------------------------------------------------------------------
+
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; ++i) {
+    c += static_cast<std::int8_t>(a >> (8 * i)) * static_cast<std::int8_t>(b >> (8 * i));
+  }
+  return c;
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int i = 0; i < 4; ++i) c += (a >> (8 * i) & 0xFF) * (b >> (8 * i) & 0xFF);
+  return c;
+}
+
+/// The lanes of `mask`, if all of them have the same value; 0 if not.
+template <class T>
+unsigned __match_all_sync(unsigned mask, T value, int* all) {
+  const unsigned equal = __match_any_sync(mask, value);
+  *all = __all_sync(mask, (equal & mask) == (mask & __activemask()));
+  return *all ? mask & __activemask() : 0;
+}
+
+inline float sinpif(float x) { return static_cast<float>(sin(M_PI * x)); }
+inline float cospif(float x) { return static_cast<float>(cos(M_PI * x)); }
+inline double sinpi(double x) { return sin(M_PI * x); }
+inline double cospi(double x) { return cos(M_PI * x); }
+inline void sincospif(float x, float* sine, float* cosine) {
+  *sine = sinpif(x);
+  *cosine = cospif(x);
+}
+inline void sincospi(double x, double* sine, double* cosine) {
+  *sine = sinpi(x);
+  *cosine = cospi(x);
+}
+inline void __sincosf(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
+inline float rhypotf(float x, float y) { return 1.0f / hypotf(x, y); }
+inline float rcbrtf(float x) { return 1.0f / cbrtf(x); }
+inline float norm3df(float x, float y, float z) { return sqrtf(x * x + y * y + z * z); }
+inline float __fmul_rz(float x, float y) { return x * y; }
+inline float __fadd_rz(float x, float y) { return x + y; }
+inline unsigned __sad(int a, int b, unsigned c) {
+  return c + static_cast<unsigned>(a < b ? b - a : a - b);
+}
+inline float __ll2float_rn(long long x) { return static_cast<float>(x); }
+inline double __int2double_rn(int x) { return x; }
+inline int __double2int_rn(double x) { return cuda_cpu::saturating<int>(nearbyint(x)); }
+inline int __double2int_rz(double x) { return cuda_cpu::saturating<int>(x); }
+
+template <class T>
+T atomicAdd_block(T* address, std::type_identity_t<T> value) {
+  return atomicAdd(address, value);
+}
+template <class T>
+T atomicAdd_system(T* address, std::type_identity_t<T> value) {
+  return atomicAdd(address, value);
+}

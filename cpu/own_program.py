@@ -1,0 +1,523 @@
+"""Builds a reader's own CUDA program for the CPU backend, runs it, and says what its kernels ask of
+memory, where it is wrong, and where it is wrong only sometimes. `./try` is its command line."""
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from check import OPTIONS, _bounds, _line, _race, _waits, _with_lines, started, with_lines
+from cu2cpp import TranslationError, code_of, kernels_of, translate_foreign
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / "build" / "try"
+SECONDS = 60
+PAGE = "docs/cpu.md"
+CXX = "g++"
+FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
+# As SConstruct has them for lessons.
+COUNTING = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-tree-sra",
+            "-finline-functions", "-finline-small-functions", "-DCUDA_CPU_COUNTS"]
+SANITIZED = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+BUILDS = {
+    "": ["-O1", *COUNTING],
+    "thread": ["-O1", "-fsanitize=thread", *SANITIZED],
+    "address": ["-O1", "-fsanitize=address,undefined", *SANITIZED],
+}
+RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp")
+_INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+# What the CPU backend has not, by the header that says so, or by a word of the program.
+MISSING_HEADERS = [
+    (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
+    (r"cusparse", "cusparse"), (r"cusolver", "cusolver"), (r"cudnn", "cudnn"), (r"nccl", "nccl"),
+    (r"cuda/(?:barrier|pipeline)", "cuda::barrier and cuda::pipeline"), (r"cute/|cutlass/", "CUTLASS"),
+    (r"texture_", "textures"), (r"helper_(?:cuda|functions|string|timer|image)\.h", "the helper headers of NVIDIA's"
+                                " samples: give their folder with -I"),
+]
+MISSING_WORDS = [
+    (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
+    (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
+    (r"\bcudaGraph(?:ExecLaunch|Launch|Instantiate|Create)\b|\bcudaStreamBeginCapture\b", "CUDA graphs"),
+    (r"\b(?:asm|__asm__)\s*(?:volatile|__volatile__)?\s*\(", "inline PTX"),
+]
+
+
+class Refusal(Exception):
+    """What stands in the way, in a sentence, and the exit code."""
+
+    def __init__(self, text, code=2):
+        super().__init__(text)
+        self.code = code
+
+
+def say(text=""):
+    print(text, flush=True)
+
+
+# ---- Sources ---------------------------------------------------------------------------------------
+
+
+class Sources:
+    """The program's files, and the headers of its own that they include, translated."""
+
+    def __init__(self, files, folders):
+        self.files, self.folders = files, folders
+        self.base = files[0].parent
+        self.texts = {}
+        waiting = list(files)
+        while waiting:
+            file = waiting.pop(0)
+            if file in self.texts:
+                continue
+            self.texts[file] = text = read(file)
+            self._refuse_missing(file, text)
+            for match in _INCLUDE.finditer(text):
+                if found := self.find(file, match[2] or match[3], bool(match[2])):
+                    waiting.append(found)
+        self.kernels, self.special = set(), set()
+        for text in self.texts.values():
+            names, special = kernels_of(text)
+            self.special |= special | (self.kernels & names if len(self.files) == 1 else set())
+            self.kernels |= names
+        self._refuse_nested_launches()
+
+    def name(self, file):
+        """As reports name it: from the folder of the first file."""
+        return os.path.relpath(file, self.base)
+
+    def find(self, file, name, quoted):
+        for folder in [file.parent] * quoted + self.folders:
+            path = Path(os.path.normpath(folder / name))
+            if path.is_file():
+                return path
+        return None
+
+    def _refuse_missing(self, file, text):
+        for match in _INCLUDE.finditer(text):
+            header = match[2] or match[3]
+            if self.find(file, header, bool(match[2])):
+                continue
+            for pattern, what in MISSING_HEADERS:
+                if re.match(pattern, header):
+                    self.refuse(file, text, match.start(), what)
+        code = code_of(text)
+        for pattern, what in MISSING_WORDS:
+            if match := re.search(pattern, code):
+                self.refuse(file, text, match.start(), what)
+
+    def refuse(self, file, text, position, what):
+        line = text.count("\n", 0, position) + 1
+        raise Refusal(f"{self.name(file)}:{line}: the CPU backend does not have {what}. {PAGE} lists what it has.", 1)
+
+    def _refuse_nested_launches(self):
+        for file, text in self.texts.items():
+            code = code_of(text)
+            for match in re.finditer(r"\b__global__\b[^;{]*\{", code):
+                depth, position = 1, match.end()
+                while position < len(code) and depth:
+                    depth += (code[position] == "{") - (code[position] == "}")
+                    position += 1
+                if (launch := code.find("<<<", match.end(), position)) >= 0:
+                    self.refuse(file, text, launch, "launches from a kernel (dynamic parallelism)")
+
+    def write(self, folder):
+        """Translates all into `folder`; returns the sources to compile."""
+        written = {}
+        for number, file in enumerate(self.texts):
+            suffix = ".cc" if file in self.files else ".h"
+            written[file] = folder / f"{number}_{re.sub(r'[^A-Za-z0-9_]', '_', file.stem)}{suffix}"
+        for file, text in self.texts.items():
+            def include(match):
+                found = self.find(file, match[2] or match[3], bool(match[2]))
+                return f'{match[1]}"{written[found]}"' if found in written else match[0]
+
+            try:
+                new = translate_foreign(_INCLUDE.sub(include, text), self.name(file), self.special, self.kernels)
+            except TranslationError as error:
+                raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
+            written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
+        return [written[file] for file in self.files]
+
+
+def read(file):
+    try:
+        text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    except OSError as error:
+        raise Refusal(f"{file}: {error.strerror}") from None
+    if "\0" in text:
+        raise Refusal(f"{file}: this is not a text file")
+    return text.replace("\r\n", "\n")
+
+
+# ---- Building --------------------------------------------------------------------------------------
+
+
+def digest(*texts):
+    return hashlib.sha256("\0".join(map(str, texts)).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def compiler(arguments, cwd=None):
+    return subprocess.run([CXX, *map(str, arguments)], capture_output=True, text=True, errors="replace", cwd=cwd)
+
+
+def backend(build, lock=threading.Lock()):
+    """The folder with the backend's objects, as an archive, and its headers for this build: made once."""
+    sources = sorted(ROOT.glob("cpu/*/*.cpp"))
+    headers = sorted([*ROOT.glob("cpu/*/*.h"), *ROOT.glob("cpu/*/*/*.h"), *ROOT.glob("cpu/include/cuda/*")])
+    key = digest(*(file.read_text() for file in [*sources, *headers]), BUILDS[build], FLAGS, __file__)
+    folder = CACHE / f"backend{'-' + build if build else ''}-{key}"
+    if (folder / "done").exists():
+        return folder
+    with lock:
+        say(f"    (The CPU backend is built{' for the ' + build + ' sanitizer' if build else ''}, once.)")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for old in CACHE.glob(f"backend{'-' + build if build else ''}-*"):
+        if re.fullmatch(r"backend(?:-\w+)?-[0-9a-f]{16}", old.name) and old.name.rpartition("-")[0] == (
+                folder.name.rpartition("-")[0]):
+            shutil.rmtree(old, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(dir=CACHE))
+
+    def one(source):
+        flags = [*FLAGS, *([] if build == "" else BUILDS[build]), *([] if build else ["-O2"])]
+        if build == "thread" and source.name in RUNS_THREADS:
+            flags += ["-fno-sanitize=thread", "-DCUDA_CPU_TSAN=1"]
+        return compiler([*flags, "-I", ROOT / "cpu/include", "-I", ROOT, "-c", source, "-o",
+                         work / f"{source.stem}_{source.parent.name}.o"])
+
+    (work / "prelude.h").write_text(f'#include "{ROOT}/cpu/foreign/prelude.h"\n')
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(one, sorted(sources, key=lambda file: -file.stat().st_size)))
+    results.append(compiler([*flags_of(build), "-x", "c++-header", work / "prelude.h", "-o", work / "prelude.h.gch"]))
+    for result in results:
+        if result.returncode:
+            raise Refusal("The CPU backend could not be built (./install.sh installs what it needs):\n"
+                          + "\n".join(result.stderr.splitlines()[:5]), 3)
+    subprocess.run(["ar", "rcs", work / "libbackend.a", *work.glob("*.o")], check=True)
+    for file in work.glob("*.o"):
+        file.unlink()
+    (work / "done").touch()
+    try:
+        work.rename(folder)
+    except OSError:  # somebody else was first
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def capability():
+    played = os.environ.get("CUDA_CPU_COMPUTE_CAPABILITY", "9.0").replace(".", "")
+    return f"-D__CUDA_ARCH__={played}0" if played.isdigit() else "-D__CUDA_ARCH__=900"
+
+
+def flags_of(build):
+    return [*FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive", f"-ffile-prefix-map={ROOT}=.",
+            "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
+
+
+def build_program(build, sources, written, options, folder):
+    """The program of a build; a Refusal with the compiler's first error if there is none."""
+    libraries = backend(build)
+    program = folder / f"program{'-' + build if build else ''}"
+    common = [*flags_of(build), f"-ffile-prefix-map={folder}=.", "-include", libraries / "prelude.h", *options,
+              *(word for each in [sources.base, *sources.folders] for word in ("-I", each))]
+
+    def one(source):
+        return compiler([*common, "-c", source, "-o", folder / f"{source.stem}{build}.o"], cwd=folder)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(one, written))
+    for result in results:
+        if result.returncode:
+            raise Refusal(compile_error(result.stderr, sources), 1)
+    sanitizer = [flag for flag in BUILDS[build] if flag.startswith("-fsanitize")] if build else []
+    gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
+    objects = [folder / f"{source.stem}{build}.o" for source in written]
+    linked = compiler([*sanitizer, *gold, *objects, libraries / "libbackend.a", "-lboost_context", "-lpthread",
+                       "-o", program])
+    if linked.returncode:
+        undefined = re.search(r"undefined reference to [`'](.*?)'", linked.stderr)
+        raise Refusal(f"It does not link: there is no {undefined[1]}. Is a source file missing on the command line?"
+                      if undefined else "It does not link:\n" + linked.stderr[-600:], 1)
+    return program
+
+
+def compile_error(output, sources):
+    error = re.search(r"^(.*?):(\d+)(?::\d+)?: (?:fatal )?error: (.*)$", output, re.MULTILINE)
+    if not error:
+        return "It does not compile:\n" + "\n".join(output.splitlines()[:5])
+    file, number, text = error[1], int(error[2]), error[3].removesuffix(" [-Wfatal-errors]")
+    texts = {sources.name(path): body.splitlines() for path, body in sources.texts.items()}
+    if file not in texts:  # in a header of the backend: which of the reader's lines led there?
+        for name, line in re.findall(r"^(?:In file included from )?(\S+?):(\d+)", output, re.MULTILINE):
+            if name in texts:
+                file, number = name, int(line)
+    lines = texts.get(file, [])
+    if missing := re.match(r"(.*): No such file or directory", text):
+        text = f"there is no {missing[1]} beside it, nor among the CPU backend's headers ({PAGE} lists them)"
+    elif missing := re.match(r".(\w+). (?:was not declared in this scope|does not name a type|has not been declared)",
+                             text):
+        if re.match(r"cuda|cu[A-Z]|__|tex|atomic|make_|cg$|wmma", missing[1]):
+            text = f"the CPU backend does not have {missing[1]} ({PAGE} lists what it has)"
+    return f"It does not compile: {text}\n    {file}, {_line(lines, number)}"
+
+
+# ---- Running ---------------------------------------------------------------------------------------
+
+
+def run(program, arguments, report=None, shown=False):
+    """(exit code or None, stderr, report's lines); what it prints is shown, or not."""
+    environment = {**os.environ, **OPTIONS, "ASAN_OPTIONS": "detect_leaks=0"}
+    if report:
+        environment |= {"CUDA_CPU_REPORT": str(report), "CUDA_CPU_SECONDS": str(SECONDS)}
+    command = [str(program), *arguments]
+    with tempfile.TemporaryFile() as errors:
+        output = None if shown else subprocess.DEVNULL
+        rc = None
+        with started(command, env=environment, stdout=output, stderr=None if shown else errors) as process:
+            try:
+                rc = process.wait(SECONDS + 10)
+            except subprocess.TimeoutExpired:
+                pass
+        errors.seek(0)
+        printed = errors.read(8 << 20).decode(errors="replace")
+    if "unexpected memory mapping" in printed and shutil.which("setarch") and program != "setarch":
+        return run("setarch", ["-R", *command], report, shown)
+    lines = []
+    if report and report.exists():
+        lines = [line.split("\t") for line in report.read_text(errors="replace").splitlines()]
+    return rc, printed, lines
+
+
+def number(text):
+    value = int(text)
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
+        if value >= unit:
+            return f"{value / (1000 if name == 'k' else unit):.3g} {name}"
+    return str(value)
+
+
+def table(report):
+    rows = [each[1:] for each in report if each[0] == "kernel"]
+    if not rows:
+        say("No kernel was launched.")
+        return
+    heads = ["kernel", "grid", "block", "launches", "loads", "sectors", "stores", "sectors", "shared", "conflicts",
+             "atomics", "MB"]
+    cells = [[row[0], row[1], row[2], *map(number, row[3:11]), f"{int(row[11]) / 1e6:.3g}"] for row in rows]
+    order = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    widths = [max(len(heads[k]), *(len(cell[k]) for cell in cells)) for k in order]
+    for cell in [heads, *cells]:
+        say("  ".join(text.ljust(width) if k == 0 else text.rjust(width)
+                      for k, (text, width) in enumerate(zip(cell, widths))).rstrip())
+
+
+def worst(report, texts):
+    said = set()
+    for each in report:
+        if each[0] != "worst":
+            continue
+        _, kernel, file, line, shared, store, _, per, least = each
+        what = "store" if store == "1" else "load"
+        code = texts.get(file, [])
+        code = code[int(line) - 1].strip() if 0 < int(line) <= len(code) else ""
+        if (file, line, what) in said:
+            continue
+        said.add((file, line, what))
+        cost = (f"{per} bank conflicts for each {what} of a warp" if shared == "1" else
+                f"{per} sectors for each {what} of a warp, where {least} would do")
+        say(f"    {file}:{line}: {cost}: {code}")
+
+
+def mistakes(rc, printed, report, texts):
+    """What the first run has found, in sentences."""
+    lines = next(iter(texts.values()))
+    found = []
+    for what, *rest in report:
+        if what == "failed":
+            message = rest[0]
+            match = re.match(r"cuda_cpu: kernel launched at (.*?):(\d+) \((.*?)\), block \((.*?)\): (.*)", message)
+            if match and ("deadlock: " in match[5] or " waits in " in match[5]):
+                found.append(_waits(match[5], lines))
+            elif match:
+                found.append(sentence(match, texts))
+            else:
+                found.append(message)
+        elif what == "host":
+            found.append("A mistake: " + rest[0] + with_code(rest[0], texts))
+        elif what == "refused":
+            found.append(f"A launch failed, and the program did not ask (cudaGetLastError() says so): {rest[0]}")
+        elif what == "time":
+            found.append(f"It did not end within {SECONDS} seconds: {rest[0]}. Make the problem smaller, or look for a"
+                         " loop that never ends.")
+    if rc is None and not found:
+        found.append(f"It did not end within {SECONDS} seconds, and no kernel was running. Make the problem smaller.")
+    return found
+
+
+def with_code(text, texts):
+    places = re.findall(r"([^\s:,]+):(\d+)", text)
+    said = []
+    for file, line in dict.fromkeys(places):
+        lines = texts.get(file, [])
+        if 0 < int(line) <= len(lines):
+            said.append(f"\n    {file}:{line}: {lines[int(line) - 1].strip()}")
+    return "".join(said)
+
+
+def sentence(match, texts):
+    file, line, kernel, block, rest = match.groups()
+    thread = re.match(r"(thread \(.*?\)):? (.*)", rest)
+    who = f"block ({block}), {thread[1]}" if thread else f"block ({block})"
+    text = thread[2] if thread else rest
+    return f"A mistake in {kernel}, {who}: {text}" + with_code(text, texts)
+
+
+def leaks(report):
+    for each in report:
+        if each[0] == "leak":
+            _, count, size, where = each
+            things = "1 allocation" if count == "1" else f"{count} allocations"
+            say(f"Never freed: {things} of device memory, {number(size)} bytes"
+                + (f", asked for at {where}" if where else "") + ".")
+
+
+def sanitizers(builds, folder, arguments, texts):
+    """What the two other builds find, in sentences."""
+    lines = next(iter(texts.values()))
+    found = []
+    for build, what in (("address", "stray access"), ("thread", "race")):
+        program = builds[build].result()
+        rc, printed, report = run(program, arguments, folder / f"report-{build}")
+        printed = with_lines(printed, program)
+        if "ThreadSanitizer: data race" in printed:
+            found.append(_race(printed, lines))
+        elif bounds := _bounds(printed, lines):
+            found.append(bounds)
+        elif any(each[0] == "time" for each in report) or rc is None:
+            say(f"Not known: whether there is a {what}; that run did not end within {SECONDS} seconds. Make the problem"
+                " smaller.")
+        elif match := re.search(r"^cuda_cpu: kernel launched at (.*?):(\d+) \((.*?)\), block \((.*?)\): (.*)$", printed,
+                                re.MULTILINE):
+            found.append(_waits(match[5], lines) if "deadlock" in match[5] else sentence(match, texts))
+        elif rc not in (0, 1) and "Sanitizer" in printed:
+            found.append("It crashed under a sanitizer:\n    " + "\n    ".join(
+                line for line in printed.splitlines() if "Sanitizer" in line)[:300])
+        else:
+            say(f"No {what}: nothing was found by the {build} sanitizer.")
+    return found
+
+
+def on_the_gpu(files, arguments, options, folders, folder):
+    """The same files through nvcc, where there is a GPU to run them."""
+    nvcc = shutil.which("nvcc") or ("/usr/local/cuda/bin/nvcc" if Path("/usr/local/cuda/bin/nvcc").exists() else None)
+    smi = shutil.which("nvidia-smi")
+    if not nvcc or not smi or subprocess.run([smi, "-L"], capture_output=True).returncode:
+        return 0
+    say("\nOn the GPU:")
+    several = ["-rdc=true"] if len(files) > 1 else []
+    program = folder / "program-gpu"
+    built = subprocess.run([nvcc, "-std=c++17", "-O3", "-lineinfo", "-arch=native", *several, *options,
+                            *(word for each in folders for word in ("-I", str(each))), "-o", str(program),
+                            *map(str, files)], capture_output=True, text=True)
+    if built.returncode:
+        say("nvcc refuses it:\n" + "\n".join((built.stdout + built.stderr).splitlines()[:10]))
+        return 1
+    return run(program, arguments, shown=True)[0]
+
+
+# ---- The command line ------------------------------------------------------------------------------
+
+
+def parse(doc):
+    words = sys.argv[1:]
+    arguments = []
+    if "--" in words:
+        arguments = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+    parser = argparse.ArgumentParser("./try", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE.cu")
+    parser.add_argument("-I", action="append", default=[], metavar="DIR", help="where headers of the program are")
+    parser.add_argument("-D", action="append", default=[], metavar="NAME=VALUE", help="a macro")
+    parser.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
+    given = parser.parse_args(words)
+    files = []
+    for name in given.files:
+        path = Path(name)
+        if not path.is_file():
+            folder = " It is a folder." if path.is_dir() else ""
+            raise Refusal(f"There is no file {name}.{folder}")
+        if path.suffix not in (".cu", ".cpp", ".cc", ".cxx", ".c"):
+            raise Refusal(f"{name}: this is no source of a CUDA program; its name would end in .cu")
+        files.append(path.resolve())
+    for folder in given.I:
+        if not Path(folder).is_dir():
+            raise Refusal(f"-I {folder}: there is no such folder")
+    if not any(re.search(r"\bmain\s*\(", code_of(read(file))) for file in files):
+        raise Refusal(f"{given.files[0]} has no main(): ./try runs a whole program")
+    return files, [Path(folder).resolve() for folder in given.I], [f"-D{each}" for each in given.D], arguments, given
+
+
+def main(doc):
+    try:
+        return tried(doc)
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return refusal.code
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+        return 3
+
+
+def tried(doc):
+    files, folders, options, arguments, given = parse(doc)
+    if not shutil.which(CXX):
+        raise Refusal("There is no g++: run ./install.sh first.", 3)
+    sources = Sources(files, folders)
+    texts = {sources.name(path): body.splitlines() for path, body in sources.texts.items()}
+    CACHE.mkdir(parents=True, exist_ok=True)
+    folder = CACHE / f"{re.sub(r'[^A-Za-z0-9_]', '_', files[0].stem)}-{digest(*files)}"
+    folder.mkdir(exist_ok=True)
+    begin = time.monotonic()
+    written = sources.write(folder)
+    program = build_program("", sources, written, options, folder)
+    say(f"    built in {time.monotonic() - begin:.1f} s")
+    pool = ThreadPoolExecutor(1)
+    names = [] if given.quick else ["address", "thread"]
+    builds = {name: pool.submit(build_program, name, sources, written, options, folder) for name in names}
+    report_file = folder / "report"
+    report_file.unlink(missing_ok=True)
+    rc, printed, report = run(program, arguments, report_file, shown=True)
+    say()
+    table(report)
+    worst(report, texts)
+    found = mistakes(rc, printed, report, texts)
+    if rc is not None and rc < 0 and not found:
+        found.append("The program crashed: some thread reaches far outside of its memory.")
+    elif rc == 3 and not found:
+        found.append("A kernel has failed; its line is above.")
+    for each in found:
+        say(each)
+    leaks(report)
+    ended = not any(each[0] == "time" for each in report) and rc is not None
+    if builds and ended and not found:
+        more = sanitizers(builds, folder, arguments, texts)
+        for each in more:
+            say(each)
+        found += more
+    else:
+        for each in builds.values():
+            each.cancel()
+    pool.shutdown(cancel_futures=True)
+    if rc not in (0, None) and not found:
+        say(f"The program ended with exit code {rc}.")
+    gpu = on_the_gpu(files, arguments, options, folders, folder) if not found else 0
+    return 1 if found or rc or gpu else 0
