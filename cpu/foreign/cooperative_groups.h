@@ -98,6 +98,8 @@ class thread_block_tile : public lanes {
   static_assert(kSize >= 1 && kSize <= 32 && (kSize & (kSize - 1)) == 0,
                 "a tile has 1, 2, 4, 8, 16 or 32 threads");
   thread_block_tile() : lanes(cuda_cpu::lane_id() / kSize * kSize, kSize) {}
+  template <class Other>
+  thread_block_tile(const thread_block_tile<kSize, Other>&) : thread_block_tile() {}
   static constexpr unsigned size() { return kSize; }
   static constexpr unsigned num_threads() { return kSize; }
 };
