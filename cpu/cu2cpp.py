@@ -81,6 +81,10 @@ def kernels_of(text: str):
             before, now = (each.count(",") for each in (names[name], parameters))
             if before != now or _types(names[name]) != _types(parameters):
                 special.add(name)
+    for name in names:  # a function of the host with the name of a kernel is one more overload
+        if len(re.findall(rf"\bvoid\s+{name}\s*\(", code)) > len(re.findall(
+                rf"__global__[^;{{}}()]*(?:\([^;{{}}]*?\)[^;{{}}()]*)?\bvoid\s+{name}\s*\(", code)):
+            special.add(name)
     return set(names), special
 
 

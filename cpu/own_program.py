@@ -101,13 +101,6 @@ class Sources:
         return None
 
     def _refuse_missing(self, file, text):
-        for match in _INCLUDE.finditer(text):
-            header = match[2] or match[3]
-            if self.find(file, header, bool(match[2])):
-                continue
-            for pattern, what in MISSING_HEADERS:
-                if re.match(pattern, header):
-                    self.refuse(file, text, match.start(), what)
         code = code_of(text)
         for pattern, what in MISSING_WORDS:
             if match := re.search(pattern, code):
@@ -260,6 +253,9 @@ def compile_error(output, sources):
                 file, number = name, int(line)
     lines = texts.get(file, [])
     if missing := re.match(r"(.*): No such file or directory", text):
+        for pattern, what in MISSING_HEADERS:
+            if re.match(pattern, missing[1]):
+                return f"{file}:{number}: the CPU backend does not have {what}. {PAGE} lists what it has."
         text = f"there is no {missing[1]} beside it, nor among the CPU backend's headers ({PAGE} lists them)"
     elif missing := re.match(r".(\w+). (?:was not declared in this scope|does not name a type|has not been declared)",
                              text):
@@ -446,7 +442,7 @@ def parse(doc):
     parser.add_argument("-I", action="append", default=[], metavar="DIR", help="where headers of the program are")
     parser.add_argument("-D", action="append", default=[], metavar="NAME=VALUE", help="a macro")
     parser.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
-    given = parser.parse_args(words)
+    given = parser.parse_intermixed_args(words)
     files = []
     for name in given.files:
         path = Path(name)

@@ -163,4 +163,19 @@ T reduce(const Group& group, T value, Operation operation) {
   return value;
 }
 
+/// Of the threads up to this one, with and without it.
+template <class Group, class T, class Operation = plus<T>>
+T inclusive_scan(const Group& group, T value, Operation operation = {}) {
+  for (unsigned step = 1; step < group.size(); step *= 2) {
+    const T before = group.shfl_up(value, step);
+    if (group.thread_rank() >= step) value = operation(before, value);
+  }
+  return value;
+}
+template <class Group, class T, class Operation = plus<T>>
+T exclusive_scan(const Group& group, T value, Operation operation = {}) {
+  const T before = group.shfl_up(inclusive_scan(group, value, operation), 1);
+  return group.thread_rank() > 0 ? before : T();
+}
+
 }  // namespace cooperative_groups

@@ -2,6 +2,13 @@
 
 #pragma once
 
+// C++20 has a function of a name that programs in C++17 give to their own.
+#define lerp cuda_cpu_lerp
+#include <math.h>
+
+#include <cmath>
+#undef lerp
+
 #include <assert.h>
 #include <stdio.h>
 #include <time.h>

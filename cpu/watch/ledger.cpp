@@ -28,7 +28,7 @@ namespace {
 
 /// So much memory that was given back is kept at most.
 constexpr std::size_t kMostKept = 1u << 30;
-/// Further than this from any memory, an address is not "behind" it.
+/// What is nearer to zero than this is no address; and what a thread has of its own is within it.
 constexpr std::size_t kNear = 1u << 16;
 
 struct Kernel {
@@ -156,12 +156,12 @@ std::string at(std::uintptr_t code) {
 /// Something behind the end, or before the start, of memory that begins at `start`; empty if it is
 /// far from it.
 std::string beside(std::uintptr_t address, std::size_t bytes, std::uintptr_t start,
-                   std::size_t size) {
+                   std::size_t size, std::size_t near) {
   const std::uintptr_t end = start + size;
-  if (address + bytes > end && address < end + kNear) {
+  if (address + bytes > end && address < end + near) {
     return std::to_string(address + bytes - end) + " bytes behind the end";
   }
-  if (address < start && address + kNear > start) {
+  if (address < start && address + near > start) {
     return std::to_string(start - address) + " bytes before the start";
   }
   return "";
@@ -279,7 +279,7 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
     const SharedStorage& storage = block.shared[i];
     if (!storage.data) continue;
     const std::string beyond =
-        beside(address, bytes, reinterpret_cast<std::uintptr_t>(storage.data), storage.size);
+        beside(address, bytes, reinterpret_cast<std::uintptr_t>(storage.data), storage.size, kGap);
     if (beyond.empty()) continue;
     if (i == 0 && storage.size == 0) {
       fail(
@@ -290,14 +290,15 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
     fail("shared memory: it %s, %s of %zu bytes%s", what.c_str(), beyond.c_str(), storage.size,
          where.c_str());
   }
-  {
+  bool freed = false;
+  {  // fail() does not return: no lock is held then
     Ledger& all = ledger();
     std::lock_guard lock(all.mutex);
-    for (const Kept& each : all.kept) {
-      if (!in(each.memory, each.size)) continue;
-      fail("used after free: it %s of memory that cudaFree() has given back%s", what.c_str(),
-           where.c_str());
-    }
+    for (const Kept& each : all.kept) freed = freed || in(each.memory, each.size);
+  }
+  if (freed) {
+    fail("used after free: it %s of memory that cudaFree() has given back%s", what.c_str(),
+         where.c_str());
   }
   std::string beyond;
   std::size_t size = 0, distance = kNear;
@@ -306,7 +307,7 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
     for (const auto& [start, allocation] : device().allocations) {
       const auto begin = reinterpret_cast<std::uintptr_t>(start);
       if (allocation.type == cudaMemoryTypeHost && in(start, allocation.size)) return;
-      const std::string text = beside(address, bytes, begin, allocation.size);
+      const std::string text = beside(address, bytes, begin, allocation.size, kGap);
       const std::size_t away = address < begin ? begin - address : address - begin;
       if (text.empty() || away - std::min(away, allocation.size) >= distance) continue;
       distance = away - std::min(away, allocation.size);

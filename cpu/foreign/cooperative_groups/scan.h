@@ -1,0 +1,3 @@
+// cooperative_groups::inclusive_scan() and exclusive_scan().
+#pragma once
+#include "cooperative_groups.h"
