@@ -28,8 +28,8 @@ void ledger_refused(const char* why);
 void ledger_asked();
 /// A kernel has failed. True: it is noted, and need not be printed.
 bool ledger_failed(const char* message);
-/// Memory that is given back; false: it is to be freed as usual. Otherwise it is kept for a while, so
-/// that a kernel that still uses it is found.
+/// Memory that is given back; false: it is to be freed as usual. Otherwise it is kept for a while,
+/// so that a kernel that still uses it is found.
 bool ledger_freed(void* memory, std::size_t size);
 
 /// The calling thread, of a kernel, reaches for memory that is neither its own nor its block's nor
