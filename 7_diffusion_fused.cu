@@ -440,9 +440,9 @@ __device__ inline void multiply_by(LeftFragments<bf16>& left, const bf16 (&mass)
 #endif
 
 // Block (c, group) has columns 128 c to 128 c + 127 of x and out, and the tiles (64 rows each)
-// number group, group + gridDim.y, group + 2 gridDim.y and so on. One warpgroup produces, and two consume: in
-// the first product each of them has 64 rows of the spectrum and all 128 columns, in the second 64
-// columns of a tile of out. places: one for each 128 columns.
+// number group, group + gridDim.y, group + 2 gridDim.y and so on. One warpgroup produces, and two
+// consume: in the first product each of them has 64 rows of the spectrum and all 128 columns, in
+// the second 64 columns of a tile of out. places: one for each 128 columns.
 __global__ void __launch_bounds__(384, 1)
     diffusion_one_launch(const __grid_constant__ OneMeshMaps maps, const Operands in,
                          MeetingPlace* places) {
@@ -529,9 +529,9 @@ __global__ void __launch_bounds__(384, 1)
     }
     named_barrier(1, 256);
 
-    // 3. Damping. One thread has acquired, and the barrier of the block passes that on to the others.
-    // __ldcg reads from L2, where the atomic additions were made. Of four numbers two are neighbours
-    // in a row, and the other two are 8 rows below.
+    // 3. Damping. One thread has acquired, and the block's barrier passes that on to the others.
+    // __ldcg reads from L2, where the atomic additions were made. Of four numbers two are
+    // neighbours in a row, and the other two are 8 rows below.
     float4 all[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) all[j] = j < fours ? __ldcg(&total[j][thread]) : float4{};

@@ -469,8 +469,8 @@ struct SoftmaxTable : SoftmaxProblem {
     });
   }
 
-  // The operator, for any shape: a row for its unfused ways and one for its fused ways. With --kinds
-  // each kind of its kernels has two rows of its own.
+  // The operator, for any shape: a row for its unfused ways and one for its fused ways. With
+  // --kinds each kind of its kernels has two rows of its own.
   void add_operator(const SoftmaxProduct& product, Math math, bool each_kind) const {
     const std::string suffix = math == Math::split             ? ", 3xTF32"
                                : about == About::only_infinite ? math == Math::tf32 ? ", TF32" : ""

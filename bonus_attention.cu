@@ -133,8 +133,9 @@ __global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in)
 
 // ---- mma.sync -----------------------------------------------------------------------------------
 
-// What a thread knows of its two rows of each 16. mma.sync and wgmma leave element i of a sum in the
-// thread's first row or 8 rows below it, row 8 (i / 2 % 2). The four lanes of a quad share a row.
+// What a thread knows of its two rows of each 16. mma.sync and wgmma leave element i of a sum in
+// the thread's first row or 8 rows below it, row 8 (i / 2 % 2). The four lanes of a quad share a
+// row.
 struct OnlineRows {
   float largest[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
 
@@ -378,8 +379,8 @@ struct HopperBlock : HopperTile<kWidth> {
   }
 
   // logits = Q K^T of the consumer's 64 rows. A tile of K has the shape of a left factor: its rows
-  // are keys, and along a row are the features over which the product sums. A row of K is a column of
-  // K^T, so as the right factor the tile is read along its rows, as left factors are.
+  // are keys, and along a row are the features over which the product sums. A row of K is a column
+  // of K^T, so as the right factor the tile is read along its rows, as left factors are.
   __device__ __forceinline__ void start_logits(Logits& logits, const Stage& K) const {
 #pragma unroll
     for (int box = 0; box < this->kBoxes; ++box) {
