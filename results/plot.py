@@ -4,7 +4,7 @@
 
     ladder.svg                 lessons 1 to 3 and the library: TFLOP/s over N, and the limits
     roofline.svg               every lesson's kernels under the roofs of the device
-    <lesson>.svg               TFLOP/s of each kernel over the size, where there are several
+    <lesson>.svg               TFLOP/s of each kernel over the size, where there are several; attention's over S
     <lesson>.fused.svg         the fused kernel beside the unfused forms, the library, and peers
     <lesson>.shapes.svg        our last kernel's rate against the best library's, over the size
     <lesson>.sweep-....svg     heatmaps of a sweep over batch and features
@@ -88,6 +88,9 @@ FUSED = {
         ("3-D", "", "forward + backward"),
     ],
 }
+# Lessons of which all problems are drawn over a size that is not the first of their dims: its name, what
+# other dims are in the figure, and which kernels.
+OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong", "any shape"))}
 UNFUSED_IN = {"6_gating_fused": "5_gating_unfused"}  # if it is another lesson
 
 
@@ -287,11 +290,14 @@ def panels_of(folder, lesson):
     """The device's name, the name of the size, and the panels: {problem: [(size, problem)]}."""
     sweep = folder / f"{lesson}.sweep.json"
     runs = [load(sweep)] if sweep.exists() else records_of(folder, lesson)
-    panels, size = {}, None
+    panels, (size, fixed, _) = {}, OVER.get(lesson, (None, {}, ()))
     for run in runs:
-        for problem in run["problems"] if sweep.exists() else run["problems"][:1]:
-            size, extent = next(iter(problem["dims"].items()))
-            panels.setdefault(problem["name"], []).append((extent, problem))
+        for problem in run["problems"] if sweep.exists() or lesson in OVER else run["problems"][:1]:
+            dims = problem["dims"]
+            if any(dims[name] != extent for name, extent in fixed.items()):
+                continue
+            size = size or next(iter(dims))
+            panels.setdefault(problem["name"], []).append((dims[size], problem))
     for points in panels.values():
         points.sort(key=lambda point: point[0])
     return (runs[0]["device"]["name"] if runs else None), size, panels
@@ -327,6 +333,8 @@ def draw_sizes(folder, lesson):
         curves = {}
         for extent, problem in problems:
             for kernel in problem["kernels"]:
+                if lesson in OVER and kernel["name"] not in OVER[lesson][2]:
+                    continue
                 role, points = curves.setdefault(kernel["name"], (kernel["role"], []))
                 points.append((extent, kernel["tflops"]))
         rate_axis(axes, (1, 2, 5))
@@ -630,7 +638,7 @@ def draw_all(folder):
     """{path: SVG text} of everything that the records of one GPU are enough for."""
     plots = {"ladder": (draw_ladder, folder), "roofline": (draw_roofline, folder),
              "bonus_diffusion_gpus": (draw_gpus, folder)}
-    for lesson in ("3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients"):
+    for lesson in ("3_matmul_tensorcore", "7_diffusion_fused", "8_spatial_gradients", *OVER):
         plots[lesson] = (draw_sizes, folder, lesson)
     for lesson in FUSED:
         plots[f"{lesson}.fused"] = (draw_fused, folder, lesson)
