@@ -75,8 +75,9 @@ using namespace operators::clifford;
 
 // ---- Fused product ------------------------------------------------------------------------------
 
-// Gates and product in one kernel: x', y' and the sums of 20 kernels exist in registers only. A
-// thread owns a feature and a strip of rows, so that it reads its weights once.
+// Gates and product in one kernel. Both gates are factors of the whole product, z = gate(x_0)
+// gate(y_0) (x y), so that x' and y' are never made, and the sums of 20 kernels stay in registers.
+// A thread owns a feature and a strip of rows, so that it reads its weights once.
 template <typename A>
 __global__ void __launch_bounds__(kStripFeatures)
     fused_product(const float* x, const float* y, const float* w, float* z, Layer layer) {

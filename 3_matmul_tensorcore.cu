@@ -445,12 +445,12 @@ struct TileCopies {
 
 // Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. Most of the others
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
-// in TileCopies. Of the fragments, all that depends on the lane is in one offset for A and one for
-// B. A fragment in other rows is that offset plus a constant. In other columns, which are swizzled,
-// it is the offset ^ a constant. For to swizzle is itself an exclusive or; and the lane's columns,
-// 0 or 8 beside multiples of the warp's width, share no bit with the constants, multiples of 16, so
-// that to add these is an exclusive or as well (primitives/mma.cuh). Of the copies, rows are
-// multiples of 8 apart: the compiler swizzles once, and adds constants.
+// in TileCopies. A lane has one offset for the fragments of A and one for those of B. A fragment in
+// other rows is at that offset plus a constant. In other columns it is at the offset ^ a constant.
+// Why: the swizzled column is col ^ 8 (row % 8) (primitives/mma.cuh). The lane's col is 0 or 8, and
+// the fragment's k is 16, 32 or 48. These share no bit, so col + k is col ^ k, and the swizzled
+// column of col + k is that of col, ^ k. The rows that a thread copies are multiples of 8 apart and
+// swizzled alike: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
 // owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;
@@ -766,7 +766,9 @@ __global__ void __launch_bounds__(384, 1)
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&full[ring.stage], ring.parity);
       sum.start_product(stages[ring.stage].a.rows(row), stages[ring.stage].b, step > 0);
-      wgmma_wait<1>();  // the step before is done: its stage may be refilled
+      // The step before is done: its stage may be refilled. One thread may say so for all, since a
+      // wgmma is one operation of the whole warpgroup: no thread's wait ends before all of it ends.
+      wgmma_wait<1>();
       if (step > 0 && threadIdx.x % 128 == 0) {
         barrier_arrive(&empty[(ring.stage + kStages - 1) % kStages]);
       }
@@ -896,9 +898,10 @@ __global__ void __launch_bounds__(384, 1)
 // Two blocks, one above the other, need the same tile of B. Each fetches half of it and
 // multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
 // empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1> knows who
-// copies what, and who is told. A producer may not leave before all that it has sent has been read:
-// the other block's consumers say so at its barriers, which must not be gone
-// (`writer.finish`).
+// copies what, and who is told. Each block announces the bytes of its whole stage, its own half and
+// the other block's. If the other half comes before it is announced, no harm is done: the phase
+// cannot end without this block's own announcement. And a block may not leave while consumers of
+// the other block still arrive at its `empty` barriers: `writer.finish` waits for them.
 template <int kStages, int kBuffers>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_clusters(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -965,9 +968,9 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 //     before it ended: it is still in the L2 cache.
 //   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
 //     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
-//     a patch reads, they keep in step (Pace; it and quotient, a division:
-//     operators/product/product.cuh). `progress` points to one counter for all blocks, which is 0
-//     before the launch and after it. Null: the clusters do not keep in step.
+//     a patch reads, they keep in step (Pace). `progress` points to one counter for all blocks,
+//     which is 0 before the launch and after it. Null: the clusters do not keep in step. Pace and
+//     quotient(), an integer division, are in operators/product/product.cuh.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_patches(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,

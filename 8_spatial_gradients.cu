@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(kThreads) gradient_features(Operands in) {
   for (int group = 0; group < groups; ++group) {
     Sums<32, 32> ar = {}, ai = {};
     for (int box = 0; box < groups; ++box) {
+      // next() has a barrier: all warps have written their part of xr and xi.
       const bf16* stage = stage_of(ahead.next());
       add_rotated(ar, ai, xr_rows + box * kTile, xi_rows + box * kTile, stage, stage + kTile);
     }
@@ -317,7 +318,9 @@ struct Layout {
 
 // M holds M1 = x Lr^T and M2 = x Li^T; with a third layer of blocks also -M2.
 __global__ void __launch_bounds__(kSmallThreads) associate(Operands in, bf16* M, Layout layout) {
-  start_next_kernel();  // Hopper's kernels have other things to load first
+  // Hopper's kernels have other things to load first, and wait before they read M. A kernel that is
+  // launched as usual starts when this one has ended.
+  start_next_kernel();
   extern __shared__ __align__(128) bf16 stages[];
   const Matrix left = {in.x, in.E, in.W}, right = {blockIdx.z == 0 ? in.Lr : in.Li, in.W, in.W};
   const float4 sum =
@@ -415,6 +418,7 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
     }
   };
 
+  // Its copies are in one group with those of step 0, so the first next() waits for them, too.
   copy_right_factors<BN, kThreads>(right_tiles, in, M, w0);
   auto ahead = copies_ahead<kStages>(copy_step);
   for (int64_t tile = blockIdx.y; tile < tile_count; tile += gridDim.y) {
@@ -647,12 +651,12 @@ __global__ void __launch_bounds__(kSmallThreads)
 //
 // (Products into one sum follow each other without a fence only if all have the same shape: PTX
 // ISA, "wgmma.fence". Three products instead of four, the first one Gr [M1 | M2 | x] with 192
-// columns, break that rule, and took half as long again.)
+// columns, break that rule, and took 1.5 times as long.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
-// or so find room. What columns are left are those of other clusters: W is cut into slabs, and each
-// cluster belongs to one. E comes in kSteps steps of 64, which follow one another through a ring of
+// or so find room. So W is cut into slabs of as many columns as a cluster has, and each cluster
+// belongs to one slab. E comes in kSteps steps of 64, which follow one another through a ring of
 // stages, forward two at a time, a segment. What a step brings, and how it is loaded, is in
 // operators/gradients/tiles.cuh.
 constexpr unsigned kMostSteps = 4, kMostBlocks = 2;
@@ -686,8 +690,9 @@ struct Gradients {
 
 // Adds (or, if not `add`, assigns) the product of a segment's first kSteps steps, and of each step
 // its first kTaken slices of 16. Two boxes that lie next to each other, M1 and M2, or -M2 and M1,
-// are one right factor of 128 columns. The left factors come from registers: from shared memory,
-// which has no bandwidth to spare, each would be read for each right factor.
+// are one right factor of 128 columns. The left factors come from registers. If wgmma took them
+// from shared memory, it would read each again for each right factor, and shared memory has no
+// bandwidth to spare.
 template <int kSteps, int kTaken = kSlices, int kCount>
 __device__ inline void multiply_segment(Gradients& sums, const FactorFragments (&left)[kCount],
                                         const RightFactors* right, bool add) {
@@ -739,10 +744,14 @@ struct HopperForward {
 
 // Clusters stay, and take tile after tile of 64 rows. Each block has one or two `groups` of 64
 // columns (one, if E has two segments), all of whose right factors it keeps, up to 128 KB. Two
-// consumer warpgroups take turns, tile by tile: while one computes tanh and writes, the tensor
-// cores belong to the other. A segment's fragments, 64 registers, serve all columns, so that its
-// stage is free again early. A turn of the pipeline is one segment of a tile, and a consumer passes
-// over the turns of the other one. If E has two segments, these are more turns than stages.
+// consumer warpgroups take every other tile each. Nothing makes them alternate, but while one
+// computes tanh and writes, the other one has the tensor cores to itself. A segment's fragments, 64
+// registers, serve all columns, so that its stage is free again early.
+//
+// A consumer skips the segments of the other one's tiles. A barrier has two parities only, and who
+// skips could mistake one round for the next. So each segment of two tiles has barriers of its own,
+// which the pipeline calls a turn. If E has two segments, there are more turns than stages
+// (StageBarriers in primitives/hopper/pipeline.cuh).
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V, int E, int column_groups) {

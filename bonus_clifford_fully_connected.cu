@@ -250,8 +250,11 @@ constexpr int kForwardTileBytes = sizeof(float) * (BladeGroup<A, 0>::kPlanes * k
 //     multiply      the warps multiply each plane by its triple's weights
 //
 // After the last step `store` writes z. The norm needs all columns of a row, which are those of
-// several blocks: a kernel of its own comes after this one. While one block makes planes, others of
-// the multiprocessor multiply.
+// several blocks: a kernel of its own comes after this one. While one block makes planes, another
+// one of the multiprocessor multiplies.
+//
+// `w` is not the layer's w but what round_weights() has made of it: rounded to TF32, each matrix
+// with zeros up to `stride` rows and columns. So its copies need no test for an edge.
 template <typename A, int group>
 __device__ __forceinline__ void forward_tile(const float* x, const float* y, const float* w,
                                              float* z, int stride, float* shared, Layer layer) {
