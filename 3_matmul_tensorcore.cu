@@ -447,10 +447,11 @@ struct TileCopies {
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
 // in TileCopies. A lane has one offset for the fragments of A and one for those of B. A fragment in
 // other rows is at that offset plus a constant. In other columns it is at the offset ^ a constant.
-// Why: the swizzled column is col ^ 8 (row % 8) (primitives/mma.cuh). The lane's col is 0 or 8, and
-// the fragment's k is 16, 32 or 48. These share no bit, so col + k is col ^ k, and the swizzled
-// column of col + k is that of col, ^ k. The rows that a thread copies are multiples of 8 apart and
-// swizzled alike: the compiler swizzles once, and adds constants.
+// Why: the swizzled column is col ^ 8 (row % 8) (primitives/mma.cuh). Columns of A are those of k:
+// the lane's col is 0 or 8, and the fragment's k is 16, 32 or 48. (Of B they are C's: a multiple of
+// 64 plus 0 or 8, and 16 j, at most 48.) These share no bit, so col + k is col ^ k, and the
+// swizzled column of col + k is that of col, ^ k. The rows that a thread copies are multiples of 8
+// apart and swizzled alike: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
 // owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;
@@ -784,13 +785,13 @@ __global__ void __launch_bounds__(384, 1)
 // The loops of the kernel above have names from here on (primitives/hopper/pipeline.cuh). Its
 // producer's is `writer.put`: wait until the next stage is empty, announce its bytes, start its
 // copies. Its consumers' is `reader.take`: wait until the next stage is full, start its products,
-// and give back the stage before. `reader.finish` waits for the last products. Who copies what, and
-// who is told that a stage is empty, says BlockGrid (primitives/hopper/block_grid.cuh):
+// and give back the stage before. `reader.finish` waits for the last products. BlockGrid knows who
+// copies what, and who is told that a stage is empty (primitives/hopper/block_grid.cuh):
 // BlockGrid<1, 1> is a block alone.
 //
 // What is new: blocks stay. There are no more of them than fit, and each walks over tiles of C. The
-// producer runs ahead into the next tile while the consumers still write this one. So that they
-// need not wait for what they write, either, the copy engine stores: fp16 results are put into
+// producer runs ahead into the next tile while the consumers still write this one. And so that the
+// consumers need not wait for their own stores, the copy engine stores: fp16 results are put into
 // shared memory, swizzled like a box, and leave from there, in full lines, while the consumers go
 // on. With kBuffers = 2 both halves of a tile have a place there, and the second does not wait for
 // the first to leave.
@@ -895,13 +896,14 @@ __global__ void __launch_bounds__(384, 1)
 
 // ---- clusters -----------------------------------------------------------------------------------
 
-// Two blocks, one above the other, need the same tile of B. Each fetches half of it and
+// Two blocks with neighbouring tiles of rows need the same tile of B. Each fetches half of it and
 // multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
 // empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1> knows who
 // copies what, and who is told. Each block announces the bytes of its whole stage, its own half and
-// the other block's. If the other half comes before it is announced, no harm is done: the phase
-// cannot end without this block's own announcement. And a block may not leave while consumers of
-// the other block still arrive at its `empty` barriers: `writer.finish` waits for them.
+// the other block's. If the other half comes before it is announced, no harm is done: the barrier
+// counts bytes in both directions, and its phase cannot end without this block's announcement. And
+// a block may not leave while consumers of the other block still arrive at its `empty` barriers:
+// `writer.finish` waits for them.
 template <int kStages, int kBuffers>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_clusters(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -911,7 +913,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const BlockGrid<2, 1> cluster;  // two blocks below each other
+  const BlockGrid<2, 1> cluster;  // two blocks with neighbouring rows
   const int steps = (n + kStepK - 1) / kStepK;
   // A tile of a cluster has 2 BM rows and BN columns.
   const int tile_rows = (n + 2 * BM - 1) / (2 * BM), tile_cols = (n + BN - 1) / BN;
@@ -980,7 +982,7 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   constexpr int BM = Shared::BM, BN = Shared::BN;
   extern __shared__ __align__(1024) char bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(bytes);
-  const BlockGrid<2, 1> cluster;  // two blocks below each other
+  const BlockGrid<2, 1> cluster;  // two blocks with neighbouring rows
   const int steps = (n + kStepK - 1) / kStepK;
 
   // A tile of a cluster has 2 BM rows and BN columns.

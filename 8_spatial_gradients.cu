@@ -748,9 +748,10 @@ struct HopperForward {
 // computes tanh and writes, the other one has the tensor cores to itself. A segment's fragments, 64
 // registers, serve all columns, so that its stage is free again early.
 //
-// A consumer skips the segments of the other one's tiles. A barrier has two parities only, and who
-// skips could mistake one round for the next. So each segment of two tiles has barriers of its own,
-// which the pipeline calls a turn. If E has two segments, there are more turns than stages
+// A segment fills one stage. A consumer skips the segments of the other one's tiles. But a barrier
+// only shows whether its round is odd or even, so that whoever skips a round could take an old one
+// for a new one. Hence barriers do not belong to stages: each segment of two tiles, one for each
+// consumer, has barriers of its own, a *turn*. With E = 256 there are two stages and four turns
 // (StageBarriers in primitives/hopper/pipeline.cuh).
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
@@ -805,8 +806,9 @@ __global__ void __launch_bounds__(384, 1)
         const RightFactors* right = shared.right[group];
         Gradients sums;
         multiply_first_segment<kFirst>(sums, left, right, E);
-        // Only now: an arrival at the neighbour's barrier may overtake the loads of fragments, and
-        // only a product that has used them proves that they are over.
+        // Not before this product: loads of fragments may still be under way when the arrival
+        // reaches the other block, which would then overwrite the stage. A product that has used
+        // the fragments proves that they are loaded.
         if (group == 0) reader.give_back();
         if constexpr (kSegments > 1) {
           constexpr int kRest = kSteps - kSegmentSteps;

@@ -242,7 +242,9 @@ template <typename A>
 constexpr int kForwardTileBytes = sizeof(float) * (BladeGroup<A, 0>::kPlanes * kTile * 8 +
                                                    BladeGroup<A, 0>::kTriples * 8 * kRowStride);
 
-// Four blades of z for 64 rows and 64 columns. A step takes 8 features, and has three parts:
+// Four blades of z, a group (in 3-D grades 0 and 1, or 2 and 3), for 64 rows and 64 columns. In the
+// code c is a grade of the result, i the number of a triple in it, and t its number in w. A step
+// takes 8 features, and has three parts:
 //
 //     load          starts the copies of 8 x 64 weights of each triple
 //     make_planes   a thread reads 4 multivectors of x and of y, all blades of them, and writes
