@@ -748,11 +748,12 @@ struct HopperForward {
 // computes tanh and writes, the other one has the tensor cores to itself. A segment's fragments, 64
 // registers, serve all columns, so that its stage is free again early.
 //
-// A segment fills one stage. A consumer skips the segments of the other one's tiles. But a barrier
-// only shows whether its round is odd or even, so that whoever skips a round could take an old one
-// for a new one. Hence barriers do not belong to stages: each segment of two tiles, one for each
-// consumer, has barriers of its own, a *turn*. With E = 256 there are two stages and four turns
-// (StageBarriers in primitives/hopper/pipeline.cuh).
+// A segment fills one stage. With E = 256 a tile has two segments and fills both stages, so every
+// second round of a stage is the other consumer's. But a barrier only shows whether its round is
+// odd or even, and a consumer that skips a round could take an old one for a new one. Hence
+// barriers do not belong to stages. Two tiles, one for each consumer, have four segments, and each
+// of these four *turns* has barriers of its own, at which only one consumer waits (StageBarriers in
+// primitives/hopper/pipeline.cuh).
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V, int E, int column_groups) {
