@@ -198,6 +198,8 @@ HARMLESS = {
     ATTENTION: {
         **{("wait", f"barrier_wait(&barriers[consumer], parity) {change}", 0):
             "a turn decides who multiplies first, and nothing else" for change in ("with ^ 1", "without")},
+        ("attention_hopper", "barrier_init_fence() without", 0):
+            "prepare() has one behind the barriers that the copy engine completes; only threads arrive at the others",
         ("attention_hopper", "barrier_init(&shared.turns[i], EachWarp::kReleases) with - 1", 0):
             "a turn decides who multiplies first, and nothing else",
         **{("parity", f"barrier_wait(&barriers[consumer], parity) {change}", 0):
