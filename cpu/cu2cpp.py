@@ -323,11 +323,7 @@ class _ForeignTranslation(_Translation):
         before = ""
         if "{" in declaration:  # the type is defined in place
             opening = declaration.index("{")
-            depth = 0
-            for closing in range(opening, len(declaration)):
-                depth += (declaration[closing] == "{") - (declaration[closing] == "}")
-                if depth == 0:
-                    break
+            closing = _closing(declaration, opening, "{}")
             head = declaration[:opening].split()
             if head[:1] not in (["struct"], ["union"]):
                 self._fail(start, "a __shared__ variable cannot be initialized")
@@ -406,11 +402,11 @@ def _depth(code, position):
     return sum(opened)
 
 
-def _closing(code, opening):
-    """The position of the parenthesis that closes the one at `opening`."""
+def _closing(code, opening, pair="()"):
+    """The position of the parenthesis, or of what `pair` names, that closes the one at `opening`."""
     depth = 0
     for position in range(opening, len(code)):
-        depth += (code[position] == "(") - (code[position] == ")")
+        depth += (code[position] == pair[0]) - (code[position] == pair[1])
         if depth == 0:
             return position
     return len(code) - 1

@@ -14,8 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from check import OPTIONS, _bounds, _line, _race, _waits, _with_lines, started, with_lines
-from cu2cpp import TranslationError, code_of, kernels_of, translate_foreign
+from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
+from cu2cpp import TranslationError, _closing, code_of, kernels_of, translate_foreign
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -114,11 +114,8 @@ class Sources:
         for file, text in self.texts.items():
             code = code_of(text)
             for match in re.finditer(r"\b__global__\b[^;{]*\{", code):
-                depth, position = 1, match.end()
-                while position < len(code) and depth:
-                    depth += (code[position] == "{") - (code[position] == "}")
-                    position += 1
-                if (launch := code.find("<<<", match.end(), position)) >= 0:
+                end = _closing(code, match.end() - 1, "{}")
+                if (launch := code.find("<<<", match.end(), end)) >= 0:
                     self.refuse(file, text, launch, "launches from a kernel (dynamic parallelism)")
 
     def write(self, folder):
@@ -307,8 +304,7 @@ def table(report):
     heads = ["kernel", "grid", "block", "launches", "loads", "sectors", "stores", "sectors", "shared", "conflicts",
              "atomics", "MB"]
     cells = [[row[0], row[1], row[2], *map(number, row[3:11]), f"{int(row[11]) / 1e6:.3g}"] for row in rows]
-    order = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-    widths = [max(len(heads[k]), *(len(cell[k]) for cell in cells)) for k in order]
+    widths = [max(map(len, column)) for column in zip(heads, *cells)]
     for cell in [heads, *cells]:
         say("  ".join(text.ljust(width) if k == 0 else text.rjust(width)
                       for k, (text, width) in enumerate(zip(cell, widths))).rstrip())
@@ -331,7 +327,7 @@ def worst(report, texts):
         say(f"    {file}:{line}: {cost}: {code}")
 
 
-def mistakes(rc, printed, report, texts):
+def mistakes(rc, report, texts):
     """What the first run has found, in sentences."""
     lines = next(iter(texts.values()))
     found = []
@@ -491,11 +487,11 @@ def tried(doc):
     builds = {name: pool.submit(build_program, name, sources, written, options, folder) for name in names}
     report_file = folder / "report"
     report_file.unlink(missing_ok=True)
-    rc, printed, report = run(program, arguments, report_file, shown=True)
+    rc, _, report = run(program, arguments, report_file, shown=True)
     say()
     table(report)
     worst(report, texts)
-    found = mistakes(rc, printed, report, texts)
+    found = mistakes(rc, report, texts)
     if rc is not None and rc < 0 and not found:
         found.append("The program crashed: some thread reaches far outside of its memory.")
     elif rc == 3 and not found:

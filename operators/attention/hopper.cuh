@@ -387,7 +387,7 @@ struct Consumer {
       keys.next();
       return stage;
     };
-    const auto give_back = [&](int stage) { warps.release(shared.keys.empty[stage]); };
+    const auto give_back = [&](int stage) { keys.give_back(stage); };
 
     OnlineRows online;
     Sum<kKeys> logits;
