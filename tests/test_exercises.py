@@ -666,9 +666,10 @@ def clone(tmp_path):
         pytest.skip("scons, which runs this test, has not noted yet what it has built")
     tree = copy_of_sources(tmp_path / "tree")
     shutil.rmtree(tree / "exercises" / "my", ignore_errors=True)
-    for part in (*shared, *(f"gen/{folder}" for folder in ("common", "primitives", "operators", "checks"))):
-        if (build / part).is_dir():
-            shutil.copytree(build / part, tree / "build" / "cpu" / part)
+    for built in check.BUILDS.values():
+        for part in (*shared, *(f"gen/{folder}" for folder in ("common", "primitives", "operators", "checks"))):
+            if (ROOT / built / part).is_dir():
+                shutil.copytree(ROOT / built / part, tree / built / part)
     shutil.copy(signatures, tree)
     return tree
 
