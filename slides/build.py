@@ -79,7 +79,7 @@ def size_code(page):
 def picture(alt, path):
     """A drawing as a part of the page; a plot, whose text is outlines, as an image."""
     text = path.read_text()
-    if path.parent == HERE:
+    if path.parent in (HERE, ROOT / "docs" / "pictures"):
         text = text.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1)
         return re.sub(r"\n\s*", "\n", text).strip()
     data = base64.b64encode(text.encode()).decode()

@@ -114,6 +114,25 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(path.read_text()), target
 
 
+def test_pictures_are_what_the_script_draws():
+    result = execute([sys.executable, ROOT / "docs" / "pictures" / "draw.py", "--check"])
+    assert result.rc == 0, result.stderr
+
+
+def test_pictures_can_be_read_on_a_dark_page():
+    """A file of their own, on a background of their own; plots have theirs by matplotlib."""
+    pictures = {path for page, text in PAGES.items()
+                for path in re.findall(r"^!\[.+?\]\((\S+\.svg)\)", text, re.MULTILINE)
+                if "results/" not in path}
+    assert len(pictures) > 10
+    for path in {*(ROOT / "slides").glob("*.svg"), *(ROOT / "docs" / "pictures").glob("*.svg")}:
+        text = path.read_text()
+        assert text.startswith('<svg xmlns="http://www.w3.org/2000/svg"'), path
+        width, height = re.search(r' width="(\d+)" height="(\d+)"', text).groups()
+        assert re.search(r'<rect (?:x="-\d+" y="-\d+" )?width="\d+" height="\d+" fill="#fff"/>', text), path
+        assert float(width) <= 1150 and float(height) <= 520, path
+
+
 def test_readme_leads_to_every_page():
     for page in PAGES:
         assert page == "README.md" or re.search(rf"\]\({re.escape(page)}[#)]", README), page

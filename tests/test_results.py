@@ -51,7 +51,7 @@ def test_a_wrong_number_is_found(tmp_path, path):
 # Every script that takes arguments, by its path.
 SCRIPTS = [
     *(f"results/{name}.py" for name in ("count_clifford", "counters", "plot", "record", "update_readme")),
-    "cpu/cu2cpp.py", "docs/steps.py", "peers/compare.py", "slides/build.py", "tests/closure.py",
+    "cpu/cu2cpp.py", "docs/steps.py", "docs/pictures/draw.py", "peers/compare.py", "slides/build.py", "tests/closure.py",
     "tests/first_minutes.py", "tests/hopper_mutants.py",
 ]
 
@@ -90,7 +90,7 @@ def refused(scripts):
 
 def test_these_are_all_scripts():
     """Those with a main; `./exercise` has tests of its own."""
-    found = {str(path.relative_to(ROOT)) for folder in ("cpu", "docs", "peers", "results", "slides", "tests")
+    found = {str(path.relative_to(ROOT)) for folder in ("cpu", "docs", "docs/pictures", "peers", "results", "slides", "tests")
              for path in (ROOT / folder).glob("*.py") if '\nif __name__ == "__main__":' in path.read_text()}
     assert found == set(SCRIPTS)
 

@@ -1,0 +1,300 @@
+"""Draws the pictures beside it that repeat themselves: what is not drawn here was drawn by hand.
+
+    docs/pictures/draw.py [--check]
+
+With --check nothing is written, and the exit code says whether the files are those that this draws.
+"""
+import argparse
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+INK, SOFT, GREY, PALE = "#14181f", "#5b6472", "#e4e8ee", "#f4f6f8"
+BLUE, SKY, RUST, SAND = "#005a96", "#cfe0ee", "#b94700", "#f3c9ad"
+
+
+class Picture:
+    """A drawing on white, so that it can be read on a dark page, too."""
+
+    def __init__(self, title, width, height, size=18):
+        self.head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}"\n     font-family="Inter, Arial, sans-serif" font-size="{size}" fill="{INK}">\n'
+            f"  <title>{title}</title>\n"
+            f'  <defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0L10 5L0 10z" fill="{INK}"/></marker></defs>\n'
+            f'  <rect width="{width}" height="{height}" fill="#fff"/>\n'
+        )
+        self.parts = []
+
+    def box(self, x, y, width, height, fill=GREY, line=None, text="", radius=4, ink=None, size=None, bold=False):
+        stroke = f' stroke="{line}" stroke-width="2"' if line else ""
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" '
+                          f'fill="{fill}"{stroke}/>')
+        if text:
+            lines = text.split("\n")
+            step = 1.2 * (size or 18)
+            top = y + height / 2 - step * (len(lines) - 1) / 2 + 0.35 * (size or 18)
+            for number, each in enumerate(lines):
+                self.text(x + width / 2, top + number * step, each, "middle", ink, size, bold)
+
+    def text(self, x, y, text, anchor="start", ink=None, size=None, bold=False):
+        more = f' fill="{ink}"' if ink else ""
+        more += f' font-size="{size}"' if size else ""
+        more += ' font-weight="700"' if bold else ""
+        more += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        text = text.replace("&", "&amp;").replace("<", "&lt;")
+        self.parts.append(f'<text x="{x:g}" y="{y:g}"{more}>{text}</text>')
+
+    def line(self, path, ink=INK, arrow=True, dashed=False):
+        more = ' marker-end="url(#tip)"' if arrow else ""
+        more += ' stroke-dasharray="6 5"' if dashed else ""
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{ink}" stroke-width="2"{more}/>')
+
+    def svg(self):
+        return self.head + "".join(f"  {part}\n" for part in self.parts) + "</svg>\n"
+
+
+def fragment():
+    """Which lane holds what of a 16 x 8 result of mma.sync: PTX ISA, mma.m16n8k16, its accumulator."""
+    picture = Picture("The fragments of a 16 x 8 result", 1060, 460, 16)
+    cell = 24
+    for row in range(16):
+        for pair in range(4):
+            lane = 4 * (row % 8) + pair
+            mine = lane == 5
+            picture.box(310 + pair * 2 * cell, 60 + row * cell, 2 * cell - 3, cell - 3,
+                        RUST if mine else SKY if row < 8 else SAND, None, str(lane), 3,
+                        "#fff" if mine else INK, 14, mine)
+    picture.text(310, 30, "the 16 x 8 result of one mma.sync:", bold=True)
+    picture.text(310, 50, "which lane holds which two neighbours", size=14, ink=SOFT)
+    picture.box(20, 176, 150, 150, SKY, BLUE, "A: 16 x 16\nhalves,\n8 in each lane", 6, size=16)
+    picture.box(200, 176, 72, 150, SAND, RUST, "B:\n16 x 8,\n4 in\neach\nlane", 6, size=16)
+    picture.text(185, 257, "x", "middle", size=20)
+    picture.text(290, 257, "=", "middle", size=20)
+    said = ("The 32 lanes of a warp hold the 128 sums together,", "four each.", "",
+            "Lane 5 has columns 2 and 3 of row 1 and of row 9.", "",
+            "Four neighbouring lanes have a whole row, so a sum", "or a maximum along a row takes two shuffles.", "",
+            "A left factor of 16 x 8 is spread over the lanes in", "the same way. So what one product leaves in its",
+            "registers can be a factor of the next one: attention", "(a bonus) uses that.")
+    for number, line in enumerate(said):
+        lane = line.startswith("Lane")
+        picture.text(560, 100 + 24 * number, line, ink=RUST if lane else None, bold=lane)
+    return picture
+
+
+def swizzle():
+    """ldmatrix reads piece 2 of eight rows: where these lie in three forms of a tile."""
+    picture = Picture("A tile as it lies, padded, and swizzled", 1080, 400)
+    cell, top = 36, 92
+    forms = (("as it lies", "all eight in the same 4 banks:", "8 turns", lambda row, piece: piece),
+             ("padded", "8 different groups of banks:", "1 turn; but rows are longer", lambda row, piece: piece + row),
+             ("swizzled", "8 different groups of banks:", "1 turn, and nothing is longer",
+              lambda row, piece: piece ^ row))
+    for number, (name, said, turns, place) in enumerate(forms):
+        left = 30 + number * 360
+        picture.text(left, 32, name, bold=True, size=20)
+        picture.text(left, 56, "banks 0 to 31, four in each column", ink=SOFT, size=14)
+        for row in range(8):
+            there = {place(row, piece) % 8: piece for piece in range(8)}
+            for column in range(8):
+                piece = there[column]
+                read = piece == 2
+                picture.box(left + column * cell, top - 20 + row * 30, cell - 3, 27, BLUE if read else GREY, None,
+                            str(piece), 3, "#fff" if read else SOFT, 15, read)
+        picture.text(left, 346, said, size=16)
+        picture.text(left, 370, turns, size=16, bold=True, ink=BLUE if number else RUST)
+    picture.text(30, 394, "A row of the tile is eight pieces of 16 bytes, 0 to 7. One ldmatrix reads "
+                 "piece 2 of eight rows.", size=14, ink=SOFT)
+    return picture
+
+
+def split_k():
+    """Lesson 7's three ideas, as who has which vertices, and where they meet."""
+    picture = Picture("Half fused, split-K, one launch", 1120, 470, 17)
+    colors = (SKY, SAND, "#d9e8c9", "#e3d4ec")
+
+    def vertices(x, y, height, bands):
+        for band in range(bands):
+            picture.box(x, y + band * height / bands, 64, height / bands - 3, colors[band % 4] if bands > 1 else SKY)
+        picture.text(x + 32, y - 10, "x: V rows", "middle", size=14, ink=SOFT)
+
+    top, height = 84, 250
+    picture.text(20, 30, "half fused", bold=True, size=20)
+    vertices(20, top, height, 1)
+    picture.line("M90 209H150")
+    for tile in range(8):
+        picture.box(156 + tile % 2 * 42, 130 + tile // 2 * 42, 38, 38, SKY, BLUE)
+    picture.text(20, 380, "A result of 128 x 256 is eight tiles:", size=15)
+    picture.text(20, 402, "eight blocks, and each of them", size=15)
+    picture.text(20, 424, "walks over all vertices.", size=15)
+
+    left = 330
+    picture.text(left, 30, "split-K", bold=True, size=20)
+    vertices(left, top, height, 4)
+    for band in range(4):
+        y = top + (band + 0.5) * height / 4
+        picture.line(f"M{left + 70} {y:g}H{left + 104}")
+        picture.box(left + 110, y - 22, 82, 42, colors[band], None, "partial\nsum", size=14)
+        picture.line(f"M{left + 196} {y:g}L{left + 232} {209 + 14 * (band - 1.5):g}")
+    picture.box(left + 238, 172, 76, 74, RUST, None, "add,\nthen\ndamp", 6, "#fff", 15, True)
+    picture.text(left, 380, "Slices of the vertices, a block for each slice", size=15)
+    picture.text(left, 402, "and tile: hundreds of blocks. A second launch", size=15)
+    picture.text(left, 424, "adds the slices, a third one expands.", size=15)
+
+    left = 730
+    picture.text(left, 30, "one launch", bold=True, size=20)
+    vertices(left, top, height, 4)
+    for band in range(4):
+        y = top + (band + 0.5) * height / 4
+        picture.line(f"M{left + 70} {y - 8:g}L{left + 152} {196 + 10 * (band - 1.5):g}")
+        picture.line(f"M{left + 252} {196 + 10 * (band - 1.5):g}L{left + 308} {y - 8:g}")
+        picture.box(left + 310, y - height / 8, 56, height / 4 - 3, colors[band])
+    picture.box(left + 158, 166, 90, 66, RUST, None, "one sum\nin L2", 6, "#fff", 15, True)
+    picture.line(f"M{left + 203} 84V160", RUST, False, True)
+    picture.line(f"M{left + 203} 236V334", RUST, False, True)
+    picture.text(left + 203, 76, "all blocks meet", "middle", RUST, 14)
+    picture.text(left + 338, top - 10, "out", "middle", SOFT, 14)
+    picture.text(left, 380, "Each block adds what its rows contribute, waits", size=15)
+    picture.text(left, 402, "until all have, takes the sum back, and walks", size=15)
+    picture.text(left, 424, "over its rows again; some are still on chip.", size=15)
+    return picture
+
+
+def gradients():
+    """Lesson 8: what stays on chip, and what streams past it."""
+    picture = Picture("Associated: what stays, and what streams", 1060, 350, 17)
+    picture.text(20, 30, "one kernel: 4 V E W + 8 V W W operations", bold=True)
+    picture.box(20, 60, 60, 200, SKY, None, "Gr, Gi\n\nE wide", size=14)
+    picture.line("M84 160H128")
+    picture.box(134, 60, 100, 200, RUST, None, "xr, xi\n\nstay\non chip\n\nW wide", 6, "#fff", 15, True)
+    picture.line("M238 160H282")
+    picture.box(288, 110, 100, 100, SAND, None, "Lr, Li\nstream\npast", size=15)
+    picture.line("M392 160H436")
+    picture.box(442, 60, 60, 200, SKY, None, "out", size=15)
+    picture.text(20, 296, "The large products, ar and ai, have W terms for each sum.", size=15)
+
+    picture.text(560, 30, "associated: 12 V E W operations", bold=True)
+    picture.box(560, 60, 100, 70, SAND, None, "Lr, Li", size=15)
+    picture.box(560, 160, 100, 56, SAND, None, "x: E rows", size=15)
+    picture.line("M664 96L706 140")
+    picture.line("M664 188L706 166")
+    picture.box(712, 118, 120, 84, RUST, None, "x, M1, M2\nstay on chip\nE rows", 6, "#fff", 15, True)
+    picture.box(878, 60, 60, 200, SKY, None, "Gr, Gi\nstream\npast", size=14)
+    picture.line("M836 160H872")
+    picture.line("M942 160H974")
+    picture.box(980, 60, 60, 200, SKY, None, "out", size=15)
+    picture.text(560, 296, "M1 = x Lr^T and M2 = x Li^T are small: E rows, however", size=15)
+    picture.text(560, 318, "many vertices there are. All sums have E terms.", size=15)
+    return picture
+
+
+def softmax():
+    """Lesson 9: how the parts of a row come together."""
+    picture = Picture("A row of logits in four blocks", 1060, 430, 17)
+    parts = ((3, 2.0), (5, 1.5), (1, 2.4), (4, 1.2))
+    picture.text(20, 30, "one row of logits, in the registers of four blocks", bold=True)
+    for number, (most, total) in enumerate(parts):
+        left = 20 + number * 260
+        for column in range(8):
+            picture.box(left + column * 29, 50, 26, 40, SKY, None)
+        picture.line(f"M{left + 115} 94V128")
+        picture.box(left + 20, 134, 192, 56, SAND, RUST, f"maximum {most}\nsum {total:g}", 6, size=16)
+        picture.line(f"M{left + 116} 194L{480 + 30 * number} 236")
+        picture.text(left + 116, 374, f"times exp({most} - 5) / s", "middle", size=16)
+        picture.line(f"M{480 + 30 * number} 312L{left + 116} 352")
+        for column in range(8):
+            picture.box(left + column * 29, 386, 26, 30, BLUE, None)
+    picture.box(230, 242, 600, 66, RUST, None,
+                "m = max(3, 5, 1, 4) = 5\ns = 2 exp(3-5) + 1.5 exp(5-5) + 2.4 exp(1-5) + 1.2 exp(4-5)",
+                6, "#fff", 16, True)
+    picture.text(850, 268, "8 bytes a part,", size=15, ink=SOFT)
+    picture.text(850, 290, "not the logits", size=15, ink=SOFT)
+    return picture
+
+
+def clifford():
+    """Lesson 10: a row in a block; a thread per feature; the norm over the row."""
+    picture = Picture("A block owns a row", 1060, 380, 17)
+    picture.text(20, 30, "a block owns a row of the batch: 1024 features of 8 coefficients", bold=True)
+    names = ("1", "e1", "e2", "e3", "e12", "e13", "e23", "e123")
+    for which, (left, color) in enumerate(((70, SKY), (400, SAND))):
+        picture.text(left - 6, 60, "x, a plane for each coefficient" if not which else "y", size=15, ink=SOFT)
+        for row, name in enumerate(names):
+            picture.text(left - 8, 89 + row * 26, name, "end", SOFT, 13)
+            for feature in range(9):
+                mine = feature == 3
+                picture.box(left + feature * 26, 72 + row * 26, 23, 23, (BLUE if mine else color))
+    picture.line("M160 286V318H700V250")
+    picture.line("M490 286V318", arrow=False)
+    picture.text(190, 346, "one thread has one feature: all 8 coefficients of x and of y, in registers",
+                 size=15, ink=BLUE)
+    said = "64 terms\nwith signs\nand weights:\n92 instructions,\nwritten by the\ncompiler"
+    picture.box(650, 100, 150, 144, BLUE, None, said, 6, "#fff", 16)
+    picture.line("M804 170H838")
+    picture.box(844, 100, 200, 66, RUST, None, "norm: a sum over\nall features of the row", 6, "#fff", 15, True)
+    picture.line("M944 170V206")
+    picture.box(844, 212, 200, 34, SKY, None, "out = z / norm", size=16)
+    picture.text(650, 60, "unfused: 26 kernels,", size=15, ink=SOFT)
+    picture.text(650, 82, "each reads and writes such planes", size=15, ink=SOFT)
+    return picture
+
+
+def attention():
+    """The bonus: the walk over the keys, and the turns of two warpgroups."""
+    picture = Picture("A block walks over the keys; two warpgroups take turns", 1100, 440, 17)
+    picture.text(20, 30, "a block walks over the keys", bold=True)
+    picture.box(90, 66, 250, 44, PALE, SOFT)
+    for tile in range(5):
+        picture.box(94 + tile * 49, 70, 45, 36, BLUE if tile == 2 else SKY, None, "", 3)
+    picture.text(80, 94, "K, V", "end")
+    picture.box(20, 130, 60, 250, PALE, SOFT)
+    picture.box(24, 230, 52, 50, BLUE, None, "Q", 3, "#fff", 16, True)
+    picture.box(90, 130, 250, 250, "#fff", SOFT)
+    picture.box(92, 230, 246, 50, SKY, None, "", 3)
+    picture.box(192, 230, 45, 50, RUST, None, "", 3)
+    picture.line("M100 300H326")
+    picture.text(214, 322, "tile after tile", "middle", size=15)
+    picture.text(214, 160, "S x T logits: never all there,", "middle", SOFT, 14)
+    picture.text(214, 180, "and never in memory", "middle", SOFT, 14)
+    picture.line("M344 255H376")
+    picture.box(382, 200, 150, 112, SAND, RUST, "of each row:\nlargest logit,\nsum, and the\nrow of out", 6, size=16)
+    picture.text(20, 414, "A larger logit comes: sum and row of out are multiplied by one factor.", size=15)
+
+    picture.text(600, 30, "ping-pong: two warpgroups take turns", bold=True)
+    width = 92
+    for group in range(2):
+        y = 80 + group * 90
+        picture.text(600, y - 8, f"warpgroup {group}", size=15, ink=SOFT)
+        for step in range(5 - group):
+            products = step % 2 == 0
+            picture.box(600 + (step + group) * width, y, width - 4, 46, BLUE if products else SAND, None,
+                        "products" if products else "exp", 4, "#fff" if products else INK, 15)
+    picture.line("M600 250H1070")
+    picture.text(1070, 270, "time", "end", size=14)
+    picture.text(600, 302, "While one computes exponentials, the tensor cores", size=15)
+    picture.text(600, 324, "multiply for the other.", size=15)
+    return picture
+
+
+PICTURES = {drawn.__name__: drawn for drawn in (fragment, swizzle, split_k, gradients, softmax, clifford, attention)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args().check
+    wrong = []
+    for name, drawn in PICTURES.items():
+        path, text = HERE / f"{name}.svg", drawn().svg()
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            wrong.append(path.name)
+    if wrong:
+        print("not what draw.py draws:", *wrong, file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
