@@ -80,6 +80,15 @@ def test_scons_takes_the_words(command):
             assert f'\ncommand("{word}"' in SCONS
 
 
+def test_what_a_laptop_prints_is_shown():
+    """But for the error, whose last digit is the compiler's."""
+    (shown,) = re.findall(r"^\*\*Without a GPU\*\* .*?`\./1_matmul_basic 64`.*?^```text\n(.*?)^```", README,
+                          re.MULTILINE | re.DOTALL)
+    printed = execute([program("1_matmul_basic"), "64", "--device", "cpu"]).stdout
+    error = re.compile(r" \S+e-\d\d ok")
+    assert error.sub("", shown) in error.sub("", printed)
+
+
 @pytest.mark.parametrize("lesson", LESSONS)
 def test_every_lesson_has_a_section(lesson):
     row = re.search(rf"^\| \[{lesson}\]\(#(.*?)\) \| \S.* \|$", README, re.MULTILINE)
