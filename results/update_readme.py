@@ -1,4 +1,4 @@
-"""Puts the recorded numbers into README.md, docs/*.md and slides/talk.md, between their markers.
+"""Puts the recorded numbers into README.md, the pages under docs/ and slides/talk.md, between their markers.
 
     results/update_readme.py [--check]
 
@@ -488,7 +488,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "slides" / "talk.md"]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "slides" / "talk.md"]
     texts = {path: page_of(path) for path in pages if path.exists()}
     wrong = [path for path, (old, new) in texts.items() if old != new]
     if check:

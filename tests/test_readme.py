@@ -14,7 +14,7 @@ from cu2cpp import translate
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
-         for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))}
+         for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))}
 ALL = "\n".join(PAGES.values())
 SCONS = (ROOT / "SConstruct").read_text()
 # Commands are indented; so is the synopsis, whose options are all in brackets.
