@@ -91,6 +91,18 @@ FUSED = {
 # Lessons of which all problems are drawn over a size that is not the first of their dims: its name, what
 # other dims are in the figure, and which kernels.
 OVER = {"bonus_attention": ("S", {"d": 128}, ("library", "cuDNN", "mma.sync", "Hopper", "ping-pong", "any shape"))}
+# What a figure is about, by its lesson: what stands before the device's name.
+TITLES = {
+    "3_matmul_tensorcore": "N x N product in fp16, lesson 3",
+    "6_gating_fused": "A gated layer, lesson 6",
+    "7_diffusion_fused": "Diffusion on a mesh of V vertices, lesson 7",
+    "8_spatial_gradients": "Gradient features on a mesh of V vertices, lesson 8",
+    "9_matmul_softmax": "softmax(x W), lesson 9",
+    "10_clifford_gp": "A Clifford layer, lesson 10",
+    "bonus_attention": "Attention over S queries and keys, d = 128",
+    "bonus_clifford_fully_connected": "Multivectors mixed by matrices (bonus)",
+    "bonus_diffusion_gpus": "One mesh on several GPUs (bonus), forward",
+}
 UNFUSED_IN = {"6_gating_fused": "5_gating_unfused"}  # if it is another lesson
 
 
@@ -99,6 +111,10 @@ def records_of(folder, lesson):
     names = [path for path in folder.glob(f"{lesson}*.json")
              if path.stem == lesson or path.stem.removeprefix(f"{lesson}.").isdigit()]
     return [load(path) for path in sorted(names)]
+
+
+def title_of(lesson, device):
+    return f"{TITLES.get(lesson, lesson)}: {device}"
 
 
 def svg_of(figure):
@@ -117,6 +133,10 @@ def tick(size):
     return str(size)
 
 
+def is_power_of_two(size):
+    return size & (size - 1) == 0
+
+
 def size_axis(axes, sizes, name):
     """Powers of two, with a tick for each size, or for each other one if they are many."""
     axes.set_xscale("log", base=2)
@@ -124,6 +144,12 @@ def size_axis(axes, sizes, name):
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: tick(int(size))))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(name)
+
+
+def legend_below(axes, columns=2):
+    """Under the axis and its name, where no point can be."""
+    below = -1 / axes.figure.get_figheight()  # an inch, in heights of the figure
+    axes.legend(fontsize=14, loc="upper center", bbox_to_anchor=(0.5, below), ncol=columns)
 
 
 def rate_axis(axes, subs=(1,)):
@@ -196,7 +222,7 @@ def draw_ladder(folder):
                 for run in runs[lesson]
                 for problem in run["problems"]
                 for kernel in problem["kernels"]
-                if kernel["name"] == name_in(problem, name)
+                if kernel["name"] == name_in(problem, name) and is_power_of_two(problem["dims"]["N"])
             )
             if not points:  # a GPU that cannot run it
                 continue
@@ -214,7 +240,7 @@ def draw_ladder(folder):
     for dtype, name in (("fp32", "fp32 limit"), ("fp16", "fp16 limit")):
         axes.axhline(peaks[dtype], color=GREY, linewidth=1.5)
         labels.append((max(sizes), peaks[dtype], f"{name}: {peaks[dtype]:.0f}", GREY))
-    axes.set_title(f"C = A B, {runs['1_matmul_basic'][0]['device']['name']}", loc="left")
+    axes.set_title(f"N x N product, lessons 1 to 3: {runs['1_matmul_basic'][0]['device']['name']}", loc="left")
     figure.subplots_adjust(left=0.09, right=0.83, bottom=0.11, top=0.93)
     label_ends(axes, labels)
     return svg_of(figure)
@@ -279,7 +305,7 @@ def draw_roofline(folder):
                   ha="center", va="center_baseline")
     axes.set_xlabel("operations per least possible byte")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"Every kernel under its roof, {runs[0]['device']['name']}", loc="left")
+    axes.set_title(f"Every kernel under its roof: {runs[0]['device']['name']}", loc="left")
     axes.legend(fontsize=14, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4,
                 columnspacing=1, handletextpad=0.2)
     figure.tight_layout()
@@ -347,10 +373,10 @@ def draw_sizes(folder, lesson):
             style = "--" if role == "library" else "-"
             axes.plot(*zip(*points), style, marker="o", color=color)
             ends.append((axes, (*points[-1], kernel, color)))
-        axes.set_title(f"{lesson}, {device}" if len(panels) == 1 else name, loc="left")
+        axes.set_title(title_of(lesson, device) if len(panels) == 1 else name, loc="left")
     all_axes[0][0].set_ylabel("TFLOP/s")
     if len(panels) > 1:
-        figure.suptitle(f"{lesson}, {device}", fontsize=19)
+        figure.suptitle(title_of(lesson, device), fontsize=19)
     figure.subplots_adjust(left=1 / width, right=1 - 2 / width, bottom=0.13,
                            top=0.93 if len(panels) == 1 else 0.86)
     for axes in all_axes[0]:
@@ -422,6 +448,7 @@ def draw_fused(folder, lesson):
     axes.set_xlim(0, max(105, 1.1 * max(limits)))  # a warm cache is faster than memory
     axes.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
     axes.set_xlabel(f"% of what {device} allows this problem")
+    all_axes[0, 0].set_title(f"{TITLES[lesson]}: {panels[0][0]}", loc="left", fontsize=18)
     figure.tight_layout()
     return svg_of(figure)
 
@@ -479,7 +506,7 @@ def draw_heatmaps(path):
         return problem["kernels"][-1]["speedup"]
 
     maps = []  # a row each: what it says, value, problems
-    for title, value in (("times faster", speed), ("times less memory", memory)):
+    for title, value in (("times as fast", speed), ("times less memory", memory)):
         maps.append((title, None, value, run["problems"]))
     beside = path.with_name(f"{path.stem}.peers.json")
     problems = load(beside)["problems"] if beside.exists() else []
@@ -487,7 +514,7 @@ def draw_heatmaps(path):
         value = times_faster_than(peer)
         there = [problem for problem in problems if not math.isnan(value(problem))]
         if there:
-            maps.append(("times faster", peer, value, there))
+            maps.append(("times as fast", peer, value, there))
     figure, rows = plt.subplots(len(maps), len(names), squeeze=False,
                                 figsize=(6.5 * len(names), 4.75 * len(maps)))
     for (title, peer, value, problems), row in zip(maps, rows):
@@ -499,8 +526,11 @@ def draw_heatmaps(path):
             kernels = [k for k in of_name[0]["kernels"] if k["role"] != "peer"]
             other = peer or kernels[0]["name"]
             draw_heatmap(axes, of_name, value,
-                         f"{name}: {title}\n{kernels[-1]['name']} than {other}")
-    figure.suptitle(f"{path.stem}, {run['device']['name']}", fontsize=18)
+                         f"{name}: {kernels[-1]['name']},\n{title} {'than' if 'less' in title else 'as'} {other}")
+    signature = re.search(r"sweep-([\d,]+)", path.stem)
+    what = f" in the algebra {signature[1]}" if signature else ""
+    title = f"{TITLES.get(run['lesson'], run['lesson'])}{what}: {run['device']['name']}"
+    figure.suptitle(title, fontsize=18)
     figure.tight_layout()
     return svg_of(figure)
 
@@ -519,7 +549,7 @@ def draw_layers(path, run):
     figure, axes = plt.subplots(figsize=(12, 0.34 * len(problems) + 1.6))
     axes.set_xscale("log", base=2)
     axes.axvline(1, color="black", linewidth=2)
-    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "others")):
+    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "rows of other lengths")):
         chosen = [(times_as_fast(problem), line) for line, problem in enumerate(problems)
                   if all(problem["dims"][each] % 4 == 0 for each in "DC") == aligned]
         if chosen:
@@ -530,8 +560,8 @@ def draw_layers(path, run):
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("times as fast as the library")
     axes.grid(True, which="major", alpha=0.35)
-    axes.legend(loc="lower right")
-    axes.set_title(f"{path.stem}, {run['device']['name']}", loc="left")
+    legend_below(axes)
+    axes.set_title(f"{TITLES.get(run['lesson'], run['lesson'])}, our fastest: {run['device']['name']}", loc="left")
     figure.tight_layout()
     return svg_of(figure)
 
@@ -546,7 +576,7 @@ def draw_shapes(path):
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.axhline(1, color="black", linewidth=2)
-    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "others")):
+    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "rows of other lengths")):
         chosen = [point for point in points if (point[0] % 8 == 0) == aligned]
         if chosen:
             axes.plot(*zip(*chosen), "-" if aligned else "", marker="o", color=color, label=name)
@@ -558,8 +588,8 @@ def draw_shapes(path):
     axes.set_xlabel("N")
     axes.set_ylabel("times as fast as the library")
     axes.grid(True, which="major", alpha=0.35)
-    axes.legend()
-    axes.set_title(f"{path.stem}, {run['device']['name']}", loc="left")
+    legend_below(axes)
+    axes.set_title(f"N x N product in fp16, our fastest: {run['device']['name']}", loc="left")
     figure.tight_layout()
     return svg_of(figure)
 
@@ -622,15 +652,19 @@ def draw_gpus(folder):
         weak.plot(*zip(*points), "--", color=color, label=f"fused, {gpus} GPUs: a model")
     size_axis(strong, sorted(fused), "vertices")
     size_axis(weak, sorted(v // 2 for v in fused), "vertices of each GPU")
+    strong.set_title("the same mesh", loc="left")
+    weak.set_title("a mesh that grows with the GPUs", loc="left")
     strong.set_ylabel("times as fast as one GPU")
-    weak.set_ylabel("one GPU's time for its vertices / all GPUs' time")
+    strong.set_yscale("log", base=2)
+    strong.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    weak.set_ylabel("time of one GPU / time of all")
     weak.set_ylim(0, 1.05)
     for axes in (strong, weak):
         axes.grid(True, which="major", alpha=0.35)
-        axes.legend(fontsize=14)
     strong.axhline(1, color="black", linewidth=1.5)
-    figure.suptitle(f"bonus_diffusion_gpus, forward, {runs[0]['device']['name']}", fontsize=18)
-    figure.tight_layout()
+    figure.suptitle(title_of("bonus_diffusion_gpus", runs[0]["device"]["name"]), fontsize=18)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.legend(*strong.get_legend_handles_labels(), fontsize=14, loc="lower center", ncol=4)
     return svg_of(figure)
 
 
