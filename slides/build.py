@@ -80,6 +80,7 @@ def picture(alt, path):
     """A drawing as a part of the page; a plot, whose text is outlines, as an image."""
     text = path.read_text()
     if path.parent in (HERE, ROOT / "docs" / "pictures"):
+        text = re.sub(r"\s*<title>.*?</title>", "", text)  # `alt` says it
         text = text.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1)
         return re.sub(r"\n\s*", "\n", text).strip()
     data = base64.b64encode(text.encode()).decode()
@@ -116,7 +117,7 @@ def expand_slide(page, folder):
 
 def plain(text):
     """Without the markers of recorded numbers."""
-    return re.sub(r"<!-- (?:(?:table|output|value|ratio|cross) .+?|end) -->", "", text)
+    return re.sub(r"<!-- (?:(?:table|output|value|ratio|cross|formula) .+?|end) -->", "", text)
 
 
 def theme():

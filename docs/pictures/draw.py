@@ -19,7 +19,7 @@ class Picture:
     def __init__(self, title, width, height, size=18):
         self.head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}"\n     font-family="Inter, Arial, sans-serif" font-size="{size}" fill="{INK}">\n'
+            f'height="{height}" font-family="Inter, Arial, sans-serif" font-size="{size}" fill="{INK}">\n'
             f"  <title>{title}</title>\n"
             f'  <defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0 0L10 5L0 10z" fill="{INK}"/></marker></defs>\n'
@@ -65,9 +65,9 @@ def fragment():
             mine = lane == 5
             picture.box(310 + pair * 2 * cell, 60 + row * cell, 2 * cell - 3, cell - 3,
                         RUST if mine else SKY if row < 8 else SAND, None, str(lane), 3,
-                        "#fff" if mine else INK, 14, mine)
+                        "#fff" if mine else INK, 16, mine)
     picture.text(310, 30, "the 16 x 8 result of one mma.sync:", bold=True)
-    picture.text(310, 50, "which lane holds which two neighbours", size=14, ink=SOFT)
+    picture.text(310, 50, "which lane holds which two neighbours", size=16, ink=SOFT)
     picture.box(20, 176, 150, 150, SKY, BLUE, "A: 16 x 16\nhalves,\n8 in each lane", 6, size=16)
     picture.box(200, 176, 72, 150, SAND, RUST, "B:\n16 x 8,\n4 in\neach\nlane", 6, size=16)
     picture.text(185, 257, "x", "middle", size=20)
@@ -85,7 +85,7 @@ def fragment():
 
 def swizzle():
     """ldmatrix reads piece 2 of eight rows: where these lie in three forms of a tile."""
-    picture = Picture("A tile as it lies, padded, and swizzled", 1080, 400)
+    picture = Picture("A tile as it lies, padded, and swizzled", 1080, 420)
     cell, top = 36, 92
     forms = (("as it lies", "all eight in the same 4 banks:", "8 turns", lambda row, piece: piece),
              ("padded", "8 different groups of banks:", "1 turn; but rows are longer", lambda row, piece: piece + row),
@@ -94,18 +94,18 @@ def swizzle():
     for number, (name, said, turns, place) in enumerate(forms):
         left = 30 + number * 360
         picture.text(left, 32, name, bold=True, size=20)
-        picture.text(left, 56, "banks 0 to 31, four in each column", ink=SOFT, size=14)
+        picture.text(left, 56, "banks 0 to 31, four in each column", ink=SOFT, size=16)
         for row in range(8):
             there = {place(row, piece) % 8: piece for piece in range(8)}
             for column in range(8):
                 piece = there[column]
                 read = piece == 2
                 picture.box(left + column * cell, top - 20 + row * 30, cell - 3, 27, BLUE if read else GREY, None,
-                            str(piece), 3, "#fff" if read else SOFT, 15, read)
+                            str(piece), 3, "#fff" if read else SOFT, 16, read)
         picture.text(left, 346, said, size=16)
         picture.text(left, 370, turns, size=16, bold=True, ink=BLUE if number else RUST)
-    picture.text(30, 394, "A row of the tile is eight pieces of 16 bytes, 0 to 7. One ldmatrix reads "
-                 "piece 2 of eight rows.", size=14, ink=SOFT)
+    picture.text(30, 404, "A row of the tile is eight pieces of 16 bytes, 0 to 7. One ldmatrix reads "
+                 "piece 2 of eight rows.", size=16, ink=SOFT)
     return picture
 
 
@@ -117,7 +117,7 @@ def split_k():
     def vertices(x, y, height, bands):
         for band in range(bands):
             picture.box(x, y + band * height / bands, 64, height / bands - 3, colors[band % 4] if bands > 1 else SKY)
-        picture.text(x + 32, y - 10, "x: V rows", "middle", size=14, ink=SOFT)
+        picture.text(x + 32, y - 10, "x: V rows", "middle", size=16, ink=SOFT)
 
     top, height = 84, 250
     picture.text(20, 30, "half fused", bold=True, size=20)
@@ -125,9 +125,9 @@ def split_k():
     picture.line("M90 209H150")
     for tile in range(8):
         picture.box(156 + tile % 2 * 42, 130 + tile // 2 * 42, 38, 38, SKY, BLUE)
-    picture.text(20, 380, "A result of 128 x 256 is eight tiles:", size=15)
-    picture.text(20, 402, "eight blocks, and each of them", size=15)
-    picture.text(20, 424, "walks over all vertices.", size=15)
+    picture.text(20, 380, "A result of 128 x 256 is eight tiles:", size=16)
+    picture.text(20, 402, "eight blocks, and each of them", size=16)
+    picture.text(20, 424, "walks over all vertices.", size=16)
 
     left = 330
     picture.text(left, 30, "split-K", bold=True, size=20)
@@ -135,12 +135,12 @@ def split_k():
     for band in range(4):
         y = top + (band + 0.5) * height / 4
         picture.line(f"M{left + 70} {y:g}H{left + 104}")
-        picture.box(left + 110, y - 22, 82, 42, colors[band], None, "partial\nsum", size=14)
+        picture.box(left + 110, y - 22, 82, 42, colors[band], None, "partial\nsum", size=16)
         picture.line(f"M{left + 196} {y:g}L{left + 232} {209 + 14 * (band - 1.5):g}")
-    picture.box(left + 238, 172, 76, 74, RUST, None, "add,\nthen\ndamp", 6, "#fff", 15, True)
-    picture.text(left, 380, "Slices of the vertices, a block for each slice", size=15)
-    picture.text(left, 402, "and tile: hundreds of blocks. A second launch", size=15)
-    picture.text(left, 424, "adds the slices, a third one expands.", size=15)
+    picture.box(left + 238, 172, 76, 74, RUST, None, "add,\nthen\ndamp", 6, "#fff", 16, True)
+    picture.text(left, 380, "Slices of the vertices, a block for each slice", size=16)
+    picture.text(left, 402, "and tile: hundreds of blocks. A second launch", size=16)
+    picture.text(left, 424, "adds the slices, a third one expands.", size=16)
 
     left = 730
     picture.text(left, 30, "one launch", bold=True, size=20)
@@ -150,14 +150,14 @@ def split_k():
         picture.line(f"M{left + 70} {y - 8:g}L{left + 152} {196 + 10 * (band - 1.5):g}")
         picture.line(f"M{left + 252} {196 + 10 * (band - 1.5):g}L{left + 308} {y - 8:g}")
         picture.box(left + 310, y - height / 8, 56, height / 4 - 3, colors[band])
-    picture.box(left + 158, 166, 90, 66, RUST, None, "one sum\nin L2", 6, "#fff", 15, True)
+    picture.box(left + 158, 166, 90, 66, RUST, None, "one sum\nin L2", 6, "#fff", 16, True)
     picture.line(f"M{left + 203} 84V160", RUST, False, True)
     picture.line(f"M{left + 203} 236V334", RUST, False, True)
-    picture.text(left + 203, 76, "all blocks meet", "middle", RUST, 14)
-    picture.text(left + 338, top - 10, "out", "middle", SOFT, 14)
-    picture.text(left, 380, "Each block adds what its rows contribute, waits", size=15)
-    picture.text(left, 402, "until all have, takes the sum back, and walks", size=15)
-    picture.text(left, 424, "over its rows again; some are still on chip.", size=15)
+    picture.text(left + 203, 76, "all blocks meet", "middle", RUST, 16)
+    picture.text(left + 338, top - 10, "out", "middle", SOFT, 16)
+    picture.text(left, 380, "Each block adds what its rows contribute, waits", size=16)
+    picture.text(left, 402, "until all have, takes the sum back, and walks", size=16)
+    picture.text(left, 424, "over its rows again; some are still on chip.", size=16)
     return picture
 
 
@@ -165,27 +165,27 @@ def gradients():
     """Lesson 8: what stays on chip, and what streams past it."""
     picture = Picture("Associated: what stays, and what streams", 1060, 350, 17)
     picture.text(20, 30, "one kernel: 4 V E W + 8 V W W operations", bold=True)
-    picture.box(20, 60, 60, 200, SKY, None, "Gr, Gi\n\nE wide", size=14)
+    picture.box(20, 60, 60, 200, SKY, None, "Gr, Gi\n\nE wide", size=16)
     picture.line("M84 160H128")
-    picture.box(134, 60, 100, 200, RUST, None, "xr, xi\n\nstay\non chip\n\nW wide", 6, "#fff", 15, True)
+    picture.box(134, 60, 100, 200, RUST, None, "xr, xi\n\nstay\non chip\n\nW wide", 6, "#fff", 16, True)
     picture.line("M238 160H282")
-    picture.box(288, 110, 100, 100, SAND, None, "Lr, Li\nstream\npast", size=15)
+    picture.box(288, 110, 100, 100, SAND, None, "Lr, Li\nstream\npast", size=16)
     picture.line("M392 160H436")
-    picture.box(442, 60, 60, 200, SKY, None, "out", size=15)
-    picture.text(20, 296, "The large products, ar and ai, have W terms for each sum.", size=15)
+    picture.box(442, 60, 60, 200, SKY, None, "out", size=16)
+    picture.text(20, 296, "The large products, ar and ai, have W terms for each sum.", size=16)
 
     picture.text(560, 30, "associated: 12 V E W operations", bold=True)
-    picture.box(560, 60, 100, 70, SAND, None, "Lr, Li", size=15)
-    picture.box(560, 160, 100, 56, SAND, None, "x: E rows", size=15)
+    picture.box(560, 60, 100, 70, SAND, None, "Lr, Li", size=16)
+    picture.box(560, 160, 100, 56, SAND, None, "x: E rows", size=16)
     picture.line("M664 96L706 140")
     picture.line("M664 188L706 166")
-    picture.box(712, 118, 120, 84, RUST, None, "x, M1, M2\nstay on chip\nE rows", 6, "#fff", 15, True)
-    picture.box(878, 60, 60, 200, SKY, None, "Gr, Gi\nstream\npast", size=14)
+    picture.box(712, 118, 120, 84, RUST, None, "x, M1, M2\nstay on chip\nE rows", 6, "#fff", 16, True)
+    picture.box(878, 60, 60, 200, SKY, None, "Gr, Gi\nstream\npast", size=16)
     picture.line("M836 160H872")
     picture.line("M942 160H974")
-    picture.box(980, 60, 60, 200, SKY, None, "out", size=15)
-    picture.text(560, 296, "M1 = x Lr^T and M2 = x Li^T are small: E rows, however", size=15)
-    picture.text(560, 318, "many vertices there are. All sums have E terms.", size=15)
+    picture.box(980, 60, 60, 200, SKY, None, "out", size=16)
+    picture.text(560, 296, "M1 = x Lr^T and M2 = x Li^T are small: E rows, however", size=16)
+    picture.text(560, 318, "many vertices there are. All sums have E terms.", size=16)
     return picture
 
 
@@ -208,8 +208,8 @@ def softmax():
     picture.box(230, 242, 600, 66, RUST, None,
                 "m = max(3, 5, 1, 4) = 5\ns = 2 exp(3-5) + 1.5 exp(5-5) + 2.4 exp(1-5) + 1.2 exp(4-5)",
                 6, "#fff", 16, True)
-    picture.text(850, 268, "8 bytes a part,", size=15, ink=SOFT)
-    picture.text(850, 290, "not the logits", size=15, ink=SOFT)
+    picture.text(850, 268, "8 bytes a part,", size=16, ink=SOFT)
+    picture.text(850, 290, "not the logits", size=16, ink=SOFT)
     return picture
 
 
@@ -219,24 +219,24 @@ def clifford():
     picture.text(20, 30, "a block owns a row of the batch: 1024 features of 8 coefficients", bold=True)
     names = ("1", "e1", "e2", "e3", "e12", "e13", "e23", "e123")
     for which, (left, color) in enumerate(((70, SKY), (400, SAND))):
-        picture.text(left - 6, 60, "x, a plane for each coefficient" if not which else "y", size=15, ink=SOFT)
+        picture.text(left - 6, 60, "x, a plane for each coefficient" if not which else "y", size=16, ink=SOFT)
         for row, name in enumerate(names):
-            picture.text(left - 8, 89 + row * 26, name, "end", SOFT, 13)
+            picture.text(left - 8, 89 + row * 26, name, "end", SOFT, 16)
             for feature in range(9):
                 mine = feature == 3
                 picture.box(left + feature * 26, 72 + row * 26, 23, 23, (BLUE if mine else color))
     picture.line("M160 286V318H700V250")
     picture.line("M490 286V318", arrow=False)
     picture.text(190, 346, "one thread has one feature: all 8 coefficients of x and of y, in registers",
-                 size=15, ink=BLUE)
+                 size=16, ink=BLUE)
     said = "64 terms\nwith signs\nand weights:\n92 instructions,\nwritten by the\ncompiler"
     picture.box(650, 100, 150, 144, BLUE, None, said, 6, "#fff", 16)
     picture.line("M804 170H838")
-    picture.box(844, 100, 200, 66, RUST, None, "norm: a sum over\nall features of the row", 6, "#fff", 15, True)
+    picture.box(844, 100, 200, 66, RUST, None, "norm: a sum over\nall features\nof the row", 6, "#fff", 16, True)
     picture.line("M944 170V206")
     picture.box(844, 212, 200, 34, SKY, None, "out = z / norm", size=16)
-    picture.text(650, 60, "unfused: 26 kernels,", size=15, ink=SOFT)
-    picture.text(650, 82, "each reads and writes such planes", size=15, ink=SOFT)
+    picture.text(650, 60, "unfused: 26 kernels,", size=16, ink=SOFT)
+    picture.text(650, 82, "each reads and writes such planes", size=16, ink=SOFT)
     return picture
 
 
@@ -254,26 +254,26 @@ def attention():
     picture.box(92, 230, 246, 50, SKY, None, "", 3)
     picture.box(192, 230, 45, 50, RUST, None, "", 3)
     picture.line("M100 300H326")
-    picture.text(214, 322, "tile after tile", "middle", size=15)
-    picture.text(214, 160, "S x T logits: never all there,", "middle", SOFT, 14)
-    picture.text(214, 180, "and never in memory", "middle", SOFT, 14)
+    picture.text(214, 322, "tile after tile", "middle", size=16)
+    picture.text(214, 160, "S x T logits: never all there,", "middle", SOFT, 16)
+    picture.text(214, 180, "and never in memory", "middle", SOFT, 16)
     picture.line("M344 255H376")
     picture.box(382, 200, 150, 112, SAND, RUST, "of each row:\nlargest logit,\nsum, and the\nrow of out", 6, size=16)
-    picture.text(20, 414, "A larger logit comes: sum and row of out are multiplied by one factor.", size=15)
+    picture.text(20, 414, "A larger logit comes: sum and row of out are multiplied by one factor.", size=16)
 
     picture.text(600, 30, "ping-pong: two warpgroups take turns", bold=True)
     width = 92
     for group in range(2):
         y = 80 + group * 90
-        picture.text(600, y - 8, f"warpgroup {group}", size=15, ink=SOFT)
+        picture.text(600, y - 8, f"warpgroup {group}", size=16, ink=SOFT)
         for step in range(5 - group):
             products = step % 2 == 0
             picture.box(600 + (step + group) * width, y, width - 4, 46, BLUE if products else SAND, None,
-                        "products" if products else "exp", 4, "#fff" if products else INK, 15)
+                        "products" if products else "exp", 4, "#fff" if products else INK, 16)
     picture.line("M600 250H1070")
-    picture.text(1070, 270, "time", "end", size=14)
-    picture.text(600, 302, "While one computes exponentials, the tensor cores", size=15)
-    picture.text(600, 324, "multiply for the other.", size=15)
+    picture.text(1070, 270, "time", "end", size=16)
+    picture.text(600, 302, "While one computes exponentials, the tensor cores", size=16)
+    picture.text(600, 324, "multiply for the other.", size=16)
     return picture
 
 
