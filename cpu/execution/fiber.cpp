@@ -19,8 +19,8 @@ constexpr std::size_t kStaggers = 12;
 thread_local Fiber* entered = nullptr;
 
 #if defined(CUDA_CPU_TSAN)
-/// For ThreadSanitizer memory that is mapped is new: what the old identity wrote there is forgotten.
-/// It takes its time for each page, and most kernels have touched one or two of them.
+/// For ThreadSanitizer memory that is mapped is new: what the old identity wrote there is
+/// forgotten. It takes its time for each page, and most kernels have touched one or two of them.
 CUDA_CPU_NO_TSAN void forget(char* stack) {
   unsigned char touched[Fiber::kStackSize / kPage] = {};
   bool mapped = mincore(stack, Fiber::kStackSize, touched) == 0;
