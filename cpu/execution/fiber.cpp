@@ -5,7 +5,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <iterator>
 
 namespace cuda_cpu {
 
@@ -17,25 +16,6 @@ constexpr std::size_t kStaggers = 12;
 
 /// The fiber that is being entered for the first time. Only valid during that switch.
 thread_local Fiber* entered = nullptr;
-
-#if defined(CUDA_CPU_TSAN)
-/// For ThreadSanitizer memory that is mapped is new: what the old identity wrote there is
-/// forgotten. It takes its time for each page, and most kernels have touched one or two of them.
-CUDA_CPU_NO_TSAN void forget(char* stack) {
-  unsigned char touched[Fiber::kStackSize / kPage] = {};
-  bool mapped = mincore(stack, Fiber::kStackSize, touched) == 0;
-  for (std::size_t page = 0; page < std::size(touched); ++page) {
-    const std::size_t first = page;
-    while (page < std::size(touched) && touched[page] & 1) ++page;
-    if (page == first || !mapped) continue;
-    mapped = mmap(stack + first * kPage, (page - first) * kPage, PROT_READ | PROT_WRITE,
-                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != MAP_FAILED;
-  }
-  if (mapped) return;
-  std::perror("cuda_cpu: no memory for the stack of a CUDA thread");
-  std::abort();
-}
-#endif
 
 }  // namespace
 
@@ -72,11 +52,17 @@ Fiber::~Fiber() {
 }
 
 CUDA_CPU_NO_TSAN void Fiber::restart() {
-  stale = false;
 #if defined(CUDA_CPU_TSAN)
   if (tsan_identity_) {
     __tsan_destroy_fiber(tsan_identity_);
-    forget(stack_);
+    // For ThreadSanitizer this is new memory: what the old identity wrote there is forgotten.
+    // Beyond what a kernel may use without a sanitizer are only the sanitizer's own calls.
+    constexpr std::size_t kUsed = 64 << 10;
+    if (mmap(stack_ + kStackSize - kUsed, kUsed, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
+      std::perror("cuda_cpu: no memory for the stack of a CUDA thread");
+      std::abort();
+    }
   }
   tsan_identity_ = __tsan_create_fiber(0);
 #endif
