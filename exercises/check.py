@@ -429,9 +429,8 @@ def look_in_every_way(exercise, program, lines):
             return Finding("goal", missed)
         has_met = not any((kernel.get("counts") or {}).get("barriers") == 0 for kernel in kernels_of(record))
     if found.kind == "right" or found.kind == "wrong" and exercise.wrong_too:
-        # Where the results are right, the quicker one first: it may find what the other one need not look for.
-        quicker_first = sorted(exercise.sanitizers)
-        for sanitizer in quicker_first if found.kind == "right" else exercise.sanitizers:
+        # Where the results are right, "address" first: it takes a tenth of the time of "thread".
+        for sanitizer in sorted(exercise.sanitizers) if found.kind == "right" else exercise.sanitizers:
             _say({"thread": "Is there a race? A build with the thread sanitizer looks.",
                   "address": "Does it stay inside of its memory? A build with the address sanitizer looks."}
                  [sanitizer])

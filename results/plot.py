@@ -103,6 +103,8 @@ TITLES = {
     "bonus_clifford_fully_connected": "Multivectors mixed by matrices (bonus)",
     "bonus_diffusion_gpus": "One mesh on several GPUs (bonus), forward",
 }
+# Two series of a figure: whether the copy engine can copy the rows, the colour, what the legend says.
+ALIGNED = ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "rows of other lengths"))
 UNFUSED_IN = {"6_gating_fused": "5_gating_unfused"}  # if it is another lesson
 
 
@@ -113,8 +115,8 @@ def records_of(folder, lesson):
     return [load(path) for path in sorted(names)]
 
 
-def title_of(lesson, device):
-    return f"{TITLES.get(lesson, lesson)}: {device}"
+def title_of(lesson, device, more=""):
+    return f"{TITLES.get(lesson, lesson)}{more}: {device}"
 
 
 def svg_of(figure):
@@ -448,7 +450,7 @@ def draw_fused(folder, lesson):
     axes.set_xlim(0, max(105, 1.1 * max(limits)))  # a warm cache is faster than memory
     axes.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
     axes.set_xlabel(f"% of what {device} allows this problem")
-    all_axes[0, 0].set_title(f"{TITLES[lesson]}: {panels[0][0]}", loc="left", fontsize=18)
+    all_axes[0, 0].set_title(title_of(lesson, panels[0][0]), loc="left", fontsize=18)
     figure.tight_layout()
     return svg_of(figure)
 
@@ -506,7 +508,7 @@ def draw_heatmaps(path):
         return problem["kernels"][-1]["speedup"]
 
     maps = []  # a row each: what it says, value, problems
-    for title, value in (("times as fast", speed), ("times less memory", memory)):
+    for title, value in (("times as fast as", speed), ("times less memory than", memory)):
         maps.append((title, None, value, run["problems"]))
     beside = path.with_name(f"{path.stem}.peers.json")
     problems = load(beside)["problems"] if beside.exists() else []
@@ -514,7 +516,7 @@ def draw_heatmaps(path):
         value = times_faster_than(peer)
         there = [problem for problem in problems if not math.isnan(value(problem))]
         if there:
-            maps.append(("times as fast", peer, value, there))
+            maps.append(("times as fast as", peer, value, there))
     figure, rows = plt.subplots(len(maps), len(names), squeeze=False,
                                 figsize=(6.5 * len(names), 4.75 * len(maps)))
     for (title, peer, value, problems), row in zip(maps, rows):
@@ -526,11 +528,10 @@ def draw_heatmaps(path):
             kernels = [k for k in of_name[0]["kernels"] if k["role"] != "peer"]
             other = peer or kernels[0]["name"]
             draw_heatmap(axes, of_name, value,
-                         f"{name}: {kernels[-1]['name']},\n{title} {'than' if 'less' in title else 'as'} {other}")
+                         f"{name}: {kernels[-1]['name']},\n{title} {other}")
     signature = re.search(r"sweep-([\d,]+)", path.stem)
     what = f" in the algebra {signature[1]}" if signature else ""
-    title = f"{TITLES.get(run['lesson'], run['lesson'])}{what}: {run['device']['name']}"
-    figure.suptitle(title, fontsize=18)
+    figure.suptitle(title_of(run["lesson"], run["device"]["name"], what), fontsize=18)
     figure.tight_layout()
     return svg_of(figure)
 
@@ -549,7 +550,7 @@ def draw_layers(path, run):
     figure, axes = plt.subplots(figsize=(12, 0.34 * len(problems) + 1.6))
     axes.set_xscale("log", base=2)
     axes.axvline(1, color="black", linewidth=2)
-    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "rows of other lengths")):
+    for aligned, color, name in ALIGNED:
         chosen = [(times_as_fast(problem), line) for line, problem in enumerate(problems)
                   if all(problem["dims"][each] % 4 == 0 for each in "DC") == aligned]
         if chosen:
@@ -561,7 +562,7 @@ def draw_layers(path, run):
     axes.set_xlabel("times as fast as the library")
     axes.grid(True, which="major", alpha=0.35)
     legend_below(axes)
-    axes.set_title(f"{TITLES.get(run['lesson'], run['lesson'])}, our fastest: {run['device']['name']}", loc="left")
+    axes.set_title(title_of(run["lesson"], run["device"]["name"], ", our fastest"), loc="left")
     figure.tight_layout()
     return svg_of(figure)
 
@@ -576,7 +577,7 @@ def draw_shapes(path):
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.axhline(1, color="black", linewidth=2)
-    for aligned, color, name in ((True, BLUE, "rows of whole 16 bytes"), (False, ORANGE, "rows of other lengths")):
+    for aligned, color, name in ALIGNED:
         chosen = [point for point in points if (point[0] % 8 == 0) == aligned]
         if chosen:
             axes.plot(*zip(*chosen), "-" if aligned else "", marker="o", color=color, label=name)
