@@ -88,6 +88,13 @@ def kernels_of(text: str):
     return set(names), special
 
 
+def kernel_heads(code: str):
+    """(name, template parameters, parameters) of each kernel in code without comments."""
+    for match in _KERNEL.finditer(code):
+        template = re.search(r"<(.*)>", match["template"] or "", re.DOTALL)
+        yield match["name"], template[1] if template else "", code[match.end() : _closing(code, match.end() - 1)]
+
+
 _KERNEL = re.compile(
     r"(?P<template>\btemplate\s*<[^;{}]*>\s*)?(?:(?:static|inline|extern|__host__|void)\s+)*"
     r"__global__\s+(?:[\w\s]|__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"
@@ -261,7 +268,7 @@ class _ForeignTranslation(_Translation):
                 if re.fullmatch(r"NULL|nullptr|-?[\d.]\w*|true|false|\{.*\}", argument, re.DOTALL):
                     passed.append(argument)
                 else:
-                    captured.append(f", cuda_cpu_{k} = ({argument})")
+                    captured.append(f", cuda_cpu_{k} = cuda_cpu::argument({argument})")
                     passed.append(f"cuda_cpu_{k}")
             own = self.text[first:start].strip()
             self._replace(first, close + 1, (

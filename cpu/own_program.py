@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
-from cu2cpp import TranslationError, _closing, code_of, kernels_of, translate_foreign
+from cu2cpp import TranslationError, _closing, code_of, kernel_heads, kernels_of, translate_foreign
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -38,7 +38,7 @@ _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)
 MISSING_HEADERS = [
     (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
     (r"cusparse", "cusparse"), (r"cusolver", "cusolver"), (r"cudnn", "cudnn"), (r"nccl", "nccl"),
-    (r"cuda/(?:barrier|pipeline)", "cuda::barrier and cuda::pipeline"), (r"cute/|cutlass/", "CUTLASS"),
+    (r"cute/|cutlass/", "CUTLASS"),
     (r"texture_", "textures"), (r"helper_(?:cuda|functions|string|timer|image)\.h", "the helper headers of NVIDIA's"
                                 " samples: give their folder with -I"),
 ]
@@ -48,6 +48,13 @@ MISSING_WORDS = [
     (r"\bcudaGraph(?:ExecLaunch|Launch|Instantiate|Create)\b|\bcudaStreamBeginCapture\b", "CUDA graphs"),
     (r"\b(?:asm|__asm__)\s*(?:volatile|__volatile__)?\s*\(", "inline PTX"),
 ]
+
+
+# Of a file that has test() in its place: see common/try.h.
+MAIN = """
+#include "common/try.h"
+int main(int count, char** words) { return common::run_tests(test, count, words); }
+"""
 
 
 class Refusal(Exception):
@@ -66,10 +73,11 @@ def say(text=""):
 
 
 class Sources:
-    """The program's files, and the headers of its own that they include, translated."""
+    """The program's files, and the headers of its own that they include, translated. Without a main() of theirs they
+    get the one of common/try.h."""
 
-    def __init__(self, files, folders):
-        self.files, self.folders = files, folders
+    def __init__(self, files, folders, needs_main=False):
+        self.files, self.folders, self.needs_main = files, folders, needs_main
         self.base = files[0].parent
         self.texts = {}
         waiting = list(files)
@@ -133,6 +141,8 @@ class Sources:
                 new = translate_foreign(_INCLUDE.sub(include, text), self.name(file), self.special, self.kernels)
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
+            if self.needs_main and file == self.files[0]:
+                new += MAIN
             written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
         return [written[file] for file in self.files]
 
@@ -229,8 +239,10 @@ def build_program(build, sources, written, options, folder):
     sanitizer = [flag for flag in BUILDS[build] if flag.startswith("-fsanitize")] if build else []
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
     objects = [folder / f"{source.stem}{build}.o" for source in written]
-    linked = compiler([*sanitizer, *gold, *objects, libraries / "libbackend.a", "-lboost_context", "-lpthread",
-                       "-o", program])
+    # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
+    first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive"]
+    linked = compiler([*sanitizer, *gold, *first, *objects, libraries / "libbackend.a", "-lboost_context",
+                       "-lpthread", "-o", program])
     if linked.returncode:
         undefined = re.search(r"undefined reference to [`'](.*?)'", linked.stderr)
         raise Refusal(f"It does not link: there is no {undefined[1]}. Is a source file missing on the command line?"
@@ -406,22 +418,67 @@ def sanitizers(builds, folder, arguments, texts):
     return found
 
 
-def on_the_gpu(files, arguments, options, folders, folder):
+def on_the_gpu(sources, arguments, options, folder):
     """The same files through nvcc, where there is a GPU to run them."""
+    files = sources.files
     nvcc = shutil.which("nvcc") or ("/usr/local/cuda/bin/nvcc" if Path("/usr/local/cuda/bin/nvcc").exists() else None)
     smi = shutil.which("nvidia-smi")
     if not nvcc or not smi or subprocess.run([smi, "-L"], capture_output=True).returncode:
         return 0
     say("\nOn the GPU:")
+    if sources.needs_main:
+        whole = folder / "with_main.cu"
+        whole.write_text(f'#include "{files[0]}"\n{MAIN}')
+        files = [whole, *files[1:]]
     several = ["-rdc=true"] if len(files) > 1 else []
     program = folder / "program-gpu"
     built = subprocess.run([nvcc, "-std=c++17", "-O3", "-lineinfo", "-arch=native", *several, *options,
-                            *(word for each in folders for word in ("-I", str(each))), "-o", str(program),
+                            *(word for each in [*sources.folders, ROOT] for word in ("-I", str(each))), "-o", str(program),
                             *map(str, files)], capture_output=True, text=True)
     if built.returncode:
         say("nvcc refuses it:\n" + "\n".join((built.stdout + built.stderr).splitlines()[:10]))
         return 1
     return run(program, arguments, shown=True)[0]
+
+
+# ---- A file without a main() -----------------------------------------------------------------------
+
+
+def skeleton(codes):
+    """A test() of the last kernel in the files, as far as its parameters show what it needs: const T* is an input,
+    T* a result (if all are T*: what is called so, or else the last one), a whole number the size."""
+    kernels = [match for code in codes for match in kernel_heads(code)]
+    name, template, parameters = kernels[-1] if kernels else ("kernel", "", "const float* x, float* y, int n")
+    types = {each.split()[-1].lstrip("."): "float" if re.match(r"(?:typename|class)\b", each.strip()) else "32"
+             for each in template.split(",") if each.strip()}
+    lines, arguments, results, sources = [], [], [], []
+    pointers = [each for each in parameters.split(",") if "*" in each or "[" in each]
+    written = [each for each in pointers if not re.search(r"\bconst\b", each)]
+    if len(written) == len(pointers):
+        written = [each for each in pointers if re.search(r"\b\w*(?:out|dst|res)\w*\s*$", each, re.IGNORECASE)]
+    for each in parameters.split(","):
+        words = re.sub(r"\b(?:__restrict__|__restrict|restrict|volatile|const)\b|__grid_constant__", " ", each)
+        match = re.fullmatch(r"\s*([\w:\s]+?)\s*(\*?)\s*(\w+)\s*(?:\[\s*\])?\s*(?:=.*)?", words, re.DOTALL)
+        if not match:
+            continue
+        type_, pointer, own = " ".join(match[1].split()), match[2] or "[" in each, match[3]
+        type_ = types.get(type_, type_)
+        if pointer and each not in (written or pointers[-1:]):
+            lines.append(f"  auto {own} = t.input<{type_}>(n);")
+            sources.append(own)
+        elif pointer:
+            lines.append(f"  auto {own} = t.result<{type_}>(n);")
+            results.append(own)
+        else:
+            whole = re.search(r"\b(?:int|long|short|unsigned|size_t|u?int\d+_t)\b", type_)
+            own = "n" if whole else "true" if type_ == "bool" else "2.0f" if type_ == "float" else f"{type_}(2)"
+        arguments.append(f"{own}.data()" if pointer and template else own)
+    chosen = f"<{', '.join(types.values())}>" if types else ""
+    value = f"{sources[0]}[i]" if sources else "0"
+    checks = [f"  t.expect({own}, [=](int i) {{ return {value}; }}, 1e-5);  // what {own}[i] has to be" for own in results]
+    return "\n".join(["", '#include "common/try.h"', "", "void test(Try& t, int n) {", *lines,
+                      f'  t.run("{name}", [=] {{ {name}{chosen}<<<(n + 255) / 256, 256>>>({", ".join(arguments)}); }});',
+                      *checks, "}"])
 
 
 # ---- The command line ------------------------------------------------------------------------------
@@ -451,8 +508,6 @@ def parse(doc):
     for folder in given.I:
         if not Path(folder).is_dir():
             raise Refusal(f"-I {folder}: there is no such folder")
-    if not any(re.search(r"\bmain\s*\(", code_of(read(file))) for file in files):
-        raise Refusal(f"{given.files[0]} has no main(): ./try runs a whole program")
     return files, [Path(folder).resolve() for folder in given.I], [f"-D{each}" for each in given.D], arguments, given
 
 
@@ -473,7 +528,14 @@ def tried(doc):
     files, folders, options, arguments, given = parse(doc)
     if not shutil.which(CXX):
         raise Refusal("There is no g++: run ./install.sh first.", 3)
-    sources = Sources(files, folders)
+    codes = [code_of(read(file)) for file in files]
+    needs_main = not any(re.search(r"\bmain\s*\(", code) for code in codes)
+    if needs_main and not re.search(r"\bvoid\s+test\s*\(\s*(?:common\s*::\s*)?Try\s*&", codes[0]):
+        say(skeleton(codes))
+        raise Refusal(f"{files[0].name} has no main(), and no test(). A test() is above: it says what a kernel is given"
+                      f" and what has to come out.\n`./try {given.files[0]} >> {given.files[0]}` writes it at the end of"
+                      f" the file. {PAGE} says more.")
+    sources = Sources(files, folders, needs_main)
     texts = {sources.name(path): body.splitlines() for path, body in sources.texts.items()}
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = CACHE / f"{re.sub(r'[^A-Za-z0-9_]', '_', files[0].stem)}-{digest(*files)}"
@@ -511,5 +573,5 @@ def tried(doc):
     pool.shutdown(cancel_futures=True)
     if rc not in (0, None) and not found:
         say(f"The program ended with exit code {rc}.")
-    gpu = on_the_gpu(files, arguments, options, folders, folder) if not found else 0
+    gpu = on_the_gpu(sources, arguments, options, folder) if not found else 0
     return 1 if found or rc or gpu else 0

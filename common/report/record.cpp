@@ -3,7 +3,7 @@
 #include <ctime>
 #include <nlohmann/json.hpp>
 
-#include "common/build_info.h"
+#include "common/report/build_info.h"
 
 namespace common {
 

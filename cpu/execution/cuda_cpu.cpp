@@ -17,6 +17,7 @@
 #include "cpu/execution/execution.h"
 #include "cpu/execution/fiber.h"
 #include "cpu/execution/worker_pool.h"
+#include "cpu/hopper/phase_barrier.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
@@ -191,6 +192,7 @@ CUDA_CPU_NO_TSAN bool Runner::start_cluster() {
     block.barrier.waiting = {};
     block.barrier.arrived = 0;
     block.barrier.predicates = 0;
+    block.phase_copies.clear();
     for (unsigned first = 0; first < threads_in_block_; first += 32) {
       const unsigned lanes = std::min(32u, threads_in_block_ - first);
       block.warps[first / 32].live = ~0u >> (32 - lanes);
@@ -464,9 +466,9 @@ CUDA_CPU_NO_TSAN void Runner::wait(const char* operation, const Site& site, cons
   blockIdx = self.block->index;
 }
 
-CUDA_CPU_NO_TSAN void Runner::spin(const char* operation, const Site& site) {
+CUDA_CPU_NO_TSAN void Runner::spin(const char* operation, const Site& site, const void* object) {
   spinning_.push(current_);
-  wait(operation, site);
+  wait(operation, site, object);
 }
 
 // ---- Barriers ----------------------------------------------------------------------------------
@@ -768,7 +770,7 @@ CUDA_CPU_NO_TSAN void Runner::report_deadlock() {
       message.add("of block (%u,%u,%u) ", first.block->index.x, first.block->index.y,
                   first.block->index.z);
     message.add_wait(first, first.operation, first.site);
-    describe_wait(first, message);
+    if (!describe_phase_wait(first, message)) describe_wait(first, message);
     if (first.purpose) message.add(" for %s", first.purpose);
     if (parties[i].count > 1) message.add(", like %u more", parties[i].count - 1);
   }

@@ -291,6 +291,16 @@ struct Zero {
   }
 };
 
+/// An argument as call()'s kernel gets it: a copy; of an object that owns memory, the pointer to it.
+template <class T>
+auto argument(const T& value) {
+  if constexpr (!std::is_trivially_copyable_v<T> && requires { value.data(); }) {
+    return value.data();
+  } else {
+    return value;
+  }
+}
+
 /// A launch of what only a call can name: a kernel template whose arguments are deduced, one of
 /// several of a name, one with default arguments. `call` has the arguments, by value.
 template <class CallOfKernel>

@@ -16,6 +16,7 @@ namespace cuda_cpu {
 
 struct Block;
 struct Cluster;
+struct PhaseBarrier;
 struct HopperBlock;
 struct DeleteHopperBlock {
   void operator()(HopperBlock* block) const;
@@ -155,6 +156,13 @@ struct SharedStorage {
   std::size_t size = 0;
 };
 
+/// A copy that a phase of a barrier waits for: see phase_barrier.h.
+struct PhaseCopy {
+  const PhaseBarrier* barrier;
+  AsyncCopy copy;
+  void* identity;  ///< ThreadSanitizer's, of the thread that has asked for it
+};
+
 /// A block that runs, or the place of one that has run.
 struct Block {
   unsigned slot;
@@ -171,6 +179,7 @@ struct Block {
   BlockBarrier barrier;
   /// One for each entry of Runner::declarations().
   std::vector<SharedStorage> shared;
+  std::vector<PhaseCopy> phase_copies;
   /// Of a kernel that uses Hopper's instructions.
   std::unique_ptr<HopperBlock, DeleteHopperBlock> hopper;
   char tsan_start;
@@ -237,7 +246,9 @@ class Runner {
   void warp_meet(unsigned mask, Combine* combine, void* operand, const char* operation,
                  const Site& site);
   /// Lets all others go on, also those of other blocks that have not started.
-  void spin(const char* operation, const Site& site);
+  void spin(const char* operation, const Site& site, const void* object = nullptr);
+  /// What some of them look for may be there.
+  void look_again() { ready_.take_all(spinning_); }
   void* static_shared_storage(const void* key, std::size_t size, std::size_t alignment);
   void* dynamic_shared_storage();
   unsigned lane_id() const { return current_->number % 32; }

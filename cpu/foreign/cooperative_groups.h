@@ -114,14 +114,29 @@ template <unsigned kSize, class Parent>
 thread_block_tile<kSize, Parent> tiled_partition(const Parent&) {
   return {};
 }
-/// A size that is known when the program runs.
-class thread_group : public lanes {
+/// A block, or lanes of a warp whose number is known when the program runs.
+class thread_group {
  public:
-  using lanes::lanes;
+  thread_group(thread_block) : lanes_(0, 0) {}
+  thread_group(lanes of) : lanes_(of) {}
+
+  void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) const {
+    is_block() ? thread_block::sync(site) : lanes_.sync(site);
+  }
+  unsigned thread_rank() const {
+    return is_block() ? thread_block::thread_rank() : lanes_.thread_rank();
+  }
+  unsigned size() const { return is_block() ? thread_block::size() : lanes_.size(); }
+  unsigned num_threads() const { return size(); }
+
+ private:
+  bool is_block() const { return lanes_.size() == 0; }
+
+  lanes lanes_;
 };
 template <class Parent>
 thread_group tiled_partition(const Parent&, unsigned size) {
-  return {cuda_cpu::lane_id() / size * size, size};
+  return lanes(cuda_cpu::lane_id() / size * size, size);
 }
 
 template <class Group>

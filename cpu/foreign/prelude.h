@@ -13,5 +13,9 @@
 #include <stdio.h>
 #include <time.h>
 
+// What headers of others ask whether the runtime is there.
+#define __CUDA_RUNTIME_H__
+#define __DRIVER_TYPES_H__
+
 #include "cuda_runtime.h"
 #include "runtime_helpers.h"

@@ -115,6 +115,7 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, cons
   std::memset(memory, 0xFF, size);
   std::lock_guard lock(device().mutex);
   device().allocations[static_cast<char*>(memory)] = {size, type, false, current_device(), place};
+  ++device().changes;
   *pointer = memory;
   return result(cudaSuccess);
 }

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -328,11 +329,30 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
   static std::atomic<bool> looking = false;
   if (looking || !ledger().file) return;
+  // Pages without device memory, as often as the host comes to them. What is freed changes nothing.
+  static thread_local std::uintptr_t others[256];
+  static thread_local unsigned changes = 0;
+  if (const unsigned now = device().changes; now != changes) {
+    std::fill(std::begin(others), std::end(others), 0);
+    changes = now;
+  }
+  constexpr std::uintptr_t kPage = 4096;
+  const std::uintptr_t page = address / kPage;
+  if (others[page % 256] == page) return;
   {
     std::unique_lock lock(device().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return;
     const auto& allocations = device().allocations;
-    auto next = allocations.upper_bound(reinterpret_cast<const char*>(address));
+    auto next = allocations.lower_bound(reinterpret_cast<const char*>((page + 1) * kPage));
+    if (next == allocations.begin()) {
+      others[page % 256] = page;
+      return;
+    }
+    --next;  // the last one that begins before the page's end
+    if (reinterpret_cast<std::uintptr_t>(next->first) + next->second.size <= page * kPage) {
+      others[page % 256] = page;
+    }
+    next = allocations.upper_bound(reinterpret_cast<const char*>(address));
     if (next == allocations.begin()) return;
     --next;
     if (next->second.type != cudaMemoryTypeDevice ||

@@ -1,0 +1,3 @@
+// cudaProfilerStart() and its kin, which runtime_helpers.h has.
+#pragma once
+#include "cuda_runtime.h"
