@@ -95,6 +95,55 @@ def kernel_heads(code: str):
         yield match["name"], template[1] if template else "", code[match.end() : _closing(code, match.end() - 1)]
 
 
+def _definitions(code):
+    """(name, what stands before it, where its body begins and ends) of each function outside of classes."""
+    flat = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, code, flags=re.MULTILINE)
+    depth = begin = 0
+    for each in re.finditer(r"[;{}]", flat):
+        head = flat[begin : each.start()]
+        if each[0] == "{":
+            namespace = depth == 0 and re.search(r"\bnamespace\b[\w\s:]*$|\bextern\s*$", head)
+            if depth == 0 and not namespace:
+                short = _without_arguments(head)
+                if named := _NAMED.search(short):
+                    yield named[1], short[: named.start(1)], each.end(), _closing(flat, each.start(), "{}")
+            depth += not namespace
+        elif each[0] == "}":
+            depth = max(0, depth - 1)
+        begin = each.end()
+
+
+def functions_of(code: str):
+    """(the functions of the host alone, the functions of the device). A template, or what has a word in capitals
+    before its name, which may be a macro, is not one of the host alone."""
+    hosts, devices = set(), set(re.findall(r"__device__[^;{}()]*?\b(\w+)\s*\(", code))
+    for name, before, _, _ in _definitions(code):
+        if re.search(r"__device__|__global__|\b(?:constexpr|template)\b|\b[A-Z][A-Z0-9_]+\b", before):
+            devices.add(name)
+        elif re.search(r"\w", before):
+            hosts.add(name)
+    return hosts, devices
+
+
+def device_bodies(code: str):
+    """(name, begin, end) of the body of each kernel, and of each function for the device alone."""
+    for name, before, begin, end in _definitions(code):
+        if re.search(r"\b__(?:global|device)__\b", before) and "__host__" not in before and not re.search(
+                r"\b[A-Z][A-Z0-9_]+\b", before):
+            yield name, begin, end
+
+
+_NAMED = re.compile(r"(?<![:~\w])([A-Za-z_]\w*)\s*\(\)\s*(?:const\s*|noexcept\s*)*$")
+
+
+def _without_arguments(head):
+    """The head of a function, with nothing between its parentheses."""
+    inner = re.compile(r"\([^()]+\)")
+    while inner.search(head):
+        head = inner.sub(lambda match: "()" if match.start() == 0 or head[match.start() - 1] not in "(," else "", head)
+    return re.sub(r"\(\(\)\)", "()", head)
+
+
 _KERNEL = re.compile(
     r"(?P<template>\btemplate\s*<[^;{}]*>\s*)?(?:(?:static|inline|extern|__host__|void)\s+)*"
     r"__global__\s+(?:[\w\s]|__\w+__\s*\([^()]*(?:\([^()]*\)[^()]*)*\))*?\bvoid\s+"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
-from cu2cpp import TranslationError, _closing, code_of, kernel_heads, kernels_of, translate_foreign
+from cu2cpp import TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of, translate_foreign
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -23,13 +23,15 @@ SECONDS = 60
 PAGE = "docs/cpu.md"
 CXX = "g++"
 FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
+# A thread that waits for a volatile variable lets others go on.
+VOLATILE = ["--param=tsan-distinguish-volatile=1"]
 # As SConstruct has them for lessons.
 COUNTING = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-tree-sra",
-            "-finline-functions", "-finline-small-functions", "-DCUDA_CPU_COUNTS"]
+            "-finline-functions", "-finline-small-functions", "-DCUDA_CPU_COUNTS", *VOLATILE]
 SANITIZED = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 BUILDS = {
     "": ["-O1", *COUNTING],
-    "thread": ["-O1", "-fsanitize=thread", *SANITIZED],
+    "thread": ["-O1", "-fsanitize=thread", *VOLATILE, *SANITIZED],
     "address": ["-O1", "-fsanitize=address,undefined", *SANITIZED],
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp")
@@ -55,6 +57,12 @@ MAIN = """
 #include "common/try.h"
 int main(int count, char** words) { return common::run_tests(test, count, words); }
 """
+
+
+# What a kernel finds in no library of the GPU's.
+HOST_ONLY = re.compile(
+    r"\bthrow\b|\bstd\s*::\s*(?:vector|string|map|set|list|deque|queue|stack|unordered_map|unordered_set|cout|cerr|endl"
+    r"|unique_ptr|shared_ptr|make_unique|make_shared|function|mutex|thread|to_string)\b")
 
 
 class Refusal(Exception):
@@ -96,6 +104,7 @@ class Sources:
             self.special |= special | (self.kernels & names if len(self.files) == 1 else set())
             self.kernels |= names
         self._refuse_nested_launches()
+        self._refuse_host_code()
 
     def name(self, file):
         """As reports name it: from the folder of the first file."""
@@ -125,6 +134,33 @@ class Sources:
                 end = _closing(code, match.end() - 1, "{}")
                 if (launch := code.find("<<<", match.end(), end)) >= 0:
                     self.refuse(file, text, launch, "launches from a kernel (dynamic parallelism)")
+
+    def _refuse_host_code(self):
+        """What nvcc does not let a kernel do, nor a __device__ function: call a function of the host, use what only the
+        host's library has, throw."""
+        codes = {file: code_of(text) for file, text in self.texts.items()}
+        hosts, devices = set(), set()
+        for code in codes.values():
+            for names, found in zip((hosts, devices), functions_of(code)):
+                names |= found
+        for file, code in codes.items():
+            for name, begin, end in device_bodies(code):
+                if match := HOST_ONLY.search(code, begin, end):
+                    what = "throws an exception" if match[0] == "throw" else f"uses {''.join(match[0].split())}"
+                    self.refuse_as_nvcc(file, match.start(), f"{name} runs on the GPU, and {what}, which only the host"
+                                        " has")
+                for match in re.finditer(r"(?<![\w.:>])(\w+)\s*\(", code[begin:end]):
+                    called = match[1]
+                    if called in hosts - devices and called not in self.kernels and not re.search(
+                            rf"[\w&*>\]]\s+[&*]?{called}\s*[=({{;,)]|#\s*define\s+{called}\b", code[begin:end]
+                            + " ".join(re.findall(r"^[ \t]*#[ \t]*define.*", code, re.MULTILINE))):
+                        self.refuse_as_nvcc(file, begin + match.start(), f"{name} runs on the GPU, and calls {called}(),"
+                                            " which is a function of the host: it needs __device__")
+
+    def refuse_as_nvcc(self, file, position, what):
+        line = self.texts[file].count("\n", 0, position) + 1
+        code = self.texts[file].splitlines()[line - 1].strip()
+        raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
 
     def write(self, folder):
         """Translates all into `folder`; returns the sources to compile."""
@@ -225,6 +261,13 @@ def build_program(build, sources, written, options, folder):
     """The program of a build; a Refusal with the compiler's first error if there is none."""
     libraries = backend(build)
     program = folder / f"program{'-' + build if build else ''}"
+    # The same program is not built twice: its next run may have other arguments.
+    key = digest(libraries, flags_of(build), options, *(file.read_text(errors="surrogateescape") for file in sorted(
+        folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text())
+    built = folder / f"built{'-' + build if build else ''}"
+    if program.exists() and built.exists() and built.read_text() == key:
+        return program
+    built.unlink(missing_ok=True)
     common = [*flags_of(build), f"-ffile-prefix-map={folder}=.", "-include", libraries / "prelude.h", *options,
               *(word for each in [sources.base, *sources.folders] for word in ("-I", each))]
 
@@ -247,6 +290,7 @@ def build_program(build, sources, written, options, folder):
         undefined = re.search(r"undefined reference to [`'](.*?)'", linked.stderr)
         raise Refusal(f"It does not link: there is no {undefined[1]}. Is a source file missing on the command line?"
                       if undefined else "It does not link:\n" + linked.stderr[-600:], 1)
+    built.write_text(key)
     return program
 
 

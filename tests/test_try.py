@@ -43,29 +43,68 @@ SHARED = """__global__ void f(float* x) {
   __syncthreads();
   x[threadIdx.x] = s[31 - threadIdx.x];
 }"""
+# Each a kernel, what launches it, and what is said: @1 is the first line of the kernel. They are one program, which is
+# built once, and whose argument chooses.
 MISTAKES = {
-    "null": (program(WRITE, "f<<<1, 32>>>(NULL)"), r"in f, block \(0,0,0\), thread \(0,0,0\): a null pointer"),
-    "host pointer": (program(WRITE, "f<<<1, 32>>>((float*)malloc(400))"), "at a host pointer"),
-    "global one too far": (program(WRITE, "f<<<1, 128>>>(d)"),
-                           r"thread \(100,0,0\): .* 4 bytes behind the end of 400 bytes, at program.cu:1"),
-    "shared one too far": (program(SHARED % ("__shared__ float s[32];", "+ 1"), "f<<<1, 32>>>(d)"),
-                           r"thread \(31,0,0\): shared memory: .* 4 bytes behind .*, at program.cu:3"),
-    "no dynamic bytes": (program(SHARED % ("extern __shared__ float s[];", ""), "f<<<1, 32>>>(d)"),
+    "null": (WRITE, "f<<<1, 32>>>(NULL)", r"in f, block \(0,0,0\), thread \(0,0,0\): a null pointer"),
+    "host pointer": (WRITE, "f<<<1, 32>>>((float*)malloc(400))", "at a host pointer"),
+    "global one too far": (WRITE, "f<<<1, 128>>>(d)",
+                           r"thread \(100,0,0\): .* 4 bytes behind the end of 400 bytes, at program.cu:@1"),
+    "shared one too far": (SHARED % ("__shared__ float s[32];", "+ 1"), "f<<<1, 32>>>(d)",
+                           r"thread \(31,0,0\): shared memory: .* 4 bytes behind .*, at program.cu:@3"),
+    "no dynamic bytes": (SHARED % ("extern __shared__ float s[];", ""), "f<<<1, 32>>>(d)",
                          "dynamic shared memory, of which the launch asks for 0 bytes"),
-    "freed": (program(WRITE, "cudaFree(d); f<<<1, 32>>>(d)"), "used after free"),
-    "misaligned": (program("__global__ void f(float* x) { float4 v = *(float4*)(x + 1); x[0] = v.x; }",
-                           "f<<<1, 1>>>(d)"), "misaligned: it reads 16 bytes"),
-    "host reads": (program(WRITE, "f<<<1, 32>>>(d); return d[3] == 1"), "the host reads 4 bytes of device memory"),
-    "refused": (program(WRITE, "f<<<1, 2048>>>(d)"), "A launch failed, and the program did not ask"),
-    "a barrier that not all come to": (program(
-        "__global__ void f(float* x) { if (threadIdx.x) __syncthreads(); }", "f<<<1, 32>>>(d)"), "waits in __syncthreads"),
+    "freed": (WRITE, "cudaFree(d); f<<<1, 32>>>(d)", "used after free"),
+    "misaligned": ("__global__ void f(float* x) { float4 v = *(float4*)(x + 1); x[0] = v.x; }",
+                   "f<<<1, 1>>>(d)", "misaligned: it reads 16 bytes"),
+    "host reads": (WRITE, "f<<<1, 32>>>(d); return d[3] == 1", "the host reads 4 bytes of device memory"),
+    "refused": (WRITE, "f<<<1, 2048>>>(d)", "A launch failed, and the program did not ask"),
+    "a volatile variable that nobody sets": (
+        "__global__ void f(volatile float* x) {\n  while (x[0] != 1) {}\n}", "f<<<1, 32>>>(d)",
+        "A deadlock: .*\n.*finds the same value again and again in line @2 .so do 31 more threads"),
+    "a lock that nobody opens": (
+        "__global__ void f(int* x) {\n  while (atomicCAS(x, -1, 1) != -1);\n}", "f<<<1, 32>>>((int*)d)",
+        "A deadlock: .*\n.*finds the same value again and again in line @2 .so do 30 more threads"),
+    "two shuffles": (
+        "__global__ void f(float* x) {\n  float v = threadIdx.x;\n"
+        "  if (threadIdx.x % 2) v = __shfl_up_sync(~0u, v, 1);\n  else v = __shfl_down_sync(~0u, v, 1);\n  x[threadIdx.x] = v;\n}", "f<<<1, 32>>>(d)",
+        "__shfl_down_sync.. in line @4, but with the same mask .* waits in __shfl_up_sync.. in line @3"),
+    "a division by zero": ("__global__ void f(int* x, int n) { x[0] = 7 / (n - (int)threadIdx.x); }",
+                           "f<<<1, 32>>>((int*)d, 3)",
+                           r"in f, block \(0,0,0\), thread \(3,0,0\): divides an integer by zero, .* at program.cu:@1"),
+    "an assertion": ("__global__ void f(float* x) { assert(threadIdx.x < 9); }", "f<<<1, 32>>>(d)",
+                     r"thread \(9,0,0\): assertion .* at program.cu:@1"),
+    "a kernel called like a function": (WRITE, "f(d)", "calls the kernel f like any function, without <<<"),
+    "a strange address, and a long std::string": (
+        WRITE, "std::string s(99, 'x'); f<<<1, 128>>>(d); puts((s + s).c_str())", "4 bytes behind the end"),
+    "a barrier that not all come to": (
+        "__global__ void f(float* x) { if (threadIdx.x) __syncthreads(); }", "f<<<1, 32>>>(d)",
+        "waits in __syncthreads"),
 }
 
 
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory):
+    """(the program of all mistakes, the line before each kernel)."""
+    text, lines = "#include <string>\n", []
+    for number, (kernel, launch, _) in enumerate(MISTAKES.values()):
+        text += f"namespace mistake_{number} {{\n"
+        lines.append(text.count("\n"))
+        text += f"{kernel}\nint run(float* d) {{ {launch}; return 0; }}\n}}\n"
+    runs = ", ".join(f"mistake_{number}::run" for number in range(len(lines)))
+    path = tmp_path_factory.mktemp("mistakes") / "program.cu"
+    path.write_text(program(f"{text}int (*const runs[])(float*) = {{{runs}}};",
+                            "const int rc = runs[atoi(words[1])](d)").replace("main()", "main(int, char** words)")
+                    .replace("  cudaFree(d);\n}\n", "  cudaFree(d);\n  return rc;\n}\n"))
+    return path, lines
+
+
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(tried, name):
-    source, said = MISTAKES[name]
-    result = tried(source)
+def test_mistakes(mistaken, name):
+    path, lines = mistaken
+    number = list(MISTAKES).index(name)
+    result = execute([TRY, path, "--quick", "--", number], timeout=300)
+    said = re.sub(r"@(\d)", lambda match: str(lines[number] + int(match[1])), MISTAKES[name][2])
     assert re.search(said, result.stdout), result.stdout + result.stderr
     assert result.rc == 1
 
@@ -169,11 +208,150 @@ def test_several_sources(tried, tmp_path):
     assert result.rc == 0 and re.search(r"^f +1 +1 +1 ", result.stdout, re.MULTILINE), result.stdout + result.stderr
 
 
+PHASES = """
+#include <cooperative_groups.h>
+#include <cooperative_groups/memcpy_async.h>
+#include <cuda/pipeline>
+#include "common/try.h"
+namespace cg = cooperative_groups;
+constexpr int kWidth = 64;
+
+/// Turns each piece of 64 elements around; of the last one, as many as it has.
+template <class Copy>
+__device__ void reverse(const float* x, float* y, int n, Copy copy) {
+  __shared__ alignas(16) float s[kWidth];
+  const int first = blockIdx.x * kWidth, count = min(kWidth, n - first), i = threadIdx.x;
+  copy(s, x + first, sizeof(float) * count);
+  if (i < count) y[first + i] = s[count - 1 - i];
+}
+__global__ void by_barrier(const float* x, float* y, int n) {
+  __shared__ cuda::barrier<cuda::thread_scope_block> ready;
+  auto block = cg::this_thread_block();
+  if (block.thread_rank() == 0) init(&ready, block.size());
+  block.sync();
+  reverse(x, y, n, [&](float* to, const float* from, size_t bytes) {
+    cuda::memcpy_async(block, to, from, bytes, ready);
+    auto token = ready.arrive();
+    WAIT(ready.wait(std::move(token)));
+  });
+}
+__global__ void by_group(const float* x, float* y, int n) {
+  auto block = cg::this_thread_block();
+  reverse(x, y, n, [&](float* to, const float* from, size_t bytes) {
+    cg::memcpy_async(block, to, from, bytes);
+    cg::wait(block);
+  });
+}
+/// The first warp copies, two pieces ahead of the others.
+__global__ void by_pipeline(const float* x, float* y, int n) {
+  __shared__ alignas(16) float s[2][kWidth];
+  __shared__ cuda::pipeline_shared_state<cuda::thread_scope_block, 2> state;
+  auto block = cg::this_thread_block();
+  const bool copies = threadIdx.x < 32;
+  auto pipe = cuda::make_pipeline(block, &state,
+                                  copies ? cuda::pipeline_role::producer : cuda::pipeline_role::consumer);
+  auto warp = cg::tiled_partition<32>(block);
+  for (int k = 0; k < (n + kWidth - 1) / kWidth; ++k) {
+    const int count = min(kWidth, n - kWidth * k), i = threadIdx.x - 32;
+    if (copies) {
+      pipe.producer_acquire();
+      cuda::memcpy_async(warp, s[k % 2], x + kWidth * k, sizeof(float) * count, pipe);
+      pipe.producer_commit();
+    } else {
+      pipe.consumer_wait();
+      if (i < count) y[kWidth * k + i] = s[k % 2][count - 1 - i];
+      RELEASE(pipe.consumer_release());
+    }
+  }
+}
+void test(Try& t, int n) {
+  auto x = t.input<float>(n);
+  auto y = t.result<float>(n);
+  const int blocks = (n + kWidth - 1) / kWidth;
+  auto turned = [=](int i) { return x[2 * (i / kWidth * kWidth) + std::min(kWidth, n - i / kWidth * kWidth) - 1 - i]; };
+  t.run("barrier", [=] { by_barrier<<<blocks, kWidth>>>(x, y, n); });
+  t.expect(y, turned);
+  t.run("group", [=] { by_group<<<blocks, kWidth>>>(x, y, n); });
+  t.expect(y, turned);
+  t.run("pipeline", [=] { by_pipeline<<<1, 32 + kWidth>>>(x, y, n); });
+  t.expect(y, turned);
+}
+"""
+WAITS = ("-D", "WAIT(x)=x", "-D", "RELEASE(x)=x")
+
+
+def test_barriers_and_pipelines_of_libcu(tried):
+    result = tried(PHASES, options=("--quick", *WAITS))
+    assert result.stdout.count(": right") == 9 and result.rc == 0, result.stdout + result.stderr
+
+
+def test_a_stage_that_nobody_gives_back(tried):
+    result = tried(PHASES, options=("--quick", *WAITS[:2], "-D", "RELEASE(x)=if (i == 0) x"))
+    assert re.search("A deadlock: .*\n.*waits in wait.. of a cuda::barrier .* where 1 of 64 have arrived", result.stdout)
+
+
+SCALE = """#include "common/try.h"
+%s void scale(const float* x, float* y, float factor, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = factor * x[i];
+}
+__global__ void count(const int* x, unsigned* seen, double* twice, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n && x[i] > 0) atomicAdd(seen, 1u);
+  if (i < n) twice[i] += twice[i];
+}
+void test(Try& t, int n) {
+  auto x = t.input<float>(n);
+  auto y = t.result<float>(n);
+  t.run("scale", [=] { scale<<<n / 256 + %d, 256>>>(x, y, 3.0f, n); });
+  t.expect(y, [=](int i) { return %s * x[i]; }, 1e-6);
+  auto whole = t.input<int>(n);
+  auto seen = t.result<unsigned>(1, 0);
+  auto start = t.input<double>(n, [](int i) { return 0.5 * i; });
+  auto twice = t.result(start);
+  t.run("count", [=] { count<<<n / 256 + 1, 256>>>(whole, seen, twice, n); });
+  t.expect(seen, [=](int) { int sum = 0; for (int i = 0; i < n; ++i) sum += whole[i] > 0; return sum; });
+  t.expect(twice, [=](int i) { return 2 * start[i]; });
+}
+"""
+
+
+def test_a_file_without_main(tried):
+    result = tried(SCALE % ("__global__", 1, "3"))
+    assert result.stdout.count(": right") == 9 and result.rc == 0, result.stdout + result.stderr
+    assert re.search("^n = 1000, scale: right$", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("blocks, factor, said", [
+    (1, "2", "n = 1000, scale: wrong: result 1, element 0 is .*, and should be .* Wrong are 1000 of 1000 elements"),
+    (0, "3", "n = 1000, scale: wrong: .* element 768 is .*nan.* 232 of 1000 .*; 232 were never written"),
+])
+def test_a_wrong_result_of_a_file_without_main(tried, blocks, factor, said):
+    result = tried(SCALE % ("__global__", blocks, factor), "--", "1000")
+    assert re.search(said, result.stdout) and result.rc == 1, result.stdout + result.stderr
+
+
+def test_skeleton(tried, tmp_path):
+    """What is printed can be pasted as it is, and runs."""
+    kernel = "template <class T, int k>\n__global__ void f(T* out, const T* __restrict__ in, int n) {\n%s}\n"
+    kernel %= "  const int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) out[i] = in[i];\n"
+    asked = tried(kernel)
+    assert asked.rc == 2 and "has no main(), and no test()" in asked.stderr
+    assert (tmp_path / "program.cu").read_text() == kernel
+    result = tried(kernel + asked.stdout)
+    assert result.stdout.count("f: right") == 3 and result.rc == 0, asked.stdout + result.stdout + result.stderr
+
+
 REFUSALS = {
     "#include <cub/cub.cuh>\nint main() {}\n": "program.cu:1: the CPU backend does not have cub. docs/cpu.md",
     "\n__global__ void f(int* x) { asm(\"nop;\"); }\nint main() {}\n": "program.cu:2: .* inline PTX",
     "__global__ void g() {}\n__global__ void f() {\n  g<<<1, 1>>>();\n}\nint main() {}\n": "program.cu:3: .*dynamic para",
     "int f() { return 1; }\n": "has no main",
+    "float g(float x) { return x; }\n__global__ void f(float* x) { x[0] = g(1); }\nint main() {}\n":
+        r"calls g\(\), which is a function of the host: it needs __device__.\n    program.cu:2: ",
+    "#include <vector>\n__device__ int f() {\n  std::vector<int> v; return 1;\n}\nint main() {}\n":
+        "f runs on the GPU, and uses std::vector, which only the host has.\n    program.cu:3: ",
+    "__global__ void f() { throw 1; }\nint main() {}\n": "throws an exception",
     "int main() {\n  return nowhere;\n}\n": "does not compile: .*nowhere.*\n    program.cu, line 2: return nowhere;",
     "int main() { cudaNoSuch(); }\n": r"does not have cudaNoSuch \(docs/cpu.md",
     "#include \"nosuch.h\"\nint main() {}\n": "there is no nosuch.h",
@@ -196,13 +374,13 @@ def test_bad_command_lines(words, said):
 
 @pytest.mark.extensive
 def test_races_and_stray_accesses(tried):
-    """The builds of the two sanitizers, whose backend takes half a minute each the first time."""
-    race = tried(program(SHARED.replace("  __syncthreads();\n", "") % ("__shared__ float s[64];", ""),
-                         "f<<<1, 32>>>(d)").replace("s[31 -", "s[31 -"), options=())
+    """The builds of the two sanitizers, whose backend takes half a minute each the first time. A copy that nobody waits
+    for is a race, and without the mistake there is none."""
+    race = tried(PHASES, "--", "64", options=("-D", "WAIT(x)=", *WAITS[2:]))
     assert "A race: the same memory is used twice" in race.stdout, race.stdout + race.stderr
     assert "No stray access" in race.stdout and race.rc == 1
-    right = tried(program(WRITE, "f<<<1, 32>>>(d)"), options=())
-    assert "No race" in right.stdout and "No stray access" in right.stdout and right.rc == 0
+    right = tried(PHASES, "--", "100", options=WAITS)
+    assert "No race" in right.stdout and "No stray access" in right.stdout and right.rc == 0, right.stdout
 
 
 def test_nothing_is_left_in_the_repository(tried):

@@ -9,9 +9,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "cpu/execution/execution.h"
 #include "cpu/execution/sanitizers.h"
+#include "cpu/watch/ledger.h"
 
 namespace cuda_cpu {
 namespace {
@@ -41,6 +43,13 @@ void crashed(int signal, siginfo_t* info, void*) {
     message.add(" reaches outside of all memory");
   } else {
     message.add(" reaches outside of all memory, at address %p", info->si_addr);
+  }
+  if (keeps_ledger()) {  // a program of a reader's own, whose report says the rest
+    const std::string place = ledger_place();
+    if (!place.empty()) message.add(", at %s", place.c_str());
+    std::fflush(stdout);
+    ledger_failed(message.text());
+    _exit(kDeviceCannot);
   }
   message.add(": `scons sanitize=address build/cpu-address/%s` builds a program that says the line",
               target());

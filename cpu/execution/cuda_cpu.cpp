@@ -536,7 +536,7 @@ CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* o
     group.combine = combine;
     group.operation = operation;
     group.site = site;
-  } else if (group.combine != combine) {
+  } else if (group.combine != combine || std::strcmp(group.operation, operation) != 0) {
     Message message = begin_message(block);
     message.add_wait(thread_of(block, warp, __builtin_ctz(group.arrived)), group.operation,
                      group.site);
@@ -899,7 +899,15 @@ std::size_t max_shared_bytes() {
 }
 
 bool describe_kernel(Cluster3 cluster, LaunchBounds bounds, const char* name) {
-  if (!asked) return false;
+  if (!asked) {
+    if (!runner) {
+      std::fflush(stdout);
+      ledger_called(name);
+      std::fprintf(stderr, "cuda_cpu: %s is a kernel: its launch has <<<grid, block>>>\n", name);
+      std::_Exit(3);
+    }
+    return false;
+  }
   *asked = {cluster, bounds, name};
   return true;
 }
@@ -991,6 +999,7 @@ void run(const Waiting& waiting) {
           if (!runner) {
             runner = new Runner(worker);
             prepare_crash_stack();
+            ledger_worker();
           }
           runner->run(launch);
         },
@@ -1147,6 +1156,28 @@ CUDA_CPU_NO_TSAN void saw(const void* address, unsigned long long value) {
   self.seen_at = address;
   self.seen = value;
   runner->progressed();
+}
+
+namespace {
+/// So often a thread finds the same before others go on, and then so often again.
+constexpr unsigned kManyLooks = 1000, kMoreLooks = 10;
+}  // namespace
+
+CUDA_CPU_NO_TSAN bool looks_for_long(const void* address, unsigned long long value) {
+  if (!runner || !runner->in_thread()) return false;
+  Thread& self = runner->current();
+  if (self.seen_at == address && self.seen == value) return ++self.looks >= kManyLooks;
+  if (self.looks >= kManyLooks - kMoreLooks) runner->progressed();
+  self.seen_at = address;
+  self.seen = value;
+  self.looks = 0;
+  return false;
+}
+
+CUDA_CPU_NO_TSAN void only_looked(const void* address, unsigned long long value, Site site) {
+  if (!looks_for_long(address, value)) return;
+  runner->current().looks = kManyLooks - kMoreLooks;
+  runner->spin("a loop that finds the same value again and again", site);
 }
 
 CUDA_CPU_NO_TSAN AsyncCopies& async_copies() { return runner->async_copies(); }

@@ -92,6 +92,10 @@ void yield(Site site = Site::here());
 /// A thread has read `value` from `address` and may be waiting for another one. If it read the same
 /// there before, other threads go on first.
 void look(const void* address, unsigned long long value, Site site);
+/// The same of an atomic operation that changes nothing, or of a load of a volatile variable, which
+/// may as well be no loop: only after a thousand of them that have found `value` there.
+void only_looked(const void* address, unsigned long long value, Site site);
+bool looks_for_long(const void* address, unsigned long long value);
 /// What the loop of loads is for that the thread goes into, for reports; null: it has ended.
 void waits_for(const char* what);
 /// What it has read then.

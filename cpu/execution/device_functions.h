@@ -238,6 +238,14 @@ CUDA_CPU_REDUCE(__reduce_xor_sync, unsigned, a ^ b)
 
 namespace cuda_cpu {
 
+/// A value as only_looked() takes it.
+template <class T>
+unsigned long long bits_of(const T& value) {
+  unsigned long long bits = 0;
+  __builtin_memcpy(&bits, &value, sizeof value);
+  return bits;
+}
+
 /// Atomically replaces *address by update(*address); returns the old value.
 template <class T, class Update>
 T atomic_update(T* address, Update update, std::memory_order order = std::memory_order_seq_cst) {
@@ -263,9 +271,12 @@ inline float2 atomicAdd(float2* address, float2 value);
 /// In CUDA this orders nothing. So it is here for a floating-point sum; whole numbers count who has
 /// come, together with __threadfence(), which ThreadSanitizer does not know: they order.
 template <class T>
-T atomicAdd(T* address, std::type_identity_t<T> value) {
+T atomicAdd(T* address, std::type_identity_t<T> value,
+            cuda_cpu::Site site = cuda_cpu::Site::here()) {
   if constexpr (std::is_integral_v<T>) {
-    return std::atomic_ref<T>(*address).fetch_add(value);
+    const T old = std::atomic_ref<T>(*address).fetch_add(value);
+    if (value == 0) cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
+    return old;
   } else {
     return cuda_cpu::atomic_update(
         address, [&](T old) -> T { return old + value; }, std::memory_order_relaxed);
@@ -290,8 +301,13 @@ T atomicSub(T* address, std::type_identity_t<T> value) {
 }
 
 template <class T>
-T atomicExch(T* address, std::type_identity_t<T> value) {
-  return cuda_cpu::atomic_update(address, [&](T) { return value; });
+T atomicExch(T* address, std::type_identity_t<T> value,
+             cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const T old = cuda_cpu::atomic_update(address, [&](T) { return value; });
+  if (cuda_cpu::bits_of(old) == cuda_cpu::bits_of(value)) {
+    cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
+  }
+  return old;
 }
 
 template <class T>
@@ -310,8 +326,11 @@ T atomicAnd(T* address, std::type_identity_t<T> value) {
 }
 
 template <class T>
-T atomicOr(T* address, std::type_identity_t<T> value) {
-  return std::atomic_ref<T>(*address).fetch_or(value);
+T atomicOr(T* address, std::type_identity_t<T> value,
+           cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const T old = std::atomic_ref<T>(*address).fetch_or(value);
+  if (value == 0) cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
+  return old;
 }
 
 template <class T>
@@ -320,10 +339,15 @@ T atomicXor(T* address, std::type_identity_t<T> value) {
 }
 
 template <class T>
-T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value) {
+T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value,
+            cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(std::is_integral_v<T>, "atomicCAS compares integers");
-  std::atomic_ref<T>(*address).compare_exchange_strong(compare, value);
-  return compare;
+  T old = compare;
+  std::atomic_ref<T>(*address).compare_exchange_strong(old, value);
+  if (old != compare || value == compare) {
+    cuda_cpu::only_looked(address, cuda_cpu::bits_of(old), site);
+  }
+  return old;
 }
 
 inline unsigned atomicInc(unsigned* address, unsigned limit) {

@@ -80,6 +80,7 @@ struct Thread {
   // What it saw when it last looked at an atomic variable.
   const void* seen_at;
   std::uint64_t seen;
+  unsigned looks;
 
   // It has arrived at the cluster's barrier, and has not waited since.
   bool cluster_arrived;

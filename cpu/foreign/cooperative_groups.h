@@ -84,6 +84,7 @@ class lanes {
   unsigned match_any(T value) const {
     return __match_any_sync(mask(), value) >> first_;
   }
+  unsigned member_mask() const { return mask(); }
 
  private:
   unsigned mask() const { return (~0u >> (32 - size_)) << first_; }
@@ -104,11 +105,68 @@ class thread_block_tile : public lanes {
   static constexpr unsigned num_threads() { return kSize; }
 };
 
-class coalesced_group : public lanes {
+/// Any lanes of a warp, numbered one after the other.
+class coalesced_group {
  public:
-  coalesced_group() : lanes(cuda_cpu::lane_id(), 1) {}
+  coalesced_group() : mask_(1u << cuda_cpu::lane_id()) {}
+  explicit coalesced_group(unsigned mask) : mask_(mask) {}
+
+  void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) const { __syncwarp(mask_, site); }
+  unsigned thread_rank() const {
+    return static_cast<unsigned>(__popc(mask_ & ((1u << cuda_cpu::lane_id()) - 1)));
+  }
+  unsigned size() const { return static_cast<unsigned>(__popc(mask_)); }
+  unsigned num_threads() const { return size(); }
+
+  template <class T>
+  T shfl(T value, unsigned source) const {
+    return size() == 1 ? value : __shfl_sync(mask_, value, lane(source % size()));
+  }
+  template <class T>
+  T shfl_down(T value, unsigned delta) const {
+    const unsigned from = thread_rank() + delta;
+    return shfl(value, from < size() ? from : thread_rank());
+  }
+  template <class T>
+  T shfl_up(T value, unsigned delta) const {
+    return shfl(value, thread_rank() >= delta ? thread_rank() - delta : thread_rank());
+  }
+  int any(int predicate) const { return __any_sync(mask_, predicate); }
+  int all(int predicate) const { return __all_sync(mask_, predicate); }
+  unsigned ballot(int predicate) const { return by_rank(__ballot_sync(mask_, predicate)); }
+  template <class T>
+  unsigned match_any(T value) const {
+    return by_rank(__match_any_sync(mask_, value));
+  }
+  unsigned member_mask() const { return mask_; }
+
+ private:
+  /// The lane of a rank.
+  int lane(unsigned rank) const {
+    unsigned rest = mask_;
+    for (; rank > 0; --rank) rest &= rest - 1;
+    return __ffs(static_cast<int>(rest)) - 1;
+  }
+  /// Bits of lanes as bits of ranks.
+  unsigned by_rank(unsigned lanes) const {
+    unsigned bits = 0;
+    for (unsigned rank = 0; rank < size(); ++rank) bits |= (lanes >> lane(rank) & 1) << rank;
+    return bits;
+  }
+
+  unsigned mask_;
 };
 inline coalesced_group coalesced_threads() { return {}; }
+
+/// The threads of the group with the same label, or predicate.
+template <class Group, class T>
+coalesced_group labeled_partition(const Group& group, T label) {
+  return coalesced_group(group.member_mask() & __match_any_sync(group.member_mask(), label));
+}
+template <class Group>
+coalesced_group binary_partition(const Group& group, bool predicate) {
+  return labeled_partition(group, static_cast<int>(predicate));
+}
 
 template <unsigned kSize, class Parent>
 thread_block_tile<kSize, Parent> tiled_partition(const Parent&) {
@@ -176,6 +234,14 @@ T reduce(const Group& group, T value, Operation operation) {
     value = operation(value, group.shfl_xor(value, step));
   }
   return value;
+}
+template <class T, class Operation>
+T reduce(const coalesced_group& group, T value, Operation operation) {
+  T result = group.shfl(value, 0);
+  for (unsigned rank = 1; rank < group.size(); ++rank) {
+    result = operation(result, group.shfl(value, rank));
+  }
+  return result;
 }
 
 /// Of the threads up to this one, with and without it.

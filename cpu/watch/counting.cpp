@@ -351,7 +351,7 @@ std::vector<Line> lines_of(const std::vector<std::uintptr_t>& addresses) {
     if (found || lines.empty() || colon == std::string::npos) continue;
     std::string file = line.substr(0, colon);
     while (file.starts_with("./")) file.erase(0, 2);
-    if (file.starts_with("cpu/") || file.starts_with("/")) continue;
+    if (file.starts_with("cpu/") || file.starts_with("/") || file.starts_with("?")) continue;
     lines.back() = {file, std::atoi(line.c_str() + colon + 1)};
     found = true;
   }
@@ -596,10 +596,69 @@ Uncounted::~Uncounted() { --uncounted; }
 
 }  // namespace cuda_cpu
 
+// ---- Loads of volatile variables ----------------------------------------------------------------
+
+namespace cuda_cpu {
+namespace {
+
+/// A load of a volatile variable, behind which other threads may go on.
+CUDA_CPU_NO_TSAN void volatile_load(const void* address, std::size_t bytes, const void* code) {
+  if (!runner || !runner->in_thread() || bytes > 8) return;
+  unsigned long long value = 0;
+  __builtin_memcpy(&value, address, bytes);
+  if (!looks_for_long(address, value)) return;
+  Site site = {"", 0, ""};
+  if (!kSanitized) {  // the ordinary build comes first, and knows the line
+    static std::mutex* const mutex = new std::mutex;
+    static auto* const lines = new std::map<const void*, std::pair<std::string, int>>;
+    std::lock_guard lock(*mutex);
+    auto& [file, line] = (*lines)[code];
+    if (file.empty()) {
+      const std::string place = line_of(reinterpret_cast<std::uintptr_t>(code));
+      const std::size_t colon = place.rfind(':');
+      file = colon == std::string::npos ? "?" : place.substr(0, colon);
+      line = colon == std::string::npos ? 0 : std::atoi(place.c_str() + colon + 1);
+    }
+    site = {file.c_str(), line, "volatile"};
+  }
+  only_looked(address, value, site);
+}
+
+}  // namespace
+}  // namespace cuda_cpu
+
 // ---- What the compiler calls --------------------------------------------------------------------
 
-// Under ThreadSanitizer itself its own functions are linked.
-#if !defined(CUDA_CPU_TSAN)
+// Under ThreadSanitizer itself its own functions are linked, but for those of volatile variables
+// (--param=tsan-distinguish-volatile=1), which it does not have.
+#if defined(CUDA_CPU_TSAN)
+
+extern "C" {
+#define CUDA_CPU_VOLATILE(SIZE)                                           \
+  void __tsan_read##SIZE##_pc(void*, void*);                              \
+  void __tsan_write##SIZE##_pc(void*, void*);                             \
+  CUDA_CPU_NO_TSAN void __tsan_volatile_read##SIZE(void* address) {       \
+    __tsan_read##SIZE##_pc(address, __builtin_return_address(0));         \
+    cuda_cpu::volatile_load(address, SIZE, __builtin_return_address(0));  \
+  }                                                                       \
+  CUDA_CPU_NO_TSAN void __tsan_volatile_write##SIZE(void* address) {      \
+    __tsan_write##SIZE##_pc(address, __builtin_return_address(0));        \
+  }                                                                       \
+  CUDA_CPU_NO_TSAN void __tsan_unaligned_volatile_read##SIZE(void* at) {  \
+    __tsan_volatile_read##SIZE(at);                                       \
+  }                                                                       \
+  CUDA_CPU_NO_TSAN void __tsan_unaligned_volatile_write##SIZE(void* at) { \
+    __tsan_volatile_write##SIZE(at);                                      \
+  }
+CUDA_CPU_VOLATILE(1)
+CUDA_CPU_VOLATILE(2)
+CUDA_CPU_VOLATILE(4)
+CUDA_CPU_VOLATILE(8)
+CUDA_CPU_VOLATILE(16)
+#undef CUDA_CPU_VOLATILE
+}
+
+#else
 
 #define CUDA_CPU_PLACE __builtin_return_address(0)
 
@@ -628,6 +687,20 @@ void __tsan_write_range(void* address, std::size_t size) {
     cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);          \
   }                                                                               \
   void __tsan_unaligned_write##SIZE(void* address) {                              \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE);         \
+  }                                                                               \
+  void __tsan_volatile_read##SIZE(void* address) {                                \
+    cuda_cpu::hook_aligned(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
+    cuda_cpu::volatile_load(address, SIZE, CUDA_CPU_PLACE);                       \
+  }                                                                               \
+  void __tsan_volatile_write##SIZE(void* address) {                               \
+    cuda_cpu::hook_aligned(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
+  }                                                                               \
+  void __tsan_unaligned_volatile_read##SIZE(void* address) {                      \
+    cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);          \
+    cuda_cpu::volatile_load(address, SIZE, CUDA_CPU_PLACE);                       \
+  }                                                                               \
+  void __tsan_unaligned_volatile_write##SIZE(void* address) {                     \
     cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE);         \
   }
 CUDA_CPU_ACCESS(1)

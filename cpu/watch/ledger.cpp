@@ -1,5 +1,8 @@
 #include "cpu/watch/ledger.h"
 
+#include <execinfo.h>
+#include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +17,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu/execution/execution.h"
@@ -55,6 +59,7 @@ struct Ledger {
   std::deque<Kept> kept;
   std::size_t kept_bytes = 0;
   bool ended = false;
+  std::vector<pthread_t> workers;
 };
 
 Ledger& ledger() {
@@ -74,6 +79,48 @@ std::string in_words(const dim3& size) {
   if (size.y > 1 || size.z > 1) text += "x" + std::to_string(size.y);
   if (size.z > 1) text += "x" + std::to_string(size.z);
   return text;
+}
+
+/// Where a worker was when it was asked.
+struct Whereabouts {
+  void* calls[32];
+  std::atomic<int> count = 0;
+  uint3 block, thread;
+};
+Whereabouts whereabouts;
+
+void tell_whereabouts(int) {
+  if (!runner || !runner->in_thread() || whereabouts.count > 0) return;
+  whereabouts.block = runner->current().block->index;
+  whereabouts.thread = runner->current().index;
+  whereabouts.count = backtrace(whereabouts.calls, 32);
+}
+
+/// The innermost of the calls that is in the reader's own source, or the one that has called it.
+std::string line_of_calls(void* const* calls, int count, bool caller = false) {
+  for (int i = 0; i < count; ++i) {
+    const std::string line = line_of(reinterpret_cast<std::uintptr_t>(calls[i]));
+    if (!line.empty() && !std::exchange(caller, false)) return line;
+  }
+  return "";
+}
+
+/// Asks the workers one after the other; "" if none is in a kernel, or the line is not known.
+std::string ask_where() {
+  if (kSanitized) return "";
+  for (const pthread_t worker : ledger().workers) {
+    pthread_kill(worker, SIGUSR2);
+    for (int i = 0; i < 50 && whereabouts.count == 0; ++i) usleep(2000);
+    if (whereabouts.count == 0) continue;
+    const std::string line = line_of_calls(whereabouts.calls, whereabouts.count);
+    const auto in_words = [](const uint3& at) {
+      return "(" + std::to_string(at.x) + "," + std::to_string(at.y) + "," + std::to_string(at.z) +
+             ")";
+    };
+    return "; thread " + in_words(whereabouts.thread) + " of block " + in_words(whereabouts.block) +
+           (line.empty() ? " was running" : " was at " + line);
+  }
+  return "";
 }
 
 void write_kernels() {
@@ -136,7 +183,7 @@ void watch_the_time(int seconds) {
       text = "kernel " + all.current->name + ", launched at " + all.current->site.file + ":" +
              std::to_string(all.current->site.line) + ", had finished " +
              std::to_string(all.launch->blocks_done.load()) + " of its " +
-             std::to_string(all.launch->blocks) + " blocks";
+             std::to_string(all.launch->blocks) + " blocks" + ask_where();
     }
     say("time", text);
     std::fflush(nullptr);
@@ -181,6 +228,14 @@ bool keeps_ledger() {
     device();
     std::atexit(write_ledger);
     if (!kSanitized && can_count()) check_accesses();
+    if (!kSanitized) {
+      void* first[1];
+      backtrace(first, 1);  // loads what it needs, which a handler cannot
+      struct sigaction action = {};
+      action.sa_handler = tell_whereabouts;
+      action.sa_flags = SA_RESTART;
+      sigaction(SIGUSR2, &action, nullptr);
+    }
     if (user.seconds > 0) watch_the_time(user.seconds);
     return true;
   }();
@@ -225,12 +280,34 @@ void ledger_ends(Launch&) {
   all.launch = nullptr;
 }
 
+void ledger_worker() {
+  if (!keeps_ledger()) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().workers.push_back(pthread_self());
+}
+
+std::string ledger_place() {
+  if (!keeps_ledger() || kSanitized) return "";
+  void* calls[32];
+  return line_of_calls(calls, backtrace(calls, 32));
+}
+
 void ledger_refused(const char* why) {
   if (keeps_ledger()) ledger().refused.push_back(why);
 }
 
 void ledger_asked() {
   if (keeps_ledger()) ledger().refused.clear();
+}
+
+void ledger_called(const char* kernel) {
+  if (!keeps_ledger()) return;
+  void* calls[32];
+  const std::string line = kSanitized ? "" : line_of_calls(calls, backtrace(calls, 32), true);
+  say("host", "the program calls the kernel " + std::string(kernel) +
+                  " like any function, without <<<grid, block>>>" +
+                  (line.empty() ? "" : ", at " + line));
+  write_ledger();
 }
 
 bool ledger_failed(const char* message) {

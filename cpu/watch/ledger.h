@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "cpu/execution/cuda_cpu.h"
 
@@ -26,6 +27,8 @@ void ledger_ends(Launch& launch);
 /// A launch that could not be made, and why; and: the program has asked for the last error.
 void ledger_refused(const char* why);
 void ledger_asked();
+/// The host has called a kernel like any function; the program ends.
+void ledger_called(const char* kernel);
 /// A kernel has failed. True: it is noted, and need not be printed.
 bool ledger_failed(const char* message);
 /// Memory that is given back; false: it is to be freed as usual. Otherwise it is kept for a while,
@@ -37,6 +40,10 @@ bool ledger_freed(void* memory, std::size_t size);
 void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
 /// Its address is no multiple of the size of what is read or written.
 void ledger_misaligned(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
+/// A thread that runs kernels: it is asked where it is when the time is over.
+void ledger_worker();
+/// In a signal's handler: the line of the program that the calling thread is at, if it is known.
+std::string ledger_place();
 /// The host reads or writes: ends the program if it is the device's.
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
 
