@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/check.h"
@@ -221,6 +222,9 @@ class Problem {
   /// Random numbers, uniform in [center - scale, center + scale).
   template <typename T>
   Buffer<T> input(size_t count, double scale = 1, double center = 0) {
+    static_assert(std::is_same_v<T, half> || std::is_same_v<T, __nv_bfloat16> ||
+                      std::is_same_v<T, float> || std::is_same_v<T, double>,
+                  "an input is of random numbers: half, __nv_bfloat16, float or double");
     Buffer<T> result = buffer<T>(inputs, count, scale);
     result.storage()->center = center;
     return result;

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -139,11 +140,10 @@ class Sources:
         """What nvcc does not let a kernel do, nor a __device__ function: call a function of the host, use what only the
         host's library has, throw."""
         codes = {file: code_of(text) for file, text in self.texts.items()}
-        hosts, devices = set(), set()
-        for code in codes.values():
-            for names, found in zip((hosts, devices), functions_of(code)):
-                names |= found
+        functions = {file: functions_of(code) for file, code in codes.items()}
+        devices = set().union(*(names for _, names in functions.values()))
         for file, code in codes.items():
+            hosts = functions[file][0].union(*(functions[each][0] for each in codes if each not in self.files))
             for name, begin, end in device_bodies(code):
                 if match := HOST_ONLY.search(code, begin, end):
                     what = "throws an exception" if match[0] == "throw" else f"uses {''.join(match[0].split())}"
@@ -364,6 +364,10 @@ def table(report):
     for cell in [heads, *cells]:
         say("  ".join(text.ljust(width) if k == 0 else text.rjust(width)
                       for k, (text, width) in enumerate(zip(cell, widths))).rstrip())
+    for row in rows:
+        if 0 < int(row[13]) < int(row[3]):
+            say(f"    {row[0]} takes long: its first {row[13]} launches were counted and watched, and the others are taken"
+                " to be like them.")
 
 
 def worst(report, texts):
@@ -598,7 +602,9 @@ def tried(doc):
     table(report)
     worst(report, texts)
     found = mistakes(rc, report, texts)
-    if rc is not None and rc < 0 and not found:
+    if rc == -signal.SIGABRT and not found:
+        found.append("The program ended itself (abort()): an assertion of the host, say, whose line is above.")
+    elif rc is not None and rc < 0 and not found:
         found.append("The program crashed: some thread reaches far outside of its memory.")
     elif rc == 3 and not found:
         found.append("A kernel has failed; its line is above.")

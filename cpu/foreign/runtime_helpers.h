@@ -47,7 +47,9 @@ enum cudaComputeMode {
 #define cudaHostRegisterMapped 2
 #define cudaDeviceScheduleAuto 0
 #define cudaDeviceScheduleSpin 1
+#define cudaDeviceScheduleYield 2
 #define cudaDeviceScheduleBlockingSync 4
+#define cudaDeviceBlockingSync 4
 #define cudaDeviceMapHost 8
 
 template <class Kernel>
@@ -164,6 +166,16 @@ inline int __dp4a(int a, int b, int c) {
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   for (int i = 0; i < 4; ++i) c += (a >> (8 * i) & 0xFF) * (b >> (8 * i) & 0xFF);
   return c;
+}
+
+// Templates, so that a program's own functions of these names come first.
+template <class A, class B>
+unsigned umin(A a, B b) {
+  return static_cast<unsigned>(a) < static_cast<unsigned>(b) ? a : b;
+}
+template <class A, class B>
+unsigned umax(A a, B b) {
+  return static_cast<unsigned>(a) < static_cast<unsigned>(b) ? b : a;
 }
 
 /// The lanes of `mask`, if all of them have the same value; 0 if not.

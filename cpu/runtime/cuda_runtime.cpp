@@ -390,6 +390,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->sharedMemPerBlockOptin = cuda_cpu::max_shared_bytes();
   properties->sharedMemPerMultiprocessor = cuda_cpu::max_shared_bytes();
   properties->clusterLaunch = get(cudaDevAttrClusterLaunch);
+  properties->cooperativeLaunch = get(cudaDevAttrCooperativeLaunch);
   properties->warpSize = warpSize;
   properties->memPitch = get(cudaDevAttrMaxPitch);
   properties->maxThreadsPerBlock = get(cudaDevAttrMaxThreadsPerBlock);

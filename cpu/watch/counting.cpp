@@ -194,6 +194,7 @@ bool counting = false;
 bool checking = false;
 bool compiled_for_it = false;
 std::vector<Range> device_memory;  ///< while counting, in order
+std::vector<Range> host_memory;    ///< that kernels may use, in order
 
 thread_local int uncounted = 0;
 thread_local std::unique_ptr<Counter> own_counter;
@@ -203,12 +204,12 @@ Counter& counter() {
   return *own_counter;
 }
 
-bool find_device_memory(std::uintptr_t address, Range& range) {
+bool find_memory(const std::vector<Range>& among, std::uintptr_t address, Range& range) {
   if (address - range.begin < range.end - range.begin) return true;
   const auto next =
-      std::upper_bound(device_memory.begin(), device_memory.end(), address,
+      std::upper_bound(among.begin(), among.end(), address,
                        [](std::uintptr_t at, const Range& each) { return at < each.begin; });
-  if (next == device_memory.begin() || address >= next[-1].end) return false;
+  if (next == among.begin() || address >= next[-1].end) return false;
   range = next[-1];
   return true;
 }
@@ -240,8 +241,10 @@ void Counter::access(std::uintptr_t address, unsigned bytes, Kind kind, std::uin
   }
   const std::uint32_t number = place_of(code, kind, shared, bytes);
   Place& place = places_[number];
-  if (!shared && !find_device_memory(address, place.last)) {
-    if (checking) ledger_stray(address, bytes, kind != Kind::load, code);
+  if (!shared && !find_memory(device_memory, address, place.last)) {
+    Range host = {};
+    if (checking && !find_memory(host_memory, address + bytes - 1, host))
+      ledger_stray(address, bytes, kind != Kind::load, code);
     return;
   }
   if (checking && !shared && address + bytes > place.last.end) {
@@ -302,6 +305,11 @@ inline void hook(const void* address, std::size_t bytes, Kind kind, const void* 
     return;
   }
   if (runner->on_own_stack(address)) return;
+  const BoundKernel& kernel = runner->launch().kernel;  // whose arguments are no memory of its own
+  if (static_cast<std::size_t>(static_cast<const char*>(address) -
+                               static_cast<const char*>(kernel.arguments)) < kernel.size) {
+    return;
+  }
   counter().access(reinterpret_cast<std::uintptr_t>(address), static_cast<unsigned>(bytes), kind,
                    reinterpret_cast<std::uintptr_t>(code));
 }
@@ -420,10 +428,11 @@ void begin() {
   {
     std::lock_guard lock(device().mutex);
     device_memory.clear();
+    host_memory.clear();
     for (const auto& [start, allocation] : device().allocations) {
-      if (allocation.type == cudaMemoryTypeHost) continue;
       const auto begin = reinterpret_cast<std::uintptr_t>(start);
-      device_memory.push_back({begin, begin + allocation.size});
+      (allocation.type == cudaMemoryTypeHost ? host_memory : device_memory)
+          .push_back({begin, begin + allocation.size});
     }
   }
   std::lock_guard lock(Counter::mutex());

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -33,6 +34,8 @@ namespace {
 
 /// So much memory that was given back is kept at most.
 constexpr std::size_t kMostKept = 1u << 30;
+/// When a kernel has been counted for so long, its further launches are taken to be like those.
+constexpr double kMostSeconds = 5;
 /// What is nearer to zero than this is no address; and what a thread has of its own is within it.
 constexpr std::size_t kNear = 1u << 16;
 
@@ -42,6 +45,8 @@ struct Kernel {
   Site site;
   long launches = 0;
   Tally tally;
+  long counted = 0;    ///< so many of the launches, all or the first ones
+  double seconds = 0;  ///< that those took
 };
 
 struct Kept {
@@ -59,6 +64,8 @@ struct Ledger {
   std::deque<Kept> kept;
   std::size_t kept_bytes = 0;
   bool ended = false;
+  bool counts = false;  ///< the launch in progress
+  std::chrono::steady_clock::time_point start;
   std::vector<pthread_t> workers;
 };
 
@@ -127,18 +134,23 @@ void write_kernels() {
   Ledger& all = ledger();
   for (const Kernel& kernel : all.kernels) {
     const Counts counts = kernel.tally.counts();
+    const auto of_all = [&](std::int64_t counted) {
+      const double launches = static_cast<double>(kernel.launches);
+      const bool all = kernel.counted == 0 || kernel.counted == kernel.launches;
+      return all ? static_cast<long long>(counted)
+                 : std::llround(static_cast<double>(counted) * launches /
+                                static_cast<double>(kernel.counted));
+    };
     std::fprintf(
         all.file,
-        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\n",
+        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\t%ld\n",
         kernel.name.c_str(), in_words(kernel.grid).c_str(), in_words(kernel.block).c_str(),
-        kernel.launches, static_cast<long long>(counts.global_load_requests),
-        static_cast<long long>(counts.global_load_sectors),
-        static_cast<long long>(counts.global_store_requests),
-        static_cast<long long>(counts.global_store_sectors),
-        static_cast<long long>(counts.shared_load_requests + counts.shared_store_requests),
-        static_cast<long long>(counts.shared_load_conflicts + counts.shared_store_conflicts),
-        static_cast<long long>(counts.atomic_requests + counts.shared_atomic_requests),
-        static_cast<long long>(counts.l2_bytes), kernel.site.file, kernel.site.line);
+        kernel.launches, of_all(counts.global_load_requests), of_all(counts.global_load_sectors),
+        of_all(counts.global_store_requests), of_all(counts.global_store_sectors),
+        of_all(counts.shared_load_requests + counts.shared_store_requests),
+        of_all(counts.shared_load_conflicts + counts.shared_store_conflicts),
+        of_all(counts.atomic_requests + counts.shared_atomic_requests), of_all(counts.l2_bytes),
+        kernel.site.file, kernel.site.line, kernel.counted);
     for (const Counts::Place& place : counts.worst) {
       std::fprintf(all.file, "worst\t%s\t%s\t%d\t%d\t%d\t%lld\t%.3g\t%.3g\n", kernel.name.c_str(),
                    place.file.c_str(), place.line, place.shared, place.store,
@@ -268,14 +280,22 @@ void ledger_starts(Launch& launch) {
   }
   ++all.current->launches;
   all.launch = &launch;
-  if (!kSanitized && !device().concurrent) all.current->tally.start();
+  all.counts = !kSanitized && !device().concurrent && all.current->seconds < kMostSeconds;
+  if (!all.counts) return;
+  ++all.current->counted;
+  all.start = std::chrono::steady_clock::now();
+  all.current->tally.start();
 }
 
 void ledger_ends(Launch&) {
   if (!keeps_ledger()) return;
   Ledger& all = ledger();
   std::lock_guard lock(all.mutex);
-  if (!kSanitized && !device().concurrent) all.current->tally.stop();
+  if (all.counts) {
+    all.current->tally.stop();
+    all.current->seconds +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - all.start).count();
+  }
   all.current = nullptr;
   all.launch = nullptr;
 }
