@@ -2,6 +2,8 @@
 // in which ways.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstddef>
 #include <functional>
 #include <string>
@@ -38,8 +40,12 @@ class Memory {
 /// Where an operator gets the memory that it needs beside its inputs and outputs.
 struct Workspace {
   using Allocate = std::function<Memory<char>(size_t bytes)>;
-  Allocate of_any;    ///< its contents are undefined at each launch
-  Allocate of_zeros;  ///< zeros before the first launch; each launch leaves it ready for the next
+  Allocate of_any;  ///< its contents are undefined at each launch
+  /// Zeros before the first launch; each launch leaves it ready for the next. A way asks for its
+  /// data() before it launches its first kernel, so that whoever owns it may write the zeros then.
+  Allocate of_zeros;
+  /// Where GatedLayer launches. The other operators still launch on the default stream.
+  cudaStream_t stream = nullptr;
 
   template <typename T>
   Memory<T> any(size_t count) const {

@@ -22,14 +22,16 @@ bool has_clusters(Kernel* kernel) {
 /// Launches a kernel in clusters of `cluster` blocks, for one that does not say how many; 1: as
 /// it says. `early` as launch_early(). Code for older devices is launched as usual.
 template <typename... Parameters, typename... Arguments>
-void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
-                     dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
+void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
+                        bool early, dim3 blocks, dim3 threads, size_t shared_bytes,
+                        const Arguments&... arguments) {
   const bool modern = has_clusters(kernel);
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
   config.attrs = attributes;
   if (cluster > 1 && modern) {
     cudaLaunchAttribute& size = attributes[config.numAttrs++];
@@ -43,6 +45,13 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early
     serialization.val.programmaticStreamSerializationAllowed = 1;
   }
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
+}
+
+/// The same on the default stream.
+template <typename... Parameters, typename... Arguments>
+void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early, dim3 blocks,
+                     dim3 threads, size_t shared_bytes, const Arguments&... arguments) {
+  launch_clusters_on(nullptr, kernel, cluster, early, blocks, threads, shared_bytes, arguments...);
 }
 
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as

@@ -85,7 +85,8 @@ class GatedProduct {
         W1_(workspace, memory.W1, shape.channels, shape.hidden),
         W2_(workspace, memory.W2, shape.channels, shape.hidden),
         exchange_(workspace),
-        shape_{x_.rows, 2 * W1_.cols, x_.cols} {}
+        shape_{x_.rows, 2 * W1_.cols, x_.cols},
+        stream_(workspace.stream) {}
 
   std::vector<Way> ways() const {
     using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
@@ -111,24 +112,25 @@ class GatedProduct {
   void launch(const ProductPlan& plan) const {
     using Work = MatrixProduct<Tile, StoreGated>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
-    const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
-    const bool copied = copies.blocks().x > 0;
-    if (copied) {
-      align_rows<half, 3><<<copies.blocks(), copies.threads()>>>(copies);
-    }
     const Work work{{{x_.map(Tile::kRowsA)}},
                     {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
                     {rounded_to<half>(memory_.out, x_.rows, W1_.cols), memory_.b1, memory_.b2},
                     Schedule<Tile>(shape_, plan.clusters, plan.split),
                     exchange_.exchange<half>(shape_)};
-    launch_clusters(operators::product::product<Work>, 1, copied, plan.clusters * Tile::kBlocks,
-                    Tile::kThreads, kBytes, work);
+    const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
+    const bool copied = copies.blocks().x > 0;
+    if (copied) {
+      align_rows<half, 3><<<copies.blocks(), copies.threads(), 0, stream_>>>(copies);
+    }
+    launch_clusters_on(stream_, operators::product::product<Work>, 1, copied,
+                       plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
   }
 
   GatingMemory memory_;
   AlignedRows<half> x_, W1_, W2_;
   ExchangeMemory exchange_;
   ProductShape shape_;  // of x [W1 W2]
+  cudaStream_t stream_;
 };
 
 /// The ways to compute the layer, of a shape that is at least 1 x 1 x 1. No way where there is no
@@ -137,7 +139,7 @@ class GatedProduct {
 class GatedLayer {
  public:
   GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
-    const ResidentLayer resident(memory, shape);
+    const ResidentLayer resident(memory, shape, workspace.stream);
     ways_ = resident.ways();
     // One block holds all weights, and there are tiles for all blocks: nothing could move less.
     const bool busy = shape.rows >= int64_t{64} * multiprocessors();

@@ -114,8 +114,8 @@ struct GatingMemory {
 /// and with several side by side. None if the weights do not fit, or the rows are no multiple of 8.
 class ResidentLayer {
  public:
-  ResidentLayer(GatingMemory memory, GatingShape shape)
-      : memory_(std::move(memory)), shape_(shape) {
+  ResidentLayer(GatingMemory memory, GatingShape shape, cudaStream_t stream)
+      : memory_(std::move(memory)), shape_(shape), stream_(stream) {
     // x comes in boxes if its rows are aligned, and most of a box is x.
     const int64_t K = shape.channels;
     const bool boxed = K % 8 == 0 && 4 * ((K + kStepK - 1) / kStepK * kStepK) <= 7 * K;
@@ -160,8 +160,8 @@ class ResidentLayer {
         if (plan.stages == 0) continue;
         whole_ = whole_ || blocks == 1;
         ways_.push_back({plan.name(blocks), plan.microseconds(shape_),
-                         [memory = memory_, shape = shape_, plan, rows, blocks] {
-                           launch(memory, shape, plan, rows, blocks);
+                         [memory = memory_, shape = shape_, plan, rows, blocks, stream = stream_] {
+                           launch(memory, shape, plan, rows, blocks, stream);
                          },
                          static_cast<int>(plan.bytes())});
       }
@@ -171,7 +171,7 @@ class ResidentLayer {
   /// With `blocks` blocks side by side, which have all columns together.
   template <class Plan>
   static void launch(const GatingMemory& memory, const GatingShape& shape, const Plan& plan,
-                     typename Plan::Rows x, int blocks) {
+                     typename Plan::Rows x, int blocks, cudaStream_t stream) {
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const dim3 grid(std::min(blocks_for(shape.rows, 64), fit), blocks);
     x.are_of(memory.x, shape);
@@ -180,11 +180,12 @@ class ResidentLayer {
       out.are_of(memory.out, shape, plan.panels * blocks, Plan::kWidth);
     }
     resident_layer<Plan>
-        <<<grid, Plan::kThreads, plan.bytes()>>>(x, memory.operands(shape), out, plan);
+        <<<grid, Plan::kThreads, plan.bytes(), stream>>>(x, memory.operands(shape), out, plan);
   }
 
   GatingMemory memory_;
   GatingShape shape_;
+  cudaStream_t stream_;
   std::vector<Way> ways_;
   bool whole_ = false;
 };

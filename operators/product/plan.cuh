@@ -95,7 +95,7 @@ struct AlignedRows {
         cols(static_cast<int>(col_count)),
         stride(cols % 8 == 0 ? cols : (cols + 63) / 64 * 64),
         copied(stride != cols),
-        copy(workspace.zeros<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
+        copy(workspace.any<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
 
   const T* data() const { return copied ? copy : from; }
   /// For align_rows, if `copied`.
@@ -121,7 +121,7 @@ struct ExchangeMemory {
 
   explicit ExchangeMemory(const Workspace& workspace)
       : flags(workspace.zeros<unsigned>(1 + 3 * multiprocessors())),
-        partial(workspace.zeros<float>(static_cast<size_t>(multiprocessors()) * 192 * 256)),
+        partial(workspace.any<float>(static_cast<size_t>(multiprocessors()) * 192 * 256)),
         l2_bytes(device_attribute(cudaDevAttrL2CacheSize)) {}
 
   /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many

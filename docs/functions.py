@@ -1,0 +1,34 @@
+"""The table of the library's functions in docs/library.md, made from its header: `docs/functions.py` renews it."""
+
+from pathlib import Path
+import re
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADER = ROOT / "operators/include/fused_kernels.h"
+PAGE = ROOT / "docs/library.md"
+MARKS = "<!-- functions -->\n", "<!-- /functions -->"
+
+
+def functions():
+    """(name, the comment above it) of each function that the header declares."""
+    found = re.findall(r"/\*((?:(?!\*/).)*)\*/\nFK_API [^;]*?(fk_\w+)\(", HEADER.read_text(), re.DOTALL)
+    return [(name, re.sub(r"\s*\n \*\s*", " ", text).strip()) for text, name in found]
+
+
+def table():
+    blocks = []
+    for name, text in functions():
+        first, _, rest = text.partition(". ")
+        rows = [f"| `{name}` | {first.rstrip('.').replace('|', '/')}. |"]
+        blocks += rows
+    return "\n".join(["| function | what it does |", "|---|---|", *blocks]) + "\n"
+
+
+def page():
+    """docs/library.md with the table as the header has it now."""
+    before, rest = PAGE.read_text().split(MARKS[0])
+    return before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,179 @@
+#include "operators/library/call.h"
+
+#include <algorithm>
+#include <exception>
+#include <memory>
+
+#include "primitives/launch.h"
+
+namespace operators::library {
+
+namespace {
+
+using primitives::check;
+
+constexpr size_t kAligned = 256;  // a workspace and its pieces, in bytes
+constexpr size_t kMostError = 512;
+
+thread_local char error[kMostError] = "";
+
+/// Without an allocation, so that it cannot fail.
+void note(const char* sentence) noexcept {
+  size_t end = 0;
+  for (; sentence[end] != '\0' && end + 1 < kMostError; ++end) error[end] = sentence[end];
+  error[end] = '\0';
+}
+
+uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+bool overlap(const Argument& a, const Argument& b) {
+  return address(a.data) < address(b.data) + b.bytes && address(b.data) < address(a.data) + a.bytes;
+}
+
+/// Gives out pieces of the caller's workspace, one after another.
+class Carver {
+ public:
+  Carver(void* memory, cudaStream_t stream) : memory_(address(memory)), stream_(stream) {}
+
+  Workspace workspace() {
+    return {[this](size_t bytes) { return Memory<char>([at = take(bytes)] { return at; }, bytes); },
+            [this](size_t bytes) { return zeros(bytes); }, stream_};
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* take(size_t bytes) {
+    char* const piece = reinterpret_cast<char*>(memory_ + used_);
+    used_ += (bytes + kAligned - 1) / kAligned * kAligned;
+    return piece;
+  }
+  /// Memory that is set to zero on the stream when a way first asks where it is.
+  Memory<char> zeros(size_t bytes) {
+    const auto data = [at = take(bytes), bytes, stream = stream_,
+                       done = std::make_shared<bool>(false)] {
+      if (!*done) check(cudaMemsetAsync(at, 0, bytes, stream), "cudaMemsetAsync");
+      *done = true;
+      return at;
+    };
+    return Memory<char>(data, bytes);
+  }
+
+  uintptr_t memory_;
+  cudaStream_t stream_;
+  size_t used_ = 0;
+};
+
+}  // namespace
+
+void check_description(const char* name, const void* description, size_t size) {
+  if (!description) throw Refusal{FK_BAD_ARGUMENT, std::string(name) + " is NULL"};
+  const size_t found = *static_cast<const size_t*>(description);
+  if (found != size) {
+    throw Refusal{FK_BAD_ARGUMENT, std::string(name) + ": size is " + std::to_string(found) +
+                                       "; this library's struct has " + std::to_string(size) +
+                                       " bytes"};
+  }
+}
+
+void check_sizes(const std::vector<Size>& sizes) {
+  for (const Size& size : sizes) {
+    if (size.value >= 1 && size.value <= size.most) continue;
+    throw Refusal{FK_BAD_SHAPE, std::string(size.name) + " is " + std::to_string(size.value) +
+                                    "; it has to be from 1 to " + std::to_string(size.most)};
+  }
+}
+
+void check_hopper(const char* name) {
+  if (primitives::is_hopper()) return;
+  const int major = primitives::device_attribute(cudaDevAttrComputeCapabilityMajor);
+  const int minor = primitives::device_attribute(cudaDevAttrComputeCapabilityMinor);
+  throw Refusal{FK_BAD_DEVICE, std::string(name) + " needs a GPU of compute capability 9.0; this " +
+                                   "one has " + std::to_string(major) + "." +
+                                   std::to_string(minor)};
+}
+
+void check_arguments(const std::vector<Argument>& arguments) {
+  for (const Argument& each : arguments) {
+    if (!each.data) throw Refusal{FK_BAD_ARGUMENT, std::string(each.name) + " is NULL"};
+    if (address(each.data) % each.alignment != 0) {
+      throw Refusal{FK_BAD_ALIGNMENT, std::string(each.name) + ": the pointer is not aligned to " +
+                                          std::to_string(each.alignment) + " bytes"};
+    }
+    if (address(each.data) + each.bytes < address(each.data)) {
+      throw Refusal{FK_BAD_SHAPE, std::string(each.name) + " ends beyond the address space"};
+    }
+  }
+  for (const Argument& out : arguments) {
+    for (const Argument& other : arguments) {
+      if (!out.written || &out == &other || !overlap(out, other)) continue;
+      throw Refusal{FK_OVERLAP,
+                    std::string(out.name) + ", which is written, overlaps " + other.name};
+    }
+  }
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  for (const Argument& each : arguments) {
+    cudaPointerAttributes attributes = {};
+    check(cudaPointerGetAttributes(&attributes, each.data), "cudaPointerGetAttributes");
+    if (attributes.type == cudaMemoryTypeManaged) continue;
+    if (attributes.type != cudaMemoryTypeDevice) {
+      throw Refusal{FK_BAD_DEVICE, std::string(each.name) + " is not memory of a GPU"};
+    }
+    if (attributes.device != device) {
+      throw Refusal{FK_BAD_DEVICE, std::string(each.name) + " is memory of device " +
+                                       std::to_string(attributes.device) +
+                                       "; the current device is " + std::to_string(device)};
+    }
+  }
+}
+
+size_t workspace_bytes(const Operator& make) {
+  Carver carver(nullptr, nullptr);
+  if (make(carver.workspace()).empty()) {
+    throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
+  }
+  return carver.used();
+}
+
+void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
+            cudaStream_t stream) {
+  check_arguments(arguments);
+  Carver carver(workspace, stream);
+  const std::vector<Way> ways = make(carver.workspace());
+  if (ways.empty()) throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
+  if (bytes < carver.used()) {
+    throw Refusal{FK_BAD_WORKSPACE, "workspace has " + std::to_string(bytes) + " bytes; " +
+                                        std::to_string(carver.used()) + " are needed"};
+  }
+  if (carver.used() > 0) {
+    arguments.push_back({"workspace", workspace, carver.used(), kAligned, true});
+    check_arguments(arguments);
+  }
+  const Way& best = *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) {
+    return a.microseconds < b.microseconds;
+  });
+  best.launch();
+  check(cudaGetLastError(), "the launch");
+}
+
+int guarded(const std::function<void()>& call) noexcept {
+  try {
+    call();
+    return FK_OK;
+  } catch (const Refusal& refusal) {
+    note(refusal.sentence.c_str());
+    return refusal.code;
+  } catch (const std::exception& failure) {
+    note(failure.what());
+    return FK_CUDA_ERROR;
+  } catch (...) {
+    note("an error that says nothing about itself");
+    return FK_CUDA_ERROR;
+  }
+}
+
+}  // namespace operators::library
+
+extern "C" int fk_version(void) { return FK_VERSION; }
+
+extern "C" const char* fk_last_error(void) { return operators::library::error; }
