@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace operators {
 
@@ -44,8 +45,14 @@ struct Workspace {
   /// Zeros before the first launch; each launch leaves it ready for the next. A way asks for its
   /// data() before it launches its first kernel, so that whoever owns it may write the zeros then.
   Allocate of_zeros;
-  /// Where GatedLayer launches. The other operators still launch on the default stream.
-  cudaStream_t stream = nullptr;
+  cudaStream_t stream = nullptr;  ///< where ways launch
+  /// Whether a launch finds the device empty, as in a lesson's table. Only then may a block wait for
+  /// one of a higher number: elsewhere other launches may hold the room that the second one needs,
+  /// and wait for a block of their own as well. A block may always wait for one of a lower number,
+  /// which has started before it, and for those of its cluster, which start together.
+  bool alone = true;
+  /// Whether all ways are wanted, to be tried; or the one alone that should be the fastest.
+  bool all_ways = true;
 
   template <typename T>
   Memory<T> any(size_t count) const {
@@ -71,6 +78,28 @@ struct Way {
   double microseconds;  ///< that it should take
   std::function<void()> launch;
   int shared_bytes;  ///< that a block asks for when it is launched
+};
+
+/// The ways that a workspace's owner wants, as they are found.
+class Ways {
+ public:
+  explicit Ways(const Workspace& workspace) : all_(workspace.all_ways) {}
+
+  /// make() returns the way that should take so long. Names and launches take longer to make than
+  /// an estimate, so of ways that are not wanted none are made.
+  template <typename Make>
+  void offer(double microseconds, Make make) {
+    if (!all_ && !found_.empty()) {
+      if (!(microseconds < found_.front().microseconds)) return;
+      found_.clear();
+    }
+    found_.push_back(make());
+  }
+  std::vector<Way> found() const { return found_; }
+
+ private:
+  bool all_;
+  std::vector<Way> found_;
 };
 
 }  // namespace operators

@@ -25,7 +25,7 @@ template <typename... Parameters, typename... Arguments>
 void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
                         bool early, dim3 blocks, dim3 threads, size_t shared_bytes,
                         const Arguments&... arguments) {
-  const bool modern = has_clusters(kernel);
+  const bool modern = (cluster > 1 || early) && has_clusters(kernel);
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;

@@ -45,7 +45,11 @@ template <typename T>
 struct AttentionLaunches {
   AttentionLaunches(const Workspace& workspace, const AttentionMemory<T>& memory,
                     const AttentionShape& shape, float scale)
-      : memory_(memory), shape_(shape), scale_(scale), counters_(workspace.zeros<unsigned>(2)) {}
+      : memory_(memory),
+        shape_(shape),
+        scale_(scale),
+        counters_(workspace.zeros<unsigned>(2)),
+        stream_(workspace.stream) {}
 
   struct Plan {
     int pack, parts;
@@ -106,7 +110,7 @@ struct AttentionLaunches {
     schedule.next = counters_;
     const unsigned blocks = std::min<unsigned>(schedule.total, multiprocessors());
     attention_hopper<Tile>
-        <<<blocks, Tile::kThreads, kBytes>>>(maps, in, schedule, parts<Tile::kSplit>());
+        <<<blocks, Tile::kThreads, kBytes, stream_>>>(maps, in, schedule, parts<Tile::kSplit>());
     if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
   }
 
@@ -116,8 +120,8 @@ struct AttentionLaunches {
     const int64_t row_tiles = ceil_div(shape_.queries * plan.pack, int64_t{Tile::kRows});
     const dim3 grid(static_cast<unsigned>(row_tiles * (shape_.heads / plan.pack) * shape_.batch),
                     static_cast<unsigned>(plan.parts));
-    attention_portable<Tile, kSplit>
-        <<<grid, Tile::kThreads, Tile::kSharedBytes>>>(operands(), plan.pack, parts<kSplit>());
+    attention_portable<Tile, kSplit><<<grid, Tile::kThreads, Tile::kSharedBytes, stream_>>>(
+        operands(), plan.pack, parts<kSplit>());
     if constexpr (kSplit) merge<Tile::kWidth>(plan);
   }
 
@@ -129,14 +133,15 @@ struct AttentionLaunches {
 
   template <int kWidth>
   void merge(const Plan& plan) const {
-    launch_early(attention_merge<T, kWidth>, blocks_for(rows(), 8), 256, 0, operands(),
-                 static_cast<int>(rows()), plan.parts, parts<true>());
+    launch_clusters_on(stream_, attention_merge<T, kWidth>, 1, true, blocks_for(rows(), 8), 256, 0,
+                       operands(), static_cast<int>(rows()), plan.parts, parts<true>());
   }
 
   AttentionMemory<T> memory_;
   AttentionShape shape_;
   float scale_;
   Memory<unsigned> counters_;
+  cudaStream_t stream_;
   std::shared_ptr<PartMemory> parts_ = std::make_shared<PartMemory>();
 };
 
@@ -152,11 +157,11 @@ class Attention : AttentionLaunches<T> {
  public:
   Attention(const Workspace& workspace, const AttentionMemory<T>& memory,
             const AttentionShape& shape, float scale)
-      : Launches(workspace, memory, shape, scale) {
+      : Launches(workspace, memory, shape, scale), all_ways_(workspace.all_ways), ways_(workspace) {
     plan(workspace);
   }
 
-  const std::vector<Way>& ways() const { return ways_; }
+  std::vector<Way> ways() const { return ways_.found(); }
 
  private:
   bool aligned() const {
@@ -195,14 +200,22 @@ class Attention : AttentionLaunches<T> {
   void add_hopper(const std::string& name) {
     for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
       if ((plan.parts > 1) != Tile::kSplit) continue;
-      constexpr int kBytes = sizeof(AttentionShared<Tile>);
-      if (plan.parts > 1) part_rows_ = std::max(part_rows_, plan.parts * rows());
-      const auto launch = [self = static_cast<const Launches&>(*this), plan] {
-        self.template launch_hopper<Tile>(plan);
-      };
-      ways_.push_back({name_of(name, plan),
-                       microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan), launch, kBytes});
+      offer(name, plan, microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan),
+            static_cast<int>(sizeof(AttentionShared<Tile>)),
+            [self = static_cast<const Launches&>(*this), plan] {
+              self.template launch_hopper<Tile>(plan);
+            });
     }
+  }
+
+  template <typename Launch>
+  void offer(const std::string& name, const Plan& plan, double microseconds, int shared_bytes,
+             const Launch& launch) {
+    ways_.offer(microseconds, [&] {
+      const int64_t part_rows = plan.parts > 1 ? plan.parts * rows() : 0;
+      part_rows_ = all_ways_ ? std::max(part_rows_, part_rows) : part_rows;
+      return Way{name_of(name, plan), microseconds, launch, shared_bytes};
+    });
   }
 
   static std::string name_of(const std::string& name, const Plan& plan) {
@@ -214,13 +227,10 @@ class Attention : AttentionLaunches<T> {
   void add_portable(const std::string& name) {
     for (const Plan& plan : plans(Tile::kRows, Tile::kKeys)) {
       if ((plan.parts > 1) != kSplit) continue;
-      if (plan.parts > 1) part_rows_ = std::max(part_rows_, plan.parts * rows());
-      const auto launch = [self = static_cast<const Launches&>(*this), plan] {
-        self.template launch_portable<Tile, kSplit>(plan);
-      };
-      ways_.push_back({name_of(name, plan),
-                       2 * microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan), launch,
-                       Tile::kSharedBytes});
+      offer(name, plan, 2 * microseconds(Tile::kRows, Tile::kKeys, Tile::kWidth, plan),
+            Tile::kSharedBytes, [self = static_cast<const Launches&>(*this), plan] {
+              self.template launch_portable<Tile, kSplit>(plan);
+            });
     }
   }
 
@@ -287,8 +297,9 @@ class Attention : AttentionLaunches<T> {
     }
   }
 
+  const bool all_ways_;
   int64_t part_rows_ = 0;  // the most rows of results that a way leaves in parts
-  std::vector<Way> ways_;
+  Ways ways_;
 };
 
 }  // namespace operators::attention

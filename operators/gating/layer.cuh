@@ -86,13 +86,13 @@ class GatedProduct {
         W2_(workspace, memory.W2, shape.channels, shape.hidden),
         exchange_(workspace),
         shape_{x_.rows, 2 * W1_.cols, x_.cols},
-        stream_(workspace.stream) {}
+        workspace_(workspace) {}
 
   std::vector<Way> ways() const {
     using Choice = TileChoice<Tiles<half, 128, 256, 2, 1, 2>, Tiles<half, 192, 128, 2, 1, 1>,
                               Tiles<half, 128, 128, 2, 1, 1>, Tiles<half, 64, 128, 2, 1, 1>>;
     std::vector<Way> ways = Choice::ways<StoreGated>(
-        shape_, x_.stride, W1_.stride,
+        workspace_, shape_, x_.stride, W1_.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.launch<Tile>(plan); });
     for (Way& way : ways) way.microseconds += copying();
     return ways;
@@ -116,13 +116,14 @@ class GatedProduct {
                     {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
                     {rounded_to<half>(memory_.out, x_.rows, W1_.cols), memory_.b1, memory_.b2},
                     Schedule<Tile>(shape_, plan.clusters, plan.split),
-                    exchange_.exchange<half>(shape_)};
+                    exchange_.exchange<half>(shape_, plan.split)};
     const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
     const bool copied = copies.blocks().x > 0;
     if (copied) {
-      align_rows<half, 3><<<copies.blocks(), copies.threads(), 0, stream_>>>(copies);
+      align_rows<half, 3><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
     }
-    launch_clusters_on(stream_, operators::product::product<Work>, 1, copied,
+    allow_shared_bytes(operators::product::product<Work>, kBytes);
+    launch_clusters_on(workspace_.stream, operators::product::product<Work>, 1, copied,
                        plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, work);
   }
 
@@ -130,7 +131,7 @@ class GatedProduct {
   AlignedRows<half> x_, W1_, W2_;
   ExchangeMemory exchange_;
   ProductShape shape_;  // of x [W1 W2]
-  cudaStream_t stream_;
+  Workspace workspace_;
 };
 
 /// The ways to compute the layer, of a shape that is at least 1 x 1 x 1. No way where there is no
@@ -139,7 +140,7 @@ class GatedProduct {
 class GatedLayer {
  public:
   GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
-    const ResidentLayer resident(memory, shape, workspace.stream);
+    const ResidentLayer resident(workspace, memory, shape);
     ways_ = resident.ways();
     // One block holds all weights, and there are tiles for all blocks: nothing could move less.
     const bool busy = shape.rows >= int64_t{64} * multiprocessors();

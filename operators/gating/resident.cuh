@@ -27,7 +27,7 @@
 
 namespace operators::gating {
 
-using operators::Memory, operators::Way;
+using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
 
 /// A block stays on its multiprocessor and keeps its columns of both weights. Of out it takes tiles
 /// of 64 rows, one for each team of consumers at a time. A team has stages of its own for x, which
@@ -114,15 +114,15 @@ struct GatingMemory {
 /// and with several side by side. None if the weights do not fit, or the rows are no multiple of 8.
 class ResidentLayer {
  public:
-  ResidentLayer(GatingMemory memory, GatingShape shape, cudaStream_t stream)
-      : memory_(std::move(memory)), shape_(shape), stream_(stream) {
+  ResidentLayer(const Workspace& workspace, GatingMemory memory, GatingShape shape)
+      : memory_(std::move(memory)), shape_(shape), stream_(workspace.stream), ways_(workspace) {
     // x comes in boxes if its rows are aligned, and most of a box is x.
     const int64_t K = shape.channels;
     const bool boxed = K % 8 == 0 && 4 * ((K + kStepK - 1) / kStepK * kStepK) <= 7 * K;
     boxed ? add_plans<BoxedRows>() : add_plans<LooseRows>();
   }
 
-  const std::vector<Way>& ways() const { return ways_; }
+  std::vector<Way> ways() const { return ways_.found(); }
   /// Whether one block can hold all weights in some plan.
   bool whole() const { return whole_; }
 
@@ -151,7 +151,6 @@ class ResidentLayer {
   template <class Plan>
   void add() {
     const int room = most_shared_bytes();
-    allow_shared_bytes(resident_layer<Plan>, room);
     for (int boxes = Plan::Rows::most_boxes(shape_); boxes > 0; --boxes) {
       const typename Plan::Rows rows(shape_, boxes);
       const int64_t most = std::min<int64_t>(8, Plan::Rows::most_fetches(shape_));
@@ -159,11 +158,14 @@ class ResidentLayer {
         const Plan plan(rows, shape_, blocks, room);
         if (plan.stages == 0) continue;
         whole_ = whole_ || blocks == 1;
-        ways_.push_back({plan.name(blocks), plan.microseconds(shape_),
-                         [memory = memory_, shape = shape_, plan, rows, blocks, stream = stream_] {
-                           launch(memory, shape, plan, rows, blocks, stream);
-                         },
-                         static_cast<int>(plan.bytes())});
+        const double microseconds = plan.microseconds(shape_);
+        ways_.offer(microseconds, [&] {
+          return Way{plan.name(blocks), microseconds,
+                     [memory = memory_, shape = shape_, plan, rows, blocks, stream = stream_] {
+                       launch(memory, shape, plan, rows, blocks, stream);
+                     },
+                     static_cast<int>(plan.bytes())};
+        });
       }
     }
   }
@@ -172,6 +174,8 @@ class ResidentLayer {
   template <class Plan>
   static void launch(const GatingMemory& memory, const GatingShape& shape, const Plan& plan,
                      typename Plan::Rows x, int blocks, cudaStream_t stream) {
+    // All there is: another thread may launch the same kernel with more than this plan takes.
+    allow_shared_bytes(resident_layer<Plan>, most_shared_bytes());
     const unsigned fit = std::max(1, multiprocessors() / blocks);
     const dim3 grid(std::min(blocks_for(shape.rows, 64), fit), blocks);
     x.are_of(memory.x, shape);
@@ -186,7 +190,7 @@ class ResidentLayer {
   GatingMemory memory_;
   GatingShape shape_;
   cudaStream_t stream_;
-  std::vector<Way> ways_;
+  Ways ways_;
   bool whole_ = false;
 };
 

@@ -35,9 +35,16 @@ class Carver {
  public:
   Carver(void* memory, cudaStream_t stream) : memory_(address(memory)), stream_(stream) {}
 
+  /// Another stream may be at work, too, and nothing is tried.
   Workspace workspace() {
-    return {[this](size_t bytes) { return Memory<char>([at = take(bytes)] { return at; }, bytes); },
-            [this](size_t bytes) { return zeros(bytes); }, stream_};
+    return {
+        .of_any =
+            [this](size_t bytes) { return Memory<char>([at = take(bytes)] { return at; }, bytes); },
+        .of_zeros = [this](size_t bytes) { return zeros(bytes); },
+        .stream = stream_,
+        .alone = false,
+        .all_ways = false,
+    };
   }
   size_t used() const { return used_; }
 
@@ -47,7 +54,7 @@ class Carver {
     used_ += (bytes + kAligned - 1) / kAligned * kAligned;
     return piece;
   }
-  /// Memory that is set to zero on the stream when a way first asks where it is.
+  /// Memory that is set to zero on the stream when a way first asks where it is: not all do.
   Memory<char> zeros(size_t bytes) {
     const auto data = [at = take(bytes), bytes, stream = stream_,
                        done = std::make_shared<bool>(false)] {
@@ -92,8 +99,13 @@ void check_hopper(const char* name) {
                                    std::to_string(minor)};
 }
 
-void check_arguments(const std::vector<Argument>& arguments) {
-  for (const Argument& each : arguments) {
+namespace {
+
+/// `count` of `arguments`, the last ones, have not been checked.
+void check_last(const std::vector<Argument>& arguments, size_t count) {
+  const auto first = arguments.end() - static_cast<std::ptrdiff_t>(count);
+  for (auto at = first; at != arguments.end(); ++at) {
+    const Argument& each = *at;
     if (!each.data) throw Refusal{FK_BAD_ARGUMENT, std::string(each.name) + " is NULL"};
     if (address(each.data) % each.alignment != 0) {
       throw Refusal{FK_BAD_ALIGNMENT, std::string(each.name) + ": the pointer is not aligned to " +
@@ -112,7 +124,8 @@ void check_arguments(const std::vector<Argument>& arguments) {
   }
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  for (const Argument& each : arguments) {
+  for (auto at = first; at != arguments.end(); ++at) {
+    const Argument& each = *at;
     cudaPointerAttributes attributes = {};
     check(cudaPointerGetAttributes(&attributes, each.data), "cudaPointerGetAttributes");
     if (attributes.type == cudaMemoryTypeManaged) continue;
@@ -127,6 +140,8 @@ void check_arguments(const std::vector<Argument>& arguments) {
   }
 }
 
+}  // namespace
+
 size_t workspace_bytes(const Operator& make) {
   Carver carver(nullptr, nullptr);
   if (make(carver.workspace()).empty()) {
@@ -137,7 +152,8 @@ size_t workspace_bytes(const Operator& make) {
 
 void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
             cudaStream_t stream) {
-  check_arguments(arguments);
+  check(cudaPeekAtLastError(), "an earlier call, before this one");
+  check_last(arguments, arguments.size());
   Carver carver(workspace, stream);
   const std::vector<Way> ways = make(carver.workspace());
   if (ways.empty()) throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
@@ -147,13 +163,14 @@ void launch(const Operator& make, std::vector<Argument> arguments, void* workspa
   }
   if (carver.used() > 0) {
     arguments.push_back({"workspace", workspace, carver.used(), kAligned, true});
-    check_arguments(arguments);
+    check_last(arguments, 1);
   }
+  // One way, or the fastest one of several kinds of ways, which come first where they are equal.
   const Way& best = *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) {
     return a.microseconds < b.microseconds;
   });
   best.launch();
-  check(cudaGetLastError(), "the launch");
+  check(cudaPeekAtLastError(), "the launch");
 }
 
 int guarded(const std::function<void()>& call) noexcept {
@@ -165,6 +182,7 @@ int guarded(const std::function<void()>& call) noexcept {
     return refusal.code;
   } catch (const std::exception& failure) {
     note(failure.what());
+    cudaGetLastError();  // it has been reported, and the next call shall not find it
     return FK_CUDA_ERROR;
   } catch (...) {
     note("an error that says nothing about itself");

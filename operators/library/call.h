@@ -41,17 +41,14 @@ void check_description(const char* name, const void* description, size_t size);
 void check_sizes(const std::vector<Size>& sizes);
 /// Refuses a GPU that is not of compute capability 9.0.
 void check_hopper(const char* name);
-/// Refuses what is NULL, not aligned, not memory of the current device, or overlaps what is
-/// written.
-void check_arguments(const std::vector<Argument>& arguments);
-
 /// Constructs an operator whose memory comes from a workspace, and says in which ways it computes.
 using Operator = std::function<std::vector<Way>(const Workspace&)>;
 
 /// How many bytes the operator takes of a workspace.
 size_t workspace_bytes(const Operator& make);
-/// Launches the operator's way that should take the least time. The arguments and the workspace are
-/// checked before.
+/// Launches the operator's way that should take the least time. Before that it refuses arguments,
+/// or a workspace, that are NULL, not aligned, not memory of the current device, or overlap what is
+/// written.
 void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
             cudaStream_t stream);
 

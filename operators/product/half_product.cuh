@@ -38,11 +38,12 @@ class HalfProduct {
         B_(workspace, B, shape.depth, shape.cols),
         C_(C),
         exchange_(workspace),
-        shape_(shape) {}
+        shape_(shape),
+        workspace_(workspace) {}
 
   std::vector<Way> ways() const {
     return Choice::template ways<StoreRounded<T>>(
-        shape_, A_.stride, B_.stride,
+        workspace_, shape_, A_.stride, B_.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); });
   }
 
@@ -71,22 +72,25 @@ class HalfProduct {
   void launch(const ProductPlan& plan) const {
     using Work = MatrixProduct<Tile, StoreRounded<T>>;
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
+    const Work work{{{A_.map(Tile::kRowsA)}},
+                    {{B_.map(Tile::kRowsB)}},
+                    rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows),
+                    Schedule<Tile>(shape_, plan.clusters, plan.split),
+                    exchange_.template exchange<T>(shape_, plan.split)};
     if (A_.copied || B_.copied) {
       const RowCopies<T, 2> copies{A_.job(), B_.job()};
-      align_rows<T, 2><<<copies.blocks(), copies.threads()>>>(copies);
+      align_rows<T, 2><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
     }
-    product<Work><<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        Work{{{A_.map(Tile::kRowsA)}},
-             {{B_.map(Tile::kRowsB)}},
-             rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows),
-             Schedule<Tile>(shape_, plan.clusters, plan.split),
-             exchange_.exchange<T>(shape_)});
+    allow_shared_bytes(product<Work>, kBytes);
+    product<Work>
+        <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
   }
 
   AlignedRows<T> A_, B_;
   Memory<T> C_;
   ExchangeMemory exchange_;
   ProductShape shape_;
+  Workspace workspace_;
 };
 
 }  // namespace operators::product

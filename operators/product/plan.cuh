@@ -113,23 +113,28 @@ StoreRounded<T> rounded_to(T* C, int rows, int cols, int box_rows = 64) {
   return epilogue;
 }
 
-/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most.
+/// The memory for an Exchange. A grid has three consumers for each multiprocessor at most. Where a
+/// launch is not alone, no cluster waits for another one's part of a tile.
 struct ExchangeMemory {
   Memory<unsigned> flags;
   Memory<float> partial;  // a tile for each multiprocessor
   int64_t l2_bytes;
 
   explicit ExchangeMemory(const Workspace& workspace)
-      : flags(workspace.zeros<unsigned>(1 + 3 * multiprocessors())),
-        partial(workspace.any<float>(static_cast<size_t>(multiprocessors()) * 192 * 256)),
+      : flags(workspace.zeros<unsigned>(1 + (workspace.alone ? 3 * multiprocessors() : 0))),
+        partial(workspace.any<float>(
+            workspace.alone ? static_cast<size_t>(multiprocessors()) * 192 * 256 : 1)),
         l2_bytes(device_attribute(cudaDevAttrL2CacheSize)) {}
 
   /// Clusters keep in step where the L2 cache does not hold what a patch of 2048 rows and as many
-  /// columns reads.
+  /// columns reads. (They wait for each other only so long, whether all of them run or not.)
+  /// `split`: tiles are shared. What a launch does not need it does not ask for: zeros would have
+  /// to be written.
   template <typename T>
-  Exchange exchange(const ProductShape& shape) const {
+  Exchange exchange(const ProductShape& shape, bool split) const {
     const bool in_step = int64_t{2 * 2048 * sizeof(T)} * shape.depth > l2_bytes;
-    return {in_step ? flags.data() : nullptr, flags + 1, partial};
+    return {in_step ? flags.data() : nullptr, split ? flags + 1 : nullptr,
+            split ? partial.data() : nullptr};
   }
 };
 
@@ -142,16 +147,18 @@ struct ProductPlan {
 
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
 /// there are too many tiles. Whoever shares a tile hands a sum over through memory, and the other
-/// one waits for it: that takes 10 us.
+/// one waits for it: that takes 10 us. It is the cluster of the lower number that waits, so tiles
+/// are shared only where a launch is `alone` (see Workspace).
 template <class Tile, class Epilogue>
-std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a,
-                                      int64_t stride_b) {
+std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                                      bool alone) {
   using T = typename Tile::Element;
   using Work = MatrixProduct<Tile, Epilogue>;
   constexpr int kBytes = sizeof(typename Work::Shared);
-  const auto kernel = product<Work>;
-  allow_shared_bytes(kernel, kBytes);
-  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const int capacity = fact_of_device([] {
+    allow_shared_bytes(product<Work>, kBytes);
+    return clusters_that_fit(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes);
+  });
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
@@ -172,7 +179,7 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
                           1.0 * shape.rows * shape.cols)});
   };
   std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
-  if (shared.shared > 0) {
+  if (alone && shared.shared > 0) {
     plans.push_back({capacity, true, 10 + estimate(1.0 * whole.tiles / capacity, capacity)});
   }
   return plans;
@@ -183,18 +190,21 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, typename Launch>
-  static std::vector<Way> ways(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
-                               Launch launch) {
-    std::vector<Way> ways;
+  static std::vector<Way> ways(const Workspace& workspace, const ProductShape& shape,
+                               int64_t stride_a, int64_t stride_b, const Launch& launch) {
+    Ways ways(workspace);
     const auto add_plans = [&]<class Each>() {
-      for (const ProductPlan& plan : plan_product<Each, Epilogue>(shape, stride_a, stride_b)) {
-        ways.push_back({name_of<Each>(plan, ProductShared<Each>::kStages), plan.microseconds,
-                        [=] { launch.template operator()<Each>(plan); },
-                        static_cast<int>(sizeof(ProductShared<Each>))});
+      for (const ProductPlan& plan :
+           plan_product<Each, Epilogue>(shape, stride_a, stride_b, workspace.alone)) {
+        ways.offer(plan.microseconds, [&] {
+          return Way{name_of<Each>(plan, ProductShared<Each>::kStages), plan.microseconds,
+                     [launch, plan] { launch.template operator()<Each>(plan); },
+                     static_cast<int>(sizeof(ProductShared<Each>))};
+        });
       }
     };
     (add_plans.template operator()<Tile>(), ...);
-    return ways;
+    return ways.found();
   }
 
   /// "tile 176 x 192, transposed; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
