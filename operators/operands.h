@@ -46,10 +46,10 @@ struct Workspace {
   /// data() before it launches its first kernel, so that whoever owns it may write the zeros then.
   Allocate of_zeros;
   cudaStream_t stream = nullptr;  ///< where ways launch
-  /// Whether a launch finds the device empty, as in a lesson's table. Only then may a block wait for
-  /// one of a higher number: elsewhere other launches may hold the room that the second one needs,
-  /// and wait for a block of their own as well. A block may always wait for one of a lower number,
-  /// which has started before it, and for those of its cluster, which start together.
+  /// Whether a launch has the device for itself, as in a lesson's table. Only then may a block wait
+  /// for one of a higher number: elsewhere other launches may hold the room that the second one
+  /// needs, and wait for a block of their own as well. A block may always wait for one of a lower
+  /// number, which has started before it, and for those of its cluster, which start together.
   bool alone = true;
   /// Whether all ways are wanted, to be tried; or the one alone that should be the fastest.
   bool all_ways = true;

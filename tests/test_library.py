@@ -17,14 +17,11 @@ import functions
 LIBRARY = CPU_BUILD / "libfused_kernels.so"
 HEADER = ROOT / "operators" / "include"
 GUARD, POISON = 256, 0xAB  # bytes before and after each operand, and what is there
-SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
+SIZE, POINTER, INT64 = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
 OK, BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, OVERLAP, BAD_WORKSPACE, BAD_DEVICE = range(7)
-FLOAT16 = 1
-
-
-class Gating(ctypes.Structure):
-    _fields_ = [("size", SIZE), ("type", ctypes.c_int), ("rows", ctypes.c_int64), ("inputs", ctypes.c_int64),
-                ("hidden", ctypes.c_int64)]
+FLOAT16, BFLOAT16, FLOAT32 = 1, 2, 3
+BYTES = {FLOAT16: 2, BFLOAT16: 2, FLOAT32: 4}
+ROUNDING = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8, FLOAT32: 2.0**-24}  # unit roundoff
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +30,15 @@ def library():
         pytest.skip("scons library has not been run")
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.fk_last_error.restype = ctypes.c_char_p
-    loaded.fk_gating_workspace.argtypes = [POINTER, POINTER]
-    loaded.fk_gating_forward.argtypes = [*[POINTER] * 8, SIZE, POINTER]
+    for kind in (Gated, Product, Attention):
+        workspace, forward = kind.functions(loaded)
+        workspace.argtypes = [POINTER, POINTER]
+        forward.argtypes = [POINTER] * (1 + len(kind.NAMES)) + [POINTER, SIZE, POINTER]
     loaded.cudaMalloc.argtypes = [POINTER, SIZE]
     loaded.cudaFree.argtypes = [POINTER]
     loaded.cudaMemcpy.argtypes = [POINTER, POINTER, SIZE, ctypes.c_int]
     loaded.cudaMemset.argtypes = [POINTER, ctypes.c_int, SIZE]
+    loaded.cudaStreamCreate.argtypes = loaded.cudaStreamSynchronize.argtypes = [POINTER]
     return loaded
 
 
@@ -67,141 +67,404 @@ class Buffer:
         self.library.cudaFree(self.start)
 
 
-def numbers(count, seed, scale):
-    """Multiples of scale / 8 that fp16 holds."""
+def numbers(count, seed, scale=1.0):
+    """Multiples of scale / 8 that each type holds."""
     return [scale * ((i * 37 + i // 11 * 5 + 13 * seed) % 17 - 8) / 8 for i in range(count)]
 
 
-def fp16(values):
-    return struct.pack(f"{len(values)}e", *values)
+def packed(values, kind):
+    if kind == BFLOAT16:  # these numbers end in zeros
+        floats = struct.pack(f"{len(values)}f", *values)
+        return b"".join(floats[i + 2:i + 4] for i in range(0, len(floats), 4))
+    return struct.pack(f"{len(values)}{'e' if kind == FLOAT16 else 'f'}", *values)
 
 
-class Layer:
-    """Operands of a gated layer on the device, and what is expected of it."""
+def unpacked(data, kind):
+    if kind == BFLOAT16:
+        data = b"".join(b"\0\0" + data[i:i + 2] for i in range(0, len(data), 2))
+    count = len(data) // (2 if kind == FLOAT16 else 4)
+    return struct.unpack(f"{count}{'e' if kind == FLOAT16 else 'f'}", data)
 
-    NAMES = ("x", "w1", "w2", "b1", "b2")
 
-    def __init__(self, library, rows, inputs, hidden, seed=0):
-        self.library, self.shape = library, Gating(ctypes.sizeof(Gating), FLOAT16, rows, inputs, hidden)
-        counts = (rows * inputs, inputs * hidden, inputs * hidden, hidden, hidden)
-        scales = (1, 0.5, 0.5, 1, 1)
-        self.host = {name: numbers(count, seed + i, scale)
-                     for i, (name, count, scale) in enumerate(zip(self.NAMES, counts, scales))}
-        self.device = {name: Buffer(library, fp16(values)) for name, values in self.host.items()}
-        self.device["out"] = Buffer(library, b"\xff" * (2 * rows * hidden))  # NaN
+def strided(rows, kind, stride):
+    """Rows `stride` elements apart, NaN between them."""
+    gap = b"\xff" * (BYTES[kind] * (stride - len(rows[0])))
+    return gap.join(packed(row, kind) for row in rows)
+
+
+def near(found, expected, bound):
+    """Whether all of `found` are no further from what is expected than that; a NaN never is."""
+    return len(found) == len(expected) and all(abs(f - e) <= b for f, e, b in zip(found, expected, bound))
+
+
+class Call:
+    """A call of the library: a description, and operands on the device. A kind of call has NAMES, those of
+    its operands in the order of the function's arguments, and of them WRITTEN; its description has fields."""
+
+    def __init__(self, library, description, operands):
+        self.library, self.description, self.host = library, description, operands
+        self.workspace_of, self.forward = self.functions(library)
+        self.device = {name: Buffer(library, content) for name, content in operands.items()}
         needed = SIZE()
-        assert library.fk_gating_workspace(ctypes.byref(self.shape), ctypes.byref(needed)) == OK
-        self.device["workspace"] = Buffer(library, b"\xff" * max(needed.value, 1))
+        assert self.workspace_of(ctypes.byref(description), ctypes.byref(needed)) == OK, library.fk_last_error()
         self.needed = needed.value
+        self.device["workspace"] = Buffer(library, b"\xff" * max(self.needed, 1))  # NaN
 
-    def call(self, shape=None, stream=None, **instead):
-        at = {name: buffer.at for name, buffer in self.device.items()} | {"bytes": self.needed} | instead
-        description = instead.get("description", ctypes.byref(shape or self.shape))
-        return self.library.fk_gating_forward(description, *(at[name] for name in (*self.NAMES, "out")),
-                                              at["workspace"], at["bytes"], stream)
+    @classmethod
+    def functions(cls, library):
+        return getattr(library, f"fk_{cls.NAME}_workspace"), getattr(library, f"fk_{cls.NAME}_forward")
+
+    def call(self, stream=None, **instead):
+        at = {name: buffer.at for name, buffer in self.device.items()}
+        at |= {"bytes": self.needed, "description": ctypes.byref(self.description)} | instead
+        return self.forward(at["description"], *(at.get(name) for name in self.NAMES), at["workspace"],
+                            at["bytes"], stream)
+
+    def all(self):
+        return {name: buffer.all() for name, buffer in self.device.items()}
+
+    def found(self, name, kind, rows, cols, stride=0):
+        """The rows of an output; what is between them is as it was."""
+        data, unit, stride = self.device[name].content(), BYTES[kind], (stride or cols) * BYTES[kind]
+        result = []
+        for row in range(rows):
+            result += unpacked(data[row * stride:row * stride + cols * unit], kind)
+            assert set(data[row * stride + cols * unit:(row + 1) * stride]) <= {0xff}
+        return result
 
     def is_right(self):
-        rows, inputs, hidden = self.shape.rows, self.shape.inputs, self.shape.hidden
-        x, w1, w2, b1, b2 = (self.host[name] for name in self.NAMES)
-        found = struct.unpack(f"{rows * hidden}e", self.device["out"].content())
-        for row in range(rows):
-            own = x[row * inputs:(row + 1) * inputs]
-            for col in range(hidden):
-                gate = b1[col] + sum(a * b for a, b in zip(own, w1[col::hidden]))
-                value = b2[col] + sum(a * b for a, b in zip(own, w2[col::hidden]))
-                expected = value / (1 + math.exp(-gate))
-                # As in tests/gating_shapes.cu: fp16's rounding, and some of fp32's in the sigmoid.
-                bound = 2.0**-11 * 1.01 * abs(expected) + 2.0**-25
-                if not abs(found[row * hidden + col] - expected) <= bound:
-                    return False
-        for name, buffer in self.device.items():
-            if name in self.NAMES:
-                assert buffer.content() == fp16(self.host[name])
+        for name in set(self.host) - set(self.WRITTEN):
+            assert self.device[name].content() == self.host[name]
         self.device["workspace"].content()
-        return True
+        return self.result_is_right()
+
+    def run_twice(self):
+        """The second time the workspace is as the first one has left it."""
+        for _ in range(2):
+            for name in set(self.WRITTEN) & set(self.device):
+                self.library.cudaMemset(self.device[name].at, 0xff, self.device[name].bytes)
+            assert self.call() == OK, self.library.fk_last_error()
+            assert self.is_right()
+        self.free()
 
     def free(self):
         for buffer in self.device.values():
             buffer.free()
 
 
-@pytest.fixture
-def layer(library):
-    one = Layer(library, 70, 24, 40)
-    yield one
-    one.free()
+def fields(**kinds):
+    """The struct of a description."""
+    kinds = [("size", SIZE), *kinds.items()]
+    return type("Description", (ctypes.Structure,), {"_fields_": kinds})
 
 
-@pytest.mark.parametrize("shape", [(70, 24, 40), (1, 1, 1), (65, 7, 9), (33, 65, 130), (40, 512, 256)])
-def test_gated_layer(library, shape):
-    layer = Layer(library, *shape)
-    for _ in range(2):
-        library.cudaMemset(layer.device["out"].at, 0xff, layer.device["out"].bytes)
-        assert layer.call() == OK, library.fk_last_error()
-        assert layer.is_right()
-    layer.free()
+class Gated(Call):
+    NAME, NAMES, WRITTEN = "gating", ("x", "w1", "w2", "b1", "b2", "out"), ("out",)
+    Description = fields(type=ctypes.c_int, rows=INT64, inputs=INT64, hidden=INT64, x_stride=INT64, out_stride=INT64)
+
+    def __init__(self, library, rows=70, inputs=24, hidden=40, x_stride=0, out_stride=0, seed=0):
+        self.x = [numbers(inputs, seed + i) for i in range(rows)]
+        self.w1, self.w2 = (numbers(inputs * hidden, seed + i, 0.5) for i in (1, 2))
+        self.b1, self.b2 = (numbers(hidden, seed + i) for i in (3, 4))
+        dense = {name: packed(getattr(self, name), FLOAT16) for name in ("w1", "w2", "b1", "b2")}
+        nan = [[math.nan] * hidden] * rows
+        description = self.Description(ctypes.sizeof(self.Description), FLOAT16, rows, inputs, hidden, x_stride,
+                                       out_stride)
+        super().__init__(library, description, {
+            "x": strided(self.x, FLOAT16, x_stride or inputs), **dense,
+            "out": b"\xff" * len(strided(nan, FLOAT16, out_stride or hidden))})
+
+    def result_is_right(self):
+        of = self.description
+        expected = []
+        for x in self.x:
+            for col in range(of.hidden):
+                gate = self.b1[col] + sum(a * b for a, b in zip(x, self.w1[col::of.hidden]))
+                value = self.b2[col] + sum(a * b for a, b in zip(x, self.w2[col::of.hidden]))
+                expected.append(value / (1 + math.exp(-gate)))
+        # As in tests/gating_shapes.cu: fp16's rounding, and some of fp32's in the sigmoid.
+        bound = [2.0**-11 * 1.01 * abs(value) + 2.0**-25 for value in expected]
+        return near(self.found("out", FLOAT16, of.rows, of.hidden, of.out_stride), expected, bound)
 
 
-def damaged():
-    """Of each mistake: its name, the code, a word of the sentence, and what it changes."""
-    for name in (*Layer.NAMES, "out"):
-        yield f"{name} is NULL", BAD_ARGUMENT, f"{name} is NULL", lambda _, n=name: {n: None}
-        yield (f"{name} is misaligned", BAD_ALIGNMENT, f"{name}: the pointer is not aligned to 16",
-               lambda layer, n=name: {n: layer.device[n].at + 2})
-    for name in Layer.NAMES:
-        yield (f"out overlaps {name}", OVERLAP, "out, which is written, overlaps",
-               lambda layer, n=name: {"out": layer.device[n].at})
-        yield (f"{name} is on the host", BAD_DEVICE, f"{name} is not memory of a GPU",
-               lambda _, n=name: {n: 1 << 20})
-    for field, value in (("rows", 0), ("rows", -1), ("rows", 1 << 31), ("inputs", 0), ("inputs", -5),
-                         ("inputs", 1 << 40), ("hidden", 0), ("hidden", -1), ("hidden", 1 << 21)):
-        yield f"{field} is {value}", BAD_SHAPE, f"{field} is {value}", {field: value}
-    yield "size", BAD_ARGUMENT, "size is 8", {"size": 8}
-    yield "type", BAD_ARGUMENT, "type is 77", {"type": 77}
-    yield "no description", BAD_ARGUMENT, "gating is NULL", lambda _: {"description": None}
+class Product(Call):
+    NAME, NAMES, WRITTEN = "product", ("a", "b", "c"), ("c",)
+    Description = fields(type=ctypes.c_int, rows=INT64, cols=INT64, depth=INT64, a_stride=INT64, b_stride=INT64,
+                         c_stride=INT64)
+
+    def __init__(self, library, rows=70, cols=40, depth=24, type=FLOAT16, a_stride=0, b_stride=0, c_stride=0, seed=0):
+        self.a = [numbers(depth, seed + i) for i in range(rows)]
+        self.b = [numbers(cols, seed + 3 * i) for i in range(depth)]
+        nan = [[math.nan] * cols] * rows
+        description = self.Description(ctypes.sizeof(self.Description), type, rows, cols, depth, a_stride, b_stride,
+                                       c_stride)
+        super().__init__(library, description, {
+            "a": strided(self.a, type, a_stride or depth), "b": strided(self.b, type, b_stride or cols),
+            "c": b"\xff" * len(strided(nan, type, c_stride or cols))})
+
+    def result_is_right(self):
+        of = self.description
+        columns = list(zip(*self.b))
+        expected = [sum(a * b for a, b in zip(row, column)) for row in self.a for column in columns]
+        # Sums of these numbers are exact in fp32, and so only the last rounding is none.
+        rounding = 0 if of.type == FLOAT32 else ROUNDING[of.type]
+        bound = [rounding * abs(value) for value in expected]
+        return near(self.found("c", of.type, of.rows, of.cols, of.c_stride), expected, bound)
 
 
-@pytest.mark.parametrize("name, code, words, change", [pytest.param(*each, id=each[0]) for each in damaged()])
-def test_what_is_damaged_is_refused(library, layer, name, code, words, change):
-    shape, instead = None, {}
-    if callable(change):
-        instead = change(layer)
-    else:
-        shape = Gating.from_buffer_copy(layer.shape)
-        for field, value in change.items():
-            setattr(shape, field, value)
-    before = {each: buffer.all() for each, buffer in layer.device.items()}
-    assert layer.call(shape, **instead) == code
-    assert words in library.fk_last_error().decode()
-    assert before == {each: buffer.all() for each, buffer in layer.device.items()}
+class Strides(ctypes.Structure):
+    _fields_ = [("batch", INT64), ("row", INT64), ("head", INT64)]
 
 
-@pytest.mark.parametrize("code, words, change", [
-    (BAD_WORKSPACE, "are needed", lambda layer: {"bytes": layer.needed - 1}),
-    (BAD_ARGUMENT, "workspace is NULL", lambda layer: {"workspace": None}),
-    (BAD_ALIGNMENT, "workspace: the pointer", lambda layer: {"workspace": layer.device["workspace"].at + 16}),
-    (OVERLAP, "overlaps", lambda layer: {"workspace": layer.device["x"].at}),
+class Attention(Call):
+    NAME, NAMES, WRITTEN = "attention", ("q", "k", "v", "out", "log_sums"), ("out", "log_sums")
+    Description = fields(type=ctypes.c_int, causal=ctypes.c_int, batch=INT64, queries=INT64, keys=INT64, heads=INT64,
+                         kv_heads=INT64, width=INT64, q_strides=Strides, k_strides=Strides, v_strides=Strides,
+                         out_strides=Strides, scale=ctypes.c_float)
+
+    def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
+                 heads_first=False, log_sums=True, seed=0):
+        self.heads_first = heads_first
+
+        def strides(rows, of_heads):
+            return Strides(rows * of_heads * width, width, rows * width) if heads_first else Strides(0, 0, 0)
+
+        of_queries, of_keys = batch * queries * heads * width, batch * keys * kv_heads * width
+        self.q, self.k, self.v = (numbers(count, seed + i) for i, count in enumerate((of_queries, of_keys, of_keys)))
+        operands = {name: packed(getattr(self, name), type) for name in ("q", "k", "v")}
+        operands["out"] = b"\xff" * (2 * of_queries)
+        if log_sums:
+            operands["log_sums"] = b"\xff" * (4 * batch * queries * heads)
+        description = self.Description(ctypes.sizeof(self.Description), type, causal, batch, queries, keys, heads,
+                                       kv_heads, width, strides(queries, heads), strides(keys, kv_heads),
+                                       strides(keys, kv_heads), strides(queries, heads), 0.5)
+        super().__init__(library, description, operands)
+
+    def place(self, batch, row, head, rows, heads):
+        """Of the first element of a row of a tensor."""
+        inner = (head * rows + row) if self.heads_first else (row * heads + head)
+        return (batch * rows * heads + inner) * self.description.width
+
+    def result_is_right(self):
+        of = self.description
+        out = self.found("out", of.type, 1, of.batch * of.queries * of.heads * of.width)
+        log_sums = None
+        if "log_sums" in self.host:
+            log_sums = self.found("log_sums", FLOAT32, 1, of.batch * of.queries * of.heads)
+        rounding = ROUNDING[of.type]
+        for batch in range(of.batch):
+            for head in range(of.heads):
+                keys = [self.place(batch, t, head * of.kv_heads // of.heads, of.keys, of.kv_heads)
+                        for t in range(of.keys)]
+                for s in range(of.queries):
+                    at = self.place(batch, s, head, of.queries, of.heads)
+                    seen = keys[:max(0, s + of.keys - of.queries + 1)] if of.causal else keys
+                    q = self.q[at:at + of.width]
+                    logits = [0.5 * sum(a * b for a, b in zip(q, self.k[t:t + of.width])) for t in seen]
+                    largest = max(logits, default=0)
+                    weights = [math.exp(logit - largest) for logit in logits]
+                    total = sum(weights)
+                    expected, bound = [], []
+                    for i in range(of.width):
+                        parts = [w / total * self.v[t + i] for w, t in zip(weights, seen)]
+                        expected.append(sum(parts))
+                        # Exponentials are rounded to the type before the second product, and the result after
+                        # it; fp32's own errors are some 2^-20 of the logits' size, at most 16 here. fp16 has
+                        # nothing between multiples of 2^-24: what is below 2^-14 is rounded to them.
+                        least = 2.0**-25 * (1 + sum(abs(self.v[t + i]) for t in seen)) if of.type == FLOAT16 else 0
+                        bound.append((1.01 * rounding + 2.0**-16) * (sum(map(abs, parts)) + abs(sum(parts))) + least)
+                    if not near(out[at:at + of.width], expected, bound):
+                        return False
+                    if log_sums:
+                        found = log_sums[(batch * of.heads + head) * of.queries + s]
+                        wanted = largest + math.log(total) if seen else -math.inf
+                        if not (found == wanted or abs(found - wanted) <= 2.0**-16 * max(1, abs(wanted))):
+                            return False
+        return True
+
+
+# ---- Right results ----------------------------------------------------------------------------------
+
+CALLS = [
+    (Gated, {}),
+    (Gated, dict(rows=1, inputs=1, hidden=1)),
+    (Gated, dict(rows=65, inputs=7, hidden=9)),
+    (Gated, dict(rows=33, inputs=65, hidden=130)),
+    (Gated, dict(rows=24, inputs=40, hidden=36, x_stride=56)),
+    (Gated, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=88)),
+    *((Product, dict(rows=rows, cols=cols, depth=depth, type=kind))
+      for kind in (FLOAT16, BFLOAT16, FLOAT32)
+      for rows, cols, depth in ((70, 40, 24), (1, 1, 1), (65, 9, 7), (33, 130, 65))),
+    *((Product, dict(rows=21, cols=70, depth=13, type=kind, a_stride=16, b_stride=88, c_stride=80))
+      for kind in (FLOAT16, BFLOAT16)),
+    (Product, dict(rows=40, cols=150, depth=100, c_stride=160)),
+    *((Attention, dict(type=kind)) for kind in (FLOAT16, BFLOAT16)),
+    (Attention, dict(batch=1, queries=1, keys=1, heads=1, kv_heads=1, width=1)),
+    (Attention, dict(batch=2, queries=5, keys=9, heads=4, kv_heads=2, width=24, causal=1, heads_first=True)),
+    (Attention, dict(queries=9, keys=5, heads=1, width=7, causal=1, type=BFLOAT16)),  # some queries see no key
+    (Attention, dict(queries=3, keys=300, heads=2, kv_heads=2, width=72, log_sums=False)),
+]
+SLOW = [
+    (Gated, dict(rows=40, inputs=512, hidden=256)),
+    (Gated, dict(rows=600, inputs=64, hidden=64)),
+    *((Product, dict(rows=150, cols=264, depth=200, type=kind)) for kind in (FLOAT16, BFLOAT16, FLOAT32)),
+    (Product, dict(rows=100, cols=333, depth=129)),
+    (Attention, dict(batch=2, queries=100, keys=200, heads=4, kv_heads=2, width=128, causal=1, type=BFLOAT16)),
+    (Attention, dict(queries=2, keys=700, heads=8, kv_heads=1, width=256)),
+]
+
+
+def name_of(kind, options):
+    return "-".join([kind.NAME, *(f"{name}={value}" for name, value in options.items())])
+
+
+@pytest.mark.parametrize("kind, options", [
+    *(pytest.param(*each, id=name_of(*each)) for each in CALLS),
+    *(pytest.param(*each, id=name_of(*each), marks=pytest.mark.extensive) for each in SLOW),
 ])
-def test_a_damaged_workspace_is_refused(library, code, words, change):
-    layer = Layer(library, 33, 65, 130)
-    assert layer.needed > 0
-    before = {each: buffer.all() for each, buffer in layer.device.items()}
-    assert layer.call(**change(layer)) == code
-    assert words in library.fk_last_error().decode()
-    assert before == {each: buffer.all() for each, buffer in layer.device.items()}
-    layer.free()
+def test_result(library, kind, options):
+    kind(library, **options).run_twice()
 
 
-def test_two_threads_call_at_the_same_time(library):
-    layers = [Layer(library, 70, 24, 40, seed) for seed in (1, 2)]
-    codes = []
-    threads = [threading.Thread(target=lambda own=own: codes.extend(own.call() for _ in range(5)))
-               for own in layers]
+@pytest.mark.parametrize("kind", [Gated, Product, Attention])
+def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
+    calls, codes = [kind(library, seed=seed) for seed in (1, 2)], []
+
+    def run(own):
+        stream = POINTER()
+        codes.append(library.cudaStreamCreate(ctypes.byref(stream)))
+        codes.extend(own.call(stream) for _ in range(3))
+        codes.append(library.cudaStreamSynchronize(stream))
+
+    threads = [threading.Thread(target=run, args=(own,)) for own in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert codes == [OK] * 10 and all(own.is_right() for own in layers)
+    assert codes == [OK] * 10 and all(own.is_right() for own in calls)
+    for own in calls:
+        own.free()
+
+
+def test_one_thread_uses_two_streams(library):
+    calls, streams = [Product(library, seed=seed) for seed in (1, 2)], [POINTER(), POINTER()]
+    for stream in streams:
+        assert library.cudaStreamCreate(ctypes.byref(stream)) == OK
+    assert [own.call(stream) for own, stream in [*zip(calls, streams)] * 3] == [OK] * 6
+    for stream in streams:
+        assert library.cudaStreamSynchronize(stream) == OK
+    assert all(own.is_right() for own in calls)
+
+
+def test_a_query_depends_on_the_description_alone(library):
+    layer = Gated(library, rows=33, inputs=65, hidden=130)
+    again = SIZE(77)
+    assert layer.workspace_of(ctypes.byref(layer.description), ctypes.byref(again)) == OK
+    assert again.value == layer.needed > 0
+    assert layer.workspace_of(ctypes.byref(layer.description), None) == BAD_ARGUMENT
+
+
+# ---- Refusals ---------------------------------------------------------------------------------------
+
+# Of each kind: fields that are wrong, and the code and the word of the sentence for it.
+WRONG = {
+    Gated: [
+        *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
+        *((dict(inputs=value), BAD_SHAPE) for value in (0, -5, 1 << 40)),
+        *((dict(hidden=value), BAD_SHAPE) for value in (0, -1, 1 << 21)),
+        *((dict(x_stride=value), BAD_SHAPE) for value in (-8, 16, 1 << 40)),
+        (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, 77, BFLOAT16)),
+    ],
+    Product: [
+        *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
+        *((dict(cols=value), BAD_SHAPE) for value in (0, -1, (1 << 26) + 1)),
+        *((dict(depth=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
+        (dict(a_stride=16), BAD_SHAPE), (dict(b_stride=-8), BAD_SHAPE), (dict(c_stride=42), BAD_ALIGNMENT),
+        (dict(type=0), BAD_ARGUMENT), (dict(type=4), BAD_ARGUMENT),
+        (dict(type=FLOAT32, a_stride=32), BAD_SHAPE), (dict(type=FLOAT32, depth=1 << 25), BAD_SHAPE),
+    ],
+    Attention: [
+        *((dict(batch=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
+        *((dict(queries=value), BAD_SHAPE) for value in (0, -1, 1 << 30)),
+        *((dict(keys=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
+        *((dict(heads=value), BAD_SHAPE) for value in (0, -1, 1 << 30)),
+        *((dict(kv_heads=value), BAD_SHAPE) for value in (0, -1, 3)),
+        *((dict(width=value), BAD_SHAPE) for value in (0, -1, 257)),
+        *((dict(scale=value), BAD_ARGUMENT) for value in (0, -1, math.inf, math.nan)),
+        (dict(causal=2), BAD_ARGUMENT), (dict(type=FLOAT32), BAD_ARGUMENT),
+        (dict(q_strides=Strides(640, 32, 8)), BAD_SHAPE), (dict(k_strides=Strides(0, -16, 0)), BAD_SHAPE),
+        (dict(v_strides=Strides(0, 1 << 40, 0)), BAD_SHAPE), (dict(out_strides=Strides(0, 16, 16)), BAD_SHAPE),
+    ],
+}
+
+
+def damaged():
+    """Of each mistake: the kind of call, the code, a word of the sentence, what is changed in the description,
+    and a function of the call that says which arguments are others."""
+    for kind, wrong in WRONG.items():
+        for changes, code in wrong:
+            yield kind, code, list(changes)[-1], changes, None
+        yield kind, BAD_ARGUMENT, "size is 8", dict(size=8), None
+        yield kind, BAD_ARGUMENT, f"{kind.NAME} is NULL", {}, lambda _: {"description": None}
+        for name in kind.NAMES:
+            if name != "log_sums":
+                yield kind, BAD_ARGUMENT, f"{name} is NULL", {}, lambda _, n=name: {n: None}
+            yield (kind, BAD_ALIGNMENT, f"{name}: the pointer is not aligned to 16", {},
+                   lambda call, n=name: {n: call.device[n].at + 2})
+            yield kind, BAD_DEVICE, f"{name} is not memory of a GPU", {}, lambda _, n=name: {n: 1 << 20}
+            for written in kind.WRITTEN:
+                if name != written:
+                    yield (kind, OVERLAP, "which is written, overlaps", {},
+                           lambda call, n=name, w=written: {w: call.device[n].at})
+                    yield (kind, OVERLAP, "which is written, overlaps", {},
+                           lambda call, n=name, w=written: {
+                               w: (call.device[n].at + call.device[n].bytes - 1) // 16 * 16})
+
+
+@pytest.mark.parametrize("kind", [Gated, Product, Attention])
+def test_what_is_damaged_is_refused(library, kind):
+    call = kind(library)
+    before, count = call.all(), 0
+    for of, code, words, changes, arguments in damaged():
+        if of is not kind:
+            continue
+        whole = kind.Description.from_buffer_copy(call.description)
+        for field, value in changes.items():
+            setattr(call.description, field, value)
+        assert call.call(**(arguments(call) if arguments else {})) == code, (changes, library.fk_last_error())
+        assert words in library.fk_last_error().decode()
+        if changes:
+            needed = SIZE(77)
+            assert call.workspace_of(ctypes.byref(call.description), ctypes.byref(needed)) == code
+            assert needed.value == 77
+        call.description, count = whole, count + 1
+        assert before == call.all(), (words, changes)
+    assert count > 20
+    call.free()
+
+
+@pytest.mark.parametrize("kind, options", [
+    (Gated, dict(rows=33, inputs=65, hidden=130)), (Product, dict(rows=65, cols=9, depth=7)),
+    (Attention, dict(queries=3, keys=300, width=72)),
+])
+def test_a_damaged_workspace_is_refused(library, kind, options):
+    call = kind(library, **options)
+    assert call.needed > 0
+    before, at = call.all(), call.device["workspace"].at
+    for code, words, instead in (
+            (BAD_WORKSPACE, "are needed", {"bytes": call.needed - 1}), (BAD_WORKSPACE, "are needed", {"bytes": 0}),
+            (BAD_ARGUMENT, "workspace is NULL", {"workspace": None}),
+            (BAD_ALIGNMENT, "workspace: the pointer", {"workspace": at + 16}),
+            (BAD_DEVICE, "workspace is not memory of a GPU", {"workspace": 1 << 20}),
+            *((OVERLAP, "overlaps", {"workspace": call.device[name].at // 256 * 256}) for name in call.host)):
+        assert call.call(**instead) == code
+        assert words in library.fk_last_error().decode()
+        assert before == call.all()
+    call.free()
+
+
+# ---- The header, the example, the page --------------------------------------------------------------
 
 
 def test_the_header_is_c99(tmp_path):

@@ -1,7 +1,8 @@
 // The gated layer for any shape, on Hopper: what a program calls, and lesson 6's last row.
 //
 //     out = sigmoid(x W1 + b1) * (x W2 + b2)
-//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major, dense; fp32 sums
+//     x (M, K), W1 and W2 (K, H), b1 and b2 (H), out (M, H): fp16, row-major; fp32 sums. Rows of x
+//     and out may be a multiple of 8 elements apart; all else is dense.
 //
 // Where the weights fit on chip, they stay there, and x streams by (operators/gating/resident.cuh).
 // Otherwise the layer is lesson 3's product for any shape (operators/product/product.cuh) with two
@@ -81,7 +82,7 @@ class GatedProduct {
  public:
   GatedProduct(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape)
       : memory_(memory),
-        x_(workspace, memory.x, shape.rows, shape.channels),
+        x_(workspace, memory.x, shape.rows, shape.channels, memory.x_stride),
         W1_(workspace, memory.W1, shape.channels, shape.hidden),
         W2_(workspace, memory.W2, shape.channels, shape.hidden),
         exchange_(workspace),
@@ -114,7 +115,8 @@ class GatedProduct {
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     const Work work{{{x_.map(Tile::kRowsA)}},
                     {{W1_.map(Tile::kRowsB), W2_.map(Tile::kRowsB)}},
-                    {rounded_to<half>(memory_.out, x_.rows, W1_.cols), memory_.b1, memory_.b2},
+                    {rounded_to<half>(memory_.out, x_.rows, W1_.cols, 64, memory_.out_stride),
+                     memory_.b1, memory_.b2},
                     Schedule<Tile>(shape_, plan.clusters, plan.split),
                     exchange_.exchange<half>(shape_, plan.split)};
     const RowCopies<half, 3> copies{x_.job(), W1_.job(), W2_.job()};
@@ -140,6 +142,10 @@ class GatedProduct {
 class GatedLayer {
  public:
   GatedLayer(const Workspace& workspace, const GatingMemory& memory, const GatingShape& shape) {
+    if (memory.x_stride != 0 || memory.out_stride != 0) {
+      ways_ = GatedProduct(workspace, memory, shape).ways();
+      return;
+    }
     const ResidentLayer resident(workspace, memory, shape);
     ways_ = resident.ways();
     // One block holds all weights, and there are tiles for all blocks: nothing could move less.

@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(Plan::kThreads, 1)
 /// Where the layer's operands lie.
 struct GatingMemory {
   Memory<half> x, W1, b1, W2, b2, out;
+  int64_t x_stride = 0, out_stride = 0;  ///< of rows, in elements, a multiple of 8; 0: dense
 
   /// For a launch.
   GatingOperands operands(const GatingShape& shape) const { return operands_of(*this, shape); }

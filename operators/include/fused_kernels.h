@@ -13,7 +13,14 @@
  * All pointers to operands and workspace are to memory of the current device (cudaMalloc) or
  * managed memory. A ..._forward() puts its work on the given stream and returns at once. It never
  * prints, ends the program, waits for the device, allocates device memory or uses another stream.
- * A stream of NULL is CUDA's legacy default stream.
+ * It can be called from several threads, on several streams at the same time, and while a stream is
+ * captured. (The first call of an operator on a device loads its code, which may wait: it should
+ * come before the capture.) A stream of NULL is CUDA's legacy default stream.
+ *
+ * Sizes and strides count elements. A stride of 0 says that rows are dense. Rows that are not dense
+ * are a multiple of 16 bytes apart, at least as far as they are long, and at most 2^30 elements.
+ * An operand is all memory from its first element to its last: what is written must not overlap
+ * what is read even where the rows of one lie between those of the other.
  */
 #ifndef FUSED_KERNELS_H
 #define FUSED_KERNELS_H
@@ -49,7 +56,7 @@ enum fk_status {
 };
 
 /* The type of an operand's elements. */
-enum fk_type { FK_FLOAT16 = 1, FK_BFLOAT16 = 2 };
+enum fk_type { FK_FLOAT16 = 1, FK_BFLOAT16 = 2, FK_FLOAT32 = 3 };
 
 /* FK_VERSION of the library that is loaded. */
 FK_API int fk_version(void);
@@ -58,11 +65,34 @@ FK_API int fk_version(void);
  * It stays until another call of this thread fails. */
 FK_API const char* fk_last_error(void);
 
+/* A product of two matrices. */
+typedef struct fk_product {
+  size_t size; /* sizeof(fk_product) */
+  int type;    /* FK_FLOAT16, FK_BFLOAT16 or FK_FLOAT32 */
+  int64_t rows, cols, depth;
+  int64_t a_stride, b_stride,
+      c_stride; /* from a row to the next; 0: dense, as FK_FLOAT32 has to be */
+} fk_product;
+
+/* How many bytes of workspace fk_product_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_product_forward(), without those of operands. */
+FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
+
+/* c = a b, as lessons 2 (fp32) and 3 have it. Shapes: a (rows, depth), b (depth, cols), c (rows,
+ * cols); all row-major. Each size is at least 1; rows is at most 2^30, cols at most 2^26, depth at
+ * most 2^30, of FK_FLOAT32 2^24. Type: that of the description for all three; added up in fp32.
+ * FK_FLOAT32 is multiplied in fp32, not in TF32. Alignment: each pointer to 16 bytes. Written: c,
+ * which must not overlap a or b. Device: compute capability 9.0; for FK_FLOAT32 any that the
+ * library is built for. */
+FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
+                              void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
+
 /* The gated layer. */
 typedef struct fk_gating {
   size_t size; /* sizeof(fk_gating) */
   int type;    /* FK_FLOAT16 */
   int64_t rows, inputs, hidden;
+  int64_t x_stride, out_stride; /* from a row to the next; 0: dense */
 } fk_gating;
 
 /* How many bytes of workspace fk_gating_forward() needs on the current device.
@@ -71,12 +101,47 @@ FK_API int fk_gating_workspace(const fk_gating* gating, size_t* bytes);
 
 /* out = sigmoid(x w1 + b1) * (x w2 + b2), as lessons 5 and 6 have it.
  * Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and b2 (hidden), out (rows, hidden); all
- * row-major and dense. Each size is at least 1; rows and inputs are at most 2^31 - 1024, hidden is
- * at most 2^21 - 1024. Type: fp16, added up in fp32. Alignment: each pointer to 16 bytes, rows to
- * nothing. Written: out, which must not overlap an operand. Device: compute capability 9.0. */
+ * row-major, weights and biases dense. Each size is at least 1; rows and inputs are at most 2^30,
+ * hidden is at most 2^21 - 1024. Type: fp16, added up in fp32. Alignment: each pointer to 16 bytes.
+ * Written: out, which must not overlap an operand. Device: compute capability 9.0. */
 FK_API int fk_gating_forward(const fk_gating* gating, const void* x, const void* w1, const void* w2,
                              const void* b1, const void* b2, void* out, void* workspace,
                              size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many elements neighbours of three dimensions are apart. All three 0: dense. */
+typedef struct fk_strides {
+  int64_t batch, row, head;
+} fk_strides;
+
+/* Attention. */
+typedef struct fk_attention {
+  size_t size; /* sizeof(fk_attention) */
+  int type;    /* FK_FLOAT16 or FK_BFLOAT16 */
+  int causal;  /* 0 or 1 */
+  int64_t batch, queries, keys, heads, kv_heads, width;
+  fk_strides q_strides, k_strides, v_strides, out_strides;
+  float scale; /* of the logits, such as 1 / sqrt(width) */
+} fk_attention;
+
+/* How many bytes of workspace fk_attention_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_attention_forward(), without those of operands. */
+FK_API int fk_attention_workspace(const fk_attention* attention, size_t* bytes);
+
+/* out = softmax(scale q k^T) v for each head, as the bonus lesson on attention has it. Shapes: q
+ * and out (batch, queries, heads, width), k and v (batch, keys, kv_heads, width); elements of width
+ * are neighbours, strides say where the other dimensions lie, so that (batch, heads, queries, width)
+ * is as good. Head h of q reads head h / (heads / kv_heads) of k and v. With causal, query s sees
+ * the keys t <= s + keys - queries; a query that sees none gets zeros. log_sums (batch, heads,
+ * queries, dense) may be NULL: the logarithm of each query's sum of exp(scale q k), -inf without a
+ * key. Each size is at least 1, heads a multiple of kv_heads, width at most 256; batch * heads *
+ * queries and batch * kv_heads * keys are at most 2^30. Types: that of the description for q, k, v
+ * and out; fp32 for log_sums; added up in fp32. Alignment: each pointer to 16 bytes; strides to
+ * nothing, but where width and all strides are multiples of 8 it is faster. Written: out and
+ * log_sums, which must not overlap an operand. Device: compute capability 8.0 and newer, for
+ * FK_FLOAT16 7.5. */
+FK_API int fk_attention_forward(const fk_attention* attention, const void* q, const void* k,
+                                const void* v, void* out, float* log_sums, void* workspace,
+                                size_t workspace_bytes, struct CUstream_st* stream);
 
 #ifdef __cplusplus
 }

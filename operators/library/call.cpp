@@ -14,6 +14,7 @@ using primitives::check;
 
 constexpr size_t kAligned = 256;  // a workspace and its pieces, in bytes
 constexpr size_t kMostError = 512;
+constexpr int64_t kMostStride = 1 << 30;
 
 thread_local char error[kMostError] = "";
 
@@ -28,6 +29,25 @@ uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(poin
 
 bool overlap(const Argument& a, const Argument& b) {
   return address(a.data) < address(b.data) + b.bytes && address(b.data) < address(a.data) + a.bytes;
+}
+
+const char* name_of(fk_type type) {
+  return type == FK_FLOAT16 ? "FK_FLOAT16" : type == FK_BFLOAT16 ? "FK_BFLOAT16" : "FK_FLOAT32";
+}
+
+/// The current device's compute capability, such as 90.
+int capability() {
+  return primitives::fact_of_device([] {
+    return 10 * primitives::device_attribute(cudaDevAttrComputeCapabilityMajor) +
+           primitives::device_attribute(cudaDevAttrComputeCapabilityMinor);
+  });
+}
+std::string dotted(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+[[noreturn]] void refuse_capability(const char* name, const std::string& needed) {
+  throw Refusal{FK_BAD_DEVICE, std::string(name) + " needs a GPU of compute capability " + needed +
+                                   "; this one has " + dotted(capability())};
 }
 
 /// Gives out pieces of the caller's workspace, one after another.
@@ -82,6 +102,16 @@ void check_description(const char* name, const void* description, size_t size) {
   }
 }
 
+void check_type(const char* name, int type, std::initializer_list<fk_type> types) {
+  std::string known;
+  for (const fk_type each : types) {
+    if (type == each) return;
+    known += (known.empty() ? "" : " or ") + std::string(name_of(each));
+  }
+  throw Refusal{FK_BAD_ARGUMENT, std::string(name) + ": type is " + std::to_string(type) +
+                                     "; it has to be " + known};
+}
+
 void check_sizes(const std::vector<Size>& sizes) {
   for (const Size& size : sizes) {
     if (size.value >= 1 && size.value <= size.most) continue;
@@ -90,13 +120,29 @@ void check_sizes(const std::vector<Size>& sizes) {
   }
 }
 
+int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t element) {
+  if (stride == 0 || stride == cols) return cols;
+  const int64_t unit = static_cast<int64_t>(16 / element);
+  if (stride < cols || stride > kMostStride) {
+    throw Refusal{FK_BAD_SHAPE, std::string(name) + " is " + std::to_string(stride) +
+                                    "; it has to be 0, or from " + std::to_string(cols) + " to " +
+                                    std::to_string(kMostStride)};
+  }
+  if (stride % unit != 0) {
+    throw Refusal{FK_BAD_ALIGNMENT, std::string(name) + " is " + std::to_string(stride) +
+                                        "; rows that are not dense are a multiple of " +
+                                        std::to_string(unit) + " elements apart, 16 bytes"};
+  }
+  return stride;
+}
+
 void check_hopper(const char* name) {
-  if (primitives::is_hopper()) return;
-  const int major = primitives::device_attribute(cudaDevAttrComputeCapabilityMajor);
-  const int minor = primitives::device_attribute(cudaDevAttrComputeCapabilityMinor);
-  throw Refusal{FK_BAD_DEVICE, std::string(name) + " needs a GPU of compute capability 9.0; this " +
-                                   "one has " + std::to_string(major) + "." +
-                                   std::to_string(minor)};
+  if (capability() != 90) refuse_capability(name, "9.0");
+}
+
+void check_capability(const char* name, int least) {
+  if (capability() >= least) return;
+  refuse_capability(name, dotted(least) + " or newer");
 }
 
 namespace {

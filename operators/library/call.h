@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -37,10 +38,22 @@ struct Size {
 
 /// Refuses a description that is not there or of another size.
 void check_description(const char* name, const void* description, size_t size);
+/// Refuses a type that is not one of these.
+void check_type(const char* name, int type, std::initializer_list<fk_type> types);
 /// Refuses sizes below 1 or above their `most`.
 void check_sizes(const std::vector<Size>& sizes);
+/// A row stride of a description, in elements. Refuses what is neither 0 nor a multiple of 16 bytes
+/// that is as far as `cols` elements of `element` bytes. Returns how far rows are apart.
+int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t element);
+/// How many elements there are from a matrix's first to its last.
+constexpr int64_t extent(int64_t rows, int64_t cols, int64_t stride) {
+  return (rows - 1) * stride + cols;
+}
+constexpr int64_t or_dense(int64_t stride, int64_t cols) { return stride == 0 ? cols : stride; }
 /// Refuses a GPU that is not of compute capability 9.0.
 void check_hopper(const char* name);
+/// Refuses a GPU of a compute capability below this one, such as 80.
+void check_capability(const char* name, int least);
 /// Constructs an operator whose memory comes from a workspace, and says in which ways it computes.
 using Operator = std::function<std::vector<Way>(const Workspace&)>;
 

@@ -7,34 +7,41 @@ namespace {
 
 using namespace operators::library;
 using operators::gating::GatedLayer, operators::gating::GatingMemory;
-using operators::gating::GatingShape;
 
 /// Refuses a description that no GPU, or not this one, can compute.
-GatingShape shape_of(const fk_gating* gating) {
+void check(const fk_gating* gating) {
   check_description("gating", gating, sizeof *gating);
-  if (gating->type != FK_FLOAT16) {
-    throw Refusal{FK_BAD_ARGUMENT, "gating: type is " + std::to_string(gating->type) +
-                                       "; the gated layer has FK_FLOAT16 alone"};
-  }
-  constexpr int64_t kMost = INT32_MAX - 1023;  // where a tile ends is an int, too
-  constexpr int64_t kMostHidden = (1 << 21) - 1024;
-  check_sizes({{"rows", gating->rows, kMost},
-               {"inputs", gating->inputs, kMost},
-               {"hidden", gating->hidden, kMostHidden}});
+  check_type("gating", gating->type, {FK_FLOAT16});
+  check_sizes({{"rows", gating->rows, 1 << 30},
+               {"inputs", gating->inputs, 1 << 30},
+               {"hidden", gating->hidden, (1 << 21) - 1024}});
+  check_stride("x_stride", gating->x_stride, gating->inputs, sizeof(half));
+  check_stride("out_stride", gating->out_stride, gating->hidden, sizeof(half));
   check_hopper("the gated layer");
-  return {gating->rows, gating->inputs, gating->hidden};
+}
+
+/// The layer with its operands, of a description that has been checked.
+Operator layer(const fk_gating& gating, const void* x, const void* w1, const void* w2,
+               const void* b1, const void* b2, void* out) {
+  return [=](const operators::Workspace& workspace) {
+    const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
+    const auto stride = [](int64_t own, int64_t cols) { return own == cols ? 0 : own; };
+    const GatingMemory operands{
+        memory<half>(x, rows * gating.inputs),  memory<half>(w1, of_w),
+        memory<half>(b1, gating.hidden),        memory<half>(w2, of_w),
+        memory<half>(b2, gating.hidden),        memory<half>(out, rows * gating.hidden),
+        stride(gating.x_stride, gating.inputs), stride(gating.out_stride, gating.hidden)};
+    return GatedLayer(workspace, operands, {rows, gating.inputs, gating.hidden}).ways();
+  };
 }
 
 }  // namespace
 
 extern "C" int fk_gating_workspace(const fk_gating* gating, size_t* bytes) {
   return guarded([=] {
-    const GatingShape shape = shape_of(gating);
+    check(gating);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    const auto none = memory<half>(nullptr, 0);
-    *bytes = workspace_bytes([=](const operators::Workspace& workspace) {
-      return GatedLayer(workspace, {none, none, none, none, none, none}, shape).ways();
-    });
+    *bytes = workspace_bytes(layer(*gating, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr));
   });
 }
 
@@ -43,22 +50,17 @@ extern "C" int fk_gating_forward(const fk_gating* gating, const void* x, const v
                                  void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream) {
   return guarded([=] {
-    const GatingShape shape = shape_of(gating);
-    const int64_t of_x = shape.rows * shape.channels, of_w = shape.channels * shape.hidden;
-    const int64_t of_out = shape.rows * shape.hidden;
+    check(gating);
+    const int64_t inputs = gating->inputs, hidden = gating->hidden;
     const auto argument = [](const char* name, const void* data, int64_t count, bool written) {
       return Argument{name, data, static_cast<size_t>(count) * sizeof(half), 16, written};
     };
-    const GatingMemory operands{memory<half>(x, of_x),          memory<half>(w1, of_w),
-                                memory<half>(b1, shape.hidden), memory<half>(w2, of_w),
-                                memory<half>(b2, shape.hidden), memory<half>(out, of_out)};
-    launch(
-        [=](const operators::Workspace& memory_of) {
-          return GatedLayer(memory_of, operands, shape).ways();
-        },
-        {argument("x", x, of_x, false), argument("w1", w1, of_w, false),
-         argument("w2", w2, of_w, false), argument("b1", b1, shape.hidden, false),
-         argument("b2", b2, shape.hidden, false), argument("out", out, of_out, true)},
-        workspace, workspace_bytes, stream);
+    const int64_t of_x = extent(gating->rows, inputs, or_dense(gating->x_stride, inputs));
+    const int64_t of_out = extent(gating->rows, hidden, or_dense(gating->out_stride, hidden));
+    launch(layer(*gating, x, w1, w2, b1, b2, out),
+           {argument("x", x, of_x, false), argument("w1", w1, inputs * hidden, false),
+            argument("w2", w2, inputs * hidden, false), argument("b1", b1, hidden, false),
+            argument("b2", b2, hidden, false), argument("out", out, of_out, true)},
+           workspace, workspace_bytes, stream);
   });
 }

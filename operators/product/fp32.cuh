@@ -517,10 +517,9 @@ class Fp32Product {
     const double copy = kNextLaunch + 8.0 * shape_.depth * shape_.cols / kMemoryBytes;
     for (const auto& plan : plans<Tile, kAligned>()) {
       const double microseconds = plan.microseconds + (kCopied ? copy : 0);
+      const auto launch = [self = *this, plan] { self.launch<Tile, kAligned, kCopied>(plan); };
       ways.offer(microseconds, [&] {
-        return Way{name_of<Tile>(plan, kCopied), microseconds,
-                   [self = *this, plan] { self.launch<Tile, kAligned, kCopied>(plan); },
-                   Tile::kSharedBytes};
+        return Way{name_of<Tile>(plan, kCopied), microseconds, launch, Tile::kSharedBytes};
       });
     }
   }

@@ -1,7 +1,8 @@
 // C = A B for any shape, on Hopper, in fp16 or bf16 with fp32 sums: lesson 3's last kernel with
 // tiles that suit the shape.
 //
-//     A (rows x depth), B (depth x cols), C (rows x cols): T, dense, row-major
+//     A (rows x depth), B (depth x cols), C (rows x cols): T, row-major; dense, or with rows that
+//     are a multiple of 8 elements apart
 //
 // Lesson 3's kernel has one size of tile and needs aligned rows. Where it is slow, or impossible:
 //   - At N = 1024 there are 32 tiles for 132 multiprocessors. Of 64 x 128 there are 128. And the
@@ -27,16 +28,22 @@
 
 namespace operators::product {
 
+/// How many elements the rows of a product's matrices are apart: a multiple of 8, or 0 if dense.
+struct RowStrides {
+  int64_t a = 0, b = 0, c = 0;
+};
+
 /// The ways to compute the product of A and B, of a shape that is at least 1 x 1 x 1. T: half or
 /// __nv_bfloat16. No way where there is no Hopper GPU to run them. C must not overlap A or B.
 template <typename T>
 class HalfProduct {
  public:
   HalfProduct(const Workspace& workspace, const Memory<T>& A, const Memory<T>& B,
-              const Memory<T>& C, ProductShape shape)
-      : A_(workspace, A, shape.rows, shape.depth),
-        B_(workspace, B, shape.depth, shape.cols),
+              const Memory<T>& C, ProductShape shape, RowStrides strides = {})
+      : A_(workspace, A, shape.rows, shape.depth, strides.a),
+        B_(workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
+        c_stride_(strides.c),
         exchange_(workspace),
         shape_(shape),
         workspace_(workspace) {}
@@ -44,7 +51,8 @@ class HalfProduct {
   std::vector<Way> ways() const {
     return Choice::template ways<StoreRounded<T>>(
         workspace_, shape_, A_.stride, B_.stride,
-        [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); });
+        [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); },
+        c_stride_ != 0);
   }
 
  private:
@@ -74,7 +82,7 @@ class HalfProduct {
     constexpr size_t kBytes = sizeof(ProductShared<Tile>);
     const Work work{{{A_.map(Tile::kRowsA)}},
                     {{B_.map(Tile::kRowsB)}},
-                    rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows),
+                    rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_),
                     Schedule<Tile>(shape_, plan.clusters, plan.split),
                     exchange_.template exchange<T>(shape_, plan.split)};
     if (A_.copied || B_.copied) {
@@ -88,6 +96,7 @@ class HalfProduct {
 
   AlignedRows<T> A_, B_;
   Memory<T> C_;
+  int64_t c_stride_;
   ExchangeMemory exchange_;
   ProductShape shape_;
   Workspace workspace_;

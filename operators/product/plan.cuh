@@ -80,8 +80,8 @@ __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) 
   }
 }
 
-/// A matrix (rows x cols, dense) as the copy engine can follow it. Where rows are not aligned to 16
-/// bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
+/// A matrix (rows x cols) as the copy engine can follow it. Where its rows are dense, but not aligned
+/// to 16 bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
 template <typename T>
 struct AlignedRows {
   Memory<T> from;
@@ -89,12 +89,16 @@ struct AlignedRows {
   bool copied;
   Memory<T> copy;
 
-  AlignedRows(const Workspace& workspace, Memory<T> matrix, int64_t row_count, int64_t col_count)
+  /// row_stride: how many elements rows are apart, a multiple of 8; 0: they are dense.
+  AlignedRows(const Workspace& workspace, Memory<T> matrix, int64_t row_count, int64_t col_count,
+              int64_t row_stride = 0)
       : from(matrix),
         rows(static_cast<int>(row_count)),
         cols(static_cast<int>(col_count)),
-        stride(cols % 8 == 0 ? cols : (cols + 63) / 64 * 64),
-        copied(stride != cols),
+        stride(row_stride != 0 ? static_cast<int>(row_stride)
+               : cols % 8 == 0 ? cols
+                               : (cols + 63) / 64 * 64),
+        copied(row_stride == 0 && stride != cols),
         copy(workspace.any<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
 
   const T* data() const { return copied ? copy : from; }
@@ -105,12 +109,21 @@ struct AlignedRows {
   }
 };
 
-/// Where a product goes to, in boxes of `box_rows` rows (Tile::kOutRows).
+/// Where a product goes to, in boxes of `box_rows` rows (Tile::kOutRows). row_stride as for
+/// AlignedRows; where it is not 0, all results have to leave in whole boxes (leaves_in_boxes).
 template <typename T>
-StoreRounded<T> rounded_to(T* C, int rows, int cols, int box_rows = 64) {
-  StoreRounded<T> epilogue{{}, C, rows, cols, cols % 8 == 0};
-  if (epilogue.aligned) epilogue.map = tensor_map<T>(C, rows, cols, box_rows);
+StoreRounded<T> rounded_to(T* C, int rows, int cols, int box_rows = 64, int64_t row_stride = 0) {
+  StoreRounded<T> epilogue{{}, C, rows, cols, row_stride != 0 || cols % 8 == 0};
+  if (epilogue.aligned) {
+    epilogue.map = tensor_map<T>(C, rows, cols, box_rows, false, row_stride);
+  }
   return epilogue;
+}
+
+/// Whether the copy engine stores all results of a tile: a consumer has whole boxes of 64 columns.
+template <class Tile>
+constexpr bool leaves_in_boxes() {
+  return Tile::BN % kBoxCols == 0;
 }
 
 /// The memory for an Exchange. A grid has three consumers for each multiprocessor at most. Where a
@@ -186,14 +199,17 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
 }
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is
-/// launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements.
+/// launch.operator()<Tile>(plan). The strides are of A's and B's rows, in elements. in_boxes: only
+/// those in which all results leave in boxes.
 template <class... Tile>
 struct TileChoice {
   template <class Epilogue, typename Launch>
   static std::vector<Way> ways(const Workspace& workspace, const ProductShape& shape,
-                               int64_t stride_a, int64_t stride_b, const Launch& launch) {
+                               int64_t stride_a, int64_t stride_b, const Launch& launch,
+                               bool in_boxes = false) {
     Ways ways(workspace);
     const auto add_plans = [&]<class Each>() {
+      if (in_boxes && !leaves_in_boxes<Each>()) return;
       for (const ProductPlan& plan :
            plan_product<Each, Epilogue>(shape, stride_a, stride_b, workspace.alone)) {
         ways.offer(plan.microseconds, [&] {

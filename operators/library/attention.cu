@@ -1,0 +1,151 @@
+// Attention of operators/attention, as the library exports it.
+
+#include <cmath>
+
+#include "operators/attention/layer.cuh"
+#include "operators/library/call.h"
+
+namespace {
+
+using namespace operators::library;
+using operators::attention::Attention, operators::attention::AttentionMemory;
+using operators::attention::AttentionShape, operators::attention::Strides;
+
+constexpr int64_t kMost = 1 << 30;
+
+/// One of the four tensors.
+struct Tensor {
+  const char* name;
+  fk_strides strides;
+  int64_t batch, rows, heads, width;
+
+  /// The strides; dense ones where there is no neighbour.
+  Strides all() const {
+    const Strides dense = Strides::rows_of_heads(rows, heads, width);
+    if ((strides.batch | strides.row | strides.head) == 0) return dense;
+    return {batch == 1 ? dense.batch : strides.batch, rows == 1 ? dense.row : strides.row,
+            heads == 1 ? dense.head : strides.head};
+  }
+  /// How many elements there are from the first to the last.
+  int64_t count() const {
+    const Strides by = all();
+    return (batch - 1) * by.batch + (rows - 1) * by.row + (heads - 1) * by.head + width;
+  }
+  /// Refuses strides in which two elements of the tensor may share a place.
+  void check() const {
+    struct Dimension {
+      int64_t stride, size;
+    };
+    const Strides by = all();
+    Dimension sorted[] = {{by.batch, batch}, {by.row, rows}, {by.head, heads}};
+    std::sort(std::begin(sorted), std::end(sorted),
+              [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
+    int64_t long_so_far = width;
+    for (const Dimension& each : sorted) {
+      if (each.size == 1) continue;
+      if (each.stride < long_so_far || each.stride > int64_t{1} << 38) {
+        throw Refusal{FK_BAD_SHAPE, std::string(name) + ": a stride is " +
+                                        std::to_string(each.stride) +
+                                        "; neighbours have to be from " +
+                                        std::to_string(long_so_far) + " to 2^38 elements apart"};
+      }
+      long_so_far += (each.size - 1) * each.stride;
+    }
+  }
+};
+
+struct Tensors {
+  Tensor q, k, v, out;
+  explicit Tensors(const fk_attention& of)
+      : q{"q_strides", of.q_strides, of.batch, of.queries, of.heads, of.width},
+        k{"k_strides", of.k_strides, of.batch, of.keys, of.kv_heads, of.width},
+        v{"v_strides", of.v_strides, of.batch, of.keys, of.kv_heads, of.width},
+        out{"out_strides", of.out_strides, of.batch, of.queries, of.heads, of.width} {}
+};
+
+/// Refuses a description that no GPU, or not this one, can compute.
+void check(const fk_attention* of) {
+  check_description("attention", of, sizeof *of);
+  check_type("attention", of->type, {FK_FLOAT16, FK_BFLOAT16});
+  if (of->causal != 0 && of->causal != 1) {
+    throw Refusal{FK_BAD_ARGUMENT,
+                  "causal is " + std::to_string(of->causal) + "; it has to be 0 or 1"};
+  }
+  check_sizes({{"batch", of->batch, kMost},
+               {"queries", of->queries, kMost},
+               {"keys", of->keys, kMost},
+               {"heads", of->heads, kMost},
+               {"kv_heads", of->kv_heads, kMost},
+               {"width", of->width, 256}});
+  if (of->heads % of->kv_heads != 0) {
+    throw Refusal{FK_BAD_SHAPE, "heads is " + std::to_string(of->heads) +
+                                    ", which is not a multiple of kv_heads, " +
+                                    std::to_string(of->kv_heads)};
+  }
+  if (of->batch * of->heads > kMost || of->batch * of->heads * of->queries > kMost) {
+    throw Refusal{FK_BAD_SHAPE, "batch * heads * queries is more than 2^30"};
+  }
+  if (of->batch * of->kv_heads * of->keys > kMost) {
+    throw Refusal{FK_BAD_SHAPE, "batch * kv_heads * keys is more than 2^30"};
+  }
+  if (!(of->scale > 0) || std::isinf(of->scale)) {
+    throw Refusal{FK_BAD_ARGUMENT,
+                  "scale is " + std::to_string(of->scale) + "; it has to be positive and finite"};
+  }
+  const Tensors tensors(*of);
+  for (const Tensor* each : {&tensors.q, &tensors.k, &tensors.v, &tensors.out}) each->check();
+  check_capability("attention", of->type == FK_FLOAT16 ? 75 : 80);
+}
+
+/// Attention with its operands, of a description that has been checked.
+Operator operator_of(const fk_attention& of, const void* q, const void* k, const void* v, void* out,
+                     float* log_sums, bool wants_log_sums) {
+  return [=](const operators::Workspace& workspace) {
+    const AttentionShape shape{of.batch,    of.queries, of.keys,       of.heads,
+                               of.kv_heads, of.width,   of.causal == 1};
+    const Tensors tensors(of);
+    const auto ways = [&]<typename T>() {
+      AttentionMemory<T> operands(shape, memory<T>(q, 0), memory<T>(k, 0), memory<T>(v, 0),
+                                  memory<T>(out, 0));
+      if (wants_log_sums) operands.log_sums = memory<float>(log_sums, 0);
+      operands.q = tensors.q.all(), operands.k = tensors.k.all();
+      operands.v = tensors.v.all(), operands.o = tensors.out.all();
+      return Attention<T>(workspace, operands, shape, of.scale).ways();
+    };
+    return of.type == FK_FLOAT16 ? ways.template operator()<half>()
+                                 : ways.template operator()<__nv_bfloat16>();
+  };
+}
+
+}  // namespace
+
+extern "C" int fk_attention_workspace(const fk_attention* attention, size_t* bytes) {
+  return guarded([=] {
+    check(attention);
+    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
+    *bytes = workspace_bytes(
+        operator_of(*attention, nullptr, nullptr, nullptr, nullptr, nullptr, false));
+  });
+}
+
+extern "C" int fk_attention_forward(const fk_attention* attention, const void* q, const void* k,
+                                    const void* v, void* out, float* log_sums, void* workspace,
+                                    size_t workspace_bytes, struct CUstream_st* stream) {
+  return guarded([=] {
+    check(attention);
+    const Tensors tensors(*attention);
+    const auto argument = [](const char* name, const void* data, int64_t count, bool written) {
+      return Argument{name, data, static_cast<size_t>(count) * 2, 16, written};
+    };
+    std::vector<Argument> arguments = {argument("q", q, tensors.q.count(), false),
+                                       argument("k", k, tensors.k.count(), false),
+                                       argument("v", v, tensors.v.count(), false),
+                                       argument("out", out, tensors.out.count(), true)};
+    if (log_sums) {
+      const int64_t rows = attention->batch * attention->heads * attention->queries;
+      arguments.push_back({"log_sums", log_sums, static_cast<size_t>(rows) * 4, 16, true});
+    }
+    launch(operator_of(*attention, q, k, v, out, log_sums, log_sums != nullptr),
+           std::move(arguments), workspace, workspace_bytes, stream);
+  });
+}

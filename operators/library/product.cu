@@ -1,0 +1,88 @@
+// The products of operators/product, as the library exports them.
+
+#include "operators/library/call.h"
+#include "operators/product/fp32.cuh"
+#include "operators/product/half_product.cuh"
+
+namespace {
+
+using namespace operators::library;
+using namespace operators::product;
+
+bool is_fp32(const fk_product& product) { return product.type == FK_FLOAT32; }
+
+/// Refuses a description that no GPU, or not this one, can compute.
+void check(const fk_product* product) {
+  check_description("product", product, sizeof *product);
+  check_type("product", product->type, {FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32});
+  const bool fp32 = is_fp32(*product);
+  check_sizes({{"rows", product->rows, 1 << 30},
+               {"cols", product->cols, 1 << 26},
+               {"depth", product->depth, fp32 ? 1 << 24 : 1 << 30}});
+  const struct {
+    const char* name;
+    int64_t stride, cols;
+  } strides[] = {{"a_stride", product->a_stride, product->depth},
+                 {"b_stride", product->b_stride, product->cols},
+                 {"c_stride", product->c_stride, product->cols}};
+  for (const auto& each : strides) {
+    check_stride(each.name, each.stride, each.cols, fp32 ? 4 : 2);
+    if (fp32 && each.stride != 0 && each.stride != each.cols) {
+      throw Refusal{FK_BAD_SHAPE, std::string(each.name) + " is " + std::to_string(each.stride) +
+                                      "; rows of FK_FLOAT32 have to be dense"};
+    }
+  }
+  if (!fp32) check_hopper("the product");
+}
+
+/// The product with its operands, of a description that has been checked.
+Operator operator_of(const fk_product& product, const void* a, const void* b, void* c) {
+  return [=](const operators::Workspace& workspace) {
+    const ProductShape shape{static_cast<int>(product.rows), static_cast<int>(product.cols),
+                             static_cast<int>(product.depth)};
+    const auto ways = [&]<typename T, class Product>(const auto&... strides) {
+      return Product(workspace, memory<T>(a, product.rows * product.depth),
+                     memory<T>(b, product.depth * product.cols),
+                     memory<T>(c, product.rows * product.cols), shape, strides...)
+          .ways();
+    };
+    const auto stride = [](int64_t own, int64_t cols) { return own == cols ? 0 : own; };
+    const RowStrides strides{stride(product.a_stride, product.depth),
+                             stride(product.b_stride, product.cols),
+                             stride(product.c_stride, product.cols)};
+    if (is_fp32(product)) return ways.template operator()<float, Fp32Product>();
+    if (product.type == FK_FLOAT16) {
+      return ways.template operator()<half, HalfProduct<half>>(strides);
+    }
+    return ways.template operator()<__nv_bfloat16, HalfProduct<__nv_bfloat16>>(strides);
+  };
+}
+
+}  // namespace
+
+extern "C" int fk_product_workspace(const fk_product* product, size_t* bytes) {
+  return guarded([=] {
+    check(product);
+    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
+    *bytes = workspace_bytes(operator_of(*product, nullptr, nullptr, nullptr));
+  });
+}
+
+extern "C" int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
+                                  void* workspace, size_t workspace_bytes,
+                                  struct CUstream_st* stream) {
+  return guarded([=] {
+    check(product);
+    const auto argument = [&](const char* name, const void* data, int64_t rows, int64_t cols,
+                              int64_t stride, bool written) {
+      const int64_t count = extent(rows, cols, or_dense(stride, cols));
+      return Argument{name, data, static_cast<size_t>(count) * (is_fp32(*product) ? 4 : 2), 16,
+                      written};
+    };
+    launch(operator_of(*product, a, b, c),
+           {argument("a", a, product->rows, product->depth, product->a_stride, false),
+            argument("b", b, product->depth, product->cols, product->b_stride, false),
+            argument("c", c, product->rows, product->cols, product->c_stride, true)},
+           workspace, workspace_bytes, stream);
+  });
+}
