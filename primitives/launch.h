@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -22,23 +21,6 @@ constexpr unsigned blocks_for(int64_t count, int64_t per_block) {
   return static_cast<unsigned>(ceil_div(count, per_block));
 }
 
-/// What find() returns, a number from 0 on that is the same for this device whenever it is asked
-/// for: found once a device. find is a lambda without captures, whose type has a table of its own.
-template <typename Find>
-int fact_of_device(Find find) {
-  constexpr int kMostDevices = 64;
-  static std::atomic<int> facts[kMostDevices] = {};  // 1 more than the number; 0: not asked yet
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  if (device >= kMostDevices) return find();
-  int fact = facts[device].load(std::memory_order_relaxed);
-  if (fact == 0) {
-    fact = 1 + find();
-    facts[device].store(fact, std::memory_order_relaxed);
-  }
-  return fact - 1;
-}
-
 /// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
@@ -47,21 +29,31 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-inline int multiprocessors() {
-  return fact_of_device([] { return device_attribute(cudaDevAttrMultiProcessorCount); });
+/// The same of an attribute that each call asks for: it is found once a device.
+template <cudaDeviceAttr kAttribute>
+int device_fact() {
+  constexpr int kMostDevices = 64;
+  static int facts[kMostDevices] = {};  // 1 more than the number; 0: not found yet
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device >= kMostDevices) return device_attribute(kAttribute);
+  int fact = __atomic_load_n(&facts[device], __ATOMIC_RELAXED);
+  if (fact == 0) {
+    fact = 1 + device_attribute(kAttribute);
+    __atomic_store_n(&facts[device], fact, __ATOMIC_RELAXED);
+  }
+  return fact - 1;
 }
 
+inline int multiprocessors() { return device_fact<cudaDevAttrMultiProcessorCount>(); }
+
 /// The most shared memory that a block may ask for, in bytes.
-inline int most_shared_bytes() {
-  return fact_of_device([] { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); });
-}
+inline int most_shared_bytes() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 /// Whether the device runs code for sm_90a.
 inline bool is_hopper() {
-  return fact_of_device([] {
-    return static_cast<int>(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-                            device_attribute(cudaDevAttrComputeCapabilityMinor) == 0);
-  });
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
 /// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less the kernel

@@ -37,10 +37,8 @@ const char* name_of(fk_type type) {
 
 /// The current device's compute capability, such as 90.
 int capability() {
-  return primitives::fact_of_device([] {
-    return 10 * primitives::device_attribute(cudaDevAttrComputeCapabilityMajor) +
-           primitives::device_attribute(cudaDevAttrComputeCapabilityMinor);
-  });
+  return 10 * primitives::device_fact<cudaDevAttrComputeCapabilityMajor>() +
+         primitives::device_fact<cudaDevAttrComputeCapabilityMinor>();
 }
 std::string dotted(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);

@@ -48,7 +48,7 @@
 namespace operators::product {
 
 using namespace primitives;
-using operators::Memory, operators::Way, operators::Ways, operators::Workspace;
+using operators::Memory, operators::Way, operators::Workspace;
 
 inline constexpr int kFp32Threads = 256;  ///< of a block, whatever its tile
 
@@ -483,8 +483,8 @@ class Fp32Product {
         C_(std::move(C)),
         shape_(shape),
         pitch_(ceil_div(shape.cols, 32) * 32),
-        flags_(workspace.zeros<unsigned>(workspace.alone ? size_t{kMostResident} * multiprocessors()
-                                                         : 1)),
+        flags_(workspace.alone ? workspace.zeros<unsigned>(kMostResident * multiprocessors())
+                               : workspace.any<unsigned>(1)),
         sums_(workspace.any<float>(workspace.alone ? size_t{kMostFloats} * multiprocessors() : 1)),
         copy_(workspace.any<float>(aligned() ? 1 : static_cast<size_t>(shape.depth) * pitch_)),
         workspace_(workspace) {}
@@ -499,64 +499,51 @@ class Fp32Product {
 
   template <bool kAligned>
   std::vector<Way> all_ways() const {
-    Ways ways(workspace_);
+    std::vector<Way> ways;
     add<Fp32Tile<128, 256, 16, 8, 16, 3, 1, 1, true>, kAligned>(ways);
     add<Fp32Tile<64, 128, 32, 8, 8, 4, 2, 2, true>, kAligned>(ways);
     add<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, true>, kAligned>(ways);
     add<Fp32Tile<32, 32, 32, 8, 4, 6, 8, 3, kAligned>, kAligned>(ways);
     if (!kAligned) add<Fp32Tile<64, 64, 32, 8, 8, 3, 4, 2, kAligned>, kAligned>(ways);
-    return ways.found();
+    return ways;
   }
 
   template <class Tile, bool kAligned>
-  void add(Ways& ways) const {
+  void add(std::vector<Way>& ways) const {
     static_assert(Tile::kResident <= kMostResident);
     static_assert(Tile::kResident * Tile::BM * Tile::BN <= kMostFloats);
     constexpr bool kCopied = Tile::kAligned && !kAligned;
+    const auto kernel = fp32_product<Tile, kAligned>;
+    allow_shared_bytes(kernel, Tile::kSharedBytes);
     if (Tile::kSharedBytes > most_shared_bytes()) return;
-    const double copy = kNextLaunch + 8.0 * shape_.depth * shape_.cols / kMemoryBytes;
-    for (const auto& plan : plans<Tile, kAligned>()) {
-      const double microseconds = plan.microseconds + (kCopied ? copy : 0);
-      const auto launch = [self = *this, plan] { self.launch<Tile, kAligned, kCopied>(plan); };
-      ways.offer(microseconds, [&] {
-        return Way{name_of<Tile>(plan, kCopied), microseconds, launch, Tile::kSharedBytes};
-      });
-    }
-  }
-
-  /// Where a launch is not alone: the one plan in which no block waits, with a block for each tile.
-  /// (Of a shared tile it is the block of the lowest number that waits.)
-  template <class Tile, bool kAligned>
-  std::vector<Fp32Timetable<Tile>> plans() const {
     const int sms = multiprocessors();
-    if (!workspace_.alone) {
+    const int capacity =
+        std::min(resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes), Tile::kResident * sms);
+    auto plans = Fp32Timetable<Tile>::plans(shape_, sms, capacity);
+    // Of a shared tile it is the block of the lowest number that waits. Where a launch is not alone
+    // each tile has a block, and none waits.
+    if (!workspace_.alone && !plans.empty()) {
       const int64_t tiles = Fp32Timetable<Tile>::tiles_of(shape_);
-      if (tiles > INT_MAX) return {};
-      return {Fp32Timetable<Tile>(shape_, sms, static_cast<int>(tiles))};
+      plans = {Fp32Timetable<Tile>(shape_, sms, static_cast<int>(tiles))};
     }
-    const int capacity = fact_of_device([] {
-      const auto kernel = fp32_product<Tile, kAligned>;
-      allow_shared_bytes(kernel, Tile::kSharedBytes);
-      return resident_blocks(kernel, kFp32Threads, Tile::kSharedBytes);
-    });
-    return Fp32Timetable<Tile>::plans(shape_, sms, std::min(capacity, Tile::kResident * sms));
+    for (const auto& plan : plans) {
+      const double copy = kNextLaunch + 8.0 * shape_.depth * shape_.cols / kMemoryBytes;
+      ways.push_back({name_of<Tile>(plan, kCopied), plan.microseconds + (kCopied ? copy : 0),
+                      [self = *this, plan] { self.launch<Tile, kAligned, kCopied>(plan); },
+                      Tile::kSharedBytes});
+    }
   }
 
   template <class Tile, bool kAligned, bool kCopied>
   void launch(const Fp32Timetable<Tile>& plan) const {
-    const cudaStream_t stream = workspace_.stream;
-    const bool shared = plan.whole < Fp32Timetable<Tile>::tiles_of(shape_);
-    Fp32Handover<Tile::BM* Tile::BN> handover = {};
-    if (shared) handover = {flags_, sums_};
-    if (kCopied) {
+    if (kCopied)
       align_fp32_rows<kFp32Threads>
-          <<<shape_.depth, kFp32Threads, 0, stream>>>(B_, copy_, shape_.cols, pitch_);
-    }
-    allow_shared_bytes(fp32_product<Tile, kAligned>, Tile::kSharedBytes);
-    fp32_product<Tile, kAligned><<<plan.blocks, kFp32Threads, Tile::kSharedBytes, stream>>>(
-        Fp32Operands{A_, kCopied ? copy_.data() : B_.data(), C_, shape_,
-                     kCopied ? pitch_ : shape_.cols},
-        plan, handover);
+          <<<shape_.depth, kFp32Threads, 0, workspace_.stream>>>(B_, copy_, shape_.cols, pitch_);
+    fp32_product<Tile, kAligned>
+        <<<plan.blocks, kFp32Threads, Tile::kSharedBytes, workspace_.stream>>>(
+            Fp32Operands{A_, kCopied ? copy_.data() : B_.data(), C_, shape_,
+                         kCopied ? pitch_ : shape_.cols},
+            plan, Fp32Handover<Tile::BM * Tile::BN>{flags_, sums_});
   }
 
   /// "tile 64 x 128; slices: 2; blocks: 264; tiles shared; B copied"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -151,6 +152,24 @@ struct ExchangeMemory {
   }
 };
 
+/// How many clusters of a product's kernel the current device holds: found once a device.
+template <class Work>
+int clusters_that_fit_once() {
+  using Tile = typename Work::Tile;
+  constexpr int kMostDevices = 64, kBytes = sizeof(typename Work::Shared);
+  static std::atomic<int> facts[kMostDevices] = {};  // 1 more than the number; 0: not found yet
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>* const known = device < kMostDevices ? &facts[device] : nullptr;
+  int fact = known ? known->load(std::memory_order_relaxed) : 0;
+  if (fact == 0) {
+    allow_shared_bytes(product<Work>, kBytes);
+    fact = 1 + clusters_that_fit(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes);
+    if (known) known->store(fact, std::memory_order_relaxed);
+  }
+  return fact - 1;
+}
+
 /// How a product is computed with some tiles, and how long that should take.
 struct ProductPlan {
   int clusters;
@@ -167,11 +186,7 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
                                       bool alone) {
   using T = typename Tile::Element;
   using Work = MatrixProduct<Tile, Epilogue>;
-  constexpr int kBytes = sizeof(typename Work::Shared);
-  const int capacity = fact_of_device([] {
-    allow_shared_bytes(product<Work>, kBytes);
-    return clusters_that_fit(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes);
-  });
+  const int capacity = clusters_that_fit_once<Work>();
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
