@@ -8,7 +8,7 @@ import struct
 import sys
 import threading
 
-from conftest import CPU_BUILD, ROOT, execute
+from conftest import CPU_BUILD, CUDA_BUILD, NO_GPU, ROOT, execute
 import pytest
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -487,6 +487,30 @@ def test_the_example(library, tmp_path):
     assert result.rc == 0, result.stderr
     result = execute([program])
     assert result.rc == 0, result.stdout + result.stderr
+
+
+def test_readme_has_the_whole_example():
+    assert f"```c\n{(ROOT / 'examples/gated_layer.c').read_text()}```" in (ROOT / "README.md").read_text()
+
+
+def test_without_a_driver_the_library_loads_and_refuses():
+    """In a process that sees no GPU."""
+    built = CUDA_BUILD / "libfused_kernels.so"
+    if not built.exists():
+        pytest.skip("the library has not been built by nvcc")
+    program = f"""
+import ctypes
+library = ctypes.CDLL({str(built)!r})
+library.fk_last_error.restype = ctypes.c_char_p
+description = (ctypes.c_int64 * 7)(56, {FLOAT16}, 64, 64, 64, 0, 0)  # fk_gating
+needed = ctypes.c_size_t()
+print(library.fk_version(), library.fk_gating_workspace(description, ctypes.byref(needed)))
+print(library.fk_last_error().decode())
+"""
+    result = execute([sys.executable, "-c", program], env=NO_GPU)
+    assert result.rc == 0, result.stderr
+    numbers_printed, sentence = result.stdout.splitlines()
+    assert numbers_printed == "1 7" and "cuda" in sentence
 
 
 def test_the_page_has_the_headers_functions():

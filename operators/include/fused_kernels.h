@@ -129,8 +129,8 @@ FK_API int fk_attention_workspace(const fk_attention* attention, size_t* bytes);
 
 /* out = softmax(scale q k^T) v for each head, as the bonus lesson on attention has it. Shapes: q
  * and out (batch, queries, heads, width), k and v (batch, keys, kv_heads, width); elements of width
- * are neighbours, strides say where the other dimensions lie, so that (batch, heads, queries, width)
- * is as good. Head h of q reads head h / (heads / kv_heads) of k and v. With causal, query s sees
+ * are neighbours, strides say where the other dimensions lie: (batch, heads, queries, width) is as
+ * good. Head h of q reads head h / (heads / kv_heads) of k and v. With causal, query s sees
  * the keys t <= s + keys - queries; a query that sees none gets zeros. log_sums (batch, heads,
  * queries, dense) may be NULL: the logarithm of each query's sum of exp(scale q k), -inf without a
  * key. Each size is at least 1, heads a multiple of kv_heads, width at most 256; batch * heads *

@@ -81,8 +81,8 @@ __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) 
   }
 }
 
-/// A matrix (rows x cols) as the copy engine can follow it. Where its rows are dense, but not aligned
-/// to 16 bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
+/// A matrix (rows x cols) as the copy engine can follow it. Where its rows are dense, but not
+/// aligned to 16 bytes, it needs a copy, which align_rows makes in each launch: then `copied`.
 template <typename T>
 struct AlignedRows {
   Memory<T> from;
