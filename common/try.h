@@ -97,8 +97,8 @@ class Try {
     });
   }
 
-  /// What a kernel writes. Before each run it is NaN (whole numbers: a value that nobody expects), so
-  /// that an element that is never written shows.
+  /// What a kernel writes. Before each run it is NaN (a whole number: a value that nobody expects),
+  /// so that an element that is never written shows.
   template <class T>
   Tried<T> result(size_t count) {
     const Tried<T> made = make<T>(count, [&](T* start) {

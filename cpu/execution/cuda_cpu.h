@@ -295,7 +295,7 @@ struct Zero {
   }
 };
 
-/// An argument as call()'s kernel gets it: a copy; of an object that owns memory, the pointer to it.
+/// An argument as call()'s kernel gets it: a copy; of an object that owns memory, its pointer.
 template <class T>
 auto argument(const T& value) {
   if constexpr (!std::is_trivially_copyable_v<T> && requires { value.data(); }) {

@@ -1,8 +1,9 @@
 // Copies that the threads of a group make together, and wait for together.
 #pragma once
 
+#include <cuda/barrier>
+
 #include "cooperative_groups.h"
-#include "cuda/barrier"
 
 namespace cooperative_groups {
 
