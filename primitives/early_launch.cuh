@@ -19,12 +19,17 @@ bool has_clusters(Kernel* kernel) {
   return code.ptxVersion >= 90;
 }
 
+/// When the blocks of a launch start: when the kernel before it in the stream has ended; as
+/// launch_early() says; or all at the same time, without which the launch fails.
+enum class Start { usual, early, together };
+
 /// Launches a kernel in clusters of `cluster` blocks, for one that does not say how many; 1: as
-/// it says. `early` as launch_early(). Code for older devices is launched as usual.
+/// it says. Code for older devices starts as usual instead of early.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
-                        bool early, dim3 blocks, dim3 threads, size_t shared_bytes,
+                        Start start, dim3 blocks, dim3 threads, size_t shared_bytes,
                         const Arguments&... arguments) {
+  const bool early = start == Start::early;
   const bool modern = (cluster > 1 || early) && has_clusters(kernel);
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config = {};
@@ -44,7 +49,21 @@ void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsi
     serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     serialization.val.programmaticStreamSerializationAllowed = 1;
   }
+  if (start == Start::together) {
+    cudaLaunchAttribute& together = attributes[config.numAttrs++];
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "cudaLaunchKernelEx");
+}
+
+/// The same, early or as usual.
+template <typename... Parameters, typename... Arguments>
+void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
+                        bool early, dim3 blocks, dim3 threads, size_t shared_bytes,
+                        const Arguments&... arguments) {
+  launch_clusters_on(stream, kernel, cluster, early ? Start::early : Start::usual, blocks, threads,
+                     shared_bytes, arguments...);
 }
 
 /// The same on the default stream.

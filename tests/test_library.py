@@ -30,16 +30,21 @@ def library():
         pytest.skip("scons library has not been run")
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.fk_last_error.restype = ctypes.c_char_p
-    for kind in (Gated, Product, Attention):
-        workspace, forward = kind.functions(loaded)
-        workspace.argtypes = [POINTER, POINTER]
-        forward.argtypes = [POINTER] * (1 + len(kind.NAMES)) + [POINTER, SIZE, POINTER]
+    declare(loaded, Gated, Product, Attention)
     loaded.cudaMalloc.argtypes = [POINTER, SIZE]
     loaded.cudaFree.argtypes = [POINTER]
     loaded.cudaMemcpy.argtypes = [POINTER, POINTER, SIZE, ctypes.c_int]
     loaded.cudaMemset.argtypes = [POINTER, ctypes.c_int, SIZE]
     loaded.cudaStreamCreate.argtypes = loaded.cudaStreamSynchronize.argtypes = [POINTER]
     return loaded
+
+
+def declare(library, *kinds):
+    """The types of their functions' arguments."""
+    for kind in kinds:
+        workspace, run = kind.functions(library)
+        workspace.argtypes = [POINTER, POINTER]
+        run.argtypes = [POINTER] * (1 + len(kind.NAMES)) + [POINTER, SIZE, POINTER]
 
 
 class Buffer:
@@ -99,7 +104,9 @@ def near(found, expected, bound):
 
 class Call:
     """A call of the library: a description, and operands on the device. A kind of call has NAMES, those of
-    its operands in the order of the function's arguments, and of them WRITTEN; its description has fields."""
+    its operands in the order of the function's arguments, and of them WRITTEN, and OPTIONAL ones, which may be
+    NULL; its description has fields."""
+    OPTIONAL = ()
 
     def __init__(self, library, description, operands):
         self.library, self.description, self.host = library, description, operands
@@ -218,6 +225,7 @@ class Strides(ctypes.Structure):
 
 class Attention(Call):
     NAME, NAMES, WRITTEN = "attention", ("q", "k", "v", "out", "log_sums"), ("out", "log_sums")
+    OPTIONAL = ("log_sums",)
     Description = fields(type=ctypes.c_int, causal=ctypes.c_int, batch=INT64, queries=INT64, keys=INT64, heads=INT64,
                          kv_heads=INT64, width=INT64, q_strides=Strides, k_strides=Strides, v_strides=Strides,
                          out_strides=Strides, scale=ctypes.c_float)
@@ -326,8 +334,7 @@ def test_result(library, kind, options):
     kind(library, **options).run_twice()
 
 
-@pytest.mark.parametrize("kind", [Gated, Product, Attention])
-def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
+def call_at_the_same_time(library, kind):
     calls, codes = [kind(library, seed=seed) for seed in (1, 2)], []
 
     def run(own):
@@ -344,6 +351,11 @@ def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
     assert codes == [OK] * 10 and all(own.is_right() for own in calls)
     for own in calls:
         own.free()
+
+
+@pytest.mark.parametrize("kind", [Gated, Product, Attention])
+def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
+    call_at_the_same_time(library, kind)
 
 
 def test_one_thread_uses_two_streams(library):
@@ -399,36 +411,32 @@ WRONG = {
 }
 
 
-def damaged():
-    """Of each mistake: the kind of call, the code, a word of the sentence, what is changed in the description,
-    and a function of the call that says which arguments are others."""
-    for kind, wrong in WRONG.items():
-        for changes, code in wrong:
-            yield kind, code, list(changes)[-1], changes, None
-        yield kind, BAD_ARGUMENT, "size is 8", dict(size=8), None
-        yield kind, BAD_ARGUMENT, f"{kind.NAME} is NULL", {}, lambda _: {"description": None}
-        for name in kind.NAMES:
-            if name != "log_sums":
-                yield kind, BAD_ARGUMENT, f"{name} is NULL", {}, lambda _, n=name: {n: None}
-            yield (kind, BAD_ALIGNMENT, f"{name}: the pointer is not aligned to 16", {},
-                   lambda call, n=name: {n: call.device[n].at + 2})
-            yield kind, BAD_DEVICE, f"{name} is not memory of a GPU", {}, lambda _, n=name: {n: 1 << 20}
-            for written in kind.WRITTEN:
-                if name != written:
-                    yield (kind, OVERLAP, "which is written, overlaps", {},
-                           lambda call, n=name, w=written: {w: call.device[n].at})
-                    yield (kind, OVERLAP, "which is written, overlaps", {},
-                           lambda call, n=name, w=written: {
-                               w: (call.device[n].at + call.device[n].bytes - 1) // 16 * 16})
+def damaged(kind, wrong):
+    """Of each mistake: the code, a word of the sentence, what is changed in the description, and a function of
+    the call that says which arguments are others."""
+    for changes, code in wrong:
+        yield code, list(changes)[-1], changes, None
+    yield BAD_ARGUMENT, "size is 8", dict(size=8), None
+    yield BAD_ARGUMENT, " is NULL", {}, lambda _: {"description": None}
+    for name in kind.NAMES:
+        if name not in kind.OPTIONAL:
+            yield BAD_ARGUMENT, f"{name} is NULL", {}, lambda _, n=name: {n: None}
+        yield (BAD_ALIGNMENT, f"{name}: the pointer is not aligned to 16", {},
+               lambda call, n=name: {n: call.device[n].at + 2})
+        yield BAD_DEVICE, f"{name} is not memory of a GPU", {}, lambda _, n=name: {n: 1 << 20}
+        for written in kind.WRITTEN:
+            if name != written:
+                yield (OVERLAP, "which is written, overlaps", {},
+                       lambda call, n=name, w=written: {w: call.device[n].at})
+                yield (OVERLAP, "which is written, overlaps", {},
+                       lambda call, n=name, w=written: {
+                           w: (call.device[n].at + call.device[n].bytes - 1) // 16 * 16})
 
 
-@pytest.mark.parametrize("kind", [Gated, Product, Attention])
-def test_what_is_damaged_is_refused(library, kind):
+def refuse_what_is_damaged(library, kind, wrong):
     call = kind(library)
     before, count = call.all(), 0
-    for of, code, words, changes, arguments in damaged():
-        if of is not kind:
-            continue
+    for code, words, changes, arguments in damaged(kind, wrong):
         whole = kind.Description.from_buffer_copy(call.description)
         for field, value in changes.items():
             setattr(call.description, field, value)
@@ -444,12 +452,7 @@ def test_what_is_damaged_is_refused(library, kind):
     call.free()
 
 
-@pytest.mark.parametrize("kind, options", [
-    (Gated, dict(rows=33, inputs=65, hidden=130)), (Product, dict(rows=65, cols=9, depth=7)),
-    (Attention, dict(queries=3, keys=300, width=72)),
-])
-def test_a_damaged_workspace_is_refused(library, kind, options):
-    call = kind(library, **options)
+def refuse_a_damaged_workspace(call):
     assert call.needed > 0
     before, at = call.all(), call.device["workspace"].at
     for code, words, instead in (
@@ -459,9 +462,22 @@ def test_a_damaged_workspace_is_refused(library, kind, options):
             (BAD_DEVICE, "workspace is not memory of a GPU", {"workspace": 1 << 20}),
             *((OVERLAP, "overlaps", {"workspace": call.device[name].at // 256 * 256}) for name in call.host)):
         assert call.call(**instead) == code
-        assert words in library.fk_last_error().decode()
+        assert words in call.library.fk_last_error().decode()
         assert before == call.all()
     call.free()
+
+
+@pytest.mark.parametrize("kind", [Gated, Product, Attention])
+def test_what_is_damaged_is_refused(library, kind):
+    refuse_what_is_damaged(library, kind, WRONG[kind])
+
+
+@pytest.mark.parametrize("kind, options", [
+    (Gated, dict(rows=33, inputs=65, hidden=130)), (Product, dict(rows=65, cols=9, depth=7)),
+    (Attention, dict(queries=3, keys=300, width=72)),
+])
+def test_a_damaged_workspace_is_refused(library, kind, options):
+    refuse_a_damaged_workspace(kind(library, **options))
 
 
 # ---- The header, the example, the page --------------------------------------------------------------

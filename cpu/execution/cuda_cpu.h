@@ -322,12 +322,16 @@ struct DynamicArray {
 
 /// A launch with attributes: the size of its clusters, and whether it may start early.
 LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site);
+/// Whether the launch is not cooperative, or fits on the device.
+cudaError_t check_attributes(const cudaLaunchConfig_t& config);
 
 }  // namespace cuda_cpu
 
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
+  const cudaError_t error = cuda_cpu::check_attributes(*config);
+  if (error != cudaSuccess) return error;
   kernel->*cuda_cpu::launch_with_attributes(
                *config, cuda_cpu::Site::here())(std::forward<Arguments>(arguments)...);
   return cudaPeekAtLastError();

@@ -644,6 +644,15 @@ LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site)
   return launch;
 }
 
+cudaError_t check_attributes(const cudaLaunchConfig_t& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id != cudaLaunchAttributeCooperative || attribute.val.cooperative == 0) continue;
+    return check_cooperative(config.gridDim);
+  }
+  return cudaSuccess;
+}
+
 }  // namespace cuda_cpu
 
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function,

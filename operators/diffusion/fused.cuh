@@ -142,9 +142,10 @@ class FusedDiffusion {
   }
 
   /// As many clusters as fit on the device at once, or as there are tiles: none may wait for one
-  /// that cannot start. In a batch each mesh has its share of them, at least one. (Counted for a
-  /// GPU that this launch has to itself: other kernels end sometime, but two of these at the same
-  /// time, in two streams, might wait for each other for good. In one stream they cannot, although
+  /// that cannot start. In a batch each mesh has its share of them, at least one. That counts a GPU
+  /// that this launch has to itself. Other kernels end sometime, but two of these at the same time,
+  /// in two streams, might wait for each other for good. So where a launch is not alone, its blocks
+  /// start together, not early. (In one stream two of these cannot wait for each other, although
   /// started early: the next one's blocks start when all of this one's run.)
   template <class Tile>
   void plan(const Workspace& workspace) {
@@ -163,15 +164,19 @@ class FusedDiffusion {
     workspace_bytes_ = arrivals.bytes() + totals.bytes() + (kMeshTimes ? mesh_d_times.bytes() : 0);
 
     const dim3 grid(blocks, clusters, static_cast<unsigned>(meshes));
-    const auto launch = [=, at = operands_, W = static_cast<int>(W)] {
+    const Start start = workspace.alone ? Start::early
+                        : clusters > 1  ? Start::together
+                                        : Start::usual;
+    const auto launch = [=, at = operands_, W = static_cast<int>(W), stream = workspace.stream] {
       constexpr int kThreads = 64;
       const DiffusionOperands in = at();
       const DiffusionMaps maps = Tile::kBatch ? DiffusionMaps(in, grid.z) : DiffusionMaps(in);
-      launch_clusters(diffuse<kPass, Tile>, grid.x, true, grid, kOneLaunchThreads, kBytes, maps, in,
-                      arrivals.data(), totals.data(), mesh_d_times.data());
+      launch_clusters_on(stream, diffuse<kPass, Tile>, grid.x, start, grid, kOneLaunchThreads,
+                         kBytes, maps, in, arrivals.data(), totals.data(), mesh_d_times.data());
       if constexpr (kMeshTimes) {
-        launch_early(add_mesh_d_times<kThreads>, blocks_for(W, kThreads), kThreads, 0,
-                     mesh_d_times.data(), static_cast<int>(grid.z), in.d_times, W);
+        launch_clusters_on(stream, add_mesh_d_times<kThreads>, 1, true, blocks_for(W, kThreads),
+                           kThreads, 0, mesh_d_times.data(), static_cast<int>(grid.z), in.d_times,
+                           W);
       }
     };
     const double bytes = 2.0 * static_cast<double>(shape_.vertices() * (2 * W + E));

@@ -143,6 +143,45 @@ FK_API int fk_attention_forward(const fk_attention* attention, const void* q, co
                                 const void* v, void* out, float* log_sums, void* workspace,
                                 size_t workspace_bytes, struct CUstream_st* stream);
 
+/* Spatial diffusion on a mesh, or on a batch of meshes of one shape. */
+typedef struct fk_diffusion {
+  size_t size; /* sizeof(fk_diffusion) */
+  int type;    /* FK_BFLOAT16 */
+  int64_t meshes, vertices, eigen, width;
+} fk_diffusion;
+
+/* How many bytes of workspace fk_diffusion_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_diffusion_forward(), without those of operands. */
+FK_API int fk_diffusion_workspace(const fk_diffusion* diffusion, size_t* bytes);
+
+/* spectral = exp(-evalues times) * (basis^T (mass x)) and out = basis spectral for each mesh, as
+ * lesson 7 has it. Shapes: x and out (meshes, vertices, width), basis (meshes, vertices, eigen),
+ * mass (meshes, vertices), evalues (meshes, eigen), times (width), spectral (meshes, eigen, width);
+ * all dense. Each size is at least 1; eigen and width are multiples of 8, at most 256 and 512;
+ * meshes * vertices is at most 2^30, meshes at most 65535. Type: bf16, added up in fp32, in an
+ * order that is another one in each call. Alignment: each pointer to 16 bytes. Written: spectral
+ * and out, which must not overlap an operand. Device: compute capability 9.0; the blocks of its
+ * kernel start together, and so a call in another stream waits until there is room for all. */
+FK_API int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x, const void* basis,
+                                const void* mass, const void* evalues, const void* times,
+                                void* spectral, void* out, void* workspace, size_t workspace_bytes,
+                                struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_diffusion_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_diffusion_backward(), without those of operands. */
+FK_API int fk_diffusion_backward_workspace(const fk_diffusion* diffusion, size_t* bytes);
+
+/* The gradients of fk_diffusion_forward(), as lesson 7 has them: with s = d_spectral + basis^T
+ * d_out, d_times = -(evalues s spectral), added up over eigen and meshes, and d_x = mass * (basis
+ * (exp(-evalues times) * s)). Shapes: d_out and d_x those of out and x, d_spectral that of
+ * spectral, which is what forward has written, d_times that of times. Sizes, type, alignment and
+ * device: as forward. Written: d_x and d_times, which must not overlap an operand. */
+FK_API int fk_diffusion_backward(const fk_diffusion* diffusion, const void* d_out,
+                                 const void* d_spectral, const void* basis, const void* mass,
+                                 const void* evalues, const void* times, const void* spectral,
+                                 void* d_x, void* d_times, void* workspace, size_t workspace_bytes,
+                                 struct CUstream_st* stream);
+
 #ifdef __cplusplus
 }
 #endif

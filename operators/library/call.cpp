@@ -118,6 +118,12 @@ void check_sizes(const std::vector<Size>& sizes) {
   }
 }
 
+void check_multiple(const char* name, int64_t value, int64_t of) {
+  if (value % of == 0) return;
+  throw Refusal{FK_BAD_SHAPE, std::string(name) + " is " + std::to_string(value) +
+                                  "; it has to be a multiple of " + std::to_string(of)};
+}
+
 int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t element) {
   if (stride == 0 || stride == cols) return cols;
   const int64_t unit = static_cast<int64_t>(16 / element);

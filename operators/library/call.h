@@ -42,6 +42,8 @@ void check_description(const char* name, const void* description, size_t size);
 void check_type(const char* name, int type, std::initializer_list<fk_type> types);
 /// Refuses sizes below 1 or above their `most`.
 void check_sizes(const std::vector<Size>& sizes);
+/// Refuses a size that is not a multiple of this one.
+void check_multiple(const char* name, int64_t value, int64_t of);
 /// A row stride of a description, in elements. Refuses what is neither 0 nor a multiple of 16 bytes
 /// that is as far as `cols` elements of `element` bytes. Returns how far rows are apart.
 int64_t check_stride(const char* name, int64_t stride, int64_t cols, size_t element);
