@@ -1085,6 +1085,39 @@ CASE(blocks_that_wait_for_one_another) {
   }
 }
 
+// "cudaLaunchAttributeCooperative": of two launches in two streams, each of which takes the whole
+// device, neither takes a part of it and waits for the rest. More blocks than fit are refused.
+CASE(blocks_that_start_together) {
+  constexpr int kLaunches = 50;
+  const int bytes = most_shared_bytes();
+  allow_shared_bytes(meet_all, bytes);
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams) CUDA_CHECK(cudaStreamCreate(&stream));
+  for (const unsigned cluster : {1u, 2u}) {
+    const unsigned blocks = cluster * clusters_that_fit(meet_all, cluster, 64, bytes);
+    Array<unsigned> arrived(kLaunches);
+    for (int i = 0; i < kLaunches; ++i) {
+      launch_clusters_on(streams[i % 2], meet_all, cluster, Start::together, blocks, 64, bytes,
+                         arrived.device + i);
+    }
+    for (cudaStream_t stream : streams) CUDA_CHECK(cudaStreamSynchronize(stream));
+    arrived.get();
+    for (int i = 0; i < kLaunches; ++i) EXPECT(arrived[i] == blocks);
+  }
+  Array<unsigned> arrived(1);
+  bool refused = false;
+  try {
+    launch_clusters_on(nullptr, meet_all, 1, Start::together, multiprocessors() + 1, 64, bytes,
+                       arrived.device);
+  } catch (const std::exception&) {
+    refused = true;
+    cudaGetLastError();
+  }
+  arrived.get();
+  EXPECT(refused && arrived[0] == 0);
+  for (cudaStream_t stream : streams) CUDA_CHECK(cudaStreamDestroy(stream));
+}
+
 CASE(clusters_that_fit) {
   int sms = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));

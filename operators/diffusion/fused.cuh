@@ -132,13 +132,18 @@ class FusedDiffusion {
     return Tile::kColumns * blocks_for(shape_.meshes, fit) * blocks_for(shape_.V, 64 * of_a_mesh);
   }
 
-  template <class Tile>
+  /// The device is asked once for each number of blocks in a cluster.
+  template <class Tile, unsigned kBlocks = 1>
   int clusters_at_once() const {
-    constexpr int kBytes = sizeof(OneLaunchShared<Tile>);
-    const auto kernel = diffuse<kPass, Tile>;
-    allow_shared_bytes(kernel, kBytes);
-    return clusters_that_fit(kernel, blocks_for(shape_.W, Tile::kColumns), kOneLaunchThreads,
-                             kBytes);
+    if constexpr (kBlocks * Tile::kColumns < kMostWidth) {
+      if (shape_.W > kBlocks * Tile::kColumns) return clusters_at_once<Tile, kBlocks + 1>();
+    }
+    return fact_of_device([] {
+      constexpr int kBytes = sizeof(OneLaunchShared<Tile>);
+      const auto kernel = diffuse<kPass, Tile>;
+      allow_shared_bytes(kernel, kBytes);
+      return clusters_that_fit(kernel, kBlocks, kOneLaunchThreads, kBytes);
+    });
   }
 
   /// As many clusters as fit on the device at once, or as there are tiles: none may wait for one
