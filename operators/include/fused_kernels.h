@@ -171,8 +171,8 @@ FK_API int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x, co
  * Written: bytes. Errors: as fk_diffusion_backward(), without those of operands. */
 FK_API int fk_diffusion_backward_workspace(const fk_diffusion* diffusion, size_t* bytes);
 
-/* The gradients of fk_diffusion_forward(), as lesson 7 has them: with s = d_spectral + basis^T
- * d_out, d_times = -(evalues s spectral), added up over eigen and meshes, and d_x = mass * (basis
+/* The gradients of fk_diffusion_forward(), as lesson 7 has them. With s = d_spectral + basis^T
+ * d_out: d_times = -(evalues s spectral), added up over eigen and meshes, and d_x = mass * (basis
  * (exp(-evalues times) * s)). Shapes: d_out and d_x those of out and x, d_spectral that of
  * spectral, which is what forward has written, d_times that of times. Sizes, type, alignment and
  * device: as forward. Written: d_x and d_times, which must not overlap an operand. */
@@ -181,6 +181,26 @@ FK_API int fk_diffusion_backward(const fk_diffusion* diffusion, const void* d_ou
                                  const void* evalues, const void* times, const void* spectral,
                                  void* d_x, void* d_times, void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream);
+
+/* softmax(x w). */
+typedef struct fk_softmax {
+  size_t size; /* sizeof(fk_softmax) */
+  int type;    /* FK_FLOAT32 */
+  int64_t rows, inputs, classes;
+} fk_softmax;
+
+/* How many bytes of workspace fk_softmax_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_softmax_forward(), without those of operands. */
+FK_API int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes);
+
+/* probs = softmax(x w), row by row, as lesson 9 has it. Shapes: x (rows, inputs), w (inputs,
+ * classes), probs (rows, classes); all row-major and dense. Each size is at least 1; rows and
+ * inputs are at most 2^30, classes at most 65535 * 4096. A logit of -inf has the probability 0; a
+ * row of only -inf becomes NaN. Type: fp32, multiplied in fp32, or as accurately by three products
+ * in TF32. Alignment: each pointer to 16 bytes. Written: probs, which must not overlap an operand.
+ * Device: any that the library is built for. */
+FK_API int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w, void* probs,
+                              void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
 #ifdef __cplusplus
 }

@@ -174,8 +174,8 @@ Plan plan_cluster(const Layer& layer) {
     const auto launch = [=](Results results, int = 1) {
       const CUtensorMap x = tensor_map<float>(in.x, in.B, in.D, kRows, kMath == Math::tf32,
                                               in.x_stride, Reads::often);
-      launch_early(kernel, dim3(kSplits * blocks_for(in.B, kRows), tiles), kThreads, kBytes,  //
-                   x, in.W, in.B, in.D, in.C, results);
+      in.launch(kernel, dim3(kSplits * blocks_for(in.B, kRows), tiles), kThreads, kBytes,  //
+                x, in.W.data(), in.B, in.D, in.C, results);
     };
     return tiles == 1 ? product_of("cluster", kernel, kBytes, launch)
                       : half_fused(in, "cluster", kernel, kBytes, 1, tiles, launch);

@@ -60,8 +60,8 @@ constexpr int kFewColumns = 16;
 inline Product make_rows_split(const Layer& layer) {
   const auto kernel = fused_rows_split<kFewColumns>;
   const auto launch = [=](const Results& results) {
-    launch_early(kernel, layer.B, kSoftmaxThreads, 0, layer.x, layer.W, results.out, layer.D,
-                 layer.C);
+    layer.launch(kernel, layer.B, kSoftmaxThreads, 0, layer.x.data(), layer.W.data(), results.out,
+                 layer.D, layer.C);
   };
   return product_of("rows, D split", kernel, 0, launch);
 }
@@ -215,8 +215,10 @@ void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   const std::string text = std::to_string(32 * kCols) + " columns; cluster: ";
   const auto add = [&](int slices, int splits) {
     const auto launch = [=](Results results, int of_D) {
-      launch_clusters(kernel, splits, true, dim3(tiles * splits, of_D), kThreads, 0,  //
-                      layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
+      const Workspace& workspace = layer.workspace;
+      launch_clusters_on(workspace.stream, kernel, splits, workspace.alone,
+                         dim3(tiles * splits, of_D), kThreads, 0,  //
+                         layer.x, layer.W, layer.B, layer.D, layer.C, splits, results);
     };
     products.push_back(half_fused(layer, "few rows", kernel, 0, slices, tiles, launch));
     products.back().expected = {microseconds(slices, splits), microseconds(1, splits),

@@ -12,6 +12,7 @@
 
 #include "operators/operands.h"
 #include "operators/softmax/rows.cuh"
+#include "primitives/early_launch.cuh"
 #include "primitives/launch.h"
 
 namespace operators::softmax {
@@ -34,6 +35,15 @@ struct Layer {
   int64_t W_stride = shape.classes;
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = multiprocessors();
+
+  // Launches a kernel that reads x or W: early, but where other work of the caller's comes before
+  // it, which may still write them.
+  template <typename... Parameters, typename... Arguments>
+  void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
+              const Arguments&... arguments) const {
+    launch_clusters_on(workspace.stream, kernel, 1, workspace.alone, blocks, threads, shared_bytes,
+                       arguments...);
+  }
 
   // The most slices such that each has at least `least` inputs, and all fit into `sliced`.
   int most_slices(int least) const {
@@ -135,18 +145,19 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int s
                    int slices, int tiles, Launch launch) {
   const int least = layer.B > kRowsForParts ? kLongestInRegisters : kLeastForParts;
   const bool parts = slices == 1 && layer.C > least;
-  const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B,
-                     C = layer.C](Results results) {
+  const auto both = [=, sliced = layer.sliced, shape = layer.shape, B = layer.B, C = layer.C,
+                     stream = layer.workspace.stream](Results results) {
     if (results.epilogue == Epilogue::logits) return launch(results, 1);
     float* out = results.out;
     results.epilogue = parts ? Epilogue::parts : Epilogue::logits;
     if (slices > 1) results.out = sliced;
     launch(results, slices);
     if (parts) {
-      launch_early(finish_columns<kSoftmaxThreads>, dim3(B, blocks_for(C, kPartColumns)),
-                   kSoftmaxThreads, 0, out, out, results.parts, C, tiles);
+      launch_clusters_on(stream, finish_columns<kSoftmaxThreads>, 1, true,
+                         dim3(B, blocks_for(C, kPartColumns)), kSoftmaxThreads, 0, out, out,
+                         results.parts, C, tiles);
     } else {
-      softmax(results.out, out, shape, results.parts, slices);
+      softmax(results.out, out, shape, results.parts, slices, stream);
     }
   };
   Product product = product_of(name, kernel, shared_bytes, both);
@@ -186,7 +197,7 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
     const auto from = matrix, to = layer.workspace.zeros<float>(rows * stride);
     launch = [=, before = launch, stride = stride] {
       if (before) before();
-      launch_early(align_rows<256>, rows, 256, 0, from, to, cols, stride);
+      layer.launch(align_rows<256>, rows, 256, 0, from.data(), to.data(), cols, stride);
     };
     matrix = to;
   };
@@ -207,7 +218,8 @@ struct Plan {
 };
 
 // The plans that are tried, of all: those that should be the fastest, fused or unfused.
-inline std::vector<Plan> plans_to_try(std::vector<Plan> plans) {
+// If not `all`: the one that should be the fastest.
+inline std::vector<Plan> plans_to_try(std::vector<Plan> plans, bool all) {
   std::vector<Plan> tried;
   const auto take = [&](size_t most, auto microseconds) {
     std::stable_sort(plans.begin(), plans.end(), [&](const Plan& a, const Plan& b) {
@@ -220,8 +232,9 @@ inline std::vector<Plan> plans_to_try(std::vector<Plan> plans) {
     }
     plans.erase(plans.begin(), plans.begin() + static_cast<std::ptrdiff_t>(taken));
   };
-  take(kMostPlans, [](const Plan& plan) { return plan.microseconds(); });
-  take(kMostPlans / 3, [](const Plan& plan) { return plan.expected.unfused_microseconds; });
+  take(all ? kMostPlans : 1, [](const Plan& plan) { return plan.microseconds(); });
+  take(all ? kMostPlans / 3 : 0,
+       [](const Plan& plan) { return plan.expected.unfused_microseconds; });
   return tried;
 }
 
@@ -229,7 +242,7 @@ inline std::vector<Plan> plans_to_try(std::vector<Plan> plans) {
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;
-  for (const Plan& plan : plans_to_try(plans)) {
+  for (const Plan& plan : plans_to_try(plans, layer.workspace.all_ways)) {
     const std::pair copies = {plan.copies_x, plan.copies_W};
     if (!aligned.contains(copies)) {
       aligned.emplace(copies, with_aligned_rows(layer, plan.copies_x, plan.copies_W));

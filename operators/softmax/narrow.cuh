@@ -162,7 +162,7 @@ Product make_narrow(const Layer& layer) {
   const int slabs = static_cast<int>(blocks_for(layer.B, 8 * groups));
   const Slabs of = {splits, groups, stages, bytes};
   const auto launch = [=](Results results) {
-    launch_early(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
+    layer.launch(narrow_columns<kTiles>, std::min(slabs, layer.sms), kThreads, bytes,  //
                  layer.x, layer.W, layer.B, layer.D, layer.C, of, results);
   };
   Product product = product_of("narrow", narrow_columns<kTiles>, bytes, launch);

@@ -133,7 +133,7 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
         .places = places,
         .exchange = {posted, turns},
         .output = results};
-    launch_early(kernel, dim3(grid, of_D), Tile::kThreads, kBytes, work);
+    layer.launch(kernel, dim3(grid, of_D), Tile::kThreads, kBytes, work);
   };
   if (fused) return product_of("exchange", kernel, kBytes, launch);
   return half_fused(layer, "exchange", kernel, kBytes, slices, tiles, launch);
@@ -158,7 +158,8 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
     const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
     plans.push_back({{microseconds, time.two_kernels(1), tiles, how}, copies_x, copies_W, make});
   };
-  if (time.tiles <= time.all) add(time.fused(time.all / time.tiles), 0, "");
+  const bool may_wait = layer.workspace.alone || time.tiles == kPeers;  // for its own cluster
+  if (time.tiles <= time.all && may_wait) add(time.fused(time.all / time.tiles), 0, "");
   for (const int slices : time.likely_slices(layer.most_slices(4 * kLine<float>))) {
     add(time.two_kernels(slices), slices, "; half fused; slices: " + std::to_string(slices));
   }

@@ -198,19 +198,20 @@ constexpr int kLongestInRegisters = 8192;
 /// probs = softmax(logits), of logits (B, C) or the sum of logits (slices, B, C): a warp a row, or
 /// a block, or several, which leave maxima and sums in `parts` (B, C / kPartColumns).
 inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape, float2* parts,
-                    int slices = 1) {
+                    int slices = 1, cudaStream_t stream = nullptr) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);
   if (C > kLongestInRegisters) {
     const dim3 grid(B, blocks_for(C, kPartColumns));
-    launch_early(sum_row_parts<kSoftmaxThreads>, grid, kSoftmaxThreads, 0, logits, probs, parts, C,
-                 slices);
-    launch_early(finish_columns<kSoftmaxThreads>, grid, kSoftmaxThreads, 0,
-                 slices > 1 ? probs : logits, probs, parts, C, static_cast<int>(grid.y));
+    launch_clusters_on(stream, sum_row_parts<kSoftmaxThreads>, 1, true, grid, kSoftmaxThreads, 0,
+                       logits, probs, parts, C, slices);
+    launch_clusters_on(stream, finish_columns<kSoftmaxThreads>, 1, true, grid, kSoftmaxThreads, 0,
+                       slices > 1 ? probs : logits, probs, parts, C, static_cast<int>(grid.y));
     return;
   }
   const unsigned warps = blocks_for(B, kSoftmaxThreads / 32);
   const auto launch = [&](auto* kernel, unsigned count) {
-    launch_early(kernel, count, kSoftmaxThreads, 0, logits, probs, B, C, slices);
+    launch_clusters_on(stream, kernel, 1, true, count, kSoftmaxThreads, 0, logits, probs, B, C,
+                       slices);
   };
   if (C % 4 != 0 && C <= 32) {
     launch(softmax_rows<32, 1, 1>, warps);

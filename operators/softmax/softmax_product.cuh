@@ -59,7 +59,7 @@ class SoftmaxProduct {
                  const Memory<float>& probs, const SoftmaxShape& shape)
       : layer_{workspace, shape, x, W, workspace.any<float>(most_sliced(shape))},
         probs_(probs),
-        logits_(workspace.any<float>(shape.rows * shape.classes)),
+        logits_(workspace.all_ways ? workspace.any<float>(shape.rows * shape.classes) : probs),
         parts_(workspace.any<float2>(shape.classes > kLeastForParts
                                          ? shape.rows * (blocks_for(shape.classes, 32) + 1)
                                          : 1)) {}
@@ -154,7 +154,8 @@ class SoftmaxProduct {
       if (std::none_of(kind.unfused.begin(), kind.unfused.end(), same)) {
         const auto launch = [product, self = *this] {
           product.launch(self.results(Epilogue::logits));
-          softmax(self.logits_, self.probs_, self.layer_.shape, self.parts_);
+          softmax(self.logits_, self.probs_, self.layer_.shape, self.parts_, 1,
+                  self.layer_.workspace.stream);
         };
         kind.unfused.push_back({tiles, unfused_microseconds, launch, product.shared_bytes});
       }

@@ -163,7 +163,7 @@ Product make_all_columns(const Layer& layer) {
   const auto launch = [=](Results results) {
     results.partial = partial;
     results.arrived = arrived;
-    launch_early(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
+    layer.launch(all_columns<Tile>, dim3(row_tiles, splits), Tile::kThreads, kBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
   return product_of("tiles", all_columns<Tile>, kBytes, launch);
@@ -173,7 +173,7 @@ template <class Tile>
 Product make_column_tiles(const Layer& layer) {
   const unsigned tiles = blocks_for(layer.B, Tile::BM) * blocks_for(layer.C, Tile::BN);
   const auto launch = [=](Results results, int) {
-    launch_early(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
+    layer.launch(column_tiles<Tile>, tiles, Tile::kThreads, Tile::kStageBytes,  //
                  factors_of(layer.x, layer.W, layer.B, layer.D, layer.C), results);
   };
   return half_fused(layer, "online", column_tiles<Tile>, Tile::kStageBytes, 1,
