@@ -124,7 +124,7 @@ void Runner::run(Launch& launch) {
   if (kTsan && launch.config.early) {
     // New identities: a thread of this launch is not ordered after one of the launch before.
     for (Fiber* fiber : fibers_) {
-      if (fiber) fiber->restart();
+      if (fiber) fiber->stale = true;
     }
   }
 
@@ -222,7 +222,7 @@ CUDA_CPU_NO_TSAN void Runner::abandon_threads() {
     tsan_become(fiber->tsan_identity());
     tsan_release(kernel_end(launch_->device, launch_->number));
     tsan_become(main_.tsan_identity());
-    fiber->restart();
+    fiber->stale = true;
     idle_fibers_.push_back(fiber);
   }
   for (Block* block : resident_) {
@@ -341,23 +341,26 @@ CUDA_CPU_NO_TSAN Fiber& Runner::fiber_for_next_thread() {
   const Block& block = *unstarted_[first_unstarted_];
   const std::size_t own = std::size_t{block.slot} * kMaxThreadsPerBlock + block.started;
   const bool missing = kTsan ? own >= fibers_.size() || !fibers_[own] : idle_fibers_.empty();
-  if (missing) {
+  Fiber* fiber = nullptr;
+  if (!missing) fiber = kTsan ? fibers_[own] : idle_fibers_.back();
+  if (missing || fiber->stale) {
     // For ThreadSanitizer a fiber is ordered after its creator: that must not be a CUDA thread.
     void* const caller = tsan_current();
     tsan_become(main_.tsan_identity());
-    Fiber* fiber = new Fiber(fiber_main, fibers_.size());
-    tsan_become(caller);
-    if (!kTsan) {
-      fibers_.push_back(fiber);
-      return *fiber;
+    if (missing) {
+      fiber = new Fiber(fiber_main, fibers_.size());
+    } else {
+      fiber->restart();
     }
+    tsan_become(caller);
+  }
+  if (!kTsan) {
+    (missing ? fibers_.push_back(fiber) : idle_fibers_.pop_back());
+  } else if (missing) {
     if (own >= fibers_.size()) fibers_.resize(own + 1);
     fibers_[own] = fiber;
   }
-  if (kTsan) return *fibers_[own];
-  Fiber& fiber = *idle_fibers_.back();
-  idle_fibers_.pop_back();
-  return fiber;
+  return *fiber;
 }
 
 /// Whatever can go on: a thread that waits no more, a thread that has not started, one for which
