@@ -1,5 +1,6 @@
 """The table of the library's functions in docs/library.md, made from its header: `docs/functions.py` renews it."""
 
+import argparse
 from pathlib import Path
 import re
 
@@ -18,9 +19,8 @@ def functions():
 def table():
     blocks = []
     for name, text in functions():
-        first, _, rest = text.partition(". ")
-        rows = [f"| `{name}` | {first.rstrip('.').replace('|', '/')}. |"]
-        blocks += rows
+        first, _, _ = text.partition(". ")
+        blocks.append(f"| `{name}` | {first.rstrip('.').replace('|', '/')}. |")
     return "\n".join(["| function | what it does |", "|---|---|", *blocks]) + "\n"
 
 
@@ -31,4 +31,5 @@ def page():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page())

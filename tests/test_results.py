@@ -51,8 +51,8 @@ def test_a_wrong_number_is_found(tmp_path, path):
 # Every script that takes arguments, by its path.
 SCRIPTS = [
     *(f"results/{name}.py" for name in ("count_clifford", "counters", "plot", "record", "update_readme")),
-    "cpu/cu2cpp.py", "docs/steps.py", "docs/pictures/draw.py", "peers/compare.py", "slides/build.py", "tests/closure.py",
-    "tests/first_minutes.py", "tests/hopper_mutants.py",
+    "cpu/cu2cpp.py", "docs/functions.py", "docs/steps.py", "docs/pictures/draw.py", "peers/compare.py", "slides/build.py",
+    "tests/closure.py", "tests/first_minutes.py", "tests/hopper_mutants.py",
 ]
 
 
