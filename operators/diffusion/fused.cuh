@@ -21,6 +21,7 @@
 #include <functional>
 #include <vector>
 
+#include "operators/device_facts.h"
 #include "operators/diffusion/one_launch.cuh"
 #include "operators/estimate.h"
 

@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <string>
 #include <vector>
 
+#include "operators/device_facts.h"
 #include "operators/estimate.h"
 #include "operators/operands.h"
 #include "operators/product/product.cuh"
@@ -156,18 +156,11 @@ struct ExchangeMemory {
 template <class Work>
 int clusters_that_fit_once() {
   using Tile = typename Work::Tile;
-  constexpr int kMostDevices = 64, kBytes = sizeof(typename Work::Shared);
-  static std::atomic<int> facts[kMostDevices] = {};  // 1 more than the number; 0: not found yet
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  std::atomic<int>* const known = device < kMostDevices ? &facts[device] : nullptr;
-  int fact = known ? known->load(std::memory_order_relaxed) : 0;
-  if (fact == 0) {
+  constexpr int kBytes = sizeof(typename Work::Shared);
+  return fact_of_device([] {
     allow_shared_bytes(product<Work>, kBytes);
-    fact = 1 + clusters_that_fit(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes);
-    if (known) known->store(fact, std::memory_order_relaxed);
-  }
-  return fact - 1;
+    return clusters_that_fit(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes);
+  });
 }
 
 /// How a product is computed with some tiles, and how long that should take.
