@@ -55,11 +55,11 @@ struct AttentionShared {
 };
 
 /// What there is to do, and who does it: tiles of rows, of `heads` heads or packs of them, and
-/// parts of keys. `section` heads are walked together, whose K and V the L2 cache can hold. In a
-/// section the rows with the most keys come first. `next` is a counter in memory, 0 before the
-/// launch and after it, and next[1] as well.
+/// parts of keys. Heads are taken in `sections` sections of `section` heads, and then a last one
+/// with all that are left. In a section the rows with the most keys come first. `next` is a counter
+/// in memory, 0 before the launch and after it, and next[1] as well.
 struct AttentionSchedule {
-  int row_tiles, heads, section, parts, pack;
+  int row_tiles, heads, section, sections, parts, pack;
   unsigned total;
   unsigned* next;
 };
@@ -92,10 +92,11 @@ __device__ AttentionWork work_of(const AttentionSchedule& s, const AttentionOper
   AttentionWork work;
   const unsigned part = number % s.parts, place = number / s.parts;
   const unsigned of_section = s.section * s.row_tiles;
-  const unsigned section = place / of_section, within = place % of_section;
-  const unsigned heads = min(static_cast<unsigned>(s.section), s.heads - section * s.section);
+  const unsigned section = min(place / of_section, static_cast<unsigned>(s.sections));
+  const unsigned within = place - section * of_section, head = section * s.section;
+  const unsigned heads = section < s.sections ? s.section : s.heads - head;
   const unsigned tile = in.causal ? s.row_tiles - 1 - within / heads : within / heads;
-  const unsigned sequence = section * s.section + within % heads;
+  const unsigned sequence = head + within % heads;
   const unsigned heads_of_batch = in.heads / s.pack;
   work.row = static_cast<int>(tile) * Tile::kRows;
   work.batch = static_cast<int>(sequence / heads_of_batch);

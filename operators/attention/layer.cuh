@@ -100,18 +100,33 @@ struct AttentionLaunches {
     schedule.parts = plan.parts;
     schedule.row_tiles = static_cast<int>(ceil_div(S * plan.pack, int64_t{Tile::kRows}));
     schedule.heads = static_cast<int>(shape_.heads / plan.pack * B);
-    // Heads of K and V that half of the L2 cache holds; all that read the same ones are neighbours.
-    const int64_t cached = int64_t{24} << 20, head_bytes = 4 * keys * width;
-    const int64_t readers = g / plan.pack;
-    schedule.section = static_cast<int>(std::clamp<int64_t>(
-        std::max<int64_t>(1, cached / head_bytes) * readers, 1, schedule.heads));
     schedule.total =
         static_cast<unsigned>(int64_t{schedule.row_tiles} * schedule.heads * plan.parts);
     schedule.next = counters_;
     const unsigned blocks = std::min<unsigned>(schedule.total, multiprocessors());
+    divide_heads(schedule, blocks);
     attention_hopper<Tile>
         <<<blocks, Tile::kThreads, kBytes, stream_>>>(maps, in, schedule, parts<Tile::kSplit>());
     if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
+  }
+
+  /// Which heads are walked together. Where all pieces of work are equally long it is one head after
+  /// the other: each K and V is read from memory once, and memory is read evenly. Where they are
+  /// not, causally, the long pieces have to come first, but only at the end does it matter that
+  /// blocks end together. So sections are small, a quarter of what the blocks do at once, and the
+  /// last one is large; of its K and V half of the L2 cache is filled.
+  void divide_heads(AttentionSchedule& schedule, int64_t blocks) const {
+    schedule.section = 1;
+    schedule.sections = schedule.heads;
+    if (!shape_.causal) return;
+    const int64_t cached = (int64_t{24} << 20) / (4 * shape_.keys * shape_.width);
+    const int64_t fit = std::max<int64_t>(1, cached) * (shape_.group() / schedule.pack);
+    const int64_t at_once = ceil_div(blocks, int64_t{schedule.row_tiles} * schedule.parts);
+    const int64_t last =
+        std::min({std::max<int64_t>(24, 2 * at_once), fit, int64_t{schedule.heads}});
+    schedule.section = static_cast<int>(
+        std::clamp<int64_t>(ceil_div(at_once, int64_t{4}), std::min<int64_t>(2, fit), fit));
+    schedule.sections = static_cast<int>((schedule.heads - last) / schedule.section);
   }
 
   template <class Tile, bool kSplit>
@@ -241,7 +256,7 @@ class Attention : AttentionLaunches<T> {
         static_cast<double>(ceil_div(shape_.queries * plan.pack, int64_t{tile_rows}));
     const double heads = static_cast<double>(shape_.heads / plan.pack * shape_.batch);
     const double seen = shape_.pairs() / static_cast<double>(shape_.queries);  // of an average row
-    const double step = (width + 64) * tile_rows * tile_keys / 1000.0;         // cycles
+    const double step = 0.885e-3 * tile_rows * ((width + 64) * tile_keys + 3200);  // cycles
     const double tiles = std::ceil(seen / tile_keys / plan.parts);
     const double piece = tiles * step + 2500, pieces = row_tiles * heads * plan.parts;
     const double on = std::min<double>(pieces, multiprocessors());
@@ -268,11 +283,19 @@ class Attention : AttentionLaunches<T> {
         name);
   }
 
+  /// Tiles of half as many keys: of few keys the causal mask hides less in vain.
+  template <int kWidth, int kConsumers, int kStages>
+  void add_short_tiles() {
+    using Tile = AttentionTile<T, kWidth, kConsumers, 64, kStages, 2, true, false>;
+    add_hopper<Tile>(std::to_string(Tile::kRows) + " x 64");
+  }
+
   void plan(const Workspace& workspace) {
     const bool hopper = is_hopper() && aligned();
     if (shape_.width <= 64) {
       if (hopper) {
         add_hopper_ways<64, 3, 128, 8, 2, true>();
+        if (shape_.causal) add_short_tiles<64, 3, 12>();
         add_hopper_ways<64, 2, 128, 8, 2, false>();
         add_hopper_ways<64, 1, 128, 10, 2, false>();
       }
@@ -280,6 +303,7 @@ class Attention : AttentionLaunches<T> {
     } else if (shape_.width <= 128) {
       if (hopper) {
         add_hopper_ways<128, 2, 128, 5, 2, true>();
+        if (shape_.causal) add_short_tiles<128, 2, 10>();
         add_hopper_ways<128, 1, 128, 5, 2, false>();
       }
       add_portable_ways<128>();
