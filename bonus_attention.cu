@@ -21,7 +21,7 @@
 //     library      cuBLAS, a softmax, cuBLAS: logits and probabilities go through memory
 //     cuDNN        NVIDIA's fused kernel, where the library is found: the one to beat
 //     rows         a block a row of Q: fused, easy and slow; every block reads all of K and V
-//     mma.sync     16 rows of Q to a warp. The probabilities become the left factor of the second
+//     mma.sync     32 rows of Q to a warp. The probabilities become the left factor of the second
 //                  product in the registers in which the first has left them
 //     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
 //     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
@@ -196,16 +196,19 @@ __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int
   }
 }
 
-// A block owns 16 rows of Q of a head for each of its warps, and all of their out; K and V come 64
-// keys at a time, the next ones while these are multiplied (lesson 6's copies_ahead). A warp's rows
-// are its own: no warp waits for another one's maximum or sum. And what a lane holds of 16 x 16
-// logits, as mma.sync leaves them, is what it has to hold of them as a left factor: the
-// probabilities never leave the registers.
+// A block owns 128 rows of Q of a head, and all of their out; K and V come 64 keys at a time, the
+// next ones while these are multiplied (lesson 6's copies_ahead). A warp's rows are its own: no
+// warp waits for another one's maximum or sum. It has 32 of them, two matrices of 16, so that each
+// fragment of K and of V, once loaded, serves two products. (For d = 256 it has 16: the sums of
+// more do not fit into its registers.) And what a lane holds of 16 x 16 logits, as mma.sync leaves
+// them, is what it has to hold of them as a left factor: the probabilities never leave the
+// registers.
 //
 // The last keys come first, so that the tile which the mask cuts is at the beginning.
 template <int kWidth>
 struct MmaTile {
-  static constexpr int kWarps = kWidth == 256 ? 8 : 4, kRows = 16 * kWarps, kKeys = 64;
+  static constexpr int kWarps = kWidth == 256 ? 8 : 4, kKeys = 64, kRows = 128;
+  static constexpr int kCount = kRows / kWarps / 16;  // matrices of 16 rows that a warp has
   static constexpr int kThreads = 32 * kWarps, kBytes = (kRows + 4 * kKeys) * kWidth * 2;
 };
 
@@ -213,12 +216,13 @@ template <typename T, int kWidth>
 __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Operands<T> in) {
   using Tile = MmaTile<kWidth>;
   constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys, kThreads = Tile::kThreads;
+  constexpr int kCount = Tile::kCount;
   extern __shared__ __align__(128) char shared[];
   T* const Q_tile = reinterpret_cast<T*>(shared);
   T* const stages = Q_tile + kRows * kWidth;  // [2][K and V][kKeys][kWidth]
   const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kRows;
   const int head = blockIdx.y, batch = blockIdx.z, kv_heads = in.heads / in.group;
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * (16 * kCount);
   // Matrices of S and T rows, of which a head has kWidth columns.
   const int q_cols = in.heads * kWidth, k_cols = kv_heads * kWidth;
   const int q_col = head * kWidth, k_col = head / in.group * kWidth;
@@ -240,39 +244,44 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
   };
   auto ahead = copies_ahead<2>(copy_tile);
 
-  const int row = row0 + warp_row + lane / 4, limit[2] = {in.limit(row), in.limit(row + 8)};
+  const int row = row0 + warp_row + lane / 4;  // and every eighth below it: 2 kCount of them
   const float scale = in.scale * kLog2E;
-  OnlineRows online;
-  float result[1][kWidth / 8][4] = {};
+  OnlineRows online[kCount];
+  float result[kCount][kWidth / 8][4] = {};
   for (int tile = tiles - 1; tile >= 0; --tile) {
     const T* const K_tile = stage_of(ahead.next());
     const T* const V_tile = K_tile + kKeys * kWidth;
-    float logits[1][kKeys / 8][4] = {};
+    float logits[kCount][kKeys / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < kWidth; k += 16) {
-      unsigned q[1][4], keys[kKeys / 16][4];
+      unsigned q[kCount][4], keys[kKeys / 16][4];
       load_left<kWidth>(q, Q_tile, warp_row, k);
       load_right_transposed<kWidth>(keys, K_tile, k, 0);
       add_product<T>(logits, q, keys);
     }
-    auto& of_rows = reinterpret_cast<float(&)[kKeys / 2]>(logits);
-    if ((tile + 1) * kKeys > in.limit(row0)) mask(of_rows, tile * kKeys, limit);
-    float factor[2];
-    online.exponentials(of_rows, scale, factor);
 #pragma unroll
-    for (int j = 0; j < kWidth / 8; ++j) {
+    for (int m = 0; m < kCount; ++m) {
+      auto& of_rows = reinterpret_cast<float(&)[kKeys / 2]>(logits[m]);
+      if ((tile + 1) * kKeys > in.limit(row0)) {
+        mask(of_rows, tile * kKeys, {in.limit(row + 16 * m), in.limit(row + 16 * m + 8)});
+      }
+      float factor[2];
+      online[m].exponentials(of_rows, scale, factor);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) result[0][j][i] *= factor[i / 2];
+      for (int j = 0; j < kWidth / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) result[m][j][i] *= factor[i / 2];
+      }
     }
 #pragma unroll
     for (int k = 0; k < kKeys; k += 16) {
-      unsigned probs[1][4], values[kWidth / 16][4];
+      unsigned probs[kCount][4], values[kWidth / 16][4];
       // Registers 0 and 1 of the left factor are the lane's two rows of the left 8 keys, 2 and 3 of
       // the right 8: the lane has exactly these four pairs of the sums.
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* const pair = &logits[0][k / 8 + i / 2][i % 2 * 2];
-        probs[0][i] = pack2<T>(pair[0], pair[1]);
+      for (int i = 0; i < 4 * kCount; ++i) {
+        const float* const pair = &logits[i / 4][k / 8 + i / 2 % 2][i % 2 * 2];
+        probs[i / 4][i % 4] = pack2<T>(pair[0], pair[1]);
       }
       load_right<kWidth>(values, V_tile, k, 0);
       add_product<T>(result, probs, values);
@@ -280,21 +289,27 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
   }
   if (tiles == 0) ahead.next();  // no keys: but Q must have come before results take its place
 
-  float factor[2], log_sum[2];
-  online.finish(scale, factor, log_sum);
+  float factor[2 * kCount];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (lane % 4 == 0 && row + 8 * r < in.queries) {
-      in.log_sums[(static_cast<size_t>(batch) * in.heads + head) * in.queries + row + 8 * r] =
-          log_sum[r];
+  for (int m = 0; m < kCount; ++m) {
+    float of_rows[2], log_sum[2];
+    online[m].finish(scale, of_rows, log_sum);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = row + 16 * m + 8 * r;
+      factor[2 * m + r] = of_rows[r];
+      if (lane % 4 == 0 && query < in.queries) {
+        in.log_sums[(static_cast<size_t>(batch) * in.heads + head) * in.queries + query] =
+            log_sum[r];
+      }
     }
   }
   T* const out = in.out + static_cast<size_t>(batch) * in.queries * q_cols;
-  store_results<16, kWidth>(Q_tile + warp_row * kWidth, out, row0 + warp_row, q_col, in.queries,
-                            q_cols, [&](int i, int j) {
-                              const float2 pair = pair_of(result, i, j);
-                              return pack2<T>(pair.x * factor[i], pair.y * factor[i]);
-                            });
+  store_results<16 * kCount, kWidth>(Q_tile + warp_row * kWidth, out, row0 + warp_row, q_col,
+                                     in.queries, q_cols, [&](int i, int j) {
+                                       const float2 pair = pair_of(result, i, j);
+                                       return pack2<T>(pair.x * factor[i], pair.y * factor[i]);
+                                     });
 }
 
 // ---- Hopper -------------------------------------------------------------------------------------

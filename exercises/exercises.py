@@ -397,10 +397,10 @@ EXERCISES = [
         // logits that are multiplied by `scale`; base[r] is most[r] times scale.)
         factor[r] = 1;
         largest[r] = most[r];
-"""), Cut("attention_mma(Operands<T> in)", "#pragma unroll\n    for (int j = 0; j < kWidth / 8; ++j) {",
-          "result[0][j][i] *= factor[i / 2];\n    }", """\
-    // TODO: what is to be done with the results so far, result[0][j][i], before this tile's are
-    // added? Of the four numbers of each j two are of row 0, then two of row 1.
+"""), Cut("attention_mma(Operands<T> in)", "#pragma unroll\n      for (int j = 0; j < kWidth / 8; ++j) {",
+          "result[m][j][i] *= factor[i / 2];\n      }", """\
+      // TODO: what is to be done with the results so far, result[m][j][i], before this tile's are
+      // added? Of the four numbers of each j two are of the first row, then two of the second.
 """)),
         finds="^Wrong from element ",
         more=(("70", "--keys", "130", "--width", "64", "--heads", "2", "--batch", "1", "--causal", "--hard-rows"),),

@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     _wrong(
         1, "mma_sync_without_rescaling", ATTENTION, "attention_mma(",
-        "result[0][j][i] *= factor[i / 2];", "static_cast<void>(0);",
+        "result[m][j][i] *= factor[i / 2];", "static_cast<void>(0);",
         "mma.sync .*FAILED", *ATTENTION_ARGUMENTS, "--kernel", "mma.sync",
     ),
     _other(

@@ -52,8 +52,8 @@ MERGED = "return {largest, a.sum + b.sum};"
 FACTOR, RESULTS = "factor[r] = 1;", "// TODO: what is to be done with the results"
 NEW_FACTOR = "factor[r] = exp2_approximate(largest[r] * scale - base[r]);"
 SCALE_RESULTS = """for (int j = 0; j < kWidth / 8; ++j) {
-      for (int i = 0; i < 4; ++i) result[0][j][i] *= factor[i / 2];
-    }"""
+        for (int i = 0; i < 4; ++i) result[m][j][i] *= factor[i / 2];
+      }"""
 LOSS, GRADIENT = "// TODO: one lane writes", "out[col] = expf(out[col] - largest) / sum;"
 LABEL = "out[col] = expf(out[col] - largest) / sum - (col == label ? 1 : 0);"
 READ_LABEL = "if (lane == 0) results.loss[row] = logf(sum) - (out[label] - largest);"
