@@ -12,14 +12,20 @@ from conftest import CPU_BUILD, CUDA_BUILD, NO_GPU, ROOT, execute
 import pytest
 
 sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "operators" / "python"))
 import functions
+import fused_kernels
+from fused_kernels import (FK_BAD_ALIGNMENT as BAD_ALIGNMENT, FK_BAD_ARGUMENT as BAD_ARGUMENT,
+                           FK_BAD_DEVICE as BAD_DEVICE, FK_BAD_SHAPE as BAD_SHAPE,
+                           FK_BAD_WORKSPACE as BAD_WORKSPACE, FK_BFLOAT16 as BFLOAT16, FK_FLOAT16 as FLOAT16,
+                           FK_FLOAT32 as FLOAT32, FK_OK as OK, FK_OVERLAP as OVERLAP, fk_attention, fk_gating,
+                           fk_product, fk_strides as Strides)
 
 LIBRARY = CPU_BUILD / "libfused_kernels.so"
 HEADER = ROOT / "operators" / "include"
+BINDING = ROOT / "operators" / "python"
 GUARD, POISON = 256, 0xAB  # bytes before and after each operand, and what is there
-SIZE, POINTER, INT64 = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
-OK, BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, OVERLAP, BAD_WORKSPACE, BAD_DEVICE = range(7)
-FLOAT16, BFLOAT16, FLOAT32 = 1, 2, 3
+SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
 BYTES = {FLOAT16: 2, BFLOAT16: 2, FLOAT32: 4}
 ROUNDING = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8, FLOAT32: 2.0**-24}  # unit roundoff
 
@@ -28,23 +34,13 @@ ROUNDING = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8, FLOAT32: 2.0**-24}  # unit rou
 def library():
     if not LIBRARY.exists():
         pytest.skip("scons library has not been run")
-    loaded = ctypes.CDLL(str(LIBRARY))
-    loaded.fk_last_error.restype = ctypes.c_char_p
-    declare(loaded, Gated, Product, Attention)
+    loaded = fused_kernels.load(LIBRARY)
     loaded.cudaMalloc.argtypes = [POINTER, SIZE]
     loaded.cudaFree.argtypes = [POINTER]
     loaded.cudaMemcpy.argtypes = [POINTER, POINTER, SIZE, ctypes.c_int]
     loaded.cudaMemset.argtypes = [POINTER, ctypes.c_int, SIZE]
     loaded.cudaStreamCreate.argtypes = loaded.cudaStreamSynchronize.argtypes = [POINTER]
     return loaded
-
-
-def declare(library, *kinds):
-    """The types of their functions' arguments."""
-    for kind in kinds:
-        workspace, run = kind.functions(library)
-        workspace.argtypes = [POINTER, POINTER]
-        run.argtypes = [POINTER] * (1 + len(kind.NAMES)) + [POINTER, SIZE, POINTER]
 
 
 class Buffer:
@@ -105,7 +101,7 @@ def near(found, expected, bound):
 class Call:
     """A call of the library: a description, and operands on the device. A kind of call has NAMES, those of
     its operands in the order of the function's arguments, and of them WRITTEN, and OPTIONAL ones, which may be
-    NULL; its description has fields."""
+    NULL; a Description, its struct."""
     OPTIONAL = ()
 
     def __init__(self, library, description, operands):
@@ -159,15 +155,9 @@ class Call:
             buffer.free()
 
 
-def fields(**kinds):
-    """The struct of a description."""
-    kinds = [("size", SIZE), *kinds.items()]
-    return type("Description", (ctypes.Structure,), {"_fields_": kinds})
-
-
 class Gated(Call):
     NAME, NAMES, WRITTEN = "gating", ("x", "w1", "w2", "b1", "b2", "out"), ("out",)
-    Description = fields(type=ctypes.c_int, rows=INT64, inputs=INT64, hidden=INT64, x_stride=INT64, out_stride=INT64)
+    Description = fk_gating
 
     def __init__(self, library, rows=70, inputs=24, hidden=40, x_stride=0, out_stride=0, seed=0):
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
@@ -196,8 +186,7 @@ class Gated(Call):
 
 class Product(Call):
     NAME, NAMES, WRITTEN = "product", ("a", "b", "c"), ("c",)
-    Description = fields(type=ctypes.c_int, rows=INT64, cols=INT64, depth=INT64, a_stride=INT64, b_stride=INT64,
-                         c_stride=INT64)
+    Description = fk_product
 
     def __init__(self, library, rows=70, cols=40, depth=24, type=FLOAT16, a_stride=0, b_stride=0, c_stride=0, seed=0):
         self.a = [numbers(depth, seed + i) for i in range(rows)]
@@ -219,16 +208,10 @@ class Product(Call):
         return near(self.found("c", of.type, of.rows, of.cols, of.c_stride), expected, bound)
 
 
-class Strides(ctypes.Structure):
-    _fields_ = [("batch", INT64), ("row", INT64), ("head", INT64)]
-
-
 class Attention(Call):
     NAME, NAMES, WRITTEN = "attention", ("q", "k", "v", "out", "log_sums"), ("out", "log_sums")
     OPTIONAL = ("log_sums",)
-    Description = fields(type=ctypes.c_int, causal=ctypes.c_int, batch=INT64, queries=INT64, keys=INT64, heads=INT64,
-                         kv_heads=INT64, width=INT64, q_strides=Strides, k_strides=Strides, v_strides=Strides,
-                         out_strides=Strides, scale=ctypes.c_float)
+    Description = fk_attention
 
     def __init__(self, library, batch=1, queries=20, keys=30, heads=2, kv_heads=1, width=16, causal=0, type=FLOAT16,
                  heads_first=False, log_sums=True, seed=0):
@@ -516,14 +499,14 @@ def test_without_a_driver_the_library_loads_and_refuses():
         pytest.skip("the library has not been built by nvcc")
     program = f"""
 import ctypes
-library = ctypes.CDLL({str(built)!r})
-library.fk_last_error.restype = ctypes.c_char_p
-description = (ctypes.c_int64 * 7)(56, {FLOAT16}, 64, 64, 64, 0, 0)  # fk_gating
+from fused_kernels import FK_FLOAT16, fk_gating, load
+library = load({str(built)!r})
+description = fk_gating(ctypes.sizeof(fk_gating), FK_FLOAT16, 64, 64, 64, 0, 0)
 needed = ctypes.c_size_t()
-print(library.fk_version(), library.fk_gating_workspace(description, ctypes.byref(needed)))
+print(library.fk_version(), library.fk_gating_workspace(ctypes.byref(description), ctypes.byref(needed)))
 print(library.fk_last_error().decode())
 """
-    result = execute([sys.executable, "-c", program], env=NO_GPU)
+    result = execute([sys.executable, "-c", program], env={**NO_GPU, "PYTHONPATH": str(BINDING)})
     assert result.rc == 0, result.stderr
     numbers_printed, sentence = result.stdout.splitlines()
     assert numbers_printed == "1 7" and "cuda" in sentence

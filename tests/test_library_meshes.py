@@ -5,16 +5,11 @@ import math
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, INT64, ROUNDING, Call,
-                          call_at_the_same_time, declare, fields, library, name_of, near, numbers, packed,
-                          refuse_a_damaged_workspace, refuse_what_is_damaged)
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, ROUNDING, Call, call_at_the_same_time,
+                          fused_kernels, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
+                          refuse_what_is_damaged)
 
 ROUNDED, FP32 = ROUNDING[BFLOAT16], 2.0**-18  # the second: fp32's own errors, of the size of the terms
-
-
-@pytest.fixture(autouse=True)
-def declared(library):
-    declare(library, *KINDS)
 
 
 def columns(matrix, width):
@@ -33,7 +28,7 @@ def dot(a, b):
 
 class Mesh(Call):
     """Of each mesh its own: self.of(mesh)."""
-    Description = fields(type=ctypes.c_int, meshes=INT64, vertices=INT64, eigen=INT64, width=INT64)
+    Description = fused_kernels.fk_diffusion
 
     def __init__(self, library, meshes=1, vertices=70, eigen=24, width=16, seed=0):
         counts = self.counts(meshes, vertices, eigen, width)

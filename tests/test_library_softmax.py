@@ -5,19 +5,14 @@ import math
 
 import pytest
 
-from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, INT64, Call, call_at_the_same_time,
-                          declare, fields, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, Call, call_at_the_same_time,
+                          fused_kernels, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
                           refuse_what_is_damaged)
-
-
-@pytest.fixture(autouse=True)
-def declared(library):
-    declare(library, Softmax)
 
 
 class Softmax(Call):
     NAME, NAMES, WRITTEN = "softmax", ("x", "w", "probs"), ("probs",)
-    Description = fields(type=ctypes.c_int, rows=INT64, inputs=INT64, classes=INT64)
+    Description = fused_kernels.fk_softmax
 
     def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
         self.x = [numbers(inputs, seed + i) for i in range(rows)]

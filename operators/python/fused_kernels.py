@@ -1,0 +1,637 @@
+"""The operators of libfused_kernels.so in Python. The C header operators/include/fused_kernels.h says what each
+function computes; docs/library.md has an example.
+
+Without PyTorch this file has the C library as ctypes sees it: load(), library(), and a struct for each of the header's.
+
+With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(),
+diffusion_backward() and softmax(). Each docstring says the formula, the shapes and the types. For all of them:
+
+- Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
+  returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
+- No operand is copied or converted. torch.autocast changes nothing: inside it, too, operands have to have the types
+  that the docstring names. Where a layout is not one that the library reads, the function refuses it. Each tensor
+  starts at a multiple of 16 bytes, as all do but some views.
+- What the library refuses is a ValueError, or a RuntimeError where the cause is the GPU or CUDA. Its message is the
+  library's sentence, fk_last_error().
+- torch.compile sees the operators torch.ops.fused_kernels.*; no graph break is needed. A call can be captured in a
+  CUDA graph; the first call of an operator on a device, which loads its code, should come before the capture.
+- The library is build/cuda/libfused_kernels.so of this repository, or what FUSED_KERNELS_LIBRARY names.
+"""
+
+import ctypes
+import functools
+import os
+import pathlib
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+
+    class _NoTorch:
+        def __getattr__(self, name):
+            raise ImportError("the functions of tensors need PyTorch, which is not installed")
+
+        def __bool__(self):
+            return False
+
+    torch = _NoTorch()
+
+# ---- The C library -----------------------------------------------------------------------------------------------
+
+FK_VERSION = 1
+(FK_OK, FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP, FK_BAD_WORKSPACE, FK_BAD_DEVICE,
+ FK_CUDA_ERROR) = range(8)  # fk_status
+FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32 = 1, 2, 3  # fk_type
+
+_INT, _INT64, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
+
+
+def _struct(name, *fields):
+    """A struct of the header: (C type, the names of fields of this type) for each of `fields`."""
+    return type(name, (ctypes.Structure,), {
+        "_fields_": [(field, kind) for kind, names in fields for field in names.split()]})
+
+
+fk_strides = _struct("fk_strides", (_INT64, "batch row head"))
+fk_product = _struct("fk_product", (_SIZE, "size"), (_INT, "type"),
+                     (_INT64, "rows cols depth a_stride b_stride c_stride"))
+fk_gating = _struct("fk_gating", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs hidden x_stride out_stride"))
+fk_attention = _struct("fk_attention", (_SIZE, "size"), (_INT, "type causal"),
+                       (_INT64, "batch queries keys heads kv_heads width"),
+                       (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))
+fk_diffusion = _struct("fk_diffusion", (_SIZE, "size"), (_INT, "type"), (_INT64, "meshes vertices eigen width"))
+fk_softmax = _struct("fk_softmax", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs classes"))
+STRUCTS = {each.__name__: each for each in
+           (fk_strides, fk_product, fk_gating, fk_attention, fk_diffusion, fk_softmax)}
+
+
+def _forward(operands):
+    """The arguments of a function that computes: description, operands, workspace, its bytes, stream."""
+    return [_POINTER] * (1 + operands) + [_POINTER, _SIZE, _POINTER]
+
+
+_WORKSPACE = [_POINTER, _POINTER]  # description, bytes
+FUNCTIONS = {  # name -> (type of the result, types of the arguments)
+    "fk_version": (_INT, []),
+    "fk_last_error": (ctypes.c_char_p, []),
+    "fk_product_workspace": (_INT, _WORKSPACE),
+    "fk_product_forward": (_INT, _forward(3)),
+    "fk_gating_workspace": (_INT, _WORKSPACE),
+    "fk_gating_forward": (_INT, _forward(6)),
+    "fk_attention_workspace": (_INT, _WORKSPACE),
+    "fk_attention_forward": (_INT, _forward(5)),
+    "fk_diffusion_workspace": (_INT, _WORKSPACE),
+    "fk_diffusion_forward": (_INT, _forward(7)),
+    "fk_diffusion_backward_workspace": (_INT, _WORKSPACE),
+    "fk_diffusion_backward": (_INT, _forward(9)),
+    "fk_softmax_workspace": (_INT, _WORKSPACE),
+    "fk_softmax_forward": (_INT, _forward(3)),
+}
+
+
+def load(path):
+    """The library at this path, as a ctypes.CDLL that knows the types of FUNCTIONS. Raises a RuntimeError if it is not
+    of this file's version, and an OSError if it cannot be loaded."""
+    loaded = ctypes.CDLL(str(path))
+    for name, (result, arguments) in FUNCTIONS.items():
+        if not hasattr(loaded, name):
+            raise RuntimeError(f"{path} has no function {name}; build it again: scons library")
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    if loaded.fk_version() != FK_VERSION:
+        raise RuntimeError(f"{path} has version {loaded.fk_version()}; this file is for version {FK_VERSION}")
+    return loaded
+
+
+@functools.cache
+def library():
+    """The library that the functions of tensors call: the one that the environment variable FUSED_KERNELS_LIBRARY
+    names, or else build/cuda/libfused_kernels.so of this repository. Raises a RuntimeError if it is not there."""
+    built = pathlib.Path(__file__).resolve().parents[2] / "build" / "cuda" / "libfused_kernels.so"
+    path = pathlib.Path(os.environ.get("FUSED_KERNELS_LIBRARY") or built)
+    if not path.exists():
+        raise RuntimeError(f"there is no {path}; build it with `scons library`, or let the environment variable "
+                           "FUSED_KERNELS_LIBRARY name the library")
+    return load(path)
+
+
+def _error(code):
+    """The exception for a call of this thread that returned this code."""
+    refused = code in (FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP)
+    return (ValueError if refused else RuntimeError)(library().fk_last_error().decode())
+
+
+# ---- Plans: what all calls with operands of the same shapes, strides and types have in common ----------------------
+
+_MOST_PLANS = 4096
+_plans = {}
+
+
+class _Plan:
+    """A description that the library has accepted, its workspace, and the results' layouts. No call changes it, so
+    several threads may use it."""
+
+    __slots__ = ("function", "description", "at", "bytes", "workspace", "device", "outputs")
+
+    def __init__(self, name, description, outputs):
+        """name: of the function. outputs: (shape, strides, dtype) of each result. Asks the library, on the current
+        device, how much workspace there has to be; it refuses here what no GPU, or not this one, can compute."""
+        description.size = ctypes.sizeof(description)
+        needed = ctypes.c_size_t()
+        query = getattr(library(), name.removesuffix("_forward") + "_workspace")
+        if code := query(ctypes.byref(description), ctypes.byref(needed)):
+            raise _error(code)
+        self.function, self.outputs = getattr(library(), name), outputs
+        self.description, self.at = description, ctypes.addressof(description)
+        self.bytes, self.workspace = needed.value, (needed.value,)
+        self.device = _current_device()
+
+
+def _remember(key, plan):
+    if len(_plans) >= _MOST_PLANS:  # sizes that are others in each call
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _launch(plan, *addresses):
+    """Calls the plan's function on the current stream, with a workspace of its own."""
+    workspace = _empty(plan.workspace, (1,), torch.uint8) if plan.bytes else None
+    code = plan.function(plan.at, *addresses, workspace.data_ptr() if plan.bytes else None, plan.bytes,
+                         _current_stream(plan.device))
+    if code:
+        raise _error(code)
+
+
+def _on_device_of(name, tensor, function, *arguments):
+    """Calls the function while the tensor's device is the current one."""
+    if not tensor.is_cuda:
+        raise ValueError(f"{name} is on {tensor.device}; it has to be on a CUDA device")
+    with torch.cuda.device(tensor.device):
+        return function(*arguments)
+
+
+def _check(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
+
+
+def _check_operand(name, tensor, shape, dtype):
+    _check(tuple(tensor.shape) == shape, f"{name} has the shape {tuple(tensor.shape)}; it has to be {shape}")
+    _check(tensor.dtype == dtype, f"{name} is {tensor.dtype}; it has to be {dtype}")
+
+
+def _check_dense(name, tensor, shape, dtype):
+    _check_operand(name, tensor, shape, dtype)
+    _check(tensor.is_contiguous(), f"{name} has the strides {tensor.stride()}, but it has to be contiguous; call "
+                                   ".contiguous() if a copy is acceptable")
+
+
+def _check_dimensions(name, tensor, count):
+    _check(tensor.dim() == count, f"{name} has the shape {tuple(tensor.shape)}; it has to have {count} dimensions")
+
+
+def _type_of(name, tensor, **types):
+    """The fk_type of a tensor. types: fk_type by the names that the operator takes, such as float16=FK_FLOAT16."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    _check(dtype in types, f"{name} is torch.{dtype}; it has to be torch.{' or torch.'.join(types)}")
+    return types[dtype]
+
+
+def _row_stride(name, matrix):
+    """How far rows are apart, in elements; 0 for a single row."""
+    (rows, cols), (by_row, by_col) = matrix.shape, matrix.stride()
+    _check((cols <= 1 or by_col == 1) and (rows <= 1 or by_row > 0),
+           f"{name} has the strides {matrix.stride()}, but elements of a row have to be neighbours and rows have to "
+           "have memory of their own; call .contiguous() if a copy is acceptable")
+    return by_row if rows > 1 else 0
+
+
+def _head_strides(name, tensor):
+    """The fk_strides of a tensor (batch, rows, heads, width)."""
+    sizes, strides = tensor.shape, tensor.stride()
+    _check((sizes[3] <= 1 or strides[3] == 1) and all(by > 0 for size, by in zip(sizes[:3], strides) if size > 1),
+           f"{name} has the strides {tuple(strides)}, but elements of the last dimension have to be neighbours and no "
+           "dimension may be expanded; call .contiguous() if a copy is acceptable")
+    return fk_strides(*strides[:3])
+
+
+def _dense(dtype, *shape):
+    """(shape, strides, dtype) of a contiguous result."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return shape, tuple(strides), dtype
+
+
+# ---- How a function of tensors is called --------------------------------------------------------------------------
+#
+# An operator of torch.library costs several microseconds for each call, as long as the smallest kernels take. So it
+# is called only where somebody looks at operators: torch.compile, torch.export, a TorchDispatchMode, torch.func, a
+# subclass of Tensor. All else calls the library directly, through an autograd.Function if a gradient is wanted.
+
+
+def _is_traced(*tensors):
+    return (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._are_functorch_transforms_active() or not _PLAIN.issuperset(map(type, tensors)))
+
+
+def product(a, b):
+    """a b, the product of two matrices. Shapes: a (rows, depth), b (depth, cols); the result is (rows, cols) and
+    contiguous. Type: torch.float16, torch.bfloat16 or torch.float32 for all three; added up in fp32. Fp32 is
+    multiplied in fp32, not in TF32.
+
+    Layout: elements of a row are neighbours. Rows of 16-bit types may be further apart, a multiple of 16 bytes; rows
+    of fp32 are dense. A transposed matrix is refused.
+
+    Gradients: d_a = d b^T and d_b = a^T d, by PyTorch's own product, since the library reads no transposed matrices.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
+    compute capability 9.0 (fp32: any). Source: operators/product; lessons 2 and 3 explain it."""
+    if _is_traced(a, b):
+        return torch.ops.fused_kernels.product(a, b)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _functions["product"].apply(a, b)
+    return _product(a, b)
+
+
+def _product(a, b):
+    device = a.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("a", a, _product, a, b)
+    key = "product", device, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
+    plan = _plans.get(key) or _remember(key, _plan_product(a, b))
+    c = _empty(*plan.outputs)
+    _launch(plan, a.data_ptr(), b.data_ptr(), c.data_ptr())
+    return c
+
+
+def _plan_product(a, b):
+    _check_dimensions("a", a, 2)
+    _check_dimensions("b", b, 2)
+    kind = _type_of("a", a, float16=FK_FLOAT16, bfloat16=FK_BFLOAT16, float32=FK_FLOAT32)
+    (rows, depth), cols = a.shape, b.shape[1]
+    _check_operand("b", b, (depth, cols), a.dtype)
+    description = fk_product(0, kind, rows, cols, depth, _row_stride("a", a), _row_stride("b", b), 0)
+    return _Plan("fk_product_forward", description, _dense(a.dtype, rows, cols))
+
+
+def _product_fake(a, b):
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _product_backward(ctx, d):
+    a, b = ctx.saved_tensors
+    return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None
+
+
+def gating(x, w1, w2, b1, b2):
+    """sigmoid(x w1 + b1) * (x w2 + b2), the gated layer. Shapes: x (rows, inputs), w1 and w2 (inputs, hidden), b1 and
+    b2 (hidden); the result is (rows, hidden) and contiguous. Type: torch.float16 for all; added up in fp32.
+
+    Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; weights and biases are
+    contiguous. (The weight of a torch.nn.Linear is (hidden, inputs): keep w.t().contiguous().)
+
+    Gradients: of all five, by PyTorch: the two products are computed again, which the library does not write, then
+    come one elementwise expression in fp32 and PyTorch's products with its fp16 results. Nothing of it is fused.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
+    compute capability 9.0. Source: operators/gating; lessons 5 and 6 explain it."""
+    if _is_traced(x, w1, w2, b1, b2):
+        return torch.ops.fused_kernels.gating(x, w1, w2, b1, b2)
+    if torch.is_grad_enabled() and (x.requires_grad or w1.requires_grad or w2.requires_grad or b1.requires_grad
+                                    or b2.requires_grad):
+        return _functions["gating"].apply(x, w1, w2, b1, b2)
+    return _gating(x, w1, w2, b1, b2)
+
+
+def _gating(x, w1, w2, b1, b2):
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _gating, x, w1, w2, b1, b2)
+    key = ("gating", device, x.shape, x.stride(), x.dtype, w1.shape, w1.is_contiguous(), w1.dtype, w2.shape,
+           w2.is_contiguous(), w2.dtype, b1.shape, b1.is_contiguous(), b1.dtype, b2.shape, b2.is_contiguous(), b2.dtype)
+    plan = _plans.get(key) or _remember(key, _plan_gating(x, w1, w2, b1, b2))
+    out = _empty(*plan.outputs)
+    _launch(plan, x.data_ptr(), w1.data_ptr(), w2.data_ptr(), b1.data_ptr(), b2.data_ptr(), out.data_ptr())
+    return out
+
+
+def _plan_gating(x, w1, w2, b1, b2):
+    _check_dimensions("x", x, 2)
+    _check_dimensions("w1", w1, 2)
+    kind = _type_of("x", x, float16=FK_FLOAT16)
+    (rows, inputs), hidden = x.shape, w1.shape[1]
+    for name, weights in (("w1", w1), ("w2", w2)):
+        _check_dense(name, weights, (inputs, hidden), x.dtype)
+    for name, bias in (("b1", b1), ("b2", b2)):
+        _check_dense(name, bias, (hidden,), x.dtype)
+    description = fk_gating(0, kind, rows, inputs, hidden, _row_stride("x", x), 0)
+    return _Plan("fk_gating_forward", description, _dense(x.dtype, rows, hidden))
+
+
+def _gating_fake(x, w1, w2, b1, b2):
+    return x.new_empty((x.shape[0], w1.shape[1]))
+
+
+def _gating_backward(ctx, d):
+    x, w1, w2, b1, b2 = ctx.saved_tensors
+    wanted, d = ctx.needs_input_grad, d.float()
+    gate, value = torch.sigmoid(torch.addmm(b1, x, w1).float()), torch.addmm(b2, x, w2).float()
+    d1, d2 = d * value * gate * (1 - gate), d * gate  # of x w1 + b1, and of x w2 + b2
+    d_b1, d_b2, d1, d2 = d1.sum(0).to(b1.dtype), d2.sum(0).to(b2.dtype), d1.to(x.dtype), d2.to(x.dtype)
+    return (torch.addmm(d1 @ w1.t(), d2, w2.t()) if wanted[0] else None, x.t() @ d1 if wanted[1] else None,
+            x.t() @ d2 if wanted[2] else None, d_b1, d_b2)
+
+
+def attention(q, k, v, causal=False, scale=None, log_sums=False):
+    """softmax(scale q k^T) v for each head. Shapes: q (batch, queries, heads, width), k and v (batch, keys, kv_heads,
+    width), of which head h of q reads head h // (heads // kv_heads). The result has the shape of q, and its order of
+    dimensions in memory. Type: torch.float16 or torch.bfloat16 for all; added up in fp32. scale: 1 / sqrt(width) if
+    None. With `causal`, query s sees the keys t <= s + keys - queries, and one that sees none gets zeros.
+
+    With `log_sums`, returns (the result, log_sums (batch, heads, queries) in torch.float32): the logarithm of each
+    query's sum of exp(scale q k), -inf without a key.
+
+    Layout: elements of the last dimension are neighbours; the other dimensions may lie in any order and have gaps. So
+    for tensors (batch, heads, queries, width), as PyTorch's scaled_dot_product_attention takes them, call
+    attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2): nothing is copied. Where
+    width and all strides are multiples of 8 it is faster.
+
+    Gradients: none. If one is asked for, a RuntimeError says so.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU below compute
+    capability 8.0 (fp16: 7.5). Source: operators/attention; the bonus lesson on attention explains it."""
+    if _is_traced(q, k, v):
+        out, sums = torch.ops.fused_kernels.attention(q, k, v, causal, scale, log_sums)
+    else:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise RuntimeError(_NO_BACKWARD["attention"])
+        out, sums = _attention(q, k, v, causal, scale, log_sums)
+    return (out, sums) if log_sums else out
+
+
+def _attention(q, k, v, causal, scale, log_sums):
+    device = q.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("q", q, _attention, q, k, v, causal, scale, log_sums)
+    key = ("attention", device, q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(),
+           v.dtype, causal, scale)
+    plan = _plans.get(key) or _remember(key, _plan_attention(q, k, v, causal, scale))
+    layout, layout_of_sums = plan.outputs
+    out = _empty(*layout)
+    sums = _empty(*layout_of_sums) if log_sums else None
+    _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), sums.data_ptr() if log_sums else None)
+    return out, sums
+
+
+def _plan_attention(q, k, v, causal, scale):
+    _check_dimensions("q", q, 4)
+    _check_dimensions("k", k, 4)
+    kind = _type_of("q", q, float16=FK_FLOAT16, bfloat16=FK_BFLOAT16)
+    (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
+    for name, tensor in (("k", k), ("v", v)):
+        _check_operand(name, tensor, (batch, keys, kv_heads, width), q.dtype)
+    out = torch.empty_like(q, device="meta")
+    description = fk_attention(0, kind, bool(causal), batch, queries, keys, heads, kv_heads, width,
+                               _head_strides("q", q), _head_strides("k", k), _head_strides("v", v),
+                               fk_strides(*out.stride()[:3]), max(width, 1)**-0.5 if scale is None else scale)
+    layout = tuple(out.shape), tuple(out.stride()), q.dtype
+    return _Plan("fk_attention_forward", description, (layout, _dense(torch.float32, batch, heads, queries)))
+
+
+def _attention_operator(q, k, v, causal=False, scale=None, log_sums=False):
+    """As an operator, whose results are tensors, always: without log_sums an empty one."""
+    out, sums = _attention(q, k, v, causal, scale, log_sums)
+    return out, q.new_empty((0,), dtype=torch.float32) if sums is None else sums
+
+
+def _attention_fake(q, k, v, causal=False, scale=None, log_sums=False):
+    sums = (q.shape[0], q.shape[2], q.shape[1]) if log_sums else (0,)
+    return torch.empty_like(q), q.new_empty(sums, dtype=torch.float32)
+
+
+def diffusion(x, basis, mass, evalues, times):
+    """(out, spectral) of the spatial diffusion on a mesh: spectral = exp(-evalues times) * (basis^T (mass x)) and
+    out = basis spectral. Shapes: x and out (vertices, width), basis (vertices, eigen), mass (vertices), evalues
+    (eigen), times (width), spectral (eigen, width); or all but times have one dimension more, before these, for
+    several meshes of one shape. eigen and width are multiples of 8, at most 256 and 512. Type: torch.bfloat16 for
+    all; added up in fp32, in an order that is another one in each call. Layout: all are contiguous.
+
+    Gradients: of x and times, by diffusion_backward(); incoming gradients that are not contiguous are copied. basis,
+    mass and evalues are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none.
+    There are no second derivatives.
+
+    The blocks of the kernel start together, so a call waits until its stream finds room for all of them.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
+    compute capability 9.0. Source: operators/diffusion; lesson 7 explains it."""
+    if _is_traced(x, basis, mass, evalues, times):
+        return torch.ops.fused_kernels.diffusion(x, basis, mass, evalues, times)
+    if torch.is_grad_enabled() and (x.requires_grad or times.requires_grad or basis.requires_grad
+                                    or mass.requires_grad or evalues.requires_grad):
+        return _functions["diffusion"].apply(x, basis, mass, evalues, times)
+    return _diffusion(x, basis, mass, evalues, times)
+
+
+def _diffusion(x, basis, mass, evalues, times):
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _diffusion, x, basis, mass, evalues, times)
+    key = ("diffusion", device, x.shape, x.is_contiguous(), x.dtype, basis.shape, basis.is_contiguous(), basis.dtype,
+           mass.shape, mass.is_contiguous(), mass.dtype, evalues.shape, evalues.is_contiguous(), evalues.dtype,
+           times.shape, times.is_contiguous(), times.dtype)
+    plan = _plans.get(key) or _remember(key, _plan_diffusion(x, basis, mass, evalues, times))
+    layout, layout_of_spectral = plan.outputs
+    out, spectral = _empty(*layout), _empty(*layout_of_spectral)
+    _launch(plan, x.data_ptr(), basis.data_ptr(), mass.data_ptr(), evalues.data_ptr(), times.data_ptr(),
+            spectral.data_ptr(), out.data_ptr())
+    return out, spectral
+
+
+def _check_mesh(name, x, basis, mass, evalues, times):
+    """(description, meshes) of operands that fit. meshes: the first dimension of x, if it has three, as a tuple."""
+    _check(x.dim() in (2, 3), f"{name} has the shape {tuple(x.shape)}; it has to have 2 or 3 dimensions")
+    kind = _type_of(name, x, bfloat16=FK_BFLOAT16)
+    _check_dimensions("basis", basis, x.dim())
+    *meshes, vertices, width = x.shape
+    meshes, eigen = tuple(meshes), basis.shape[-1]
+    _check_dense(name, x, (*meshes, vertices, width), x.dtype)
+    _check_dense("basis", basis, (*meshes, vertices, eigen), x.dtype)
+    _check_dense("mass", mass, (*meshes, vertices), x.dtype)
+    _check_dense("evalues", evalues, (*meshes, eigen), x.dtype)
+    _check_dense("times", times, (width,), x.dtype)
+    return fk_diffusion(0, kind, *(meshes or (1,)), vertices, eigen, width), meshes
+
+
+def _plan_diffusion(x, basis, mass, evalues, times):
+    description, meshes = _check_mesh("x", x, basis, mass, evalues, times)
+    return _Plan("fk_diffusion_forward", description,
+                 (_dense(x.dtype, *x.shape), _dense(x.dtype, *meshes, basis.shape[-1], x.shape[-1])))
+
+
+def _diffusion_fake(x, basis, mass, evalues, times):
+    return x.new_empty(x.shape), x.new_empty((*basis.shape[:-2], basis.shape[-1], x.shape[-1]))
+
+
+def _diffusion_save(ctx, inputs, output):
+    if any(each.requires_grad for each in inputs[1:4]):
+        raise RuntimeError("the diffusion has no gradient of basis, mass or evalues; call detach() on them")
+    ctx.save_for_backward(*inputs[1:], output[1])
+
+
+def _diffusion_backward_of(ctx, d_out, d_spectral):
+    d_x, d_times = diffusion_backward(d_out.contiguous(), d_spectral.contiguous(), *ctx.saved_tensors)
+    return d_x, None, None, None, d_times
+
+
+def diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral):
+    """(d_x, d_times), the gradients of diffusion(). With s = d_spectral + basis^T d_out: d_times = -(evalues s
+    spectral), added up over eigen and meshes, and d_x = mass * (basis (exp(-evalues times) * s)). Shapes: d_out and
+    d_x those of x, d_spectral that of spectral, which diffusion() has returned, d_times that of times. Type, layout
+    and errors: as diffusion(). Gradients: none. Source: operators/diffusion; lesson 7 explains it."""
+    operands = d_out, d_spectral, basis, mass, evalues, times, spectral
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.diffusion_backward(*operands)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["diffusion_backward"])
+    return _diffusion_backward(*operands)
+
+
+def _diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral):
+    operands = d_out, d_spectral, basis, mass, evalues, times, spectral
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _diffusion_backward, *operands)
+    key = ("diffusion_backward", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_diffusion_backward(*operands))
+    layout, layout_of_times = plan.outputs
+    d_x, d_times = _empty(*layout), _empty(*layout_of_times)
+    _launch(plan, *[each.data_ptr() for each in operands], d_x.data_ptr(), d_times.data_ptr())
+    return d_x, d_times
+
+
+def _plan_diffusion_backward(d_out, d_spectral, basis, mass, evalues, times, spectral):
+    description, meshes = _check_mesh("d_out", d_out, basis, mass, evalues, times)
+    for name, each in (("d_spectral", d_spectral), ("spectral", spectral)):
+        _check_dense(name, each, (*meshes, basis.shape[-1], d_out.shape[-1]), d_out.dtype)
+    return _Plan("fk_diffusion_backward", description,
+                 (_dense(d_out.dtype, *d_out.shape), _dense(d_out.dtype, *times.shape)))
+
+
+def _diffusion_backward_fake(d_out, d_spectral, basis, mass, evalues, times, spectral):
+    return d_out.new_empty(d_out.shape), times.new_empty(times.shape)
+
+
+def softmax(x, w):
+    """softmax(x w), row by row. Shapes: x (rows, inputs), w (inputs, classes); the result is (rows, classes) and
+    contiguous. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32. Layout: both are
+    contiguous. A logit of -inf has the probability 0; a row of only -inf becomes NaN.
+
+    Gradients: with p the result and g = p * (d - sum(d p) of each row), d_x = g w^T and d_w = x^T g, all by PyTorch.
+
+    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; lesson 9 explains
+    it."""
+    if _is_traced(x, w):
+        return torch.ops.fused_kernels.softmax(x, w)
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        return _functions["softmax"].apply(x, w)
+    return _softmax(x, w)
+
+
+def _softmax(x, w):
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _softmax, x, w)
+    key = "softmax", device, x.shape, x.is_contiguous(), x.dtype, w.shape, w.is_contiguous(), w.dtype
+    plan = _plans.get(key) or _remember(key, _plan_softmax(x, w))
+    probs = _empty(*plan.outputs)
+    _launch(plan, x.data_ptr(), w.data_ptr(), probs.data_ptr())
+    return probs
+
+
+def _plan_softmax(x, w):
+    _check_dimensions("x", x, 2)
+    _check_dimensions("w", w, 2)
+    kind = _type_of("x", x, float32=FK_FLOAT32)
+    (rows, inputs), classes = x.shape, w.shape[1]
+    _check_dense("x", x, (rows, inputs), x.dtype)
+    _check_dense("w", w, (inputs, classes), x.dtype)
+    return _Plan("fk_softmax_forward", fk_softmax(0, kind, rows, inputs, classes), _dense(x.dtype, rows, classes))
+
+
+def _softmax_fake(x, w):
+    return x.new_empty((x.shape[0], w.shape[1]))
+
+
+def _softmax_save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, output)
+
+
+def _softmax_backward(ctx, d):
+    x, w, probs = ctx.saved_tensors
+    g = probs * (d - (d * probs).sum(-1, keepdim=True))
+    return g @ w.t() if ctx.needs_input_grad[0] else None, x.t() @ g if ctx.needs_input_grad[1] else None
+
+
+def _save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+# ---- What PyTorch is told ------------------------------------------------------------------------------------------
+
+_NO_BACKWARD = {
+    "attention": "the library has no gradient of attention; call it under torch.no_grad(), or on detached tensors",
+    "diffusion_backward": "the library has no second derivative of the diffusion",
+}
+_functions = {}  # name -> the autograd.Function of an operator that has gradients
+
+
+def _register(operators, name, schema, run, fake, save=None, backward=None):
+    """Defines an operator, torch.ops.fused_kernels.NAME. run: what computes it; fake: what returns results of its
+    shapes and strides; save(ctx, inputs, output) and backward(ctx, *gradients) as autograd.Function has them."""
+    full = f"fused_kernels::{name}"
+    # Inductor shall not change the layout of what it hands over. (The second tag is of PyTorch before 2.7.)
+    strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+    operators.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
+    operators.impl(name, run, "CUDA")
+    torch.library.register_fake(full, fake, lib=operators)
+
+    def refuse(ctx, *gradients):
+        raise RuntimeError(_NO_BACKWARD[name])
+
+    torch.library.register_autograd(full, backward or refuse, setup_context=save, lib=operators)
+    if backward:
+        def forward(ctx, *inputs):
+            output = run(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        _functions[name] = type(f"fused_kernels_{name}", (torch.autograd.Function,), methods)
+
+
+if torch:
+    _PLAIN = {torch.Tensor, torch.nn.Parameter}
+    _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream",
+                              lambda device: torch.cuda.current_stream(device).cuda_stream)
+    # What compiled programs of torch.compile call: half of torch.empty_strided's microseconds. It takes tuples.
+    _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda",
+                     lambda *layout: torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cuda"))
+    _operators = torch.library.Library("fused_kernels", "DEF")
+    _register(_operators, "product", "(Tensor a, Tensor b) -> Tensor", _product, _product_fake, _save_inputs,
+              _product_backward)
+    _register(_operators, "gating", "(Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> Tensor", _gating,
+              _gating_fake, _save_inputs, _gating_backward)
+    _register(_operators, "attention", "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, "
+              "bool log_sums=False) -> (Tensor, Tensor)", _attention_operator, _attention_fake)
+    _register(_operators, "diffusion", "(Tensor x, Tensor basis, Tensor mass, Tensor evalues, Tensor times) -> "
+              "(Tensor, Tensor)", _diffusion, _diffusion_fake, _diffusion_save, _diffusion_backward_of)
+    _register(_operators, "diffusion_backward", "(Tensor d_out, Tensor d_spectral, Tensor basis, Tensor mass, "
+              "Tensor evalues, Tensor times, Tensor spectral) -> (Tensor, Tensor)", _diffusion_backward,
+              _diffusion_backward_fake)
+    _register(_operators, "softmax", "(Tensor x, Tensor w) -> Tensor", _softmax, _softmax_fake, _softmax_save,
+              _softmax_backward)
