@@ -1,0 +1,264 @@
+"""Operands for each of fused_kernels.py's functions, and what has to come out: computed in fp64, from numbers whose
+sums of products are exact in fp32. So the bounds are those of tests/test_library*.py: what the result's own rounding,
+and fp32's in an exponential, may change."""
+
+import dataclasses
+import pathlib
+import sys
+import typing
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "operators" / "python"))
+import fused_kernels
+
+torch.set_float32_matmul_precision("highest")  # where PyTorch computes gradients
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+ROUNDING = {FP16: 2.0**-11, BF16: 2.0**-8, FP32: 2.0**-24}  # unit roundoff
+MESH_FP32 = 2.0**-18  # of a diffusion: fp32's own errors, of the size of the terms
+
+
+def numbers(*shape, dtype, seed=0, scale=1.0):
+    """Multiples of scale / 8, from -scale to scale."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return (torch.randint(-8, 9, shape, generator=generator, device="cuda") * (scale / 8)).to(dtype)
+
+
+def near(name, found, expected, bound):
+    """Whether each number is as near as that, or the same infinity; a NaN never is."""
+    assert found.shape == expected.shape, f"{name}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    found = found.double()
+    right = (found == expected) | (((found - expected).abs() <= bound) & expected.isfinite())
+    wrong = (~right).nonzero()
+    assert len(wrong) == 0, (f"{name}: {len(wrong)} of {found.numel()} numbers are wrong, the first at "
+                             f"{wrong[0].tolist()}: {found[tuple(wrong[0])]} instead of {expected[tuple(wrong[0])]}")
+
+
+def alike(found, expected, roundings):
+    """Whether the relative error, in the Frobenius norm, is at most so many roundings of the type of `found`."""
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= roundings * ROUNDING[found.dtype], f"the relative error is {error}"  # a NaN is not
+
+
+def tensors(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    run: typing.Callable  # of the operands
+    operands: typing.Callable  # of a seed
+    check: typing.Callable  # of operands and what `run` has returned
+    wants_gradients: tuple = ()  # of which operands there are gradients
+
+    def __str__(self):
+        return self.name
+
+
+# ---- Product ------------------------------------------------------------------------------------------------------
+
+
+def check_product(operands, c):
+    a, b = (each.double() for each in operands)
+    expected = a @ b
+    assert c.dtype == operands[0].dtype
+    near("c", c, expected, 0 if c.dtype == FP32 else ROUNDING[c.dtype] * expected.abs())
+
+
+def product(rows, cols, depth, dtype, row_stride=None):
+    """row_stride: of a and b, whose columns are the first of a wider matrix."""
+
+    def operands(seed=0):
+        a = numbers(rows, row_stride or depth, dtype=dtype, seed=seed)[:, :depth]
+        return a, numbers(depth, row_stride or cols, dtype=dtype, seed=seed + 1)[:, :cols]
+
+    name = f"product-{rows}x{cols}x{depth}-{str(dtype)[6:]}" + (f"-stride={row_stride}" if row_stride else "")
+    return Case(name, fused_kernels.product, operands, check_product, (0, 1))
+
+
+# ---- Gated layer --------------------------------------------------------------------------------------------------
+
+
+def gating_in_fp64(x, w1, w2, b1, b2):
+    return torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2)
+
+
+def check_gating(operands, out):
+    expected = gating_in_fp64(*(each.double() for each in operands))
+    assert out.dtype == FP16
+    near("out", out, expected, 1.01 * ROUNDING[FP16] * expected.abs() + 2.0**-25)
+
+
+def gating(rows, inputs, hidden, row_stride=None):
+    def operands(seed=0):
+        x = numbers(rows, row_stride or inputs, dtype=FP16, seed=seed)[:, :inputs]
+        weights = [numbers(inputs, hidden, dtype=FP16, seed=seed + i, scale=0.5) for i in (1, 2)]
+        return x, *weights, *(numbers(hidden, dtype=FP16, seed=seed + i) for i in (3, 4))
+
+    name = f"gating-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
+    return Case(name, fused_kernels.gating, operands, check_gating, (0, 1, 2, 3, 4))
+
+
+# ---- Attention ----------------------------------------------------------------------------------------------------
+
+
+def attention(batch, queries, keys, heads, kv_heads, width, dtype, causal=False, layout="rows first"):
+    """layout: "rows first"; "heads first", (batch, heads, rows, width) in memory; or "packed", as one projection
+    leaves all three side by side, where there are as many keys as queries, and heads of both."""
+
+    def operands(seed=0):
+        if layout == "packed":
+            return numbers(batch, queries, 3, heads, width, dtype=dtype, seed=seed).unbind(2)
+        shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads)
+        if layout == "heads first":
+            return tuple(numbers(batch, of_heads, rows, width, dtype=dtype, seed=seed + i).transpose(1, 2)
+                         for i, (rows, of_heads) in enumerate(shapes))
+        return tuple(numbers(batch, *shape, width, dtype=dtype, seed=seed + i) for i, shape in enumerate(shapes))
+
+    def check(operands, result):
+        out, log_sums = result
+        q, k, v = (each.double().transpose(1, 2) for each in operands)
+        k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+        logits = width**-0.5 * (q @ k.transpose(2, 3))
+        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda")
+        if causal:
+            seen = seen.tril(keys - queries)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        expected_sums = logits.logsumexp(3)
+        weights = torch.where(seen, (logits - expected_sums[..., None]).exp(), 0)
+        expected, sizes = weights @ v, weights @ v.abs()
+        # Exponentials are rounded to the type before the second product, and the result after it; fp32's own errors
+        # are some 2^-20 of the logits' size, at most 16 here. fp16 has nothing between multiples of 2^-24: what is
+        # below 2^-14 is rounded to them.
+        least = 2.0**-25 * (1 + seen.double() @ v.abs()) if dtype == FP16 else 0
+        assert out.dtype == dtype and log_sums.dtype == FP32
+        near("out", out.transpose(1, 2), expected,
+             (1.01 * ROUNDING[dtype] + 2.0**-16) * (sizes + expected.abs()) + least)
+        near("log_sums", log_sums, expected_sums, 2.0**-16 * expected_sums.abs().clamp(min=1))
+
+    def run(q, k, v):
+        return fused_kernels.attention(q, k, v, causal, log_sums=True)
+
+    name = f"attention-{batch}x{queries}x{keys}x{heads}x{kv_heads}x{width}-{str(dtype)[6:]}"
+    return Case(name + ("-causal" if causal else "") + f"-{layout.replace(' ', '_')}", run, operands, check)
+
+
+# ---- Diffusion ----------------------------------------------------------------------------------------------------
+
+
+def mesh(meshes, vertices, eigen, width, seed):
+    """basis, mass, evalues, times: masses are powers of two, so a product with one is not rounded."""
+    mass = torch.exp2((2 * numbers(*meshes, vertices, dtype=FP32, seed=seed + 1)).round()).to(BF16)
+    return (numbers(*meshes, vertices, eigen, dtype=BF16, seed=seed + 2), mass,
+            2 * numbers(*meshes, eigen, dtype=BF16, seed=seed + 3).abs(),
+            numbers(width, dtype=BF16, seed=seed + 4).abs())
+
+
+def diffusion_in_fp64(x, basis, mass, evalues, times):
+    damping = torch.exp(-evalues[..., :, None] * times)
+    spectral = damping * (basis.mT @ (mass[..., None] * x))
+    return basis @ spectral, spectral
+
+
+def check_diffusion(operands, result):
+    x, basis, mass, evalues, times = (each.double() for each in operands)
+    out, spectral = result
+    assert out.dtype == spectral.dtype == BF16
+    _, expected = diffusion_in_fp64(x, basis, mass, evalues, times)
+    damping = torch.exp(-evalues[..., :, None] * times)
+    sizes = damping * (basis.abs().mT @ (mass[..., None] * x.abs()))
+    near("spectral", spectral, expected, 1.01 * ROUNDING[BF16] * expected.abs() + MESH_FP32 * sizes)
+    # The second product is of what the first one has written.
+    expected = basis @ spectral.double()
+    sizes = basis.abs() @ spectral.double().abs()
+    near("out", out, expected, ROUNDING[BF16] * expected.abs() + MESH_FP32 * sizes)
+
+
+def gradient_sizes(d_out, d_spectral, basis, mass, evalues, times, spectral):
+    """In fp64: d_x and d_times, and of both the size of the terms, which are added up; for d_x, of its second sum."""
+    sums, sizes = basis.mT @ d_out, basis.abs().mT @ d_out.abs()
+    s = d_spectral + sums
+    terms = evalues[..., None] * s * spectral
+    of_terms = terms.abs() + evalues[..., None] * sizes * spectral.abs()
+    damped = torch.exp(-evalues[..., :, None] * times) * s
+    many = tuple(range(terms.dim() - 1))
+    return (mass[..., None] * (basis @ damped), -terms.sum(many), mass[..., None] * (basis.abs() @ damped.abs()),
+            of_terms.sum(many))
+
+
+def check_diffusion_backward(operands, result, rounds_spectral=False):
+    """rounds_spectral: the operand is the exact one, and what the kernel has read was rounded."""
+    d_x, d_times = result
+    assert d_x.dtype == d_times.dtype == BF16
+    expected_x, expected_times, sizes_x, sizes_times = gradient_sizes(*(each.double() for each in operands))
+    # The damped sums are rounded before the second product, and its result.
+    near("d_x", d_x, expected_x,
+         ROUNDING[BF16] * expected_x.abs() + (1.01 * ROUNDING[BF16] + MESH_FP32) * sizes_x)
+    of_spectral = 1.01 * ROUNDING[BF16] if rounds_spectral else 0
+    near("d_times", d_times, expected_times,
+         ROUNDING[BF16] * expected_times.abs() + (MESH_FP32 + of_spectral) * sizes_times)
+
+
+def diffusion(vertices, eigen, width, meshes=()):
+    def operands(seed=0):
+        return numbers(*meshes, vertices, width, dtype=BF16, seed=seed), *mesh(meshes, vertices, eigen, width, seed)
+
+    name = "x".join(map(str, (*meshes, vertices, eigen, width)))
+    return Case(f"diffusion-{name}", fused_kernels.diffusion, operands, check_diffusion, (0, 4))
+
+
+def diffusion_backward(vertices, eigen, width, meshes=()):
+    def operands(seed=0):
+        d_out = numbers(*meshes, vertices, width, dtype=BF16, seed=seed)
+        d_spectral, spectral = (numbers(*meshes, eigen, width, dtype=BF16, seed=seed + i) for i in (5, 6))
+        return d_out, d_spectral, *mesh(meshes, vertices, eigen, width, seed), spectral
+
+    name = "x".join(map(str, (*meshes, vertices, eigen, width)))
+    return Case(f"diffusion_backward-{name}", fused_kernels.diffusion_backward, operands, check_diffusion_backward)
+
+
+# ---- Softmax ------------------------------------------------------------------------------------------------------
+
+
+def check_softmax(operands, probs):
+    x, w = (each.double() for each in operands)
+    expected = torch.softmax(x @ w, 1)
+    assert probs.dtype == FP32
+    # Logits are exact; what is rounded are exponentials and their sum. An exponential below 2^-126 may be 0.
+    near("probs", probs, expected, 2.0**-20 * expected + 2.0**-125)
+
+
+def softmax(rows, inputs, classes):
+    def operands(seed=0):
+        return numbers(rows, inputs, dtype=FP32, seed=seed), numbers(inputs, classes, dtype=FP32, seed=seed + 1)
+
+    return Case(f"softmax-{rows}x{inputs}x{classes}", fused_kernels.softmax, operands, check_softmax, (0, 1))
+
+
+# ---- All ----------------------------------------------------------------------------------------------------------
+
+MESHES = [(1, 8, 8), (70, 24, 16), (5001, 128, 256), (1234, 136, 8), (700, 32, 264)]
+CASES = [
+    *(product(*sizes, dtype) for dtype in (FP16, BF16, FP32)
+      for sizes in ((1, 1, 1), (65, 9, 7), (33, 130, 65), (257, 333, 129), (1001, 515, 777))),
+    *(product(21, 70, 13, dtype, row_stride=88) for dtype in (FP16, BF16)),
+    *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
+    gating(24, 40, 36, row_stride=56),
+    *(attention(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
+      for layout in ("rows first", "heads first")
+      for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
+                             (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True))),
+    *(attention(2, 77, 77, 3, 3, 64, dtype, layout="packed") for dtype in (FP16, BF16)),
+    *(make(*sizes) for make in (diffusion, diffusion_backward) for sizes in MESHES),
+    *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
+    *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
+                                    (2101, 12, 10))),
+]
+EACH = [  # one of each function, and of the product one of each type
+    *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)), gating(257, 129, 136),
+    attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
+    diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257),
+]
