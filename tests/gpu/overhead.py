@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import cases
-from cases import BF16, FP16, FP32, fused_kernels
+from cases import FP16, FP32, fused_kernels
 
 CALLS, SAMPLES = 100, 60
 MOST, MOST_WITH_GRADIENTS = 6.0, 10.0  # us

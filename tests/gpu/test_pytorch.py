@@ -99,6 +99,18 @@ def test_result_of_attention_lies_as_the_query_does():
     assert fused_kernels.attention(q.contiguous(), q, q).is_contiguous()
 
 
+def test_scale_and_causal_of_attention():
+    """Calls that differ in these alone are not taken for one another."""
+    q, k, v = (numbers(2, 40, 3, 16, dtype=FP16, seed=seed) for seed in (1, 2, 3))
+    usual = fused_kernels.attention(q, k, v)
+    for _ in range(2):
+        alike(fused_kernels.attention(q, k, v, scale=0.5), fused_kernels.attention(2 * q, k, v), 2)
+        alike(fused_kernels.attention(q, k, v, scale=0.25), usual, 2)
+        causal = fused_kernels.attention(q, k, v, causal=True)
+        alike(causal[:, 0], v[:, 0], 1)  # it sees one key
+        alike(causal[:, -1], usual[:, -1], 2)
+
+
 @pytest.mark.parametrize("case", EACH, ids=str)
 def test_autocast_changes_nothing(case):
     operands = case.operands()
@@ -249,7 +261,8 @@ def test_compile(case):
     from torch.utils._triton import has_triton
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *operands: case.run(operands[0] * 2, *operands[1:]), fullgraph=True,
+    run = case.run
+    compiled = torch.compile(lambda *operands: run(operands[0] * 2, *operands[1:]), fullgraph=True,
                              backend="inductor" if has_triton() else "aot_eager")
     operands, wanted = with_gradients(case)
     whole = [each.detach() for each in operands]
