@@ -202,6 +202,25 @@ def test_one_gradient_alone(case):
         alike(found, expected, 2)
 
 
+def test_parameters_of_a_module():
+    """They are of a class of their own, and calls with them are as direct as others."""
+    class Gated(torch.nn.Module):
+        def __init__(self, inputs, hidden):
+            super().__init__()
+            _, *own = cases.gating(1, inputs, hidden).operands()
+            self.own = torch.nn.ParameterList(own)
+
+        def forward(self, x):
+            return fused_kernels.gating(x, *self.own)
+
+    layer, x = Gated(24, 40), numbers(70, 24, dtype=FP16)
+    out = layer(x)
+    assert out.grad_fn.name().startswith("fused_kernels_gating")
+    cases.check_gating((x, *(each.detach() for each in layer.own)), out.detach())
+    out.sum().backward()
+    assert all(each.grad.shape == each.shape and bool(each.grad.isfinite().all()) for each in layer.own)
+
+
 def test_second_derivatives():
     a, b = (numbers(8, 8, dtype=FP32, seed=seed).requires_grad_() for seed in (1, 2))
     (d_a,) = torch.autograd.grad(fused_kernels.product(a, b).sum(), a, create_graph=True)
