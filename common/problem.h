@@ -163,6 +163,8 @@ struct Hooks {
   std::function<void()> collect;
   /// And what one launch takes, in milliseconds; of Timing::graph, each of kGraphCalls.
   std::function<float(Timing)> time;
+  /// Of a kernel that reads its multiprocessor's clock: the cycles of its last launch.
+  std::function<double()> cycles;
 };
 
 /// One row of the table.
@@ -173,6 +175,7 @@ struct Kernel {
   Work work;                  ///< the problem's, unless is_step() changes it
   std::vector<Check> checks;  ///< the problem's, unless there are some
   Hooks hooks;
+  double steps = 0;          ///< of which each waits for the one before; 0: not stated
   double memory_bytes = 0;   ///< device memory that this way of computing needs; 0: not stated
   int least_capability = 0;  ///< compute capability of a GPU, times 10
   bool only_hopper = false;  ///< and it must be 9.0
@@ -194,6 +197,17 @@ struct Kernel {
   /// included.
   Kernel& occupies(double bytes) {
     memory_bytes = bytes;
+    return *this;
+  }
+  /// One thread takes so many steps, each of which waits for the one before, and puts the cycles
+  /// that they took into `cycles`. On a GPU that is the row's time, over the clock of its sample.
+  Kernel& counts_cycles(const Buffer<double>& cycles, int64_t count) {
+    steps = static_cast<double>(count);
+    hooks.cycles = [cycles] {
+      double counted = 0;
+      CUDA_CHECK(cudaMemcpy(&counted, cycles, sizeof counted, cudaMemcpyDeviceToHost));
+      return counted;
+    };
     return *this;
   }
   /// `capability` / 10 is the least compute capability that can run this; below it the row says so

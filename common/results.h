@@ -53,6 +53,7 @@ struct Row {
   }
   double median_ms() const { return percentile(50); }
   bool timed() const { return !samples_ms.empty(); }
+  double clock_hz() const { return clocks_hz.empty() ? 0 : clocks_hz[clocks_hz.size() / 2]; }
 };
 
 struct Table {

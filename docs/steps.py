@@ -40,6 +40,7 @@ LADDERS = {
     "bonus_clifford_fully_connected": ["forward_tiles"],
     "bonus_diffusion_gpus": ["diffusion", "sum_vertices", "expand_sums"],
     "bonus_matmul_A_stationary": ["matmul_atomic", "matmul_tile_stationary"],
+    "bonus_memory": ["chain_registers", "chase_shared", "chase_l1", "chase_l2"],
 }
 DIFFERENT = 0.1  # of the lines are the same: below that a difference says nothing
 COLORS = {"+": "\033[32m", "-": "\033[31m", "@": "\033[1m"}

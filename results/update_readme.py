@@ -21,9 +21,9 @@
     <!-- counted RECORD -->...<!-- end -->                what the CPU backend or a profiler counted
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
-flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps and
-percent_of_limit: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With --check
-nothing is written, and the exit code says whether both agree with the records: 1 if not, 2 if a marker
+flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps,
+percent_of_limit, clock_mhz and steps: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With
+--check nothing is written, and the exit code says whether both agree with the records: 1 if not, 2 if a marker
 cannot be filled in.
 """
 import argparse
@@ -66,6 +66,10 @@ FIELDS = {  # of (run, problem), or of (run, problem, kernel)
         kernel["counts"]["dram_read_bytes"] + kernel["counts"]["dram_write_bytes"]
     ),
     "MHz": lambda run, problem, kernel: kernel["clock_mhz"],
+    "ns of a step": lambda run, problem, kernel: 1e6 * kernel["ms"]["median"] / kernel["steps"],
+    "cycles of a step": lambda run, problem, kernel: (
+        1e3 * kernel["ms"]["median"] * kernel["clock_mhz"] / kernel["steps"]
+    ),
 }
 
 
@@ -324,7 +328,7 @@ def table(run, problem, full=False):
     if problem["limit"] == "compute" and any(kernel.get("clock_mhz") for kernel in problem["kernels"]):
         columns += ["MHz", at_clock]
     if not full and (with_resources or len(columns) > 7):
-        left_out = {"GB/s", "spilled, B"}
+        left_out = {"GB/s" if problem["flops"] else "TFLOP/s", "spilled, B"}
         if any(moved.values()):
             left_out |= {"TFLOP/s", "registers", "warps/SM", "MHz", at_clock}
             left_out |= {l2_in} if with_memory else set()
@@ -333,6 +337,10 @@ def table(run, problem, full=False):
         else:
             left_out |= {"MHz", at_clock} | ({"registers"} if with_memory else set())
         columns = [column for column in columns if column not in left_out]
+    chain = all(kernel.get("steps") for kernel in problem["kernels"])
+    step_ns, step_cycles = "ns a step", "cycles a step"
+    if chain and not full:
+        columns = [unit, step_ns, step_cycles, "speed", "error"]
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {limit}, "
         f"{number(scale * problem['limit_ms'])} {unit}. {how(run, problem)}",
@@ -355,6 +363,9 @@ def table(run, problem, full=False):
             "warps/SM": str(has["threads"] // 32 * has["blocks_per_sm"]) if has else "",
             moved_in: "", "x least": "", l2_in: "", "MHz": "", at_clock: "",
         }
+        if chain:
+            cells |= {name: number(FIELDS[field](run, problem, kernel))
+                      for name, field in ((step_ns, "ns of a step"), (step_cycles, "cycles of a step"))}
         if moved[kernel["name"]]:
             went, asked = moved[kernel["name"]]
             cells[moved_in], cells[l2_in] = (number(count / (1e9 if large else 1e6)) for count in (went, asked))
@@ -409,7 +420,7 @@ def formula(what):
     names |= {name: problem[name] for name in ("flops", "min_bytes", "limit_ms")}
     if kernel:
         row = kernel_of(problem, kernel[0])
-        names |= {name: row[name] for name in ("tflops", "gbps", "percent_of_limit")}
+        names |= {name: row.get(name) for name in ("tflops", "gbps", "percent_of_limit", "clock_mhz", "steps")}
         names["ms"] = row["ms"]["median"]
     result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
     return format(result, form[0]) if form else number(result)

@@ -72,12 +72,15 @@ ATTENTION_SIZES = [
 ]
 
 
+MEMORY_SIZES = [("1",)]
+
+
 def sizes_of(lesson):
     for word, sizes in [("connected", CONNECTED_SIZES), ("attention", ATTENTION_SIZES),
                         ("gating", LAYER_SIZES), ("diffusion_gpus", DIFFUSION_SIZES[1:]),
                         ("diffusion", DIFFUSION_SIZES),
                         ("spatial", SPATIAL_SIZES), ("matmul_softmax", SOFTMAX_SIZES),
-                        ("softmax_training", TRAINING_SIZES),
+                        ("softmax_training", TRAINING_SIZES), ("memory", MEMORY_SIZES),
                         ("clifford", CLIFFORD_SIZES)]:
         if word in lesson:
             return sizes

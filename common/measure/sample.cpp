@@ -106,7 +106,11 @@ void sample(Table& table, const Sampling& how, const Device& device,
       clock.start();
       row->samples_ms.push_back(watch.time(*row));
       clock.stop();
-      row->clocks_hz.push_back(clock.hz());
+      const double hz = clock.hz();
+      row->clocks_hz.push_back(hz);
+      if (row->kernel->hooks.cycles && hz > 0) {
+        row->samples_ms.back() = static_cast<float>(1e3 * row->kernel->hooks.cycles() / hz);
+      }
     }
   }
   verify([&](Row& row) {

@@ -104,7 +104,6 @@ Json json_of(const Row& row, const Table& table, const Device& device) {
              {"mode", name_of(table.timing)}};
   }
   const double limit = limit_ms(kernel.work, device, table.problem->rate);
-  const double clock = row.clocks_hz.empty() ? 0 : row.clocks_hz[row.clocks_hz.size() / 2];
   return {{"name", kernel.name},
           {"role", name_of(kernel.role)},
           {"way", way.empty() ? Json(nullptr) : Json(way)},
@@ -114,8 +113,9 @@ Json json_of(const Row& row, const Table& table, const Device& device) {
           {"gbps", if_timed(kernel.work.bytes / ms * 1e-6)},
           {"percent_of_limit", or_null(row.timed() ? 100 * limit / ms : 0)},
           {"speedup", if_timed(row.timed() ? table.baseline()->median_ms() / ms : 0)},
-          {"clock_mhz", or_null(1e-6 * clock)},
+          {"clock_mhz", or_null(1e-6 * row.clock_hz())},
           {"counts", row.counts ? json_of(*row.counts) : Json(nullptr)},
+          {"steps", or_null(kernel.steps)},
           {"memory_bytes", or_null(kernel.memory_bytes)},
           {"resources", row.resources ? json_of(*row.resources) : Json(nullptr)},
           {"error", row.error.frobenius},  // nlohmann writes NaN as null

@@ -122,12 +122,27 @@ std::vector<Column> time_columns(const Table& table, const Device& device) {
     return Column{goes, std::move(title), width,
                   [=](const Row& row) { return row.timed() ? text(row) : std::string("-"); }};
   };
+  const Column ms = column(0, "ms", 9, [](const Row& row) {
+    const double ms = row.median_ms();
+    return fmt::format("{:.{}f}", ms, ms < 0.1 ? 5 : ms < 1000 ? 4 : 1);
+  });
+  const Column speed = column(0, "speed", 8, [=](const Row& row) {
+    return digits(baseline_ms / row.median_ms(), 7) + "x";
+  });
+  const Column error = {5, "error", 8, error_text};
+  if (table.rows.front().kernel->steps > 0) {
+    const auto step_ms = [](const Row& row) { return row.median_ms() / row.kernel->steps; };
+    return {ms,
+            column(0, "ns/step", 8, [=](const Row& row) { return digits(1e6 * step_ms(row), 8); }),
+            column(0, "cycles/step", 11,
+                   [=](const Row& row) {
+                     const double hz = row.clock_hz();
+                     return hz > 0 ? fmt::format("{:.1f}", 1e-3 * hz * step_ms(row)) : "-";
+                   }),
+            speed, error};
+  }
   std::vector<Column> columns = {
-      column(0, "ms", 9,
-             [](const Row& row) {
-               const double ms = row.median_ms();
-               return fmt::format("{:.{}f}", ms, ms < 0.1 ? 5 : ms < 1000 ? 4 : 1);
-             }),
+      ms,
       column(3, "TFLOP/s", 8,
              [](const Row& row) {
                return digits(row.kernel->work.flops / row.median_ms() * 1e-9, 8);
@@ -141,9 +156,8 @@ std::vector<Column> time_columns(const Table& table, const Device& device) {
                const double ms = limit_ms(row.kernel->work, device, rate);
                return ms > 0 ? fmt::format("{:.1f}", 100 * ms / row.median_ms()) : "-";
              }),
-      column(0, "speed", 8,
-             [=](const Row& row) { return digits(baseline_ms / row.median_ms(), 7) + "x"; }),
-      {5, "error", 8, error_text}};
+      speed,
+      error};
   if (least_memory > 0) {
     const auto [unit, prefix] = unit_for(least_memory);
     columns.push_back({2, prefix + "B", 8, [unit = unit](const Row& row) {
