@@ -209,7 +209,8 @@ void add_rate(Lesson& lesson, int64_t l2_bytes) {
   const auto copied = table.reference(2 * count);
   table.reference_from(0, [=] { to_fp64(floats, Type::fp32, 2 * count, copied); });
   const auto set = [=] { return reinterpret_cast<const float4*>(floats.data()); };
-  // A row of which thread i sums up the float4 (i % starts + stride * step) % size: 4 x steps terms.
+  // A row of which thread i sums up the float4 (i % starts + stride * step) % size, in all steps.
+  // The bound is that of a sum of their 4 numbers each.
   const auto row = [&](const char* name, int64_t starts, int64_t stride, int64_t size,
                        std::function<void()> launch) {
     const auto expected = table.reference(all);

@@ -66,7 +66,7 @@ inline double end_of_squares(const float* first, float c, int steps) {
 
 /// What each thread of a launch should sum up, in fp64: thread i, in step s, the float4
 /// (i % starts + stride * s) % count of `set`.
-inline __global__ void sums_fp64(const float* set, int64_t starts, int64_t stride, int64_t count,
+static __global__ void sums_fp64(const float* set, int64_t starts, int64_t stride, int64_t count,
                                  int64_t steps, double* sums) {
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   double sum = 0;

@@ -339,7 +339,7 @@ def table(run, problem, full=False):
         columns = [column for column in columns if column not in left_out]
     chain = all(kernel.get("steps") for kernel in problem["kernels"])
     step_ns, step_cycles = "ns a step", "cycles a step"
-    if chain and not full:
+    if chain:
         columns = [unit, step_ns, step_cycles, "speed", "error"]
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {limit}, "
