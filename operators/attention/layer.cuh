@@ -110,11 +110,11 @@ struct AttentionLaunches {
     if constexpr (Tile::kSplit) merge<Tile::kWidth>(plan);
   }
 
-  /// Which heads are walked together. Where all pieces of work are equally long it is one head after
-  /// the other: each K and V is read from memory once, and memory is read evenly. Where they are
-  /// not, causally, the long pieces have to come first, but only at the end does it matter that
-  /// blocks end together. So sections are small, a quarter of what the blocks do at once, and the
-  /// last one is large; of its K and V half of the L2 cache is filled.
+  /// Which heads are walked together. Without a mask all pieces of work are equally long, and heads
+  /// come one after the other: so each K and V is read from memory once, and memory is read evenly.
+  /// With a causal mask the long pieces of a section come first. Only at the end does it matter
+  /// that blocks end together. So sections have a quarter of the pieces that are computed at a
+  /// time, and the last one has many: as many as half of the L2 cache has room for K and V of.
   void divide_heads(AttentionSchedule& schedule, int64_t blocks) const {
     schedule.section = 1;
     schedule.sections = schedule.heads;

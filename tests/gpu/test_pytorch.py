@@ -319,8 +319,9 @@ def test_fake_tensors_have_the_layouts_of_results():
         with FakeTensorMode() as mode:
             fakes = tensors(case.run(*(mode.from_tensor(each) for each in operands)))
         for one, other in zip(result, fakes, strict=True):
-            assert one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride(), case
-            assert one.device == other.device
+            assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device, case
+            strides = [[step for step, size in zip(each.stride(), each.shape) if size > 1] for each in (one, other)]
+            assert strides[0] == strides[1], case  # of a dimension with one element the stride says nothing
 
 
 # ---- Refusals -----------------------------------------------------------------------------------------------------
