@@ -771,7 +771,7 @@ def quick_runs(lesson):
 ])
 def test_tiny_shapes(run, lesson, first, last):
     """Right kernels are verified whatever the shape and the seed, by bounds that prove something."""
-    largest = 0, None
+    largest = 0, ""
     for seed in range(first, last + 1):
         shape = tiny_shape(lesson, seed)
         result = run(lesson, *shape, "--seed", seed, "--samples", 1)
