@@ -1,5 +1,6 @@
 """The library as another program calls it: through ctypes alone, built for the CPU backend."""
 
+import concurrent.futures
 import ctypes
 import math
 import re
@@ -461,6 +462,20 @@ def test_what_is_damaged_is_refused(library, kind):
 ])
 def test_a_damaged_workspace_is_refused(library, kind, options):
     refuse_a_damaged_workspace(kind(library, **options))
+
+
+def test_the_way_is_said(library):
+    """Of each thread's last launch. What is refused changes nothing."""
+    product, gated = Product(library, rows=65, cols=9, depth=7), Gated(library, rows=33, inputs=65, hidden=130)
+    assert product.call() == OK
+    of_product = library.fk_last_way()
+    assert product.call(bytes=0) == BAD_WORKSPACE and library.fk_last_way() == of_product
+    assert gated.call() == OK
+    assert b"" != of_product != library.fk_last_way() != b""
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert other.submit(library.fk_last_way).result() == b""
+    product.free()
+    gated.free()
 
 
 # ---- The header, the example, the page --------------------------------------------------------------

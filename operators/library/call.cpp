@@ -13,17 +13,18 @@ namespace {
 using primitives::check;
 
 constexpr size_t kAligned = 256;  // a workspace and its pieces, in bytes
-constexpr size_t kMostError = 512;
+constexpr size_t kMostWords = 512;
 constexpr int64_t kMostStride = 1 << 30;
 
-thread_local char error[kMostError] = "";
+thread_local char error[kMostWords] = "", way[kMostWords] = "";
 
 /// Without an allocation, so that it cannot fail.
-void note(const char* sentence) noexcept {
+void copy(char (&to)[kMostWords], const char* words) noexcept {
   size_t end = 0;
-  for (; sentence[end] != '\0' && end + 1 < kMostError; ++end) error[end] = sentence[end];
-  error[end] = '\0';
+  for (; words[end] != '\0' && end + 1 < kMostWords; ++end) to[end] = words[end];
+  to[end] = '\0';
 }
+void note(const char* sentence) noexcept { copy(error, sentence); }
 
 uintptr_t address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 
@@ -221,6 +222,7 @@ void launch(const Operator& make, std::vector<Argument> arguments, void* workspa
   });
   best.launch();
   check(cudaPeekAtLastError(), "the launch");
+  copy(way, best.name.c_str());
 }
 
 int guarded(const std::function<void()>& call) noexcept {
@@ -245,3 +247,5 @@ int guarded(const std::function<void()>& call) noexcept {
 extern "C" int fk_version(void) { return FK_VERSION; }
 
 extern "C" const char* fk_last_error(void) { return operators::library::error; }
+
+extern "C" const char* fk_last_way(void) { return operators::library::way; }

@@ -76,6 +76,7 @@ _WORKSPACE = [_POINTER, _POINTER]  # description, bytes
 FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_version": (_INT, []),
     "fk_last_error": (ctypes.c_char_p, []),
+    "fk_last_way": (ctypes.c_char_p, []),
     "fk_product_workspace": (_INT, _WORKSPACE),
     "fk_product_forward": (_INT, _forward(3)),
     "fk_gating_workspace": (_INT, _WORKSPACE),
