@@ -301,11 +301,15 @@ cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size,
 
 // ---- Streams and events ------------------------------------------------------------------------
 
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
+/// There are no graphs here: no stream is being captured.
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
 
 cudaError_t cudaEventCreate(cudaEvent_t* event);

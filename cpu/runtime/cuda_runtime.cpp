@@ -550,6 +550,12 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize()
 
 cudaError_t cudaStreamQuery(cudaStream_t) { return result(cudaSuccess); }
 
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  if (!status) return result(cudaErrorInvalidValue);
+  *status = cudaStreamCaptureStatusNone;
+  return result(cudaSuccess);
+}
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
   return result(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
 }

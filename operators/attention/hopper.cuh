@@ -94,7 +94,7 @@ __device__ AttentionWork work_of(const AttentionSchedule& s, const AttentionOper
   const unsigned of_section = s.section * s.row_tiles;
   const unsigned section = min(place / of_section, static_cast<unsigned>(s.sections));
   const unsigned within = place - section * of_section, head = section * s.section;
-  const unsigned heads = section < s.sections ? s.section : s.heads - head;
+  const unsigned heads = section < static_cast<unsigned>(s.sections) ? s.section : s.heads - head;
   const unsigned tile = in.causal ? s.row_tiles - 1 - within / heads : within / heads;
   const unsigned sequence = head + within % heads;
   const unsigned heads_of_batch = in.heads / s.pack;

@@ -204,6 +204,9 @@ size_t workspace_bytes(const Operator& make) {
 void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
             cudaStream_t stream) {
   check(cudaPeekAtLastError(), "an earlier call, before this one");
+  // A thread that has used no stream has no context yet, which the driver's tensor maps need.
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(cudaStreamPerThread, &status), "cudaStreamIsCapturing");
   check_last(arguments, arguments.size());
   Carver carver(workspace, stream);
   const std::vector<Way> ways = make(carver.workspace());
