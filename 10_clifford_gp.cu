@@ -1,6 +1,6 @@
 // 10. Clifford algebra: the compiler writes the kernel
 //
-//     x' = x gate(x_0), y' = y gate(y_0)                gate(s) = (1 + erf(s / sqrt 2)) / 2
+//     x' = x gate(x_1), y' = y gate(y_1)                gate(s) = (1 + erf(s / sqrt 2)) / 2
 //     z  = sum over grades a, b, c of  w[a,c,b] <<x'>_a <y'>_b>_c
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
 //
@@ -9,7 +9,7 @@
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
 // blades. A blade's grade is how many basis vectors it is made of; <x>_a is what x has of grade a,
-// and x_0 is its scalar. Multivectors multiply like polynomials in e1, e2, ... which anticommute,
+// and x_1 is its scalar, the coefficient of 1. Multivectors multiply like polynomials in e1, e2, ... which anticommute,
 // e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's signature. A product of grades
 // has a weight per feature, shared by the batch: 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the
 // plain sum of squares. Backward returns dx, dy and dw from d_out.
@@ -75,8 +75,8 @@ using namespace operators::clifford;
 
 // ---- Fused product ------------------------------------------------------------------------------
 
-// Gates and product in one kernel. Both gates are factors of the whole product, z = gate(x_0)
-// gate(y_0) (x y), so that x' and y' are never made, and the sums of 20 kernels stay in registers.
+// Gates and product in one kernel. Both gates are factors of the whole product, z = gate(x_1)
+// gate(y_1) (x y), so that x' and y' are never made, and the sums of 20 kernels stay in registers.
 // A thread owns a feature and a strip of rows, so that it reads its weights once.
 template <typename A>
 __global__ void __launch_bounds__(kStripFeatures)

@@ -62,6 +62,8 @@ __global__ void matmul_coalesced(const float* A, const float* B, float* C, int n
 
 // ---- The way there and back ---------------------------------------------------------------------
 
+// A first reader may skip this part, and go on at main().
+//
 // What the second table copies. On the host are A and B, twice. Pageable memory is what `new` or
 // std::vector gives: the operating system may move it or put it aside, so the driver copies piece
 // by piece through a buffer of its own. Pinned memory stays where it is, and the GPU fetches it by

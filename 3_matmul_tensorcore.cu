@@ -8,11 +8,11 @@
 //     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
 //
 // The operands are in registers. No thread could hold them alone, so each matrix is spread over the
-// lanes of the warp, a fragment in each: of an 8 x 8 corner of A or of the sums, lane l holds row
-// l / 4, columns 2 (l % 4) and the next one, two 16-bit numbers in one register; of B it holds
-// column l / 4, and two rows. A lane's registers alone mean
-// nothing; to load them is a warp's joint work as well, and there is an instruction for it,
-// ldmatrix: the lanes pass the addresses of rows in shared memory and receive their elements.
+// lanes of the warp, a fragment in each. Of an 8 x 8 corner of A or of the sums, lane l holds row
+// l / 4, columns 2 (l % 4) and the next one: of A two 16-bit numbers in one register, of the sums
+// two fp32 numbers in two registers. Of B it holds column l / 4, and two rows. A lane's registers
+// alone mean nothing; to load them is a warp's joint work as well, and there is an instruction for
+// it, ldmatrix: the lanes pass the addresses of rows in shared memory and receive their elements.
 //
 // That changes what is scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
 // thread, now takes two instructions. Two things decide how much of the tensor cores' rate is left:

@@ -20,7 +20,7 @@
 // the above but times is each mesh's own, x is (N, V, W), and dTimes is a sum over the meshes, too.
 //
 // What moves is x, out and the basis; what is computed is 4 V E W operations. With E = 128 and
-// W = 256 that is 100 operations per byte, half of what would keep a GPU's tensor cores busy:
+// W = 256 that is 100 operations per byte, a third of what would keep an H100's tensor cores busy:
 // memory is the limit, and temporaries would cost what they cost in lesson 5. But the fusion of
 // lesson 6 is not possible. There a row of the result needs one row of x. Here it needs all of
 // them: every element of spectral is a sum over all vertices, and until the last one is added no

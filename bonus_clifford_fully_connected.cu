@@ -1,6 +1,6 @@
 // Bonus: products of multivectors, mixed by matrices of weights
 //
-//     x' = x gate(x_0), y' = y gate(y_0)                        gates and norm as in lesson 10
+//     x' = x gate(x_1), y' = y gate(y_1)                        gates and norm as in lesson 10
 //     P_t,k = sum over blades i of grade a, j of grade b with e_i e_j = sign e_k of  sign x'_i y'_j
 //     z_k = sum over grade triples t = (a, grade of k, b) of  P_t,k w[t]
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)

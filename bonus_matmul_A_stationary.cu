@@ -13,7 +13,7 @@
 // 128, whose products with a column of B are summed up on chip before anything is sent. That leaves
 // N / 128 atomic additions per element of C instead of N. That is more than the one plain store of
 // lesson 2, but so few that the multiply-adds count again: the kernel finds its place among those
-// of lesson 2, behind the last of them.
+// of lesson 2, between *registers* and *vectors*.
 //
 // Atomic additions arrive in any order, so the last bits of C differ from run to run.
 
