@@ -10,7 +10,7 @@
 // product is one, of the warpgroup: whoever has waited for it knows that all four warps have begun
 // it. So one thread may give back, for all of them, the tiles that it has read, and the memory that
 // the left factor in their registers was loaded from; nothing else that a warp has read, and
-// nothing of a newer product. docs/hopper.md says how sure that is.
+// nothing of a newer product. How sure that is: docs/lessons/bonus_clifford_fully_connected.md.
 //
 // The CPU backend says the same words in cpu/hopper/hopper_device.h.
 #pragma once
