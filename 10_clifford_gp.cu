@@ -9,10 +9,10 @@
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
 // a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
 // blades. A blade's grade is how many basis vectors it is made of; <x>_a is what x has of grade a,
-// and x_1 is its scalar, the coefficient of 1. Multivectors multiply like polynomials in e1, e2, ... which anticommute,
-// e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's signature. A product of grades
-// has a weight per feature, shared by the batch: 10 of them in 2-D, 20 in 3-D. |z_c|^2 is the
-// plain sum of squares. Backward returns dx, dy and dw from d_out.
+// and x_1 is its scalar, the coefficient of 1. Multivectors multiply like polynomials in e1, e2,
+// ... which anticommute, e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's
+// signature. A product of grades has a weight per feature, shared by the batch: 10 of them in 2-D,
+// 20 in 3-D. |z_c|^2 is the plain sum of squares. Backward returns dx, dy and dw from d_out.
 //
 // In the plane (n = 2, both vectors square to +1) there are four blades, and two of them multiplied
 // are one of them again, with a sign:

@@ -65,9 +65,9 @@ FK_API int fk_version(void);
  * It stays until another call of this thread fails. */
 FK_API const char* fk_last_error(void);
 
-/* How the last call of this thread that launched something computes it, in words: which kernel, with
- * tiles of which size; "" before there is one. It stays until another call of this thread launches
- * something. The words are for people, and may change from one version to the next. */
+/* How the last call of this thread that launched something computes it, in words: which kernel,
+ * with tiles of which size; "" before there is one. It stays until another call of this thread
+ * launches something. The words are for people, and may change from one version to the next. */
 FK_API const char* fk_last_way(void);
 
 /* A product of two matrices. */
