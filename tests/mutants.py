@@ -119,6 +119,7 @@ CLIFFORD = "10_clifford_gp"
 STATIONARY = "bonus_matmul_A_stationary"
 CONNECTED = "bonus_clifford_fully_connected"
 ATTENTION = "bonus_attention"
+MEMORY = "bonus_memory"
 
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
@@ -223,6 +224,8 @@ BARRIERS = [
     (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
+    (MEMORY, "shared memory", "chase_shared(", 1, ("1",)),
+    (MEMORY, "shared memory", "read_shared(", 1, ("1",)),
 ]
 
 
