@@ -6,7 +6,7 @@
 // by N elements of C, and each of B as well: fetch it once, use it often. Where can it be kept in
 // between?
 //
-//     shared memory   228 KB a multiprocessor (Hopper), for all threads of a block, ~30 cycles away
+//     shared memory   228 KB a multiprocessor (Hopper), for all threads of a block, ~23 cycles away
 //     registers       256 KB a multiprocessor, 255 x 4 bytes a thread, its own,       0 cycles away
 //
 // A block computes a tile of C. Step by step along k it loads a tile of A and a tile of B into
@@ -404,7 +404,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // ---- ahead --------------------------------------------------------------------------------------
 
 // `lean`, with the idea of `async` one level further in. A multiply-add needs numbers that the load
-// just above it asks shared memory for, some 30 cycles away. Eight warps, two for each scheduler,
+// just above it asks shared memory for, tens of cycles away. Eight warps, two for each scheduler,
 // are not enough to fill that time with others' work. So there are two sets of registers: while one
 // k is multiplied, the numbers of the next come into the other set.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>

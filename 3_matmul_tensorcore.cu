@@ -447,11 +447,10 @@ struct TileCopies {
 // work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
 // in TileCopies. A lane has one offset for the fragments of A and one for those of B. A fragment in
 // other rows is at that offset plus a constant. In other columns it is at the offset ^ a constant.
-// Why: the swizzled column is col ^ 8 (row % 8) (primitives/mma.cuh). Columns of A are those of k:
-// the lane's col is 0 or 8, and the fragment's k is 16, 32 or 48. (Of B they are C's: a multiple of
-// 64 plus 0 or 8, and 16 j, at most 48.) These share no bit, so col + k is col ^ k, and the
-// swizzled column of col + k is that of col, ^ k. The rows that a thread copies are multiples of 8
-// apart and swizzled alike: the compiler swizzles once, and adds constants.
+// Why: the swizzled column is col ^ 8 (row % 8) (primitives/mma.cuh). The lane's own col is 0 or 8,
+// of B plus a multiple of 64. What a fragment adds to it, k or 16 j, is 16, 32 or 48. They share no
+// bit, so + is the same as ^, and the order of two ^ does not matter. The rows that a thread copies
+// are multiples of 8 apart and swizzled alike: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
 // owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;

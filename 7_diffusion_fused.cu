@@ -107,10 +107,10 @@ __device__ unsigned neighbours(const bf16* at) {
 //
 // *half fused* has one slice. Then a spectrum of 128 by 256 keeps only eight multiprocessors busy.
 // A multiprocessor receives no more than it has asked for: it has 32 KB under way, and most of a
-// microsecond passes from a request to its arrival. That is some 40 GB/s for each, and 0.3 TB/s for
-// all eight, a tenth of what the memory can serve. *split-K* has as many slices as it takes to fill
-// the GPU. Blocks of one slice run at the same time and share what they read through the L2 cache:
-// x is asked for twice and the basis four times, but both come from memory once.
+// microsecond passes until the last of them is there. That is some 40 GB/s for each, and 0.3 TB/s
+// for all eight, a tenth of what the memory can serve. *split-K* has as many slices as it takes to
+// fill the GPU. Blocks of one slice run at the same time and share what they read through the L2
+// cache: x is asked for twice and the basis four times, but both come from memory once.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
 // transposes it on the way to the registers: no transposed copy exists. There, mass multiplies it:
