@@ -98,7 +98,8 @@ WRONG = {
         answer("^Out of bounds|^Wrong from element",
                (*ROW, "blockIdx.y * blockDim.y + threadIdx.y"), (*COL, "blockIdx.x * blockDim.x + threadIdx.x"),
                ("if (row >= n || col >= n) return;", "if (row >= n) return;"), like=3),
-        answer(r"Does something call exit\(\)", ("if (row >= n || col >= n) return;", "exit(0);")),
+        answer(r"Does something call exit\(\)", (
+            "if (row >= n || col >= n) return;", "if (row + col == 0) exit(0); if (row >= n || col >= n) return;")),
     ],
     "barriers": [
         answer("\nThis race is between the reads of a tile and the writes of the next one",
