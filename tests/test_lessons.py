@@ -44,7 +44,7 @@ LONG = (pytest.mark.extensive, pytest.mark.slow)
 SOFTMAX_SHAPES = [
     (1, 1, 1), (2, 3, 1), (8, 16, 10), (16, 128, 16), (17, 31, 17), (33, 65, 50), (32, 64, 104),
     (31, 129, 105), (5, 400, 16), (3, 900, 33), (2, 257, 256), (130, 7, 257), (3, 36, 1000),
-    (1, 3, 8193), (33, 2001, 201), (300, 40, 301),
+    (1, 3, 8193), *(pytest.param(shape, marks=pytest.mark.extensive) for shape in [(33, 2001, 201), (300, 40, 301)]),
 ] + [(_random.randint(1, 40), _random.randint(1, 150), _random.randint(1, 400)) for _ in range(3)]
 
 
@@ -76,7 +76,7 @@ ALGEBRAS = [
 CLIFFORD_SIZES = [(1, 1), (3, 1), (1, 3), (31, 3), (3, 31), (2, 33), (33, 4), (5, 130), (130, 8)]
 
 # The same where features are mixed: less than a tile and more, in rows, columns and steps; odd rows.
-CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), (3, 200)] + [
+CONNECTED_SIZES = [(1, 1), (65, 8), (70, 33), pytest.param(3, 200, marks=pytest.mark.extensive)] + [
     pytest.param(*size, marks=LONG) for size in [(3, 2), (8, 48), (5, 70), (130, 136), (5, 333)]]
 
 # S, T, heads, heads of keys, d, both without a mask and with it: less than a tile, and more, of each extent; more
