@@ -726,8 +726,8 @@ def test_attention_moves_no_logits(tmp_path):
 # How many of 1,000 runs each program gets: some take 10 ms, some a second or two.
 TINY_RUNS = {
     "1_matmul_basic": 170, "2_matmul_sharedmem": 100, "3_matmul_tensorcore": 40, "4_matmul_cublas": 60,
-    "bonus_matmul_A_stationary": 100, "bonus_memory": 10, ATTENTION: 10, "5_gating_unfused": 60, "6_gating_fused": 15, DIFFUSION: 80,
-    SPATIAL: 80, "bonus_diffusion_gpus": 20, SOFTMAX: 25, TRAINING: 150, CLIFFORD: 60, CONNECTED: 20,
+    "bonus_matmul_A_stationary": 100, "bonus_memory": 10, ATTENTION: 10, "5_gating_unfused": 60, "6_gating_fused": 15,
+    DIFFUSION: 80, SPATIAL: 80, "bonus_diffusion_gpus": 20, SOFTMAX: 25, TRAINING: 150, CLIFFORD: 60, CONNECTED: 20,
 }
 TINY_OPTIONS = {
     "gating": ("--channels", "--hidden"), "diffusion": ("--eigen", "--width"), SPATIAL: ("--eigen", "--width"),

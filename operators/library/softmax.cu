@@ -9,7 +9,7 @@ using namespace operators::library;
 using namespace operators::softmax;
 
 /// Refuses a description that no GPU can compute.
-void check(const fk_softmax *of) {
+void check(const fk_softmax* of) {
   check_description("softmax", of, sizeof *of);
   check_type("softmax", of->type, {FK_FLOAT32});
   check_sizes({{"rows", of->rows, 1 << 30},
@@ -17,11 +17,10 @@ void check(const fk_softmax *of) {
                {"classes", of->classes, kMostClasses}});
 }
 
-/// The layer with its operands, of a description that has been checked. Of few
-/// rows or columns the CUDA cores are as fast as memory; else tensor cores
-/// multiply, where the device has Hopper's.
-Operator layer(const fk_softmax &of, const void *x, const void *w, void *probs) {
-  return [=](const operators::Workspace &workspace) {
+/// The layer with its operands, of a description that has been checked. Of few rows or columns the
+/// CUDA cores are as fast as memory; else tensor cores multiply, where the device has Hopper's.
+Operator layer(const fk_softmax& of, const void* x, const void* w, void* probs) {
+  return [=](const operators::Workspace& workspace) {
     const SoftmaxShape shape{of.rows, of.inputs, of.classes};
     const SoftmaxProduct product(workspace, memory<float>(x, of.rows * of.inputs),
                                  memory<float>(w, of.inputs * of.classes),
@@ -35,7 +34,7 @@ Operator layer(const fk_softmax &of, const void *x, const void *w, void *probs) 
 
 }  // namespace
 
-extern "C" int fk_softmax_workspace(const fk_softmax *softmax, size_t *bytes) {
+extern "C" int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes) {
   return guarded([=] {
     check(softmax);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
@@ -43,12 +42,12 @@ extern "C" int fk_softmax_workspace(const fk_softmax *softmax, size_t *bytes) {
   });
 }
 
-extern "C" int fk_softmax_forward(const fk_softmax *softmax, const void *x, const void *w,
-                                  void *probs, void *workspace, size_t workspace_bytes,
-                                  struct CUstream_st *stream) {
+extern "C" int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w,
+                                  void* probs, void* workspace, size_t workspace_bytes,
+                                  struct CUstream_st* stream) {
   return guarded([=] {
     check(softmax);
-    const auto argument = [](const char *name, const void *data, int64_t rows, int64_t cols,
+    const auto argument = [](const char* name, const void* data, int64_t rows, int64_t cols,
                              bool written) {
       return Argument{name, data, static_cast<size_t>(rows * cols) * sizeof(float), 16, written};
     };
