@@ -229,6 +229,11 @@ BARRIERS = [
 ]
 
 
+DATA_RACE = "ThreadSanitizer: data race"
+# What the first thread reads without the barrier is where it reads next: it leaves the block's memory before
+# another thread has written.
+FOLLOWED = {"chase_shared("}
+
 # Before these come the numbers of hopper_mutants.py.
 FIRST_BARRIER, FIRST_WRONG_RESULT, FIRST_OTHER = 1000, 2000, 3000
 
@@ -248,7 +253,7 @@ def _missing_barriers():
                 old="__syncthreads();",
                 new=";",
                 nth=nth,
-                report="ThreadSanitizer: data race",
+                report="ThreadSanitizer: SEGV" if function in FOLLOWED else DATA_RACE,
                 arguments=(*arguments, "--kernel", f"^{kernel}$"),
             )
 
@@ -270,7 +275,6 @@ def _wrong(which, name, lesson, function, old, new, report, *arguments):
                    number=FIRST_WRONG_RESULT + which)
 
 
-DATA_RACE = "ThreadSanitizer: data race"
 NARROW = ("--eigen", "16", "--width", "16")
 OUT_OF_BOUNDS_READ = r"heap-buffer-overflow[\s\S]*?\nREAD of size"
 OUT_OF_BOUNDS_WRITE = r"heap-buffer-overflow[\s\S]*?\nWRITE of size"
