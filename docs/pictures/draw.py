@@ -110,9 +110,9 @@ def swizzle():
                     picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27, "#fff", SOFT, "", 3)
                     continue
                 read = piece == 2
-                picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27,
-                            BLUE if read else GREY if row % 2 else PALE, None, str(piece), 3, "#fff" if read else SOFT, 16,
-                            read)
+                fill = BLUE if read else GREY if row % 2 else PALE
+                picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27, fill, None, str(piece), 3,
+                            "#fff" if read else SOFT, 16, read)
         picture.text(left, 362, said, size=16)
         picture.text(left, 384, turns, size=16, bold=True, ink=BLUE if number else RUST)
     picture.text(30, 414, "A row of the tile is eight pieces of 16 bytes, 0 to 7; every other row is "
@@ -209,7 +209,8 @@ def softmax():
         for column in range(8):
             picture.box(left + column * 29, 50, 26, 40, SKY, None)
         picture.line(f"M{left + 115} 94V128")
-        picture.box(left + 20, 134, 192, 56, SAND, RUST, f"maximum {most}\nsum of exp(x - {most}): {total:g}", 6, size=16)
+        said = f"maximum {most}\nsum of exp(x - {most}): {total:g}"
+        picture.box(left + 20, 134, 192, 56, SAND, RUST, said, 6, size=16)
         picture.line(f"M{left + 116} 194L{480 + 30 * number} 236")
         picture.text(left + 116, 374, f"exp(x - {most}) exp({most} - 5) / s", "middle", size=16)
         picture.line(f"M{480 + 30 * number} 312L{left + 116} 352")
