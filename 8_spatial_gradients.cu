@@ -22,8 +22,7 @@
 //
 // A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so
 // each operand that is loaded is used twice, and so is each fragment in a register. That makes this
-// product easier to feed than four independent ones. (Three would do, as Gauss found, but they take
-// three accumulators instead of two, and factors that are rounded sums.)
+// product easier to feed than four independent ones.
 //
 // There is more to be saved, and no compiler finds it, since it is not the same for rounded
 // numbers:
@@ -96,8 +95,8 @@ __host__ __device__ constexpr int boxes_of(int64_t extent) {
   return static_cast<int>(ceil_div(extent, kBox));
 }
 
-// A block owns 64 rows, and computes 64 x 64 results at a time, a warp 32 x 32 of them, and of two
-// sums each: 64 registers.
+// A block owns 64 rows, and computes 64 x 64 results at a time. A warp has 32 x 32 results of two
+// sums: 64 registers a thread.
 constexpr int kThreads = 128, kStages = 2;
 __device__ int warp_row() { return threadIdx.x / 64 * 32; }
 __device__ int warp_col() { return threadIdx.x / 32 % 2 * 32; }
@@ -118,7 +117,8 @@ __device__ void add_gradient(Sums<32, 32>& xr, Sums<32, 32>& xi, const bf16* Gr_
 }
 
 // ar + i ai += (xr + i xi) (Lr + i Li)^T for 64 of the inner dimension: four products. Each 16 of
-// it take 32 tensor core instructions and 8 loads, the ratio of a plain product of twice the size.
+// it take 32 tensor core instructions and 8 loads. A plain product has that ratio if a warp owns
+// twice as many rows and columns, 64 x 64.
 __device__ void add_rotated(Sums<32, 32>& ar, Sums<32, 32>& ai, const bf16* xr_tile,
                             const bf16* xi_tile, const bf16* Lr_tile, const bf16* Li_tile) {
 #pragma unroll
