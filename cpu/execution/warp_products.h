@@ -33,13 +33,47 @@ struct Ldmatrix {
   }
 
   template <bool kTransposed>
-  static void run(unsigned (&matrices)[4], const void* row) {
+  static void run(unsigned (&matrices)[4], const void* row, Site site = Site::here()) {
     if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
       fail("ldmatrix: the row at %p is not aligned to 16 bytes", row);
     }
     Ldmatrix self = {{}, matrices};
     memcpy(self.row, row, sizeof self.row);
-    warp_meet(~0u, combine<kTransposed>, &self, "ldmatrix", Site::here());
+    warp_meet(~0u, combine<kTransposed>, &self, "ldmatrix", site);
+  }
+};
+
+/// A lane's part in stmatrix: the registers that it gives, and the row that it writes.
+template <int kCount>
+struct Stmatrix {
+  const std::uint32_t* registers;
+  std::uint16_t row[8];
+
+  template <bool kTransposed>
+  static void combine(void* const* operands, unsigned lanes) {
+    if (lanes != ~0u) fail("stmatrix without all 32 lanes of the warp");
+    for (int lane = 0; lane < 8 * kCount; ++lane) {
+      Stmatrix& to = *static_cast<Stmatrix*>(operands[lane]);
+      for (int i = 0; i < 8; ++i) {
+        const int from = kTransposed ? i * 4 + lane % 8 / 2 : lane % 8 * 4 + i / 2;
+        const int half = (kTransposed ? lane : i) % 2;
+        to.row[i] = static_cast<std::uint16_t>(
+            static_cast<const Stmatrix*>(operands[from])->registers[lane / 8] >> 16 * half);
+      }
+    }
+  }
+
+  /// `row` counts in the first 8 kCount lanes alone.
+  template <bool kTransposed>
+  static void run(const std::uint32_t (&registers)[kCount], void* row, const char* operation,
+                  Site site) {
+    Stmatrix self = {registers, {}};
+    warp_meet(~0u, combine<kTransposed>, &self, operation, site);
+    if (lane_id() >= 8 * kCount) return;
+    if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) {
+      fail("%s: the row at %p is not aligned to 16 bytes", operation, row);
+    }
+    memcpy(row, self.row, sizeof self.row);
   }
 };
 
