@@ -443,12 +443,6 @@ void* shared_pointer(std::uint32_t address) {
   return runner->shared_at(*block, place);
 }
 
-bool is_shared(const void* pointer) {
-  const Unwatched bookkeeping;
-  SharedPlace place;
-  return runner->find_shared(*runner->current().block, pointer, place);
-}
-
 void mbarrier_init(std::uint64_t* address, int count, Site site) {
   const Unwatched bookkeeping;
   const char* const operation = "barrier_init()";

@@ -24,8 +24,6 @@ inline constexpr unsigned kWindowBits = 24;
 inline constexpr std::uint32_t kWindowMask = (1u << kWindowBits) - 1;
 /// The memory behind such an address.
 void* shared_pointer(std::uint32_t address);
-/// Whether that is in the block's shared memory.
-bool is_shared(const void* pointer);
 
 void mbarrier_init(std::uint64_t* barrier, int count, Site site);
 void mbarrier_init_fence();
