@@ -289,7 +289,8 @@ def build_program(build, sources, written, options, folder):
                             errors="surrogateescape")
         except TranslationError as error:
             raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
-        return compiler([*flags_of(build), "-fpreprocessed", "-c", text, "-o", result], cwd=folder)
+        return compiler([*flags_of(build), f"-ffile-prefix-map={folder}=.", "-fpreprocessed", "-c", text, "-o", result],
+                        cwd=folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(one, written))

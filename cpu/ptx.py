@@ -270,13 +270,16 @@ def _tensor_store(x):
 
 
 def _ldmatrix(x):
-    return (f"std::uint32_t cuda_cpu_to[{x['count']}]; ptx::ldmatrix<{'true' if x['trans'] else 'false'}>(cuda_cpu_to, "
-            f"{x.value(1, 'u32')}, cuda_cpu_site); " + x.put_all(0, "cuda_cpu_to", int(x["count"])))
+    return (f"std::uint32_t cuda_cpu_to[{x['count']}]; ptx::Row cuda_cpu_row = {{}}; "
+            f"if (ptx::gives_row({x['count']})) cuda_cpu_row = *static_cast<ptx::Row*>(ptx::shared({x.value(1, 'u32')})); "
+            f"ptx::ldmatrix<{'true' if x['trans'] or x['trans2'] else 'false'}>(cuda_cpu_to, cuda_cpu_row, "
+            "cuda_cpu_site); " + x.put_all(0, "cuda_cpu_to", int(x["count"])))
 
 
 def _stmatrix(x):
-    return (x.array("cuda_cpu_from", 1, int(x["count"])) + f"ptx::stmatrix<{'true' if x['trans'] else 'false'}>("
-            f"{x.value(0, 'u32')}, cuda_cpu_from, cuda_cpu_site);")
+    return (x.array("cuda_cpu_from", 1, int(x["count"])) + "const ptx::Row cuda_cpu_row = "
+            f"ptx::stmatrix<{'true' if x['trans'] else 'false'}>(cuda_cpu_from, cuda_cpu_site); "
+            f"if (ptx::gives_row({x['count']})) *static_cast<ptx::Row*>(ptx::shared({x.value(0, 'u32')})) = cuda_cpu_row;")
 
 
 _ELEMENTS = {"f16": "ptx::Short<cuda_cpu::HalfFormat>", "bf16": "ptx::Short<cuda_cpu::Bfloat16Format>", "tf32": "ptx::Tf32", "s8": "ptx::Byte<std::int8_t>",
@@ -414,7 +417,10 @@ TABLE = {
     "|max)[.noftz].T": _atomic,
     "membar.(cta|gl|sys)": "::__threadfence();",
     f"fence[.sc|.acq_rel|.acquire|.release]{_SCOPE}": "::__threadfence();",
-    "fence.proxy.async[.global|.shared|.shared::cta|.shared::cluster]": "cuda_cpu::async_proxy_fence();",
+    # Programs rely on it for new barriers, too.
+    "fence.proxy.async[.shared|.shared::cta|.shared::cluster]":
+        "cuda_cpu::async_proxy_fence(); cuda_cpu::mbarrier_init_fence();",
+    "fence.proxy.async.global": "cuda_cpu::async_proxy_fence();",
     f"fence.proxy.(alias|tensormap::generic.(acquire|release){_SCOPE})": ";",
     "fence.mbarrier_init.release.cluster": "cuda_cpu::mbarrier_init_fence();",
     "(prefetch|prefetchu)[.global|.const|.param][.tensormap][.L1|.L2|.L2::evict_last|.L2::evict_normal]": ";",
@@ -477,9 +483,10 @@ TABLE = {
     "st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes.f32":
         "cuda_cpu::store_push(static_cast<float*>($0:own), $1:f32, $2:own barrier, $0:rank, cuda_cpu_site);",
     # Tensor cores.
-    "ldmatrix.sync.aligned.m8n8.x(count:1|2|4)[.(trans:trans)][.shared|.shared::cta].b16": _ldmatrix,
-    "ldmatrix.sync.aligned.x(count:1|2|4)[.(trans:trans)].m8n8[.shared|.shared::cta].b16": _ldmatrix,
-    "stmatrix.sync.aligned.m8n8.x(count:1|2|4)[.(trans:trans)][.shared|.shared::cta].b16": _stmatrix,
+    "ldmatrix.sync.aligned[.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta][.(trans2:trans)].b16":
+        _ldmatrix,
+    "stmatrix.sync.aligned[.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta].b16": _stmatrix,
+    "movmatrix.sync.aligned.m8n8.trans.b16": "ptx::movmatrix($1:u32, cuda_cpu_site)",
     "mma.sync.aligned.m16n8k(depth:4|8|16|32).row.col[.satfinite].(D:f32|f16|s32).(A:f16|bf16|tf32|s8|u8)"
     ".(B:f16|bf16|tf32|s8|u8).(C:f32|f16|s32)": _mma,
     "wgmma.fence.sync.aligned": "cuda_cpu::wgmma_fence();",

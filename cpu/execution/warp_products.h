@@ -33,12 +33,16 @@ struct Ldmatrix {
   }
 
   template <bool kTransposed>
-  static void run(unsigned (&matrices)[4], const void* row, Site site = Site::here()) {
+  static void run(unsigned (&matrices)[4], const void* row) {
     if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
       fail("ldmatrix: the row at %p is not aligned to 16 bytes", row);
     }
     Ldmatrix self = {{}, matrices};
     memcpy(self.row, row, sizeof self.row);
+    meet<kTransposed>(self, Site::here());
+  }
+  template <bool kTransposed>
+  static void meet(Ldmatrix& self, Site site) {
     warp_meet(~0u, combine<kTransposed>, &self, "ldmatrix", site);
   }
 };
@@ -63,17 +67,9 @@ struct Stmatrix {
     }
   }
 
-  /// `row` counts in the first 8 kCount lanes alone.
   template <bool kTransposed>
-  static void run(const std::uint32_t (&registers)[kCount], void* row, const char* operation,
-                  Site site) {
-    Stmatrix self = {registers, {}};
+  static void meet(Stmatrix& self, const char* operation, Site site) {
     warp_meet(~0u, combine<kTransposed>, &self, operation, site);
-    if (lane_id() >= 8 * kCount) return;
-    if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) {
-      fail("%s: the row at %p is not aligned to 16 bytes", operation, row);
-    }
-    memcpy(row, self.row, sizeof self.row);
   }
 };
 

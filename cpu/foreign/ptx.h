@@ -449,20 +449,47 @@ std::uint32_t shuffle(std::uint32_t value, std::uint32_t by, std::uint32_t bound
                                      [&](int own, int, int) { return is_inside ? from : own; });
 }
 
-template <bool kTransposed, int kCount>
-void ldmatrix(std::uint32_t (&matrices)[kCount], std::uint32_t address, Site site) {
-  alignas(16) static constexpr char kNothing[16] = {};
-  // The addresses of the other lanes do not count.
-  const void* row = lane_id() < 8 * kCount ? shared(address) : kNothing;
-  unsigned all[4];
-  Ldmatrix::run<kTransposed>(all, row, site);
-  std::copy_n(all, kCount, matrices);
-}
+/// A row of ldmatrix or stmatrix. The first 8 lanes give the rows of the first matrix, the next ones
+/// those of the second: the addresses of other lanes do not count.
+using Row = Pack<std::uint32_t, 4>::Type;
+inline bool gives_row(unsigned matrices) { return lane_id() < 8 * matrices; }
 
 template <bool kTransposed, int kCount>
-void stmatrix(std::uint32_t address, const std::uint32_t (&registers)[kCount], Site site) {
-  void* const row = lane_id() < 8 * kCount ? shared(address) : nullptr;
-  Stmatrix<kCount>::template run<kTransposed>(registers, row, "stmatrix", site);
+void ldmatrix(std::uint32_t (&matrices)[kCount], Row row, Site site) {
+  unsigned all[4];
+  Ldmatrix self = {{}, all};
+  std::memcpy(self.row, &row, sizeof row);
+  Ldmatrix::meet<kTransposed>(self, site);
+  std::copy_n(all, kCount, matrices);
+}
+template <bool kTransposed, int kCount>
+Row stmatrix(const std::uint32_t (&registers)[kCount], Site site) {
+  Stmatrix<kCount> self = {registers, {}};
+  self.template meet<kTransposed>(self, "stmatrix", site);
+  Row row;
+  std::memcpy(&row, self.row, sizeof row);
+  return row;
+}
+/// movmatrix: each lane's pair of one 8 x 8 matrix becomes its pair of the transposed one.
+inline std::uint32_t movmatrix(std::uint32_t pair, Site site) {
+  struct Pair {
+    std::uint32_t from, to;
+  } self = {pair, 0};
+  warp_meet(
+      ~0u,
+      [](void* const* operands, unsigned lanes) {
+        if (lanes != ~0u) fail("movmatrix without all 32 lanes of the warp");
+        const auto element = [&](int row, int col) -> std::uint32_t {
+          const Pair& of = *static_cast<const Pair*>(operands[4 * row + col / 2]);
+          return of.from >> 16 * (col % 2) & 0xFFFF;
+        };
+        for (int lane = 0; lane < 32; ++lane) {
+          const int row = lane / 4, col = lane % 4 * 2;
+          static_cast<Pair*>(operands[lane])->to = element(col, row) | element(col + 1, row) << 16;
+        }
+      },
+      &self, "movmatrix", site);
+  return self.to;
 }
 
 struct Tf32 {

@@ -225,7 +225,13 @@ template <bool kTransposed = false, int kCount>
 void store_matrices(void* row, const std::uint32_t (&registers)[kCount],
                     cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(kCount == 2 || kCount == 4);
-  cuda_cpu::Stmatrix<kCount>::template run<kTransposed>(registers, row, "store_matrices()", site);
+  cuda_cpu::Stmatrix<kCount> self = {registers, {}};
+  self.template meet<kTransposed>(self, "store_matrices()", site);
+  if (threadIdx.x % 32 >= 8 * kCount) return;  // its address does not count
+  if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) {
+    cuda_cpu::fail("store_matrices(): the row at %p is not aligned to 16 bytes", row);
+  }
+  memcpy(row, self.row, sizeof self.row);
 }
 
 }  // namespace primitives
