@@ -264,7 +264,8 @@ def build_program(build, sources, written, options, folder):
     program = folder / f"program{'-' + build if build else ''}"
     # The same program is not built twice: its next run may have other arguments.
     key = digest(libraries, flags_of(build), options, *(file.read_text(errors="surrogateescape") for file in sorted(
-        folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text())
+        folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text(),
+                 (ROOT / "cpu/ptx.py").read_text())
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program

@@ -445,8 +445,10 @@ TABLE = {
     "trap": "::__trap();",
     "(griddepcontrol.launch_dependents|brkpt|pmevent)": ";",
     "griddepcontrol.wait": "cuda_cpu::wait_for_previous_kernel();",
-    "barrier.cluster.arrive[.release|.(relaxed:relaxed)][.aligned]":
-        "cuda_cpu::cluster_arrive(!?relaxed, cuda_cpu_site);",
+    # What is released are new barriers, too.
+    "barrier.cluster.arrive[.release][.aligned]":
+        "cuda_cpu::mbarrier_init_fence(); cuda_cpu::cluster_arrive(true, cuda_cpu_site);",
+    "barrier.cluster.arrive.relaxed[.aligned]": "cuda_cpu::cluster_arrive(false, cuda_cpu_site);",
     "barrier.cluster.wait[.acquire][.aligned]": "cuda_cpu::cluster_wait(cuda_cpu_site);",
     f"mapa{_SHARED}.u32": "ptx::map_to_rank($1:u32, $2:u32)",
     "mapa.u64": "ptx::as<std::uint64_t>(ptx::shared(ptx::map_to_rank(cuda_cpu::shared_window($1:pointer), $2:u32)))",
@@ -675,6 +677,7 @@ class Instruction:
 # ---- A statement -----------------------------------------------------------------------------------
 
 _ASM = re.compile(r"\b(?:asm|__asm__|__asm)\b(?:\s*\b(?:volatile|__volatile__|__volatile|inline)\b)*\s*\(")
+_LABELS = re.compile(r"\s*(?:[A-Za-z_$%][\w$]*\s*:\s*)*")
 _TOKEN = re.compile(r"\s+|[{};]|[^{};\s]+")
 
 
@@ -757,7 +760,9 @@ class Statement:
         template = re.sub(r"%(\d+)", r"@\1", template).replace("%%", "%")
         scopes, out, statement, vectors = [{}], [], "", 0
         for token in _TOKEN.findall(template):
-            if not statement.strip() and token in "{}":
+            if token in "{}" and _LABELS.fullmatch(statement):
+                out.append(self._statement(statement.strip(), scopes))
+                statement = ""
                 if token == "{":
                     scopes.append({})
                 elif len(scopes) > 1:
@@ -780,7 +785,7 @@ class Statement:
             labels += f"{_label(match[1])}: "
             text = text[match.end() :]
         if not text:
-            return labels + ";"
+            return labels and labels + ";"
         if text.startswith("."):
             return labels + self._declare(text, scopes[-1])
         guard = ""
@@ -791,7 +796,6 @@ class Statement:
                 raise Unknown(f"{name} is not declared in this asm")
             guard = f"if ({match[1] or match[3] or ''}{names[name][0]}) "
             text = text[match.end() :]
-        code, _, rest = text.partition(" ") if " " in text else (text, "", "")
         code, rest = re.match(r"(\S+)\s*(.*)", text, re.DOTALL).groups()
         operands = [each.strip() for each, _ in _split(rest, rest, ",")] if rest.strip() else []
         operands = [" ".join(each.split()) for each in operands]
