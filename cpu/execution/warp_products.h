@@ -13,7 +13,7 @@ namespace cuda_cpu {
 
 /// A lane's part in ldmatrix: the row that it fetched, and the registers that it receives.
 struct Ldmatrix {
-  uint16_t row[8];
+  alignas(16) uint16_t row[8];
   unsigned (&matrices)[4];
 
   template <bool kTransposed>
@@ -51,7 +51,7 @@ struct Ldmatrix {
 template <int kCount>
 struct Stmatrix {
   const std::uint32_t* registers;
-  std::uint16_t row[8];
+  alignas(16) std::uint16_t row[8];
 
   template <bool kTransposed>
   static void combine(void* const* operands, unsigned lanes) {
