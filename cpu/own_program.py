@@ -620,7 +620,7 @@ def tried(doc):
     say()
     table(report)
     worst(report, texts)
-    found = mistakes(rc, report, texts)
+    found = list(dict.fromkeys(mistakes(rc, report, texts)))
     if rc == -signal.SIGABRT and not found:
         found.append("The program ended itself (abort()): an assertion of the host, say, whose line is above.")
     elif rc is not None and rc < 0 and not found:
