@@ -334,9 +334,11 @@ _COMPLETES = ".mbarrier::complete_tx::bytes[.(multicast:multicast::cluster)][.L2
 _COMPARE = ("(compare:eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan)[.(bool:and|or|xor)][.ftz]")
 TABLE = {
     # Arithmetic.
-    f"add{_FP}[.sat].T": "ptx::add<%T>($1, $2)",
-    f"sub{_FP}[.sat].T": "ptx::sub<%T>($1, $2)",
-    f"mul{_FP}[.sat].{_FLOATS}": "ptx::mul<%T>($1, $2)",
+    f"add{_FP}.T": "ptx::add<%T>($1, $2)",
+    f"sub{_FP}.T": "ptx::sub<%T>($1, $2)",
+    f"mul{_FP}.{_FLOATS}": "ptx::mul<%T>($1, $2)",
+    f"(what:add|sub|mul){_FP}.sat.{_FLOATS}": "ptx::saturate<%T>(ptx::#what<%T>($1, $2))",
+    "(what:add|sub).sat.s32": "ptx::saturated(ptx::#what<std::int64_t>($1:s32, $2:s32))",
     "mul.lo.T": "ptx::mul<%T>($1, $2)",
     "mul.hi.T": "ptx::mul_hi<%T>($1, $2)",
     "mul.wide.T": "ptx::mul_wide<%T>($1, $2)",
@@ -345,7 +347,8 @@ TABLE = {
     "mad.hi.T": "ptx::add<%T>(ptx::mul_hi<%T>($1, $2), $3)",
     "mad.wide.T": "ptx::add<ptx::Twice<%T>>(ptx::mul_wide<%T>($1, $2), ptx::as<ptx::Twice<%T>>($3:u64))",
     "mad24.lo.T": "ptx::add<%T>(ptx::mul24<%T>($1, $2), $3)",
-    f"(fma|mad){_FP}[.sat].{_FLOATS}": "ptx::fma<%T>($1, $2, $3)",
+    f"(fma|mad){_FP}.{_FLOATS}": "ptx::fma<%T>($1, $2, $3)",
+    f"(fma|mad){_FP}.sat.{_FLOATS}": "ptx::saturate<%T>(ptx::fma<%T>($1, $2, $3))",
     "add.cc.T": "ptx::add_carry<%T>($1, $2, false, true)",
     "addc[.(set:cc)].T": "ptx::add_carry<%T>($1, $2, true, ?set)",
     "sub.cc.T": "ptx::sub_carry<%T>($1, $2, false, true)",
@@ -582,8 +585,10 @@ class Instruction:
 
     def address(self, text):
         """What is in [...], as a number."""
-        inside = text.strip("[] \n\t")
-        base, sign, offset = re.fullmatch(r"(.+?)(?:\s*([+-])\s*(-?\w+))?", inside, re.DOTALL).groups()
+        match = re.fullmatch(r"\[?\s*([\w@%$.]+)\s*(?:([+-])\s*(-?\w+))?\s*\]?", text)
+        if not match:
+            raise Unknown(f"the address {text} is not understood")
+        base, sign, offset = match.groups()
         base = self.read(base.strip(), "u64")
         return f"({base} {sign} {self.literal(offset, 's64')})" if sign else base
 
@@ -646,6 +651,8 @@ class Instruction:
             return f"ptx::as<{cxx}>({SPECIAL[name]})"
         if name == "WARP_SZ":
             return "32"
+        if text.startswith("@"):
+            raise Unknown(f"there is no operand %{text[1:]}")
         raise Unknown(f"the CPU backend does not have the special register {text}" if text.startswith("%")
                       else f"{text} is not declared in this asm")
 
@@ -777,6 +784,8 @@ class Statement:
                 statement += token
         if statement.strip():
             out.append(self._statement(statement.strip(), scopes))
+        if len(scopes) > 1:
+            raise Unknown("a { in an asm without its }")
         return " ".join(out)
 
     def _statement(self, text, scopes):
@@ -875,7 +884,8 @@ def translate_preprocessed(text, own):
             new = Statement(code[match.end() : close], text[match.end() : close]).cxx()
         except Unknown as problem:
             number = line + text.count("\n", at, match.start()) - 1
-            raise TranslationError(f"{file}:{number}: {problem}") from None
+            said = re.sub(r"@(?=\d)", "%", str(problem))
+            raise TranslationError(f"{file}:{number}: {said}") from None
         out += [text[end : match.start()], new, "\n" * text.count("\n", match.start(), close + 1)]
         end = close + 1
     return "".join(out) + text[end:]

@@ -18,8 +18,9 @@
 
 #include "cpu/execution/device_functions.h"
 #include "cpu/execution/small_float.h"
-#include "cpu/execution/warp_products.h"
+#include "cpu/hopper/matrix_moves.h"
 #include "cpu/hopper/units.h"
+#include "cpu/library/matrix_product.h"
 #include "cuda_pipeline.h"
 
 namespace cuda_cpu::ptx {
@@ -179,6 +180,9 @@ T saturate(T a) {
   } else {
     return a > T(0) ? (a < T(1) ? a : T(1)) : T(0);
   }
+}
+inline std::int32_t saturated(std::int64_t a) {
+  return static_cast<std::int32_t>(std::clamp<std::int64_t>(a, INT32_MIN, INT32_MAX));
 }
 /// Of a number and NaN the number.
 template <class T>

@@ -8,7 +8,7 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/device_functions.h"
-#include "cpu/execution/warp_products.h"
+#include "cpu/hopper/matrix_moves.h"
 #include "cpu/hopper/units.h"
 #include "cuda.h"
 #include "cuda_bf16.h"
