@@ -272,7 +272,7 @@ def _tensor_store(x):
 def _ldmatrix(x):
     return (f"std::uint32_t cuda_cpu_to[{x['count']}]; ptx::Row cuda_cpu_row = {{}}; "
             f"if (ptx::gives_row({x['count']})) cuda_cpu_row = *static_cast<ptx::Row*>(ptx::shared({x.value(1, 'u32')})); "
-            f"ptx::ldmatrix<{'true' if x['trans'] or x['trans2'] else 'false'}>(cuda_cpu_to, cuda_cpu_row, "
+            f"ptx::ldmatrix<{'true' if x['trans'] or x['trans2'] or x['trans3'] else 'false'}>(cuda_cpu_to, cuda_cpu_row, "
             "cuda_cpu_site); " + x.put_all(0, "cuda_cpu_to", int(x["count"])))
 
 
@@ -283,7 +283,7 @@ def _stmatrix(x):
 
 
 _ELEMENTS = {"f16": "ptx::Short<cuda_cpu::HalfFormat>", "bf16": "ptx::Short<cuda_cpu::Bfloat16Format>", "tf32": "ptx::Tf32", "s8": "ptx::Byte<std::int8_t>",
-             "u8": "ptx::Byte<std::uint8_t>"}
+             "u8": "ptx::Byte<std::uint8_t>", "e4m3": "ptx::E4m3"}
 
 
 def _mma(x):
@@ -292,7 +292,8 @@ def _mma(x):
     count = len(x.registers(0))
     sums = {"f32": "float", "f16": "ptx::F16", "s32": "int"}[x["D"]]
     return (x.array("cuda_cpu_a", 1) + x.array("cuda_cpu_b", 2) + x.array("cuda_cpu_c", 3, count)
-            + f"std::uint32_t cuda_cpu_d[{count}]; ptx::mma<{_ELEMENTS[x['A']]}, {_ELEMENTS[x['B']]}, {sums}, {x['depth']}>("
+            + f"std::uint32_t cuda_cpu_d[{count}]; ptx::mma<{_ELEMENTS[x['A']]}, {_ELEMENTS[x['B']]}, {sums}, {x['depth']}, "
+            f"{'true' if x['sat'] or x['sat2'] else 'false'}>("
             "cuda_cpu_d, cuda_cpu_a, cuda_cpu_b, cuda_cpu_c, cuda_cpu_site); " + x.put_all(0, "cuda_cpu_d", count))
 
 
@@ -413,6 +414,8 @@ TABLE = {
     # Memory.
     f"(ld|ldu)[.(order:relaxed|acquire|volatile|weak)]{_SCOPE}{_SPACE}[::entry][.nc][.ca|.cg|.cs|.lu|.cv|.nc]{_HINTS}"
     "[.v(count:2|4)].T": _load,
+    f"ld{_SPACE}.(order:relaxed|acquire|volatile){_SCOPE}{_HINTS}[.v(count:2|4)].T": _load,
+    f"st{_SPACE}.(order:relaxed|release|volatile){_SCOPE}{_HINTS}[.v(count:2|4)].T": _store,
     f"st[.(order:relaxed|release|volatile|weak)]{_SCOPE}{_SPACE}[.wb|.cg|.cs|.wt]{_HINTS}[.v(count:2|4)].T": _store,
     f"(atom|red)[.relaxed|.acquire|.release|.acq_rel]{_SCOPE}{_SPACE}[.(what:and|or|xor|cas|exch|add|inc|dec|min|max)]"
     "[.noftz][.L2::cache_hint][.v(count:2|4)].T": _atomic,
@@ -488,12 +491,12 @@ TABLE = {
     "st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes.f32":
         "cuda_cpu::store_push(static_cast<float*>($0:own), $1:f32, $2:own barrier, $0:rank, cuda_cpu_site);",
     # Tensor cores.
-    "ldmatrix.sync.aligned[.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta][.(trans2:trans)].b16":
-        _ldmatrix,
+    "ldmatrix.sync.aligned[.(trans3:trans)][.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta]"
+    "[.(trans2:trans)].b16": _ldmatrix,
     "stmatrix.sync.aligned[.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta].b16": _stmatrix,
     "movmatrix.sync.aligned.m8n8.trans.b16": "ptx::movmatrix($1:u32, cuda_cpu_site)",
-    "mma.sync.aligned.m16n8k(depth:4|8|16|32).row.col[.satfinite].(D:f32|f16|s32).(A:f16|bf16|tf32|s8|u8)"
-    ".(B:f16|bf16|tf32|s8|u8).(C:f32|f16|s32)": _mma,
+    "mma.sync.aligned.m16n8k(depth:4|8|16|32).row.col[.(sat:satfinite)].(D:f32|f16|s32).(A:f16|bf16|tf32|s8|u8|e4m3)"
+    ".(B:f16|bf16|tf32|s8|u8|e4m3).(C:f32|f16|s32)[.(sat2:satfinite)]": _mma,
     "wgmma.fence.sync.aligned": "cuda_cpu::wgmma_fence();",
     "wgmma.commit_group.sync.aligned": "cuda_cpu::wgmma_commit();",
     "wgmma.wait_group.sync.aligned": "cuda_cpu::wgmma_wait($0:s32, cuda_cpu_site);",

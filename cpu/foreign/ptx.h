@@ -21,7 +21,7 @@
 #include "cpu/hopper/matrix_moves.h"
 #include "cpu/hopper/units.h"
 #include "cpu/library/matrix_product.h"
-#include "cuda_pipeline.h"
+#include "cuda_fp8.h"
 
 namespace cuda_cpu::ptx {
 
@@ -46,9 +46,9 @@ using Quarter = std::conditional_t<std::is_signed_v<T>, std::int8_t, std::uint8_
 template <class T>
 using Twice = std::conditional_t<
     sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, SignedWide, Wide>,
-    std::conditional_t<
-        sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>,
-        std::conditional_t<std::is_signed_v<T>, std::int32_t, std::uint32_t>>>;
+    std::conditional_t<sizeof(T) == 4,
+                       std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>,
+                       std::conditional_t<std::is_signed_v<T>, std::int32_t, std::uint32_t>>>;
 
 template <class T>
 inline constexpr bool kWhole = std::is_integral_v<T> || std::is_same_v<T, Wide>;
@@ -110,13 +110,17 @@ using Modulo = typename std::conditional_t<std::is_integral_v<T>, std::make_unsi
 
 template <class T>
 T add(T a, T b) {
-  if constexpr (kWhole<T>) return static_cast<T>(Modulo<T>(a) + Modulo<T>(b));
-  else return a + b;
+  if constexpr (kWhole<T>)
+    return static_cast<T>(Modulo<T>(a) + Modulo<T>(b));
+  else
+    return a + b;
 }
 template <class T>
 T sub(T a, T b) {
-  if constexpr (kWhole<T>) return static_cast<T>(Modulo<T>(a) - Modulo<T>(b));
-  else return a - b;
+  if constexpr (kWhole<T>)
+    return static_cast<T>(Modulo<T>(a) - Modulo<T>(b));
+  else
+    return a - b;
 }
 /// The lower half of the product, if it is of whole numbers.
 template <class T>
@@ -152,26 +156,37 @@ T fma(T a, T b, T c) {
 }
 template <class T>
 T div(T a, T b) {
-  if constexpr (std::is_signed_v<T> && kWhole<T>) return b == -1 ? sub(T(0), a) : a / b;
-  else return a / b;
+  if constexpr (std::is_signed_v<T> && kWhole<T>)
+    return b == -1 ? sub(T(0), a) : a / b;
+  else
+    return a / b;
 }
 template <class T>
 T rem(T a, T b) {
-  if constexpr (std::is_signed_v<T>) return b == -1 ? 0 : a % b;
-  else return a % b;
+  if constexpr (std::is_signed_v<T>)
+    return b == -1 ? 0 : a % b;
+  else
+    return a % b;
 }
 template <class T>
 T neg(T a) {
-  if constexpr (std::is_same_v<T, F16x2> || std::is_same_v<T, Bf16x2>) return {-a.x, -a.y};
-  else if constexpr (kWhole<T>) return sub(T(0), a);
-  else return -a;
+  if constexpr (std::is_same_v<T, F16x2> || std::is_same_v<T, Bf16x2>)
+    return {-a.x, -a.y};
+  else if constexpr (kWhole<T>)
+    return sub(T(0), a);
+  else
+    return -a;
 }
 template <class T>
 T abs(T a) {
-  if constexpr (kWhole<T>) return a < 0 ? neg(a) : a;
-  else if constexpr (sizeof(T) == 2) return T::from_bits(a.bits & 0x7FFF);
-  else if constexpr (std::is_floating_point_v<T>) return std::fabs(a);
-  else return {abs(a.x), abs(a.y)};
+  if constexpr (kWhole<T>)
+    return a < 0 ? neg(a) : a;
+  else if constexpr (sizeof(T) == 2)
+    return T::from_bits(a.bits & 0x7FFF);
+  else if constexpr (std::is_floating_point_v<T>)
+    return std::fabs(a);
+  else
+    return {abs(a.x), abs(a.y)};
 }
 template <class T>
 T saturate(T a) {
@@ -262,8 +277,8 @@ T shl(T a, std::uint32_t by) {
 }
 template <class T>
 T shr(T a, std::uint32_t by) {
-  return static_cast<T>(a >> std::min<std::uint32_t>(by, 8 * sizeof(T) - 1)
-                          >> (by >= 8 * sizeof(T) ? 1 : 0));
+  return static_cast<T>(a >> std::min<std::uint32_t>(by, 8 * sizeof(T) - 1) >>
+                        (by >= 8 * sizeof(T) ? 1 : 0));
 }
 inline std::uint32_t shf(bool left, bool clamp, std::uint32_t low, std::uint32_t high,
                          std::uint32_t by) {
@@ -305,8 +320,10 @@ std::uint32_t bfind(T a, bool as_shift) {
 }
 template <class T>
 T reversed(T a) {
-  if constexpr (sizeof(T) == 4) return __brev(a);
-  else return __brevll(a);
+  if constexpr (sizeof(T) == 4)
+    return __brev(a);
+  else
+    return __brevll(a);
 }
 /// Four products of bytes, each with a sign or not; a sum, which wraps around.
 template <class A, class B>
@@ -351,8 +368,10 @@ T convert(From x, Round round, bool saturates) {
       return T(static_cast<double>(x));
     }
   } else if constexpr (std::is_same_v<T, From>) {
-    if constexpr (std::is_floating_point_v<T>) return static_cast<T>(to_whole(x, round));
-    else return T(static_cast<float>(to_whole(float(x), round)));
+    if constexpr (std::is_floating_point_v<T>)
+      return static_cast<T>(to_whole(x, round));
+    else
+      return T(static_cast<float>(to_whole(float(x), round)));
   } else {
     T result;
     if constexpr (std::is_same_v<T, float> && std::is_same_v<From, double>) {
@@ -397,7 +416,8 @@ void store_ordered(T* address, T value, std::memory_order order) {
 template <class T>
 T atomic_exchange_if(T* address, T compare, T value, Site site) {
   using Bits = Unsigned<sizeof(T)>;
-  return as<T>(atomicCAS(reinterpret_cast<Bits*>(address), as<Bits>(compare), as<Bits>(value), site));
+  return as<T>(
+      atomicCAS(reinterpret_cast<Bits*>(address), as<Bits>(compare), as<Bits>(value), site));
 }
 template <class T>
 T atomic_most(T* address, T value) {
@@ -513,13 +533,20 @@ struct Byte {
   static int element(std::uint32_t bits) { return static_cast<T>(bits); }
 };
 
+struct E4m3 {
+  static constexpr int kBits = 8;
+  static float element(std::uint32_t bits) {
+    return E4m3Format::to_float(static_cast<std::uint8_t>(bits));
+  }
+};
+
 /// A lane's part in mma.sync.m16n8kK. Each register of A and of B has 32 bits of k. PTX ISA, "Matrix
 /// Fragments for mma.m16n8k16" and its neighbours: they follow one pattern.
-template <class A, class B, class Sum, int kDepth>
+template <class A, class B, class Sum, int kDepth, bool kSaturates>
 struct Product {
   static constexpr int kIn = 32 / A::kBits, kB = kDepth / (4 * kIn), kA = 2 * kB;
   static constexpr int kC = std::is_same_v<Sum, F16> ? 2 : 4;
-  using Number = std::conditional_t<A::kBits == 8, int, float>;
+  using Number = decltype(A::element(0));
   const std::uint32_t* a;
   const std::uint32_t* b;
   const std::uint32_t* c;
@@ -543,8 +570,10 @@ struct Product {
       }
       for (int i = 0; i < 4; ++i) {
         Number& to = sum[g + i / 2 * 8][2 * t + i % 2];
-        if constexpr (kC == 2) to = HalfFormat::to_float(static_cast<std::uint16_t>(self.c[i / 2] >> i % 2 * 16));
-        else to = as<Number>(self.c[i]);
+        if constexpr (kC == 2)
+          to = HalfFormat::to_float(static_cast<std::uint16_t>(self.c[i / 2] >> i % 2 * 16));
+        else
+          to = as<Number>(self.c[i]);
       }
     }
     if constexpr (std::is_same_v<Number, float>) {
@@ -552,9 +581,9 @@ struct Product {
     } else {
       for (int row = 0; row < 16; ++row) {
         for (int col = 0; col < 8; ++col) {
-          std::uint32_t total = static_cast<std::uint32_t>(sum[row][col]);
-          for (int k = 0; k < kDepth; ++k) total += static_cast<std::uint32_t>(a[row][k] * b[k][col]);
-          sum[row][col] = static_cast<int>(total);
+          std::int64_t total = sum[row][col];
+          for (int k = 0; k < kDepth; ++k) total += a[row][k] * b[k][col];
+          sum[row][col] = kSaturates ? saturated(total) : static_cast<int>(total);
         }
       }
     }
@@ -562,16 +591,18 @@ struct Product {
       const Product& self = *static_cast<const Product*>(operands[lane]);
       const auto at = [&](int i) { return sum[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2]; };
       for (int i = 0; i < kC; ++i) {
-        if constexpr (kC == 2) self.d[i] = as<std::uint32_t>(F16x2(F16(float(at(2 * i))), F16(float(at(2 * i + 1)))));
-        else self.d[i] = as<std::uint32_t>(at(i));
+        if constexpr (kC == 2)
+          self.d[i] = as<std::uint32_t>(F16x2(F16(float(at(2 * i))), F16(float(at(2 * i + 1)))));
+        else
+          self.d[i] = as<std::uint32_t>(at(i));
       }
     }
   }
 };
-template <class A, class B, class Sum, int kDepth, int kD, int kA, int kB>
+template <class A, class B, class Sum, int kDepth, bool kSaturates, int kD, int kA, int kB>
 void mma(std::uint32_t (&d)[kD], const std::uint32_t (&a)[kA], const std::uint32_t (&b)[kB],
          const std::uint32_t (&c)[kD], Site site) {
-  using This = Product<A, B, Sum, kDepth>;
+  using This = Product<A, B, Sum, kDepth, kSaturates>;
   static_assert(kA == This::kA && kB == This::kB && kD == This::kC,
                 "this mma.sync has another number of registers");
   This self = {a, b, c, d};

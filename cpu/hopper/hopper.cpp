@@ -577,7 +577,8 @@ void mbarrier_invalidate(std::uint64_t* address, Site site) {
   const SharedPlace place = place_of(address, "the barrier", operation, site);
   MBarrier& barrier = find_barrier(*runner->current().block, place, false, operation, site);
   if (!barrier.transfers.empty() || barrier.waiting.head) {
-    CUDA_CPU_COMPLAIN(operation, site, "copies are under way to the barrier, or threads wait there");
+    CUDA_CPU_COMPLAIN(operation, site,
+                      "copies are under way to the barrier, or threads wait there");
   }
   barrier.word = nullptr;
   thread_writes(address, sizeof *address);
