@@ -473,10 +473,10 @@ TABLE = {
     "cp.async.(ca|cg).shared[::cta].global[.(hint:L2::cache_hint)][.L2::64B|.L2::128B|.L2::256B]": _copy,
     "cp.async.commit_group": "cuda_cpu::async_copies().commit();",
     "cp.async.wait_group": "cuda_cpu::async_copies().wait($0:u32);",
-    "cp.async.wait_all": "cuda_cpu::async_copies().end();",
-    f"cp.async.mbarrier.arrive{_SHARED}.b64": "cuda_cpu::async_copies().end();",
+    "cp.async.wait_all": "ptx::wait_for_copies();",
+    f"cp.async.mbarrier.arrive{_SHARED}.b64": "ptx::wait_for_copies();",
     f"cp.async.mbarrier.arrive.noinc{_SHARED}.b64":
-        "cuda_cpu::async_copies().end(), ptx::arrive($0:barrier, cuda_cpu::kOwnRank, 0, 1, cuda_cpu_site);",
+        "ptx::wait_for_copies(); ptx::arrive($0:barrier, cuda_cpu::kOwnRank, 0, 1, cuda_cpu_site);",
     f"{_BULK}.(shared::cluster|shared::cta).global{_COMPLETES}": _bulk_load,
     f"{_BULK}.shared::cluster.shared::cta.mbarrier::complete_tx::bytes":
         "cuda_cpu::bulk_copy($0:own, $1:own, $2:s32, $3:own barrier, $0:rank, cuda_cpu_site);",

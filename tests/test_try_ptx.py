@@ -181,7 +181,11 @@ __global__ void everyday(const int* x, int* y, int* negative, int* sum, int n) {
 __global__ void product(const half* a, const half* b, float* c) {
   __shared__ __align__(16) half tile[16][16];
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-  *(uint4*)&tile[lane / 2][lane % 2 * 8] = ((const uint4*)a)[lane];
+  for (int twice = 0; twice < 2; ++twice) {
+    COPY(window(&tile[lane / 2][lane % 2 * 8]), a + 8 * lane, 16);
+    asm volatile("cp.async.commit_group;");
+    if (twice) WAIT_FOR_ALL_BUT(0); else asm volatile("cp.async.wait_all;");
+  }
   __syncwarp();
   uint32_t r[4];
   LDMATRIX_X4(r, window(&tile[lane % 16][lane / 16 * 8]));

@@ -440,6 +440,12 @@ inline AsyncCopy copy(void* to, const void* from, std::size_t size, std::size_t 
   return {to, from, size, size - bytes};
 }
 
+/// Of all of the thread's copies, in a group or not.
+inline void wait_for_copies() {
+  async_copies().commit();
+  async_copies().wait(0);
+}
+
 // ---- Warps -------------------------------------------------------------------------------------
 
 inline unsigned warp_of_thread() {

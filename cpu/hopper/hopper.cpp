@@ -392,7 +392,7 @@ MBarrier& find_barrier(Block& block, const SharedPlace& place, bool by_others,
   if (by_others && !barrier.visible) {
     CUDA_CPU_COMPLAIN(operation, site,
                       "the barrier of block %u has been initialized at %s:%d, but others cannot see"
-                      " it yet: barrier_init_fence() is missing",
+                      " it yet: barrier_init_fence() is missing (in PTX fence.mbarrier_init)",
                       block.rank, barrier.site.file, barrier.site.line);
   }
   const Thread& self = runner->current();
