@@ -14,10 +14,12 @@ TYPES = {
     "b8": "std::uint8_t", "u8": "std::uint8_t", "s8": "std::int8_t", "b16": "std::uint16_t", "u16": "std::uint16_t",
     "s16": "std::int16_t", "b32": "std::uint32_t", "u32": "std::uint32_t", "s32": "std::int32_t",
     "b64": "std::uint64_t", "u64": "std::uint64_t", "s64": "std::int64_t", "b128": "ptx::Wide", "f32": "float",
-    "f64": "double", "f16": "ptx::F16", "bf16": "ptx::Bf16", "f16x2": "ptx::F16x2", "bf16x2": "ptx::Bf16x2", "pred": "bool",
+    "f64": "double", "f16": "ptx::F16", "bf16": "ptx::Bf16", "f16x2": "ptx::F16x2",
+    "bf16x2": "ptx::Bf16x2", "pred": "bool",
 }
 # A register, by the size of its type; an operand, by its constraint.
-REGISTERS = {8: "std::uint8_t", 16: "std::uint16_t", 32: "std::uint32_t", 64: "std::uint64_t", 128: "cuda_cpu::ptx::Wide"}
+REGISTERS = {8: "std::uint8_t", 16: "std::uint16_t", 32: "std::uint32_t", 64: "std::uint64_t",
+             128: "cuda_cpu::ptx::Wide"}
 CONSTRAINTS = {"r": 32, "f": 32, "l": 64, "d": 64, "h": 16, "q": 128}
 _SMALL = [f"ptx::{name}" for name in ("F16", "Bf16", "F16x2", "Bf16x2")]
 _LANE = "cuda_cpu::lane_id()"
@@ -130,7 +132,8 @@ def _load(x):
     if order:
         done = f"auto* const cuda_cpu_at = {pointer}; "
         for k, part in enumerate(to or [x.operands[0]]):
-            done += x.put(part, f"ptx::load_ordered(cuda_cpu_at + {k}, std::memory_order_{order}, cuda_cpu_site)", x["T"])
+            load = f"ptx::load_ordered(cuda_cpu_at + {k}, std::memory_order_{order}, cuda_cpu_site)"
+            done += x.put(part, load, x["T"])
         return done
     volatile = "volatile " if x["order"] == "volatile" else ""
     if count == 1:
@@ -238,7 +241,8 @@ def _copy(x):
         bytes_ = f"({x.read(third, 'pred')} ? 0u : {size})" if ignore else x.read(third, "u32")
         if x["hint"] and len(x.operands) == 4:
             bytes_ = size
-    return (f"cuda_cpu::async_copies().add(ptx::copy({x.value(0, 'shared')}, {x.value(1, 'pointer')}, {size}, {bytes_}));")
+    to, from_ = x.value(0, "shared"), x.value(1, "pointer")
+    return f"cuda_cpu::async_copies().add(ptx::copy({to}, {from_}, {size}, {bytes_}));"
 
 
 def _bulk_load(x):
@@ -269,21 +273,27 @@ def _tensor_store(x):
     return f"{declared}cuda_cpu::tensor_store({map_}, {x.value(1, 'own')}, cuda_cpu_site);"
 
 
+def _transposes(x):
+    return "true" if ".trans" in x.code else "false"
+
+
 def _ldmatrix(x):
-    return (f"std::uint32_t cuda_cpu_to[{x['count']}]; ptx::Row cuda_cpu_row = {{}}; "
-            f"if (ptx::gives_row({x['count']})) cuda_cpu_row = *static_cast<ptx::Row*>(ptx::shared({x.value(1, 'u32')})); "
-            f"ptx::ldmatrix<{'true' if x['trans'] or x['trans2'] or x['trans3'] else 'false'}>(cuda_cpu_to, cuda_cpu_row, "
-            "cuda_cpu_site); " + x.put_all(0, "cuda_cpu_to", int(x["count"])))
+    count, at = int(x["count"]), x.value(1, "u32")
+    return (f"std::uint32_t cuda_cpu_to[{count}]; ptx::Row cuda_cpu_row = {{}}; "
+            f"if (ptx::gives_row({count})) cuda_cpu_row = *static_cast<ptx::Row*>(ptx::shared({at})); "
+            f"ptx::ldmatrix<{_transposes(x)}>(cuda_cpu_to, cuda_cpu_row, cuda_cpu_site); "
+            + x.put_all(0, "cuda_cpu_to", count))
 
 
 def _stmatrix(x):
-    return (x.array("cuda_cpu_from", 1, int(x["count"])) + "const ptx::Row cuda_cpu_row = "
-            f"ptx::stmatrix<{'true' if x['trans'] else 'false'}>(cuda_cpu_from, cuda_cpu_site); "
-            f"if (ptx::gives_row({x['count']})) *static_cast<ptx::Row*>(ptx::shared({x.value(0, 'u32')})) = cuda_cpu_row;")
+    count, at = int(x["count"]), x.value(0, "u32")
+    return (x.array("cuda_cpu_from", 1, count)
+            + f"const ptx::Row cuda_cpu_row = ptx::stmatrix<{_transposes(x)}>(cuda_cpu_from, cuda_cpu_site); "
+            f"if (ptx::gives_row({count})) *static_cast<ptx::Row*>(ptx::shared({at})) = cuda_cpu_row;")
 
 
-_ELEMENTS = {"f16": "ptx::Short<cuda_cpu::HalfFormat>", "bf16": "ptx::Short<cuda_cpu::Bfloat16Format>", "tf32": "ptx::Tf32", "s8": "ptx::Byte<std::int8_t>",
-             "u8": "ptx::Byte<std::uint8_t>", "e4m3": "ptx::E4m3"}
+_ELEMENTS = {"f16": "ptx::Short<cuda_cpu::HalfFormat>", "bf16": "ptx::Short<cuda_cpu::Bfloat16Format>",
+             "tf32": "ptx::Tf32", "s8": "ptx::Byte<std::int8_t>", "u8": "ptx::Byte<std::uint8_t>", "e4m3": "ptx::E4m3"}
 
 
 def _mma(x):
@@ -292,8 +302,8 @@ def _mma(x):
     count = len(x.registers(0))
     sums = {"f32": "float", "f16": "ptx::F16", "s32": "int"}[x["D"]]
     return (x.array("cuda_cpu_a", 1) + x.array("cuda_cpu_b", 2) + x.array("cuda_cpu_c", 3, count)
-            + f"std::uint32_t cuda_cpu_d[{count}]; ptx::mma<{_ELEMENTS[x['A']]}, {_ELEMENTS[x['B']]}, {sums}, {x['depth']}, "
-            f"{'true' if x['sat'] or x['sat2'] else 'false'}>("
+            + f"std::uint32_t cuda_cpu_d[{count}]; ptx::mma<{_ELEMENTS[x['A']]}, {_ELEMENTS[x['B']]}, {sums}, "
+            f"{x['depth']}, {'true' if '.satfinite' in x.code else 'false'}>("
             "cuda_cpu_d, cuda_cpu_a, cuda_cpu_b, cuda_cpu_c, cuda_cpu_site); " + x.put_all(0, "cuda_cpu_d", count))
 
 
@@ -314,8 +324,8 @@ def _wgmma(x):
     kind = {"f16": "fp16", "bf16": "bf16", "tf32": "tf32", "e4m3": "e4m3"}[x["A"]]
     transposed, tall = (f"{flags[2]} != 0", f"{flags[3]} == 0") if short else ("false", "true")
     return ((x.array("cuda_cpu_a", 1, 4) if from_registers else "") + f"ptx::check_scale({flags[0]}, {flags[1]}); "
-            f"cuda_cpu::wgmma(cuda_cpu::Wgmma::{kind}, ptx::sum_registers({', '.join(map(x.variable, sums))}), {len(sums)}, "
-            f"{a}, {transposed}, {x.value(2, 'u64')}, {tall}, {x.value(3, 'pred')}, cuda_cpu_site);")
+            f"cuda_cpu::wgmma(cuda_cpu::Wgmma::{kind}, ptx::sum_registers({', '.join(map(x.variable, sums))}), "
+            f"{len(sums)}, {a}, {transposed}, {x.value(2, 'u64')}, {tall}, {x.value(3, 'pred')}, cuda_cpu_site);")
 
 
 # A row is a pattern of the instruction, and what it does. In a pattern [...] may be missing, | is "or", (name:...) has
@@ -491,12 +501,11 @@ TABLE = {
     "st.async[.weak].shared::cluster.mbarrier::complete_tx::bytes.f32":
         "cuda_cpu::store_push(static_cast<float*>($0:own), $1:f32, $2:own barrier, $0:rank, cuda_cpu_site);",
     # Tensor cores.
-    "ldmatrix.sync.aligned[.(trans3:trans)][.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta]"
-    "[.(trans2:trans)].b16": _ldmatrix,
-    "stmatrix.sync.aligned[.m8n8].x(count:1|2|4)[.(trans:trans)][.m8n8][.shared|.shared::cta].b16": _stmatrix,
+    "ldmatrix.sync.aligned[.trans][.m8n8].x(count:1|2|4)[.trans][.m8n8][.shared|.shared::cta][.trans].b16": _ldmatrix,
+    "stmatrix.sync.aligned[.m8n8].x(count:1|2|4)[.trans][.m8n8][.shared|.shared::cta][.trans].b16[.trans]": _stmatrix,
     "movmatrix.sync.aligned.m8n8.trans.b16": "ptx::movmatrix($1:u32, cuda_cpu_site)",
-    "mma.sync.aligned.m16n8k(depth:4|8|16|32).row.col[.(sat:satfinite)].(D:f32|f16|s32).(A:f16|bf16|tf32|s8|u8|e4m3)"
-    ".(B:f16|bf16|tf32|s8|u8|e4m3).(C:f32|f16|s32)[.(sat2:satfinite)]": _mma,
+    "mma.sync.aligned.m16n8k(depth:4|8|16|32).row.col[.satfinite].(D:f32|f16|s32).(A:f16|bf16|tf32|s8|u8|e4m3)"
+    ".(B:f16|bf16|tf32|s8|u8|e4m3).(C:f32|f16|s32)[.satfinite]": _mma,
     "wgmma.fence.sync.aligned": "cuda_cpu::wgmma_fence();",
     "wgmma.commit_group.sync.aligned": "cuda_cpu::wgmma_commit();",
     "wgmma.wait_group.sync.aligned": "cuda_cpu::wgmma_wait($0:s32, cuda_cpu_site);",
@@ -635,7 +644,8 @@ class Instruction:
         if re.fullmatch(r"-?\d+\.\d*(?:[eE][+-]?\d+)?|-?\d+[eE][+-]?\d+", text):
             return text
         if match := re.fullmatch(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)[uU]?", text):
-            return f"{match[1]}{match[2]}{'ull' if int(match[2], 0 if match[2][:1] == '0' and match[2][1:2].isalpha() else 10) > 0x7FFFFFFF else ''}"
+            value = int(match[2], 0 if match[2][1:2].isalpha() else 10)
+            return f"{match[1]}{value}{'ull' if value > 0x7FFFFFFF else ''}"
         return None
 
     def read(self, text, type_):

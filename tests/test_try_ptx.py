@@ -69,7 +69,8 @@ OPERANDS = [
     ("{ .reg .pred p; .reg .b32 r<2>; mov.u32 r0, 0; mov.u32 r1, 0; again: add.u32 r1, r1, r0; add.u32 r0, r0, 1; "
      "setp.le.u32 p, r0, %1; @p bra again; mov.u32 %0, r1; }", (10,), 55),
     ("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, lo}; }", (0x12345678,), 0x56781234),
-    ("{ .reg .b64 t; mov.b64 t, {%1, %2}; shr.b64 t, t, 16; cvt.u32.u64 %0, t; }", (0x11112222, 0x33334444), 0x44441111),
+    ("{ .reg .b64 t; mov.b64 t, {%1, %2}; shr.b64 t, t, 16; cvt.u32.u64 %0, t; }", (0x11112222, 0x33334444),
+     0x44441111),
     ("cvt.rni.s32.f32 %0, %1;", (2.5,), 2),
     ("cvt.rzi.s32.f32 %0, %1;", (-2.7,), -2),
     ("cvt.rpi.u32.f32 %0, %1;", (-2.7,), 0),
@@ -104,8 +105,8 @@ def test_what_instructions_compute(tmp_path):
     """All of them in one kernel of one thread."""
     body, expected = [], []
     for number, (text, operands, result) in enumerate(OPERANDS):
-        inputs = [f'"f"(__uint_as_float({bits(each):#x}u))' if isinstance(each, float) else f'"r"({each & 0xffffffff:#x}u)'
-                  for each in operands]
+        inputs = [f'"f"(__uint_as_float({bits(each):#x}u))' if isinstance(each, float) else
+                  f'"r"({each & 0xffffffff:#x}u)' for each in operands]
         is_float = isinstance(result, float)
         escaped = text.replace("\n", "\\n")
         body.append(f'{{ {"float" if is_float else "unsigned"} y = {"0" if is_float else "7"}; asm("{escaped}" : '
@@ -175,7 +176,9 @@ __global__ void everyday(const int* x, int* y, int* negative, int* sum, int n) {
     asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(other) : "r"(mine), "r"(step));
     mine += other;
   }
-  if (threadIdx.x == 0) asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(other) : "l"(sum), "r"(mine) : "memory");
+  if (threadIdx.x == 0) {
+    asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(other) : "l"(sum), "r"(mine) : "memory");
+  }
 }
 /// c (16 x 8) = a (16 x 16) b (16 x 8), a row-major, b column-major.
 __global__ void product(const half* a, const half* b, float* c) {
@@ -253,7 +256,14 @@ def test_memory_warps_and_copies(tmp_path):
     assert re.search(r"program.cu:\d+: 4 bank conflicts .*LDMATRIX_X4", result.stdout), result.stdout
 
 
-STRAY = "__global__ void f(int* x) {{\n  int y;\n  asm volatile(\n    \"{}\"\n    : \"=r\"(y) : \"l\"(x));\n  x[0] = y;\n}}\n"
+STRAY = """__global__ void f(int* x) {{
+  int y;
+  asm volatile(
+    "{}"
+    : "=r"(y) : "l"(x));
+  x[0] = y;
+}}
+"""
 MAIN = "int main() { int* d; cudaMalloc(&d, 400); f<<<1, 1>>>(d); cudaDeviceSynchronize(); cudaFree(d); }\n"
 
 
@@ -324,7 +334,7 @@ def test_primitives_through_the_door_have_ptx(tmp_path):
 
 @pytest.mark.extensive
 def test_primitives_mean_on_the_cpu_what_their_ptx_means(tmp_path):
-    """Their cases pass with the CPU's words (tests/cpu_backend), and so they have to with the text that the GPU gets."""
+    """Their cases pass with the CPU's words (tests/cpu_backend), and so with the text that the GPU gets."""
     source, cases = through_the_door(tmp_path)
     result = tried(source, options=("--quick", "-I", tmp_path))
     passed = re.findall(r"^(\w+) +ok$", result.stdout, re.MULTILINE)

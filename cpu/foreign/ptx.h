@@ -53,8 +53,8 @@ using Twice = std::conditional_t<
 template <class T>
 inline constexpr bool kWhole = std::is_integral_v<T> || std::is_same_v<T, Wide>;
 
-/// The bits of `value` as a T: all of them, or the lower ones, or with others in front, which repeat
-/// the sign of a number that has one.
+/// The bits of `value` as a T: all of them, or the lower ones, or with others in front, which
+/// repeat the sign of a number that has one.
 template <class T, class From>
 T as(From value) {
   if constexpr (std::is_same_v<T, From>) {
@@ -461,8 +461,8 @@ inline bool elect(unsigned mask, Site site) {
   return lane_id() == static_cast<unsigned>(std::countr_zero(mask));
 }
 
-/// shfl.sync: `bounds` has the segment's mask in its upper half, and its last lane in the lower one.
-/// `inside` becomes whether the lane to read from is in the segment.
+/// shfl.sync: `bounds` has the segment's mask in its upper half, and its last lane in the lower
+/// one. `inside` becomes whether the lane to read from is in the segment.
 template <int kKind>  // 0 idx, 1 up, 2 down, 3 bfly
 std::uint32_t shuffle(std::uint32_t value, std::uint32_t by, std::uint32_t bounds,
                       std::uint32_t mask, bool* inside, Site site) {
@@ -479,8 +479,8 @@ std::uint32_t shuffle(std::uint32_t value, std::uint32_t by, std::uint32_t bound
                                      [&](int own, int, int) { return is_inside ? from : own; });
 }
 
-/// A row of ldmatrix or stmatrix. The first 8 lanes give the rows of the first matrix, the next ones
-/// those of the second: the addresses of other lanes do not count.
+/// A row of ldmatrix or stmatrix. The first 8 lanes give the rows of the first matrix, the next
+/// ones those of the second: the addresses of other lanes do not count.
 using Row = Pack<std::uint32_t, 4>::Type;
 inline bool gives_row(unsigned matrices) { return lane_id() < 8 * matrices; }
 
@@ -546,8 +546,8 @@ struct E4m3 {
   }
 };
 
-/// A lane's part in mma.sync.m16n8kK. Each register of A and of B has 32 bits of k. PTX ISA, "Matrix
-/// Fragments for mma.m16n8k16" and its neighbours: they follow one pattern.
+/// A lane's part in mma.sync.m16n8kK. Each register of A and of B has 32 bits of k. PTX ISA,
+/// "Matrix Fragments for mma.m16n8k16" and its neighbours: they follow one pattern.
 template <class A, class B, class Sum, int kDepth, bool kSaturates>
 struct Product {
   static constexpr int kIn = 32 / A::kBits, kB = kDepth / (4 * kIn), kA = 2 * kB;

@@ -1,5 +1,5 @@
-// ldmatrix and stmatrix: the lanes of a warp hand over rows and registers, and the last one to arrive
-// distributes them.
+// ldmatrix and stmatrix: the lanes of a warp hand over rows and registers, and the last one to
+// arrive distributes them.
 #pragma once
 
 #include <cstdint>
