@@ -207,6 +207,44 @@ FK_API int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes);
 FK_API int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w, void* probs,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
+/* Gradient features on a mesh. */
+typedef struct fk_gradients {
+  size_t size; /* sizeof(fk_gradients) */
+  int type;    /* FK_BFLOAT16 */
+  int64_t vertices, eigen, width;
+} fk_gradients;
+
+/* How many bytes of workspace fk_gradients_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_gradients_forward(), without those of operands. */
+FK_API int fk_gradients_workspace(const fk_gradients* gradients, size_t* bytes);
+
+/* out = tanh(xr ar + xi ai), element by element, with xr = gr x, xi = gi x, ar = xr lr^T - xi li^T
+ * and ai = xi lr^T + xr li^T, as lesson 8 has it. Shapes: x (eigen, width), gr and gi (vertices,
+ * eigen), lr and li (width, width), out (vertices, width); all row-major and dense. Each size is at
+ * least 1; eigen and width are multiples of 8, at most 256 and 32768; vertices is at most 2^30.
+ * Type: bf16, added up in fp32; x lr^T and x li^T are rounded to bf16 in between. Alignment: each
+ * pointer to 16 bytes. Written: out, which must not overlap an operand. Device: compute capability
+ * 9.0. */
+FK_API int fk_gradients_forward(const fk_gradients* gradients, const void* x, const void* gr,
+                                const void* gi, const void* lr, const void* li, void* out,
+                                void* workspace, size_t workspace_bytes,
+                                struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_gradients_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_gradients_backward(), without those of operands. */
+FK_API int fk_gradients_backward_workspace(const fk_gradients* gradients, size_t* bytes);
+
+/* The gradients of fk_gradients_forward(), as lesson 8 has them. With g = d_out * (1 - out^2), P =
+ * g * xr, Q = g * xi, R = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and
+ * d_x = gr^T (R + P lr + Q li) + gi^T (S - P li + Q lr). Shapes: d_out that of out, d_x, d_lr and
+ * d_li those of x, lr and li. Sizes, type, alignment and device: as forward; P, Q, R, S and the
+ * sums over vertices of P and Q are rounded to bf16 in between. Written: d_x, d_lr and d_li, which
+ * must not overlap an operand. */
+FK_API int fk_gradients_backward(const fk_gradients* gradients, const void* d_out, const void* x,
+                                 const void* gr, const void* gi, const void* lr, const void* li,
+                                 void* d_x, void* d_lr, void* d_li, void* workspace,
+                                 size_t workspace_bytes, struct CUstream_st* stream);
+
 #ifdef __cplusplus
 }
 #endif

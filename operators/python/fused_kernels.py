@@ -4,7 +4,7 @@ function computes; docs/library.md has an example.
 Without PyTorch this file has the C library as ctypes sees it: load(), library(), and a struct for each of the header's.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(),
-diffusion_backward() and softmax(). Each docstring says the formula, the shapes and the types. For all of them:
+diffusion_backward(), softmax(), gradient_features() and gradient_features_backward(). Each docstring says the formula, the shapes and the types. For all of them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -63,8 +63,9 @@ fk_attention = _struct("fk_attention", (_SIZE, "size"), (_INT, "type causal"),
                        (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))
 fk_diffusion = _struct("fk_diffusion", (_SIZE, "size"), (_INT, "type"), (_INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs classes"))
+fk_gradients = _struct("fk_gradients", (_SIZE, "size"), (_INT, "type"), (_INT64, "vertices eigen width"))
 STRUCTS = {each.__name__: each for each in
-           (fk_strides, fk_product, fk_gating, fk_attention, fk_diffusion, fk_softmax)}
+           (fk_strides, fk_product, fk_gating, fk_attention, fk_diffusion, fk_softmax, fk_gradients)}
 
 
 def _forward(operands):
@@ -89,6 +90,10 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_diffusion_backward": (_INT, _forward(9)),
     "fk_softmax_workspace": (_INT, _WORKSPACE),
     "fk_softmax_forward": (_INT, _forward(3)),
+    "fk_gradients_workspace": (_INT, _WORKSPACE),
+    "fk_gradients_forward": (_INT, _forward(6)),
+    "fk_gradients_backward_workspace": (_INT, _WORKSPACE),
+    "fk_gradients_backward": (_INT, _forward(9)),
 }
 
 
@@ -577,6 +582,108 @@ def _softmax_backward(ctx, d):
     return g @ w.t() if ctx.needs_input_grad[0] else None, x.t() @ g if ctx.needs_input_grad[1] else None
 
 
+def gradient_features(x, gr, gi, lr, li):
+    """tanh(xr ar + xi ai), element by element, the gradient features on a mesh: xr = gr x, xi = gi x, ar = xr lr^T -
+    xi li^T and ai = xi lr^T + xr li^T. Shapes: x (eigen, width), gr and gi (vertices, eigen), lr and li (width,
+    width); the result is (vertices, width). eigen and width are multiples of 8, eigen is at most 256. Type:
+    torch.bfloat16 for all; added up in fp32; x lr^T and x li^T are rounded to bf16. Layout: all are contiguous.
+
+    Gradients: of x, lr and li, by gradient_features_backward(); an incoming gradient that is not contiguous is copied.
+    gr and gi are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none. There are
+    no second derivatives.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
+    compute capability 9.0. Source: operators/gradients; lesson 8 explains it."""
+    if _is_traced(x, gr, gi, lr, li):
+        return torch.ops.fused_kernels.gradient_features(x, gr, gi, lr, li)
+    if torch.is_grad_enabled() and (x.requires_grad or lr.requires_grad or li.requires_grad or gr.requires_grad
+                                    or gi.requires_grad):
+        return _functions["gradient_features"].apply(x, gr, gi, lr, li)
+    return _gradient_features(x, gr, gi, lr, li)
+
+
+def _gradient_features(x, gr, gi, lr, li):
+    operands = x, gr, gi, lr, li
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _gradient_features, *operands)
+    key = ("gradient_features", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_gradient_features(*operands))
+    out = _empty(*plan.outputs)
+    _launch(plan, *[each.data_ptr() for each in operands], out.data_ptr())
+    return out
+
+
+def _check_tangents(x, gr, gi, lr, li):
+    """The description of operands that fit."""
+    _check_dimensions("x", x, 2)
+    _check_dimensions("gr", gr, 2)
+    kind = _type_of("x", x, bfloat16=FK_BFLOAT16)
+    (eigen, width), vertices = x.shape, gr.shape[0]
+    _check_dense("x", x, (eigen, width), x.dtype)
+    for name, each in (("gr", gr), ("gi", gi)):
+        _check_dense(name, each, (vertices, eigen), x.dtype)
+    for name, each in (("lr", lr), ("li", li)):
+        _check_dense(name, each, (width, width), x.dtype)
+    return fk_gradients(0, kind, vertices, eigen, width)
+
+
+def _plan_gradient_features(x, gr, gi, lr, li):
+    description = _check_tangents(x, gr, gi, lr, li)
+    return _Plan("fk_gradients_forward", description, _dense(x.dtype, gr.shape[0], x.shape[1]))
+
+
+def _gradient_features_fake(x, gr, gi, lr, li):
+    return x.new_empty((gr.shape[0], x.shape[1]))
+
+
+def _gradient_features_save(ctx, inputs, output):
+    if any(each.requires_grad for each in inputs[1:3]):
+        raise RuntimeError("the gradient features have no gradient of gr or gi; call detach() on them")
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient_features_backward_of(ctx, d_out):
+    d_x, d_lr, d_li = gradient_features_backward(d_out.contiguous(), *ctx.saved_tensors)
+    return d_x, None, None, d_lr, d_li
+
+
+def gradient_features_backward(d_out, x, gr, gi, lr, li):
+    """(d_x, d_lr, d_li), the gradients of gradient_features(). With g = d_out * (1 - out^2), P = g * xr, Q = g * xi, R =
+    g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and d_x = gr^T (R + P lr + Q li) + gi^T (S - P
+    li + Q lr). Shapes: d_out that of the features, each result that of what it is the gradient of. Type, layout and
+    errors: as gradient_features(). Gradients: none. Source: operators/gradients; lesson 8 explains it."""
+    operands = d_out, x, gr, gi, lr, li
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.gradient_features_backward(*operands)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["gradient_features_backward"])
+    return _gradient_features_backward(*operands)
+
+
+def _gradient_features_backward(d_out, x, gr, gi, lr, li):
+    operands = d_out, x, gr, gi, lr, li
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _gradient_features_backward, *operands)
+    key = ("gradient_features_backward", device,
+           *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_gradient_features_backward(*operands))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_gradient_features_backward(d_out, x, gr, gi, lr, li):
+    description = _check_tangents(x, gr, gi, lr, li)
+    _check_dense("d_out", d_out, (gr.shape[0], x.shape[1]), x.dtype)
+    return _Plan("fk_gradients_backward", description, tuple(_dense(x.dtype, *each.shape) for each in (x, lr, li)))
+
+
+def _gradient_features_backward_fake(d_out, x, gr, gi, lr, li):
+    return tuple(each.new_empty(each.shape) for each in (x, lr, li))
+
+
 def _save_inputs(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
@@ -586,6 +693,7 @@ def _save_inputs(ctx, inputs, output):
 _NO_BACKWARD = {
     "attention": "the library has no gradient of attention; call it under torch.no_grad(), or on detached tensors",
     "diffusion_backward": "the library has no second derivative of the diffusion",
+    "gradient_features_backward": "the library has no second derivative of the gradient features",
 }
 _functions = {}  # name -> the autograd.Function of an operator that has gradients
 
@@ -636,3 +744,7 @@ if torch:
               _diffusion_backward_fake)
     _register(_operators, "softmax", "(Tensor x, Tensor w) -> Tensor", _softmax, _softmax_fake, _softmax_save,
               _softmax_backward)
+    _register(_operators, "gradient_features", "(Tensor x, Tensor gr, Tensor gi, Tensor lr, Tensor li) -> Tensor",
+              _gradient_features, _gradient_features_fake, _gradient_features_save, _gradient_features_backward_of)
+    _register(_operators, "gradient_features_backward", "(Tensor d_out, Tensor x, Tensor gr, Tensor gi, Tensor lr, "
+              "Tensor li) -> (Tensor, Tensor, Tensor)", _gradient_features_backward, _gradient_features_backward_fake)

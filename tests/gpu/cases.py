@@ -238,6 +238,81 @@ def softmax(rows, inputs, classes):
     return Case(f"softmax-{rows}x{inputs}x{classes}", fused_kernels.softmax, operands, check_softmax, (0, 1))
 
 
+# ---- Gradient features --------------------------------------------------------------------------------------------
+
+
+def features_in_fp64(x, gr, gi, lr, li):
+    xr, xi, m1, m2 = gr @ x, gi @ x, x @ lr.mT, x @ li.mT
+    return torch.tanh(xr * (gr @ m1 - gi @ m2) + xi * (gi @ m1 + gr @ m2))
+
+
+def errors_of_gradients(x, gr, gi, lr, li):
+    """In fp64: xr, xi, ar, ai, and how far ar and ai may be off, since x lr^T and x li^T are rounded."""
+    m1, m2 = x @ lr.mT, x @ li.mT
+    size_r = gr.abs() @ m1.abs() + gi.abs() @ m2.abs()
+    size_i = gi.abs() @ m1.abs() + gr.abs() @ m2.abs()
+    off = (1.01 * ROUNDING[BF16] + MESH_FP32) * torch.maximum(size_r, size_i)
+    return gr @ x, gi @ x, gr @ m1 - gi @ m2, gi @ m1 + gr @ m2, off
+
+
+def check_features(operands, out):
+    xr, xi, ar, ai, off = errors_of_gradients(*(each.double() for each in operands))
+    expected = torch.tanh(xr * ar + xi * ai)
+    assert out.dtype == BF16
+    # tanh.approx is off by 2^-10.9; its slope is at most 1.
+    near("out", out, expected, ROUNDING[BF16] * expected.abs() + 2.0**-10 + (xr.abs() + xi.abs()) * off)
+
+
+def check_features_backward(operands, result):
+    """As tests/test_library_meshes.py: each factor may be off by so much, and all of this adds up."""
+    d_out, x, gr, gi, lr, li = (each.double() for each in operands)
+    xr, xi, ar, ai, off = errors_of_gradients(x, gr, gi, lr, li)
+    u, of_u = xr * ar + xi * ai, (xr.abs() + xi.abs()) * off
+
+    def slope(u):
+        return 1 - torch.tanh(u)**2
+
+    g = d_out * slope(u)
+    # |d slope / du| <= 0.77, and 2 slope where that is less.
+    steep = torch.minimum(torch.full_like(u, 0.77), 2 * slope((u.abs() - of_u).clamp(min=0)))
+    of_g = d_out.abs() * (steep * of_u + MESH_FP32 * slope(u))
+    rounded = 1.01 * ROUNDING[BF16]
+    (P, of_p), (Q, of_q), (R, of_r), (S, of_s) = (
+        (g * factor, rounded * (g * factor).abs() + of_g * factor.abs() + (g.abs() + of_g) * of_factor + MESH_FP32 *
+         (g * factor).abs()) for factor, of_factor in ((xr, 0), (xi, 0), (ar, off), (ai, off)))
+    gr_t, gi_t = gr.mT, gi.mT
+    dM1, dM2, D = gr_t @ P + gi_t @ Q, gr_t @ Q - gi_t @ P, gr_t @ R + gi_t @ S
+    of_1 = gr_t.abs() @ of_p + gi_t.abs() @ of_q + (rounded + MESH_FP32) * dM1.abs()
+    of_2 = gr_t.abs() @ of_q + gi_t.abs() @ of_p + (rounded + MESH_FP32) * dM2.abs()
+    of_d = gr_t.abs() @ of_r + gi_t.abs() @ of_s
+    bounds = (of_d + of_1 @ lr.abs() + of_2 @ li.abs(), of_1.mT @ x.abs(), of_2.mT @ x.abs())
+    expected = D + dM1 @ lr + dM2 @ li, dM1.mT @ x, dM2.mT @ x
+    for name, one, other, bound in zip(("d_x", "d_lr", "d_li"), result, expected, bounds, strict=True):
+        assert one.dtype == BF16
+        near(name, one, other, ROUNDING[BF16] * other.abs() + bound)
+
+
+def tangents(vertices, eigen, width, seed):
+    """x, gr, gi, lr, li: small, so that not all features are near 1 or -1."""
+    x = numbers(eigen, width, dtype=BF16, seed=seed + 1)
+    pairs = [numbers(*shape, dtype=BF16, seed=seed + i, scale=1 / 4)
+             for i, shape in enumerate([(vertices, eigen)] * 2 + [(width, width)] * 2, 2)]
+    return x, *pairs
+
+
+def gradient_features(vertices, eigen, width):
+    return Case(f"gradient_features-{vertices}x{eigen}x{width}", fused_kernels.gradient_features,
+                lambda seed=0: tangents(vertices, eigen, width, seed), check_features, (0, 3, 4))
+
+
+def gradient_features_backward(vertices, eigen, width):
+    def operands(seed=0):
+        return numbers(vertices, width, dtype=BF16, seed=seed), *tangents(vertices, eigen, width, seed)
+
+    return Case(f"gradient_features_backward-{vertices}x{eigen}x{width}", fused_kernels.gradient_features_backward,
+                operands, check_features_backward)
+
+
 # ---- All ----------------------------------------------------------------------------------------------------------
 
 MESHES = [(1, 8, 8), (70, 24, 16), (5001, 128, 256), (1234, 136, 8), (700, 32, 264)]
@@ -256,9 +331,11 @@ CASES = [
     *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
     *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
                                     (2101, 12, 10))),
+    *(make(*sizes) for make in (gradient_features, gradient_features_backward) for sizes in MESHES),
 ]
 EACH = [  # one of each function, and of the product one of each type
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)), gating(257, 129, 136),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
-    diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257),
+    diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
+    gradient_features_backward(1234, 64, 72),
 ]
