@@ -51,8 +51,10 @@ HEADERS = {
                          "operators/softmax/plans.cuh", "operators/softmax/exchange.cuh",
                          "operators/softmax/narrow.cuh", "operators/softmax/transposed_product.cuh",
                          "operators/softmax/few.cuh"),
-    CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh"),
-    "10_clifford_gp": ("operators/clifford/row_exchange.cuh",),
+    CONNECTED: ("operators/clifford_connected/planes.cuh", "operators/clifford_connected/few_rows.cuh",
+                "operators/clifford_connected/tasks.cuh", "operators/clifford_connected/layer.cuh"),
+    "10_clifford_gp": ("operators/clifford/row_exchange.cuh", "operators/clifford/streamed.cuh",
+                       "operators/clifford/layer.cuh"),
     ATTENTION: ("operators/attention/hopper.cuh", "operators/attention/layer.cuh"),
 }
 LESSONS = ("3_matmul_tensorcore", "6_gating_fused", "7_diffusion_fused", "8_spatial_gradients", "9_matmul_softmax",

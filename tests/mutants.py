@@ -124,11 +124,13 @@ MEMORY = "bonus_memory"
 # Headers that mistakes are made in.
 RING = "primitives/async_copy.cuh"
 HEADERS = {
-    CLIFFORD: ("operators/clifford/row_exchange.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
+    CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh", "operators/clifford/row_exchange.cuh",
+               "operators/clifford/rows.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
                "operators/clifford/algebra.cuh"),
     ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh", "operators/attention/portable.cuh",
                 RING),
-    CONNECTED: ("operators/clifford_connected/few_rows.cuh", "operators/clifford_connected/gradients.cuh"),
+    CONNECTED: ("operators/clifford_connected/layer.cuh", "operators/clifford_connected/few_rows.cuh",
+                "operators/clifford_connected/gradients.cuh"),
     MATMUL: ("operators/product/fp32.cuh",),
     TENSOR_CORES: (RING,),
     FUSED: ("operators/gating/layer.cuh", "operators/gating/resident.cuh", "operators/gating/rows.cuh",
@@ -194,7 +196,7 @@ BARRIERS = [
     (DIFFUSION, "split-K", " add_slices(", 2, ("200", "--eigen", "16", "--width", "32")),
     (SPATIAL, "associated", "int next() {", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", " add_warps(", 2, SPATIAL_ARGUMENTS),
-    (SPATIAL, "associated", "accumulate_backward(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", " accumulate_backward(", 1, SPATIAL_ARGUMENTS),
     (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
     (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
     (SOFTMAX, "fused any shape: rows, D split", "fused_rows_split(", 1,
@@ -419,7 +421,7 @@ MUTANTS = [
         "associated .* -?nan .*FAILED", "33", *NARROW,
     ),
     _wrong(
-        5, "last_vertex_left_out", SPATIAL, "accumulate_backward(",
+        5, "last_vertex_left_out", SPATIAL, " accumulate_backward(",
         "(in.V + BV - 1) / BV", "in.V / BV",
         "associated .*FAILED", "4097", *NARROW, "--kernel", "associated",
     ),

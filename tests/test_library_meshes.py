@@ -195,14 +195,15 @@ class GradientFeaturesBackward(Tangents):
                 slope = 1 - math.tanh(u)**2
                 g = d_out[v][w] * slope
                 # |d slope / du| <= 0.77, and 2 slope where that is less.
-                of_g = abs(d_out[v][w]) * (min(0.77, 2 * (1 - math.tanh(max(0, abs(u) - of_u))**2)) * of_u + FP32 * slope)
+                steep = min(0.77, 2 * (1 - math.tanh(max(0, abs(u) - of_u))**2))
+                of_g = abs(d_out[v][w]) * (steep * of_u + FP32 * slope)
                 for to, off_by, factor, of_factor in ((P, wrong_p, a, 0), (Q, wrong_q, b, 0), (R, wrong_r, c, wrong),
                                                       (S, wrong_s, d, wrong)):
                     to[v][w] = g * factor
                     off_by[v][w] = 1.01 * ROUNDED * abs(g * factor) + of_g * abs(factor) + (abs(g) + of_g) * of_factor
 
         def sums(terms):
-            """(E, W): the sum over v of G[v][e] T[v][w], over terms (G, T, how far T is off, sign); how far it is off."""
+            """(E, W): the sum over v of G[v][e] T[v][w] of terms (G, T, how far T is off, sign); how far it is off."""
             value, far = [[0.0] * W for _ in range(E)], [[0.0] * W for _ in range(E)]
             for G, T, of_T, sign in terms:
                 for v in range(V):

@@ -197,10 +197,13 @@ def test_gradients_by_pytorch(case):
     d = numbers(*result.shape, dtype=result.dtype, seed=11)
     found = torch.autograd.grad(result, wanted, d)
     function = {"product": torch.matmul, "gating": gating_in_fp64,
-                "softmax": lambda x, w: torch.softmax(x @ w, 1)}[case.name.split("-")[0]]
+                "softmax": lambda x, w: torch.softmax(x @ w, 1),
+                **dict.fromkeys(("clifford", "clifford_connected"),
+                                lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
         assert one.dtype == operand.dtype
-        alike(one, other, 256 if one.dtype == FP32 else 8)
+        rounded = 2.0**16 if case.name.startswith("clifford_connected") else 2048  # in TF32
+        alike(one, other, rounded if one.dtype == FP32 else 8)
 
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
@@ -248,6 +251,13 @@ def test_second_derivatives():
     operands, wanted = with_gradients(cases.gradient_features(70, 24, 16))
     with pytest.raises(RuntimeError, match="no second derivative of the gradient features"):
         torch.autograd.grad(fused_kernels.gradient_features(*operands).sum(), wanted, create_graph=True)
+    for case, name in ((cases.gating(24, 40, 36), "the gated layer"), (cases.softmax(65, 7, 9), "softmax")):
+        operands, wanted = with_gradients(case)
+        with pytest.raises(RuntimeError, match=f"no second derivative of {name}"):
+            torch.autograd.grad(case.run(*operands).sum(), wanted, create_graph=True)
+    operands, wanted = with_gradients(cases.clifford(5, 13))
+    with pytest.raises(RuntimeError, match="no second derivative of the Clifford product"):
+        torch.autograd.grad(fused_kernels.clifford(*operands).sum(), wanted, create_graph=True)
 
 
 def test_gradients_that_are_not_there():
@@ -408,6 +418,16 @@ def refusals():
             half(8, 8), brain(9, 8), brain(9, 8), brain(8, 8), brain(8, 8))),
         ("weights transposed", ValueError, "lr has the strides", lambda: k.gradient_features(
             brain(8, 8), brain(9, 8), brain(9, 8), brain(8, 8).t(), brain(8, 8))),
+        ("signature", ValueError, r"the signature is \(5, 0, 0\); it has to be one of", lambda: k.clifford(
+            single(8, 2, 4), single(8, 2, 4), single(4, 20), (5, 0, 0))),
+        ("weights of an algebra", ValueError, r"w has the shape \(4, 10\); it has to be \(4, 20\)", lambda: k.clifford(
+            single(8, 2, 4), single(8, 2, 4), single(4, 10))),
+        ("features", ValueError, "features is 8200; it has to be from 1 to 8192", lambda: k.clifford(
+            single(8, 1, 8200), single(8, 1, 8200), single(8200, 20))),
+        ("matrices of weights", ValueError, r"w has the shape \(4, 20\); it has to be \(20, 4, 4\)",
+         lambda: k.clifford_connected(single(8, 2, 4), single(8, 2, 4), single(4, 20))),
+        ("algebra that is not connected", ValueError, "p, q, r are 3, 0, 1; they have to be",
+         lambda: k.clifford_connected(single(16, 2, 4), single(16, 2, 4), single(34, 4, 4), (3, 0, 1))),
         ("softmax in fp16", ValueError, "x is torch.float16", lambda: k.softmax(half(8, 8), half(8, 8))),
         ("softmax transposed", ValueError, "w has the strides", lambda: k.softmax(single(8, 8), single(16, 8).t())),
     ]
