@@ -331,12 +331,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
 
-// The same idea once more, but no thread fetches its own x and y. One copy of the copy engine brings
-// a whole plane of a block's rows, and several stages are on their way instead of one. What the
-// other kernels spent on that, registers and instructions, is free for the weights: a thread has the
-// same features in all of its rows, and keeps their weights in registers. Warps that share a row do
-// not stop for its sums: each posts its own and goes on with the next row. And a row that is too
-// long for a block has a cluster of them.
+// The same idea once more, but no thread fetches its own x and y. One copy of the copy engine
+// brings a whole plane of a block's rows, and several stages are on their way instead of one. What
+// the other kernels spent on that, registers and instructions, is free for the weights: a thread
+// has the same features in all of its rows, and keeps their weights in registers. Warps that share
+// a row do not stop for its sums: each posts its own and goes on with the next row. And a row that
+// is too long for a block has a cluster of them.
 //
 // These rows are the operator that a program would call. Its kernels are forward_streamed and
 // backward_streamed in operators/clifford/streamed.cuh.
@@ -378,8 +378,8 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
   return {run, partials.bytes()};
 }
 
-// How a block works, of a kernel with weights in shared memory; none if a row or its weights are too
-// large for it. Small batches get small blocks, so that every multiprocessor has one.
+// How a block works, of a kernel with weights in shared memory; none if a row or its weights are
+// too large for it. Small batches get small blocks, so that every multiprocessor has one.
 template <typename A, int W, typename Memory>
 std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
   constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);

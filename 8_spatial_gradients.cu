@@ -463,8 +463,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
   store(sums.D, 2);
 }
 
-// The partial sums are added up, and multiplied with x, Lr and Li, by add_slices and finish_backward
-// of operators/gradients/small_products.cuh.
+// The partial sums are added up, and multiplied with x, Lr and Li, by add_slices and
+// finish_backward of operators/gradients/small_products.cuh.
 
 // ---- Hopper -------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-// What lesson 10's kernels with a row on chip share, *row on chip* and *rows streamed*: which thread
-// has which features of which row, weights in shared memory, and how results leave.
+// What lesson 10's kernels with a row on chip share, *row on chip* and *rows streamed*: which
+// thread has which features of which row, weights in shared memory, and how results leave.
 #pragma once
 
 #include "operators/clifford/clifford.cuh"

@@ -1,5 +1,5 @@
-// The fully connected layer on Hopper, forward and backward: what it needs besides inputs and outputs,
-// how its kernels are launched, and how the batch is cut into chunks.
+// The fully connected layer on Hopper, forward and backward: what it needs besides inputs and
+// outputs, how its kernels are launched, and how the batch is cut into chunks.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The three products of the fully connected layer on Hopper, *planes first* and *planes beside*: what
-// a tile is, which factors it loads, and where its sum goes. A Task of tf32_product.cuh each.
+// The three products of the fully connected layer on Hopper, *planes first* and *planes beside*:
+// what a tile is, which factors it loads, and where its sum goes. A Task of tf32_product.cuh each.
 #pragma once
 
 #include <algorithm>

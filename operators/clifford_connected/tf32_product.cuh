@@ -289,8 +289,8 @@ struct Tf32Factor {
   int64_t rows, cols, matrices = 1;
 };
 
-/// Launches the product with the tile of the plan. Blocks may wait for one another: where a launch is
-/// not alone they start together, and the launch fails if the device has no room for all.
+/// Launches the product with the tile of the plan. Blocks may wait for one another: where a launch
+/// is not alone they start together, and the launch fails if the device has no room for all.
 template <typename Make>
 void multiply_tf32(const Workspace& workspace, const Tf32Factor& a, const Tf32Factor& b,
                    const TilePlan& plan, Make make) {

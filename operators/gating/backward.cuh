@@ -1,5 +1,5 @@
-// The gradients of the gated layer out = sigmoid(s) * v with s = x W1 + b1, v = x W2 + b2, by products
-// of operators/product and one kernel between them:
+// The gradients of the gated layer out = sigmoid(s) * v with s = x W1 + b1, v = x W2 + b2, by
+// products of operators/product and one kernel between them:
 //
 //     dS = d_out * v * sigmoid(s) * (1 - sigmoid(s)),  dV = d_out * sigmoid(s)
 //     dx = [dS | dV] [W1 | W2]^T,  dW1 = x^T dS,  dW2 = x^T dV,  db1, db2: column sums of dS, dV
@@ -87,8 +87,8 @@ __global__ void add_bias_gradients(const float* partials, int slices, int half_c
   (blockIdx.y == 0 ? d_b1 : d_b2)[col] = __float2half_rn(sum);
 }
 
-/// What backward reads and writes besides the layer's x, W1, b1, W2 and b2: dense, but rows of d_out
-/// are as far apart as those of out.
+/// What backward reads and writes besides the layer's x, W1, b1, W2 and b2: dense, but rows of
+/// d_out are as far apart as those of out.
 struct GatingGradients {
   Memory<half> d_out, d_x, d_W1, d_b1, d_W2, d_b2;
 };

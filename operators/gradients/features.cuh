@@ -1,5 +1,5 @@
-// The gradient features of lesson 8 on Hopper, forward and backward, for any V, E up to 256 and any W:
-// how their kernels are launched.
+// The gradient features of lesson 8 on Hopper, forward and backward, for any V, E up to 256 and any
+// W: how their kernels are launched.
 #pragma once
 
 #include <algorithm>

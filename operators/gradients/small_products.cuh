@@ -1,5 +1,5 @@
-// The small products of lesson 8, of matrices with E or W rows: M1 = x Lr^T and M2 = x Li^T before the
-// large products, and after them the gradients of x, Lr and Li. They have few results and long
+// The small products of lesson 8, of matrices with E or W rows: M1 = x Lr^T and M2 = x Li^T before
+// the large products, and after them the gradients of x, Lr and Li. They have few results and long
 // sums, which leave a GPU idle.
 #pragma once
 

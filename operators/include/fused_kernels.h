@@ -323,10 +323,11 @@ FK_API int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes);
 /* The gradients of fk_gating_forward(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
  * sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T
  * d_s, d_w2 = x^T d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out
- * that of out, each gradient that of what it is the gradient of; rows of x are x_stride apart, those
- * of d_out out_stride, and all gradients are dense. inputs is at most 2^26; other sizes, type, alignment and device: as
- * forward. x w1, x w2, d_s and d_v are rounded to fp16 in between, so that none may be beyond its
- * range. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which must not overlap an operand. */
+ * that of out, each gradient that of what it is the gradient of; rows of x are x_stride apart,
+ * those of d_out out_stride, and all gradients are dense. inputs is at most 2^26; other sizes,
+ * type, alignment and device: as forward. x w1, x w2, d_s and d_v are rounded to fp16 in between,
+ * so that none may be beyond its range. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which must not
+ * overlap an operand. */
 FK_API int fk_gating_backward(const fk_gating* gating, const void* d_out, const void* x,
                               const void* w1, const void* w2, const void* b1, const void* b2,
                               void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,

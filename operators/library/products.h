@@ -1,5 +1,5 @@
-// The products of product.cu, as steps of other operators: what computes them is many kernels, which
-// the library has once.
+// The products of product.cu, as steps of other operators: what computes them is many kernels,
+// which the library has once.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -45,8 +45,8 @@ void check_backward(const fk_softmax* of) {
                {"classes", of->classes, 1 << 24}});
 }
 
-/// The gradients of logits, g = p (d_p - sum of d_p p over a row). A block has a row, which it reads
-/// twice, the second time from a cache.
+/// The gradients of logits, g = p (d_p - sum of d_p p over a row). A block has a row, which it
+/// reads twice, the second time from a cache.
 constexpr int kGradientThreads = 256;
 __global__ void __launch_bounds__(kGradientThreads)
     logit_gradients(const float* probs, const float* d_probs, float* g, int classes) {
