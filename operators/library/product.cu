@@ -1,6 +1,7 @@
 // The products of operators/product, as the library exports them.
 
 #include "operators/library/call.h"
+#include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
 
@@ -59,6 +60,20 @@ Operator operator_of(const fk_product& product, const void* a, const void* b, vo
 }
 
 }  // namespace
+
+std::vector<operators::Way> operators::library::half_product_ways(
+    const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
+    ProductShape shape, RowStrides strides) {
+  return HalfProduct<half>(workspace, a, b, c, shape, strides).ways();
+}
+
+std::vector<operators::Way> operators::library::fp32_product_ways(const Workspace& workspace,
+                                                                  const Memory<float>& a,
+                                                                  const Memory<float>& b,
+                                                                  const Memory<float>& c,
+                                                                  ProductShape shape) {
+  return Fp32Product(workspace, a, b, c, shape).ways();
+}
 
 extern "C" int fk_product_workspace(const fk_product* product, size_t* bytes) {
   return guarded([=] {
