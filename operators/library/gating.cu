@@ -20,17 +20,17 @@ void check(const fk_gating* gating) {
   check_hopper("the gated layer");
 }
 
-/// The layer with its operands, of a description that has been checked.
-Operator layer(const fk_gating& gating, const void* x, const void* w1, const void* w2,
-               const void* b1, const void* b2, void* out) {
-  return [=](const operators::Workspace& workspace) {
+/// The layer of a description that has been checked. Its operands are the call's arguments: x, w1,
+/// w2, b1, b2, out.
+PlannedOperator layer(const fk_gating& gating) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
     const auto stride = [](int64_t own, int64_t cols) { return own == cols ? 0 : own; };
     const GatingMemory operands{
-        memory<half>(x, rows * gating.inputs),  memory<half>(w1, of_w),
-        memory<half>(b1, gating.hidden),        memory<half>(w2, of_w),
-        memory<half>(b2, gating.hidden),        memory<half>(out, rows * gating.hidden),
-        stride(gating.x_stride, gating.inputs), stride(gating.out_stride, gating.hidden)};
+        at.memory<half>(0, rows * gating.inputs), at.memory<half>(1, of_w),
+        at.memory<half>(3, gating.hidden),        at.memory<half>(2, of_w),
+        at.memory<half>(4, gating.hidden),        at.memory<half>(5, rows * gating.hidden),
+        stride(gating.x_stride, gating.inputs),   stride(gating.out_stride, gating.hidden)};
     return GatedLayer(workspace, operands, {rows, gating.inputs, gating.hidden}).ways();
   };
 }
@@ -41,7 +41,7 @@ extern "C" int fk_gating_workspace(const fk_gating* gating, size_t* bytes) {
   return guarded([=] {
     check(gating);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(layer(*gating, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr));
+    *bytes = workspace_bytes(layer(*gating));
   });
 }
 
@@ -49,18 +49,22 @@ extern "C" int fk_gating_forward(const fk_gating* gating, const void* x, const v
                                  const void* w2, const void* b1, const void* b2, void* out,
                                  void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream) {
-  return guarded([=] {
-    check(gating);
+  return guarded([&] {
+    Plan& plan = plan_of("gating", gating, check, layer, stream);
     const int64_t inputs = gating->inputs, hidden = gating->hidden;
     const auto argument = [](const char* name, const void* data, int64_t count, bool written) {
       return Argument{name, data, static_cast<size_t>(count) * sizeof(half), 16, written};
     };
     const int64_t of_x = extent(gating->rows, inputs, or_dense(gating->x_stride, inputs));
     const int64_t of_out = extent(gating->rows, hidden, or_dense(gating->out_stride, hidden));
-    launch(layer(*gating, x, w1, w2, b1, b2, out),
-           {argument("x", x, of_x, false), argument("w1", w1, inputs * hidden, false),
-            argument("w2", w2, inputs * hidden, false), argument("b1", b1, hidden, false),
-            argument("b2", b2, hidden, false), argument("out", out, of_out, true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("x", x, of_x, false),
+        argument("w1", w1, inputs * hidden, false),
+        argument("w2", w2, inputs * hidden, false),
+        argument("b1", b1, hidden, false),
+        argument("b2", b2, hidden, false),
+        argument("out", out, of_out, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
