@@ -7,7 +7,6 @@
 
 #include <cuda_runtime.h>
 
-#include "primitives/answers.h"
 #include "primitives/check.h"
 
 namespace primitives {

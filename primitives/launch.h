@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "primitives/answers.h"
 #include "primitives/check.h"
 
 namespace primitives {

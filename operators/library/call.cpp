@@ -12,7 +12,7 @@
 #include <optional>
 #include <tuple>
 
-#include "primitives/answers.h"
+#include "primitives/check.h"
 #include "primitives/launch.h"
 
 namespace operators::library {

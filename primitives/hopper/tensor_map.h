@@ -12,7 +12,6 @@
 #include <string>
 #include <type_traits>
 
-#include "primitives/answers.h"
 #include "primitives/check.h"
 
 namespace primitives {
