@@ -573,6 +573,18 @@ def test_ways_are_tried(library, tuning, kind, options):
     again.run_twice()
 
 
+def test_trying_finds_what_the_estimate_does_not(library):
+    """The estimate is of a GPU, for which six small tiles are better than two large ones. On the CPU the six take
+    three times as long."""
+    product = Product(library, rows=72, type=FLOAT32)
+    assert product.call() == OK
+    expected = library.fk_last_way()
+    assert library.fk_tune(1) == product.call() == library.fk_tune(0) == OK
+    assert library.fk_last_way() != expected
+    product.run_twice()
+    assert library.fk_last_way() != expected
+
+
 def test_tuning_is_on_or_off(library):
     assert library.fk_tune(2) == library.fk_tune(-1) == BAD_ARGUMENT
     assert library.fk_last_error() == b"on is -1; it has to be 0 or 1"
