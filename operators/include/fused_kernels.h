@@ -12,10 +12,16 @@
  *
  * All pointers to operands and workspace are to memory of the current device (cudaMalloc) or
  * managed memory. A ..._forward() puts its work on the given stream and returns at once. It never
- * prints, ends the program, waits for the device, allocates device memory or uses another stream.
+ * prints, ends the program, allocates device memory or uses another stream, and it waits for the
+ * device only while fk_tune() says so.
  * It can be called from several threads, on several streams at the same time, and while a stream is
  * captured. (The first call of an operator on a device loads its code, which may wait: it should
  * come before the capture.) A stream of NULL is CUDA's legacy default stream.
+ *
+ * The first call of a description in a thread and a stream plans it, which takes the host several
+ * microseconds. Each thread keeps the plans of the last 64, in host memory, until it ends. A plan
+ * holds no memory of the device: operands and workspace may be others in each call. It belongs to
+ * the context in which it was made; after cudaDeviceReset() calls plan anew.
  *
  * Sizes and strides count elements. A stride of 0 says that rows are dense. Rows that are not dense
  * are a multiple of 16 bytes apart, at least as far as they are long, and at most 2^30 elements.
@@ -69,6 +75,14 @@ FK_API const char* fk_last_error(void);
  * with tiles of which size; "" before there is one. It stays until another call of this thread
  * launches something. The words are for people, and may change from one version to the next. */
 FK_API const char* fk_last_way(void);
+
+/* Whether calls find the fastest of their ways by trying: 1, or 0, as at first. With 1, the next
+ * call of each description, in any thread, launches its ways several times, those that the
+ * workspace has room for, with the operands that it is given. It waits for its stream, and writes
+ * its results as ever. The fastest way is kept for this description on this device. Where the
+ * stream is captured nothing is tried. With 0, calls use what was found, and for other descriptions
+ * the way that should be the fastest. Errors: FK_BAD_ARGUMENT if `on` is another number. */
+FK_API int fk_tune(int on);
 
 /* A product of two matrices. */
 typedef struct fk_product {

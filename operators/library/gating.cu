@@ -29,40 +29,39 @@ void check_backward(const fk_gating* gating) {
   check_sizes({{"inputs", gating->inputs, 1 << 26}});
 }
 
-/// The operands of a description that has been checked.
-GatingMemory operands_of(const fk_gating& gating, const void* x, const void* w1, const void* w2,
-                         const void* b1, const void* b2, void* out) {
-  const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
-  const auto stride = [](int64_t own, int64_t cols) { return own == cols ? 0 : own; };
-  return {memory<half>(x, rows * gating.inputs),  memory<half>(w1, of_w),
-          memory<half>(b1, gating.hidden),        memory<half>(w2, of_w),
-          memory<half>(b2, gating.hidden),        memory<half>(out, rows * gating.hidden),
-          stride(gating.x_stride, gating.inputs), stride(gating.out_stride, gating.hidden)};
-}
+/// A stride as the layer takes it: 0 where rows are dense.
+int64_t or_zero(int64_t stride, int64_t cols) { return stride == cols ? 0 : stride; }
 
-/// The layer with its operands.
-Operator layer(const fk_gating& gating, const GatingMemory& operands) {
-  return [=](const operators::Workspace& workspace) {
-    return GatedLayer(workspace, operands, {gating.rows, gating.inputs, gating.hidden}).ways();
+/// The layer of a description that has been checked. Its operands are the call's arguments: x, w1,
+/// w2, b1, b2, out.
+PlannedOperator layer(const fk_gating& gating) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
+    const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
+    const GatingMemory operands{
+        at.memory<half>(0, rows * gating.inputs), at.memory<half>(1, of_w),
+        at.memory<half>(3, gating.hidden),        at.memory<half>(2, of_w),
+        at.memory<half>(4, gating.hidden),        at.memory<half>(5, rows * gating.hidden),
+        or_zero(gating.x_stride, gating.inputs),  or_zero(gating.out_stride, gating.hidden)};
+    return GatedLayer(workspace, operands, {rows, gating.inputs, gating.hidden}).ways();
   };
 }
 
-/// What backward writes, and d_out, all NULL in a query.
-struct Gradients {
-  const void* d_out = nullptr;
-  void *d_x = nullptr, *d_w1 = nullptr, *d_w2 = nullptr, *d_b1 = nullptr, *d_b2 = nullptr;
-};
-
-/// Its gradients.
-Operator backward(const fk_gating& gating, const GatingMemory& operands, const Gradients& at) {
-  return [=](const operators::Workspace& workspace) {
+/// Its gradients. The operands are d_out, x, w1, w2, b1, b2, d_x, d_w1, d_w2, d_b1, d_b2.
+PlannedOperator backward(const fk_gating& gating) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
-    const GatingGradients d{memory<half>(at.d_out, rows * gating.hidden),
-                            memory<half>(at.d_x, rows * gating.inputs),
-                            memory<half>(at.d_w1, of_w),
-                            memory<half>(at.d_b1, gating.hidden),
-                            memory<half>(at.d_w2, of_w),
-                            memory<half>(at.d_b2, gating.hidden)};
+    const int64_t of_x = rows * gating.inputs, of_out = rows * gating.hidden;
+    const GatingMemory operands{at.memory<half>(1, of_x),
+                                at.memory<half>(2, of_w),
+                                at.memory<half>(4, gating.hidden),
+                                at.memory<half>(3, of_w),
+                                at.memory<half>(5, gating.hidden),
+                                at.memory<half>(0, of_out),
+                                or_zero(gating.x_stride, gating.inputs),
+                                or_zero(gating.out_stride, gating.hidden)};
+    const GatingGradients d{at.memory<half>(0, of_out), at.memory<half>(6, of_x),
+                            at.memory<half>(7, of_w),   at.memory<half>(9, gating.hidden),
+                            at.memory<half>(8, of_w),   at.memory<half>(10, gating.hidden)};
     return GatedLayerBackward(workspace, operands, d, {rows, gating.inputs, gating.hidden},
                               half_product_ways)
         .ways();
@@ -82,8 +81,7 @@ extern "C" int fk_gating_workspace(const fk_gating* gating, size_t* bytes) {
   return guarded([=] {
     check(gating);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(
-        layer(*gating, operands_of(*gating, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr)));
+    *bytes = workspace_bytes(layer(*gating));
   });
 }
 
@@ -91,8 +89,7 @@ extern "C" int fk_gating_backward_workspace(const fk_gating* gating, size_t* byt
   return guarded([=] {
     check_backward(gating);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(backward(
-        *gating, operands_of(*gating, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr), {}));
+    *bytes = workspace_bytes(backward(*gating));
   });
 }
 
@@ -100,16 +97,18 @@ extern "C" int fk_gating_forward(const fk_gating* gating, const void* x, const v
                                  const void* w2, const void* b1, const void* b2, void* out,
                                  void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream) {
-  return guarded([=] {
-    check(gating);
+  return guarded([&] {
+    Plan& plan = plan_of("gating", gating, check, layer, stream);
     const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
-    launch(
-        layer(*gating, operands_of(*gating, x, w1, w2, b1, b2, out)),
-        {rows_of("x", x, rows, inputs, x_stride, false),
-         rows_of("w1", w1, inputs, hidden, 0, false), rows_of("w2", w2, inputs, hidden, 0, false),
-         rows_of("b1", b1, 1, hidden, 0, false), rows_of("b2", b2, 1, hidden, 0, false),
-         rows_of("out", out, rows, hidden, out_stride, true)},
-        workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        rows_of("x", x, rows, inputs, x_stride, false),
+        rows_of("w1", w1, inputs, hidden, 0, false),
+        rows_of("w2", w2, inputs, hidden, 0, false),
+        rows_of("b1", b1, 1, hidden, 0, false),
+        rows_of("b2", b2, 1, hidden, 0, false),
+        rows_of("out", out, rows, hidden, out_stride, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
 
@@ -118,19 +117,22 @@ extern "C" int fk_gating_backward(const fk_gating* gating, const void* d_out, co
                                   void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,
                                   void* workspace, size_t workspace_bytes,
                                   struct CUstream_st* stream) {
-  return guarded([=] {
-    check_backward(gating);
+  return guarded([&] {
+    Plan& plan = plan_of("gating backward", gating, check_backward, backward, stream);
     const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
-    launch(
-        backward(*gating, operands_of(*gating, x, w1, w2, b1, b2, nullptr),
-                 {d_out, d_x, d_w1, d_w2, d_b1, d_b2}),
-        {rows_of("d_out", d_out, rows, hidden, out_stride, false),
-         rows_of("x", x, rows, inputs, x_stride, false),
-         rows_of("w1", w1, inputs, hidden, 0, false), rows_of("w2", w2, inputs, hidden, 0, false),
-         rows_of("b1", b1, 1, hidden, 0, false), rows_of("b2", b2, 1, hidden, 0, false),
-         rows_of("d_x", d_x, rows, inputs, 0, true), rows_of("d_w1", d_w1, inputs, hidden, 0, true),
-         rows_of("d_w2", d_w2, inputs, hidden, 0, true), rows_of("d_b1", d_b1, 1, hidden, 0, true),
-         rows_of("d_b2", d_b2, 1, hidden, 0, true)},
-        workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        rows_of("d_out", d_out, rows, hidden, out_stride, false),
+        rows_of("x", x, rows, inputs, x_stride, false),
+        rows_of("w1", w1, inputs, hidden, 0, false),
+        rows_of("w2", w2, inputs, hidden, 0, false),
+        rows_of("b1", b1, 1, hidden, 0, false),
+        rows_of("b2", b2, 1, hidden, 0, false),
+        rows_of("d_x", d_x, rows, inputs, 0, true),
+        rows_of("d_w1", d_w1, inputs, hidden, 0, true),
+        rows_of("d_w2", d_w2, inputs, hidden, 0, true),
+        rows_of("d_b1", d_b1, 1, hidden, 0, true),
+        rows_of("d_b2", d_b2, 1, hidden, 0, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

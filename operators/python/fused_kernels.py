@@ -20,10 +20,12 @@ them:
 - The library is build/cuda/libfused_kernels.so of this repository, or what FUSED_KERNELS_LIBRARY names.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import pathlib
+import threading
 
 try:
     import torch
@@ -81,6 +83,7 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_version": (_INT, []),
     "fk_last_error": (ctypes.c_char_p, []),
     "fk_last_way": (ctypes.c_char_p, []),
+    "fk_tune": (_INT, [_INT]),
     "fk_product_workspace": (_INT, _WORKSPACE),
     "fk_product_forward": (_INT, _forward(3)),
     "fk_gating_workspace": (_INT, _WORKSPACE),
@@ -138,6 +141,19 @@ def library():
     return load(path)
 
 
+@contextlib.contextmanager
+def tuning():
+    """`with tuning(): ...` calls the functions of tensors as usual, but the first call for operands of some shapes,
+    strides and types tries the ways to compute it, and waits for them. Later calls for the same on this device, in
+    this block and after it, use the one that was the fastest. That holds for all threads, so also for gradients,
+    which PyTorch computes in another one. While a CUDA graph is captured nothing is tried."""
+    library().fk_tune(1)
+    try:
+        yield
+    finally:
+        library().fk_tune(0)
+
+
 def _error(code):
     """The exception for a call of this thread that returned this code."""
     refused = code in (FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP)
@@ -177,13 +193,43 @@ def _remember(key, plan):
     return plan
 
 
+_KEPT_BYTES, _MOST_KEPT = 1 << 16, 64
+
+
+class _Kept(threading.local):
+    """Of each thread a small workspace for each stream that it calls in: (tensor, address) by (device, stream). To
+    allocate one costs a microsecond. Calls of one thread in one stream do not run at the same time, but those of two
+    threads might take turns within a call. Inside an operator of torch.library none is used: a compiled program may
+    have a pool of memory of its own."""
+
+    def __init__(self):
+        self.workspaces, self.usable = {}, True
+
+
+_kept = _Kept()
+
+
 def _launch(plan, *addresses):
-    """Calls the plan's function on the current stream, with a workspace of its own."""
-    workspace = _empty(plan.workspace, (1,), torch.uint8) if plan.bytes else None
-    code = plan.function(plan.at, *addresses, workspace.data_ptr() if plan.bytes else None, plan.bytes,
-                         _current_stream(plan.device))
+    """Calls the plan's function on the current stream."""
+    stream = _current_stream(plan.device)
+    if not plan.bytes:
+        workspace, at = None, None
+    elif plan.bytes <= _KEPT_BYTES and _kept.usable and not _is_capturing():  # a graph runs in whichever stream
+        workspace, at = _kept.workspaces.get((plan.device, stream)) or _keep_workspace(plan.device, stream)
+    else:
+        workspace = _empty(plan.workspace, (1,), torch.uint8)
+        at = workspace.data_ptr()
+    code = plan.function(plan.at, *addresses, at, plan.bytes, stream)
     if code:
         raise _error(code)
+
+
+def _keep_workspace(device, stream):
+    workspace = _empty((_KEPT_BYTES,), (1,), torch.uint8)
+    if len(_kept.workspaces) >= _MOST_KEPT:
+        _kept.workspaces.clear()  # PyTorch gives the memory to later work of the same stream alone
+    _kept.workspaces[device, stream] = workspace, workspace.data_ptr()
+    return _kept.workspaces[device, stream]
 
 
 def _on_device_of(name, tensor, function, *arguments):
@@ -255,8 +301,12 @@ def _dense(dtype, *shape):
 
 
 def _is_traced(*tensors):
-    return (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active() or not _PLAIN.issuperset(map(type, tensors)))
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return True
+    return _dispatch_modes() > 0 or _are_transforms_active()
 
 
 def product(a, b):
@@ -982,7 +1032,15 @@ def _register(operators, name, schema, run, fake, save=None, backward=None):
     # Inductor shall not change the layout of what it hands over. (The second tag is of PyTorch before 2.7.)
     strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
     operators.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
-    operators.impl(name, run, "CUDA")
+
+    def run_as_operator(*inputs):
+        usable, _kept.usable = _kept.usable, False
+        try:
+            return run(*inputs)
+        finally:
+            _kept.usable = usable
+
+    operators.impl(name, run_as_operator, "CUDA")
     torch.library.register_fake(full, fake, lib=operators)
 
     def refuse(ctx, *gradients):
@@ -1004,6 +1062,9 @@ if torch:
     _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
     _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream",
                               lambda device: torch.cuda.current_stream(device).cuda_stream)
+    _is_capturing = torch.cuda.is_current_stream_capturing
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _are_transforms_active = torch._C._are_functorch_transforms_active
     # What compiled programs of torch.compile call: half of torch.empty_strided's microseconds. It takes tuples.
     _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda",
                      lambda *layout: torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cuda"))

@@ -68,6 +68,7 @@ def guarded(monkeypatch):
                 assert bool((each == 0xff if whole.dtype == torch.uint8 else each.isnan()).all())
 
     monkeypatch.setattr(fused_kernels, "_empty", empty)
+    monkeypatch.setattr(fused_kernels, "_KEPT_BYTES", -1)  # each call allocates its workspace
     return check
 
 
@@ -109,6 +110,39 @@ def test_scale_and_causal_of_attention():
         causal = fused_kernels.attention(q, k, v, causal=True)
         alike(causal[:, 0], v[:, 0], 1)  # it sees one key
         alike(causal[:, -1], usual[:, -1], 2)
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_tuning(case):
+    """The call that tries, and calls after it."""
+    operands = case.operands()
+    with fused_kernels.tuning():
+        case.check(operands, case.run(*operands))
+        way = fused_kernels.library().fk_last_way()
+    case.check(operands, case.run(*operands))
+    assert fused_kernels.library().fk_last_way() == way
+
+
+def test_two_threads_in_one_stream():
+    """Calls with small workspaces, which each thread keeps."""
+    case = cases.product(65, 9, 7, FP16)
+    operands = case.operands()
+    stream, failed = torch.cuda.current_stream(), []
+
+    def run():
+        try:
+            with torch.cuda.stream(stream):
+                for result in [case.run(*operands) for _ in range(200)]:
+                    case.check(operands, result)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
 
 
 @pytest.mark.parametrize("case", EACH, ids=str)
