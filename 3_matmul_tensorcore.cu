@@ -97,8 +97,8 @@ constexpr int kSide = 4;  // a block is kSide x kSide warps
 // 16, with nothing kept but the sums. Two fragments are loaded from memory for every product: 2 *
 // 256 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the
 // L1 cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know
-// which elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared
-// memory.
+// which elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through a
+// staging, a place in shared memory where they lie in rows.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {

@@ -468,10 +468,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
-// Associated, once more, in the words of primitives/hopper/tiles.cuh. A product of 64 rows of Gr
-// and Gi with 64 columns of the right factors is four sums of 64 x 64, 128 registers a thread of a
-// warpgroup, and takes 32 instructions for E = 128. Side by side, and with -M2 as a factor of its
-// own, the right factors make of each pair one product of 128 columns:
+// Associated, once more, in the words of primitives/hopper/tiles.cuh. For 64 rows and 64 columns
+// of out there are four sums of 64 x 64: xr, xi, ar and ai. These are 128 registers of each thread
+// of a warpgroup. Two right factors side by side make one product of 128 columns out of two of 64.
+// For that -M2 is a factor of its own:
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
