@@ -120,7 +120,9 @@ class Tangents(Call):
     """The gradient features."""
     Description = fused_kernels.fk_gradients
 
-    def __init__(self, library, vertices=70, eigen=24, width=16, seed=0):
+    def __init__(self, library, vertices=70, eigen=24, width=16, dense=False, seed=0):
+        """dense: of lr and li all elements are other numbers. Else each row has one, a power of two: then x lr^T and x
+        li^T are exact in bf16, and the bounds are close."""
         sizes = {"x": (eigen, width), "gr": (vertices, eigen), "gi": (vertices, eigen), "lr": (width, width),
                  "li": (width, width), "out": (vertices, width)}
         self.sizes = {name: sizes[name.removeprefix("d_")] for name in self.NAMES}
@@ -128,6 +130,12 @@ class Tangents(Call):
         scales = {"gr": 1 / 4, "gi": 1 / 4, "lr": 1 / 4, "li": 1 / 4}
         self.numbers = {name: numbers(a * b, seed + i, scales.get(name, 1.0))
                         for i, (name, (a, b)) in enumerate(self.sizes.items())}
+        self.rounded = ROUNDED * 1.01 if dense else 0
+        for row in range(0 if dense else width):
+            own = slice(row * width, (row + 1) * width)
+            for name, at in (("lr", 3 * row + seed), ("li", 5 * row + 1 + seed)):
+                power = (-1)**row / 2**(row % 3)
+                self.numbers[name][own] = [power if col == at % width else 0.0 for col in range(width)]
         description = self.Description(ctypes.sizeof(self.Description), BFLOAT16, vertices, eigen, width)
         super().__init__(library, description, {
             name: b"\xff" * (2 * len(values)) if name in self.WRITTEN else packed(values, BFLOAT16)
@@ -151,7 +159,7 @@ class Tangents(Call):
                 real.append(first - second)
                 imaginary.append(third + fourth)
                 # M1 and M2 are rounded.
-                wrong.append((1.01 * ROUNDED + FP32) * max(size_1 + size_2, size_3 + size_4))
+                wrong.append((self.rounded + FP32) * max(size_1 + size_2, size_3 + size_4))
             ar.append(real)
             ai.append(imaginary)
             off.append(wrong)
@@ -249,6 +257,7 @@ CALLS = [(kind, options) for kind in (Diffusion, DiffusionBackward) for options 
     dict(vertices=1, eigen=8, width=8),
     dict(vertices=65, eigen=136, width=8),
     dict(vertices=33, eigen=72, width=40),
+    dict(vertices=65, eigen=24, width=24, dense=True),
 )]
 SLOW = [(kind, options) for kind in (Diffusion, DiffusionBackward) for options in (
     dict(vertices=700, eigen=32, width=264),

@@ -323,12 +323,13 @@ def check_features_backward(operands, result):
     for name, one, other, bound in zip(("d_x", "d_lr", "d_li"), result, expected, bounds, strict=True):
         assert one.dtype == BF16
         near(name, one, other, ROUNDING[BF16] * other.abs() + bound)
+        alike(one, other, 16)  # those bounds are wide: they let all errors add up
 
 
 def tangents(vertices, eigen, width, seed):
     """x, gr, gi, lr, li: small, so that not all features are near 1 or -1."""
     x = numbers(eigen, width, dtype=BF16, seed=seed + 1)
-    pairs = [numbers(*shape, dtype=BF16, seed=seed + i, scale=1 / 4)
+    pairs = [numbers(*shape, dtype=BF16, seed=seed + i, scale=1 / 4 if shape[1] < 64 else 1 / 8)
              for i, shape in enumerate([(vertices, eigen)] * 2 + [(width, width)] * 2, 2)]
     return x, *pairs
 
