@@ -62,7 +62,7 @@ def fragment():
     for pair in range(4):
         picture.text(310 + (pair + 0.5) * 2 * cell, 70, f"{2 * pair}  {2 * pair + 1}", "middle", SOFT, 16)
     for row in range(16):
-        picture.text(518, top + row * cell + 17, f"row {row}", size=14, ink=SOFT)
+        picture.text(518, top + row * cell + 17, f"row {row}", size=16, ink=SOFT)
         for pair in range(4):
             lane = 4 * (row % 8) + pair
             mine = lane == 5
