@@ -100,7 +100,7 @@ void check(const fk_attention* of) {
 /// Attention of a description that has been checked. Its operands are the call's arguments: q, k,
 /// v, out and, if they are wanted, log_sums.
 template <bool kLogSums>
-PlannedOperator operator_of(const fk_attention& of) {
+Operator operator_of(const fk_attention& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     const AttentionShape shape{of.batch,    of.queries, of.keys,       of.heads,
                                of.kv_heads, of.width,   of.causal == 1};

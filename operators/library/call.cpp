@@ -372,7 +372,7 @@ void Key::finish(const char* name, int variant) {
 
 class Plan {
  public:
-  Plan(const Key& key, PlannedOperator make) : key_(key), make_(std::move(make)) { choose(); }
+  Plan(const Key& key, Operator make) : key_(key), make_(std::move(make)) { choose(); }
   Plan(const Plan&) = delete;  // its way refers to it
   Plan& operator=(const Plan&) = delete;
 
@@ -522,7 +522,7 @@ class Plan {
   static constexpr int kRounds = 5;  ///< the first one is not timed
 
   Key key_;
-  PlannedOperator make_;
+  Operator make_;
   Running running_;
   Way best_;
   PlanAnswers answers_;
@@ -552,7 +552,7 @@ class Plans {
     }
     return nullptr;
   }
-  Plan& add(const Key& key, const PlannedOperator& make) {
+  Plan& add(const Key& key, const Operator& make) {
     auto plan = std::make_unique<Plan>(key, make);
     if (entries_.size() >= kMost) {
       entries_.erase(
@@ -576,12 +576,9 @@ class Plans {
 };
 thread_local bool Plans::gone = false;
 
-/// What an earlier call of the caller's own has left is not this call's to report as its own.
-void check_before() { check(cudaPeekAtLastError(), "an earlier call, before this one"); }
-
 }  // namespace
 
-size_t workspace_bytes(const PlannedOperator& make) {
+size_t workspace_bytes(const Operator& make) {
   const Running running;
   Carver carver(running, nullptr);
   if (make(carver.workspace(), Operands(running)).empty()) {
@@ -590,19 +587,13 @@ size_t workspace_bytes(const PlannedOperator& make) {
   return carver.used();
 }
 
-size_t workspace_bytes(const Operator& make) {
-  return workspace_bytes(
-      [&](const Workspace& workspace, const Operands&) { return make(workspace); });
-}
-
 Plan* find_plan(const Key& key) { return Plans::of_thread().find(key); }
 
-Plan& add_plan(const Key& key, const PlannedOperator& make) {
-  return Plans::of_thread().add(key, make);
-}
+Plan& add_plan(const Key& key, const Operator& make) { return Plans::of_thread().add(key, make); }
 
 void launch(Plan& plan, std::span<const Argument> arguments, void* workspace, size_t bytes) {
-  check_before();
+  // What an earlier call of the caller's own has left is not this call's to report as its own.
+  check(cudaPeekAtLastError(), "an earlier call, before this one");
   plan.accept(arguments, workspace, bytes);
   try {
     plan.launch();
@@ -610,15 +601,6 @@ void launch(Plan& plan, std::span<const Argument> arguments, void* workspace, si
     Plans::of_thread().forget(plan);  // the next call asks everything anew
     throw;
   }
-}
-
-void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
-            cudaStream_t stream) {
-  check_before();
-  Plan plan(Key("", uint64_t{0}, stream, 0),
-            [&](const Workspace& pieces, const Operands&) { return make(pieces); });
-  plan.accept(arguments, workspace, bytes);
-  plan.launch();
 }
 
 int code_of_exception() noexcept {

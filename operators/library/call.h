@@ -93,12 +93,9 @@ class Operands {
 };
 
 /// Constructs an operator with memory of a workspace, and says in which ways it computes.
-using PlannedOperator = std::function<std::vector<Way>(const Workspace&, const Operands&)>;
-/// The same of an operator that knows its operands, and so has to be constructed for each call.
-using Operator = std::function<std::vector<Way>(const Workspace&)>;
+using Operator = std::function<std::vector<Way>(const Workspace&, const Operands&)>;
 
 /// How many bytes the operator takes of a workspace.
-size_t workspace_bytes(const PlannedOperator& make);
 size_t workspace_bytes(const Operator& make);
 
 /// What plans are told apart by: all that a call has but its pointers.
@@ -147,10 +144,10 @@ class Plan;
 /// That of this thread with this key; nullptr if there is none.
 Plan* find_plan(const Key& key);
 /// Throws a Refusal if there is no way to compute it.
-Plan& add_plan(const Key& key, const PlannedOperator& make);
+Plan& add_plan(const Key& key, const Operator& make);
 
 /// The plan for a description. What is refused for the description alone, check(description) has
-/// refused before it was planned. operator_of(description) is its PlannedOperator.
+/// refused before it was planned. operator_of(description) is its Operator.
 template <typename Description, typename OperatorOf>
 Plan& plan_of(const char* name, const Description* description, void (*check)(const Description*),
               const OperatorOf& operator_of, cudaStream_t stream, int variant = 0) {
@@ -165,9 +162,6 @@ Plan& plan_of(const char* name, const Description* description, void (*check)(co
 /// that it refuses arguments, or a workspace, that are NULL, not aligned, not memory of the current
 /// device, or overlap what is written.
 void launch(Plan& plan, std::span<const Argument> arguments, void* workspace, size_t bytes);
-/// The same of an operator that is constructed for this call alone.
-void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
-            cudaStream_t stream);
 
 /// The code for the exception that is being handled, whose sentence fk_last_error() then has.
 int code_of_exception() noexcept;
@@ -181,13 +175,6 @@ int guarded(const Call& call) noexcept {
   } catch (...) {
     return code_of_exception();
   }
-}
-
-/// Memory of such an operator's operand; of a query, where nothing is launched, nullptr.
-template <typename T>
-Memory<T> memory(const void* data, int64_t count) {
-  T* const elements = static_cast<T*>(const_cast<void*>(data));
-  return Memory<T>([elements] { return elements; }, static_cast<size_t>(count));
 }
 
 }  // namespace operators::library

@@ -48,56 +48,52 @@ void check(const fk_clifford* of) {
   check_hopper("the Clifford product");
 }
 
-struct Pointers {
-  const void *x = nullptr, *y = nullptr, *w = nullptr;
-  void* out = nullptr;
-  const void* d_out = nullptr;
-  void *dx = nullptr, *dy = nullptr, *dw = nullptr;
-};
+/// Where a pass has its operands among a call's arguments: x, y, w, out; backward d_out, x, y, w,
+/// d_x, d_y, d_w.
+constexpr int kForwardX = 0, kBackwardX = 1;
 
 template <typename A>
-CliffordTensors tensors_of(const fk_clifford& of, const Pointers& at,
+CliffordTensors tensors_of(const fk_clifford& of, const Operands& at, int place_of_x,
                            const operators::Workspace& workspace) {
   const int64_t count = A::kBlades * of.batch * of.features;
   return {.layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
-          .x = memory<float>(at.x, count),
-          .y = memory<float>(at.y, count),
-          .w = memory<float>(at.w, of.features * A::kTriples),
-          .out = memory<float>(at.out, count),
+          .x = at.memory<float>(place_of_x, count),
+          .y = at.memory<float>(place_of_x + 1, count),
+          .w = at.memory<float>(place_of_x + 2, of.features * A::kTriples),
+          .out = at.memory<float>(place_of_x + 3, count),
           .workspace = workspace};
 }
 
-/// A pass with its operands, those of a description that has been checked.
-Operator forward_of(const fk_clifford& of, const Pointers& at) {
-  return [=](const operators::Workspace& workspace) {
+/// A pass of a description that has been checked.
+Operator forward_of(const fk_clifford& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      ways = streamed_forward<A>(tensors_of<A>(of, at, workspace)).ways;
+      ways = streamed_forward<A>(tensors_of<A>(of, at, kForwardX, workspace)).ways;
     });
     return ways;
   };
 }
-Operator backward_of(const fk_clifford& of, const Pointers& at) {
-  return [=](const operators::Workspace& workspace) {
+Operator backward_of(const fk_clifford& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      const CliffordTensors tensors = tensors_of<A>(of, at, workspace);
+      const CliffordTensors tensors = tensors_of<A>(of, at, kBackwardX, workspace);
       const int64_t count = static_cast<int64_t>(tensors.x.size());
-      const CliffordGradients d{memory<float>(at.d_out, count), memory<float>(at.dx, count),
-                                memory<float>(at.dy, count),
-                                memory<float>(at.dw, static_cast<int64_t>(tensors.w.size()))};
+      const CliffordGradients d{at.memory<float>(0, count), at.memory<float>(4, count),
+                                at.memory<float>(5, count),
+                                at.memory<float>(6, static_cast<int64_t>(tensors.w.size()))};
       ways = streamed_backward<A>(tensors, d).ways;
     });
     return ways;
   };
 }
 
-int query(const fk_clifford* clifford, size_t* bytes,
-          Operator (*pass_of)(const fk_clifford&, const Pointers&)) {
+int query(const fk_clifford* clifford, size_t* bytes, Operator (*pass_of)(const fk_clifford&)) {
   return guarded([=] {
     check(clifford);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of(*clifford, {}));
+    *bytes = workspace_bytes(pass_of(*clifford));
   });
 }
 
@@ -129,13 +125,16 @@ extern "C" int fk_clifford_backward_workspace(const fk_clifford* clifford, size_
 extern "C" int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                    const void* w, void* out, void* workspace,
                                    size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([=] {
-    check(clifford);
+  return guarded([&] {
+    Plan& plan = plan_of("clifford", clifford, check, forward_of, stream);
     const Counts counts(*clifford);
-    launch(forward_of(*clifford, {x, y, w, out}),
-           {argument("x", x, counts.x), argument("y", y, counts.x), argument("w", w, counts.w),
-            argument("out", out, counts.x, true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("x", x, counts.x),
+        argument("y", y, counts.x),
+        argument("w", w, counts.w),
+        argument("out", out, counts.x, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
 
@@ -143,14 +142,15 @@ extern "C" int fk_clifford_backward(const fk_clifford* clifford, const void* d_o
                                     const void* y, const void* w, void* d_x, void* d_y, void* d_w,
                                     void* workspace, size_t workspace_bytes,
                                     struct CUstream_st* stream) {
-  return guarded([=] {
-    check(clifford);
+  return guarded([&] {
+    Plan& plan = plan_of("clifford", clifford, check, backward_of, stream, 1);
     const Counts counts(*clifford);
-    launch(
-        backward_of(*clifford, {x, y, w, nullptr, d_out, d_x, d_y, d_w}),
-        {argument("d_out", d_out, counts.x), argument("x", x, counts.x), argument("y", y, counts.x),
-         argument("w", w, counts.w), argument("d_x", d_x, counts.x, true),
-         argument("d_y", d_y, counts.x, true), argument("d_w", d_w, counts.w, true)},
-        workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("d_out", d_out, counts.x),   argument("x", x, counts.x),
+        argument("y", y, counts.x),           argument("w", w, counts.w),
+        argument("d_x", d_x, counts.x, true), argument("d_y", d_y, counts.x, true),
+        argument("d_w", d_w, counts.w, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

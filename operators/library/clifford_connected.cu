@@ -53,23 +53,20 @@ struct Counts {
   }
 };
 
-struct Pointers {
-  const void *x = nullptr, *y = nullptr, *w = nullptr;
-  void* out = nullptr;
-  const void* d_out = nullptr;
-  void *dx = nullptr, *dy = nullptr, *dw = nullptr;
-};
+/// Where a pass has its operands among a call's arguments: x, y, w, out; backward d_out, x, y, w,
+/// d_x, d_y, d_w.
+constexpr int kForwardX = 0, kBackwardX = 1;
 
 /// The layer, which takes the planes of its products ready from memory.
 template <typename A>
-Ready<A, true> layer_of(const fk_clifford& of, const Pointers& at, const Memory<float>& out,
-                        const operators::Workspace& workspace) {
+Ready<A, true> layer_of(const fk_clifford& of, const Operands& at, int place_of_x,
+                        const Memory<float>& out, const operators::Workspace& workspace) {
   const Counts counts(of);
   const CliffordTensors tensors{
       .layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
-      .x = memory<float>(at.x, counts.x),
-      .y = memory<float>(at.y, counts.x),
-      .w = memory<float>(at.w, counts.w),
+      .x = at.memory<float>(place_of_x, counts.x),
+      .y = at.memory<float>(place_of_x + 1, counts.x),
+      .w = at.memory<float>(place_of_x + 2, counts.w),
       .out = out,
       .workspace = workspace};
   return {tensors, workspace.any<float>(static_cast<size_t>(A::kGrades) * of.batch)};
@@ -83,13 +80,13 @@ double microseconds_of(const fk_clifford& of, int products) {
   return operators::kFirstLaunch + operations / (2048 * operators::kCycles * multiprocessors());
 }
 
-/// A pass with its operands, those of a description that has been checked.
-Operator forward_of(const fk_clifford& of, const Pointers& at) {
-  return [=](const operators::Workspace& workspace) {
+/// A pass of a description that has been checked.
+Operator forward_of(const fk_clifford& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      const Memory<float> out = memory<float>(at.out, Counts(of).x);
-      const Ready<A, true> layer = layer_of<A>(of, at, out, workspace);
+      const Memory<float> out = at.memory<float>(3, Counts(of).x);
+      const Ready<A, true> layer = layer_of<A>(of, at, kForwardX, out, workspace);
       ways.push_back({"planes beside the product", microseconds_of<A>(of, 1),
                       [=] { layer.forward(nullptr); }, 0});
     });
@@ -98,15 +95,15 @@ Operator forward_of(const fk_clifford& of, const Pointers& at) {
 }
 
 /// Backward needs the result, the norms and the planes, which it computes again.
-Operator backward_of(const fk_clifford& of, const Pointers& at) {
-  return [=](const operators::Workspace& workspace) {
+Operator backward_of(const fk_clifford& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
       const Counts counts(of);
       const Memory<float> out = workspace.any<float>(static_cast<size_t>(counts.x));
-      const CliffordGradients d{memory<float>(at.d_out, counts.x), memory<float>(at.dx, counts.x),
-                                memory<float>(at.dy, counts.x), memory<float>(at.dw, counts.w)};
-      const ReadyBackward<A, true> layer(layer_of<A>(of, at, out, workspace), d);
+      const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
+                                at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
+      const ReadyBackward<A, true> layer(layer_of<A>(of, at, kBackwardX, out, workspace), d);
       ways.push_back(
           {"planes beside the product", microseconds_of<A>(of, 3), [=] { layer.run(); }, 0});
     });
@@ -114,12 +111,11 @@ Operator backward_of(const fk_clifford& of, const Pointers& at) {
   };
 }
 
-int query(const fk_clifford* clifford, size_t* bytes,
-          Operator (*pass_of)(const fk_clifford&, const Pointers&)) {
+int query(const fk_clifford* clifford, size_t* bytes, Operator (*pass_of)(const fk_clifford&)) {
   return guarded([=] {
     check(clifford);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of(*clifford, {}));
+    *bytes = workspace_bytes(pass_of(*clifford));
   });
 }
 
@@ -142,13 +138,16 @@ extern "C" int fk_clifford_connected_forward(const fk_clifford* clifford, const 
                                              const void* y, const void* w, void* out,
                                              void* workspace, size_t workspace_bytes,
                                              struct CUstream_st* stream) {
-  return guarded([=] {
-    check(clifford);
+  return guarded([&] {
+    Plan& plan = plan_of("clifford connected", clifford, check, forward_of, stream);
     const Counts counts(*clifford);
-    launch(forward_of(*clifford, {x, y, w, out}),
-           {argument("x", x, counts.x), argument("y", y, counts.x), argument("w", w, counts.w),
-            argument("out", out, counts.x, true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("x", x, counts.x),
+        argument("y", y, counts.x),
+        argument("w", w, counts.w),
+        argument("out", out, counts.x, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
 
@@ -156,14 +155,15 @@ extern "C" int fk_clifford_connected_backward(const fk_clifford* clifford, const
                                               const void* x, const void* y, const void* w,
                                               void* d_x, void* d_y, void* d_w, void* workspace,
                                               size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([=] {
-    check(clifford);
+  return guarded([&] {
+    Plan& plan = plan_of("clifford connected", clifford, check, backward_of, stream, 1);
     const Counts counts(*clifford);
-    launch(
-        backward_of(*clifford, {x, y, w, nullptr, d_out, d_x, d_y, d_w}),
-        {argument("d_out", d_out, counts.x), argument("x", x, counts.x), argument("y", y, counts.x),
-         argument("w", w, counts.w), argument("d_x", d_x, counts.x, true),
-         argument("d_y", d_y, counts.x, true), argument("d_w", d_w, counts.w, true)},
-        workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("d_out", d_out, counts.x),   argument("x", x, counts.x),
+        argument("y", y, counts.x),           argument("w", w, counts.w),
+        argument("d_x", d_x, counts.x, true), argument("d_y", d_y, counts.x, true),
+        argument("d_w", d_w, counts.w, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

@@ -53,7 +53,7 @@ DiffusionOperands operands_of(const fk_diffusion& of, const Operands& at) {
 
 /// A pass of a description that has been checked.
 template <Pass kPass>
-PlannedOperator pass_of(const fk_diffusion& of) {
+Operator pass_of(const fk_diffusion& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     return FusedDiffusion<kPass>(
                workspace, [=] { return operands_of<kPass>(of, at); }, shape_of(of))

@@ -34,7 +34,7 @@ int64_t or_zero(int64_t stride, int64_t cols) { return stride == cols ? 0 : stri
 
 /// The layer of a description that has been checked. Its operands are the call's arguments: x, w1,
 /// w2, b1, b2, out.
-PlannedOperator layer(const fk_gating& gating) {
+Operator layer(const fk_gating& gating) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
     const GatingMemory operands{
@@ -47,7 +47,7 @@ PlannedOperator layer(const fk_gating& gating) {
 }
 
 /// Its gradients. The operands are d_out, x, w1, w2, b1, b2, d_x, d_w1, d_w2, d_b1, d_b2.
-PlannedOperator backward(const fk_gating& gating) {
+Operator backward(const fk_gating& gating) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
     const int64_t of_x = rows * gating.inputs, of_out = rows * gating.hidden;

@@ -24,27 +24,28 @@ void check(const fk_gradients* of) {
   check_hopper("the gradient features");
 }
 
-/// What both passes read.
-GradientsOperands operands_of(const fk_gradients& of, const void* x, const void* gr, const void* gi,
-                              const void* lr, const void* li) {
+/// A call's arguments: x, gr, gi, lr, li, out; backward d_out, x, gr, gi, lr, li, d_x, d_lr, d_li.
+template <Pass kPass>
+GradientsOperands operands_of(const fk_gradients& of, const Operands& at) {
   GradientsOperands operands = {};
-  operands.Gr = static_cast<const bf16*>(gr);
-  operands.Gi = static_cast<const bf16*>(gi);
-  operands.x = static_cast<const bf16*>(x);
-  operands.Lr = static_cast<const bf16*>(lr);
-  operands.Li = static_cast<const bf16*>(li);
+  int place = 0;
+  const auto next = [&](auto*& to) { to = at.at<bf16>(place++); };
+  if (kPass == Pass::backward) next(operands.d_out);
+  next(operands.x), next(operands.Gr), next(operands.Gi), next(operands.Lr), next(operands.Li);
+  if (kPass == Pass::forward) next(operands.out);
+  if (kPass == Pass::backward) next(operands.d_x), next(operands.d_Lr), next(operands.d_Li);
   operands.V = of.vertices;
   operands.E = static_cast<int>(of.eigen);
   operands.W = static_cast<int>(of.width);
   return operands;
 }
 
-/// A pass with its operands, those of a description that has been checked.
+/// A pass of a description that has been checked.
 template <Pass kPass>
-Operator pass_of(const fk_gradients& of, const GradientsOperands& operands) {
-  return [=](const operators::Workspace& workspace) {
+Operator pass_of(const fk_gradients& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     return GradientFeatures<kPass>(
-               workspace, [=] { return operands; }, shape_of(of))
+               workspace, [=] { return operands_of<kPass>(of, at); }, shape_of(of))
         .ways();
   };
 }
@@ -54,7 +55,7 @@ int query(const fk_gradients* gradients, size_t* bytes) {
   return guarded([=] {
     check(gradients);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of<kPass>(*gradients, {}));
+    *bytes = workspace_bytes(pass_of<kPass>(*gradients));
   });
 }
 
@@ -76,16 +77,18 @@ extern "C" int fk_gradients_forward(const fk_gradients* gradients, const void* x
                                     const void* gi, const void* lr, const void* li, void* out,
                                     void* workspace, size_t workspace_bytes,
                                     struct CUstream_st* stream) {
-  return guarded([=] {
-    check(gradients);
+  return guarded([&] {
+    Plan& plan = plan_of("gradients", gradients, check, pass_of<Pass::forward>, stream);
     const GradientsShape shape = shape_of(*gradients);
-    GradientsOperands operands = operands_of(*gradients, x, gr, gi, lr, li);
-    operands.out = static_cast<bf16*>(out);
-    launch(pass_of<Pass::forward>(*gradients, operands),
-           {argument("x", x, shape.coefficients()), argument("gr", gr, shape.tangent_values()),
-            argument("gi", gi, shape.tangent_values()), argument("lr", lr, shape.weights()),
-            argument("li", li, shape.weights()), argument("out", out, shape.vertex_values(), true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("x", x, shape.coefficients()),
+        argument("gr", gr, shape.tangent_values()),
+        argument("gi", gi, shape.tangent_values()),
+        argument("lr", lr, shape.weights()),
+        argument("li", li, shape.weights()),
+        argument("out", out, shape.vertex_values(), true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
 
@@ -94,21 +97,20 @@ extern "C" int fk_gradients_backward(const fk_gradients* gradients, const void* 
                                      const void* li, void* d_x, void* d_lr, void* d_li,
                                      void* workspace, size_t workspace_bytes,
                                      struct CUstream_st* stream) {
-  return guarded([=] {
-    check(gradients);
+  return guarded([&] {
+    Plan& plan = plan_of("gradients", gradients, check, pass_of<Pass::backward>, stream, 1);
     const GradientsShape shape = shape_of(*gradients);
-    GradientsOperands operands = operands_of(*gradients, x, gr, gi, lr, li);
-    operands.d_out = static_cast<const bf16*>(d_out);
-    operands.d_x = static_cast<bf16*>(d_x);
-    operands.d_Lr = static_cast<bf16*>(d_lr);
-    operands.d_Li = static_cast<bf16*>(d_li);
-    launch(pass_of<Pass::backward>(*gradients, operands),
-           {argument("d_out", d_out, shape.vertex_values()), argument("x", x, shape.coefficients()),
-            argument("gr", gr, shape.tangent_values()), argument("gi", gi, shape.tangent_values()),
-            argument("lr", lr, shape.weights()), argument("li", li, shape.weights()),
-            argument("d_x", d_x, shape.coefficients(), true),
-            argument("d_lr", d_lr, shape.weights(), true),
-            argument("d_li", d_li, shape.weights(), true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("d_out", d_out, shape.vertex_values()),
+        argument("x", x, shape.coefficients()),
+        argument("gr", gr, shape.tangent_values()),
+        argument("gi", gi, shape.tangent_values()),
+        argument("lr", lr, shape.weights()),
+        argument("li", li, shape.weights()),
+        argument("d_x", d_x, shape.coefficients(), true),
+        argument("d_lr", d_lr, shape.weights(), true),
+        argument("d_li", d_li, shape.weights(), true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

@@ -37,7 +37,7 @@ void check(const fk_product* product) {
 }
 
 /// The product a b = c, the call's arguments, of a description that has been checked.
-PlannedOperator operator_of(const fk_product& product) {
+Operator operator_of(const fk_product& product) {
   return [=](const operators::Workspace& workspace, const Operands& operands) {
     const ProductShape shape{static_cast<int>(product.rows), static_cast<int>(product.cols),
                              static_cast<int>(product.depth)};

@@ -25,7 +25,7 @@ void check(const fk_softmax* of) {
 /// The layer with the call's arguments x, w and probs, of a description that has been checked. Of
 /// few rows or columns the CUDA cores are as fast as memory; else tensor cores multiply, where the
 /// device has Hopper's.
-PlannedOperator layer(const fk_softmax& of) {
+Operator layer(const fk_softmax& of) {
   return [=](const operators::Workspace& workspace, const Operands& operands) {
     const SoftmaxShape shape{of.rows, of.inputs, of.classes};
     const SoftmaxProduct product(workspace, operands.memory<float>(0, of.rows * of.inputs),
@@ -67,14 +67,10 @@ __global__ void __launch_bounds__(kGradientThreads)
   }
 }
 
-struct Gradients {
-  const void *d_probs = nullptr, *x = nullptr, *w = nullptr, *probs = nullptr;
-  void *d_x = nullptr, *d_w = nullptr;
-};
-
-/// d_x = g w^T and d_w = x^T g, two products, whose transposed factors are made first.
-Operator backward(const fk_softmax& of, const Gradients& at) {
-  return [=](const operators::Workspace& workspace) {
+/// d_x = g w^T and d_w = x^T g, two products, whose transposed factors are made first. A call's
+/// arguments are d_probs, x, w, probs, d_x, d_w.
+Operator backward(const fk_softmax& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     using operators::product::launch_transpose, operators::product::Strided;
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
     const auto g = workspace.any<float>(static_cast<size_t>(B * C));
@@ -83,12 +79,9 @@ Operator backward(const fk_softmax& of, const Gradients& at) {
     const auto prepare = [=, stream = workspace.stream] {
       using Factor = Strided<const float>;
       logit_gradients<<<static_cast<unsigned>(B), kGradientThreads, 0, stream>>>(
-          static_cast<const float*>(at.probs), static_cast<const float*>(at.d_probs), g.data(),
-          static_cast<int>(C));
-      launch_transpose<float>(Factor{static_cast<const float*>(at.x), B, D, D}, {x_t, D, B, B},
-                              stream);
-      launch_transpose<float>(Factor{static_cast<const float*>(at.w), D, C, C}, {w_t, C, D, D},
-                              stream);
+          at.at<float>(3), at.at<float>(0), g.data(), static_cast<int>(C));
+      launch_transpose<float>(Factor{at.at<float>(1), B, D, D}, {x_t, D, B, B}, stream);
+      launch_transpose<float>(Factor{at.at<float>(2), D, C, C}, {w_t, C, D, D}, stream);
     };
     const auto shape_of = [](int64_t m, int64_t n, int64_t k) {
       return operators::product::ProductShape{static_cast<int>(m), static_cast<int>(n),
@@ -96,8 +89,8 @@ Operator backward(const fk_softmax& of, const Gradients& at) {
     };
     std::vector<operators::Way> steps;
     for (const std::vector<operators::Way>& ways :
-         {fp32_product_ways(workspace, g, w_t, memory<float>(at.d_x, B * D), shape_of(B, D, C)),
-          fp32_product_ways(workspace, x_t, g, memory<float>(at.d_w, D * C), shape_of(D, C, B))}) {
+         {fp32_product_ways(workspace, g, w_t, at.memory<float>(4, B * D), shape_of(B, D, C)),
+          fp32_product_ways(workspace, x_t, g, at.memory<float>(5, D * C), shape_of(D, C, B))}) {
       const auto best = std::min_element(ways.begin(), ways.end(),
                                          [](const operators::Way& a, const operators::Way& b) {
                                            return a.microseconds < b.microseconds;
@@ -117,13 +110,18 @@ Operator backward(const fk_softmax& of, const Gradients& at) {
   };
 }
 
+Argument argument(const char* name, const void* data, int64_t rows, int64_t cols,
+                  bool written = false) {
+  return {name, data, static_cast<size_t>(rows * cols) * sizeof(float), 16, written};
+}
+
 }  // namespace
 
 extern "C" int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* bytes) {
   return guarded([=] {
     check_backward(softmax);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(backward(*softmax, {}));
+    *bytes = workspace_bytes(backward(*softmax));
   });
 }
 
@@ -131,19 +129,14 @@ extern "C" int fk_softmax_backward(const fk_softmax* softmax, const void* d_prob
                                    const void* w, const void* probs, void* d_x, void* d_w,
                                    void* workspace, size_t workspace_bytes,
                                    struct CUstream_st* stream) {
-  return guarded([=] {
-    check_backward(softmax);
+  return guarded([&] {
+    auto& plan = plan_of("softmax", softmax, check_backward, backward, stream, 1);
     const auto [size, type, rows, inputs, classes] = *softmax;
-    const auto argument = [](const char* name, const void* data, int64_t of_rows, int64_t cols,
-                             bool written) {
-      return Argument{name, data, static_cast<size_t>(of_rows * cols) * sizeof(float), 16, written};
-    };
-    launch(
-        backward(*softmax, {d_probs, x, w, probs, d_x, d_w}),
-        {argument("d_probs", d_probs, rows, classes, false), argument("x", x, rows, inputs, false),
-         argument("w", w, inputs, classes, false), argument("probs", probs, rows, classes, false),
-         argument("d_x", d_x, rows, inputs, true), argument("d_w", d_w, inputs, classes, true)},
-        workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("d_probs", d_probs, rows, classes), argument("x", x, rows, inputs),
+        argument("w", w, inputs, classes),           argument("probs", probs, rows, classes),
+        argument("d_x", d_x, rows, inputs, true),    argument("d_w", d_w, inputs, classes, true)};
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
 
@@ -160,13 +153,9 @@ extern "C" int fk_softmax_forward(const fk_softmax* softmax, const void* x, cons
                                   struct CUstream_st* stream) {
   return guarded([&] {
     auto& plan = plan_of("softmax", softmax, check, layer, stream);
-    const auto argument = [](const char* name, const void* data, int64_t rows, int64_t cols,
-                             bool written) {
-      return Argument{name, data, static_cast<size_t>(rows * cols) * sizeof(float), 16, written};
-    };
-    const Argument arguments[] = {argument("x", x, softmax->rows, softmax->inputs, false),
-                                  argument("w", w, softmax->inputs, softmax->classes, false),
-                                  argument("probs", probs, softmax->rows, softmax->classes, true)};
+    const auto [size, type, rows, inputs, classes] = *softmax;
+    const Argument arguments[] = {argument("x", x, rows, inputs), argument("w", w, inputs, classes),
+                                  argument("probs", probs, rows, classes, true)};
     launch(plan, arguments, workspace, workspace_bytes);
   });
 }
