@@ -142,11 +142,15 @@ class Call:
         self.device["workspace"].content()
         return self.result_is_right()
 
+    def clear(self):
+        """What is written, of NaN."""
+        for name in set(self.WRITTEN) & set(self.device):
+            self.library.cudaMemset(self.device[name].at, 0xff, self.device[name].bytes)
+
     def run_twice(self):
         """The second time the workspace is as the first one has left it."""
         for _ in range(2):
-            for name in set(self.WRITTEN) & set(self.device):
-                self.library.cudaMemset(self.device[name].at, 0xff, self.device[name].bytes)
+            self.clear()
             assert self.call() == OK, self.library.fk_last_error()
             assert self.is_right()
         self.free()
@@ -319,6 +323,7 @@ def test_result(library, kind, options):
 
 
 def call_at_the_same_time(library, kind):
+    """By two threads; then by one with the operands of both, for which it plans once."""
     calls, codes = [kind(library, seed=seed) for seed in (1, 2)], []
 
     def run(own):
@@ -333,6 +338,10 @@ def call_at_the_same_time(library, kind):
     for thread in threads:
         thread.join()
     assert codes == [OK] * 10 and all(own.is_right() for own in calls)
+    for own in calls * 2:
+        own.clear()
+        assert own.call() == OK, library.fk_last_error()
+        assert own.is_right()
     for own in calls:
         own.free()
 
