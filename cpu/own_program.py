@@ -365,9 +365,11 @@ def table(report):
         say("  ".join(text.ljust(width) if k == 0 else text.rjust(width)
                       for k, (text, width) in enumerate(zip(cell, widths))).rstrip())
     for row in rows:
-        if 0 < int(row[13]) < int(row[3]):
-            say(f"    {row[0]} takes long: its first {row[13]} launches were counted and watched, and the others are taken"
-                " to be like them.")
+        counted = float(row[13])
+        if 0 < counted < int(row[3]):
+            what = (f"its first {row[13]} launches" if counted.is_integer() else
+                    f"only the first {100 * counted / int(row[3]):.2g} % of its blocks")
+            say(f"    {row[0]} takes long: {what} were counted and watched, and the others are taken to be like them.")
 
 
 def worst(report, texts):
