@@ -34,9 +34,9 @@ namespace {
 
 /// So much memory that was given back is kept at most.
 constexpr std::size_t kMostKept = 1u << 30;
-/// When a kernel has been counted for so long, the rest of it is taken to be like that. It is less
-/// when all kernels together have been counted for long.
-constexpr double kMostSeconds = 5, kAllSeconds = 15, kFewSeconds = 0.5;
+/// When a kernel has been counted for so long, the rest of it is taken to be like that. It is a
+/// tenth when all kernels together have been counted for three times as long.
+double most_seconds() { return environment().counted_milliseconds / 1000.0; }
 /// What is nearer to zero than this is no address; and what a thread has of its own is within it.
 constexpr std::size_t kNear = 1u << 16;
 
@@ -283,7 +283,7 @@ void ledger_starts(Launch& launch) {
   }
   ++all.current->launches;
   all.launch = &launch;
-  const double most = all.seconds < kAllSeconds ? kMostSeconds : kFewSeconds;
+  const double most = all.seconds < 3 * most_seconds() ? most_seconds() : most_seconds() / 10;
   all.counts = !kSanitized && !device().concurrent && all.current->seconds < most;
   if (!all.counts) return;
   all.start = std::chrono::steady_clock::now();
@@ -298,7 +298,7 @@ void ledger_ends(Launch& launch) {
     const auto left_out = static_cast<double>(all.current->tally.stop());
     all.current->counted += 1 - left_out / static_cast<double>(launch.blocks);
     const double seconds = std::min(
-        kMostSeconds,
+        most_seconds(),
         std::chrono::duration<double>(std::chrono::steady_clock::now() - all.start).count());
     all.current->seconds += seconds;
     all.seconds += seconds;
