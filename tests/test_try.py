@@ -137,6 +137,17 @@ def test_host_reads_late(tried):
     assert "the host reads 4 bytes of device memory" in result.stdout and result.rc == 1, result.stdout
 
 
+def test_time_and_refusals(tried):
+    """A loop without an end ends with the second that it was given. Launches refused alike are one sentence, and none is
+    said of those behind a kernel that failed."""
+    endless = program("__global__ void f(float* x) { for (int i = 0; i >= 0; i = (i + 1) % 9) x[i] += 1; }", "f<<<1, 1>>>(d)")
+    result = tried(endless, options=("--quick", "--seconds", "1"))
+    assert "It did not end within 1 seconds: kernel f" in result.stdout, result.stdout
+    twice = program(WRITE, "f<<<1, 2048>>>(d); f<<<1, 2048>>>(d); f<<<1, 128>>>(d); f<<<1, 32>>>(d)")
+    result = tried(twice)
+    assert result.stdout.count("A launch failed") == 1 and "A launch failed (2 times)" in result.stdout, result.stdout
+
+
 def test_never_freed(tried):
     result = tried("int main() {\n  float* d;\n  cudaMalloc(&d, 400);\n}\n")
     assert "Never freed: 1 allocation of device memory, 400 bytes, asked for at program.cu:3." in result.stdout
