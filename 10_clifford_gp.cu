@@ -63,11 +63,9 @@
 #include "checks/clifford/clifford.h"
 #include "operators/clifford/algebra.cuh"
 #include "operators/clifford/clifford.cuh"
-#include "operators/clifford/row_exchange.cuh"
+#include "operators/clifford/layer.cuh"
 #include "operators/clifford/unfused.cuh"
 #include "primitives/async_copy.cuh"
-#include "primitives/early_launch.cuh"
-#include "primitives/hopper/hopper.cuh"
 #include "primitives/launch.h"
 
 using namespace checks;
@@ -199,22 +197,6 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// How a block works in the kernels below: `threads`, `per_row` (whole warps) for each row that it
-// has at a time. A row that is too long for one has several `blocks`, with `share` features each.
-struct RowsOnChip {
-  int threads, per_row, blocks, share;
-  __host__ __device__ int rows() const { return threads / per_row; }
-  __host__ __device__ int groups(const Layer& layer) const {
-    return (layer.batch - 1) / rows() + 1;
-  }
-};
-
-// A block stays, and takes one group of rows after the other. Sized for an H200, which brings each
-// multiprocessor 33 bytes per nanosecond, more than a microsecond after they were asked for: about
-// 40 KB have to be on the way. A thread of 512 has 128 registers; with 32 blades, of 256, 255.
-template <typename A>
-constexpr int kThreads = A::kBlades <= 16 ? 512 : 256;
-
 // W features per thread: as many as the registers hold. Forward needs x, y and z at a time, 3 W
 // multivectors; backward about as much, and dw for all triples. (Forward, rows of over 512 features
 // of 16 blades have W = 2: see kFetchAhead.)
@@ -222,142 +204,6 @@ template <typename A>
 constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 template <typename A>
 constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
-template <typename A>
-constexpr int kStreamedWidth = A::kBlades <= 8 ? 2 : 1;
-
-// A thread's place: its row, of those that its block has at a time, and its W features. With
-// kVector these are neighbours, moved as one access, for rows that all start at a multiple of its
-// size. In other rows they are 32 apart: neighbouring threads have neighbouring features, and a
-// warp moves 128 bytes in a row, wherever the row starts.
-template <int W, bool kVector>
-struct Place {
-  static constexpr int kStep = kVector ? 1 : 32;
-  int row, blocks;      // which of its block's rows; how many blocks share a row
-  int start, features;  // the block has `features` of the row's features, from `start` on
-  int first, count;     // of the thread's own: its first of these, and how many are there
-
-  __device__ Place(const RowsOnChip& shape, const Layer& layer)
-      : row(threadIdx.x / shape.per_row),
-        blocks(kVector ? 1 : shape.blocks),
-        start(kVector ? 0 : blockIdx.x % blocks * shape.share),
-        features(kVector ? layer.features : min(shape.share, layer.features - start)),
-        first(first_of(threadIdx.x % shape.per_row)),
-        count(first >= features ? 0
-              : kVector         ? W
-                                : min(W, (features - first - 1) / kStep + 1)) {}
-
-  // Thread t of a row has features first_of(t), first_of(t) + kStep... of the block's; and the
-  // thread that has this feature, and which of the thread's W it is.
-  __device__ static int first_of(int t) { return t / kStep * kStep * W + t % kStep; }
-  __device__ static int thread_of(int feature) {
-    return feature / (kStep * W) * kStep + feature % kStep;
-  }
-  __device__ static int number_of(int feature) { return feature / kStep % W; }
-
-  // Moves the thread's features of a blade; `from` or `to` is the first's. Only `inside` exist.
-  __device__ __forceinline__ void fetch(float* to, const float* from, int inside) const {
-    if constexpr (kVector) {
-      copy_async<sizeof(Pack<W>)>(to, from, inside > 0);
-    } else {
-#pragma unroll
-      for (int e = 0; e < W; ++e) copy_async<sizeof(float)>(to + e, from + e * kStep, e < inside);
-    }
-  }
-  __device__ __forceinline__ Pack<W> load(const float* from, int inside) const {
-    Pack<W> result = {};
-    if constexpr (kVector) {
-      if (inside > 0) result = *reinterpret_cast<const Pack<W>*>(from);
-    } else {
-#pragma unroll
-      for (int e = 0; e < W; ++e) result.v[e] = e < inside ? from[e * kStep] : 0;
-    }
-    return result;
-  }
-  __device__ __forceinline__ void store(float* to, const Pack<W>& pack, int inside) const {
-    if constexpr (kVector) {
-      if (inside > 0) *reinterpret_cast<Pack<W>*>(to) = pack;
-    } else {
-#pragma unroll
-      for (int e = 0; e < W; ++e) {
-        if (e < inside) to[e * kStep] = pack.v[e];
-      }
-    }
-  }
-};
-
-// Shared memory: for each of a row's threads its weights; then kPlanes packs for each thread, which
-// it fills, reads and refills alone. What a thread reads lies side by side, at constant offsets
-// from one address: addresses that depend on a stride would each take a register. And from thread
-// to thread it is an odd number of packs, so that neighbouring threads meet in no bank.
-template <typename A, int W, bool kVector, int kPlanes>
-struct OnChipMemory {
-  static constexpr int kWeightStride = W * (A::kTriples | 1);
-  static constexpr int kInputStride = kPlanes == 0 ? 0 : W * (kPlanes | 1);
-  static size_t bytes(RowsOnChip shape) {
-    return sizeof(float) * (static_cast<size_t>(shape.per_row) * kWeightStride +
-                            static_cast<size_t>(shape.threads) * kInputStride);
-  }
-
-  float* all_weights;
-  const float* weights;  // of this thread
-  float* inputs;         // of this thread
-  __device__ OnChipMemory(float* shared, RowsOnChip shape)
-      : all_weights(shared),
-        weights(shared + threadIdx.x % shape.per_row * kWeightStride),
-        inputs(shared + shape.per_row * kWeightStride + threadIdx.x * kInputStride) {}
-
-  // Starts the copies of all weights, a float at a time: they change places. Zeros beyond the row's
-  // end, so that zeros are all that threads without a feature have and compute.
-  __device__ void fetch_weights(const float* w, RowsOnChip shape,
-                                const Place<W, kVector>& place) const {
-    for (int i = threadIdx.x; i < shape.per_row * W * A::kTriples; i += shape.threads) {
-      const int feature = i / A::kTriples, t = i % A::kTriples;
-      float* to = all_weights + place.thread_of(feature) * kWeightStride + t * W;
-      copy_async<sizeof(float)>(to + place.number_of(feature),
-                                w + static_cast<size_t>(place.start) * A::kTriples + i,
-                                feature < place.features);
-    }
-  }
-  template <typename Index>
-  __device__ __forceinline__ Pack<W> operator()(Index t) const {
-    return *reinterpret_cast<const Pack<W>*>(weights + t * W);
-  }
-  // Starts the copies of a thread's part of a multivector's planes, as number first, first + 1...
-  template <int first>
-  __device__ __forceinline__ void fetch(const float* from, size_t plane,
-                                        const Place<W, kVector>& place, int inside) const {
-#pragma unroll
-    for (int k = 0; k < A::kBlades; ++k, from += plane) {
-      place.fetch(inputs + (first + k) * W, from, inside);
-    }
-  }
-  template <int first>
-  __device__ __forceinline__ Multivectors<A, W> take() const {
-    Multivectors<A, W> result;
-    unroll<0, A::kBlades>([&](auto k) {
-      result.blade[k] = *reinterpret_cast<const Pack<W>*>(inputs + (first + k) * W);
-    });
-    return result;
-  }
-};
-
-// A thread's z, divided by its row's rms if that is wanted, to memory.
-template <typename A, int W, bool kVector>
-__device__ __forceinline__ void store_normed(const Multivectors<A, W>& z,
-                                             const FeatureSums<A::kGrades>& sums,
-                                             const Layer& layer, float* to,
-                                             const Place<W, kVector>& place, int inside) {
-  unroll<0, A::kGrades>([&](auto c) {
-    const float r = layer.normed ? inverse_rms(sums.value[c], layer) : 1;
-    unroll<A::first(c), A::first(c + 1)>([&](auto k) {
-      Pack<W> normed;
-#pragma unroll
-      for (int e = 0; e < W; ++e) normed.v[e] = z.blade[k].v[e] * r;
-      place.store(to, normed, inside);
-      to += layer.plane();
-    });
-  });
-}
 
 // Whether the next row is fetched meanwhile. A thread with two features of 16 blades (rows of over
 // 512) has no room for it beside their weights.
@@ -423,47 +269,6 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // ---- Row on chip, backward ----------------------------------------------------------------------
 
-// dx and dy of a thread's multivectors to memory, blade by blade; dw is added to what it has.
-template <typename A, int W, bool kVector, typename Weight>
-__device__ __forceinline__ void store_gradients(const Multivectors<A, W>& left,
-                                                const Multivectors<A, W>& right,
-                                                const Multivectors<A, W>& dP, const Pack<W>& dg,
-                                                const Gates<W>& gates, const Weight& weight,
-                                                Pack<W>* dw, float* dx, float* dy, size_t plane,
-                                                const Place<W, kVector>& place, int inside) {
-  const Pack<W> dx_through_gate = through_gate(dg, left.blade[0], gates.y);
-  const Pack<W> dy_through_gate = through_gate(dg, right.blade[0], gates.x);
-  const auto take_w = [&](auto t) { return dw[t]; };
-  const auto give_w = [&](auto t, const Pack<W>& sum) { dw[t] = sum; };
-  const auto give_x = [&, to = dx](auto i, Pack<W> value) mutable {
-    if (i == 0) add(value, dx_through_gate);
-    place.store(to, value, inside);
-    to += plane;
-  };
-  const auto give_y = [&, to = dy](auto j, Pack<W> value) mutable {
-    if (j == 0) add(value, dy_through_gate);
-    place.store(to, value, inside);
-    to += plane;
-  };
-  gradients<Of::x>(left, right, dP, weight, give_x, take_w, give_w);
-  __syncwarp();  // for the compiler: do not keep all weights in registers from above
-  gradients<Of::y>(left, right, dP, weight, give_y, take_w, give_w);
-}
-
-// The sums of a thread's dw to the partial sums of its row.
-template <typename A, int W, bool kVector>
-__device__ __forceinline__ void store_weight_gradients(const Pack<W>* dw, float* partials,
-                                                       const Place<W, kVector>& place,
-                                                       const RowsOnChip& shape,
-                                                       const Layer& layer) {
-  const size_t partial = static_cast<size_t>(blockIdx.x / place.blocks) * shape.rows() + place.row;
-  float* to = partials + partial * A::kTriples * layer.features + place.start + place.first;
-  unroll<0, A::kTriples>([&](auto t) {
-    place.store(to, dw[t], place.count);
-    to += layer.features;
-  });
-}
-
 // Backward with the same three. One reduction serves both sums of a row. A thread's features are
 // the same for all of its rows, so that dw can stay in registers until the end. They are scarce
 // now: x and d_out are taken into registers for good, and the next row's are ordered before the
@@ -526,301 +331,15 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // ---- Hopper: rows streamed ----------------------------------------------------------------------
 
-// The same idea as above, but no thread fetches its own x and y. One copy of the copy engine brings
-// a whole plane of a block's rows, up to 4 KB, and several stages are on their way instead of one.
-// What the other kernels spent on that, registers and instructions, is free for the weights: a
-// thread has the same features in all of its rows, and keeps their weights in registers.
+// The same idea once more, but no thread fetches its own x and y. One copy of the copy engine
+// brings a whole plane of a block's rows, and several stages are on their way instead of one. What
+// the other kernels spent on that, registers and instructions, is free for the weights: a thread
+// has the same features in all of its rows, and keeps their weights in registers. Warps that share
+// a row do not stop for its sums: each posts its own and goes on with the next row. And a row that
+// is too long for a block has a cluster of them.
 //
-// A block takes a whole multiprocessor, so that forward can be launched early: the next launch's
-// blocks take the places of this one's, one for one. With several blocks on a multiprocessor, as
-// above, that costs time: the next blocks crowd onto the one that has room first.
-//
-// The warps of a row do not stop at __syncthreads() for its sums either. Each warp posts its sums
-// and goes on, forward with its part of the next row. It collects the row's sums when it needs them
-// (operators/clifford/row_exchange.cuh).
-//
-// Backward, registers are scarce. In 3-D a thread has for each feature 20 weights, 20 sums for dw
-// and three multivectors of 8 numbers. So with 8 blades and more the weights are in shared memory,
-// and leave room for one stage. The next rows are ordered when all threads have taken x, y and
-// d_out of these. Up to 16 blades y is taken once more later, so the next y goes to other planes.
-
-// Bytes of shared memory for stages, where the weights are in registers. RowSums comes on top, and
-// weights that are longer than the last stage.
-constexpr size_t kStreamBytes = 208 << 10;
-
-// The planes of kTensors tensors for a block's rows. The copy engine copies multiples of 16 bytes,
-// from multiples of 16 on. Without kVector rows start anywhere: then it brings what covers them,
-// and plane k of the rows begins shift(k) floats further on in stages[s][k]. Up to 8 blades that is
-// as far from a multiple of 128 bytes as in memory, so that the copy engine need not split lines:
-// 3 % faster. (A tensor has a multiple of 4 elements, as it has 4 blades or more: nothing beyond it
-// is read.)
-template <typename A, int W, bool kVector, int kTensors>
-struct Stream {
-  static_assert(A::kBlades % 4 == 0);
-  static constexpr int kPlanes = kTensors * A::kBlades;
-  static constexpr int kLine = A::kBlades <= 8 ? 32 : 4;
-  static constexpr int kElements = kThreads<A> * W + (kVector ? 0 : kLine);
-  using RowSums = operators::clifford::RowSums<(kTensors - 1) * A::kGrades, kThreads<A> / 32>;
-  using SharedWeights = OnChipMemory<A, W, kVector, 0>;
-  // Backward has no registers for the weights of 8 blades and more. It takes y twice, so that the
-  // next row's y goes to other planes; 32 blades leave no shared memory for that.
-  static constexpr bool kSharedWeights = kTensors == 3 && A::kBlades >= 8;
-  static constexpr int kTakesTwice = kSharedWeights && A::kBlades <= 16;
-  using Stage = float[kPlanes + kTakesTwice * A::kBlades][kElements];
-  static constexpr int kFront = sizeof(RowSums) / sizeof(float);
-  static constexpr int kStages =
-      kSharedWeights ? 1 : static_cast<int>(kStreamBytes / sizeof(Stage));
-  static constexpr int kLast = kStages - 1;
-  static_assert(kTakesTwice ? kStages == 1 : kSharedWeights || kStages > 1);
-  static size_t bytes(const RowsOnChip& shape) {
-    const size_t before_last = sizeof(RowSums) + kLast * sizeof(Stage);
-    if (kSharedWeights) return before_last + sizeof(Stage) + SharedWeights::bytes(shape);
-    return before_last + std::max(sizeof(Stage), sizeof(float) * shape.per_row * W * A::kTriples);
-  }
-
-#if HOPPER_CODE
-  RowSums& sums;
-  Stage* stages;
-  Barrier* full;
-  const float** planes;
-  Layer layer;
-  Place<W, kVector> place;
-  int rows, groups;  // a block's rows at a time; how many such groups there are
-
-  __device__ Stream(float* shared, Barrier (&full)[kStages], const float* (&planes)[kPlanes],
-                    const float* const (&tensors)[kTensors], const Layer& layer,
-                    const RowsOnChip& shape)
-      : sums(*reinterpret_cast<RowSums*>(shared)),
-        stages(reinterpret_cast<Stage*>(shared + kFront)),
-        full(full),
-        planes(planes),
-        layer(layer),
-        place(shape, layer),
-        rows(shape.rows()),
-        groups(shape.groups(layer)) {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
-    }
-    for (int p = threadIdx.x; p < kPlanes; p += blockDim.x) {
-      const float* tensor = tensors[0];
-#pragma unroll
-      for (int i = 1; i < kTensors; ++i) tensor = p < i * A::kBlades ? tensor : tensors[i];
-      planes[p] = tensor + p % A::kBlades * layer.plane();
-    }
-    sums.open(place.blocks);  // its fence is for full[], too
-  }
-
-  // A group's first element in its plane: 32 bits are enough, and registers are scarce.
-  __device__ unsigned element(int group) const {
-    return static_cast<unsigned>(group) * rows * layer.features + place.start;
-  }
-  __device__ int inside(int group) const {
-    return group * rows + place.row < layer.batch ? place.count : 0;
-  }
-  __device__ int shift(int group, int plane) const {
-    const unsigned all = static_cast<unsigned>(layer.plane());
-    return kVector ? 0 : (element(group) + plane % min(kLine, A::kBlades) * all) % kLine;
-  }
-  // How many planes further on this round's y is.
-  __device__ int turn(int round) const { return kTakesTwice * (round % 2) * 2 * A::kBlades; }
-
-  // Orders the rows that a round works on, if they are there. All warps order a few planes each:
-  // copies start one after the other, and a warp that ordered all would be late for its own work.
-  // One lane tells the barrier how many bytes come, even if some have come: lanes that arrive at
-  // one barrier would do so one after the other. (Four planes have all the sizes that there are.)
-  __device__ __forceinline__ void fetch(int group, int s, int round) const {
-    const int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    if (group >= groups || warp >= kPlanes) return;
-    const int count = min(rows, layer.batch - group * rows) * place.features;
-    const auto bytes = [&](int plane) {
-      return (count + shift(group, plane) % 4 + 3) / 4 * 4 * static_cast<int>(sizeof(float));
-    };
-    if (threadIdx.x == 0) {
-      barrier_arrive_expect(&full[s], kPlanes / 4 * (bytes(0) + bytes(1) + bytes(2) + bytes(3)));
-    }
-    if (kTakesTwice && A::kBlades == 16) __syncwarp();  // the compiler spills fewer registers
-#pragma unroll 1
-    for (int p = warp + threadIdx.x % 32 * warps; p < kPlanes; p += blockDim.x) {
-      const int to = p / A::kBlades == 1 ? p + turn(round) : p;
-      const int ahead = shift(group, p) % 4;
-      bulk_load(stages[s][to] + shift(group, p) - ahead, planes[p] + element(group) - ahead,
-                bytes(p), &full[s]);
-    }
-  }
-  // A thread's multivectors of a tensor.
-  template <int tensor>
-  __device__ __forceinline__ Multivectors<A, W> take(int group, int s, int round,
-                                                     int inside) const {
-    Multivectors<A, W> result;
-    const float* planes = stages[s][tensor * A::kBlades + (tensor == 1 ? turn(round) : 0)] +
-                          place.row * place.features + place.first;
-    unroll<0, A::kBlades>([&](auto k) {
-      result.blade[k] = place.load(planes + shift(group, k) + k * kElements, inside);
-    });
-    return result;
-  }
-#endif
-};
-
-#if HOPPER_CODE
-// Weights of a thread's features, in registers; zeros where it has fewer than W. In memory they are
-// 40 to 224 bytes from one feature to the next: if threads loaded their own, each load of a warp
-// would touch up to 32 lines. So the block copies all of its weights as they lie, through shared
-// memory: through the stream's last stage, which gets its rows when the weights have left it.
-template <typename A, int W>
-struct RegisterWeights {
-  Pack<W> packs[A::kTriples];
-
-  // Orders the rows of all stages, from `group` on. Of several rounds, the first one's rows come
-  // before the weights: they take longer. A block with one round orders its weights first, and
-  // takes them while its rows come.
-  template <typename Rows>
-  __device__ __forceinline__ RegisterWeights(const float* w, const Rows& stream, int group,
-                                             int step) {
-    constexpr int kWidth = Weights<A>::kWidth, kCopies = W * A::kTriples / kWidth;
-    const auto& place = stream.place;
-    const int rows_before = stream.groups > step ? 1 : 0;  // stages
-    for (int s = 0; s < rows_before; ++s) stream.fetch(group, s, s);
-    float* const all = stream.stages[Rows::kLast][0];
-    const float* from = w + static_cast<size_t>(place.start) * A::kTriples;
-    const int count = blockDim.x / stream.rows * W * A::kTriples;  // of a row's threads
-#pragma unroll
-    for (int copy = 0; copy < kCopies; ++copy) {
-      const int i = (copy * blockDim.x + threadIdx.x) * kWidth;
-      const bool inside = i < place.features * A::kTriples;
-      if (i < count) copy_async<kWidth * sizeof(float)>(all + i, from + i, inside);
-    }
-    copy_async_commit();
-    for (int s = rows_before; s < Rows::kLast; ++s) stream.fetch(group + s * step, s, s);
-
-    copy_async_wait<0>();
-    __syncthreads();
-#pragma unroll
-    for (int e = 0; e < W; ++e) {
-      const Weights<A> weights(all + (place.first + e * place.kStep) * A::kTriples);
-      unroll<0, A::kTriples>([&](auto t) { packs[t].v[e] = weights(t).v[0]; });
-    }
-    shared_fence();  // threads wrote this stage: before the copy engine does
-    __syncthreads();
-    stream.fetch(group + Rows::kLast * step, Rows::kLast, Rows::kLast);
-  }
-  template <typename Index>
-  __device__ __forceinline__ Pack<W> operator()(Index) const {
-    return packs[Index::value];
-  }
-};
-#endif
-
-// A thread owns W features of one of the block's rows. In a round it waits for its stage and
-// computes z of this row; then it finishes the row before: it collects the sums, orders the next
-// copies into that row's stage, and stores that row's out. So while the sums of one row come
-// together, the thread multiplies the next row.
-template <typename A, int W, bool kVector>
-__global__ void __launch_bounds__(kThreads<A>, 1)
-    forward_streamed(const float* x, const float* y, const float* w, float* out, Layer layer,
-                     RowsOnChip shape) {
-#if HOPPER_CODE
-  using Rows = Stream<A, W, kVector, 2>;
-  extern __shared__ __align__(128) float streamed[];
-  __shared__ Barrier full[Rows::kStages];
-  __shared__ const float* planes[Rows::kPlanes];
-  const Rows stream(streamed, full, planes, {x, y}, layer, shape);
-  const Place<W, kVector>& place = stream.place;
-  const int step = gridDim.x / place.blocks;
-
-  start_next_kernel();
-  wait_for_previous_kernel();
-  int group = blockIdx.x / place.blocks;
-  const RegisterWeights<A, W> weights(w, stream, group, step);
-  Ring ring{Rows::kStages}, last{Rows::kStages};
-  int round = 0;
-  // collect() waits until all warps of the block have posted. A warp posts after it has taken its
-  // part of the stage. So by then the whole stage is free, for all of its rows.
-  const auto finish = [&](const Multivectors<A, W>& z, int group, int round) {
-    const auto sums = stream.sums.collect(place.row, place.blocks, shape.per_row / 32, round);
-    stream.fetch(group + Rows::kStages * step, last.stage, round + Rows::kStages);
-    last.advance();
-    const size_t at = stream.element(group) + place.row * layer.features + place.first;
-    store_normed(z, sums, layer, out + at, place, stream.inside(group));
-  };
-  Multivectors<A, W> last_z = {};
-  for (; group < stream.groups; group += step, ring.advance(), ++round) {
-    const int inside = stream.inside(group);
-    Multivectors<A, W> z = {};
-    FeatureSums<A::kGrades> sums = {};
-    barrier_wait(&full[ring.stage], ring.parity);
-    if (inside > 0) {
-      const auto left = stream.template take<0>(group, ring.stage, round, inside);
-      const auto right = stream.template take<1>(group, ring.stage, round, inside);
-      z = gated_product(left, right, weights);
-      add_squares(z, sums);
-    }
-    if (round > 0) finish(last_z, group - step, round - 1);
-    stream.sums.post(sums, place.blocks, round);
-    last_z = z;
-  }
-  if (round > 0) finish(last_z, group - step, round - 1);
-#endif
-}
-
-// A thread owns W features, as in forward_streamed, but it finishes a row before it takes the next
-// one: it has no registers for two. Each row of a block has its own partial sums of dw, which stay
-// in registers until the end, as in backward_on_chip.
-template <typename A, int W, bool kVector>
-__global__ void __launch_bounds__(kThreads<A>, 1)
-    backward_streamed(const float* x, const float* y, const float* w, const float* d_out, float* dx,
-                      float* dy, float* dw_partials, Layer layer, RowsOnChip shape) {
-#if HOPPER_CODE
-  using Rows = Stream<A, W, kVector, 3>;
-  extern __shared__ __align__(128) float streamed[];
-  __shared__ Barrier full[Rows::kStages];
-  __shared__ const float* planes[Rows::kPlanes];
-  const Rows stream(streamed, full, planes, {x, y, d_out}, layer, shape);
-  const Place<W, kVector>& place = stream.place;
-  const int step = gridDim.x / place.blocks;
-
-  int group = blockIdx.x / place.blocks;
-  const auto weights = [&] {
-    if constexpr (Rows::kSharedWeights) {
-      stream.fetch(group, 0, 0);
-      const typename Rows::SharedWeights shared(
-          reinterpret_cast<float*>(stream.stages + Rows::kStages), shape);
-      shared.fetch_weights(w, shape, place);
-      copy_async_commit();
-      copy_async_wait<0>();
-      __syncthreads();
-      return shared;
-    } else {
-      return RegisterWeights<A, W>(w, stream, group, step);
-    }
-  }();
-  Pack<W> dw[A::kTriples] = {};
-  Ring ring{Rows::kStages};
-  int round = 0;
-  for (; group < stream.groups; group += step, ring.advance(), ++round) {
-    const int inside = stream.inside(group);
-    barrier_wait(&full[ring.stage], ring.parity);
-    const auto left = stream.template take<0>(group, ring.stage, round, inside);
-    auto right = stream.template take<1>(group, ring.stage, round, inside);
-    const auto d = stream.template take<2>(group, ring.stage, round, inside);
-    const Multivectors<A, W> P = weighted_product(left, right, weights);
-    const Gates<W> gates(left.blade[0], right.blade[0]);
-    GradientSums<A> sums = {};
-    add_gradient_sums(P, gates.product(), d, sums);
-    stream.sums.post(sums, place.blocks, round);
-    sums = stream.sums.collect(place.row, place.blocks, shape.per_row / 32, round);
-    stream.fetch(group + Rows::kStages * step, ring.stage, round + Rows::kStages);
-
-    Pack<W> dg;
-    const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
-    if (Rows::kTakesTwice) right = stream.template take<1>(group, ring.stage, round, inside);
-    const unsigned at = stream.element(group) + place.row * layer.features + place.first;
-    store_gradients(left, right, dP, dg, gates, weights, dw, dx + at, dy + at, layer.plane(), place,
-                    inside);
-  }
-  store_weight_gradients<A>(dw, dw_partials, place, shape, layer);
-#endif
-}
+// These rows are the operator that a program would call. Its kernels are forward_streamed and
+// backward_streamed in operators/clifford/streamed.cuh.
 
 // ---- Launches -----------------------------------------------------------------------------------
 
@@ -859,25 +378,8 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
   return {run, partials.bytes()};
 }
 
-// Blocks of kThreads or less for rows of W features a thread: several where one has too few.
-template <typename A, int W>
-RowsOnChip rows_on_chip(const Layer& layer) {
-  const int blocks = ceil_div(layer.features, kThreads<A> * W);
-  const int share = ceil_div(layer.features, blocks), per_row = ceil_div(share, 32 * W) * 32;
-  return {kThreads<A> / per_row * per_row, per_row, blocks, share};
-}
-
-// Of these, no more rows at a time than are needed to be done in as many rounds.
-template <typename A, int W>
-RowsOnChip streamed_rows(const Layer& layer, const Device& device) {
-  RowsOnChip shape = rows_on_chip<A, W>(layer);
-  const int rounds = ceil_div(shape.groups(layer), device.sms);
-  shape.threads = ceil_div(layer.batch, rounds * device.sms) * shape.per_row;
-  return shape;
-}
-
-// The same for a kernel with weights in shared memory; none if a row or its weights are too large
-// for `most` blocks. Small batches get small blocks, so that every multiprocessor has one.
+// How a block works, of a kernel with weights in shared memory; none if a row or its weights are
+// too large for it. Small batches get small blocks, so that every multiprocessor has one.
 template <typename A, int W, typename Memory>
 std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
   constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
@@ -893,48 +395,45 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) 
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
-// The grid of a kernel whose blocks stay; 0: the device has no room for a cluster.
+// The grid of a kernel whose blocks stay.
 template <typename Kernel>
 int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer,
          const Device& device) {
   allow_shared_bytes(kernel, static_cast<int>(bytes));
-  const int resident = static_cast<int>(bytes) > device.shared_bytes ? device.sms  // does not run
-                       : shape.blocks == 1
-                           ? resident_blocks(kernel, shape.threads, bytes)
-                           : clusters_that_fit(kernel, shape.blocks, shape.threads, bytes);
-  return shape.blocks * std::min(shape.groups(layer), resident);
+  const int resident = static_cast<int>(bytes) > device.shared_bytes
+                           ? device.sms  // does not run
+                           : resident_blocks(kernel, shape.threads, bytes);
+  return std::min(shape.groups(layer), resident);
 }
 
-// Such kernels' launches. Those that are `streamed` need Hopper, and so do all with clusters.
+// Such kernels' launches.
 template <typename Function>
-Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
-                  const Tensors& of, const Device& device) {
+Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, const Tensors& of,
+                  const Device& device) {
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
-  if (blocks == 0) return {};
   const auto run = [=] {
-    launch_clusters(kernel, shape.blocks, streamed, blocks, shape.threads, bytes,  //
-                    of.x, of.y, of.w, of.out, of.layer, shape);
+    kernel<<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, of.out, of.layer, shape);
   };
-  return {run, 0, bytes, streamed};
+  return {run, 0, bytes};
 }
 template <typename A, typename Function>
-Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, bool streamed,
-                   const Tensors& of, const Gradients& d, const Device& device) {
+Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, const Tensors& of,
+                   const Gradients& d, const Device& device) {
   const int blocks = grid(kernel, shape, bytes, of.layer, device);
-  if (blocks == 0) return {};
-  const auto partials = of.workspace.any<float>(blocks / shape.blocks * shape.rows() * of.w.size());
+  const auto partials = of.workspace.any<float>(blocks * shape.rows() * of.w.size());
   const auto run = [=] {
-    launch_clusters(kernel, shape.blocks, false, blocks, shape.threads, bytes,  //
-                    of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    kernel<<<blocks, shape.threads, bytes>>>(of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials,
+                                             of.layer, shape);
     add_up_weights<A>(d, partials, of.layer);
   };
-  return {run, partials.bytes(), bytes, streamed};
+  return {run, partials.bytes(), bytes};
 }
 
-// Whether all rows start at a multiple of `width` floats and have one block: then kVector holds.
-template <typename A, int W>
-bool whole_packs(const Layer& layer, int width) {
-  return layer.features % width == 0 && rows_on_chip<A, W>(layer).blocks == 1;
+// The operator's.
+Launch launch_of(const Streamed& streamed) {
+  if (streamed.ways.empty()) return {};
+  const operators::Way& way = streamed.ways.front();
+  return {way.launch, streamed.workspace_bytes, static_cast<size_t>(way.shared_bytes), true};
 }
 
 template <typename A, int W = kForwardWidth<A>, bool kVector = (W > 1)>
@@ -948,8 +447,7 @@ Launch forward_on_chip_of(const Tensors& of, const Device& device) {
   using Memory = OnChipMemory<A, W, kVector, kFetchAhead<A, W> ? 2 * A::kBlades : 0>;
   const std::optional<RowsOnChip> shape = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!shape) return {};
-  return forward_by(forward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
-                    device);
+  return forward_by(forward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), of, device);
 }
 template <typename A, int W = kBackwardWidth<A>, bool kVector = (W > 1)>
 Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& device) {
@@ -959,30 +457,8 @@ Launch backward_on_chip_of(const Tensors& of, const Gradients& d, const Device& 
   using Memory = OnChipMemory<A, W, kVector, 3 * A::kBlades>;
   const auto shape = fit_on_chip<A, W, Memory>(of.layer, device);
   if (!shape) return {};
-  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), false, of,
-                        d, device);
-}
-
-// Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
-Launch forward_streamed_of(const Tensors& of, const Device& device) {
-  if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, 4)) return forward_streamed_of<A, W, false>(of, device);
-  }
-  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
-  if (shape.blocks > kMaxBlocks) return {};
-  return forward_by(forward_streamed<A, W, kVector>, shape, Stream<A, W, kVector, 2>::bytes(shape),
-                    true, of, device);
-}
-template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
-Launch backward_streamed_of(const Tensors& of, const Gradients& d, const Device& device) {
-  if constexpr (kVector) {
-    if (!whole_packs<A, W>(of.layer, 4)) return backward_streamed_of<A, W, false>(of, d, device);
-  }
-  const RowsOnChip shape = streamed_rows<A, W>(of.layer, device);
-  if (shape.blocks > kMaxBlocks) return {};
-  return backward_by<A>(backward_streamed<A, W, kVector>, shape,
-                        Stream<A, W, kVector, 3>::bytes(shape), true, of, d, device);
+  return backward_by<A>(backward_on_chip<A, W, kVector>, *shape, Memory::bytes(*shape), of, d,
+                        device);
 }
 
 // ---- The tables ---------------------------------------------------------------------------------
@@ -1008,7 +484,7 @@ bool add_forward(const Tensors& of, const Device& device) {
   add("one launch", forward_once<A>(of));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
   if (on_chip.run) add("row on chip", on_chip);
-  const Launch streamed = forward_streamed_of<A>(of, device);
+  const Launch streamed = launch_of(streamed_forward<A>(of));
   if (streamed.run) add("rows streamed", streamed);
   return on_chip.run || streamed.run;
 }
@@ -1033,9 +509,9 @@ bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   const Launch once = forward_once<A>(of);
   add("one launch each", once, backward_once<A>(of, d));
   const Launch on_chip = forward_on_chip_of<A>(of, device);
-  const Launch streamed = forward_streamed_of<A>(of, device);
+  const Launch streamed = launch_of(streamed_forward<A>(of));
   const Launch backward = backward_on_chip_of<A>(of, d, device);
-  const Launch backward_streamed = backward_streamed_of<A>(of, d, device);
+  const Launch backward_streamed = launch_of(streamed_backward<A>(of, d));
   if (backward.run) add("both on chip", on_chip.run ? on_chip : once, backward);
   if (backward_streamed.run) add("both streamed", streamed, backward_streamed);
   return backward.run || backward_streamed.run;

@@ -46,7 +46,7 @@ __global__ void matmul_uncoalesced(const float* A, const float* B, float* C, int
 }
 
 // Thread (x, y) owns C(row = y, col = x): neighbours sit in neighbouring COLUMNS. Now a warp reads
-// one element of A (the same for all: one transaction) and 32 consecutive elements of B, 128 bytes
+// one element of A (the same for all, so one sector) and 32 consecutive elements of B, 128 bytes
 // that the hardware coalesces into four full sectors. The arithmetic is the same, the sums are the
 // same to the last bit; only the two letters x and y changed places.
 __global__ void matmul_coalesced(const float* A, const float* B, float* C, int n) {
@@ -87,9 +87,9 @@ struct Copies {
     std::copy(pageable[1].begin(), pageable[1].end(), pinned[1]);
   }
 
-  // C comes back to the host, where it is the next product's A: A and B go to the device. A program
-  // that does not do this 20 times in a CUDA graph says cudaMemcpy instead, which also waits until
-  // the copy is done.
+  // C comes back to the host, where it is the next product's A: A and B go to the device. For a
+  // small N the lesson records this in a CUDA graph, which needs copies that do not wait. Your
+  // program can say cudaMemcpy instead, which waits until the copy is done.
   void copy(float* host_A, const float* host_B, float* A, float* B) const {
     const cudaStream_t stream = cudaStreamPerThread;
     CUDA_CHECK(cudaMemcpyAsync(host_A, C, bytes(), cudaMemcpyDeviceToHost, stream));
@@ -105,8 +105,8 @@ struct Copies {
   float* pinned[2] = {};
 };
 
-// A table that multiplies nothing: its limit is that of the device's memory, which the bus is far
-// below.
+// A table that multiplies nothing. The limit that it shows is that of the device's memory; the bus
+// is far slower.
 void add_copies(Lesson& lesson, Copies& copies) {
   const int64_t n = lesson.n(), count = n * n;
   Problem& table =

@@ -155,10 +155,15 @@ __device__ void store4(float* to, int row, int col, int n, const float* value) {
 // four: thread x has the four from column 4 * x on, and the four from column 64 + 4 * x on. So one
 // load reads four elements of a row of b_tile. (Rows are grouped in the same way.) For four
 // elements of a column of A to lie next to each other as well, a_tile is stored transposed:
-// a_tile[k][row]. Its rows are 4 floats longer than their data: a warp writes 16 rows at k and at k
-// + 4, which would otherwise share 16 of the 32 banks (README: banks). For each k that is 4 loads
-// instead of 16. The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers,
-// half of a multiprocessor's 65536 for 256 threads.
+// a_tile[k][row]. So a thread reads its 16 numbers of a k by 4 loads instead of 16.
+//
+// The rows of a_tile are 4 floats longer than their data (README: banks). When a warp fills it, 16
+// threads write 16 neighbours of one row, k, and the other 16 threads those of row k + 4. With rows
+// of 128 floats both would be on the same 16 banks. 4 floats more a row shift the second 16 writes
+// by 4 x 4 banks, onto the other 16.
+//
+// The minimum of 2 blocks per multiprocessor keeps the compiler to 128 registers, half of a
+// multiprocessor's 65536 for 256 threads.
 template <int BM, int BN, int BK, int TM, int TN, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), 2)
     matmul_vectors(const float* A, const float* B, float* C, int n) {
@@ -319,8 +324,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 // In `large tiles` a scheduler starts an instruction in three cycles of four, and a sixth of these
 // are no multiply-adds: most of them work out where to copy from and to, and whether that is
 // inside. Here that is worked out once, and a step only moves on two pointers. Nothing checks for
-// the edges of the matrix: a row or column outside is replaced by the last one inside, since what
-// it contributes to is never stored. Only along k, which is summed over, zeros are needed.
+// the edges of the matrix: a row or column outside is replaced by the last one inside. Its sums are
+// never stored, so they may be anything. Only along k, which is summed over, zeros are needed.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_lean(const float* A, const float* B, float* C, int n) {

@@ -8,11 +8,17 @@
 //     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
 //
 // The operands are in registers. No thread could hold them alone, so each matrix is spread over the
-// lanes of the warp, a fragment in each. Of an 8 x 8 corner of A or of the sums, lane l holds row
-// l / 4, columns 2 (l % 4) and the next one: of A two 16-bit numbers in one register, of the sums
-// two fp32 numbers in two registers. Of B it holds column l / 4, and two rows. A lane's registers
-// alone mean nothing; to load them is a warp's joint work as well, and there is an instruction for
-// it, ldmatrix: the lanes pass the addresses of rows in shared memory and receive their elements.
+// lanes of the warp. What one lane holds of a matrix is its fragment (README has a picture):
+//
+//   - of each 8 x 8 corner of A two neighbours of a row, as two 16-bit numbers in one register:
+//     lane l holds row l / 4, columns 2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3
+//     of row 1;
+//   - of each 8 x 8 corner of the sums the same two elements, as two fp32 numbers;
+//   - of each 8 x 8 corner of B two neighbours of a column: column l / 4, and those two rows.
+//
+// A lane's registers alone mean nothing. To load them is a warp's joint work as well, and there is
+// an instruction for it, ldmatrix: the lanes pass the addresses of rows in shared memory, and
+// receive elements of these rows.
 //
 // That changes what is scarce. The arithmetic of lesson 2's inner loop, 128 multiply-adds of a
 // thread, now takes two instructions. Two things decide how much of the tensor cores' rate is left:
@@ -35,13 +41,13 @@
 //     lean            addresses are worked out once, and tiles are larger
 //     mma.sync        the next fragments are loaded while these are multiplied
 //     wgmma           (Hopper) four warps multiply from shared memory, tiles copied by TMA
-//     specialized     (Hopper) some warps only copy, the others only multiply
+//     specialized     (Hopper) one thread starts all copies, eight warps only multiply
 //     persistent      (Hopper) blocks stay for several tiles of C, which the copy engine stores
-//     clusters        (Hopper) two blocks share what they copy
+//     clusters        (Hopper) two blocks share the tiles of B that they copy
 //     patches         (Hopper) an order of tiles in which more of them share through the L2 cache
 //     any shape       (Hopper) the operator that a program would call: tiles that suit N
 //
-// All without (Hopper) need compute capability 7.5 (7.5 copies synchronously); the CPU runs all.
+// All without (Hopper) need compute capability 7.5, where copies are synchronous. The CPU runs all.
 
 #include "checks/product/library_product.h"
 #include "checks/product/square_matmul.h"
@@ -57,10 +63,10 @@ using namespace operators::product;
 
 // ---- wmma global --------------------------------------------------------------------------------
 
-// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh): 16 x 16 matrices that the
-// lanes of a warp hold together, in a layout that the interface does not tell. (The interface calls
-// the whole matrix a fragment; elsewhere a fragment is what one lane has of it.) A warp loads
-// fragments, multiplies them, and stores them.
+// FragmentA, FragmentB and FragmentSum (primitives/wmma_fragments.cuh) are 16 x 16 matrices that
+// the lanes of a warp hold together, in a layout that the interface does not tell. (The interface
+// calls the whole matrix a fragment. Elsewhere a fragment is what one lane has of it.) A warp loads
+// such matrices, multiplies them, and stores the result.
 
 // Loads the 16 x 16 elements of `from` (row-major, n x n) at (row0, col0). WMMA reads whole
 // fragments, of rows that start at multiples of 32 bytes. With kWhole (n a multiple of 16) that is
@@ -91,8 +97,8 @@ constexpr int kSide = 4;  // a block is kSide x kSide warps
 // 16, with nothing kept but the sums. Two fragments are loaded from memory for every product: 2 *
 // 256 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the
 // L1 cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know
-// which elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through shared
-// memory.
+// which elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through a
+// staging, a place in shared memory where they lie in rows.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -178,9 +184,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // The kernels from *ldmatrix* to *mma.sync* take tiles in this order. Blocks start in the order of
 // their numbers, as many as fit on the GPU at a time, and share what they read through the L2
-// cache. Blocks in one row of C would read one row of tiles of A but all of B. Instead kGroup rows
-// of tiles are walked column by column, so that the blocks of one moment form a patch of C which is
-// about square.
+// cache. If they took C row by row, they would read one row of tiles of A but all of B. Instead
+// kGroup rows of tiles form a band. The blocks go down one column of the band, which is kGroup
+// tiles, then down the next column. So the blocks that run at the same time form a patch of C that
+// is about square. For example, with kGroup = 8 blocks 0 to 7 have the tiles of column 0, blocks 8
+// to 15 those of column 1.
 constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -196,10 +204,11 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 
 // The block's kThreads threads copy the kRows x kCols tile of `from` (n x n) at (row0, col0) to
 // shared memory, kWidth halves at a time; zeros where that is outside. swizzle<kCols>(row, col)
-// (primitives/mma.cuh) is where an element lies: in its own row, but the pieces of 16 bytes
-// have changed places, in each row differently. 8 rows of one column of pieces then lie on
-// different banks. So neither these copies nor ldmatrix meet a bank twice, and no row needs
-// padding.
+// (primitives/mma.cuh) is where an element lies: in its own row, but the pieces of 16 bytes have
+// changed places, in each row differently. With rows of 64 columns, piece p of row r lies at place
+// p ^ (r % 8). Then the same piece of 8 rows lies on 8 different groups of banks. So neither these
+// copies nor ldmatrix meet a bank twice, and no row needs padding. (Rows of 32 columns have only
+// four pieces, and two of them share 128 bytes: piece p lies at place p ^ (r / 2 % 4).)
 template <int kRows, int kCols, int kThreads, int kWidth>
 __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col0, int n) {
 #pragma unroll
@@ -246,14 +255,15 @@ __device__ void store_pair(half* C, int row, int col, int n, float left, float r
 // One ldmatrix loads 16 x 16 elements, as four matrices of 8 x 8:
 //
 //     +-----+-----+    Lanes 0 to 7 pass the addresses of the rows of matrix 0, lanes 8 to 15
-//     |  0  |  2  |    those of matrix 1, and so on: lane l the address of row l % 16, from lane
-//     +-----+-----+    16 on in the right half. Then lane l holds four registers, one of each
-//     |  1  |  3  |    matrix: two neighbours of its row l / 4, from column 2 (l % 4) on. (With
-//     +-----+-----+    .trans: two elements of column l / 4, one below the other.)
+//     |  0  |  2  |    those of matrix 1, and so on. So lane l passes the address of row l % 16,
+//     +-----+-----+    from lane 16 on in the right half. Then lane l holds four registers, one of
+//     |  1  |  3  |    each matrix: two neighbours of its row l / 4, from column 2 * (l % 4) on.
+//     +-----+-----+    (With .trans: two elements of column l / 4, one below the other.)
 //
-// For A these four are the left factor of an mma.sync, 16 x 16. For B, 16 of k and 16 columns,
-// matrices 0 and 1 are the right factor of one product, of 8 columns, and 2 and 3 that of the next:
-// of product j therefore registers j % 2 * 2 and j % 2 * 2 + 1 of b[j / 2].
+// Of A, the four matrices are the left factor of one mma.sync, 16 x 16. Of B, they are 16 of k and
+// 16 columns, but the right factor of one product has only 8 columns. So matrices 0 and 1 are the
+// right factor of one product, and matrices 2 and 3 are that of the next. The right factor of
+// product j is in registers 2 * (j % 2) and 2 * (j % 2) + 1 of b[j / 2].
 //
 // kWidth: how many halves a copy moves; rows of the matrices are aligned to that. 8: n is a
 // multiple of 8, 16 bytes; 2: n is even; 1: any n, copied through registers.
@@ -392,10 +402,10 @@ struct MmaTiles {
   }
 };
 
-// A thread's part in copying tiles, kWidth halves at a time. At once the block's threads cover
-// kRowsA rows of the tile of A, kRowsB of that of B. Addresses are worked out once. Rows and
-// columns of the matrix that do not exist are replaced by the last ones: what comes of them is
-// never stored. Only along k, which is summed over, zeros are needed.
+// A thread's part in copying tiles, kWidth halves at a time. With one copy each, the block's
+// threads cover kRowsA rows of the tile of A, or kRowsB rows of that of B. Addresses are worked out
+// once. Rows and columns outside of the matrix are replaced by the last ones inside: their sums are
+// never stored, so these may be anything. Only along k, which is summed over, zeros are needed.
 template <class Tiles, int kWidth>
 struct TileCopies {
   static constexpr int BM = Tiles::BM, BN = Tiles::BN, BK = Tiles::BK;
@@ -444,19 +454,27 @@ struct TileCopies {
 };
 
 // Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. Most of the others
-// work out addresses. Here these are worked out once, as in lesson 2's `lean`: those of the copies
-// in TileCopies. A lane has one offset for the fragments of A and one for those of B. A fragment in
-// other rows is at that offset plus a constant. In other columns it is at the offset ^ a constant.
-// Why: the swizzled column is col ^ 8 (row % 8) (primitives/mma.cuh). The lane's own col is 0 or 8,
-// of B plus a multiple of 64. What a fragment adds to it, k or 16 j, is 16, 32 or 48. They share no
-// bit, so + is the same as ^, and the order of two ^ does not matter. The rows that a thread copies
-// are multiples of 8 apart and swizzled alike: the compiler swizzles once, and adds constants.
+// work out addresses. Here these are worked out once, as in lesson 2's *lean*. TileCopies does it
+// for the copies. For the fragments a lane has two numbers: a_lane is where its first fragment of A
+// lies, b_lane its first one of B.
 //
-// Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, a warp
-// owns 64 x 64 elements (above: 64 x 32). It multiplies 32 times per 16 of k, for 4 + 4 ldmatrix;
-// above 16 times, for 4 + 2. The price is as in lesson 2: only one such block, of 8 warps, fits on
-// a multiprocessor. In *stages* such tiles alone would save a fourteenth of the time. (Where shared
-// memory is small, or N is no multiple of 8, tiles are as above.)
+// Where do the lane's other fragments lie? Rows first: they are a multiple of 16 rows further on
+// and swizzled alike, so a constant is added. Columns are less simple, because tiles are swizzled:
+// column c of row r lies at c ^ s, where s = 8 * (r % 8) (for rows of 64 columns). A fragment that
+// begins d columns further on lies at (c + d) ^ s. What the code has is (c ^ s) ^ d: one
+// instruction for each fragment, without swizzling again. Both are the same:
+//   - The first fragment begins at c = 0 or c = 8 (of B, a multiple of 64 more). The others are
+//     d = 16, 32 or 48 further on (d is k for A, 16 j for B). So c and d have no bit in common, and
+//     c + d = c ^ d. For example 8 + 48 = 8 ^ 48 = 56.
+//   - The order of two ^ does not matter: (c ^ d) ^ s = (c ^ s) ^ d.
+// The rows that a thread copies are multiples of 8 apart and swizzled alike, too: the compiler
+// swizzles once, and adds constants.
+//
+// Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
+// warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
+// 8 ldmatrix; in *stages* 16 mma.sync and 6 ldmatrix. The price is as in lesson 2: only one such
+// block, of 8 warps, fits on a multiprocessor. In *stages* such tiles alone would save 7 % of the
+// time. (Where shared memory is small, or N is no multiple of 8, tiles are as in *stages*.)
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -515,14 +533,22 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 
 // ---- mma.sync -----------------------------------------------------------------------------------
 
-// Fragments ahead: lesson 2's `ahead`, for tensor cores. There are two sets of fragments. While the
-// products of 16 k are on the tensor cores, ldmatrix loads the next. Beside the last products of a
-// step come the first fragments of the next one. So the barrier stands before these products, and
-// the tensor cores work on while a warp waits at it: this is why the loop of copies is written out.
+// Fragments ahead: lesson 2's *ahead*, for tensor cores. There are two sets of fragments. While the
+// products of 16 of k are on the tensor cores, ldmatrix loads the fragments of the next 16. A step
+// has BK = 64 of k, so four times:
 //
-// Two small things more: products go along a row of `sum` and back along the next, so that the last
-// of one row and the first of the next share a fragment of B; and the result goes through shared
-// memory, swizzled as well, so that it leaves as whole rows of 16-byte stores.
+//     products of k =        0           16           32           48
+//     meanwhile loaded:     16           32           48     0 of the next step
+//
+// In the last column the next step's tiles have to be there already. Hence the barrier that says so
+// stands before the last products of a step, not behind them. While a warp waits at the barrier,
+// the tensor cores still work on the products that were started before. copies_ahead has its
+// barrier at the beginning of a step; so it cannot be used, and its loop is written out here.
+//
+// Two small things more. Products go along a row of `sum` and back along the next row: the last
+// product of one row and the first of the next have the same fragment of B, whose registers have
+// just been read. And the result goes through shared memory, swizzled as well, so that it leaves in
+// whole rows, 16 bytes a store.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -574,14 +600,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   for (int step = 0; step < steps; ++step) {
 #pragma unroll
     for (int k = 0; k < BK; k += 16) {
-      if (k + 16 == BK) {  // on to the next tiles; after the last step nobody uses what is loaded
+      if (k + 16 == BK) {  // on to the next tiles (after the last step: loaded, but never used)
         copy_async_wait<kStages - 2>();
         __syncthreads();
         reading += Tiles::kStage;
         if (reading == end) reading = mma_tiles;
       }
       load_fragments(reading, (k + 16) % BK);
-      if (k == 0) {  // to the stage of the step before, whose last fragments all warps have loaded
+      if (k == 0) {  // into the stage of the step before: at its barrier all warps had read it
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
         writing += Tiles::kStage;
@@ -626,18 +652,28 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // ---- Hopper: words ------------------------------------------------------------------------------
 
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
-// primitives/hopper/tiles.cuh has Box, LeftTile, RightTile (tiles in shared memory), Sum (in the
-// registers of a warpgroup, 4 warps) and kStepK (the 64 of k of a step).
-// primitives/hopper/barrier.cuh has Ring (which stage comes, with which parity); the PTX is in the
-// headers beside it. HOPPER_CODE is 1 where the compiler takes this PTX. Words of the kernels:
+// A warpgroup is 4 warps. HOPPER_CODE is 1 where the compiler takes Hopper's PTX. Words of the
+// kernels, from primitives/hopper/:
 //
-//     sum.start_product(left, right, add)   starts the products of 64 of k; unless `add`, the sum
-//                                           begins with them. wgmma_wait<n>() waits for all steps
-//                                           that were started but the newest n
+//     LeftTile, RightTile                   tiles of A and B in shared memory; a Box is 64 columns
+//     Sum<kCols>                            64 x kCols sums in the registers of a warpgroup
+//     kStepK                                the 64 of k of a step
+//     CUtensorMap                           what the copy engine knows of a matrix; the host makes
+//                                           one of each
+//     barrier_init(b, arrivals)             prepares an mbarrier; barrier_init_fence() lets the
+//                                           copy engine see that
+//     barrier_arrive_expect(b, bytes)       arrives at an mbarrier, and announces bytes to it
+//     tensor_load(to, map, row, col, b)     copies the box from (row, col) on; b counts its bytes
+//     Ring                                  which stage comes next, and which parity to wait for
+//     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
+//                                           added to the sum, else they replace it
+//     wgmma_wait<n>()                       waits until at most the n newest products are under way
+//     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
 //     elect_one()                           true for one lane of the warp
 //     named_barrier(id, threads)            a barrier for so many threads of the block
 //     shared_fence()                        what threads have written, the copy engine can see
 //     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
+//     pack2(a, b)                           two numbers, rounded to 16 bits each, in one register
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -665,15 +701,22 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 
 // ---- wgmma --------------------------------------------------------------------------------------
 
-// Three steps up at once, because they fit together. Copies: one thread asks the copy
-// engine (TMA) for a whole box and goes on; no thread computes an address, and what lies outside of
-// the matrix arrives as zeros. Arrival: an mbarrier in shared memory counts the bytes in. Products:
-// a warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction (wgmma), straight out
-// of shared memory: no ldmatrix, no fragments of A and B in registers. wgmma reads a row-major B as
-// it is. A block is one warpgroup with a 128 x 128 tile of C, two sums of 64 x 128. All wait for a
-// stage, multiply, and wait for the products; then one thread orders the next tiles into the stage.
-// Blocks come row by row here and in *specialized*, column by column in *persistent* and
-// *clusters*; *patches* groups them again.
+// Three things are new at once, because they need each other:
+//
+//   1. Copies. One thread asks the copy engine (TMA) for a whole box and goes on. No thread
+//      computes an address, and what lies outside of the matrix arrives as zeros.
+//   2. Arrival. An mbarrier in shared memory counts the bytes that have come.
+//   3. Products. A warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction, wgmma,
+//      straight out of shared memory. There is no ldmatrix, and there are no fragments of A and B
+//      in registers. wgmma reads a row-major B as it is.
+//
+// A block is one warpgroup with a 128 x 128 tile of C: two sums of 64 x 128, 64 registers of each
+// thread for each. (wgmma takes up to 256 columns. But two sums of 64 x 256 would be 256 registers,
+// and a thread has at most 255.) All threads wait for a stage, multiply, and wait for the products.
+// Then one thread has the stage filled again.
+//
+// Tiles are taken row by row here and in *specialized*, column by column in *persistent* and
+// *clusters*. *patches* takes them in groups again.
 template <int kStages>
 __global__ void __launch_bounds__(128)
     matmul_wgmma(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -719,12 +762,17 @@ __global__ void __launch_bounds__(128)
 
 // ---- specialized --------------------------------------------------------------------------------
 
-// The warpgroup above stops for every stage: to see that its products are done, and to refill. Here
-// the work is divided: a producer does nothing but copy, two consumers do nothing but multiply,
-// each 64 rows of a 128 x 256 tile, and two barriers per stage connect them: full (the bytes are
-// there) and empty (both consumers have read them). A consumer keeps one step of products in flight
-// while it waits for the next stage. A sum of 64 x 256 takes 128 registers of each thread;
-// setmaxnreg hands the producer's registers to the consumers (3 x 168 become 24 + 2 x 240).
+// The warpgroup above stops for every stage: it waits until its products are done, and has the
+// stage filled again. Here the work is divided. A block is three warpgroups. The producer does
+// nothing but start copies. Two consumers do nothing but multiply, each 64 rows of a 128 x 256
+// tile. Two barriers per stage connect them:
+//   - full: the tiles are there. The producer announces their bytes, the copy engine brings them.
+//   - empty: both consumers have multiplied the tiles, so the producer may overwrite them.
+// A consumer keeps the products of one step under way while it waits for the next stage.
+//
+// A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
+// its registers to the consumers: each thread of the three warpgroups begins with 168, and then one
+// of the producer has 24, one of a consumer 240.
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -766,8 +814,9 @@ __global__ void __launch_bounds__(384, 1)
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&full[ring.stage], ring.parity);
       sum.start_product(stages[ring.stage].a.rows(row), stages[ring.stage].b, step > 0);
-      // The step before is done: its stage may be refilled. One thread may say so for all, since a
-      // wgmma is one operation of the whole warpgroup: no thread's wait ends before all of it ends.
+      // Wait until only the products of this step are under way. Those of the step before are done
+      // then, and its stage may be filled again. One thread says so for all 128: a wgmma is one
+      // operation of the whole warpgroup, so when this thread's wait ends, all of it is done.
       wgmma_wait<1>();
       if (step > 0 && threadIdx.x % 128 == 0) {
         barrier_arrive(&empty[(ring.stage + kStages - 1) % kStages]);
@@ -781,19 +830,23 @@ __global__ void __launch_bounds__(384, 1)
 
 // ---- persistent ---------------------------------------------------------------------------------
 
-// The loops of the kernel above have names from here on (primitives/hopper/pipeline.cuh). Its
-// producer's is `writer.put`: wait until the next stage is empty, announce its bytes, start its
-// copies. Its consumers' is `reader.take`: wait until the next stage is full, start its products,
-// and give back the stage before. `reader.finish` waits for the last products. BlockGrid knows who
-// copies what, and who is told that a stage is empty (primitives/hopper/block_grid.cuh):
-// BlockGrid<1, 1> is a block alone.
+// First, what *specialized* does in a step has names from here on:
+//   - `writer.put` is a step of the producer: it waits until the next stage is empty, announces the
+//     stage's bytes, and starts its copies.
+//   - `reader.take` is a step of a consumer: it waits until the next stage is full, starts the
+//     stage's products, and gives back the stage before. After the last step, `reader.finish` waits
+//     for the last products. (All three: primitives/hopper/pipeline.cuh.)
+//   - BlockGrid<rows, columns> knows who of a cluster of rows x columns blocks copies what, and who
+//     is told that a stage is empty (primitives/hopper/block_grid.cuh). BlockGrid<1, 1> is a block
+//     alone.
 //
 // What is new: blocks stay. There are no more of them than fit, and each walks over tiles of C. The
-// producer runs ahead into the next tile while the consumers still write this one. And so that the
-// consumers need not wait for their own stores, the copy engine stores: fp16 results are put into
-// shared memory, swizzled like a box, and leave from there, in full lines, while the consumers go
-// on. With kBuffers = 2 both halves of a tile have a place there, and the second does not wait for
-// the first to leave.
+// producer runs ahead into the next tile while the consumers still store this one.
+//
+// And the copy engine stores, so that the consumers need not wait for their own stores. They put
+// their fp16 results into shared memory, swizzled like a box. The results leave from there in full
+// lines, while the consumers go on. A tile is stored in two halves of 128 columns. With kBuffers =
+// 2 each half has a buffer of its own, so the second half need not wait until the first has left.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -813,7 +866,8 @@ template <int kStages, int kBuffers>
 __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
                            const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
   constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
-  // Matrix m of a store_matrices begins at row 8 (m % 2), column 8 (m / 2) of the warp's 16 x 16.
+  // In the warp's 16 x 16, matrix m of a store_matrices begins at row 8 * (m % 2), column
+  // 8 * (m / 2).
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
@@ -895,14 +949,17 @@ __global__ void __launch_bounds__(384, 1)
 
 // ---- clusters -----------------------------------------------------------------------------------
 
-// Two blocks with neighbouring tiles of rows need the same tile of B. Each fetches half of it and
-// multicasts that half into both: B is read from the L2 cache once, not twice. A stage is then
-// empty only when the consumers of both blocks say so, to both producers. BlockGrid<2, 1> knows who
-// copies what, and who is told. Each block announces the bytes of its whole stage, its own half and
-// the other block's. If the other half comes before it is announced, no harm is done: the barrier
-// counts bytes in both directions, and its phase cannot end without this block's announcement. And
-// a block may not leave while consumers of the other block still arrive at its `empty` barriers:
-// `writer.finish` waits for them.
+// Two blocks whose tiles lie one below the other in C need the same tile of B. Each fetches half of
+// it and *multicasts* that half, which is to say that one copy arrives in both blocks. So B is read
+// from the L2 cache once, not twice. Three things follow:
+//   - A stage is empty only when the consumers of both blocks have read it. Each of these four
+//     tells both producers. (BlockGrid<2, 1> does that, and knows who copies what.)
+//   - Each block announces all bytes of its stage: those of its own copies, and of the half that
+//     the other block sends. The other half may come before this is announced. That does no harm:
+//     the barrier's count of bytes may be off for a while, since the phase cannot end before this
+//     block has announced.
+//   - A block may not leave while consumers of the other block still arrive at its `empty`
+//     barriers: `writer.finish` waits for them.
 template <int kStages, int kBuffers>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_clusters(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -959,19 +1016,22 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // ---- patches ------------------------------------------------------------------------------------
 
-// The order of tiles. Now the tensor cores hardly ever wait. What they draw takes the card to its
-// power limit, and its clock falls until the power fits. From here on it matters less when a byte
-// arrives than how much power its way costs, and a byte from memory costs the most:
+// The order of tiles. Now the tensor cores hardly ever wait. The power that they draw takes the
+// card to its limit, and its clock falls until the power fits. From here on it matters less when a
+// byte arrives than how much power its way costs, and a byte from memory costs the most:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
 //     square patch of C (tile_of_block, above).
 //   - Every other tile is walked from the end of k to its beginning, and every other group of tiles
-//     from the right to the left. So a tile begins with that part of A or B with which the one
-//     before it ended: it is still in the L2 cache.
-//   - What one block has read from memory, the others of its patch find in the L2 cache, as long as
-//     all are at about the same k. Nothing holds them there. Where the cache does not hold all that
-//     a patch reads, they keep in step (Pace). `progress` points to one counter for all blocks,
-//     which is 0 before the launch and after it. Null: the clusters do not keep in step. Pace and
-//     quotient(), an integer division, are in operators/product/product.cuh.
+//     from the right to the left. So a tile begins with that part of A or B with which the tile
+//     before it ended: this part is still in the L2 cache.
+//   - What one cluster has read from memory, the other clusters of its patch find in the L2 cache,
+//     as long as all of them are at about the same k. Where the cache does not hold all that a
+//     patch reads, the clusters therefore keep in step: Pace makes the fast ones wait. (At N = 4096
+//     a patch reads 34 MB, which the H100's L2 cache holds, and nobody waits.)
+//
+// `progress` points to Pace's one counter for all clusters, which is 0 before the launch and after
+// it. If it is null, the clusters do not keep in step. Pace and quotient(), an integer division,
+// are in operators/product/product.cuh.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_patches(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -1190,7 +1250,8 @@ void add_hopper_kernels(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<
       .needs_shared(kSpecializedBytes)
       .hopper_only();
 
-  // Where a cluster has one tile at most, shared memory is better spent on stages.
+  // Where a cluster has one tile at most, shared memory is better spent on stages: 4 of them and
+  // one buffer for results, instead of 3 and two.
   const dim3 grid = tiles_of<256, 256>(n);
   int64_t{grid.x} * grid.y <= device.sms / 2 ? add_persistent<4, 1>(square, A, B, C, n, device)
                                              : add_persistent<3, 2>(square, A, B, C, n, device);

@@ -20,8 +20,9 @@
 // The second table puts whole layers side by side: the six kernels above, and the best that
 // libraries allow. cuBLASLt adds a bias in the epilogue of its product, while the result is still
 // in registers; and since both products have the same left factor, one product with [W1 W2] side by
-// side reads x once. What no library kernel has is our sigmoid and product: one elementwise kernel
-// stays (checks/gating/library.cuh). That second form is the honest baseline for lesson 6.
+// side reads x once. What no library kernel has is our sigmoid and the multiplication by it: for
+// these one elementwise kernel stays (checks/gating/library.cuh). That second form is the honest
+// baseline for lesson 6.
 //
 // The third table is a square one, N x N x N, where arithmetic is the limit: there the temporaries
 // hardly matter, and fusion has less to win.
@@ -104,8 +105,8 @@ void matmul(cublasHandle_t blas, const half* a, const half* b, half* c, int64_t 
 // -------------------------------------------------------------------------------------------------
 
 // The six kernels, in the buffers that a framework's allocator would hand out: memory that is no
-// longer needed is given to the next result, so that besides x and the weights three (M, H) buffers
-// suffice.
+// longer needed is given to the next result. So besides x and the weights three (M, H) buffers
+// suffice: `first`, `second`, and out itself.
 template <int kWidth>
 struct Framework {
   const GatingProblem& layer;

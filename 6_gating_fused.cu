@@ -95,7 +95,8 @@ struct GateTiles {
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to, in.W1, k0, col0, in.K, in.H);
     copy_tile<BK, BH, kStrideW, kThreads, kAligned>(to + kTileW, in.W2, k0, col0, in.K, in.H);
   }
-  // b1, then b2, in 16 equal rows each, as a fragment has 16. Beyond H the last bias repeats.
+  // b1, then b2. WMMA can only load a whole fragment of 16 x 16, so the row of biases is repeated
+  // 16 times. Beyond H the last bias repeats.
   __device__ static void load_biases(float* to, const GatingOperands& in, int col0) {
     for (int i = threadIdx.x; i < 16 * BH; i += kThreads) {
       const int at = i / BH * kStrideBias + i % BH, col = min(col0 + i % BH, in.H - 1);
@@ -183,8 +184,9 @@ struct GateSums {
 };
 
 // A block of GateTiles owns BM rows and BH columns of out, and both sums of each in registers. Per
-// step of BK it loads a tile of x once for both weights. Then the epilogue: sigmoid and product
-// happen where the sums are, and the first thing to be written to memory is out.
+// step of BK it loads a tile of x once for both weights. Then comes the epilogue, what is done with
+// the sums while they are in registers: biases, sigmoid, and the multiplication by it. The first
+// thing to be written to memory is out.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads)
     gating_tensor_cores(const __grid_constant__ GatingOperands in) {

@@ -106,18 +106,19 @@ __device__ unsigned neighbours(const bf16* at) {
 // of basis^T values, over slice s of gridDim.y of the vertices. Block (tile, slice, mesh).
 //
 // *half fused* has one slice. Then a spectrum of 128 by 256 keeps only eight multiprocessors busy.
-// A multiprocessor receives no more than it has asked for: it has 32 KB under way, and most of a
-// microsecond passes until the last of them is there. That is some 40 GB/s for each, and 0.3 TB/s
+// A multiprocessor receives no more than it has asked for. It has 32 KB under way, two stages of 64
+// vertices x (64 + 64) columns x 2 bytes, and most of a microsecond passes until the last of them
+// is there. That is some 40 GB/s for each multiprocessor, and 0.3 TB/s
 // for all eight, a tenth of what the memory can serve. *split-K* has as many slices as it takes to
 // fill the GPU. Blocks of one slice run at the same time and share what they read through the L2
 // cache: x is asked for twice and the basis four times, but both come from memory once.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
-// transposes it on the way to the registers: no transposed copy exists. There, mass multiplies it:
-// a row of the basis is a column of the left factor, and a register of a fragment holds two
-// neighbours of a row, two vertices, to which the same two masses belong in a[0] and a[1], and two
-// others in a[2] and a[3]. That is one instruction a register, and it rounds to bf16 once, as a
-// kernel for mass * x alone does.
+// transposes it on the way to the registers: no transposed copy exists. In the registers the left
+// factor is multiplied by mass. A vertex is a column of basis^T, and a register of a fragment holds
+// two neighbours of a row, so two vertices: a[0] and a[1] hold vertices k and k + 1, a[2] and a[3]
+// vertices k + 8 and k + 9. One instruction multiplies a register by its two masses, and it rounds
+// to bf16 once, as a kernel for mass * x alone does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
@@ -138,8 +139,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   in.values += vertex0 * in.W;
   in.basis += vertex0 * in.E;
   in.mass += vertex0;
-  // A mesh's masses may start at any address, but a copy at multiples of 16 bytes: up to 7 masses
-  // come before those of a step, and what comes after the mesh's last one meets a basis of zeros.
+  // (Skip this at first.) In a batch a mesh's masses may start at any address, but copies start at
+  // multiples of 16 bytes. So up to 7 masses come before those of a step. And what comes after the
+  // mesh's last mass meets a basis of zeros.
   const int shift = kBatch ? static_cast<int>(vertex0 % 8) : 0;
   const int64_t end = kBatch ? in.V * (gridDim.z - mesh) : in.V;
   const auto copy_step = [&](int step) {
@@ -203,20 +205,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //     remains; if each reads, adds and writes back, what others add in between is lost. Here each
 //     slice has a place of its own, and this kernel waits until all of them are written.
 //   - The epilogue must be applied once. Damping is linear, so it may be applied to each partial
-//     sum before they are added, or to their total; applied to what has accumulated so far, it
-//     damps a slice once more for each one that comes after it. dSpectral, which backward adds,
-//     must not be added once per slice; and a nonlinear function (lesson 6's sigmoid) may only ever
-//     see the total.
+//     sum before they are added, or to their total. If it were applied to the sum so far each time
+//     that a slice is added, the first slice would be damped many times. dSpectral, which backward
+//     adds, must not be added once per slice. And a nonlinear function, such as lesson 6's sigmoid,
+//     may only ever see the total.
 //   - Memory that is added to has to start at zero. Here nothing is added to memory. And the order
 //     of the additions is always the same, so that the result is, too. (Below, one launch adds
-//     atomically, in the order in which its clusters come: there two runs differ in the last bits.)
+//     atomically, in the order in which its blocks come: there two runs differ in the last bits.)
 //
 // A block owns some rows and 32 columns of a mesh's spectrum. kRowWarps warps work for a row: each
-// adds up some of the slices, and the partial sums meet in shared memory. With eight warps for each
-// of 4 rows all 32 warps read at the same time, 128 neighbouring bytes each. A batch has enough to
-// read with fewer warps for a row; but of so few rows it would have thousands of blocks, so there a
-// block has 16. Backward it adds up its rows' share of dTimes, over e, and the next kernel adds
-// those of all blocks of a column.
+// adds up some of the slices, and the partial sums meet in shared memory. A block has 4 rows with
+// eight warps each: so 32 warps read at the same time, each of them 128 neighbouring bytes. A batch
+// has enough to read with fewer warps for a row. With 4 rows a block it would have thousands of
+// blocks, so there a block has 16 rows. Backward it adds up its rows' share of dTimes, over e, and
+// the next kernel adds those of all blocks of a column.
 __host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kRowWarps>
 __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
@@ -487,8 +489,8 @@ __global__ void __launch_bounds__(384, 1)
     const int thread = static_cast<int>(threadIdx.x) - 128, consumer = thread / 128;
     MeetingPlace& place = places[blockIdx.x];
     const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrivals(place.arrivals);
-    // Each launch before this one has left as many arrivals as there are groups. It is the same in
-    // every block: this launch is not counted as complete until this block, too, has arrived.
+    // Each launch before this one has left as many arrivals as there are groups. `launches` is the
+    // same in every block: whoever computes it has not arrived yet, so this launch is not complete.
     const unsigned long long launches = arrivals.load(cuda::memory_order_relaxed) / groups;
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];

@@ -83,8 +83,8 @@ using namespace operators::softmax;
 // coalesced along W. A thread keeps the maximum and the sum of its logits so far (merge() in
 // operators/softmax/rows.cuh), and writes the logits to `probs`. When the block has merged what all
 // threads have, each reads its logits again, from the caches, and writes probabilities over them.
-// This is fused. But W is read once per row: 2 operations for every 4 bytes, from the L1 cache at
-// best, where the blocks of a multiprocessor find what another one has read.
+// This is fused. But W is read once per row: 2 operations for every 4 bytes. At best these bytes
+// come from the L1 cache, if another block of the same multiprocessor has read them.
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 
 __global__ void __launch_bounds__(kThreads)

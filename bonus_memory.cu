@@ -95,7 +95,7 @@ __global__ void chase_l2(const Line* lines, int warm, double* end, double* cycle
 constexpr int kThreads = 512;  // of a block
 constexpr int kTile = 1024;    // float4 in a block's shared memory: 16 KB
 
-__device__ void add(float4& sum, const float4& four) {
+__device__ void add(float4& sum, float4 four) {
   sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
 }
 __device__ float total(const float4& sum) { return (sum.x + sum.y) + (sum.z + sum.w); }
@@ -139,7 +139,8 @@ __global__ void read_shared(const float4* set, int64_t steps, float* sums) {
   int at = threadIdx.x;
 #pragma unroll 8
   for (int64_t i = 0; i < steps; ++i) {
-    add(sum, tile[at]);
+    const float4 four = tile[at];
+    add(sum, four);
     at = (at + 32) % kTile;
   }
   sums[static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x] = total(sum);

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
+from ptx import has_asm, translate_preprocessed
 from cu2cpp import TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of, translate_foreign
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +50,6 @@ MISSING_WORDS = [
     (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
     (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
     (r"\bcudaGraph(?:ExecLaunch|Launch|Instantiate|Create)\b|\bcudaStreamBeginCapture\b", "CUDA graphs"),
-    (r"\b(?:asm|__asm__)\s*(?:volatile|__volatile__)?\s*\(", "inline PTX"),
 ]
 
 
@@ -99,6 +99,7 @@ class Sources:
             for match in _INCLUDE.finditer(text):
                 if found := self.find(file, match[2] or match[3], bool(match[2])):
                     waiting.append(found)
+        self.has_asm = any(map(has_asm, self.texts.values()))
         self.kernels, self.special = set(), set()
         for text in self.texts.values():
             names, special = kernels_of(text)
@@ -263,7 +264,8 @@ def build_program(build, sources, written, options, folder):
     program = folder / f"program{'-' + build if build else ''}"
     # The same program is not built twice: its next run may have other arguments.
     key = digest(libraries, flags_of(build), options, *(file.read_text(errors="surrogateescape") for file in sorted(
-        folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text())
+        folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text(),
+                 (ROOT / "cpu/ptx.py").read_text())
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program
@@ -271,8 +273,25 @@ def build_program(build, sources, written, options, folder):
     common = [*flags_of(build), f"-ffile-prefix-map={folder}=.", "-include", libraries / "prelude.h", *options,
               *(word for each in [sources.base, *sources.folders] for word in ("-I", each))]
 
+    own = {sources.name(file) for file in sources.texts}
+
     def one(source):
-        return compiler([*common, "-c", source, "-o", folder / f"{source.stem}{build}.o"], cwd=folder)
+        result = folder / f"{source.stem}{build}.o"
+        if not sources.has_asm:
+            return compiler([*common, "-c", source, "-o", result], cwd=folder)
+        # An asm has all its text when macros have become what they stand for.
+        text = folder / f"{source.stem}{build}.ii"
+        done = compiler([*common, "-include", ROOT / "cpu/foreign/ptx.h", "-E", "-fpch-preprocess", source, "-o", text],
+                        cwd=folder)
+        if done.returncode:
+            return done
+        try:
+            text.write_text(translate_preprocessed(text.read_text(errors="surrogateescape"), own),
+                            errors="surrogateescape")
+        except TranslationError as error:
+            raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
+        return compiler([*flags_of(build), f"-ffile-prefix-map={folder}=.", "-fpreprocessed", "-c", text, "-o", result],
+                        cwd=folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(one, written))
@@ -612,7 +631,7 @@ def tried(doc):
     say()
     table(report)
     worst(report, texts)
-    found = mistakes(rc, report, texts)
+    found = list(dict.fromkeys(mistakes(rc, report, texts)))
     if rc == -signal.SIGABRT and not found:
         found.append("The program ended itself (abort()): an assertion of the host, say, whose line is above.")
     elif rc is not None and rc < 0 and not found:

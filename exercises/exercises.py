@@ -371,8 +371,9 @@ EXERCISES = [
     return 1;
 """),),
         finds="^It does not compile: .*static assertion failed",
-        headers=("operators/clifford/row_exchange.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
-                 "operators/clifford/algebra.cuh"),
+        headers=("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh",
+                 "operators/clifford/row_exchange.cuh", "operators/clifford/rows.cuh", "operators/clifford/unfused.cuh",
+                 "operators/clifford/clifford.cuh", "operators/clifford/algebra.cuh"),
     ),
     Exercise(
         "gradient", CLIFFORD, "the gradient of the geometric product",
@@ -386,7 +387,8 @@ EXERCISES = [
       // TODO: the same for dy_j.
       const float sum = 0;
 """)),
-        finds="^Wrong from element ", columns="--features", headers=("operators/clifford/unfused.cuh",),
+        finds="^Wrong from element ", columns="--features",
+        headers=("operators/clifford/layer.cuh", "operators/clifford/unfused.cuh"),
     ),
     Exercise(
         "rescale", ATTENTION, "attention, when a larger maximum comes",

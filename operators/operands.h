@@ -53,6 +53,9 @@ struct Workspace {
   bool alone = true;
   /// Whether all ways are wanted, to be tried; or the one alone that should be the fastest.
   bool all_ways = true;
+  /// The name of the one way that is wanted; empty: as all_ways says. Who has few ways may return
+  /// others as well.
+  std::string only = {};
 
   template <typename T>
   Memory<T> any(size_t count) const {
@@ -83,22 +86,31 @@ struct Way {
 /// The ways that a workspace's owner wants, as they are found.
 class Ways {
  public:
-  explicit Ways(const Workspace& workspace) : all_(workspace.all_ways) {}
+  explicit Ways(const Workspace& workspace) : all_(workspace.all_ways), only_(workspace.only) {}
 
   /// make() returns the way that should take so long. Names and launches take longer to make than
-  /// an estimate, so of ways that are not wanted none are made.
+  /// an estimate, so of ways that are not wanted none are made. Returns whether this one is wanted,
+  /// so far.
   template <typename Make>
-  void offer(double microseconds, Make make) {
+  bool offer(double microseconds, Make make) {
+    if (!only_.empty()) {
+      Way way = make();
+      if (!found_.empty() || way.name != only_) return false;
+      found_.push_back(std::move(way));
+      return true;
+    }
     if (!all_ && !found_.empty()) {
-      if (!(microseconds < found_.front().microseconds)) return;
+      if (!(microseconds < found_.front().microseconds)) return false;
       found_.clear();
     }
     found_.push_back(make());
+    return true;
   }
   std::vector<Way> found() const { return found_; }
 
  private:
   bool all_;
+  std::string only_;
   std::vector<Way> found_;
 };
 

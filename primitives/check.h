@@ -1,12 +1,15 @@
 // How host functions of primitives/ and operators/ say that a call failed: by an exception, which
 // whoever calls them turns into what his program does then. A lesson's table says so in the row
-// that was launched; while rows are planned, the lesson ends with one line and exit code 3.
+// that was launched; while rows are planned, the lesson ends with one line and exit code 3. And how
+// they ask the driver what it may have answered before.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace primitives {
 
@@ -20,6 +23,35 @@ inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
   throw Error(std::string(call) + ": " + cudaGetErrorString(status) + " (" +
               cudaGetErrorName(status) + ")");
+}
+
+/// Keeps answers of the driver that depend on nothing but the question. It costs the host up to a
+/// microsecond to ask for a tensor map, or for what is known of a kernel.
+class Answers {
+ public:
+  virtual ~Answers() = default;
+  /// Writes the answer, if it is kept, and says whether it is.
+  virtual bool find(const void* question, size_t bytes, void* answer, size_t answer_bytes) = 0;
+  virtual void keep(const void* question, size_t bytes, const void* answer,
+                    size_t answer_bytes) = 0;
+};
+
+/// Those of this host thread, while somebody launches who keeps them (operators/library). A lesson
+/// keeps none: there the driver is asked each time.
+inline thread_local Answers* kept_answers = nullptr;
+
+/// ask(), or what it has returned to the same question before. Questions are compared byte by byte.
+template <typename Answer, typename Question, typename Ask>
+Answer answer_to(const Question& question, const Ask& ask) {
+  static_assert(std::has_unique_object_representations_v<Question>);
+  static_assert(std::is_trivially_copyable_v<Answer>);
+  Answers* const kept = kept_answers;
+  if (!kept) return ask();
+  Answer answer;
+  if (kept->find(&question, sizeof question, &answer, sizeof answer)) return answer;
+  answer = ask();
+  kept->keep(&question, sizeof question, &answer, sizeof answer);
+  return answer;
 }
 
 }  // namespace primitives

@@ -14,9 +14,11 @@ namespace primitives {
 /// Whether a kernel's code is for devices that have clusters and early launches.
 template <typename Kernel>
 bool has_clusters(Kernel* kernel) {
-  cudaFuncAttributes code;
-  check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
-  return code.ptxVersion >= 90;
+  return answer_to<bool>(reinterpret_cast<const void*>(kernel), [&] {
+    cudaFuncAttributes code;
+    check(cudaFuncGetAttributes(&code, kernel), "cudaFuncGetAttributes");
+    return code.ptxVersion >= 90;
+  });
 }
 
 /// When the blocks of a launch start: when the kernel before it in the stream has ended; as

@@ -60,9 +60,16 @@ inline bool is_hopper() {
 /// cannot run, and nothing happens here: who launches it says what it needs.
 template <typename Kernel>
 void allow_shared_bytes(Kernel* kernel, int bytes) {
-  if (bytes > most_shared_bytes()) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "cudaFuncSetAttribute");
+  const struct {
+    const void* kernel;
+    int64_t bytes;
+  } question = {reinterpret_cast<const void*>(kernel), bytes};
+  answer_to<bool>(question, [&] {
+    if (bytes > most_shared_bytes()) return false;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+          "cudaFuncSetAttribute");
+    return true;
+  });
 }
 
 /// The grid of a kernel whose blocks stay: how many of them the device holds at once. One for each

@@ -65,6 +65,7 @@ FIELDS = {  # of (run, problem), or of (run, problem, kernel)
     "GB moved": lambda run, problem, kernel: 1e-9 * (
         kernel["counts"]["dram_read_bytes"] + kernel["counts"]["dram_write_bytes"]
     ),
+    "L2 GB": lambda run, problem, kernel: 1e-9 * kernel["counts"]["l2_bytes"],
     "MHz": lambda run, problem, kernel: kernel["clock_mhz"],
     "ns of a step": lambda run, problem, kernel: 1e6 * kernel["ms"]["median"] / kernel["steps"],
     "cycles of a step": lambda run, problem, kernel: (

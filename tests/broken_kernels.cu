@@ -81,6 +81,9 @@ __global__ void set_all(float* values, float value, int n) {
 // What stands beside C is somebody else's, and so are A and B.
 __global__ void reach_out(float* at) { *at = 1; }
 
+// The launch fails.
+__global__ void stop() { __trap(); }
+
 // C is right if the counter was zero, which is how the next launch should find it.
 __global__ void count_rows(unsigned* counter, float* C) {
   if (atomicAdd(counter, 1u) > 0) C[0] = 0;
@@ -107,7 +110,8 @@ int main(int argc, char** argv) {
                  .n_meaning = "the matrices are N x N",
                  .n_gpu = 256,
                  .n_cpu = 64,
-                 .flags = {{"--wild", "with a kernel that reaches outside of all memory"}}});
+                 .flags = {{"--wild", "with a kernel that reaches outside of all memory"},
+                           {"--stop", "with a kernel whose launch fails"}}});
   const int n = static_cast<int>(lesson.n());
   const size_t elements = static_cast<size_t>(n) * n;
   Problem& problem = lesson.problem("broken", {{"N", n}}, "fp32",
@@ -143,6 +147,7 @@ int main(int argc, char** argv) {
   add<Bug::changes_input>(problem, "changes_input", A, B, bias, C, counter, n);
   add<Bug::block_too_large>(problem, "block_too_large", A, B, bias, C, counter, n);
   add<Bug::counter_left_as_it_is>(problem, "counter_left_as_it_is", A, B, bias, C, counter, n);
+  if (lesson.flag("--stop")) problem.kernel("stops", Role::ours, [=] { stop<<<1, 1>>>(); });
   add<Bug::none_after_the_others>(problem, "none_after_the_others", A, B, bias, C, counter, n);
 
   if (lesson.flag("--wild")) {

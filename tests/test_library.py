@@ -478,6 +478,118 @@ def test_the_way_is_said(library):
     gated.free()
 
 
+# ---- What is kept from one call to the next ---------------------------------------------------------
+
+
+def test_calls_of_one_description_with_other_operands(library):
+    calls = [Gated(library, seed=seed) for seed in range(6)]
+    for own in [*calls, *calls[:2] * 2, *calls]:
+        library.cudaMemset(own.device["out"].at, 0xff, own.device["out"].bytes)
+        assert own.call() == OK, library.fk_last_error()
+        assert own.is_right()
+    for own in calls:
+        own.free()
+
+
+def test_operands_that_are_one_the_first_time_alone(library):
+    square = Product(library, rows=24, cols=24, depth=24)
+    assert square.call(a=square.device["b"].at) == OK
+    square.run_twice()
+
+
+def test_more_descriptions_than_are_kept(library):
+    calls = [Product(library, rows=rows, cols=8, depth=8) for rows in range(1, 71)]
+    for own in [*calls, *calls]:
+        library.cudaMemset(own.device["c"].at, 0xff, own.device["c"].bytes)
+        assert own.call() == OK, library.fk_last_error()
+        assert own.is_right()
+    for own in calls:
+        own.free()
+
+
+def test_a_description_is_not_taken_for_another(library):
+    """Of the same sizes, but another type or stride; and log_sums or none."""
+    calls = [Product(library, type=FLOAT16), Product(library, type=BFLOAT16), Product(library, type=FLOAT32),
+             Product(library, a_stride=32), Attention(library), Attention(library, log_sums=False),
+             Attention(library, causal=1), Attention(library, heads_first=True)]
+    for own in [*calls, *calls]:
+        for name in set(own.WRITTEN) & set(own.device):
+            library.cudaMemset(own.device[name].at, 0xff, own.device[name].bytes)
+        assert own.call() == OK and own.is_right()
+    for own in calls:
+        own.free()
+
+
+def test_what_was_freed_is_refused(library):
+    """Also where calls have used it before."""
+    product = Product(library)
+    assert product.call() == OK and product.call() == OK
+    product.device["a"].free()
+    assert product.call() == BAD_DEVICE
+    assert library.fk_last_error() == b"a is not memory of a GPU"
+    product.device["a"] = Buffer(library, product.host["a"])
+    product.run_twice()
+
+
+def test_threads_that_call_the_same(library):
+    """Each with operands of its own, and of two descriptions in turn."""
+    def run(seed):
+        calls = [Product(library, seed=seed), Product(library, rows=9, seed=seed)]
+        codes = [own.call() for own in calls * 8]
+        return codes == [OK] * 16 and all(own.is_right() for own in calls)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(run, range(12)))
+
+
+@pytest.fixture
+def tuning(library):
+    assert library.fk_tune(1) == OK
+    yield
+    assert library.fk_tune(0) == OK
+
+
+@pytest.mark.parametrize("kind, options", [
+    (Product, dict(rows=71, cols=40)), (Product, dict(rows=71, type=FLOAT32)), (Gated, dict(rows=71)),
+    (Attention, dict(queries=3, keys=290, width=40)),
+])
+def test_ways_are_tried(library, tuning, kind, options):
+    """Once; what was the fastest is used from then on, by other threads too."""
+    call = kind(library, **options)
+    assert call.call() == OK, library.fk_last_error()
+    assert call.is_right()
+    way = library.fk_last_way()
+    call.run_twice()
+    assert library.fk_last_way() == way
+    assert library.fk_tune(0) == OK
+    again = kind(library, **options)
+
+    def run():
+        assert again.call() == OK
+        return library.fk_last_way()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert other.submit(run).result() == way
+    again.run_twice()
+
+
+def test_trying_finds_what_the_estimate_does_not(library):
+    """The estimate is of a GPU, for which six small tiles are better than two large ones. On the CPU the six take
+    three times as long."""
+    product = Product(library, rows=72, type=FLOAT32)
+    assert product.call() == OK
+    expected = library.fk_last_way()
+    assert library.fk_tune(1) == product.call() == library.fk_tune(0) == OK
+    assert library.fk_last_way() != expected
+    product.run_twice()
+    assert library.fk_last_way() != expected
+
+
+def test_tuning_is_on_or_off(library):
+    assert library.fk_tune(2) == library.fk_tune(-1) == BAD_ARGUMENT
+    assert library.fk_last_error() == b"on is -1; it has to be 0 or 1"
+
+
 # ---- The header, the example, the page --------------------------------------------------------------
 
 

@@ -116,17 +116,157 @@ class DiffusionBackward(Mesh):
         return near(self.of(0)["d_times"], d_times, bound)
 
 
-KINDS = [Diffusion, DiffusionBackward]
+class Tangents(Call):
+    """The gradient features."""
+    Description = fused_kernels.fk_gradients
+
+    def __init__(self, library, vertices=70, eigen=24, width=16, dense=False, seed=0):
+        """dense: of lr and li all elements are other numbers. Else each row has one, a power of two: then x lr^T and x
+        li^T are exact in bf16, and the bounds are close."""
+        sizes = {"x": (eigen, width), "gr": (vertices, eigen), "gi": (vertices, eigen), "lr": (width, width),
+                 "li": (width, width), "out": (vertices, width)}
+        self.sizes = {name: sizes[name.removeprefix("d_")] for name in self.NAMES}
+        # Small, so that not all features are near 1 or -1.
+        scales = {"gr": 1 / 4, "gi": 1 / 4, "lr": 1 / 4, "li": 1 / 4}
+        self.numbers = {name: numbers(a * b, seed + i, scales.get(name, 1.0))
+                        for i, (name, (a, b)) in enumerate(self.sizes.items())}
+        self.rounded = ROUNDED * 1.01 if dense else 0
+        for row in range(0 if dense else width):
+            own = slice(row * width, (row + 1) * width)
+            for name, at in (("lr", 3 * row + seed), ("li", 5 * row + 1 + seed)):
+                power = (-1)**row / 2**(row % 3)
+                self.numbers[name][own] = [power if col == at % width else 0.0 for col in range(width)]
+        description = self.Description(ctypes.sizeof(self.Description), BFLOAT16, vertices, eigen, width)
+        super().__init__(library, description, {
+            name: b"\xff" * (2 * len(values)) if name in self.WRITTEN else packed(values, BFLOAT16)
+            for name, values in self.numbers.items()})
+
+    def gradients(self):
+        """xr, xi, ar, ai (vertices, width) as lists of rows, and how far off ar and ai may be."""
+        E, W = self.description.eigen, self.description.width
+        x, gr, gi, lr, li = (rows(self.numbers[name], self.sizes[name][1]) for name in ("x", "gr", "gi", "lr", "li"))
+        by_col = list(zip(*x))
+        xr, xi = ([[dot(row, col)[0] for col in by_col] for row in g] for g in (gr, gi))
+        m1, m2 = ([[dot(row, weights)[0] for weights in by] for row in x] for by in (lr, li))  # (E, W), not rounded
+        ar, ai, off = [], [], []
+        for left, right in zip(gr, gi):
+            real, imaginary, wrong = [], [], []
+            for w in range(W):
+                first, size_1 = dot(left, [m1[e][w] for e in range(E)])
+                second, size_2 = dot(right, [m2[e][w] for e in range(E)])
+                third, size_3 = dot(right, [m1[e][w] for e in range(E)])
+                fourth, size_4 = dot(left, [m2[e][w] for e in range(E)])
+                real.append(first - second)
+                imaginary.append(third + fourth)
+                # M1 and M2 are rounded.
+                wrong.append((self.rounded + FP32) * max(size_1 + size_2, size_3 + size_4))
+            ar.append(real)
+            ai.append(imaginary)
+            off.append(wrong)
+        return xr, xi, ar, ai, off
+
+
+class GradientFeatures(Tangents):
+    NAME, NAMES, WRITTEN = "gradients", ("x", "gr", "gi", "lr", "li", "out"), ("out",)
+
+    def result_is_right(self):
+        expected, bound = [], []
+        for xr, xi, ar, ai, off in zip(*self.gradients()):
+            for a, b, c, d, wrong in zip(xr, xi, ar, ai, off):
+                value = math.tanh(a * c + b * d)
+                expected.append(value)
+                # tanh.approx is off by 2^-10.9; its slope is at most 1.
+                bound.append(ROUNDED * abs(value) + 2.0**-10 + (abs(a) + abs(b)) * wrong)
+        return near(self.found("out", BFLOAT16, 1, len(expected)), expected, bound)
+
+
+class GradientFeaturesBackward(Tangents):
+    NAME, WRITTEN = "gradients_backward", ("d_x", "d_lr", "d_li")
+    NAMES = ("d_out", "x", "gr", "gi", "lr", "li", "d_x", "d_lr", "d_li")
+
+    @classmethod
+    def functions(cls, library):
+        return library.fk_gradients_backward_workspace, library.fk_gradients_backward
+
+    def result_is_right(self):
+        """Each term of a sum may be off by what its factors are; all of this adds up, as if all had one sign."""
+        of = self.description
+        E, W, V = of.eigen, of.width, of.vertices
+        xr, xi, ar, ai, off = self.gradients()
+        d_out, gr, gi, lr, li = (rows(self.numbers[name], self.sizes[name][1])
+                                 for name in ("d_out", "gr", "gi", "lr", "li"))
+        P, Q, R, S, wrong_p, wrong_q, wrong_r, wrong_s = ([[0.0] * W for _ in range(V)] for _ in range(8))
+        for v in range(V):
+            for w in range(W):
+                a, b, c, d, wrong = xr[v][w], xi[v][w], ar[v][w], ai[v][w], off[v][w]
+                u, of_u = a * c + b * d, (abs(a) + abs(b)) * wrong
+                slope = 1 - math.tanh(u)**2
+                g = d_out[v][w] * slope
+                # |d slope / du| <= 0.77, and 2 slope where that is less.
+                steep = min(0.77, 2 * (1 - math.tanh(max(0, abs(u) - of_u))**2))
+                of_g = abs(d_out[v][w]) * (steep * of_u + FP32 * slope)
+                for to, off_by, factor, of_factor in ((P, wrong_p, a, 0), (Q, wrong_q, b, 0), (R, wrong_r, c, wrong),
+                                                      (S, wrong_s, d, wrong)):
+                    to[v][w] = g * factor
+                    off_by[v][w] = 1.01 * ROUNDED * abs(g * factor) + of_g * abs(factor) + (abs(g) + of_g) * of_factor
+
+        def sums(terms):
+            """(E, W): the sum over v of G[v][e] T[v][w] of terms (G, T, how far T is off, sign); how far it is off."""
+            value, far = [[0.0] * W for _ in range(E)], [[0.0] * W for _ in range(E)]
+            for G, T, of_T, sign in terms:
+                for v in range(V):
+                    for e in range(E):
+                        factor = G[v][e]
+                        for w in range(W) if factor else ():
+                            value[e][w] += sign * factor * T[v][w]
+                            far[e][w] += abs(factor) * (of_T[v][w] + FP32 * abs(T[v][w]))
+            return value, far
+
+        def rounded(value, far):
+            return value, [[f + 1.01 * ROUNDED * abs(n) for f, n in zip(*both)] for both in zip(far, value)]
+
+        dM1, off_1 = rounded(*sums([(gr, P, wrong_p, 1), (gi, Q, wrong_q, 1)]))
+        dM2, off_2 = rounded(*sums([(gr, Q, wrong_q, 1), (gi, P, wrong_p, -1)]))
+        D, off_d = sums([(gr, R, wrong_r, 1), (gi, S, wrong_s, 1)])
+        x = rows(self.numbers["x"], W)
+        for name, dM, wrong in (("d_lr", dM1, off_1), ("d_li", dM2, off_2)):
+            expected = [sum(dM[e][i] * x[e][j] for e in range(E)) for i in range(W) for j in range(W)]
+            bound = [sum((wrong[e][i] + FP32 * abs(dM[e][i])) * abs(x[e][j]) for e in range(E)) +
+                     ROUNDED * abs(expected[i * W + j]) for i in range(W) for j in range(W)]
+            if not near(self.found(name, BFLOAT16, 1, W * W), expected, bound):
+                return False
+        expected, bound = [], []
+        for e in range(E):
+            for w in range(W):
+                value = D[e][w] + sum(dM1[e][k] * lr[k][w] + dM2[e][k] * li[k][w] for k in range(W))
+                size = sum((off_1[e][k] + FP32 * abs(dM1[e][k])) * abs(lr[k][w]) +
+                           (off_2[e][k] + FP32 * abs(dM2[e][k])) * abs(li[k][w]) for k in range(W))
+                expected.append(value)
+                bound.append(ROUNDED * abs(value) + off_d[e][w] + size)
+        return near(self.found("d_x", BFLOAT16, 1, E * W), expected, bound)
+
+
+KINDS = [Diffusion, DiffusionBackward, GradientFeatures, GradientFeaturesBackward]
 CALLS = [(kind, options) for kind in (Diffusion, DiffusionBackward) for options in (
     {},
     dict(vertices=1, eigen=8, width=8),
     dict(vertices=201, eigen=136, width=8),
     dict(meshes=3, vertices=21, eigen=40, width=72),
+)] + [(kind, options) for kind in (GradientFeatures, GradientFeaturesBackward) for options in (
+    {},
+    dict(vertices=1, eigen=8, width=8),
+    dict(vertices=65, eigen=136, width=8),
+    dict(vertices=33, eigen=72, width=40),
+    dict(vertices=65, eigen=24, width=24, dense=True),
 )]
 SLOW = [(kind, options) for kind in (Diffusion, DiffusionBackward) for options in (
     dict(vertices=700, eigen=32, width=264),
     dict(meshes=2, vertices=130, eigen=256, width=136),
     dict(meshes=200, vertices=9, eigen=16, width=24),
+)] + [(kind, options) for kind in (GradientFeatures, GradientFeaturesBackward) for options in (
+    dict(vertices=300, eigen=32, width=72),
+    dict(vertices=40, eigen=256, width=136),
+    dict(vertices=40, eigen=200, width=24),
 )]
 
 
@@ -151,6 +291,13 @@ for of_diffusion in (Diffusion, DiffusionBackward):
         *((dict(eigen=value), BAD_SHAPE) for value in (0, -8, 20, 264, 1 << 40)),
         *((dict(width=value), BAD_SHAPE) for value in (0, -8, 12, 520)),
         (dict(meshes=1025, vertices=1 << 20), BAD_SHAPE),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, FLOAT32)),
+    ]
+for of_tangents in (GradientFeatures, GradientFeaturesBackward):
+    WRONG[of_tangents] = [
+        *((dict(vertices=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
+        *((dict(eigen=value), BAD_SHAPE) for value in (0, -8, 20, 264, 1 << 40)),
+        *((dict(width=value), BAD_SHAPE) for value in (0, -8, 12, 32776, 1 << 40)),
         *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, FLOAT32)),
     ]
 

@@ -362,6 +362,27 @@ def test_a_wrong_result_of_a_file_without_main(tried, blocks, factor, said):
     assert re.search(said, result.stdout) and result.rc == 1, result.stdout + result.stderr
 
 
+def test_runs_after_one_that_fails(tried):
+    """A launch that fails, and one that is refused, cost their own runs."""
+    kernels = """#include "common/try.h"
+__global__ void stops(float* y) { assert(y == nullptr); }
+__global__ void one(float* y) { y[threadIdx.x] = 1; }
+void test(Try& t, int n) {
+  auto y = t.result<float>(32);
+  t.run("stops", [=] { stops<<<1, 32>>>(y); });
+  t.expect(y, [](int) { return 1; });
+  t.run("too large", [=] { one<<<1, 2048>>>(y); });
+  t.expect(y, [](int) { return 1; });
+  t.run("one", [=] { one<<<1, 32>>>(y); });
+  t.expect(y, [](int) { return 1; });
+}
+"""
+    result = tried(kernels)
+    for said in ("stops: wrong: it failed: ", "too large: wrong: it failed: ", "one: right\n"):
+        assert result.stdout.count(said) == 3, result.stdout + result.stderr
+    assert result.stdout.count("A mistake in stops") == 1 and result.rc == 1, result.stdout
+
+
 def test_program_of_the_notebook(tried):
     notebook = json.loads((ROOT / "notebooks" / "lessons.ipynb").read_text())
     (source,) = ("".join(cell["source"]) for cell in notebook["cells"] if cell["id"] == "own-program")
@@ -382,7 +403,6 @@ def test_skeleton(tried, tmp_path):
 
 REFUSALS = {
     "#include <cub/cub.cuh>\nint main() {}\n": "program.cu:1: the CPU backend does not have cub. docs/cpu.md",
-    "\n__global__ void f(int* x) { asm(\"nop;\"); }\nint main() {}\n": "program.cu:2: .* inline PTX",
     "__global__ void g() {}\n__global__ void f() {\n  g<<<1, 1>>>();\n}\nint main() {}\n": "program.cu:3: .*dynamic para",
     "int f() { return 1; }\n": "has no main",
     "float g(float x) { return x; }\n__global__ void f(float* x) { x[0] = g(1); }\nint main() {}\n":

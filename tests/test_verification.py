@@ -56,6 +56,17 @@ def test_culprit_is_named_and_nobody_else(run, bug, words):
     assert "1 of 3 kernels FAILED verification." in result.stdout
 
 
+def test_launch_that_fails_costs_its_row_alone():
+    """On the CPU, where the device runs other kernels after it."""
+    result = execute([program(BROKEN, "cpu"), "33", "--stop", "--kernel", "^(none|stops|none_after_the_others)$",
+                      "--samples", "1", "--device", "cpu"])
+    assert result.rc == VERIFICATION_FAILED, result.stdout + result.stderr
+    rows = dict(re.findall(r"^(none\w*|stops) .*?(ok|FAILED.*)$", result.stdout, re.MULTILINE))
+    assert rows["none"] == rows["none_after_the_others"] == "ok" and "launch failure" in result.stdout, result.stdout
+    assert rows["stops"].startswith("FAILED") and "1 of 3 kernels FAILED verification." in result.stdout
+    assert re.search(r'row "stops".*__trap', result.stderr), result.stderr
+
+
 def test_access_outside_of_all_memory_names_the_row(backend):
     """Nothing runs on such a device any more. What was verified before is in the table."""
     result = execute([program(BROKEN, backend), "33", "--wild", "--kernel", "^(none|wild)$", "--device", backend])

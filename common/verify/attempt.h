@@ -8,7 +8,7 @@
 
 namespace common {
 
-/// A kernel has failed in such a way that the device runs no others.
+/// A kernel has failed in such a way that the device runs no others. The CPU backend always does.
 struct DeviceLost {
   std::string how;
 };

@@ -7,41 +7,10 @@
 #include <cstring>
 
 #include "cpu/execution/cuda_cpu.h"
+#include "cpu/hopper/matrix_moves.h"
 #include "cpu/library/matrix_product.h"
 
 namespace cuda_cpu {
-
-/// A lane's part in ldmatrix: the row that it fetched, and the registers that it receives.
-struct Ldmatrix {
-  uint16_t row[8];
-  unsigned (&matrices)[4];
-
-  template <bool kTransposed>
-  static void combine(void* const* operands, unsigned lanes) {
-    if (lanes != ~0u) fail("ldmatrix without all 32 lanes of the warp");
-    for (int lane = 0; lane < 32; ++lane) {
-      Ldmatrix& self = *static_cast<Ldmatrix*>(operands[lane]);
-      const int g = lane / 4, t = lane % 4;
-      for (int i = 0; i < 4; ++i) {
-        const auto element = [&](int row, int col) -> unsigned {
-          return static_cast<const Ldmatrix*>(operands[8 * i + row])->row[col];
-        };
-        self.matrices[i] = kTransposed ? element(2 * t, g) | element(2 * t + 1, g) << 16
-                                       : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
-      }
-    }
-  }
-
-  template <bool kTransposed>
-  static void run(unsigned (&matrices)[4], const void* row) {
-    if (reinterpret_cast<uintptr_t>(row) % 16 != 0) {
-      fail("ldmatrix: the row at %p is not aligned to 16 bytes", row);
-    }
-    Ldmatrix self = {{}, matrices};
-    memcpy(self.row, row, sizeof self.row);
-    warp_meet(~0u, combine<kTransposed>, &self, "ldmatrix", Site::here());
-  }
-};
 
 /// A lane's part in mma_m16n8k16.
 template <typename T>

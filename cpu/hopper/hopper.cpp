@@ -19,8 +19,9 @@
 
 #include "cpu/execution/execution.h"
 #include "cpu/execution/small_float.h"
-#include "cpu/hopper/hopper_device.h"
+#include "cpu/hopper/units.h"
 #include "cpu/watch/counting.h"
+#include "cuda_fp8.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -391,7 +392,7 @@ MBarrier& find_barrier(Block& block, const SharedPlace& place, bool by_others,
   if (by_others && !barrier.visible) {
     CUDA_CPU_COMPLAIN(operation, site,
                       "the barrier of block %u has been initialized at %s:%d, but others cannot see"
-                      " it yet: barrier_init_fence() is missing",
+                      " it yet: barrier_init_fence() is missing (in PTX fence.mbarrier_init)",
                       block.rank, barrier.site.file, barrier.site.line);
   }
   const Thread& self = runner->current();
@@ -425,6 +426,22 @@ void count_unseen(MBarrier& barrier, const Thread& thread) {
 }
 
 }  // namespace
+
+void* shared_pointer(std::uint32_t address) {
+  const Unwatched bookkeeping;
+  Block* block = runner->current().block;
+  const std::uint32_t rank = address >> kWindowBits;
+  if (rank > block->cluster->blocks.size()) {
+    fail("shared memory: there is no block %u in a cluster of %zu", rank - 1,
+         block->cluster->blocks.size());
+  }
+  if (rank > 0) block = block->cluster->blocks[rank - 1];
+  SharedPlace place;
+  if (!runner->find_window(address & kWindowMask, place)) {
+    fail("shared memory: no variable of the block is at the address 0x%x", address & kWindowMask);
+  }
+  return runner->shared_at(*block, place);
+}
 
 void mbarrier_init(std::uint64_t* address, int count, Site site) {
   const Unwatched bookkeeping;
@@ -513,6 +530,59 @@ void mbarrier_wait(std::uint64_t* address, int parity, Site site) {
   }
   barrier.unseen[parity] = barrier.unseen_late[parity] = 0;
   tsan_acquire(&barrier.tsan_over[parity]);
+}
+
+bool mbarrier_test(std::uint64_t* address, int parity, Site site) {
+  Thread& self = runner->current();
+  {
+    const Unwatched bookkeeping;
+    const char* const operation = "mbarrier.test_wait";
+    const SharedPlace place = place_of(address, "the barrier", operation, site);
+    MBarrier& barrier = find_barrier(*self.block, place, false, operation, site);
+    if (static_cast<int>(barrier.phase & 1) == parity && self.seen_at != address) {
+      self.seen_at = address;
+      runner->spin(operation, site);
+      if (static_cast<int>(barrier.phase & 1) == parity) return false;
+    }
+    self.seen_at = nullptr;
+  }
+  mbarrier_wait(address, parity, site);
+  return true;
+}
+
+int mbarrier_parity(std::uint64_t* address, Site site) {
+  const Unwatched bookkeeping;
+  const char* const operation = "mbarrier.arrive";
+  const SharedPlace place = place_of(address, "the barrier", operation, site);
+  return static_cast<int>(
+      find_barrier(*runner->current().block, place, false, operation, site).phase & 1);
+}
+
+void mbarrier_expect(std::uint64_t* address, int rank, int bytes, Site site) {
+  const Unwatched bookkeeping;
+  const char* const operation = "mbarrier.expect_tx";
+  Thread& self = runner->current();
+  const SharedPlace place = place_of(address, "the barrier", operation, site);
+  Block& block = rank == kOwnRank ? *self.block : block_of_rank(rank, operation, site);
+  MBarrier& barrier = find_barrier(block, place, &block != self.block, operation, site);
+  if (bytes < 0 || barrier.bytes + bytes > kMaxBytes) {
+    CUDA_CPU_COMPLAIN(operation, site, "a phase cannot expect %ld bytes", barrier.bytes + bytes);
+  }
+  barrier.bytes += bytes;
+}
+
+void mbarrier_invalidate(std::uint64_t* address, Site site) {
+  const Unwatched bookkeeping;
+  const char* const operation = "mbarrier.inval";
+  const SharedPlace place = place_of(address, "the barrier", operation, site);
+  MBarrier& barrier = find_barrier(*runner->current().block, place, false, operation, site);
+  if (!barrier.transfers.empty() || barrier.waiting.head) {
+    CUDA_CPU_COMPLAIN(operation, site,
+                      "copies are under way to the barrier, or threads wait there");
+  }
+  barrier.word = nullptr;
+  thread_writes(address, sizeof *address);
+  *address = ~std::uint64_t{0};
 }
 
 // ---- Copies into shared memory -----------------------------------------------------------------
@@ -877,7 +947,9 @@ void async_proxy_fence() {
 
 // ---- Warpgroups and clusters -------------------------------------------------------------------
 
-void named_barrier(int id, int threads, Site site) {
+namespace {
+
+void meet_at(int id, int threads, bool waits, Site site) {
   const Unwatched bookkeeping;
   const char* const operation = "named_barrier()";
   Thread& self = runner->current();
@@ -902,6 +974,7 @@ void named_barrier(int id, int threads, Site site) {
   void* const passed = &barrier.tsan.passed[barrier.tsan.phase];
   tsan_release(&barrier.tsan.arrived);
   if (++barrier.arrived < barrier.threads) {
+    if (!waits) return;
     barrier.waiting.push(&self);
     runner->wait(operation, site, &barrier, static_cast<unsigned>(id));
     tsan_acquire(passed);
@@ -925,6 +998,14 @@ void named_barrier(int id, int threads, Site site) {
     if (whole) requests_of_warp_end(*self.block, first);
   }
   runner->make_all_ready(barrier.waiting);
+}
+
+}  // namespace
+
+void named_barrier(int id, int threads, Site site) { meet_at(id, threads, true, site); }
+void named_arrive(int id, int threads, Site site) { meet_at(id, threads, false, site); }
+void barrier_of_block(int id, Site site) {
+  meet_at(id, static_cast<int>(runner->threads_in_block()), true, site);
 }
 
 namespace {
@@ -984,6 +1065,7 @@ void set_registers(int count, bool grow, Site site) {
 }
 
 int cluster_rank() { return static_cast<int>(runner->current().block->rank); }
+int cluster_size() { return static_cast<int>(runner->current().block->cluster->blocks.size()); }
 
 namespace {
 

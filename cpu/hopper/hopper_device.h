@@ -1,9 +1,5 @@
 // What primitives/hopper says in PTX, said by the CPU: barriers in shared memory, the copy engine,
-// clusters, wgmma. hopper.cpp does the work.
-//
-// Everything asynchronous happens as late as the PTX memory model allows: when a thread waits for
-// it, and no other thread can go on. What it reads is read then. What it will write is poison (all
-// bits set, NaN) from the moment on when it starts.
+// clusters, wgmma. units.h has what these are made of.
 
 #pragma once
 
@@ -12,47 +8,14 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/device_functions.h"
+#include "cpu/hopper/matrix_moves.h"
+#include "cpu/hopper/units.h"
 #include "cuda.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_fp8.h"
 
 namespace cuda_cpu {
-
-inline constexpr int kOwnRank = -1;
-
-void mbarrier_init(std::uint64_t* barrier, int count, Site site);
-void mbarrier_init_fence();
-/// Arrives at the barrier in block `rank`, and announces `bytes`.
-void mbarrier_arrive(std::uint64_t* barrier, int rank, int bytes, const char* operation, Site site);
-void mbarrier_wait(std::uint64_t* barrier, int parity, Site site);
-
-/// coordinates: the innermost first. ranks: 0 for this block alone.
-void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordinates,
-                 std::uint64_t* barrier, std::uint16_t ranks, Site site);
-void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, int rank, Site site);
-void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site site);
-void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
-                  Site site);
-void bulk_store(void* to, const void* from, int bytes, Site site);
-void bulk_commit();
-void bulk_wait_read(int newest, Site site);
-void async_proxy_fence();
-
-void named_barrier(int id, int threads, Site site);
-void set_registers(int count, bool grow, Site site);
-int cluster_rank();
-void cluster_arrive(bool release, Site site);
-void cluster_wait(Site site);
-
-enum class Wgmma { fp16, bf16, tf32, e4m3 };
-/// fragments: of A, or null if it is in shared memory. transposed: A's columns are contiguous.
-/// tall: B's columns are, as of TF32 and e4m3 always.
-void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
-           bool transposed, std::uint64_t b, bool tall, bool add, Site site);
-void wgmma_fence();
-void wgmma_commit();
-void wgmma_wait(int newest, Site site);
 
 template <class T>
 inline constexpr Wgmma kWgmmaType = std::is_same_v<T, __half> ? Wgmma::fp16 : Wgmma::bf16;
@@ -262,25 +225,8 @@ template <bool kTransposed = false, int kCount>
 void store_matrices(void* row, const std::uint32_t (&registers)[kCount],
                     cuda_cpu::Site site = cuda_cpu::Site::here()) {
   static_assert(kCount == 2 || kCount == 4);
-  struct Lane {
-    const std::uint32_t* registers;
-    std::uint16_t row[8];
-  } self = {registers, {}};
-  cuda_cpu::warp_meet(
-      ~0u,
-      [](void* const* operands, unsigned lanes) {
-        if (lanes != ~0u) cuda_cpu::fail("store_matrices() without all 32 lanes of the warp");
-        for (int lane = 0; lane < 8 * kCount; ++lane) {
-          Lane& to = *static_cast<Lane*>(operands[lane]);
-          for (int i = 0; i < 8; ++i) {
-            const int from = kTransposed ? i * 4 + lane % 8 / 2 : lane % 8 * 4 + i / 2;
-            const int half = (kTransposed ? lane : i) % 2;
-            to.row[i] = static_cast<std::uint16_t>(
-                static_cast<const Lane*>(operands[from])->registers[lane / 8] >> 16 * half);
-          }
-        }
-      },
-      &self, "store_matrices()", site);
+  cuda_cpu::Stmatrix<kCount> self = {registers, {}};
+  self.template meet<kTransposed>(self, "store_matrices()", site);
   if (threadIdx.x % 32 >= 8 * kCount) return;  // its address does not count
   if (reinterpret_cast<std::uintptr_t>(row) % 16 != 0) {
     cuda_cpu::fail("store_matrices(): the row at %p is not aligned to 16 bytes", row);

@@ -1,4 +1,4 @@
-// The part of the CUDA driver's interface that tensor maps need.
+// The part of the CUDA driver's interface that tensor maps need, and the library.
 
 #pragma once
 
@@ -11,6 +11,18 @@ enum CUresult {
   CUDA_SUCCESS = 0,
   CUDA_ERROR_INVALID_VALUE = 1,
 };
+
+typedef unsigned long long CUdeviceptr;
+typedef struct CUctx_st* CUcontext;
+
+enum CUpointer_attribute {
+  CU_POINTER_ATTRIBUTE_BUFFER_ID = 7,
+  CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
+};
+/// One of these two, of memory that cudaMalloc() and its kin have returned.
+CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr pointer);
+/// Of the current device's context: another number after cudaDeviceReset().
+CUresult cuCtxGetId(CUcontext context, unsigned long long* id);
 
 enum CUtensorMapDataType {
   CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0,

@@ -114,8 +114,8 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, cons
   }
   std::memset(memory, 0xFF, size);
   std::lock_guard lock(device().mutex);
-  device().allocations[static_cast<char*>(memory)] = {size, type, false, current_device(), place};
-  ++allocation_changes;
+  device().allocations[static_cast<char*>(memory)] = {
+      size, type, false, current_device(), place, ++allocation_changes};
   *pointer = memory;
   return result(cudaSuccess);
 }
@@ -144,6 +144,7 @@ struct Region {
   cudaMemoryType type;
   std::size_t bytes;
   int device = 0;
+  unsigned long long id = 0;  // of the allocation
 };
 
 Region region_of(const void* pointer) {
@@ -155,7 +156,7 @@ Region region_of(const void* pointer) {
     const auto& [start, allocation] = *--next;
     if (address < start + allocation.size) {
       return {allocation.type, static_cast<std::size_t>(start + allocation.size - address),
-              allocation.device};
+              allocation.device, allocation.id};
     }
   }
   return {cudaMemoryTypeUnregistered, std::numeric_limits<std::size_t>::max()};
@@ -431,6 +432,7 @@ cudaError_t cudaDeviceSynchronize() {
 
 cudaError_t cudaDeviceReset() {
   device().broken = cudaSuccess;
+  ++device().resets;
   cuda_cpu::last_error = cudaSuccess;
   return cudaSuccess;
 }
@@ -481,13 +483,30 @@ cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   void* address = const_cast<void*>(pointer);
-  const auto [type, bytes, device] = cuda_cpu::region_of(pointer);
+  const auto [type, bytes, device, id] = cuda_cpu::region_of(pointer);
   attributes->type = type;
   attributes->device = device;
   attributes->devicePointer = type == cudaMemoryTypeUnregistered ? nullptr : address;
   attributes->hostPointer =
       type == cudaMemoryTypeHost || type == cudaMemoryTypeManaged ? address : nullptr;
   return result(cudaSuccess);
+}
+
+CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  const auto region = cuda_cpu::region_of(reinterpret_cast<const void*>(pointer));
+  if (region.id == 0) return CUDA_ERROR_INVALID_VALUE;
+  if (attribute == CU_POINTER_ATTRIBUTE_BUFFER_ID) {
+    *static_cast<unsigned long long*>(data) = region.id;
+  } else {
+    *static_cast<bool*>(data) = region.type == cudaMemoryTypeDevice;
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
+  *id = 1 + static_cast<unsigned>(cuda_cpu::current_device()) +
+        cuda_cpu::kMostDevices * device().resets;
+  return CUDA_SUCCESS;
 }
 
 cudaError_t cudaMemcpy(void* target, const void* source, std::size_t size, cudaMemcpyKind kind) {
@@ -630,10 +649,18 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* query) {
-  const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
-  *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;
-  if (query) *query = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-  return result(known ? cudaSuccess : cudaErrorInvalidValue);
+  const struct {
+    const char* name;
+    void* function;
+  } all[] = {{"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&cuTensorMapEncodeTiled)},
+             {"cuPointerGetAttribute", reinterpret_cast<void*>(&cuPointerGetAttribute)},
+             {"cuCtxGetId", reinterpret_cast<void*>(&cuCtxGetId)}};
+  *function = nullptr;
+  for (const auto& each : all) {
+    if (std::strcmp(symbol, each.name) == 0) *function = each.function;
+  }
+  if (query) *query = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return result(*function ? cudaSuccess : cudaErrorInvalidValue);
 }
 
 namespace cuda_cpu {

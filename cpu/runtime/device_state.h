@@ -19,6 +19,7 @@ struct Allocation {
   bool variable = false;
   int device = 0;
   const void* place = nullptr;  ///< in the program, that has asked for it
+  unsigned long long id = 0;    ///< no other allocation's, before or after; 0: none
 };
 
 inline constexpr int kMostDevices = 8;
@@ -31,6 +32,7 @@ int current_device();
 struct DeviceState {
   /// A kernel has failed: from now on every call returns this.
   std::atomic<cudaError_t> broken = cudaSuccess;
+  std::atomic<unsigned long long> resets = 0;
 
   /// Guards the members below.
   std::mutex mutex;

@@ -57,55 +57,66 @@ class Picture:
 
 def fragment():
     """Which lane holds what of a 16 x 8 result of mma.sync: PTX ISA, mma.m16n8k16, its accumulator."""
-    picture = Picture("The fragments of a 16 x 8 result", 1060, 460, 16)
-    cell = 24
+    picture = Picture("The fragments of a 16 x 8 result", 1060, 480, 16)
+    cell, top = 24, 84
+    for pair in range(4):
+        picture.text(310 + (pair + 0.5) * 2 * cell, 70, f"{2 * pair}  {2 * pair + 1}", "middle", SOFT, 16)
     for row in range(16):
+        picture.text(518, top + row * cell + 17, f"row {row}", size=16, ink=SOFT)
         for pair in range(4):
             lane = 4 * (row % 8) + pair
             mine = lane == 5
-            picture.box(310 + pair * 2 * cell, 60 + row * cell, 2 * cell - 3, cell - 3,
-                        RUST if mine else SKY if row < 8 else SAND, None, str(lane), 3,
-                        "#fff" if mine else INK, 16, mine)
-    picture.text(310, 30, "the 16 x 8 result of one mma.sync:", bold=True)
-    picture.text(310, 50, "which lane holds which two neighbours", size=16, ink=SOFT)
-    picture.box(20, 176, 150, 150, SKY, BLUE, "A: 16 x 16\nhalves,\n8 in each lane", 6, size=16)
-    picture.box(200, 176, 72, 150, SAND, RUST, "B:\n16 x 8,\n4 in\neach\nlane", 6, size=16)
-    picture.text(185, 257, "x", "middle", size=20)
-    picture.text(290, 257, "=", "middle", size=20)
-    said = ("The 32 lanes of a warp hold the 128 sums together,", "four each.", "",
-            "Lane 5 has columns 2 and 3 of row 1 and of row 9.", "",
-            "Four neighbouring lanes have a whole row, so a sum", "or a maximum along a row takes two shuffles.", "",
-            "A left factor of 16 x 8 is spread over the lanes in", "the same way. So what one product leaves in its",
-            "registers can be a factor of the next one: attention", "(a bonus) uses that.")
+            picture.box(310 + pair * 2 * cell, top + row * cell, 2 * cell - 3, cell - 3,
+                        RUST if mine else GREY, None, str(lane), 3, "#fff" if mine else INK, 16, mine)
+    picture.text(310, 26, "the 16 x 8 result of one mma.sync: the number of the lane", bold=True)
+    picture.text(310, 46, "that holds two neighbours of a row, such as columns 0 and 1", size=16, ink=SOFT)
+    picture.box(20, 196, 150, 150, SKY, BLUE, "A: 16 x 16\nhalves,\n8 in each lane", 6, size=16)
+    picture.box(200, 196, 72, 150, SKY, BLUE, "B:\n16 x 8,\n4 in\neach\nlane", 6, size=16)
+    picture.text(185, 277, "x", "middle", size=20)
+    picture.text(290, 277, "=", "middle", size=20)
+    said = ("The 32 lanes of a warp hold the 128 sums", "together, four each.", "",
+            "Lane 5 has columns 2 and 3 of rows 1 and 9.", "",
+            "Four neighbouring lanes have a whole row.", "",
+            "A is spread over the lanes in the same way:", "its columns 0 to 7 as this picture shows, and",
+            "its columns 8 to 15 once more. So what two", "products leave in their registers can be the",
+            "left factor of another one: attention (a bonus)", "uses that.")
     for number, line in enumerate(said):
         lane = line.startswith("Lane")
-        picture.text(560, 100 + 24 * number, line, ink=RUST if lane else None, bold=lane)
+        picture.text(610, 110 + 24 * number, line, ink=RUST if lane else None, bold=lane)
     return picture
 
 
 def swizzle():
     """ldmatrix reads piece 2 of eight rows: where these lie in three forms of a tile."""
-    picture = Picture("A tile as it lies, padded, and swizzled", 1080, 420)
+    picture = Picture("A tile as it lies, padded, and swizzled", 1080, 424)
     cell, top = 36, 92
     forms = (("as it lies", "all eight in the same 4 banks:", "8 turns", lambda row, piece: piece),
-             ("padded", "8 different groups of banks:", "1 turn; but rows are longer", lambda row, piece: piece + row),
-             ("swizzled", "8 different groups of banks:", "1 turn, and nothing is longer",
+             ("padded: an empty piece a row", "8 different groups of banks:", "1 turn; but rows are longer",
+              None),
+             ("swizzled: p of row r at p ^ r", "8 different groups of banks:", "1 turn, and nothing is longer",
               lambda row, piece: piece ^ row))
     for number, (name, said, turns, place) in enumerate(forms):
         left = 30 + number * 360
-        picture.text(left, 32, name, bold=True, size=20)
+        padded = number == 1
+        picture.text(left, 32, name, bold=True, size=17)
         picture.text(left, 56, "banks 0 to 31, four in each column", ink=SOFT, size=16)
-        for row in range(8):
-            there = {place(row, piece) % 8: piece for piece in range(8)}
+        # A line is all banks once. Padded rows have nine pieces, the last of them empty.
+        there = {(9 * row + piece if padded else 8 * row + place(row, piece)): (row, piece)
+                 for row in range(8) for piece in range(9 if padded else 8)}
+        for line in range(9 if padded else 8):
             for column in range(8):
-                piece = there[column]
+                row, piece = there[8 * line + column]
+                if piece == 8:
+                    picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27, "#fff", SOFT, "", 3)
+                    continue
                 read = piece == 2
-                picture.box(left + column * cell, top - 20 + row * 30, cell - 3, 27, BLUE if read else GREY, None,
-                            str(piece), 3, "#fff" if read else SOFT, 16, read)
-        picture.text(left, 346, said, size=16)
-        picture.text(left, 370, turns, size=16, bold=True, ink=BLUE if number else RUST)
-    picture.text(30, 404, "A row of the tile is eight pieces of 16 bytes, 0 to 7. One ldmatrix reads "
-                 "piece 2 of eight rows.", size=16, ink=SOFT)
+                fill = BLUE if read else GREY if row % 2 else PALE
+                picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27, fill, None, str(piece), 3,
+                            "#fff" if read else SOFT, 16, read)
+        picture.text(left, 362, said, size=16)
+        picture.text(left, 384, turns, size=16, bold=True, ink=BLUE if number else RUST)
+    picture.text(30, 414, "A row of the tile is eight pieces of 16 bytes, 0 to 7; every other row is "
+                 "darker. One ldmatrix reads piece 2 of eight rows.", size=16, ink=SOFT)
     return picture
 
 
@@ -125,9 +136,10 @@ def split_k():
     picture.line("M90 209H150")
     for tile in range(8):
         picture.box(156 + tile % 2 * 42, 130 + tile // 2 * 42, 38, 38, SKY, BLUE)
-    picture.text(20, 380, "A result of 128 x 256 is eight tiles:", size=16)
-    picture.text(20, 402, "eight blocks, and each of them", size=16)
-    picture.text(20, 424, "walks over all vertices.", size=16)
+    picture.text(20, 380, "A spectrum of 128 x 256 is eight", size=16)
+    picture.text(20, 402, "tiles: eight blocks. Each walks over", size=16)
+    picture.text(20, 424, "all vertices. A second launch damps,", size=16)
+    picture.text(20, 446, "a third one expands.", size=16)
 
     left = 330
     picture.text(left, 30, "split-K", bold=True, size=20)
@@ -168,10 +180,9 @@ def gradients():
     picture.box(20, 60, 60, 200, SKY, None, "Gr, Gi\n\nE wide", size=16)
     picture.line("M84 160H128")
     picture.box(134, 60, 100, 200, RUST, None, "xr, xi\n\nstay\non chip\n\nW wide", 6, "#fff", 16, True)
-    picture.line("M238 160H282")
-    picture.box(288, 110, 100, 100, SAND, None, "Lr, Li\nstream\npast", size=16)
-    picture.line("M392 160H436")
-    picture.box(442, 60, 60, 200, SKY, None, "out", size=16)
+    picture.box(240, 110, 100, 100, SAND, None, "Lr, Li\nstream\npast", size=16)
+    picture.line("M344 160H396")
+    picture.box(402, 60, 60, 200, SKY, None, "out", size=16)
     picture.text(20, 296, "The large products, ar and ai, have W terms for each sum.", size=16)
 
     picture.text(560, 30, "associated: 12 V E W operations", bold=True)
@@ -180,10 +191,9 @@ def gradients():
     picture.line("M664 96L706 140")
     picture.line("M664 188L706 166")
     picture.box(712, 118, 120, 84, RUST, None, "x, M1, M2\nstay on chip\nE rows", 6, "#fff", 16, True)
-    picture.box(878, 60, 60, 200, SKY, None, "Gr, Gi\nstream\npast", size=16)
-    picture.line("M836 160H872")
-    picture.line("M942 160H974")
-    picture.box(980, 60, 60, 200, SKY, None, "out", size=16)
+    picture.box(836, 60, 74, 200, SKY, None, "Gr, Gi\nstream\npast", size=16)
+    picture.line("M914 160H960")
+    picture.box(966, 60, 60, 200, SKY, None, "out", size=16)
     picture.text(560, 296, "M1 = x Lr^T and M2 = x Li^T are small: E rows, however", size=16)
     picture.text(560, 318, "many vertices there are. All sums have E terms.", size=16)
     return picture
@@ -199,9 +209,10 @@ def softmax():
         for column in range(8):
             picture.box(left + column * 29, 50, 26, 40, SKY, None)
         picture.line(f"M{left + 115} 94V128")
-        picture.box(left + 20, 134, 192, 56, SAND, RUST, f"maximum {most}\nsum {total:g}", 6, size=16)
+        said = f"maximum {most}\nsum of exp(x - {most}): {total:g}"
+        picture.box(left + 20, 134, 192, 56, SAND, RUST, said, 6, size=16)
         picture.line(f"M{left + 116} 194L{480 + 30 * number} 236")
-        picture.text(left + 116, 374, f"times exp({most} - 5) / s", "middle", size=16)
+        picture.text(left + 116, 374, f"exp(x - {most}) exp({most} - 5) / s", "middle", size=16)
         picture.line(f"M{480 + 30 * number} 312L{left + 116} 352")
         for column in range(8):
             picture.box(left + column * 29, 386, 26, 30, BLUE, None)
@@ -253,8 +264,8 @@ def attention():
     picture.box(90, 130, 250, 250, "#fff", SOFT)
     picture.box(92, 230, 246, 50, SKY, None, "", 3)
     picture.box(192, 230, 45, 50, RUST, None, "", 3)
-    picture.line("M100 300H326")
-    picture.text(214, 322, "tile after tile", "middle", size=16)
+    picture.line("M326 300H100")
+    picture.text(214, 322, "tile after tile, the last one first", "middle", size=16)
     picture.text(214, 160, "S x T logits: never all there,", "middle", SOFT, 16)
     picture.text(214, 180, "and never in memory", "middle", SOFT, 16)
     picture.line("M344 255H376")

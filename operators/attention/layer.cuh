@@ -226,11 +226,10 @@ class Attention : AttentionLaunches<T> {
   template <typename Launch>
   void offer(const std::string& name, const Plan& plan, double microseconds, int shared_bytes,
              const Launch& launch) {
-    ways_.offer(microseconds, [&] {
-      const int64_t part_rows = plan.parts > 1 ? plan.parts * rows() : 0;
-      part_rows_ = all_ways_ ? std::max(part_rows_, part_rows) : part_rows;
-      return Way{name_of(name, plan), microseconds, launch, shared_bytes};
-    });
+    const auto make = [&] { return Way{name_of(name, plan), microseconds, launch, shared_bytes}; };
+    if (!ways_.offer(microseconds, make)) return;
+    const int64_t part_rows = plan.parts > 1 ? plan.parts * rows() : 0;
+    part_rows_ = all_ways_ ? std::max(part_rows_, part_rows) : part_rows;
   }
 
   static std::string name_of(const std::string& name, const Plan& plan) {

@@ -239,10 +239,11 @@ struct Unfused {
 
 // dw from its partial sums.
 template <typename A>
-void add_up_weights(const CliffordGradients& d, const Memory<float>& partials, const Layer& layer) {
+void add_up_weights(const CliffordGradients& d, const Memory<float>& partials, const Layer& layer,
+                    cudaStream_t stream = nullptr) {
   const int count = static_cast<int>(partials.size() / d.dw.size());
-  sum_partials<<<blocks_for(d.dw.size(), 32), dim3(32, kSumRows)>>>(partials, d.dw, count,
-                                                                    A::kTriples, layer.features);
+  sum_partials<<<blocks_for(d.dw.size(), 32), dim3(32, kSumRows), 0, stream>>>(
+      partials, d.dw, count, A::kTriples, layer.features);
 }
 
 // What backward needs besides: dz, and dw of each strip. dx' is written where dx will be.

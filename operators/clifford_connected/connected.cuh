@@ -226,10 +226,11 @@ void normalize(const CliffordTensors& of, float* inverses) {
 }
 
 // Where several blocks or clusters have shared the batch, dw is the sum of their partial sums.
-inline void add_partials(const CliffordGradients& d, const Memory<float>& partials, int splits) {
+inline void add_partials(const CliffordGradients& d, const Memory<float>& partials, int splits,
+                         cudaStream_t stream = nullptr) {
   if (splits == 1) return;
-  launch_early(sum_weight_gradients, blocks_for(d.dw.size(), 4 * 256), 256, 0,
-               static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
+  launch_clusters_on(stream, sum_weight_gradients, 1, true, blocks_for(d.dw.size(), 4 * 256), 256,
+                     0, static_cast<const float*>(partials), d.dw.data(), splits, d.dw.size());
 }
 
 }  // namespace operators::clifford_connected

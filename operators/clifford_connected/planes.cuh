@@ -377,11 +377,11 @@ __global__ void __launch_bounds__(128) normalize_rest(const __grid_constant__ Ro
 }
 
 template <typename A>
-void normalize_rest_of(const RoundNorm<A>& norm) {
+void normalize_rest_of(const RoundNorm<A>& norm, cudaStream_t stream) {
   const Layer& layer = norm.chunk.layer;
   if (!layer.normed || norm.all_together()) return;
-  launch_early(layer.features % 4 == 0 ? normalize_rest<A, 4> : normalize_rest<A, 1>,
-               ceil_div(norm.chunk.rows * A::kGrades, 4), 128, 0, norm);
+  launch_clusters_on(stream, layer.features % 4 == 0 ? normalize_rest<A, 4> : normalize_rest<A, 1>,
+                     1, true, ceil_div(norm.chunk.rows * A::kGrades, 4), 128, 0, norm);
 }
 
 constexpr int kResultRows = 8, kResultThreads = 512;

@@ -289,9 +289,11 @@ struct Tf32Factor {
   int64_t rows, cols, matrices = 1;
 };
 
-/// Launches the product with the tile of the plan.
+/// Launches the product with the tile of the plan. Blocks may wait for one another: where a launch
+/// is not alone they start together, and the launch fails if the device has no room for all.
 template <typename Make>
-void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& plan, Make make) {
+void multiply_tf32(const Workspace& workspace, const Tf32Factor& a, const Tf32Factor& b,
+                   const TilePlan& plan, Make make) {
   with_tile(plan, [&](auto size) {
     using Task = decltype(make(size, 1));
     using Work = TilesInTurn<Task>;
@@ -302,8 +304,11 @@ void multiply_tf32(const Tf32Factor& a, const Tf32Factor& b, const TilePlan& pla
                         ? tensor_map<float>(a.data, a.rows, a.cols, Tile::kRowsA)
                         : batch_map<float>(a.data, a.matrices, a.rows, a.cols, Tile::kRowsA, true),
                     tensor_map<float>(b.data, b.rows, b.cols, Tile::kRowsB), task};
-    launch_early(product::product<Work>, Tile::kBlocks * static_cast<unsigned>(clusters),
-                 Tile::kThreads, sizeof(typename Tile::Shared), work);
+    constexpr bool kWaits = requires { Task::kWaits; };
+    const Start start = kWaits && !workspace.alone ? Start::together : Start::early;
+    launch_clusters_on(workspace.stream, product::product<Work>, 1, start,
+                       Tile::kBlocks * static_cast<unsigned>(clusters), Tile::kThreads,
+                       sizeof(typename Tile::Shared), work);
   });
 }
 

@@ -160,6 +160,7 @@ class FusedDiffusion {
     const auto [V, E, W, meshes] = shape_;
     const int fit = clusters_at_once<Tile>();
     if (fit == 0) return;
+    allow_shared_bytes(diffuse<kPass, Tile>, kBytes);  // the device may have been reset since
     const unsigned blocks = blocks_for(W, Tile::kColumns);
     const int64_t tiles = blocks_for(V, 64);
     const unsigned clusters = persistent(tiles, std::max<int64_t>(1, fit / meshes));

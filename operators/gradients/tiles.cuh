@@ -1,5 +1,6 @@
 // The tiles of lesson 8's Hopper kernels: what lies in shared memory, how factors come there, and
-// how gradients leave. What is multiplied, and what waits for what, is in 8_spatial_gradients.cu.
+// how gradients leave. What is multiplied, and what waits for what, is in forward.cuh and
+// backward.cuh.
 //
 // All work on 64 vertices at a time. E comes in steps of 64. Forward two of them are a segment: its
 // fragments are as many as a thread can hold beside its sums. What E and W do not fill is zero.

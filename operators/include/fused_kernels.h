@@ -12,10 +12,16 @@
  *
  * All pointers to operands and workspace are to memory of the current device (cudaMalloc) or
  * managed memory. A ..._forward() puts its work on the given stream and returns at once. It never
- * prints, ends the program, waits for the device, allocates device memory or uses another stream.
+ * prints, ends the program, allocates device memory or uses another stream, and it waits for the
+ * device only while fk_tune() says so.
  * It can be called from several threads, on several streams at the same time, and while a stream is
  * captured. (The first call of an operator on a device loads its code, which may wait: it should
  * come before the capture.) A stream of NULL is CUDA's legacy default stream.
+ *
+ * The first call of a description in a thread and a stream plans it, which takes the host several
+ * microseconds. Each thread keeps the plans of the last 64, in host memory, until it ends. A plan
+ * holds no memory of the device: operands and workspace may be others in each call. It belongs to
+ * the context in which it was made; after cudaDeviceReset() calls plan anew.
  *
  * Sizes and strides count elements. A stride of 0 says that rows are dense. Rows that are not dense
  * are a multiple of 16 bytes apart, at least as far as they are long, and at most 2^30 elements.
@@ -69,6 +75,14 @@ FK_API const char* fk_last_error(void);
  * with tiles of which size; "" before there is one. It stays until another call of this thread
  * launches something. The words are for people, and may change from one version to the next. */
 FK_API const char* fk_last_way(void);
+
+/* Whether calls find the fastest of their ways by trying: 1, or 0, as at first. With 1, the next
+ * call of each description, in any thread, launches its ways several times, those that the
+ * workspace has room for, with the operands that it is given. It waits for its stream, and writes
+ * its results as ever. The fastest way is kept for this description on this device. Where the
+ * stream is captured nothing is tried. With 0, calls use what was found, and for other descriptions
+ * the way that should be the fastest. Errors: FK_BAD_ARGUMENT if `on` is another number. */
+FK_API int fk_tune(int on);
 
 /* A product of two matrices. */
 typedef struct fk_product {
@@ -206,6 +220,145 @@ FK_API int fk_softmax_workspace(const fk_softmax* softmax, size_t* bytes);
  * Device: any that the library is built for. */
 FK_API int fk_softmax_forward(const fk_softmax* softmax, const void* x, const void* w, void* probs,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
+
+/* Gradient features on a mesh. */
+typedef struct fk_gradients {
+  size_t size; /* sizeof(fk_gradients) */
+  int type;    /* FK_BFLOAT16 */
+  int64_t vertices, eigen, width;
+} fk_gradients;
+
+/* How many bytes of workspace fk_gradients_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_gradients_forward(), without those of operands. */
+FK_API int fk_gradients_workspace(const fk_gradients* gradients, size_t* bytes);
+
+/* out = tanh(xr ar + xi ai), element by element, with xr = gr x, xi = gi x, ar = xr lr^T - xi li^T
+ * and ai = xi lr^T + xr li^T, as lesson 8 has it. Shapes: x (eigen, width), gr and gi (vertices,
+ * eigen), lr and li (width, width), out (vertices, width); all row-major and dense. Each size is at
+ * least 1; eigen and width are multiples of 8, at most 256 and 32768; vertices is at most 2^30.
+ * Type: bf16, added up in fp32; x lr^T and x li^T are rounded to bf16 in between. Alignment: each
+ * pointer to 16 bytes. Written: out, which must not overlap an operand. Device: compute capability
+ * 9.0. */
+FK_API int fk_gradients_forward(const fk_gradients* gradients, const void* x, const void* gr,
+                                const void* gi, const void* lr, const void* li, void* out,
+                                void* workspace, size_t workspace_bytes,
+                                struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_gradients_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_gradients_backward(), without those of operands. */
+FK_API int fk_gradients_backward_workspace(const fk_gradients* gradients, size_t* bytes);
+
+/* The gradients of fk_gradients_forward(), as lesson 8 has them. With g = d_out * (1 - out^2), P =
+ * g * xr, Q = g * xi, R = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and
+ * d_x = gr^T (R + P lr + Q li) + gi^T (S - P li + Q lr). Shapes: d_out that of out, d_x, d_lr and
+ * d_li those of x, lr and li. Sizes, type, alignment and device: as forward; P, Q, R, S and the
+ * sums over vertices of P and Q are rounded to bf16 in between. Written: d_x, d_lr and d_li, which
+ * must not overlap an operand. */
+FK_API int fk_gradients_backward(const fk_gradients* gradients, const void* d_out, const void* x,
+                                 const void* gr, const void* gi, const void* lr, const void* li,
+                                 void* d_x, void* d_lr, void* d_li, void* workspace,
+                                 size_t workspace_bytes, struct CUstream_st* stream);
+
+/* A gated, weighted product of multivectors, and its norm. */
+typedef struct fk_clifford {
+  size_t size; /* sizeof(fk_clifford) */
+  int type;    /* FK_FLOAT32 */
+  int p, q, r; /* how many basis vectors square to 1, to -1 and to 0 */
+  int normed;  /* 0 or 1 */
+  int64_t batch, features;
+} fk_clifford;
+
+/* How many bytes of workspace fk_clifford_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_forward(), without those of operands. */
+FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* The layer of lesson 10: with x' = x gate(x_1), y' = y gate(y_1) and gate(s) = (1 + erf(s / sqrt
+ * 2)) / 2 of the scalar, z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c, and for each
+ * grade c out = z_c / sqrt(mean over features of |z_c|^2 + 1e-6), or without normed out = z.
+ * Algebras: (p, q, r) is (2, 0, 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) or (4, 1, 0); they have 4, 8,
+ * 16, 16 and 32 blades, and 10, 20, 34, 35 and 56 triples (a, c, b) of grades whose products are
+ * not all 0. Shapes: x, y and out (blades, batch, features), w (features, triples); all row-major
+ * and dense. Blades are ordered by grade, those of a grade by their basis vectors as bits of a
+ * number, e1 the lowest; triples by a, then c, then b. Each size is at least 1; features is at most
+ * 8192, of 16 blades 4096, of 32 blades 2048; batch * features is at most 2^30. Type: fp32.
+ * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
+ * compute capability 9.0. */
+FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
+                               const void* w, void* out, void* workspace, size_t workspace_bytes,
+                               struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_clifford_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_backward(), without those of operands. */
+FK_API int fk_clifford_backward_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* The gradients of fk_clifford_forward(), as lesson 10 has them: of the sum of d_out * out, by x, y
+ * and w. Shapes: d_out that of out, d_x, d_y and d_w those of x, y and w. Algebras, sizes, type,
+ * alignment and device: as forward. The result is the same in each call. Written: d_x, d_y and d_w,
+ * which must not overlap an operand. */
+FK_API int fk_clifford_backward(const fk_clifford* clifford, const void* d_out, const void* x,
+                                const void* y, const void* w, void* d_x, void* d_y, void* d_w,
+                                void* workspace, size_t workspace_bytes,
+                                struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_clifford_connected_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_connected_forward(), without those of operands. */
+FK_API int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* The layer of the bonus lesson on multivectors, mixed by matrices of weights: as
+ * fk_clifford_forward(), but each w[a,c,b] is a matrix, which mixes the features of the product.
+ * Algebras: (p, q, r) is (2, 0, 0) or (3, 0, 0). Shapes: x, y and out (blades, batch, features), w
+ * (triples, features, features), whose rows are features of the product and whose columns are those
+ * of the result; all row-major and dense. Order of blades and triples: as there. Each size is at
+ * least 1; features is at most 8192, batch * features at most 2^30. Type: fp32; products and
+ * weights are rounded to TF32, and added up in fp32. Alignment: each pointer to 16 bytes. Written:
+ * out, which must not overlap an operand. Device: compute capability 9.0; the blocks of a kernel
+ * start together, and so a call in another stream waits until there is room for all. */
+FK_API int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x, const void* y,
+                                         const void* w, void* out, void* workspace,
+                                         size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_clifford_connected_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_clifford_connected_backward(), without those of operands. */
+FK_API int fk_clifford_connected_backward_workspace(const fk_clifford* clifford, size_t* bytes);
+
+/* The gradients of fk_clifford_connected_forward(): of the sum of d_out * out, by x, y and w. It
+ * computes the result again, which it keeps in its workspace. Shapes: d_out that of out, d_x, d_y
+ * and d_w those of x, y and w. Algebras, sizes, type, alignment and device: as forward; gradients
+ * of z are rounded to TF32, too. Written: d_x, d_y and d_w, which must not overlap an operand. */
+FK_API int fk_clifford_connected_backward(const fk_clifford* clifford, const void* d_out,
+                                          const void* x, const void* y, const void* w, void* d_x,
+                                          void* d_y, void* d_w, void* workspace,
+                                          size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_gating_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_gating_backward(), without those of operands. */
+FK_API int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes);
+
+/* The gradients of fk_gating_forward(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
+ * sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T
+ * d_s, d_w2 = x^T d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out
+ * that of out, each gradient that of what it is the gradient of; rows of x are x_stride apart,
+ * those of d_out out_stride, and all gradients are dense. inputs is at most 2^26; other sizes,
+ * type, alignment and device: as forward. x w1, x w2, d_s and d_v are rounded to fp16 in between,
+ * so that none may be beyond its range. Written: d_x, d_w1, d_w2, d_b1 and d_b2, which must not
+ * overlap an operand. */
+FK_API int fk_gating_backward(const fk_gating* gating, const void* d_out, const void* x,
+                              const void* w1, const void* w2, const void* b1, const void* b2,
+                              void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,
+                              void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_softmax_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_softmax_backward(), without those of operands. */
+FK_API int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* bytes);
+
+/* The gradients of fk_softmax_forward(), which has written probs. With g = probs * (d_probs - the
+ * sum of d_probs * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of
+ * probs, d_x and d_w those of x and w. Each size is at least 1; rows and classes are at most 2^24,
+ * inputs at most 2^26. Type: fp32, multiplied in fp32. Alignment and device: as forward. Written:
+ * d_x and d_w, which must not overlap an operand. */
+FK_API int fk_softmax_backward(const fk_softmax* softmax, const void* d_probs, const void* x,
+                               const void* w, const void* probs, void* d_x, void* d_w,
+                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 
 #ifdef __cplusplus
 }

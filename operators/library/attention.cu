@@ -97,17 +97,18 @@ void check(const fk_attention* of) {
   check_capability("attention", of->type == FK_FLOAT16 ? 75 : 80);
 }
 
-/// Attention with its operands, of a description that has been checked.
-Operator operator_of(const fk_attention& of, const void* q, const void* k, const void* v, void* out,
-                     float* log_sums, bool wants_log_sums) {
-  return [=](const operators::Workspace& workspace) {
+/// Attention of a description that has been checked. Its operands are the call's arguments: q, k,
+/// v, out and, if they are wanted, log_sums.
+template <bool kLogSums>
+PlannedOperator operator_of(const fk_attention& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     const AttentionShape shape{of.batch,    of.queries, of.keys,       of.heads,
                                of.kv_heads, of.width,   of.causal == 1};
     const Tensors tensors(of);
     const auto ways = [&]<typename T>() {
-      AttentionMemory<T> operands(shape, memory<T>(q, 0), memory<T>(k, 0), memory<T>(v, 0),
-                                  memory<T>(out, 0));
-      if (wants_log_sums) operands.log_sums = memory<float>(log_sums, 0);
+      AttentionMemory<T> operands(shape, at.memory<T>(0, 0), at.memory<T>(1, 0), at.memory<T>(2, 0),
+                                  at.memory<T>(3, 0));
+      if (kLogSums) operands.log_sums = at.memory<float>(4, 0);
       operands.q = tensors.q.all(), operands.k = tensors.k.all();
       operands.v = tensors.v.all(), operands.o = tensors.out.all();
       return Attention<T>(workspace, operands, shape, of.scale).ways();
@@ -123,29 +124,27 @@ extern "C" int fk_attention_workspace(const fk_attention* attention, size_t* byt
   return guarded([=] {
     check(attention);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(
-        operator_of(*attention, nullptr, nullptr, nullptr, nullptr, nullptr, false));
+    *bytes = workspace_bytes(operator_of<false>(*attention));
   });
 }
 
 extern "C" int fk_attention_forward(const fk_attention* attention, const void* q, const void* k,
                                     const void* v, void* out, float* log_sums, void* workspace,
                                     size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([=] {
-    check(attention);
+  return guarded([&] {
+    Plan& plan =
+        plan_of("attention", attention, check, log_sums ? operator_of<true> : operator_of<false>,
+                stream, log_sums != nullptr);
     const Tensors tensors(*attention);
     const auto argument = [](const char* name, const void* data, int64_t count, bool written) {
       return Argument{name, data, static_cast<size_t>(count) * 2, 16, written};
     };
-    std::vector<Argument> arguments = {argument("q", q, tensors.q.count(), false),
-                                       argument("k", k, tensors.k.count(), false),
-                                       argument("v", v, tensors.v.count(), false),
-                                       argument("out", out, tensors.out.count(), true)};
-    if (log_sums) {
-      const int64_t rows = attention->batch * attention->heads * attention->queries;
-      arguments.push_back({"log_sums", log_sums, static_cast<size_t>(rows) * 4, 16, true});
-    }
-    launch(operator_of(*attention, q, k, v, out, log_sums, log_sums != nullptr),
-           std::move(arguments), workspace, workspace_bytes, stream);
+    const int64_t rows = attention->batch * attention->heads * attention->queries;
+    const Argument arguments[] = {argument("q", q, tensors.q.count(), false),
+                                  argument("k", k, tensors.k.count(), false),
+                                  argument("v", v, tensors.v.count(), false),
+                                  argument("out", out, tensors.out.count(), true),
+                                  {"log_sums", log_sums, static_cast<size_t>(rows) * 4, 16, true}};
+    launch(plan, std::span(arguments).first(log_sums ? 5 : 4), workspace, workspace_bytes);
   });
 }

@@ -1,9 +1,18 @@
 #include "operators/library/call.h"
 
-#include <algorithm>
-#include <exception>
-#include <memory>
+#include <cuda.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "primitives/check.h"
 #include "primitives/launch.h"
 
 namespace operators::library {
@@ -49,44 +58,202 @@ std::string dotted(int capability) {
                                    "; this one has " + dotted(capability())};
 }
 
-/// Gives out pieces of the caller's workspace, one after another.
+/// Gives out pieces of a call's workspace, one after another.
 class Carver {
  public:
-  Carver(void* memory, cudaStream_t stream) : memory_(address(memory)), stream_(stream) {}
+  Carver(const Running& running, cudaStream_t stream) : running_(&running), stream_(stream) {}
 
-  /// Another stream may be at work, too, and nothing is tried.
-  Workspace workspace() {
+  /// Another stream may be at work, too, and nothing is tried: one way is wanted, that of this
+  /// name, or else the one that should be the fastest.
+  Workspace workspace(const std::string& only = {}) {
     return {
         .of_any =
-            [this](size_t bytes) { return Memory<char>([at = take(bytes)] { return at; }, bytes); },
+            [this](size_t bytes) {
+              return Memory<char>([of = running_, at = take(bytes)] { return of->workspace + at; },
+                                  bytes);
+            },
         .of_zeros = [this](size_t bytes) { return zeros(bytes); },
         .stream = stream_,
         .alone = false,
         .all_ways = false,
+        .only = only,
     };
   }
   size_t used() const { return used_; }
 
  private:
-  char* take(size_t bytes) {
-    char* const piece = reinterpret_cast<char*>(memory_ + used_);
+  size_t take(size_t bytes) {
+    const size_t piece = used_;
     used_ += (bytes + kAligned - 1) / kAligned * kAligned;
     return piece;
   }
-  /// Memory that is set to zero on the stream when a way first asks where it is: not all do.
+  /// Memory that is set to zero on the stream when a way first asks where it is, once a call: not
+  /// all ways do.
   Memory<char> zeros(size_t bytes) {
-    const auto data = [at = take(bytes), bytes, stream = stream_,
-                       done = std::make_shared<bool>(false)] {
-      if (!*done) check(cudaMemsetAsync(at, 0, bytes, stream), "cudaMemsetAsync");
-      *done = true;
-      return at;
+    const auto data = [of = running_, at = take(bytes), bytes, stream = stream_,
+                       last = std::make_shared<uint64_t>(0)] {
+      char* const piece = of->workspace + at;
+      if (*last != of->number) check(cudaMemsetAsync(piece, 0, bytes, stream), "cudaMemsetAsync");
+      *last = of->number;
+      return piece;
     };
     return Memory<char>(data, bytes);
   }
 
-  uintptr_t memory_;
+  const Running* running_;
   cudaStream_t stream_;
   size_t used_ = 0;
+};
+
+/// What this library asks of the driver, not of the runtime.
+struct Driver {
+  decltype(&cuPointerGetAttribute) pointer_attribute;
+  decltype(&cuCtxGetId) context_id;
+};
+const Driver& driver() {
+  // Through the runtime, so that the library can be loaded where there is no driver to link to.
+  const auto entry = []<typename Function>(Function*& to, const char* name, unsigned version) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check(cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &result),
+          "cudaGetDriverEntryPointByVersion");
+    if (result != cudaDriverEntryPointSuccess) {
+      throw primitives::Error(std::string("the driver has no ") + name);
+    }
+    to = reinterpret_cast<Function*>(function);
+  };
+  static const Driver found = [&] {
+    Driver driver = {};
+    entry(driver.pointer_attribute, "cuPointerGetAttribute", 4000);
+    entry(driver.context_id, "cuCtxGetId", 12000);
+    return driver;
+  }();
+  return found;
+}
+
+/// A number that no other context has, before or after. A thread that has used nothing of CUDA's
+/// has no context yet, which the driver's tensor maps need: then it gets one.
+uint64_t context_of_thread() {
+  unsigned long long id = 0;
+  if (driver().context_id(nullptr, &id) == CUDA_SUCCESS) return id;
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(cudaStreamPerThread, &status), "cudaStreamIsCapturing");
+  if (driver().context_id(nullptr, &id) != CUDA_SUCCESS) {
+    throw primitives::Error("cuCtxGetId: the thread has no context");
+  }
+  return id;
+}
+
+/// Allocations that cudaPointerGetAttributes has found to be the current device's. Asking for an
+/// allocation's number takes the driver a tenth of that time; and none gets the number of another
+/// one that was freed.
+class KnownAllocations {
+ public:
+  /// Forgets those of another context.
+  void are_of(uint64_t context) {
+    if (context == context_) return;
+    *this = {};
+    context_ = context;
+  }
+  bool has(uint64_t id) const { return numbers_[id % kMost] == id; }
+  void add(uint64_t id) { numbers_[id % kMost] = id; }
+
+  /// 0 where there is none.
+  static uint64_t number_of(const void* pointer) {
+    unsigned long long id = 0;
+    const CUresult status =
+        driver().pointer_attribute(&id, CU_POINTER_ATTRIBUTE_BUFFER_ID, address(pointer));
+    return status == CUDA_SUCCESS ? id : 0;
+  }
+  /// Whether it is memory of cudaMalloc(), all on one device. (Of addresses that are reserved first
+  /// and mapped later, parts may be on different ones.)
+  static bool is_whole(const void* pointer) {
+    unsigned long long whole = 0;
+    const CUresult status = driver().pointer_attribute(
+        &whole, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address(pointer));
+    return status == CUDA_SUCCESS && whole != 0;
+  }
+
+ private:
+  static constexpr size_t kMost = 256;
+  uint64_t context_ = 0;
+  uint64_t numbers_[kMost] = {};
+};
+thread_local KnownAllocations known_allocations;
+
+/// The answers that a plan's launches have been given: a few for each question, as there may be
+/// several pointers that take turns.
+class PlanAnswers : public primitives::Answers {
+ public:
+  bool find(const void* question, size_t bytes, void* answer, size_t answer_bytes) override {
+    // The next question is most often the one that came next the last time.
+    for (size_t i = 0; i < entries_.size(); ++i, ++next_) {
+      if (next_ >= entries_.size()) next_ = 0;
+      const Entry& entry = entries_[next_];
+      if (entry.bytes != bytes || entry.answer_bytes != answer_bytes) continue;
+      if (std::memcmp(entry.question, question, bytes) != 0) continue;
+      std::memcpy(answer, entry.answer, answer_bytes);
+      ++next_;
+      return true;
+    }
+    return false;
+  }
+  void keep(const void* question, size_t bytes, const void* answer, size_t answer_bytes) override {
+    if (bytes > sizeof(Entry::question) || answer_bytes > sizeof(Entry::answer)) return;
+    if (entries_.size() < kMost) entries_.emplace_back();
+    Entry& entry = entries_[entries_.size() < kMost ? entries_.size() - 1 : oldest_++ % kMost];
+    entry.bytes = bytes, entry.answer_bytes = answer_bytes;
+    std::memcpy(entry.question, question, bytes);
+    std::memcpy(entry.answer, answer, answer_bytes);
+  }
+
+ private:
+  static constexpr size_t kMost = 64;
+  struct Entry {
+    size_t bytes, answer_bytes;
+    unsigned char question[120], answer[128];
+  };
+  std::vector<Entry> entries_;
+  size_t next_ = 0, oldest_ = 0;
+};
+
+/// While there is one, the thread's launches ask these answers first.
+class Asking {
+ public:
+  explicit Asking(PlanAnswers& answers) { primitives::kept_answers = &answers; }
+  ~Asking() { primitives::kept_answers = nullptr; }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+};
+
+/// The fastest ways that were found by trying, of all threads.
+class Tunings {
+ public:
+  /// One for the process. It is never destroyed: threads may call until the process ends.
+  static Tunings& all() {
+    static Tunings& tunings = *new Tunings;
+    return tunings;
+  }
+  std::atomic<bool> on = false;
+  std::atomic<uint64_t> changes = 0;
+
+  /// The name of a way; empty: not tried yet.
+  std::string of(const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = names_.find(key.without_stream());
+    return found == names_.end() ? "" : found->second;
+  }
+  void set(const Key& key, const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    if (names_.size() >= kMost) names_.erase(names_.begin());
+    names_[key.without_stream()] = name;
+    ++changes;
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+  std::mutex mutex_;
+  std::map<std::string, std::string> names_;
 };
 
 }  // namespace
@@ -152,86 +319,311 @@ void check_capability(const char* name, int least) {
 
 namespace {
 
-/// `count` of `arguments`, the last ones, have not been checked.
-void check_last(const std::vector<Argument>& arguments, size_t count) {
-  const auto first = arguments.end() - static_cast<std::ptrdiff_t>(count);
-  for (auto at = first; at != arguments.end(); ++at) {
-    const Argument& each = *at;
-    if (!each.data) throw Refusal{FK_BAD_ARGUMENT, std::string(each.name) + " is NULL"};
-    if (address(each.data) % each.alignment != 0) {
-      throw Refusal{FK_BAD_ALIGNMENT, std::string(each.name) + ": the pointer is not aligned to " +
-                                          std::to_string(each.alignment) + " bytes"};
-    }
-    if (address(each.data) + each.bytes < address(each.data)) {
-      throw Refusal{FK_BAD_SHAPE, std::string(each.name) + " ends beyond the address space"};
-    }
+/// Refuses what is not memory of the device, which is the current one.
+void check_place(const Argument& argument, int device) {
+  const uint64_t number = KnownAllocations::number_of(argument.data);
+  if (number != 0 && known_allocations.has(number)) return;
+  cudaPointerAttributes attributes = {};
+  check(cudaPointerGetAttributes(&attributes, argument.data), "cudaPointerGetAttributes");
+  if (attributes.type == cudaMemoryTypeManaged) return;
+  if (attributes.type != cudaMemoryTypeDevice) {
+    throw Refusal{FK_BAD_DEVICE, std::string(argument.name) + " is not memory of a GPU"};
   }
-  for (const Argument& out : arguments) {
-    for (const Argument& other : arguments) {
-      if (!out.written || &out == &other || !overlap(out, other)) continue;
-      throw Refusal{FK_OVERLAP,
-                    std::string(out.name) + ", which is written, overlaps " + other.name};
-    }
+  if (attributes.device != device) {
+    throw Refusal{FK_BAD_DEVICE, std::string(argument.name) + " is memory of device " +
+                                     std::to_string(attributes.device) +
+                                     "; the current device is " + std::to_string(device)};
   }
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  for (auto at = first; at != arguments.end(); ++at) {
-    const Argument& each = *at;
-    cudaPointerAttributes attributes = {};
-    check(cudaPointerGetAttributes(&attributes, each.data), "cudaPointerGetAttributes");
-    if (attributes.type == cudaMemoryTypeManaged) continue;
-    if (attributes.type != cudaMemoryTypeDevice) {
-      throw Refusal{FK_BAD_DEVICE, std::string(each.name) + " is not memory of a GPU"};
-    }
-    if (attributes.device != device) {
-      throw Refusal{FK_BAD_DEVICE, std::string(each.name) + " is memory of device " +
-                                       std::to_string(attributes.device) +
-                                       "; the current device is " + std::to_string(device)};
-    }
+  if (number != 0 && KnownAllocations::is_whole(argument.data)) known_allocations.add(number);
+}
+
+/// Refuses the last argument. Those before it have been checked.
+void check_last(std::span<const Argument> arguments, int device) {
+  const Argument& last = arguments.back();
+  if (!last.data) throw Refusal{FK_BAD_ARGUMENT, std::string(last.name) + " is NULL"};
+  if (address(last.data) % last.alignment != 0) {
+    throw Refusal{FK_BAD_ALIGNMENT, std::string(last.name) + ": the pointer is not aligned to " +
+                                        std::to_string(last.alignment) + " bytes"};
   }
+  if (address(last.data) + last.bytes < address(last.data)) {
+    throw Refusal{FK_BAD_SHAPE, std::string(last.name) + " ends beyond the address space"};
+  }
+  for (const Argument& other : arguments.first(arguments.size() - 1)) {
+    if (!(last.written || other.written) || !overlap(last, other)) continue;
+    const auto& [out, in] = last.written ? std::tie(last, other) : std::tie(other, last);
+    throw Refusal{FK_OVERLAP, std::string(out.name) + ", which is written, overlaps " + in.name};
+  }
+  check_place(last, device);
 }
 
 }  // namespace
 
-size_t workspace_bytes(const Operator& make) {
-  Carver carver(nullptr, nullptr);
-  if (make(carver.workspace()).empty()) {
+void Key::finish(const char* name, int variant) {
+  check(cudaGetDevice(&device_), "cudaGetDevice");
+  all_[0] = address(stream_);
+  all_[1] = context_of_thread();
+  all_[2] = address(name);
+  all_[3] = static_cast<uint64_t>(device_) << 32 | static_cast<uint32_t>(variant);
+  for (size_t i = 0; i < words_; ++i) {
+    hash_ = (hash_ ^ all_[i]) * 0x9E3779B97F4A7C15;
+    hash_ ^= hash_ >> 32;
+  }
+}
+
+class Plan {
+ public:
+  Plan(const Key& key, PlannedOperator make) : key_(key), make_(std::move(make)) { choose(); }
+  Plan(const Plan&) = delete;  // its way refers to it
+  Plan& operator=(const Plan&) = delete;
+
+  const Key& key() const { return key_; }
+
+  /// Copies what a call brings, or refuses it.
+  void accept(std::span<const Argument> arguments, void* workspace, size_t bytes) {
+    constexpr size_t kMost = std::size(Running{}.operands);
+    Argument all[kMost + 1];
+    if (arguments.size() > kMost) throw primitives::Error("too many arguments");
+    known_allocations.are_of(key_.context());
+    size_t count = 0;
+    for (const Argument& each : arguments) {
+      all[count++] = each;
+      check_last({all, count}, key_.device());
+    }
+    if (bytes < needed_) {
+      throw Refusal{FK_BAD_WORKSPACE, "workspace has " + std::to_string(bytes) + " bytes; " +
+                                          std::to_string(needed_) + " are needed"};
+    }
+    if (needed_ > 0) {
+      all[count++] = {"workspace", workspace, needed_, kAligned, true};
+      check_last({all, count}, key_.device());
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      running_.operands[i] = const_cast<void*>(arguments[i].data);
+    }
+    running_.workspace = static_cast<char*>(workspace);
+  }
+
+  /// To be called after accept(). While fk_tune() says so the ways are tried first, if they have
+  /// not been. (In a graph that is being captured nothing can be.)
+  void launch() {
+    Tunings& tunings = Tunings::all();
+    if (tunings.on.load(std::memory_order_relaxed) && tunings.of(key_).empty() && !captured()) {
+      tunings.set(key_, fastest());
+    }
+    if (tuned_ != tunings.changes.load(std::memory_order_acquire)) choose();
+    run(best_);
+    copy(way, best_.name.c_str());
+  }
+
+ private:
+  /// Chooses the way. `needed_` is what the one takes that should be the fastest, since that is
+  /// what a query says.
+  void choose() {
+    Tunings& tunings = Tunings::all();
+    tuned_ = tunings.changes.load(std::memory_order_acquire);
+    Carver carver(running_, key_.stream());
+    const std::vector<Way> ways = make_(carver.workspace(), Operands(running_));
+    if (ways.empty()) throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
+    // One way, or the fastest one of several kinds of ways, which come first where they are equal.
+    const Way expected = *std::min_element(ways.begin(), ways.end(), sooner);
+    needed_ = carver.used();
+    const std::string tuned = tunings.of(key_);
+    std::optional<Way> other;
+    if (!tuned.empty() && tuned != expected.name) other = named(tuned);
+    best_ = other ? *other : expected;
+    answers_ = {};
+  }
+  static bool sooner(const Way& a, const Way& b) { return a.microseconds < b.microseconds; }
+
+  /// The way of this name, if it needs no more workspace than `needed_`.
+  std::optional<Way> named(const std::string& name) const {
+    Carver carver(running_, key_.stream());
+    const std::vector<Way> ways = make_(carver.workspace(name), Operands(running_));
+    const auto found =
+        std::find_if(ways.begin(), ways.end(), [&](const Way& way) { return way.name == name; });
+    if (found == ways.end() || carver.used() > needed_) return {};
+    return *found;
+  }
+
+  void run(const Way& chosen) {
+    ++running_.number;
+    const Asking asking(answers_);
+    chosen.launch();
+    check(cudaPeekAtLastError(), "the launch");
+  }
+
+  bool captured() const {
+    cudaStreamCaptureStatus status;
+    check(cudaStreamIsCapturing(key_.stream(), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  /// The ways to try: first the one that is used otherwise, then the others, those first that
+  /// should be the fastest.
+  std::vector<Way> ways_to_try() const {
+    Carver carver(running_, key_.stream());
+    Workspace workspace = carver.workspace();
+    workspace.all_ways = true;
+    std::vector<Way> all = make_(workspace, Operands(running_));
+    std::stable_sort(all.begin(), all.end(), sooner);
+    std::vector<Way> ways = {best_};
+    for (const Way& each : all) {
+      if (ways.size() >= kMostTried || each.microseconds > kHopeless * all[0].microseconds) break;
+      const auto same = [&](const Way& way) { return way.name == each.name; };
+      if (std::any_of(ways.begin(), ways.end(), same)) continue;
+      if (std::optional<Way> way = named(each.name)) ways.push_back(std::move(*way));
+    }
+    return ways;
+  }
+
+  /// The name of the fastest of them, found by launching each for the operands of this call.
+  std::string fastest() {
+    const std::vector<Way> ways = ways_to_try();
+    const Event start, end;
+    const cudaStream_t stream = key_.stream();
+    std::vector<float> least(ways.size(), INFINITY);
+    const auto milliseconds = [&](const Way& each, int times) {
+      check(cudaEventRecord(start, stream), "cudaEventRecord");
+      for (int i = 0; i < times; ++i) run(each);
+      check(cudaEventRecord(end, stream), "cudaEventRecord");
+      check(cudaEventSynchronize(end), "cudaEventSynchronize");
+      float all = 0;
+      check(cudaEventElapsedTime(&all, start, end), "cudaEventElapsedTime");
+      return all / static_cast<float>(times);
+    };
+    float first = INFINITY;  // how long the best of all has taken in the first rounds
+    for (int round = 0; round < kRounds; ++round) {
+      for (size_t i = 0; i < ways.size(); ++i) {
+        if (round > 1 && least[i] > kSlow * first) continue;
+        // The first launch of a kernel loads its code.
+        const int times = round == 0 || first > 0.1F ? 1 : 10;
+        const float took = milliseconds(ways[i], times);
+        if (round > 0) least[i] = std::min(least[i], took);
+      }
+      first = round == 0 ? milliseconds(ways[0], 1) : *std::min_element(least.begin(), least.end());
+    }
+    const auto best = std::min_element(least.begin(), least.end());
+    // Where they take the same time the one stays that would be used otherwise.
+    return ways[*best < kClearly * least[0] ? best - least.begin() : 0].name;
+  }
+
+  struct Event {
+    cudaEvent_t event;
+    Event() { check(cudaEventCreate(&event), "cudaEventCreate"); }
+    ~Event() { cudaEventDestroy(event); }
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+    operator cudaEvent_t() const { return event; }
+  };
+
+  static constexpr size_t kMostTried = 32;
+  static constexpr double kHopeless = 1.5;  ///< so many times as long as the first are not tried
+  static constexpr float kSlow = 1.5F, kClearly = 0.98F;
+  static constexpr int kRounds = 5;  ///< the first one is not timed
+
+  Key key_;
+  PlannedOperator make_;
+  Running running_;
+  Way best_;
+  PlanAnswers answers_;
+  size_t needed_ = 0;
+  uint64_t tuned_ = 0;
+};
+
+namespace {
+
+/// A thread's plans. There are at most kMost: then the one goes that was used the longest ago.
+class Plans {
+ public:
+  static constexpr size_t kMost = 64;
+
+  ~Plans() { gone = true; }
+  static Plans& of_thread() {
+    if (gone) throw Refusal{FK_CUDA_ERROR, "a call of a thread that has ended"};
+    static thread_local Plans plans;
+    return plans;
+  }
+
+  Plan* find(const Key& key) {
+    for (Entry& each : entries_) {
+      if (each.hash != key.hash() || !(each.plan->key() == key)) continue;
+      each.used = ++calls_;
+      return each.plan.get();
+    }
+    return nullptr;
+  }
+  Plan& add(const Key& key, const PlannedOperator& make) {
+    auto plan = std::make_unique<Plan>(key, make);
+    if (entries_.size() >= kMost) {
+      entries_.erase(
+          std::min_element(entries_.begin(), entries_.end(),
+                           [](const Entry& a, const Entry& b) { return a.used < b.used; }));
+    }
+    return *entries_.emplace_back(Entry{key.hash(), ++calls_, std::move(plan)}).plan;
+  }
+  void forget(const Plan& plan) {
+    std::erase_if(entries_, [&](const Entry& each) { return each.plan.get() == &plan; });
+  }
+
+ private:
+  struct Entry {
+    uint64_t hash, used;
+    std::unique_ptr<Plan> plan;
+  };
+  static thread_local bool gone;
+  std::vector<Entry> entries_;
+  uint64_t calls_ = 0;
+};
+thread_local bool Plans::gone = false;
+
+/// What an earlier call of the caller's own has left is not this call's to report as its own.
+void check_before() { check(cudaPeekAtLastError(), "an earlier call, before this one"); }
+
+}  // namespace
+
+size_t workspace_bytes(const PlannedOperator& make) {
+  const Running running;
+  Carver carver(running, nullptr);
+  if (make(carver.workspace(), Operands(running)).empty()) {
     throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
   }
   return carver.used();
 }
 
-void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
-            cudaStream_t stream) {
-  check(cudaPeekAtLastError(), "an earlier call, before this one");
-  // A thread that has used no stream has no context yet, which the driver's tensor maps need.
-  cudaStreamCaptureStatus status;
-  check(cudaStreamIsCapturing(cudaStreamPerThread, &status), "cudaStreamIsCapturing");
-  check_last(arguments, arguments.size());
-  Carver carver(workspace, stream);
-  const std::vector<Way> ways = make(carver.workspace());
-  if (ways.empty()) throw Refusal{FK_BAD_SHAPE, "this device has no way to compute this shape"};
-  if (bytes < carver.used()) {
-    throw Refusal{FK_BAD_WORKSPACE, "workspace has " + std::to_string(bytes) + " bytes; " +
-                                        std::to_string(carver.used()) + " are needed"};
-  }
-  if (carver.used() > 0) {
-    arguments.push_back({"workspace", workspace, carver.used(), kAligned, true});
-    check_last(arguments, 1);
-  }
-  // One way, or the fastest one of several kinds of ways, which come first where they are equal.
-  const Way& best = *std::min_element(ways.begin(), ways.end(), [](const Way& a, const Way& b) {
-    return a.microseconds < b.microseconds;
-  });
-  best.launch();
-  check(cudaPeekAtLastError(), "the launch");
-  copy(way, best.name.c_str());
+size_t workspace_bytes(const Operator& make) {
+  return workspace_bytes(
+      [&](const Workspace& workspace, const Operands&) { return make(workspace); });
 }
 
-int guarded(const std::function<void()>& call) noexcept {
+Plan* find_plan(const Key& key) { return Plans::of_thread().find(key); }
+
+Plan& add_plan(const Key& key, const PlannedOperator& make) {
+  return Plans::of_thread().add(key, make);
+}
+
+void launch(Plan& plan, std::span<const Argument> arguments, void* workspace, size_t bytes) {
+  check_before();
+  plan.accept(arguments, workspace, bytes);
   try {
-    call();
-    return FK_OK;
+    plan.launch();
+  } catch (...) {
+    Plans::of_thread().forget(plan);  // the next call asks everything anew
+    throw;
+  }
+}
+
+void launch(const Operator& make, std::vector<Argument> arguments, void* workspace, size_t bytes,
+            cudaStream_t stream) {
+  check_before();
+  Plan plan(Key("", uint64_t{0}, stream, 0),
+            [&](const Workspace& pieces, const Operands&) { return make(pieces); });
+  plan.accept(arguments, workspace, bytes);
+  plan.launch();
+}
+
+int code_of_exception() noexcept {
+  try {
+    throw;
   } catch (const Refusal& refusal) {
     note(refusal.sentence.c_str());
     return refusal.code;
@@ -252,3 +644,13 @@ extern "C" int fk_version(void) { return FK_VERSION; }
 extern "C" const char* fk_last_error(void) { return operators::library::error; }
 
 extern "C" const char* fk_last_way(void) { return operators::library::way; }
+
+extern "C" int fk_tune(int on) {
+  using namespace operators::library;
+  return guarded([&] {
+    if (on != 0 && on != 1) {
+      throw Refusal{FK_BAD_ARGUMENT, "on is " + std::to_string(on) + "; it has to be 0 or 1"};
+    }
+    Tunings::all().on = on == 1;
+  });
+}

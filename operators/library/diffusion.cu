@@ -31,27 +31,32 @@ void check(const fk_diffusion* of) {
   check_hopper("the diffusion");
 }
 
-/// What both passes read.
-DiffusionOperands operands_of(const fk_diffusion& of, const void* values, const void* basis,
-                              const void* mass, const void* evalues, const void* times) {
+/// A call's arguments: x, basis, mass, evalues, times, spectral, out; backward d_out, d_spectral,
+/// basis, mass, evalues, times, spectral, d_x, d_times.
+template <Pass kPass>
+DiffusionOperands operands_of(const fk_diffusion& of, const Operands& at) {
   DiffusionOperands operands = {};
-  operands.values = static_cast<const bf16*>(values);
-  operands.basis = static_cast<const bf16*>(basis);
-  operands.mass = static_cast<const bf16*>(mass);
-  operands.evalues = static_cast<const bf16*>(evalues);
-  operands.times = static_cast<const bf16*>(times);
+  int place = 0;
+  const auto next = [&](auto*& to) { to = at.at<bf16>(place++); };
+  next(operands.values);
+  if (kPass == Pass::backward) next(operands.d_spectral);
+  next(operands.basis), next(operands.mass), next(operands.evalues), next(operands.times);
+  next(operands.spectrum);
+  if (kPass == Pass::backward) operands.spectral = operands.spectrum;  // not written
+  next(operands.result);
+  if (kPass == Pass::backward) next(operands.d_times);
   operands.V = of.vertices;
   operands.E = static_cast<int>(of.eigen);
   operands.W = static_cast<int>(of.width);
   return operands;
 }
 
-/// A pass with its operands, those of a description that has been checked.
+/// A pass of a description that has been checked.
 template <Pass kPass>
-Operator pass_of(const fk_diffusion& of, const DiffusionOperands& operands) {
-  return [=](const operators::Workspace& workspace) {
+PlannedOperator pass_of(const fk_diffusion& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     return FusedDiffusion<kPass>(
-               workspace, [=] { return operands; }, shape_of(of))
+               workspace, [=] { return operands_of<kPass>(of, at); }, shape_of(of))
         .ways();
   };
 }
@@ -61,7 +66,7 @@ int query(const fk_diffusion* diffusion, size_t* bytes) {
   return guarded([=] {
     check(diffusion);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of<kPass>(*diffusion, {}));
+    *bytes = workspace_bytes(pass_of<kPass>(*diffusion));
   });
 }
 
@@ -83,20 +88,19 @@ extern "C" int fk_diffusion_forward(const fk_diffusion* diffusion, const void* x
                                     const void* mass, const void* evalues, const void* times,
                                     void* spectral, void* out, void* workspace,
                                     size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([=] {
-    check(diffusion);
+  return guarded([&] {
+    Plan& plan = plan_of("diffusion", diffusion, check, pass_of<Pass::forward>, stream);
     const DiffusionShape shape = shape_of(*diffusion);
-    DiffusionOperands operands = operands_of(*diffusion, x, basis, mass, evalues, times);
-    operands.spectrum = static_cast<bf16*>(spectral);
-    operands.result = static_cast<bf16*>(out);
-    launch(pass_of<Pass::forward>(*diffusion, operands),
-           {argument("x", x, shape.vertex_values()),
-            argument("basis", basis, shape.vertices() * shape.E),
-            argument("mass", mass, shape.vertices()),
-            argument("evalues", evalues, shape.meshes * shape.E), argument("times", times, shape.W),
-            argument("spectral", spectral, shape.spectrum_values(), true),
-            argument("out", out, shape.vertex_values(), true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("x", x, shape.vertex_values()),
+        argument("basis", basis, shape.vertices() * shape.E),
+        argument("mass", mass, shape.vertices()),
+        argument("evalues", evalues, shape.meshes * shape.E),
+        argument("times", times, shape.W),
+        argument("spectral", spectral, shape.spectrum_values(), true),
+        argument("out", out, shape.vertex_values(), true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }
 
@@ -105,24 +109,20 @@ extern "C" int fk_diffusion_backward(const fk_diffusion* diffusion, const void* 
                                      const void* evalues, const void* times, const void* spectral,
                                      void* d_x, void* d_times, void* workspace,
                                      size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([=] {
-    check(diffusion);
+  return guarded([&] {
+    Plan& plan = plan_of("diffusion", diffusion, check, pass_of<Pass::backward>, stream, 1);
     const DiffusionShape shape = shape_of(*diffusion);
-    DiffusionOperands operands = operands_of(*diffusion, d_out, basis, mass, evalues, times);
-    operands.d_spectral = static_cast<const bf16*>(d_spectral);
-    operands.spectral = static_cast<const bf16*>(spectral);
-    operands.spectrum = const_cast<bf16*>(operands.spectral);  // a map is made of it; not written
-    operands.result = static_cast<bf16*>(d_x);
-    operands.d_times = static_cast<bf16*>(d_times);
-    launch(pass_of<Pass::backward>(*diffusion, operands),
-           {argument("d_out", d_out, shape.vertex_values()),
-            argument("d_spectral", d_spectral, shape.spectrum_values()),
-            argument("basis", basis, shape.vertices() * shape.E),
-            argument("mass", mass, shape.vertices()),
-            argument("evalues", evalues, shape.meshes * shape.E), argument("times", times, shape.W),
-            argument("spectral", spectral, shape.spectrum_values()),
-            argument("d_x", d_x, shape.vertex_values(), true),
-            argument("d_times", d_times, shape.W, true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("d_out", d_out, shape.vertex_values()),
+        argument("d_spectral", d_spectral, shape.spectrum_values()),
+        argument("basis", basis, shape.vertices() * shape.E),
+        argument("mass", mass, shape.vertices()),
+        argument("evalues", evalues, shape.meshes * shape.E),
+        argument("times", times, shape.W),
+        argument("spectral", spectral, shape.spectrum_values()),
+        argument("d_x", d_x, shape.vertex_values(), true),
+        argument("d_times", d_times, shape.W, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

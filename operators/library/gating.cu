@@ -1,12 +1,15 @@
 // The gated layer of operators/gating, as the library exports it.
 
+#include "operators/gating/backward.cuh"
 #include "operators/gating/layer.cuh"
 #include "operators/library/call.h"
+#include "operators/library/products.h"
 
 namespace {
 
 using namespace operators::library;
-using operators::gating::GatedLayer, operators::gating::GatingMemory;
+using operators::gating::GatedLayer, operators::gating::GatedLayerBackward;
+using operators::gating::GatingGradients, operators::gating::GatingMemory;
 
 /// Refuses a description that no GPU, or not this one, can compute.
 void check(const fk_gating* gating) {
@@ -20,19 +23,56 @@ void check(const fk_gating* gating) {
   check_hopper("the gated layer");
 }
 
-/// The layer with its operands, of a description that has been checked.
-Operator layer(const fk_gating& gating, const void* x, const void* w1, const void* w2,
-               const void* b1, const void* b2, void* out) {
-  return [=](const operators::Workspace& workspace) {
+/// The same of backward, where inputs are columns of a product.
+void check_backward(const fk_gating* gating) {
+  check(gating);
+  check_sizes({{"inputs", gating->inputs, 1 << 26}});
+}
+
+/// A stride as the layer takes it: 0 where rows are dense.
+int64_t or_zero(int64_t stride, int64_t cols) { return stride == cols ? 0 : stride; }
+
+/// The layer of a description that has been checked. Its operands are the call's arguments: x, w1,
+/// w2, b1, b2, out.
+PlannedOperator layer(const fk_gating& gating) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
-    const auto stride = [](int64_t own, int64_t cols) { return own == cols ? 0 : own; };
     const GatingMemory operands{
-        memory<half>(x, rows * gating.inputs),  memory<half>(w1, of_w),
-        memory<half>(b1, gating.hidden),        memory<half>(w2, of_w),
-        memory<half>(b2, gating.hidden),        memory<half>(out, rows * gating.hidden),
-        stride(gating.x_stride, gating.inputs), stride(gating.out_stride, gating.hidden)};
+        at.memory<half>(0, rows * gating.inputs), at.memory<half>(1, of_w),
+        at.memory<half>(3, gating.hidden),        at.memory<half>(2, of_w),
+        at.memory<half>(4, gating.hidden),        at.memory<half>(5, rows * gating.hidden),
+        or_zero(gating.x_stride, gating.inputs),  or_zero(gating.out_stride, gating.hidden)};
     return GatedLayer(workspace, operands, {rows, gating.inputs, gating.hidden}).ways();
   };
+}
+
+/// Its gradients. The operands are d_out, x, w1, w2, b1, b2, d_x, d_w1, d_w2, d_b1, d_b2.
+PlannedOperator backward(const fk_gating& gating) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
+    const int64_t of_w = gating.inputs * gating.hidden, rows = gating.rows;
+    const int64_t of_x = rows * gating.inputs, of_out = rows * gating.hidden;
+    const GatingMemory operands{at.memory<half>(1, of_x),
+                                at.memory<half>(2, of_w),
+                                at.memory<half>(4, gating.hidden),
+                                at.memory<half>(3, of_w),
+                                at.memory<half>(5, gating.hidden),
+                                at.memory<half>(0, of_out),
+                                or_zero(gating.x_stride, gating.inputs),
+                                or_zero(gating.out_stride, gating.hidden)};
+    const GatingGradients d{at.memory<half>(0, of_out), at.memory<half>(6, of_x),
+                            at.memory<half>(7, of_w),   at.memory<half>(9, gating.hidden),
+                            at.memory<half>(8, of_w),   at.memory<half>(10, gating.hidden)};
+    return GatedLayerBackward(workspace, operands, d, {rows, gating.inputs, gating.hidden},
+                              half_product_ways)
+        .ways();
+  };
+}
+
+/// What a call reads or writes of rows that may be apart.
+Argument rows_of(const char* name, const void* data, int64_t rows, int64_t cols, int64_t stride,
+                 bool written) {
+  const int64_t count = extent(rows, cols, or_dense(stride, cols));
+  return {name, data, static_cast<size_t>(count) * sizeof(half), 16, written};
 }
 
 }  // namespace
@@ -41,7 +81,15 @@ extern "C" int fk_gating_workspace(const fk_gating* gating, size_t* bytes) {
   return guarded([=] {
     check(gating);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(layer(*gating, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr));
+    *bytes = workspace_bytes(layer(*gating));
+  });
+}
+
+extern "C" int fk_gating_backward_workspace(const fk_gating* gating, size_t* bytes) {
+  return guarded([=] {
+    check_backward(gating);
+    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
+    *bytes = workspace_bytes(backward(*gating));
   });
 }
 
@@ -49,18 +97,42 @@ extern "C" int fk_gating_forward(const fk_gating* gating, const void* x, const v
                                  const void* w2, const void* b1, const void* b2, void* out,
                                  void* workspace, size_t workspace_bytes,
                                  struct CUstream_st* stream) {
-  return guarded([=] {
-    check(gating);
-    const int64_t inputs = gating->inputs, hidden = gating->hidden;
-    const auto argument = [](const char* name, const void* data, int64_t count, bool written) {
-      return Argument{name, data, static_cast<size_t>(count) * sizeof(half), 16, written};
+  return guarded([&] {
+    Plan& plan = plan_of("gating", gating, check, layer, stream);
+    const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
+    const Argument arguments[] = {
+        rows_of("x", x, rows, inputs, x_stride, false),
+        rows_of("w1", w1, inputs, hidden, 0, false),
+        rows_of("w2", w2, inputs, hidden, 0, false),
+        rows_of("b1", b1, 1, hidden, 0, false),
+        rows_of("b2", b2, 1, hidden, 0, false),
+        rows_of("out", out, rows, hidden, out_stride, true),
     };
-    const int64_t of_x = extent(gating->rows, inputs, or_dense(gating->x_stride, inputs));
-    const int64_t of_out = extent(gating->rows, hidden, or_dense(gating->out_stride, hidden));
-    launch(layer(*gating, x, w1, w2, b1, b2, out),
-           {argument("x", x, of_x, false), argument("w1", w1, inputs * hidden, false),
-            argument("w2", w2, inputs * hidden, false), argument("b1", b1, hidden, false),
-            argument("b2", b2, hidden, false), argument("out", out, of_out, true)},
-           workspace, workspace_bytes, stream);
+    launch(plan, arguments, workspace, workspace_bytes);
+  });
+}
+
+extern "C" int fk_gating_backward(const fk_gating* gating, const void* d_out, const void* x,
+                                  const void* w1, const void* w2, const void* b1, const void* b2,
+                                  void* d_x, void* d_w1, void* d_w2, void* d_b1, void* d_b2,
+                                  void* workspace, size_t workspace_bytes,
+                                  struct CUstream_st* stream) {
+  return guarded([&] {
+    Plan& plan = plan_of("gating backward", gating, check_backward, backward, stream);
+    const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
+    const Argument arguments[] = {
+        rows_of("d_out", d_out, rows, hidden, out_stride, false),
+        rows_of("x", x, rows, inputs, x_stride, false),
+        rows_of("w1", w1, inputs, hidden, 0, false),
+        rows_of("w2", w2, inputs, hidden, 0, false),
+        rows_of("b1", b1, 1, hidden, 0, false),
+        rows_of("b2", b2, 1, hidden, 0, false),
+        rows_of("d_x", d_x, rows, inputs, 0, true),
+        rows_of("d_w1", d_w1, inputs, hidden, 0, true),
+        rows_of("d_w2", d_w2, inputs, hidden, 0, true),
+        rows_of("d_b1", d_b1, 1, hidden, 0, true),
+        rows_of("d_b2", d_b2, 1, hidden, 0, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

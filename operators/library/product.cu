@@ -1,6 +1,7 @@
 // The products of operators/product, as the library exports them.
 
 #include "operators/library/call.h"
+#include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
 
@@ -35,15 +36,15 @@ void check(const fk_product* product) {
   if (!fp32) check_hopper("the product");
 }
 
-/// The product with its operands, of a description that has been checked.
-Operator operator_of(const fk_product& product, const void* a, const void* b, void* c) {
-  return [=](const operators::Workspace& workspace) {
+/// The product a b = c, the call's arguments, of a description that has been checked.
+PlannedOperator operator_of(const fk_product& product) {
+  return [=](const operators::Workspace& workspace, const Operands& operands) {
     const ProductShape shape{static_cast<int>(product.rows), static_cast<int>(product.cols),
                              static_cast<int>(product.depth)};
     const auto ways = [&]<typename T, class Product>(const auto&... strides) {
-      return Product(workspace, memory<T>(a, product.rows * product.depth),
-                     memory<T>(b, product.depth * product.cols),
-                     memory<T>(c, product.rows * product.cols), shape, strides...)
+      return Product(workspace, operands.memory<T>(0, product.rows * product.depth),
+                     operands.memory<T>(1, product.depth * product.cols),
+                     operands.memory<T>(2, product.rows * product.cols), shape, strides...)
           .ways();
     };
     const auto stride = [](int64_t own, int64_t cols) { return own == cols ? 0 : own; };
@@ -60,29 +61,43 @@ Operator operator_of(const fk_product& product, const void* a, const void* b, vo
 
 }  // namespace
 
+std::vector<operators::Way> operators::library::half_product_ways(
+    const Workspace& workspace, const Memory<half>& a, const Memory<half>& b, const Memory<half>& c,
+    ProductShape shape, RowStrides strides) {
+  return HalfProduct<half>(workspace, a, b, c, shape, strides).ways();
+}
+
+std::vector<operators::Way> operators::library::fp32_product_ways(const Workspace& workspace,
+                                                                  const Memory<float>& a,
+                                                                  const Memory<float>& b,
+                                                                  const Memory<float>& c,
+                                                                  ProductShape shape) {
+  return Fp32Product(workspace, a, b, c, shape).ways();
+}
+
 extern "C" int fk_product_workspace(const fk_product* product, size_t* bytes) {
   return guarded([=] {
     check(product);
     if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(operator_of(*product, nullptr, nullptr, nullptr));
+    *bytes = workspace_bytes(operator_of(*product));
   });
 }
 
 extern "C" int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                                   void* workspace, size_t workspace_bytes,
                                   struct CUstream_st* stream) {
-  return guarded([=] {
-    check(product);
+  return guarded([&] {
+    Plan& plan = plan_of("product", product, check, operator_of, stream);
     const auto argument = [&](const char* name, const void* data, int64_t rows, int64_t cols,
                               int64_t stride, bool written) {
       const int64_t count = extent(rows, cols, or_dense(stride, cols));
       return Argument{name, data, static_cast<size_t>(count) * (is_fp32(*product) ? 4 : 2), 16,
                       written};
     };
-    launch(operator_of(*product, a, b, c),
-           {argument("a", a, product->rows, product->depth, product->a_stride, false),
-            argument("b", b, product->depth, product->cols, product->b_stride, false),
-            argument("c", c, product->rows, product->cols, product->c_stride, true)},
-           workspace, workspace_bytes, stream);
+    const Argument arguments[] = {
+        argument("a", a, product->rows, product->depth, product->a_stride, false),
+        argument("b", b, product->depth, product->cols, product->b_stride, false),
+        argument("c", c, product->rows, product->cols, product->c_stride, true)};
+    launch(plan, arguments, workspace, workspace_bytes);
   });
 }

@@ -28,11 +28,6 @@
 
 namespace operators::product {
 
-/// How many elements the rows of a product's matrices are apart: a multiple of 8, or 0 if dense.
-struct RowStrides {
-  int64_t a = 0, b = 0, c = 0;
-};
-
 /// The ways to compute the product of A and B, of a shape that is at least 1 x 1 x 1. T: half or
 /// __nv_bfloat16. No way where there is no Hopper GPU to run them. C must not overlap A or B.
 template <typename T>

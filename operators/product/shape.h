@@ -1,10 +1,17 @@
 #pragma once
 
+#include <cstdint>
+
 namespace operators::product {
 
 /// C (rows x cols) = A (rows x depth) B (depth x cols).
 struct ProductShape {
   int rows, cols, depth;
+};
+
+/// How many elements the rows of a product's matrices are apart: a multiple of 8, or 0 if dense.
+struct RowStrides {
+  int64_t a = 0, b = 0, c = 0;
 };
 
 }  // namespace operators::product

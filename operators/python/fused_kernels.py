@@ -3,8 +3,10 @@ function computes; docs/library.md has an example.
 
 Without PyTorch this file has the C library as ctypes sees it: load(), library(), and a struct for each of the header's.
 
-With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(),
-diffusion_backward() and softmax(). Each docstring says the formula, the shapes and the types. For all of them:
+With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
+gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product and attention as
+functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the types. For all of
+them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
   returns at once. The results and the workspace are new tensors of PyTorch's caching allocator.
@@ -18,10 +20,12 @@ diffusion_backward() and softmax(). Each docstring says the formula, the shapes 
 - The library is build/cuda/libfused_kernels.so of this repository, or what FUSED_KERNELS_LIBRARY names.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import pathlib
+import threading
 
 try:
     import torch
@@ -63,8 +67,10 @@ fk_attention = _struct("fk_attention", (_SIZE, "size"), (_INT, "type causal"),
                        (fk_strides, "q_strides k_strides v_strides out_strides"), (ctypes.c_float, "scale"))
 fk_diffusion = _struct("fk_diffusion", (_SIZE, "size"), (_INT, "type"), (_INT64, "meshes vertices eigen width"))
 fk_softmax = _struct("fk_softmax", (_SIZE, "size"), (_INT, "type"), (_INT64, "rows inputs classes"))
+fk_gradients = _struct("fk_gradients", (_SIZE, "size"), (_INT, "type"), (_INT64, "vertices eigen width"))
+fk_clifford = _struct("fk_clifford", (_SIZE, "size"), (_INT, "type p q r normed"), (_INT64, "batch features"))
 STRUCTS = {each.__name__: each for each in
-           (fk_strides, fk_product, fk_gating, fk_attention, fk_diffusion, fk_softmax)}
+           (fk_strides, fk_product, fk_gating, fk_attention, fk_diffusion, fk_softmax, fk_gradients, fk_clifford)}
 
 
 def _forward(operands):
@@ -77,6 +83,7 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_version": (_INT, []),
     "fk_last_error": (ctypes.c_char_p, []),
     "fk_last_way": (ctypes.c_char_p, []),
+    "fk_tune": (_INT, [_INT]),
     "fk_product_workspace": (_INT, _WORKSPACE),
     "fk_product_forward": (_INT, _forward(3)),
     "fk_gating_workspace": (_INT, _WORKSPACE),
@@ -89,6 +96,22 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_diffusion_backward": (_INT, _forward(9)),
     "fk_softmax_workspace": (_INT, _WORKSPACE),
     "fk_softmax_forward": (_INT, _forward(3)),
+    "fk_gradients_workspace": (_INT, _WORKSPACE),
+    "fk_gradients_forward": (_INT, _forward(6)),
+    "fk_gradients_backward_workspace": (_INT, _WORKSPACE),
+    "fk_gradients_backward": (_INT, _forward(9)),
+    "fk_clifford_workspace": (_INT, _WORKSPACE),
+    "fk_clifford_forward": (_INT, _forward(4)),
+    "fk_clifford_backward_workspace": (_INT, _WORKSPACE),
+    "fk_clifford_backward": (_INT, _forward(7)),
+    "fk_clifford_connected_workspace": (_INT, _WORKSPACE),
+    "fk_clifford_connected_forward": (_INT, _forward(4)),
+    "fk_clifford_connected_backward_workspace": (_INT, _WORKSPACE),
+    "fk_clifford_connected_backward": (_INT, _forward(7)),
+    "fk_gating_backward_workspace": (_INT, _WORKSPACE),
+    "fk_gating_backward": (_INT, _forward(11)),
+    "fk_softmax_backward_workspace": (_INT, _WORKSPACE),
+    "fk_softmax_backward": (_INT, _forward(6)),
 }
 
 
@@ -116,6 +139,19 @@ def library():
         raise RuntimeError(f"there is no {path}; build it with `scons library`, or let the environment variable "
                            "FUSED_KERNELS_LIBRARY name the library")
     return load(path)
+
+
+@contextlib.contextmanager
+def tuning():
+    """`with tuning(): ...` calls the functions of tensors as usual, but the first call for operands of some shapes,
+    strides and types tries the ways to compute it, and waits for them. Later calls for the same on this device, in
+    this block and after it, use the one that was the fastest. That holds for all threads, so also for gradients,
+    which PyTorch computes in another one. While a CUDA graph is captured nothing is tried."""
+    library().fk_tune(1)
+    try:
+        yield
+    finally:
+        library().fk_tune(0)
 
 
 def _error(code):
@@ -157,13 +193,43 @@ def _remember(key, plan):
     return plan
 
 
+_KEPT_BYTES, _MOST_KEPT = 1 << 16, 64
+
+
+class _Kept(threading.local):
+    """Of each thread a small workspace for each stream that it calls in: (tensor, address) by (device, stream). To
+    allocate one costs a microsecond. Calls of one thread in one stream do not run at the same time, but those of two
+    threads might take turns within a call. Inside an operator of torch.library none is used: a compiled program may
+    have a pool of memory of its own."""
+
+    def __init__(self):
+        self.workspaces, self.usable = {}, True
+
+
+_kept = _Kept()
+
+
 def _launch(plan, *addresses):
-    """Calls the plan's function on the current stream, with a workspace of its own."""
-    workspace = _empty(plan.workspace, (1,), torch.uint8) if plan.bytes else None
-    code = plan.function(plan.at, *addresses, workspace.data_ptr() if plan.bytes else None, plan.bytes,
-                         _current_stream(plan.device))
+    """Calls the plan's function on the current stream."""
+    stream = _current_stream(plan.device)
+    if not plan.bytes:
+        workspace, at = None, None
+    elif plan.bytes <= _KEPT_BYTES and _kept.usable and not _is_capturing():  # a graph runs in whichever stream
+        workspace, at = _kept.workspaces.get((plan.device, stream)) or _keep_workspace(plan.device, stream)
+    else:
+        workspace = _empty(plan.workspace, (1,), torch.uint8)
+        at = workspace.data_ptr()
+    code = plan.function(plan.at, *addresses, at, plan.bytes, stream)
     if code:
         raise _error(code)
+
+
+def _keep_workspace(device, stream):
+    workspace = _empty((_KEPT_BYTES,), (1,), torch.uint8)
+    if len(_kept.workspaces) >= _MOST_KEPT:
+        _kept.workspaces.clear()  # PyTorch gives the memory to later work of the same stream alone
+    _kept.workspaces[device, stream] = workspace, workspace.data_ptr()
+    return _kept.workspaces[device, stream]
 
 
 def _on_device_of(name, tensor, function, *arguments):
@@ -235,8 +301,12 @@ def _dense(dtype, *shape):
 
 
 def _is_traced(*tensors):
-    return (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-            or torch._C._are_functorch_transforms_active() or not _PLAIN.issuperset(map(type, tensors)))
+    if torch.compiler.is_compiling():
+        return True
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return True
+    return _dispatch_modes() > 0 or _are_transforms_active()
 
 
 def product(a, b):
@@ -295,8 +365,8 @@ def gating(x, w1, w2, b1, b2):
     Layout: rows of x may be further apart than they are long, a multiple of 16 bytes; weights and biases are
     contiguous. (The weight of a torch.nn.Linear is (hidden, inputs): keep w.t().contiguous().)
 
-    Gradients: of all five, by PyTorch: the two products are computed again, which the library does not write, then
-    come one elementwise expression in fp32 and PyTorch's products with its fp16 results. Nothing of it is fused.
+    Gradients: of all five, by gating_backward(), always all together; an incoming gradient that is not contiguous is
+    copied. There are no second derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
     compute capability 9.0. Source: operators/gating; lessons 5 and 6 explain it."""
@@ -320,7 +390,8 @@ def _gating(x, w1, w2, b1, b2):
     return out
 
 
-def _plan_gating(x, w1, w2, b1, b2):
+def _describe_gating(x, w1, w2, b1, b2):
+    """The fk_gating of operands that fit; the result is dense."""
     _check_dimensions("x", x, 2)
     _check_dimensions("w1", w1, 2)
     kind = _type_of("x", x, float16=FK_FLOAT16)
@@ -329,22 +400,59 @@ def _plan_gating(x, w1, w2, b1, b2):
         _check_dense(name, weights, (inputs, hidden), x.dtype)
     for name, bias in (("b1", b1), ("b2", b2)):
         _check_dense(name, bias, (hidden,), x.dtype)
-    description = fk_gating(0, kind, rows, inputs, hidden, _row_stride("x", x), 0)
-    return _Plan("fk_gating_forward", description, _dense(x.dtype, rows, hidden))
+    return fk_gating(0, kind, rows, inputs, hidden, _row_stride("x", x), 0)
+
+
+def _plan_gating(x, w1, w2, b1, b2):
+    description = _describe_gating(x, w1, w2, b1, b2)
+    return _Plan("fk_gating_forward", description, _dense(x.dtype, x.shape[0], w1.shape[1]))
 
 
 def _gating_fake(x, w1, w2, b1, b2):
     return x.new_empty((x.shape[0], w1.shape[1]))
 
 
-def _gating_backward(ctx, d):
-    x, w1, w2, b1, b2 = ctx.saved_tensors
-    wanted, d = ctx.needs_input_grad, d.float()
-    gate, value = torch.sigmoid(torch.addmm(b1, x, w1).float()), torch.addmm(b2, x, w2).float()
-    d1, d2 = d * value * gate * (1 - gate), d * gate  # of x w1 + b1, and of x w2 + b2
-    d_b1, d_b2, d1, d2 = d1.sum(0).to(b1.dtype), d2.sum(0).to(b2.dtype), d1.to(x.dtype), d2.to(x.dtype)
-    return (torch.addmm(d1 @ w1.t(), d2, w2.t()) if wanted[0] else None, x.t() @ d1 if wanted[1] else None,
-            x.t() @ d2 if wanted[2] else None, d_b1, d_b2)
+def _gating_backward_of(ctx, d_out):
+    return gating_backward(d_out.contiguous(), *ctx.saved_tensors)
+
+
+def gating_backward(d_out, x, w1, w2, b1, b2):
+    """(d_x, d_w1, d_w2, d_b1, d_b2), the gradients of gating(). With s = x w1 + b1, v = x w2 + b2, d_s = d_out * v *
+    sigmoid(s) * (1 - sigmoid(s)) and d_v = d_out * sigmoid(s): d_x = d_s w1^T + d_v w2^T, d_w1 = x^T d_s, d_w2 = x^T
+    d_v, and d_b1 and d_b2 are the sums of the rows of d_s and d_v. Shapes: d_out that of the result, each gradient that
+    of what it is the gradient of. x w1, x w2, d_s and d_v are rounded to fp16 in between. Layout: rows of d_out may be
+    apart, as those of x; gradients are contiguous. Type and errors: as gating(). Gradients: none. Source:
+    operators/gating."""
+    operands = d_out, x, w1, w2, b1, b2
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.gating_backward(*operands)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["gating_backward"])
+    return _gating_backward(*operands)
+
+
+def _gating_backward(d_out, x, w1, w2, b1, b2):
+    operands = d_out, x, w1, w2, b1, b2
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _gating_backward, *operands)
+    key = ("gating_backward", device, *[(each.shape, each.stride(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_gating_backward(*operands))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_gating_backward(d_out, x, w1, w2, b1, b2):
+    description = _describe_gating(x, w1, w2, b1, b2)
+    _check_operand("d_out", d_out, (x.shape[0], w1.shape[1]), x.dtype)
+    description.out_stride = _row_stride("d_out", d_out)
+    return _Plan("fk_gating_backward", description,
+                 tuple(_dense(x.dtype, *each.shape) for each in (x, w1, w2, b1, b2)))
+
+
+def _gating_backward_fake(d_out, x, w1, w2, b1, b2):
+    return tuple(each.new_empty(each.shape) for each in (x, w1, w2, b1, b2))
 
 
 def attention(q, k, v, causal=False, scale=None, log_sums=False):
@@ -531,7 +639,8 @@ def softmax(x, w):
     contiguous. Type: torch.float32, multiplied in fp32, or as accurately by three products in TF32. Layout: both are
     contiguous. A logit of -inf has the probability 0; a row of only -inf becomes NaN.
 
-    Gradients: with p the result and g = p * (d - sum(d p) of each row), d_x = g w^T and d_w = x^T g, all by PyTorch.
+    Gradients: of x and w, by softmax_backward(), always both; an incoming gradient that is not contiguous is copied.
+    There are no second derivatives.
 
     Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; lesson 9 explains
     it."""
@@ -553,14 +662,19 @@ def _softmax(x, w):
     return probs
 
 
-def _plan_softmax(x, w):
+def _describe_softmax(x, w):
+    """The fk_softmax of operands that fit."""
     _check_dimensions("x", x, 2)
     _check_dimensions("w", w, 2)
     kind = _type_of("x", x, float32=FK_FLOAT32)
     (rows, inputs), classes = x.shape, w.shape[1]
     _check_dense("x", x, (rows, inputs), x.dtype)
     _check_dense("w", w, (inputs, classes), x.dtype)
-    return _Plan("fk_softmax_forward", fk_softmax(0, kind, rows, inputs, classes), _dense(x.dtype, rows, classes))
+    return fk_softmax(0, kind, rows, inputs, classes)
+
+
+def _plan_softmax(x, w):
+    return _Plan("fk_softmax_forward", _describe_softmax(x, w), _dense(x.dtype, x.shape[0], w.shape[1]))
 
 
 def _softmax_fake(x, w):
@@ -571,10 +685,326 @@ def _softmax_save(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output)
 
 
-def _softmax_backward(ctx, d):
-    x, w, probs = ctx.saved_tensors
-    g = probs * (d - (d * probs).sum(-1, keepdim=True))
-    return g @ w.t() if ctx.needs_input_grad[0] else None, x.t() @ g if ctx.needs_input_grad[1] else None
+def _softmax_backward_of(ctx, d_probs):
+    return softmax_backward(d_probs.contiguous(), *ctx.saved_tensors)
+
+
+def softmax_backward(d_probs, x, w, probs):
+    """(d_x, d_w), the gradients of softmax(), which has returned probs. With g = probs * (d_probs - the sum of d_probs
+    * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of probs, d_x and d_w those of x and w.
+    There are at most 2^24 rows and classes, and 2^26 inputs. Type: torch.float32, multiplied in fp32. Layout and
+    errors: as softmax(). Gradients: none. Source: operators/softmax."""
+    operands = d_probs, x, w, probs
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.softmax_backward(*operands)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["softmax_backward"])
+    return _softmax_backward(*operands)
+
+
+def _softmax_backward(d_probs, x, w, probs):
+    operands = d_probs, x, w, probs
+    device = d_probs.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_probs", d_probs, _softmax_backward, *operands)
+    key = ("softmax_backward", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_softmax_backward(*operands))
+    layout, layout_of_w = plan.outputs
+    d_x, d_w = _empty(*layout), _empty(*layout_of_w)
+    _launch(plan, *[each.data_ptr() for each in operands], d_x.data_ptr(), d_w.data_ptr())
+    return d_x, d_w
+
+
+def _plan_softmax_backward(d_probs, x, w, probs):
+    description = _describe_softmax(x, w)
+    for name, each in (("d_probs", d_probs), ("probs", probs)):
+        _check_dense(name, each, (x.shape[0], w.shape[1]), x.dtype)
+    return _Plan("fk_softmax_backward", description, (_dense(x.dtype, *x.shape), _dense(x.dtype, *w.shape)))
+
+
+def _softmax_backward_fake(d_probs, x, w, probs):
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+def gradient_features(x, gr, gi, lr, li):
+    """tanh(xr ar + xi ai), element by element, the gradient features on a mesh: xr = gr x, xi = gi x, ar = xr lr^T -
+    xi li^T and ai = xi lr^T + xr li^T. Shapes: x (eigen, width), gr and gi (vertices, eigen), lr and li (width,
+    width); the result is (vertices, width). eigen and width are multiples of 8, eigen is at most 256. Type:
+    torch.bfloat16 for all; added up in fp32; x lr^T and x li^T are rounded to bf16. Layout: all are contiguous.
+
+    Gradients: of x, lr and li, by gradient_features_backward(); an incoming gradient that is not contiguous is copied.
+    gr and gi are the mesh's own: if one of them requires a gradient, a RuntimeError says that there is none. There are
+    no second derivatives.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
+    compute capability 9.0. Source: operators/gradients; lesson 8 explains it."""
+    if _is_traced(x, gr, gi, lr, li):
+        return torch.ops.fused_kernels.gradient_features(x, gr, gi, lr, li)
+    if torch.is_grad_enabled() and (x.requires_grad or lr.requires_grad or li.requires_grad or gr.requires_grad
+                                    or gi.requires_grad):
+        return _functions["gradient_features"].apply(x, gr, gi, lr, li)
+    return _gradient_features(x, gr, gi, lr, li)
+
+
+def _gradient_features(x, gr, gi, lr, li):
+    operands = x, gr, gi, lr, li
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _gradient_features, *operands)
+    key = ("gradient_features", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_gradient_features(*operands))
+    out = _empty(*plan.outputs)
+    _launch(plan, *[each.data_ptr() for each in operands], out.data_ptr())
+    return out
+
+
+def _check_tangents(x, gr, gi, lr, li):
+    """The description of operands that fit."""
+    _check_dimensions("x", x, 2)
+    _check_dimensions("gr", gr, 2)
+    kind = _type_of("x", x, bfloat16=FK_BFLOAT16)
+    (eigen, width), vertices = x.shape, gr.shape[0]
+    _check_dense("x", x, (eigen, width), x.dtype)
+    for name, each in (("gr", gr), ("gi", gi)):
+        _check_dense(name, each, (vertices, eigen), x.dtype)
+    for name, each in (("lr", lr), ("li", li)):
+        _check_dense(name, each, (width, width), x.dtype)
+    return fk_gradients(0, kind, vertices, eigen, width)
+
+
+def _plan_gradient_features(x, gr, gi, lr, li):
+    description = _check_tangents(x, gr, gi, lr, li)
+    return _Plan("fk_gradients_forward", description, _dense(x.dtype, gr.shape[0], x.shape[1]))
+
+
+def _gradient_features_fake(x, gr, gi, lr, li):
+    return x.new_empty((gr.shape[0], x.shape[1]))
+
+
+def _gradient_features_save(ctx, inputs, output):
+    if any(each.requires_grad for each in inputs[1:3]):
+        raise RuntimeError("the gradient features have no gradient of gr or gi; call detach() on them")
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient_features_backward_of(ctx, d_out):
+    d_x, d_lr, d_li = gradient_features_backward(d_out.contiguous(), *ctx.saved_tensors)
+    return d_x, None, None, d_lr, d_li
+
+
+def gradient_features_backward(d_out, x, gr, gi, lr, li):
+    """(d_x, d_lr, d_li), the gradients of gradient_features(). With g = d_out * (1 - out^2), P = g * xr, Q = g * xi, R
+    = g * ar and S = g * ai: d_lr = P^T xr + Q^T xi, d_li = Q^T xr - P^T xi and d_x = gr^T (R + P lr + Q li) + gi^T (S
+    - P li + Q lr). Shapes: d_out that of the features, each result that of what it is the gradient of. Type, layout
+    and errors: as gradient_features(). Gradients: none. Source: operators/gradients; lesson 8 explains it."""
+    operands = d_out, x, gr, gi, lr, li
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.gradient_features_backward(*operands)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["gradient_features_backward"])
+    return _gradient_features_backward(*operands)
+
+
+def _gradient_features_backward(d_out, x, gr, gi, lr, li):
+    operands = d_out, x, gr, gi, lr, li
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _gradient_features_backward, *operands)
+    key = ("gradient_features_backward", device,
+           *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_gradient_features_backward(*operands))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_gradient_features_backward(d_out, x, gr, gi, lr, li):
+    description = _check_tangents(x, gr, gi, lr, li)
+    _check_dense("d_out", d_out, (gr.shape[0], x.shape[1]), x.dtype)
+    return _Plan("fk_gradients_backward", description, tuple(_dense(x.dtype, *each.shape) for each in (x, lr, li)))
+
+
+def _gradient_features_backward_fake(d_out, x, gr, gi, lr, li):
+    return tuple(each.new_empty(each.shape) for each in (x, lr, li))
+
+
+# The algebras of the Clifford products: (p, q, r), how many basis vectors square to 1, to -1 and to 0 -> how many
+# triples of grades there are.
+TRIPLES = {(2, 0, 0): 10, (3, 0, 0): 20, (3, 0, 1): 34, (1, 3, 0): 35, (4, 1, 0): 56}
+
+
+def clifford(x, y, w, signature=(3, 0, 0), normed=True):
+    """The gated, weighted product of multivectors, normed by grades. With x' = x gate(x_1), y' = y gate(y_1) and
+    gate(s) = (1 + erf(s / sqrt 2)) / 2 of the scalar: z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c, and
+    for each grade c the result is z_c / sqrt(mean over features of |z_c|^2 + 1e-6), or z if not `normed`.
+
+    signature: (p, q, r), one of TRIPLES, how many basis vectors square to 1, to -1 and to 0. Shapes: x, y and the
+    result (blades, batch, features), w (features, triples). Blades are ordered by grade, those of a grade by their
+    basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b, those without a product left out.
+    Of 4 or 8 blades there are at most 8192 features, of 16 4096, of 32 2048. Type: torch.float32 for all. Layout: all
+    are contiguous.
+
+    Gradients: of x, y and w, by clifford_backward(); an incoming gradient that is not contiguous is copied. There are
+    no second derivatives.
+
+    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
+    compute capability 9.0. Source: operators/clifford; lesson 10 explains it."""
+    if _is_traced(x, y, w):
+        return torch.ops.fused_kernels.clifford(x, y, w, signature, normed)
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or w.requires_grad):
+        return _functions["clifford"].apply(x, y, w, signature, normed)
+    return _clifford(x, y, w, signature, normed)
+
+
+def _clifford(x, y, w, signature=(3, 0, 0), normed=True):
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _clifford, x, y, w, signature, normed)
+    signature = tuple(signature)
+    key = ("clifford", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in (x, y, w)], signature,
+           normed)
+    plan = _plans.get(key) or _remember(key, _plan_clifford(x, y, w, signature, normed))
+    out = _empty(*plan.outputs)
+    _launch(plan, x.data_ptr(), y.data_ptr(), w.data_ptr(), out.data_ptr())
+    return out
+
+
+def _describe_clifford(x, y, w, signature, normed, connected=False):
+    """The fk_clifford of operands that fit. connected: w is a matrix for each triple."""
+    _check(signature in TRIPLES, f"the signature is {signature}; it has to be one of {', '.join(map(str, TRIPLES))}")
+    _check_dimensions("x", x, 3)
+    kind = _type_of("x", x, float32=FK_FLOAT32)
+    _, batch, features = x.shape
+    for name, each in (("x", x), ("y", y)):
+        _check_dense(name, each, (2**sum(signature), batch, features), x.dtype)
+    triples = TRIPLES[signature]
+    _check_dense("w", w, (triples, features, features) if connected else (features, triples), x.dtype)
+    return fk_clifford(0, kind, *signature, bool(normed), batch, features)
+
+
+def _plan_clifford(x, y, w, signature, normed):
+    return _Plan("fk_clifford_forward", _describe_clifford(x, y, w, signature, normed), _dense(x.dtype, *x.shape))
+
+
+def _clifford_fake(x, y, w, signature=(3, 0, 0), normed=True):
+    return x.new_empty(x.shape)
+
+
+def _clifford_save(ctx, inputs, output):
+    x, y, w, ctx.signature, ctx.normed = inputs
+    ctx.save_for_backward(x, y, w)
+
+
+def _clifford_backward_of(ctx, d_out):
+    return *clifford_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.signature, ctx.normed), None, None
+
+
+def clifford_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    """(d_x, d_y, d_w), the gradients of clifford(): of the sum of d_out times its result. Shapes: d_out that of the
+    result, each gradient that of what it is the gradient of. Type, layout and errors: as clifford(). Gradients: none.
+    Source: operators/clifford; lesson 10 explains it."""
+    if _is_traced(d_out, x, y, w):
+        return torch.ops.fused_kernels.clifford_backward(d_out, x, y, w, signature, normed)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (d_out, x, y, w)):
+        raise RuntimeError(_NO_BACKWARD["clifford_backward"])
+    return _clifford_backward(d_out, x, y, w, signature, normed)
+
+
+def _clifford_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    operands = d_out, x, y, w
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _clifford_backward, *operands, signature, normed)
+    signature = tuple(signature)
+    key = ("clifford_backward", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands],
+           signature, normed)
+    plan = _plans.get(key) or _remember(key, _plan_clifford_backward(*operands, signature, normed))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_clifford_backward(d_out, x, y, w, signature, normed):
+    description = _describe_clifford(x, y, w, signature, normed)
+    _check_dense("d_out", d_out, tuple(x.shape), x.dtype)
+    return _Plan("fk_clifford_backward", description, tuple(_dense(x.dtype, *each.shape) for each in (x, y, w)))
+
+
+def _clifford_backward_fake(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    return tuple(each.new_empty(each.shape) for each in (x, y, w))
+
+
+def clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
+    """The product of clifford() with matrices of weights, which mix the features: w (triples, features, features),
+    whose rows are features of the product and whose columns are those of the result. signature: (2, 0, 0) or (3, 0,
+    0). There are at most 8192 features. Type: torch.float32 for all; products and weights are rounded to TF32, and
+    added up in fp32. Other shapes, layout and errors: as clifford().
+
+    Gradients: of x, y and w, by clifford_connected_backward(); an incoming gradient that is not contiguous is copied.
+    There are no second derivatives.
+
+    The blocks of a kernel start together, so a call waits until its stream finds room for all of them. Source:
+    operators/clifford_connected; the bonus lesson on multivectors, mixed explains it."""
+    if _is_traced(x, y, w):
+        return torch.ops.fused_kernels.clifford_connected(x, y, w, signature, normed)
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad or w.requires_grad):
+        return _functions["clifford_connected"].apply(x, y, w, signature, normed)
+    return _clifford_connected(x, y, w, signature, normed)
+
+
+def _clifford_connected(x, y, w, signature=(3, 0, 0), normed=True):
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _clifford_connected, x, y, w, signature, normed)
+    signature = tuple(signature)
+    key = ("clifford_connected", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in (x, y, w)],
+           signature, normed)
+    plan = _plans.get(key) or _remember(key, _plan_clifford_connected(x, y, w, signature, normed))
+    out = _empty(*plan.outputs)
+    _launch(plan, x.data_ptr(), y.data_ptr(), w.data_ptr(), out.data_ptr())
+    return out
+
+
+def _plan_clifford_connected(x, y, w, signature, normed):
+    description = _describe_clifford(x, y, w, signature, normed, connected=True)
+    return _Plan("fk_clifford_connected_forward", description, _dense(x.dtype, *x.shape))
+
+
+def _clifford_connected_backward_of(ctx, d_out):
+    return (*clifford_connected_backward(d_out.contiguous(), *ctx.saved_tensors, ctx.signature, ctx.normed), None,
+            None)
+
+
+def clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    """(d_x, d_y, d_w), the gradients of clifford_connected(): of the sum of d_out times its result, which is computed
+    again. Shapes: d_out that of the result, each gradient that of what it is the gradient of. Type, layout and errors:
+    as clifford_connected(). Gradients: none. Source: operators/clifford_connected."""
+    if _is_traced(d_out, x, y, w):
+        return torch.ops.fused_kernels.clifford_connected_backward(d_out, x, y, w, signature, normed)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (d_out, x, y, w)):
+        raise RuntimeError(_NO_BACKWARD["clifford_connected_backward"])
+    return _clifford_connected_backward(d_out, x, y, w, signature, normed)
+
+
+def _clifford_connected_backward(d_out, x, y, w, signature=(3, 0, 0), normed=True):
+    operands = d_out, x, y, w
+    device = d_out.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_out", d_out, _clifford_connected_backward, *operands, signature, normed)
+    signature = tuple(signature)
+    key = ("clifford_connected_backward", device,
+           *[(each.shape, each.is_contiguous(), each.dtype) for each in operands], signature, normed)
+    plan = _plans.get(key) or _remember(key, _plan_clifford_connected_backward(*operands, signature, normed))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_clifford_connected_backward(d_out, x, y, w, signature, normed):
+    description = _describe_clifford(x, y, w, signature, normed, connected=True)
+    _check_dense("d_out", d_out, tuple(x.shape), x.dtype)
+    return _Plan("fk_clifford_connected_backward", description,
+                 tuple(_dense(x.dtype, *each.shape) for each in (x, y, w)))
 
 
 def _save_inputs(ctx, inputs, output):
@@ -586,6 +1016,11 @@ def _save_inputs(ctx, inputs, output):
 _NO_BACKWARD = {
     "attention": "the library has no gradient of attention; call it under torch.no_grad(), or on detached tensors",
     "diffusion_backward": "the library has no second derivative of the diffusion",
+    "gating_backward": "the library has no second derivative of the gated layer",
+    "softmax_backward": "the library has no second derivative of softmax(x w)",
+    "gradient_features_backward": "the library has no second derivative of the gradient features",
+    "clifford_backward": "the library has no second derivative of the Clifford product",
+    "clifford_connected_backward": "the library has no second derivative of the fully connected Clifford product",
 }
 _functions = {}  # name -> the autograd.Function of an operator that has gradients
 
@@ -597,7 +1032,15 @@ def _register(operators, name, schema, run, fake, save=None, backward=None):
     # Inductor shall not change the layout of what it hands over. (The second tag is of PyTorch before 2.7.)
     strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
     operators.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, strides))
-    operators.impl(name, run, "CUDA")
+
+    def run_as_operator(*inputs):
+        usable, _kept.usable = _kept.usable, False
+        try:
+            return run(*inputs)
+        finally:
+            _kept.usable = usable
+
+    operators.impl(name, run_as_operator, "CUDA")
     torch.library.register_fake(full, fake, lib=operators)
 
     def refuse(ctx, *gradients):
@@ -619,6 +1062,9 @@ if torch:
     _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
     _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream",
                               lambda device: torch.cuda.current_stream(device).cuda_stream)
+    _is_capturing = torch.cuda.is_current_stream_capturing
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _are_transforms_active = torch._C._are_functorch_transforms_active
     # What compiled programs of torch.compile call: half of torch.empty_strided's microseconds. It takes tuples.
     _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda",
                      lambda *layout: torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cuda"))
@@ -626,7 +1072,7 @@ if torch:
     _register(_operators, "product", "(Tensor a, Tensor b) -> Tensor", _product, _product_fake, _save_inputs,
               _product_backward)
     _register(_operators, "gating", "(Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> Tensor", _gating,
-              _gating_fake, _save_inputs, _gating_backward)
+              _gating_fake, _save_inputs, _gating_backward_of)
     _register(_operators, "attention", "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, "
               "bool log_sums=False) -> (Tensor, Tensor)", _attention_operator, _attention_fake)
     _register(_operators, "diffusion", "(Tensor x, Tensor basis, Tensor mass, Tensor evalues, Tensor times) -> "
@@ -635,4 +1081,23 @@ if torch:
               "Tensor evalues, Tensor times, Tensor spectral) -> (Tensor, Tensor)", _diffusion_backward,
               _diffusion_backward_fake)
     _register(_operators, "softmax", "(Tensor x, Tensor w) -> Tensor", _softmax, _softmax_fake, _softmax_save,
-              _softmax_backward)
+              _softmax_backward_of)
+    _register(_operators, "gradient_features", "(Tensor x, Tensor gr, Tensor gi, Tensor lr, Tensor li) -> Tensor",
+              _gradient_features, _gradient_features_fake, _gradient_features_save, _gradient_features_backward_of)
+    _register(_operators, "gradient_features_backward", "(Tensor d_out, Tensor x, Tensor gr, Tensor gi, Tensor lr, "
+              "Tensor li) -> (Tensor, Tensor, Tensor)", _gradient_features_backward, _gradient_features_backward_fake)
+    _register(_operators, "clifford", "(Tensor x, Tensor y, Tensor w, int[] signature=[3, 0, 0], bool normed=True) -> "
+              "Tensor", _clifford, _clifford_fake, _clifford_save, _clifford_backward_of)
+    _register(_operators, "clifford_backward", "(Tensor d_out, Tensor x, Tensor y, Tensor w, "
+              "int[] signature=[3, 0, 0], bool normed=True) -> (Tensor, Tensor, Tensor)", _clifford_backward,
+              _clifford_backward_fake)
+    _register(_operators, "clifford_connected", "(Tensor x, Tensor y, Tensor w, int[] signature=[3, 0, 0], "
+              "bool normed=True) -> Tensor", _clifford_connected, _clifford_fake, _clifford_save,
+              _clifford_connected_backward_of)
+    _register(_operators, "clifford_connected_backward", "(Tensor d_out, Tensor x, Tensor y, Tensor w, "
+              "int[] signature=[3, 0, 0], bool normed=True) -> (Tensor, Tensor, Tensor)", _clifford_connected_backward,
+              _clifford_backward_fake)
+    _register(_operators, "gating_backward", "(Tensor d_out, Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> "
+              "(Tensor, Tensor, Tensor, Tensor, Tensor)", _gating_backward, _gating_backward_fake)
+    _register(_operators, "softmax_backward", "(Tensor d_probs, Tensor x, Tensor w, Tensor probs) -> (Tensor, Tensor)",
+              _softmax_backward, _softmax_backward_fake)

@@ -51,16 +51,31 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
   const auto fetched = reads == Reads::often && strides[0] % 256 != 0
                            ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                            : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-  CUtensorMap map;
-  const CUresult status =
-      encode(&map, type, rank, const_cast<T*>(tensor), extents, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw Error("cuTensorMapEncodeTiled: CUresult " + std::to_string(status) + " (" +
-                std::to_string(rank) + " dimensions, the first of " + std::to_string(extents[0]) +
-                ")");
+  struct {
+    const T* tensor;
+    cuuint64_t extents[5], strides[4];
+    cuuint32_t box[5], rank;
+    CUtensorMapDataType type;
+    CUtensorMapSwizzle swizzle;
+    CUtensorMapL2promotion fetched;
+    cuuint32_t zero;
+  } question = {tensor, {}, {}, {}, rank, type, swizzle, fetched, 0};
+  for (unsigned i = 0; i < 5 && i < rank; ++i) {
+    question.extents[i] = extents[i], question.box[i] = box[i];
+    if (i + 1 < rank) question.strides[i] = strides[i];
   }
-  return map;
+  return answer_to<CUtensorMap>(question, [&] {
+    CUtensorMap map;
+    const CUresult status =
+        encode(&map, type, rank, const_cast<T*>(tensor), extents, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, fetched, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) {
+      throw Error("cuTensorMapEncodeTiled: CUresult " + std::to_string(status) + " (" +
+                  std::to_string(rank) + " dimensions, the first of " + std::to_string(extents[0]) +
+                  ")");
+    }
+    return map;
+  });
 }
 
 /// Describes a row-major matrix (rows, cols) of half, __nv_bfloat16, float or __nv_fp8_e4m3 to the

@@ -102,6 +102,23 @@ def gating(rows, inputs, hidden, row_stride=None):
     return Case(name, fused_kernels.gating, operands, check_gating, (0, 1, 2, 3, 4))
 
 
+def gating_backward(rows, inputs, hidden, row_stride=None):
+    def operands(seed=0):
+        d_out = numbers(rows, hidden, dtype=FP16, seed=seed + 7)
+        return d_out, *gating(rows, inputs, hidden, row_stride).operands(seed)
+
+    def check(operands, result):
+        d_out, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in rest]
+        expected = torch.autograd.grad(gating_in_fp64(*rest), rest, d_out)
+        for found, other in zip(result, expected, strict=True):
+            assert found.dtype == FP16
+            alike(found, other, 8)
+
+    name = f"gating_backward-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
+    return Case(name, fused_kernels.gating_backward, operands, check)
+
+
 # ---- Attention ----------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +255,206 @@ def softmax(rows, inputs, classes):
     return Case(f"softmax-{rows}x{inputs}x{classes}", fused_kernels.softmax, operands, check_softmax, (0, 1))
 
 
+def softmax_backward(rows, inputs, classes):
+    def operands(seed=0):
+        x, w = softmax(rows, inputs, classes).operands(seed)
+        return numbers(rows, classes, dtype=FP32, seed=seed + 7), x, w, torch.softmax(x @ w, 1)
+
+    def check(operands, result):
+        d_probs, x, w, probs = (each.detach().double() for each in operands)
+        g = probs * (d_probs - (d_probs * probs).sum(1, keepdim=True))
+        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
+            assert found.dtype == FP32
+            if classes > 1:  # else it is 0, but for roundings
+                alike(found, other, 256)
+
+    return Case(f"softmax_backward-{rows}x{inputs}x{classes}", fused_kernels.softmax_backward, operands, check)
+
+
+# ---- Gradient features --------------------------------------------------------------------------------------------
+
+
+def features_in_fp64(x, gr, gi, lr, li):
+    xr, xi, m1, m2 = gr @ x, gi @ x, x @ lr.mT, x @ li.mT
+    return torch.tanh(xr * (gr @ m1 - gi @ m2) + xi * (gi @ m1 + gr @ m2))
+
+
+def errors_of_gradients(x, gr, gi, lr, li):
+    """In fp64: xr, xi, ar, ai, and how far ar and ai may be off, since x lr^T and x li^T are rounded."""
+    m1, m2 = x @ lr.mT, x @ li.mT
+    size_r = gr.abs() @ m1.abs() + gi.abs() @ m2.abs()
+    size_i = gi.abs() @ m1.abs() + gr.abs() @ m2.abs()
+    off = (1.01 * ROUNDING[BF16] + MESH_FP32) * torch.maximum(size_r, size_i)
+    return gr @ x, gi @ x, gr @ m1 - gi @ m2, gi @ m1 + gr @ m2, off
+
+
+def check_features(operands, out):
+    xr, xi, ar, ai, off = errors_of_gradients(*(each.double() for each in operands))
+    expected = torch.tanh(xr * ar + xi * ai)
+    assert out.dtype == BF16
+    # tanh.approx is off by 2^-10.9; its slope is at most 1.
+    near("out", out, expected, ROUNDING[BF16] * expected.abs() + 2.0**-10 + (xr.abs() + xi.abs()) * off)
+
+
+def check_features_backward(operands, result):
+    """As tests/test_library_meshes.py: each factor may be off by so much, and all of this adds up."""
+    d_out, x, gr, gi, lr, li = (each.double() for each in operands)
+    xr, xi, ar, ai, off = errors_of_gradients(x, gr, gi, lr, li)
+    u, of_u = xr * ar + xi * ai, (xr.abs() + xi.abs()) * off
+
+    def slope(u):
+        return 1 - torch.tanh(u)**2
+
+    g = d_out * slope(u)
+    # |d slope / du| <= 0.77, and 2 slope where that is less.
+    steep = torch.minimum(torch.full_like(u, 0.77), 2 * slope((u.abs() - of_u).clamp(min=0)))
+    of_g = d_out.abs() * (steep * of_u + MESH_FP32 * slope(u))
+    rounded = 1.01 * ROUNDING[BF16]
+    (P, of_p), (Q, of_q), (R, of_r), (S, of_s) = (
+        (g * factor, rounded * (g * factor).abs() + of_g * factor.abs() + (g.abs() + of_g) * of_factor + MESH_FP32 *
+         (g * factor).abs()) for factor, of_factor in ((xr, 0), (xi, 0), (ar, off), (ai, off)))
+    gr_t, gi_t = gr.mT, gi.mT
+    dM1, dM2, D = gr_t @ P + gi_t @ Q, gr_t @ Q - gi_t @ P, gr_t @ R + gi_t @ S
+    of_1 = gr_t.abs() @ of_p + gi_t.abs() @ of_q + (rounded + MESH_FP32) * dM1.abs()
+    of_2 = gr_t.abs() @ of_q + gi_t.abs() @ of_p + (rounded + MESH_FP32) * dM2.abs()
+    of_d = gr_t.abs() @ of_r + gi_t.abs() @ of_s
+    bounds = (of_d + of_1 @ lr.abs() + of_2 @ li.abs(), of_1.mT @ x.abs(), of_2.mT @ x.abs())
+    expected = D + dM1 @ lr + dM2 @ li, dM1.mT @ x, dM2.mT @ x
+    for name, one, other, bound in zip(("d_x", "d_lr", "d_li"), result, expected, bounds, strict=True):
+        assert one.dtype == BF16
+        near(name, one, other, ROUNDING[BF16] * other.abs() + bound)
+        alike(one, other, 16)  # those bounds are wide: they let all errors add up
+
+
+def tangents(vertices, eigen, width, seed):
+    """x, gr, gi, lr, li: small, so that not all features are near 1 or -1."""
+    x = numbers(eigen, width, dtype=BF16, seed=seed + 1)
+    pairs = [numbers(*shape, dtype=BF16, seed=seed + i, scale=1 / 4 if shape[1] < 64 else 1 / 8)
+             for i, shape in enumerate([(vertices, eigen)] * 2 + [(width, width)] * 2, 2)]
+    return x, *pairs
+
+
+def gradient_features(vertices, eigen, width):
+    return Case(f"gradient_features-{vertices}x{eigen}x{width}", fused_kernels.gradient_features,
+                lambda seed=0: tangents(vertices, eigen, width, seed), check_features, (0, 3, 4))
+
+
+def gradient_features_backward(vertices, eigen, width):
+    def operands(seed=0):
+        return numbers(vertices, width, dtype=BF16, seed=seed), *tangents(vertices, eigen, width, seed)
+
+    return Case(f"gradient_features_backward-{vertices}x{eigen}x{width}", fused_kernels.gradient_features_backward,
+                operands, check_features_backward)
+
+
+# ---- Clifford products --------------------------------------------------------------------------------------------
+
+
+def algebra(p, q, r):
+    """(grades of the blades, terms): (i, j, k, sign, t) where blade i times blade j is sign times blade k, of triple
+    t."""
+    bits = sorted(range(1 << p + q + r), key=lambda blade: (blade.bit_count(), blade))
+    squares, terms = [1] * p + [-1] * q + [0] * r, []
+    for i, a in enumerate(bits):
+        for j, b in enumerate(bits):
+            swaps = sum((a >> v + 1 & b).bit_count() for v in range(p + q + r))
+            sign = (-1)**swaps
+            for v, square in enumerate(squares):
+                sign *= square if a & b & 1 << v else 1
+            if sign:
+                terms.append((i, j, bits.index(a ^ b), sign))
+    grades = [blade.bit_count() for blade in bits]
+    triples = sorted({(grades[i], grades[k], grades[j]) for i, j, k, _ in terms})
+    return grades, [(i, j, k, sign, triples.index((grades[i], grades[k], grades[j]))) for i, j, k, sign in terms]
+
+
+def clifford_in_fp64(x, y, w, signature, normed):
+    """w is (features, triples), or (triples, features, features)."""
+    grades, terms = algebra(*signature)
+    x, y = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (x, y))
+    planes = {}
+    for i, j, k, sign, t in terms:
+        planes[t, k] = planes.get((t, k), 0) + sign * x[i] * y[j]
+    z = [0] * len(grades)
+    for (t, k), plane in planes.items():
+        z[k] = z[k] + (plane * w[:, t] if w.dim() == 2 else plane @ w[t])
+    z = torch.stack(z)
+    if not normed:
+        return z
+    squares = [sum(z[k].square().mean(1, keepdim=True) for k in range(len(grades)) if grades[k] == c)
+               for c in range(max(grades) + 1)]
+    return torch.stack([z[k] * (squares[c] + 1e-6).rsqrt() for k, c in enumerate(grades)])
+
+
+def clifford_operands(batch, features, signature, seed):
+    blades, triples = 2**sum(signature), fused_kernels.TRIPLES[signature]
+    return (*(numbers(blades, batch, features, dtype=FP32, seed=seed + i) for i in (1, 2)),
+            numbers(features, triples, dtype=FP32, seed=seed + 3))
+
+
+def clifford(batch, features, signature=(3, 0, 0), normed=True):
+    def check(operands, out):
+        expected = clifford_in_fp64(*(each.double() for each in operands), signature, normed)
+        assert out.dtype == FP32
+        alike(out, expected, 512)
+
+    name = f"clifford-{batch}x{features}-{','.join(map(str, signature))}" + ("" if normed else "-not_normed")
+    return Case(name, lambda *operands: fused_kernels.clifford(*operands, signature, normed),
+                lambda seed=0: clifford_operands(batch, features, signature, seed), check, (0, 1, 2))
+
+
+def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
+    def operands(seed=0):
+        d_out = numbers(2**sum(signature), batch, features, dtype=FP32, seed=seed)
+        return d_out, *clifford_operands(batch, features, signature, seed)
+
+    def check(operands, result):
+        d_out, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in rest]
+        expected = torch.autograd.grad(clifford_in_fp64(*rest, signature, normed), rest, d_out)
+        for found, other in zip(result, expected, strict=True):
+            assert found.dtype == FP32
+            alike(found, other, 2048)
+
+    name = f"clifford_backward-{batch}x{features}-{','.join(map(str, signature))}" + ("" if normed else "-not_normed")
+    return Case(name, lambda *each: fused_kernels.clifford_backward(*each, signature, normed), operands, check)
+
+
+def connected_operands(batch, features, signature, seed):
+    x, y, _ = clifford_operands(batch, features, signature, seed)
+    return x, y, numbers(fused_kernels.TRIPLES[signature], features, features, dtype=FP32, seed=seed + 3)
+
+
+def clifford_connected(batch, features, signature=(3, 0, 0), normed=True):
+    def check(operands, out):
+        expected = clifford_in_fp64(*(each.double() for each in operands), signature, normed)
+        assert out.dtype == FP32
+        alike(out, expected, 2.0**15)  # of TF32: 4 times 2^-11, where fp32's is 2^-24
+
+    name = f"clifford_connected-{batch}x{features}-{','.join(map(str, signature))}" + ("" if normed else "-not_normed")
+    return Case(name, lambda *operands: fused_kernels.clifford_connected(*operands, signature, normed),
+                lambda seed=0: connected_operands(batch, features, signature, seed), check, (0, 1, 2))
+
+
+def clifford_connected_backward(batch, features, signature=(3, 0, 0), normed=True):
+    def operands(seed=0):
+        d_out = numbers(2**sum(signature), batch, features, dtype=FP32, seed=seed)
+        return d_out, *connected_operands(batch, features, signature, seed)
+
+    def check(operands, result):
+        d_out, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in rest]
+        expected = torch.autograd.grad(clifford_in_fp64(*rest, signature, normed), rest, d_out)
+        for found, other in zip(result, expected, strict=True):
+            assert found.dtype == FP32
+            alike(found, other, 2.0**16)
+
+    name = (f"clifford_connected_backward-{batch}x{features}-{','.join(map(str, signature))}"
+            + ("" if normed else "-not_normed"))
+    return Case(name, lambda *each: fused_kernels.clifford_connected_backward(*each, signature, normed), operands,
+                check)
+
+
 # ---- All ----------------------------------------------------------------------------------------------------------
 
 MESHES = [(1, 8, 8), (70, 24, 16), (5001, 128, 256), (1234, 136, 8), (700, 32, 264)]
@@ -246,7 +463,9 @@ CASES = [
       for sizes in ((1, 1, 1), (65, 9, 7), (33, 130, 65), (257, 333, 129), (1001, 515, 777))),
     *(product(21, 70, 13, dtype, row_stride=88) for dtype in (FP16, BF16)),
     *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
-    gating(24, 40, 36, row_stride=56),
+    gating(24, 40, 36, row_stride=56), gating_backward(24, 40, 36, row_stride=56),
+    *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
+    *(softmax_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10))),
     *(attention(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
@@ -256,9 +475,20 @@ CASES = [
     *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
     *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
                                     (2101, 12, 10))),
+    *(make(*sizes) for make in (gradient_features, gradient_features_backward) for sizes in MESHES),
+    *(make(*sizes) for make in (clifford, clifford_backward)
+      for sizes in ((1, 1), (5, 13), (300, 64), (65, 1024), (7, 1030), (3, 8192))),
+    *(make(21, 40, signature) for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
+    *(make(33, 72, normed=False) for make in (clifford, clifford_backward)),
+    *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
+      for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
+                    (700, 130, (2, 0, 0), False))),
 ]
 EACH = [  # one of each function, and of the product one of each type
     *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)), gating(257, 129, 136),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
-    diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257),
+    diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
+    gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
+    gating_backward(257, 129, 136), softmax_backward(129, 65, 257),
+    clifford_connected(200, 72), clifford_connected_backward(200, 72),
 ]

@@ -68,6 +68,7 @@ def guarded(monkeypatch):
                 assert bool((each == 0xff if whole.dtype == torch.uint8 else each.isnan()).all())
 
     monkeypatch.setattr(fused_kernels, "_empty", empty)
+    monkeypatch.setattr(fused_kernels, "_KEPT_BYTES", -1)  # each call allocates its workspace
     return check
 
 
@@ -109,6 +110,39 @@ def test_scale_and_causal_of_attention():
         causal = fused_kernels.attention(q, k, v, causal=True)
         alike(causal[:, 0], v[:, 0], 1)  # it sees one key
         alike(causal[:, -1], usual[:, -1], 2)
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_tuning(case):
+    """The call that tries, and calls after it."""
+    operands = case.operands()
+    with fused_kernels.tuning():
+        case.check(operands, case.run(*operands))
+        way = fused_kernels.library().fk_last_way()
+    case.check(operands, case.run(*operands))
+    assert fused_kernels.library().fk_last_way() == way
+
+
+def test_two_threads_in_one_stream():
+    """Calls with small workspaces, which each thread keeps."""
+    case = cases.product(65, 9, 7, FP16)
+    operands = case.operands()
+    stream, failed = torch.cuda.current_stream(), []
+
+    def run():
+        try:
+            with torch.cuda.stream(stream):
+                for result in [case.run(*operands) for _ in range(200)]:
+                    case.check(operands, result)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
 
 
 @pytest.mark.parametrize("case", EACH, ids=str)
@@ -174,7 +208,21 @@ def test_gradients_of_one_result_of_the_diffusion(uses):
                              [each.grad for each in wanted], rounds_spectral=True)
 
 
-@pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE if not case.name.startswith("diffusion")], ids=str)
+@pytest.mark.parametrize("sizes", [(70, 24, 16), (1, 8, 8), (201, 136, 72), (5001, 128, 256)], ids=str)
+def test_gradients_of_the_gradient_features(sizes, guarded):
+    operands, wanted = with_gradients(cases.gradient_features(*sizes))
+    out = fused_kernels.gradient_features(*operands)
+    d = numbers(*out.shape, dtype=BF16, seed=11)
+    found = torch.autograd.grad(out, wanted, d)
+    guarded()
+    cases.check_features_backward((d, *(each.detach() for each in operands)), found)
+    # The check has formulas of its own. Autograd finds the same gradients, to some roundings to bf16.
+    for one, other in zip(found, in_fp64(cases.features_in_fp64, operands, wanted, [d])):
+        alike(one, other, 16)
+
+
+@pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE
+                                  if not case.name.startswith(("diffusion", "gradient_features"))], ids=str)
 def test_gradients_by_pytorch(case):
     """Some roundings to the type: of products, of what is multiplied next, and of PyTorch's partial sums."""
     operands, wanted = with_gradients(case)
@@ -182,10 +230,13 @@ def test_gradients_by_pytorch(case):
     d = numbers(*result.shape, dtype=result.dtype, seed=11)
     found = torch.autograd.grad(result, wanted, d)
     function = {"product": torch.matmul, "gating": gating_in_fp64,
-                "softmax": lambda x, w: torch.softmax(x @ w, 1)}[case.name.split("-")[0]]
+                "softmax": lambda x, w: torch.softmax(x @ w, 1),
+                **dict.fromkeys(("clifford", "clifford_connected"),
+                                lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
         assert one.dtype == operand.dtype
-        alike(one, other, 256 if one.dtype == FP32 else 8)
+        rounded = 2.0**16 if case.name.startswith("clifford_connected") else 2048  # in TF32
+        alike(one, other, rounded if one.dtype == FP32 else 8)
 
 
 @pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
@@ -230,6 +281,16 @@ def test_second_derivatives():
     out, _ = fused_kernels.diffusion(*operands)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(out.sum(), wanted, create_graph=True)
+    operands, wanted = with_gradients(cases.gradient_features(70, 24, 16))
+    with pytest.raises(RuntimeError, match="no second derivative of the gradient features"):
+        torch.autograd.grad(fused_kernels.gradient_features(*operands).sum(), wanted, create_graph=True)
+    for case, name in ((cases.gating(24, 40, 36), "the gated layer"), (cases.softmax(65, 7, 9), "softmax")):
+        operands, wanted = with_gradients(case)
+        with pytest.raises(RuntimeError, match=f"no second derivative of {name}"):
+            torch.autograd.grad(case.run(*operands).sum(), wanted, create_graph=True)
+    operands, wanted = with_gradients(cases.clifford(5, 13))
+    with pytest.raises(RuntimeError, match="no second derivative of the Clifford product"):
+        torch.autograd.grad(fused_kernels.clifford(*operands).sum(), wanted, create_graph=True)
 
 
 def test_gradients_that_are_not_there():
@@ -243,6 +304,11 @@ def test_gradients_that_are_not_there():
         operands[at].requires_grad_()
         with pytest.raises(RuntimeError, match="no gradient of basis, mass or evalues"):
             fused_kernels.diffusion(*operands)
+    for at in (1, 2):
+        operands, _ = with_gradients(cases.gradient_features(70, 24, 16))
+        operands[at].requires_grad_()
+        with pytest.raises(RuntimeError, match="no gradient of gr or gi"):
+            fused_kernels.gradient_features(*operands)
 
 
 # ---- torch.library and torch.compile ------------------------------------------------------------------------------
@@ -379,6 +445,22 @@ def refusals():
         ("mesh in fp16", ValueError, "basis is torch.float16", with_mesh(1, mesh[1].half())),
         ("mesh transposed", ValueError, "x has the strides", with_mesh(0, brain(16, 70).t())),
         ("mesh misaligned", ValueError, "times: the pointer", with_mesh(4, misaligned(16, dtype=BF16))),
+        ("tangents", ValueError, r"gi has the shape \(9, 16\); it has to be \(9, 8\)", lambda: k.gradient_features(
+            brain(8, 8), brain(9, 8), brain(9, 16), brain(8, 8), brain(8, 8))),
+        ("features in fp16", ValueError, "x is torch.float16", lambda: k.gradient_features(
+            half(8, 8), brain(9, 8), brain(9, 8), brain(8, 8), brain(8, 8))),
+        ("weights transposed", ValueError, "lr has the strides", lambda: k.gradient_features(
+            brain(8, 8), brain(9, 8), brain(9, 8), brain(8, 8).t(), brain(8, 8))),
+        ("signature", ValueError, r"the signature is \(5, 0, 0\); it has to be one of", lambda: k.clifford(
+            single(8, 2, 4), single(8, 2, 4), single(4, 20), (5, 0, 0))),
+        ("weights of an algebra", ValueError, r"w has the shape \(4, 10\); it has to be \(4, 20\)", lambda: k.clifford(
+            single(8, 2, 4), single(8, 2, 4), single(4, 10))),
+        ("features", ValueError, "features is 8200; it has to be from 1 to 8192", lambda: k.clifford(
+            single(8, 1, 8200), single(8, 1, 8200), single(8200, 20))),
+        ("matrices of weights", ValueError, r"w has the shape \(4, 20\); it has to be \(20, 4, 4\)",
+         lambda: k.clifford_connected(single(8, 2, 4), single(8, 2, 4), single(4, 20))),
+        ("algebra that is not connected", ValueError, "p, q, r are 3, 0, 1; they have to be",
+         lambda: k.clifford_connected(single(16, 2, 4), single(16, 2, 4), single(34, 4, 4), (3, 0, 1))),
         ("softmax in fp16", ValueError, "x is torch.float16", lambda: k.softmax(half(8, 8), half(8, 8))),
         ("softmax transposed", ValueError, "w has the strides", lambda: k.softmax(single(8, 8), single(16, 8).t())),
     ]

@@ -1,0 +1,91 @@
+// The layer of lesson 10 by its kernels for Hopper, which stream rows: how they are launched. For
+// rows of up to 8192 features of 4 or 8 blades, 4096 of 16, 2048 of 32.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "operators/clifford/streamed.cuh"
+#include "operators/clifford/unfused.cuh"
+#include "operators/estimate.h"
+
+namespace operators::clifford {
+
+/// A pass of the layer in one way; or in none, where a row is too long or no cluster fits.
+struct Streamed {
+  std::vector<Way> ways;
+  double workspace_bytes = 0;
+};
+
+// Of these, no more rows at a time than are needed to be done in as many rounds.
+template <typename A, int W>
+RowsOnChip streamed_rows(const Layer& layer) {
+  RowsOnChip shape = rows_on_chip<A, W>(layer);
+  const int rounds = ceil_div(shape.groups(layer), multiprocessors());
+  shape.threads = ceil_div(layer.batch, rounds * multiprocessors()) * shape.per_row;
+  return shape;
+}
+
+/// The grid of a kernel whose blocks stay; 0: the device has no room for a cluster.
+template <typename Kernel>
+int streamed_grid(Kernel* kernel, const RowsOnChip& shape, int bytes, const Layer& layer) {
+  allow_shared_bytes(kernel, bytes);
+  const int resident = bytes > most_shared_bytes() ? multiprocessors()  // does not run
+                       : shape.blocks == 1
+                           ? resident_blocks(kernel, shape.threads, bytes)
+                           : clusters_that_fit(kernel, shape.blocks, shape.threads, bytes);
+  return shape.blocks * std::min(shape.groups(layer), resident);
+}
+
+template <typename A>
+Way streamed_way(const RowsOnChip& shape, int blocks, const Layer& layer, int tensors, int bytes,
+                 std::function<void()> launch) {
+  const double moved = 4.0 * tensors * A::kBlades * static_cast<double>(layer.plane());
+  return {"rows streamed: " + std::to_string(blocks) + " blocks of " +
+              std::to_string(shape.threads) + " threads, " + std::to_string(shape.blocks) +
+              " for a row",
+          kFirstLaunch + moved / kMemoryBytes, std::move(launch), bytes};
+}
+
+// Whole packs only where every row starts at a multiple of 16 bytes, as the copy engine wants it.
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
+Streamed streamed_forward(const CliffordTensors& of) {
+  if constexpr (kVector) {
+    if (!whole_packs<A, W>(of.layer, 4)) return streamed_forward<A, W, false>(of);
+  }
+  const RowsOnChip shape = streamed_rows<A, W>(of.layer);
+  if (shape.blocks > kMaxBlocks) return {};
+  const auto kernel = forward_streamed<A, W, kVector>;
+  const int bytes = static_cast<int>(Stream<A, W, kVector, 2>::bytes(shape));
+  const int blocks = streamed_grid(kernel, shape, bytes, of.layer);
+  if (blocks == 0) return {};
+  const auto launch = [=] {
+    launch_clusters_on(of.workspace.stream, kernel, shape.blocks, true, blocks, shape.threads,
+                       bytes, of.x, of.y, of.w, of.out, of.layer, shape);
+  };
+  return {{streamed_way<A>(shape, blocks, of.layer, 3, bytes, launch)}};
+}
+
+template <typename A, int W = kStreamedWidth<A>, bool kVector = (W > 1)>
+Streamed streamed_backward(const CliffordTensors& of, const CliffordGradients& d) {
+  if constexpr (kVector) {
+    if (!whole_packs<A, W>(of.layer, 4)) return streamed_backward<A, W, false>(of, d);
+  }
+  const RowsOnChip shape = streamed_rows<A, W>(of.layer);
+  if (shape.blocks > kMaxBlocks) return {};
+  const auto kernel = backward_streamed<A, W, kVector>;
+  const int bytes = static_cast<int>(Stream<A, W, kVector, 3>::bytes(shape));
+  const int blocks = streamed_grid(kernel, shape, bytes, of.layer);
+  if (blocks == 0) return {};
+  const auto partials = of.workspace.any<float>(static_cast<size_t>(blocks / shape.blocks) *
+                                                shape.rows() * of.w.size());
+  const auto launch = [=] {
+    launch_clusters_on(of.workspace.stream, kernel, shape.blocks, false, blocks, shape.threads,
+                       bytes, of.x, of.y, of.w, d.d_out, d.dx, d.dy, partials, of.layer, shape);
+    add_up_weights<A>(d, partials, of.layer, of.workspace.stream);
+  };
+  return {{streamed_way<A>(shape, blocks, of.layer, 5, bytes, launch)}, partials.bytes()};
+}
+
+}  // namespace operators::clifford

@@ -1,0 +1,178 @@
+"""The library's gradients of the gated layer and of softmax(x W), called as in test_library.py."""
+
+import ctypes
+import math
+
+import pytest
+
+from test_library import (BAD_ARGUMENT, BAD_SHAPE, BAD_ALIGNMENT, BFLOAT16, FLOAT16, FLOAT32, Call,
+                          call_at_the_same_time, fused_kernels, library, name_of, near, numbers, packed,
+                          refuse_a_damaged_workspace, refuse_what_is_damaged, strided)
+
+HALF, FP32 = 2.0**-11 * 1.01, 2.0**-20
+LEAST = 2.0**-25  # fp16 has nothing between multiples of 2^-24
+
+
+def added_up(a, b, far_a, kind_of_sum):
+    """Of a (rows, n) and b (rows, m), lists of rows, a^T b; with "rows" a b^T. And how far off it is, where a is off by
+    far_a, and what comes with fp32."""
+    if kind_of_sum == "columns":
+        a, b, far_a = ([list(each) for each in zip(*matrix)] for matrix in (a, b, far_a))
+    value = [[sum(p * q for p, q in zip(one, other)) for other in b] for one in a]
+    far = [[sum((e + FP32 * abs(p)) * abs(q) for p, e, q in zip(one, off, other)) for other in b]
+           for one, off in zip(a, far_a)]
+    return value, far
+
+
+def flat(rows):
+    return [value for row in rows for value in row]
+
+
+class Backward(Call):
+    @classmethod
+    def functions(cls, library):
+        return getattr(library, f"fk_{cls.NAME}_workspace"), getattr(library, f"fk_{cls.NAME}")
+
+
+class GatedBackward(Backward):
+    NAME, Description = "gating_backward", fused_kernels.fk_gating
+    WRITTEN = "d_x", "d_w1", "d_w2", "d_b1", "d_b2"
+    NAMES = ("d_out", "x", "w1", "w2", "b1", "b2", *WRITTEN)
+
+    def __init__(self, library, rows=30, inputs=24, hidden=40, x_stride=0, out_stride=0, seed=0):
+        self.x = [numbers(inputs, seed + i) for i in range(rows)]
+        self.d_out = [numbers(hidden, seed + 2 * i) for i in range(rows)]
+        self.w1, self.w2 = ([numbers(hidden, seed + i + j, 0.5) for i in range(inputs)] for j in (1, 2))
+        self.b1, self.b2 = (numbers(hidden, seed + i) for i in (3, 4))
+        counts = dict(zip(self.WRITTEN, (rows * inputs, inputs * hidden, inputs * hidden, hidden, hidden)))
+        description = self.Description(ctypes.sizeof(self.Description), FLOAT16, rows, inputs, hidden, x_stride,
+                                       out_stride)
+        super().__init__(library, description, {
+            "d_out": strided(self.d_out, FLOAT16, out_stride or hidden),
+            "x": strided(self.x, FLOAT16, x_stride or inputs),
+            **{name: packed(flat(getattr(self, name)), FLOAT16) for name in ("w1", "w2")},
+            **{name: packed(getattr(self, name), FLOAT16) for name in ("b1", "b2")},
+            **{name: b"\xff" * (2 * count) for name, count in counts.items()}})
+
+    def result_is_right(self):
+        of = self.description
+        d_s, d_v, far_s, far_v = [], [], [], []
+        for x, d_row in zip(self.x, self.d_out):
+            rows = [[] for _ in range(4)]
+            for col, d in enumerate(d_row):
+                s, v = (sum(a * w[col] for a, w in zip(x, weights)) for weights in (self.w1, self.w2))
+                # Both are rounded to fp16.
+                off_s, off_v = HALF * abs(s) + LEAST, HALF * abs(v) + LEAST
+                s, v = s + self.b1[col], v + self.b2[col]
+                gate = 1 / (1 + math.exp(-s))
+                slope = gate * (1 - gate)
+                rows[0].append(d * v * slope)
+                rows[1].append(d * gate)
+                # The slope of the gate is at most 1/4, that of its slope at most 0.0963.
+                rows[2].append(abs(d) * (0.0963 * (abs(v) + off_v) * off_s + slope * off_v) + HALF * abs(d * v * slope)
+                               + LEAST)
+                rows[3].append(abs(d) * 0.25 * off_s + HALF * abs(d * gate) + LEAST)
+            for to, row in zip((d_s, d_v, far_s, far_v), rows):
+                to.append(row)
+        ones = [[1.0] for _ in self.x]
+        expected = {"d_w1": added_up(d_s, self.x, far_s, "columns"), "d_w2": added_up(d_v, self.x, far_v, "columns"),
+                    "d_b1": added_up(d_s, ones, far_s, "columns"), "d_b2": added_up(d_v, ones, far_v, "columns")}
+        for name in ("d_w1", "d_w2"):
+            expected[name] = tuple(list(zip(*each)) for each in expected[name])
+        by_s, by_v = added_up(d_s, self.w1, far_s, "rows"), added_up(d_v, self.w2, far_v, "rows")
+        expected["d_x"] = tuple([[a + b for a, b in zip(*both)] for both in zip(*each)] for each in zip(by_s, by_v))
+        for name, (value, far) in expected.items():
+            value, far = flat(value), flat(far)
+            bound = [HALF * abs(number) + off + LEAST for number, off in zip(value, far)]
+            if not near(self.found(name, FLOAT16, 1, len(value)), value, bound):
+                return False
+        return True
+
+
+class SoftmaxBackward(Backward):
+    NAME, Description = "softmax_backward", fused_kernels.fk_softmax
+    WRITTEN, NAMES = ("d_x", "d_w"), ("d_probs", "x", "w", "probs", "d_x", "d_w")
+
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
+        self.x = [numbers(inputs, seed + i) for i in range(rows)]
+        self.d_probs = [numbers(classes, seed + 2 * i) for i in range(rows)]
+        self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
+        # Any numbers will do, whose products are exact.
+        self.probs = [[abs(number) / 4 for number in numbers(classes, seed + 5 * i)] for i in range(rows)]
+        description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
+        super().__init__(library, description, {
+            **{name: packed(flat(getattr(self, name)), FLOAT32) for name in ("d_probs", "x", "w", "probs")},
+            "d_x": b"\xff" * (4 * rows * inputs), "d_w": b"\xff" * (4 * inputs * classes)})
+
+    def result_is_right(self):
+        g, far = [], []
+        for d_row, p_row in zip(self.d_probs, self.probs):
+            total = sum(d * p for d, p in zip(d_row, p_row))
+            size = sum(abs(d * p) for d, p in zip(d_row, p_row))
+            g.append([p * (d - total) for d, p in zip(d_row, p_row)])
+            far.append([FP32 * p * (abs(d) + size) for d, p in zip(d_row, p_row)])
+        of_w, far_w = added_up(g, self.x, far, "columns")
+        for name, value, off in (("d_x", *added_up(g, self.w, far, "rows")),
+                                 ("d_w", list(zip(*of_w)), list(zip(*far_w)))):
+            value = flat(value)
+            if not near(self.found(name, FLOAT32, 1, len(value)), value, flat(off)):
+                return False
+        return True
+
+
+KINDS = [GatedBackward, SoftmaxBackward]
+CALLS = [
+    (GatedBackward, {}),
+    (GatedBackward, dict(rows=1, inputs=1, hidden=1)),
+    (GatedBackward, dict(rows=65, inputs=7, hidden=9)),
+    (GatedBackward, dict(rows=21, inputs=13, hidden=70, x_stride=16, out_stride=88)),
+    (SoftmaxBackward, {}),
+    (SoftmaxBackward, dict(rows=1, inputs=1, classes=1)),
+    (SoftmaxBackward, dict(rows=65, inputs=7, classes=9)),
+    (SoftmaxBackward, dict(rows=5, inputs=33, classes=300)),
+]
+SLOW = [
+    (GatedBackward, dict(rows=300, inputs=64, hidden=72)),
+    (SoftmaxBackward, dict(rows=150, inputs=60, classes=130)),
+]
+
+
+@pytest.mark.parametrize("kind, options", [
+    *(pytest.param(*each, id=name_of(*each)) for each in CALLS),
+    *(pytest.param(*each, id=name_of(*each), marks=pytest.mark.extensive) for each in SLOW),
+])
+def test_result(library, kind, options):
+    kind(library, **options).run_twice()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
+    call_at_the_same_time(library, kind)
+
+
+WRONG = {
+    GatedBackward: [
+        *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
+        *((dict(inputs=value), BAD_SHAPE) for value in (0, -5, (1 << 26) + 1, 1 << 40)),
+        *((dict(hidden=value), BAD_SHAPE) for value in (0, -1, 1 << 21)),
+        *((dict(x_stride=value), BAD_SHAPE) for value in (-8, 16, 1 << 40)),
+        (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, 77, BFLOAT16)),
+    ],
+    SoftmaxBackward: [
+        *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1, 1 << 40)),
+        *((dict(inputs=value), BAD_SHAPE) for value in (0, -1, (1 << 26) + 1)),
+        *((dict(classes=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1)),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16)),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_damaged_is_refused(library, kind):
+    refuse_what_is_damaged(library, kind, WRONG[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_workspace_is_refused(library, kind):
+    refuse_a_damaged_workspace(kind(library))
