@@ -384,9 +384,11 @@ def table(report):
         say("  ".join(text.ljust(width) if k == 0 else text.rjust(width)
                       for k, (text, width) in enumerate(zip(cell, widths))).rstrip())
     for row in rows:
-        if 0 < int(row[13]) < int(row[3]):
-            say(f"    {row[0]} takes long: its first {row[13]} launches were counted and watched, and the others are taken"
-                " to be like them.")
+        counted = float(row[13])
+        if 0 < counted < int(row[3]):
+            what = (f"its first {row[13]} launches" if counted.is_integer() else
+                    f"only the first {100 * counted / int(row[3]):.2g} % of its blocks")
+            say(f"    {row[0]} takes long: {what} were counted and watched, and the others are taken to be like them.")
 
 
 def worst(report, texts):
@@ -409,7 +411,7 @@ def worst(report, texts):
 def mistakes(rc, report, texts):
     """What the first run has found, in sentences."""
     lines = next(iter(texts.values()))
-    found = []
+    found, refused = [], {}
     for what, *rest in report:
         if what == "failed":
             message = rest[0]
@@ -422,11 +424,14 @@ def mistakes(rc, report, texts):
                 found.append(message)
         elif what == "host":
             found.append("A mistake: " + rest[0] + with_code(rest[0], texts))
-        elif what == "refused":
-            found.append(f"A launch failed, and the program did not ask (cudaGetLastError() says so): {rest[0]}")
+        elif what == "refused" and rest[0]:  # without a reason: a kernel has failed before, which is said
+            refused[rest[0]] = refused.get(rest[0], 0) + 1
         elif what == "time":
             found.append(f"It did not end within {SECONDS} seconds: {rest[0]}. Make the problem smaller, or look for a"
                          " loop that never ends.")
+    for why, times in refused.items():
+        often = f" ({times} times)" if times > 1 else ""
+        found.append(f"A launch failed{often}, and the program did not ask (cudaGetLastError() says so): {why}")
     if rc is None and not found:
         found.append(f"It did not end within {SECONDS} seconds, and no kernel was running. Make the problem smaller.")
     return found
@@ -562,6 +567,8 @@ def parse(doc):
     parser.add_argument("-I", action="append", default=[], metavar="DIR", help="where headers of the program are")
     parser.add_argument("-D", action="append", default=[], metavar="NAME=VALUE", help="a macro")
     parser.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
+    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="N", help="how long a run may take, %(default)s"
+                        " if it is not said")
     given = parser.parse_intermixed_args(words)
     files = []
     for name in given.files:
@@ -575,6 +582,8 @@ def parse(doc):
     for folder in given.I:
         if not Path(folder).is_dir():
             raise Refusal(f"-I {folder}: there is no such folder")
+    if given.seconds < 1:
+        raise Refusal(f"--seconds {given.seconds}: at least 1")
     return files, [Path(folder).resolve() for folder in given.I], [f"-D{each}" for each in given.D], arguments, given
 
 
@@ -592,7 +601,9 @@ def main(doc):
 
 
 def tried(doc):
+    global SECONDS
     files, folders, options, arguments, given = parse(doc)
+    SECONDS = given.seconds
     if not shutil.which(CXX):
         raise Refusal("There is no g++: run ./install.sh first.", 3)
     codes = [code_of(read(file)) for file in files]

@@ -119,6 +119,35 @@ def test_right_program(tried):
     assert "Never freed" not in result.stdout
 
 
+def test_a_kernel_that_takes_long(tried, monkeypatch):
+    """Its blocks are alike, so what is told of all of them is right although only the first ones are counted."""
+    monkeypatch.setenv("CUDA_CPU_COUNTED_MILLISECONDS", "1")
+    kernel = "__global__ void f(float* x) { for (int i = 0; i < 400; ++i) x[threadIdx.x] += 1; }"
+    result = tried(program(kernel, "for (int i = 0; i < 2; ++i) f<<<200, 32>>>(d)"))
+    assert re.search(r"f takes long: only the first \S+ % of its blocks were counted", result.stdout), result.stdout
+    row = re.search(r"^f +200 +32 +2 +160 k +640 k +160 k +640 k ", result.stdout, re.MULTILINE)
+    assert row, result.stdout
+
+
+def test_host_reads_late(tried):
+    """The host has read the same page before there was device memory in it, and others since."""
+    source = program(WRITE, "double sum = 0; for (int i = 0; i < 9999; ++i) sum += host[i]; f<<<1, 32>>>(d);"
+                     " sum += d[1]; return sum > 0")
+    result = tried(source.replace("int main() {", "float host[9999];\nint main() {"))
+    assert "the host reads 4 bytes of device memory" in result.stdout and result.rc == 1, result.stdout
+
+
+def test_time_and_refusals(tried):
+    """A loop without an end ends with the second that it was given. Launches refused alike are one sentence, and none is
+    said of those behind a kernel that failed."""
+    endless = program("__global__ void f(float* x) { for (int i = 0; i >= 0; i = (i + 1) % 9) x[i] += 1; }", "f<<<1, 1>>>(d)")
+    result = tried(endless, options=("--quick", "--seconds", "1"))
+    assert "It did not end within 1 seconds: kernel f" in result.stdout, result.stdout
+    twice = program(WRITE, "f<<<1, 2048>>>(d); f<<<1, 2048>>>(d); f<<<1, 128>>>(d); f<<<1, 32>>>(d)")
+    result = tried(twice)
+    assert result.stdout.count("A launch failed") == 1 and "A launch failed (2 times)" in result.stdout, result.stdout
+
+
 def test_never_freed(tried):
     result = tried("int main() {\n  float* d;\n  cudaMalloc(&d, 400);\n}\n")
     assert "Never freed: 1 allocation of device memory, 400 bytes, asked for at program.cu:3." in result.stdout

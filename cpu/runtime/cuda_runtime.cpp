@@ -115,7 +115,7 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, cons
   std::memset(memory, 0xFF, size);
   std::lock_guard lock(device().mutex);
   device().allocations[static_cast<char*>(memory)] = {
-      size, type, false, current_device(), place, ++device().changes};
+      size, type, false, current_device(), place, ++allocation_changes};
   *pointer = memory;
   return result(cudaSuccess);
 }
@@ -261,6 +261,8 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
 }
 
 }  // namespace
+
+constinit std::atomic<unsigned> allocation_changes = 0;
 
 DeviceState& device() {
   static DeviceState* const state = [] {

@@ -82,6 +82,8 @@ Environment read() {
       result.report = *each + prefix.size() + sizeof "REPORT";
     } else if (name == "SECONDS") {
       number(result.seconds, 1, 100000);
+    } else if (name == "COUNTED_MILLISECONDS") {
+      number(result.counted_milliseconds, 1, 100000);
     } else {
       refuse(variable,
              "there is no such variable; docs/cpu.md has those that the CPU backend knows");

@@ -21,6 +21,8 @@ struct Environment {
   /// program. `./try` sets both.
   const char* report = nullptr;
   int seconds = 0;
+  /// CUDA_CPU_COUNTED_MILLISECONDS: for so long each kernel is counted for the report at most.
+  int counted_milliseconds = 5000;
 };
 
 /// As it is when first asked for. A variable that is not one of these, or has a value that means

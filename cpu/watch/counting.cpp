@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -29,13 +30,10 @@ constexpr unsigned kSectorBytes = 32, kBanks = 32;
 
 /// What one instruction of a warp asks for.
 struct Request {
-  std::uintptr_t base;
-  std::int32_t offsets[32];  ///< of each lane's address from base
+  std::uintptr_t addresses[32];  ///< of the lanes that ask
   unsigned lanes;
 
-  std::uintptr_t address(int lane) const {
-    return base + static_cast<std::uintptr_t>(static_cast<std::intptr_t>(offsets[lane]));
-  }
+  std::uintptr_t address(int lane) const { return addresses[lane]; }
 };
 
 /// Device memory from cudaMalloc.
@@ -53,12 +51,30 @@ struct Place {
   std::int64_t requests, units, least;  ///< units: sectors, or conflicts
 };
 
-/// The requests of a warp at one place that not all lanes have made yet.
+/// The requests of a warp at one place that not all lanes have made yet. Lanes run one after the
+/// other, so the addresses of a lane are side by side: a lane writes them in order, and whoever
+/// evaluates reads 32 rows in order.
 struct Pending {
-  std::array<std::uint32_t, 32> made;  ///< by each lane, since the warp met
-  std::vector<Request> requests;
-  std::uint32_t over = 0;  ///< how many of them are
+  std::array<std::uint32_t, 32> made = {};  ///< by each lane, since the warp met
+  std::uint32_t over = 0;                   ///< so many requests are evaluated
+  std::uint32_t lanes = 0;                  ///< how many lanes have made the next one
   bool touched = false;
+  std::uint32_t room = 0;  ///< of a row, for so many requests
+  std::vector<std::uintptr_t> addresses;
+
+  std::size_t row() const { return room + kPad; }
+  void make_room() {
+    const std::uint32_t more = std::max(4u, 2 * room);
+    std::vector<std::uintptr_t> longer(32 * (more + kPad));
+    for (std::size_t lane = 0; lane < 32; ++lane) {
+      std::copy_n(addresses.begin() + static_cast<std::ptrdiff_t>(lane * row()), made[lane],
+                  longer.begin() + static_cast<std::ptrdiff_t>(lane * (more + kPad)));
+    }
+    addresses = std::move(longer);
+    room = more;
+  }
+  /// Rows of a power of two would all be in the same set of the cache.
+  static constexpr std::uint32_t kPad = 64 / sizeof(std::uintptr_t);
 };
 
 struct WarpRequests {
@@ -70,14 +86,18 @@ struct WarpRequests {
 /// other.
 void count_sectors(const Request& request, unsigned bytes, Place& place) {
   std::uintptr_t sectors[64];
+  std::uintptr_t highest = 0;  // most requests ascend: what is above all is new
   int count = 0;
   for (unsigned lanes = request.lanes; lanes; lanes &= lanes - 1) {
     const std::uintptr_t address = request.address(__builtin_ctz(lanes));
     const std::uintptr_t last = (address + bytes - 1) / kSectorBytes;
     for (std::uintptr_t sector = address / kSectorBytes; sector <= last; ++sector) {
       bool known = false;
-      for (int i = count - 1; i >= 0 && !known; --i) known = sectors[i] == sector;
+      if (sector <= highest) {
+        for (int i = count - 1; i >= 0 && !known; --i) known = sectors[i] == sector;
+      }
       if (!known && count < 64) sectors[count++] = sector;
+      highest = std::max(highest, sector);
     }
   }
   place.units += count;
@@ -106,6 +126,7 @@ void count_conflicts(const Request& request, unsigned bytes, Place& place) {
   const unsigned together = bytes <= 4 ? 32 : bytes <= 8 ? 16 : 8;
   for (unsigned first = 0; first < 32; first += together) {
     std::uintptr_t words[64];
+    std::uintptr_t highest = 0;
     int count = 0;
     unsigned lanes = request.lanes >> first & (together == 32 ? ~0u : (1u << together) - 1);
     if (!lanes) continue;
@@ -116,7 +137,10 @@ void count_conflicts(const Request& request, unsigned bytes, Place& place) {
       const std::uintptr_t last = (address + bytes - 1) / 4;
       for (std::uintptr_t word = address / 4; word <= last; ++word) {
         bool known = false;
-        for (int i = count - 1; i >= 0 && !known; --i) known = words[i] == word;
+        if (word <= highest) {
+          for (int i = count - 1; i >= 0 && !known; --i) known = words[i] == word;
+        }
+        highest = std::max(highest, word);
         if (known || count == 64) continue;
         words[count++] = word;
         most = std::max(most, ++in_bank[word % kBanks]);
@@ -146,8 +170,9 @@ class Counter {
     places_.clear();
     table_.assign(kTable, 0);
     warps_.clear();
+    last_ = {};
     sums = {};
-    barrier_threads = 0;
+    barrier_threads = blocks_left_out = 0;
   }
   const std::vector<Place>& places() {
     for (auto& block : warps_) {
@@ -167,12 +192,14 @@ class Counter {
 
   Counts sums;
   std::int64_t barrier_threads = 0;
+  std::int64_t blocks_left_out = 0;
 
  private:
   static constexpr std::size_t kTable = 1 << 14;
 
   std::uint32_t place_of(std::uintptr_t code, Kind kind, bool shared, unsigned bytes);
   void end(WarpRequests& warp);
+  static void evaluate_next(Pending& pending, Place& place);
   static void evaluate(const Request& request, Place& place) {
     if (place.shared) {
       count_conflicts(request, place.bytes, place);
@@ -184,6 +211,7 @@ class Counter {
     ++place.requests;
   }
 
+  Range last_ = {};  ///< the device memory in which the last access was
   std::vector<Place> places_;
   std::vector<std::uint32_t> table_ = std::vector<std::uint32_t>(kTable);  ///< number + 1
   std::vector<std::vector<WarpRequests>> warps_;                           ///< by the block's slot
@@ -197,10 +225,15 @@ std::vector<Range> device_memory;  ///< while counting, in order
 std::vector<Range> host_memory;    ///< that kernels may use, in order
 
 thread_local int uncounted = 0;
-thread_local std::unique_ptr<Counter> own_counter;
+
+using Clock = std::chrono::steady_clock;
+unsigned tallied = 0;                             ///< which launch of a Tally is counted
+Clock::time_point most_until = {};                ///< until when
+constinit thread_local unsigned left_out_in = 0;  ///< the calling worker counts no more of this one
+constinit thread_local Counter* own_counter = nullptr;
 
 Counter& counter() {
-  if (!own_counter) own_counter = std::make_unique<Counter>();
+  if (!own_counter) own_counter = new Counter;  // for good: all() knows it
   return *own_counter;
 }
 
@@ -235,9 +268,12 @@ std::uint32_t Counter::place_of(std::uintptr_t code, Kind kind, bool shared, uns
 void Counter::access(std::uintptr_t address, unsigned bytes, Kind kind, std::uintptr_t code) {
   const Thread& thread = runner->current();
   const Block& block = *thread.block;
+  // Where it was last, nothing is shared.
   bool shared = false;
-  for (const SharedStorage& storage : block.shared) {
-    shared |= address - reinterpret_cast<std::uintptr_t>(storage.data) < storage.size;
+  if (address - last_.begin >= last_.end - last_.begin) {
+    for (const SharedStorage& storage : block.shared) {
+      shared |= address - reinterpret_cast<std::uintptr_t>(storage.data) < storage.size;
+    }
   }
   const std::uint32_t number = place_of(code, kind, shared, bytes);
   Place& place = places_[number];
@@ -247,6 +283,7 @@ void Counter::access(std::uintptr_t address, unsigned bytes, Kind kind, std::uin
       ledger_stray(address, bytes, kind != Kind::load, code);
     return;
   }
+  if (!shared) last_ = place.last;
   if (checking && !shared && address + bytes > place.last.end) {
     ledger_stray(address, bytes, kind != Kind::load, code);
   }
@@ -259,50 +296,57 @@ void Counter::access(std::uintptr_t address, unsigned bytes, Kind kind, std::uin
   Pending& pending = warp.of_place[number];
   if (!pending.touched) {
     pending.touched = true;
-    pending.made.fill(0);
     warp.touched.push_back(number);
   }
   const unsigned lane = thread.number % 32;
-  const std::uint32_t nth = pending.made[lane]++;
-  if (nth == pending.requests.size()) pending.requests.push_back({address, {}, 0});
-  Request& request = pending.requests[nth];
-  request.offsets[lane] = static_cast<std::int32_t>(address - request.base);
-  request.lanes |= 1u << lane;
+  const std::uint32_t nth = pending.made[lane];
+  if (nth == pending.room) pending.make_room();
+  pending.addresses[lane * pending.row() + nth] = address;
+  pending.made[lane] = nth + 1;
   // Lanes run one after the other: when the last one comes, the first request is complete first.
-  if (nth == pending.over && request.lanes == ~0u) {
-    evaluate(request, place);
-    ++pending.over;
-    if (pending.over == pending.requests.size()) {
-      pending.requests.clear();
-      pending.made.fill(0);
-      pending.over = 0;
+  if (nth == pending.over && ++pending.lanes == 32) evaluate_next(pending, place);
+}
+
+/// A lane has made the nth request if it has made more than n.
+void Counter::evaluate_next(Pending& pending, Place& place) {
+  Request request;
+  request.lanes = 0;
+  const std::uint32_t nth = pending.over++;
+  pending.lanes = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (pending.made[lane] > nth) {
+      request.lanes |= 1u << lane;
+      request.addresses[lane] = pending.addresses[lane * pending.row() + nth];
     }
+    pending.lanes += pending.made[lane] > nth + 1;
+  }
+  evaluate(request, place);
+  if (pending.lanes == 0) {
+    pending.made.fill(0);
+    pending.over = 0;
   }
 }
 
 void Counter::end(WarpRequests& warp) {
   for (const std::uint32_t number : warp.touched) {
     Pending& pending = warp.of_place[number];
-    for (; pending.over < pending.requests.size(); ++pending.over) {
-      evaluate(pending.requests[pending.over], places_[number]);
-    }
-    pending.requests.clear();
-    pending.over = 0;
+    while (pending.lanes > 0) evaluate_next(pending, places_[number]);
     pending.touched = false;
   }
   warp.touched.clear();
 }
 
-bool watched() { return counting && runner && runner->in_thread() && uncounted == 0; }
+/// Whether the calling worker counts the block that it runs.
+inline bool counts_here() { return counting && left_out_in != tallied; }
+inline bool watched() { return counts_here() && runner && runner->in_thread() && uncounted == 0; }
 
-/// The host's own access: only where they are checked does it matter.
-inline void hook(const void* address, std::size_t bytes, Kind kind, const void* code) {
-  if (!watched()) {
-    if (checking && !runner) {
-      ledger_host(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
-                  reinterpret_cast<std::uintptr_t>(code));
-    }
-    return;
+/// An access of a kernel.
+[[gnu::noinline]] void hook_kernel(const void* address, std::size_t bytes, Kind kind,
+                                   const void* code, bool aligned) {
+  if (!watched()) return;
+  if (aligned && checking && reinterpret_cast<std::uintptr_t>(address) % bytes != 0) {
+    ledger_misaligned(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
+                      reinterpret_cast<std::uintptr_t>(code));
   }
   if (runner->on_own_stack(address)) return;
   const BoundKernel& kernel = runner->launch().kernel;  // whose arguments are no memory of its own
@@ -314,13 +358,22 @@ inline void hook(const void* address, std::size_t bytes, Kind kind, const void* 
                    reinterpret_cast<std::uintptr_t>(code));
 }
 
-/// The same of an access that the compiler takes to be aligned.
-inline void hook_aligned(const void* address, std::size_t bytes, Kind kind, const void* code) {
-  if (checking && reinterpret_cast<std::uintptr_t>(address) % bytes != 0 && watched()) {
-    ledger_misaligned(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
-                      reinterpret_cast<std::uintptr_t>(code));
+/// An access of whoever runs. A reference on the host reads much, and what nobody counts is a lot:
+/// both are done here. The host's own access matters only where it is checked.
+[[gnu::always_inline]] inline void hook(const void* address, std::size_t bytes, Kind kind,
+                                        const void* code, bool aligned = false) {
+  if (runner) {
+    if (counts_here()) hook_kernel(address, bytes, kind, code, aligned);
+  } else if (checking) {
+    ledger_host_access(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
+                       reinterpret_cast<std::uintptr_t>(code));
   }
-  hook(address, bytes, kind, code);
+}
+
+/// The same of an access that the compiler takes to be aligned.
+[[gnu::always_inline]] inline void hook_aligned(const void* address, std::size_t bytes, Kind kind,
+                                                const void* code) {
+  hook(address, bytes, kind, code, true);
 }
 
 // ---- Places in the source ----------------------------------------------------------------------
@@ -423,8 +476,10 @@ bool can_count() { return compiled_for_it; }
 
 namespace {
 
-/// Counts from zero, with the device memory that there is now.
-void begin() {
+/// Counts from zero, with the device memory that there is now, until then.
+void begin(Clock::time_point until) {
+  ++tallied;
+  most_until = until;
   {
     std::lock_guard lock(device().mutex);
     device_memory.clear();
@@ -485,7 +540,7 @@ void add_up(Counts& counts, const std::vector<Place>& places) {
 
 void start_counting() {
   finish_kernels();
-  begin();
+  begin(Clock::time_point::max());
 }
 
 Counts stop_counting() {
@@ -506,12 +561,20 @@ struct Tally::Places {
 Tally::Tally() : places_(std::make_unique<Places>()) {}
 Tally::~Tally() = default;
 
-void Tally::start() { begin(); }
+void Tally::start(double seconds) {
+  begin(Clock::now() +
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+}
 
-void Tally::stop() {
+std::int64_t Tally::stop() {
   counting = false;
+  std::int64_t left_out = 0;
   std::vector<Place> places;
   collect(places_->counts, places);
+  {
+    std::lock_guard lock(Counter::mutex());
+    for (const Counter* each : Counter::all()) left_out += each->blocks_left_out;
+  }
   for (const Place& place : places) {
     const auto same = std::find_if(places_->of.begin(), places_->of.end(), [&](const Place& each) {
       return each.code == place.code && each.kind == place.kind && each.shared == place.shared &&
@@ -525,6 +588,7 @@ void Tally::stop() {
       same->least += place.least;
     }
   }
+  return left_out;
 }
 
 Counts Tally::counts() const {
@@ -548,10 +612,19 @@ void count_library(std::int64_t bytes) {
 }
 
 void requests_of_warp_end(const Block& block, unsigned first) {
-  if (counting) counter().end_of_warp(block.slot, first / 32);
+  if (counts_here()) counter().end_of_warp(block.slot, first / 32);
 }
 void requests_of_block_end(const Block& block) {
-  if (counting) counter().end_of_block(block.slot);
+  if (!counting) return;
+  if (!counts_here()) {
+    ++counter().blocks_left_out;
+    return;
+  }
+  counter().end_of_block(block.slot);
+  const bool alone = runner->resident().size() == 1;
+  if (alone && most_until != Clock::time_point::max() && Clock::now() > most_until) {
+    left_out_in = tallied;
+  }
 }
 
 void count_async_copy(const void* from, std::size_t bytes, const void* place) {
@@ -581,7 +654,7 @@ void count_access(const void* address, std::size_t bytes, bool store) {
 }
 
 void count_copy_engine(const void* address, std::size_t bytes) {
-  if (!counting || bytes == 0) return;
+  if (!counts_here() || bytes == 0) return;
   const auto at = reinterpret_cast<std::uintptr_t>(address);
   const std::uintptr_t sectors = (at + bytes - 1) / kSectorBytes - at / kSectorBytes + 1;
   counter().sums.copy_engine_bytes += static_cast<std::int64_t>(bytes);
@@ -589,15 +662,15 @@ void count_copy_engine(const void* address, std::size_t bytes) {
 }
 
 void count_multicast(std::size_t saved_bytes) {
-  if (counting) counter().sums.multicast_saved_bytes += static_cast<std::int64_t>(saved_bytes);
+  if (counts_here()) counter().sums.multicast_saved_bytes += static_cast<std::int64_t>(saved_bytes);
 }
 
 void count_tensor_flops(std::int64_t flops) {
-  if (counting) counter().sums.tensor_flops += flops;
+  if (counts_here()) counter().sums.tensor_flops += flops;
 }
 
 void count_barrier() {
-  if (counting) ++counter().barrier_threads;
+  if (counts_here()) ++counter().barrier_threads;
 }
 
 Uncounted::Uncounted() { ++uncounted; }

@@ -31,9 +31,10 @@ class Tally {
  public:
   Tally();
   ~Tally();
-  /// Around each launch.
-  void start();
-  void stop();
+  /// Around each launch. After so many seconds its further blocks are left out, if each of them
+  /// begins when the one before has ended; stop() says how many they were.
+  void start(double seconds);
+  std::int64_t stop();
   Counts counts() const;
 
  private:

@@ -34,8 +34,9 @@ namespace {
 
 /// So much memory that was given back is kept at most.
 constexpr std::size_t kMostKept = 1u << 30;
-/// When a kernel has been counted for so long, its further launches are taken to be like those.
-constexpr double kMostSeconds = 5;
+/// When a kernel has been counted for so long, the rest of it is taken to be like that. It is a
+/// tenth when all kernels together have been counted for three times as long.
+double most_seconds() { return environment().counted_milliseconds / 1000.0; }
 /// What is nearer to zero than this is no address; and what a thread has of its own is within it.
 constexpr std::size_t kNear = 1u << 16;
 
@@ -45,7 +46,7 @@ struct Kernel {
   Site site;
   long launches = 0;
   Tally tally;
-  long counted = 0;    ///< so many of the launches, all or the first ones
+  double counted = 0;  ///< so many of the launches, all or the first ones, or blocks of one
   double seconds = 0;  ///< that those took
 };
 
@@ -65,6 +66,7 @@ struct Ledger {
   std::size_t kept_bytes = 0;
   bool ended = false;
   bool counts = false;  ///< the launch in progress
+  double seconds = 0;   ///< that all kernels were counted for
   std::chrono::steady_clock::time_point start;
   std::vector<pthread_t> workers;
 };
@@ -136,14 +138,13 @@ void write_kernels() {
     const Counts counts = kernel.tally.counts();
     const auto of_all = [&](std::int64_t counted) {
       const double launches = static_cast<double>(kernel.launches);
-      const bool all = kernel.counted == 0 || kernel.counted == kernel.launches;
+      const bool all = kernel.counted == 0 || kernel.counted == launches;
       return all ? static_cast<long long>(counted)
-                 : std::llround(static_cast<double>(counted) * launches /
-                                static_cast<double>(kernel.counted));
+                 : std::llround(static_cast<double>(counted) * launches / kernel.counted);
     };
     std::fprintf(
         all.file,
-        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\t%ld\n",
+        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\t%.6g\n",
         kernel.name.c_str(), in_words(kernel.grid).c_str(), in_words(kernel.block).c_str(),
         kernel.launches, of_all(counts.global_load_requests), of_all(counts.global_load_sectors),
         of_all(counts.global_store_requests), of_all(counts.global_store_sectors),
@@ -229,6 +230,8 @@ std::string beside(std::uintptr_t address, std::size_t bytes, std::uintptr_t sta
 
 }  // namespace
 
+constinit thread_local HostPages host_pages = {};
+
 bool keeps_ledger() {
   static const bool keeps = [] {
     const Environment& user = environment();
@@ -280,21 +283,25 @@ void ledger_starts(Launch& launch) {
   }
   ++all.current->launches;
   all.launch = &launch;
-  all.counts = !kSanitized && !device().concurrent && all.current->seconds < kMostSeconds;
+  const double most = all.seconds < 3 * most_seconds() ? most_seconds() : most_seconds() / 10;
+  all.counts = !kSanitized && !device().concurrent && all.current->seconds < most;
   if (!all.counts) return;
-  ++all.current->counted;
   all.start = std::chrono::steady_clock::now();
-  all.current->tally.start();
+  all.current->tally.start(most - all.current->seconds);
 }
 
-void ledger_ends(Launch&) {
+void ledger_ends(Launch& launch) {
   if (!keeps_ledger()) return;
   Ledger& all = ledger();
   std::lock_guard lock(all.mutex);
   if (all.counts) {
-    all.current->tally.stop();
-    all.current->seconds +=
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - all.start).count();
+    const auto left_out = static_cast<double>(all.current->tally.stop());
+    all.current->counted += 1 - left_out / static_cast<double>(launch.blocks);
+    const double seconds = std::min(
+        most_seconds(),
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - all.start).count());
+    all.current->seconds += seconds;
+    all.seconds += seconds;
   }
   all.current = nullptr;
   all.launch = nullptr;
@@ -426,28 +433,26 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
   static std::atomic<bool> looking = false;
   if (looking || !ledger().file) return;
-  // Pages without device memory, as often as the host comes to them. What is freed changes nothing.
-  static thread_local std::uintptr_t others[256];
-  static thread_local unsigned changes = 0;
-  if (const unsigned now = device().changes; now != changes) {
-    std::fill(std::begin(others), std::end(others), 0);
-    changes = now;
+  if (const unsigned now = allocation_changes; now != host_pages.changes) {
+    std::fill(std::begin(host_pages.pages), std::end(host_pages.pages), 0);
+    host_pages.changes = now;
   }
-  constexpr std::uintptr_t kPage = 4096;
+  constexpr std::uintptr_t kPage = HostPages::kPage;
   const std::uintptr_t page = address / kPage;
-  if (others[page % 256] == page) return;
+  std::uintptr_t& known = host_pages.pages[page % HostPages::kCount];
+  if (known == page) return;
   {
     std::unique_lock lock(device().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return;
     const auto& allocations = device().allocations;
     auto next = allocations.lower_bound(reinterpret_cast<const char*>((page + 1) * kPage));
     if (next == allocations.begin()) {
-      others[page % 256] = page;
+      known = page;
       return;
     }
     --next;  // the last one that begins before the page's end
     if (reinterpret_cast<std::uintptr_t>(next->first) + next->second.size <= page * kPage) {
-      others[page % 256] = page;
+      known = page;
     }
     next = allocations.upper_bound(reinterpret_cast<const char*>(address));
     if (next == allocations.begin()) return;

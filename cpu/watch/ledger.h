@@ -11,6 +11,7 @@
 #include <string>
 
 #include "cpu/execution/cuda_cpu.h"
+#include "cpu/runtime/device_state.h"
 
 namespace cuda_cpu {
 
@@ -46,5 +47,25 @@ void ledger_worker();
 std::string ledger_place();
 /// The host reads or writes: ends the program if it is the device's.
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
+
+/// Pages without device memory, as the calling thread of the host has come to them. What is freed
+/// changes nothing.
+struct HostPages {
+  static constexpr std::uintptr_t kPage = 4096;
+  static constexpr std::size_t kCount = 2048;
+  std::uintptr_t pages[kCount];
+  unsigned changes;  ///< as of then
+
+  bool has(std::uintptr_t page) const {
+    return pages[page % kCount] == page &&
+           changes == allocation_changes.load(std::memory_order_relaxed);
+  }
+};
+extern constinit thread_local HostPages host_pages;
+/// The same, quickly where the page is known: a reference on the host reads much.
+[[gnu::always_inline]] inline void ledger_host_access(std::uintptr_t address, std::size_t bytes,
+                                                      bool store, std::uintptr_t code) {
+  if (!host_pages.has(address / HostPages::kPage)) ledger_host(address, bytes, store, code);
+}
 
 }  // namespace cuda_cpu
