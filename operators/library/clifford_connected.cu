@@ -2,7 +2,7 @@
 
 #include "operators/clifford_connected/layer.cuh"
 #include "operators/estimate.h"
-#include "operators/library/call.h"
+#include "operators/library/clifford_calls.h"
 
 namespace {
 
@@ -10,7 +10,7 @@ using namespace operators::library;
 using namespace operators::clifford_connected;
 using operators::clifford::CliffordGradients, operators::clifford::CliffordTensors;
 
-constexpr int64_t kMost = 1 << 30, kMostFeatures = 8192;
+constexpr int64_t kMostFeatures = 8192;
 
 /// Calls run with Cl<p, q, r>() of the description's signature. Returns whether there is such an
 /// algebra.
@@ -24,44 +24,25 @@ bool in_algebra(const fk_clifford& of, Run run) {
 
 /// Refuses a description that no GPU, or not this one, can compute.
 void check(const fk_clifford* of) {
-  check_description("clifford", of, sizeof *of);
-  check_type("clifford", of->type, {FK_FLOAT32});
-  if (of->normed != 0 && of->normed != 1) {
-    throw Refusal{FK_BAD_ARGUMENT,
-                  "normed is " + std::to_string(of->normed) + "; it has to be 0 or 1"};
-  }
-  if (!in_algebra(*of, [](auto) {})) {
-    throw Refusal{FK_BAD_ARGUMENT, "p, q, r are " + std::to_string(of->p) + ", " +
-                                       std::to_string(of->q) + ", " + std::to_string(of->r) +
-                                       "; they have to be 2, 0, 0 or 3, 0, 0"};
-  }
-  check_sizes({{"batch", of->batch, kMost}, {"features", of->features, kMostFeatures}});
-  if (of->batch * of->features > kMost) {
-    throw Refusal{FK_BAD_SHAPE, "batch * features is more than 2^30"};
-  }
-  check_hopper("the fully connected Clifford product");
+  const auto most_features = [](const fk_clifford& description) {
+    return in_algebra(description, [](auto) {}) ? kMostFeatures : 0;
+  };
+  check_clifford(of, "the fully connected Clifford product", "2, 0, 0 or 3, 0, 0", most_features);
 }
 
-/// How many elements x and w have.
-struct Counts {
-  int64_t x = 0, w = 0;
-  explicit Counts(const fk_clifford& of) {
-    in_algebra(of, [&]<typename A>(A) {
-      x = A::kBlades * of.batch * of.features;
-      w = A::kTriples * of.features * of.features;
-    });
-  }
-};
-
-/// Where a pass has its operands among a call's arguments: x, y, w, out; backward d_out, x, y, w,
-/// d_x, d_y, d_w.
-constexpr int kForwardX = 0, kBackwardX = 1;
+CliffordCalls::Counts counts_of(const fk_clifford& of) {
+  CliffordCalls::Counts counts;
+  in_algebra(of, [&]<typename A>(A) {
+    counts = {A::kBlades * of.batch * of.features, A::kTriples * of.features * of.features};
+  });
+  return counts;
+}
 
 /// The layer, which takes the planes of its products ready from memory.
 template <typename A>
 Ready<A, true> layer_of(const fk_clifford& of, const Operands& at, int place_of_x,
                         const Memory<float>& out, const operators::Workspace& workspace) {
-  const Counts counts(of);
+  const CliffordCalls::Counts counts = counts_of(of);
   const CliffordTensors tensors{
       .layer = {static_cast<int>(of.batch), static_cast<int>(of.features), of.normed == 1},
       .x = at.memory<float>(place_of_x, counts.x),
@@ -85,7 +66,7 @@ Operator forward_of(const fk_clifford& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      const Memory<float> out = at.memory<float>(3, Counts(of).x);
+      const Memory<float> out = at.memory<float>(3, counts_of(of).x);
       const Ready<A, true> layer = layer_of<A>(of, at, kForwardX, out, workspace);
       ways.push_back({"planes beside the product", microseconds_of<A>(of, 1),
                       [=] { layer.forward(nullptr); }, 0});
@@ -99,7 +80,7 @@ Operator backward_of(const fk_clifford& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     std::vector<operators::Way> ways;
     in_algebra(of, [&]<typename A>(A) {
-      const Counts counts(of);
+      const CliffordCalls::Counts counts = counts_of(of);
       const Memory<float> out = workspace.any<float>(static_cast<size_t>(counts.x));
       const CliffordGradients d{at.memory<float>(0, counts.x), at.memory<float>(4, counts.x),
                                 at.memory<float>(5, counts.x), at.memory<float>(6, counts.w)};
@@ -111,59 +92,30 @@ Operator backward_of(const fk_clifford& of) {
   };
 }
 
-int query(const fk_clifford* clifford, size_t* bytes, Operator (*pass_of)(const fk_clifford&)) {
-  return guarded([=] {
-    check(clifford);
-    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
-    *bytes = workspace_bytes(pass_of(*clifford));
-  });
-}
-
-Argument argument(const char* name, const void* data, int64_t count, bool written = false) {
-  return {name, data, static_cast<size_t>(count) * sizeof(float), 16, written};
-}
+constexpr CliffordCalls kCalls = {"clifford connected", check, counts_of, forward_of, backward_of};
 
 }  // namespace
 
 extern "C" int fk_clifford_connected_workspace(const fk_clifford* clifford, size_t* bytes) {
-  return query(clifford, bytes, forward_of);
+  return kCalls.query(clifford, forward_of, bytes);
 }
 
 extern "C" int fk_clifford_connected_backward_workspace(const fk_clifford* clifford,
                                                         size_t* bytes) {
-  return query(clifford, bytes, backward_of);
+  return kCalls.query(clifford, backward_of, bytes);
 }
 
 extern "C" int fk_clifford_connected_forward(const fk_clifford* clifford, const void* x,
                                              const void* y, const void* w, void* out,
                                              void* workspace, size_t workspace_bytes,
                                              struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("clifford connected", clifford, check, forward_of, stream);
-    const Counts counts(*clifford);
-    const Argument arguments[] = {
-        argument("x", x, counts.x),
-        argument("y", y, counts.x),
-        argument("w", w, counts.w),
-        argument("out", out, counts.x, true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return kCalls.forward(clifford, x, y, w, out, workspace, workspace_bytes, stream);
 }
 
 extern "C" int fk_clifford_connected_backward(const fk_clifford* clifford, const void* d_out,
                                               const void* x, const void* y, const void* w,
                                               void* d_x, void* d_y, void* d_w, void* workspace,
                                               size_t workspace_bytes, struct CUstream_st* stream) {
-  return guarded([&] {
-    Plan& plan = plan_of("clifford connected", clifford, check, backward_of, stream, 1);
-    const Counts counts(*clifford);
-    const Argument arguments[] = {
-        argument("d_out", d_out, counts.x),   argument("x", x, counts.x),
-        argument("y", y, counts.x),           argument("w", w, counts.w),
-        argument("d_x", d_x, counts.x, true), argument("d_y", d_y, counts.x, true),
-        argument("d_w", d_w, counts.w, true),
-    };
-    launch(plan, arguments, workspace, workspace_bytes);
-  });
+  return kCalls.backward(clifford, d_out, x, y, w, d_x, d_y, d_w, workspace, workspace_bytes,
+                         stream);
 }
