@@ -11,7 +11,7 @@ MATMULS = [lesson for lesson in LESSONS if re.match(r"[1-4]_|bonus_matmul", less
 SOFTMAX = "9_matmul_softmax"
 TRAINING = "9_softmax_training"
 CLIFFORD = "10_clifford_gp"
-CONNECTED = "bonus_clifford_fully_connected"
+CONNECTED, MEMORY = "bonus_clifford_fully_connected", "bonus_memory"
 ATTENTION = "bonus_attention"
 GATINGS = [lesson for lesson in LESSONS if "gating" in lesson]
 DIFFUSION = "7_diffusion_fused"
@@ -596,6 +596,8 @@ def test_seed_decides_inputs(run, lesson):
         size = (9, "--eigen", 8, "--width", 16)
     if lesson in (CLIFFORD, CONNECTED):
         size = (3, "--features", 9)
+    if lesson == MEMORY:
+        size = (1,)
     first, again, other = (
         run(lesson, *size, "--samples", 1, "--seed", seed) for seed in (7, 7, 8)
     )
@@ -726,7 +728,7 @@ def test_attention_moves_no_logits(tmp_path):
 # How many of 1,000 runs each program gets: some take 10 ms, some a second or two.
 TINY_RUNS = {
     "1_matmul_basic": 170, "2_matmul_sharedmem": 100, "3_matmul_tensorcore": 40, "4_matmul_cublas": 60,
-    "bonus_matmul_A_stationary": 100, "bonus_memory": 10, ATTENTION: 10, "5_gating_unfused": 60, "6_gating_fused": 15,
+    "bonus_matmul_A_stationary": 100, MEMORY: 10, ATTENTION: 10, "5_gating_unfused": 60, "6_gating_fused": 15,
     DIFFUSION: 80, SPATIAL: 80, "bonus_diffusion_gpus": 20, SOFTMAX: 25, TRAINING: 150, CLIFFORD: 60, CONNECTED: 20,
 }
 TINY_OPTIONS = {
