@@ -254,8 +254,8 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // memory, and only after it does it multiply. Here shared memory has room for kStages pairs of
 // tiles. While one is multiplied, the copies of the next kStages - 1 are on their way: cp.async
 // moves them to shared memory without a register in between, and the thread does not wait. (It
-// cannot transpose several numbers on the way: A is copied by single floats again. And a step takes
-// 16 of k, not 8: fewer barriers.)
+// cannot transpose four numbers on the way, as `vectors` did in registers: A is copied by single
+// floats. And a step takes 16 of k, not 8: fewer barriers.)
 //
 // The copies of a step are closed as a group (commit), and wait<n> waits until all but the newest n
 // groups of the thread have arrived. Where no step is left an empty group is closed, so that the
@@ -337,7 +337,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
   const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
   const int steps = (n + BK - 1) / BK;
 
-  // At once the threads copy BK columns of kRowsA rows of A, and kRowsB rows of the tile of B.
+  // With one copy of each thread the block copies kRowsA rows of the tile of A, or kRowsB rows of
+  // the tile of B.
   constexpr int kWidth = kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;
@@ -423,7 +424,8 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
   const int row0 = blockIdx.y * BM, col0 = blockIdx.x * BN;
   const int steps = (n + BK - 1) / BK;
 
-  // At once the threads copy BK columns of kRowsA rows of A, and kRowsB rows of the tile of B.
+  // With one copy of each thread the block copies kRowsA rows of the tile of A, or kRowsB rows of
+  // the tile of B.
   constexpr int kWidth = kAligned ? 4 : 1;
   constexpr int kRowsA = kThreads / BK, kRowsB = kThreads / (BN / kWidth);
   const int a_row = threadIdx.x / BK, a_k = threadIdx.x % BK;

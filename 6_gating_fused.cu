@@ -52,7 +52,8 @@ __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); 
 
 // Thread (x, y) owns out(row y, column x), and both its sums: gate = x W1 + b1, value = x W2 + b2.
 __global__ void gating_simple(const __grid_constant__ GatingOperands in) {
-  const int row = blockIdx.x * blockDim.y + threadIdx.y;  // a grid's y ends at 65535
+  // Rows are along the grid's x: its y may be 65535 at most, and there are M / 8 blocks of rows.
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
   if (row >= in.M || col >= in.H) return;
   float gate = __half2float(in.b1[col]), value = __half2float(in.b2[col]);
@@ -270,6 +271,7 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
   half* x_tiles = W_tiles + 2 * Tiles::kTileW;
   const int col0 = blockIdx.y * Tiles::BH, tiles = (in.M + Tiles::BM - 1) / Tiles::BM;
   const auto stage_of = [&](int step) { return x_tiles + step % kStages * Tiles::kTileX; };
+  // A step is a whole tile of x here: the step-th tile of this block.
   const auto load_step = [&](int step) {
     const int64_t tile = blockIdx.x + static_cast<int64_t>(step) * gridDim.x;
     if (tile < tiles) {
@@ -277,6 +279,8 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
     }
   };
 
+  // The copies of the weights are closed as a group together with those of the first tile, so that
+  // the first ahead.next() waits for both. Its barrier is also the one that the biases need.
   Tiles::load_weights(W_tiles, in, 0, col0);
   auto ahead = copies_ahead<kStages>(load_step);
   Tiles::load_biases(biases, in, col0);
@@ -294,9 +298,11 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
 // Reader, Box, LeftTile, RightTile, Sum.
 
-// The biases of 64 columns of out: those that a thread needs for its elements of a Sum, which are
-// pairs of neighbours, 8 columns apart. Only `cols` of the columns exist, an even number; the
-// others get the last pair, and are never stored.
+// Of the biases of 64 columns of out, those that a thread needs. In a Sum the elements 4 p to
+// 4 p + 3 of a thread are in two neighbouring columns: two of them in one row, and two in the row 8
+// rows below. So these four elements need one pair of biases, pair p. The next four are 8 columns
+// further on, so that 64 columns are eight pairs. Only `cols` of the columns exist, an even number;
+// the others get the last pair, and are never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
@@ -312,8 +318,9 @@ struct Gate {
 
   // Puts 64 columns of results into a box. `sum` has the gates in the left half of its columns, the
   // values in the right half: a thread has both of an element, half of its registers apart. The 64
-  // columns begin at column `first` of each half. gated(gate, value) is sigmoid(gate) * value in
-  // five instructions (operators/gating/rows.cuh).
+  // columns begin at column `first` of each half, and 64 columns are 32 elements of a thread: so
+  // element i needs pair i % 32 / 4. gated(gate, value) is sigmoid(gate) * value in five
+  // instructions (operators/gating/rows.cuh).
   template <int kCols>
   __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
     sum.store(box, first, [&](int i) {
