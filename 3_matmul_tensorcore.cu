@@ -8,13 +8,14 @@
 //     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
 //
 // The operands are in registers. No thread could hold them alone, so each matrix is spread over the
-// lanes of the warp. What one lane holds of a matrix is its fragment (README has a picture):
+// lanes of the warp. What one lane holds of a matrix is its fragment (README has a picture). A is
+// four matrices of 8 x 8; B and the sums are two each. Of each 8 x 8 lane l holds two elements:
 //
-//   - of each 8 x 8 corner of A two neighbours of a row, as two 16-bit numbers in one register:
-//     lane l holds row l / 4, columns 2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3
-//     of row 1;
-//   - of each 8 x 8 corner of the sums the same two elements, as two fp32 numbers;
-//   - of each 8 x 8 corner of B two neighbours of a column: column l / 4, and those two rows.
+//   - of A two neighbours of a row, as two 16-bit numbers in one register: row l / 4, columns
+//     2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3 of row 1;
+//   - of the sums the same two elements, as two fp32 numbers;
+//   - of B two neighbours of a column: column l / 4, rows 2 * (l % 4) and 2 * (l % 4) + 1. Lane 5
+//     has rows 2 and 3 of column 1.
 //
 // A lane's registers alone mean nothing. To load them is a warp's joint work as well, and there is
 // an instruction for it, ldmatrix: the lanes pass the addresses of rows in shared memory, and
@@ -26,8 +27,9 @@
 //   - Shared memory. ldmatrix reads 8 rows of 16 bytes at a time. Where the rows of a tile are a
 //     multiple of 128 bytes apart, all 8 are on the same banks and are read one after the other:
 //     the tile needs another layout, either padded rows or permuted ones.
-//   - Instructions. Each address, bound check and copy takes the place of an mma.sync. And since
-//     nothing else hides the latency of loads, they have to start long before they are needed.
+//   - Instructions. Each address, bound check and copy takes the place of an mma.sync. And there
+//     are few warps, too few to hide the latency of loads: loads have to start long before what
+//     they bring is needed.
 //
 // One more thing: mma.sync wants each lane's two elements of B below each other, in one column, but
 // B is row-major, where neighbours in memory are in one row. ldmatrix can transpose each 8 x 8
@@ -47,7 +49,13 @@
 //     patches         (Hopper) an order of tiles in which more of them share through the L2 cache
 //     any shape       (Hopper) the operator that a program would call: tiles that suit N
 //
-// All without (Hopper) need compute capability 7.5, where copies are synchronous. The CPU runs all.
+// All without (Hopper) need compute capability 7.5 or more (at 7.5 copies are synchronous). The CPU
+// backend runs all.
+//
+// At the first reading take n as a multiple of all tiles. Then whatever checks for the edges of a
+// matrix always finds that it is inside, kWhole, kAligned and kEven are true, and kWidth is 8. The
+// kernels down to *mma.sync* are the core path. Those for Hopper come after it, and have a first
+// reading of their own (see "Hopper: words").
 
 #include "checks/product/library_product.h"
 #include "checks/product/square_matmul.h"
@@ -458,17 +466,19 @@ struct TileCopies {
 // for the copies. For the fragments a lane has two numbers: a_lane is where its first fragment of A
 // lies, b_lane its first one of B.
 //
-// Where do the lane's other fragments lie? Rows first: they are a multiple of 16 rows further on
-// and swizzled alike, so a constant is added. Columns are less simple, because tiles are swizzled:
-// column c of row r lies at c ^ s, where s = 8 * (r % 8) (for rows of 64 columns). A fragment that
-// begins d columns further on lies at (c + d) ^ s. What the code has is (c ^ s) ^ d: one
-// instruction for each fragment, without swizzling again. Both are the same:
-//   - The first fragment begins at c = 0 or c = 8 (of B, a multiple of 64 more). The others are
-//     d = 16, 32 or 48 further on (d is k for A, 16 j for B). So c and d have no bit in common, and
-//     c + d = c ^ d. For example 8 + 48 = 8 ^ 48 = 56.
-//   - The order of two ^ does not matter: (c ^ d) ^ s = (c ^ s) ^ d.
-// The rows that a thread copies are multiples of 8 apart and swizzled alike, too: the compiler
-// swizzles once, and adds constants.
+// Where do the lane's other fragments lie? Those in other rows are a multiple of 16 rows further
+// on. Such rows are swizzled alike, so a constant is added. Those in other columns need more care,
+// because swizzling moves columns: column c of row r lies at c ^ s, where s = 8 * (r % 8). (In rows
+// of 32 columns s is another number, and the rest is the same.) Take A:
+//   - The lane's first fragment begins at column c = 0 or c = 8. It lies at c ^ s, which is a_lane.
+//   - The fragment d = 16, 32 or 48 columns further on lies at (c + d) ^ s.
+//   - c has only the bit 8, and d only the bits 16 and 32. So nothing is carried when they are
+//     added, and c + d = c ^ d. For example, 8 + 48 = 8 ^ 48 = 56.
+//   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. That is
+//     a_lane ^ d: one instruction, and nothing is swizzled again. In the code d is k.
+// For B it is the same with d = 16 * j. There c may also have a multiple of the warp's WN columns.
+// d is less than WN, so again the two have no bit in common. The rows that a thread copies are
+// multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -490,7 +500,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
-  typename Copies::Offsets offsets;  // as a member it would keep the struct out of registers
+  typename Copies::Offsets offsets;  // an array: as a member it would keep `copies` in memory
   Copies copies(A, B, row0, col0, n, offsets);
   const auto copy_step = [&](int step) {
     if (step < steps) copies.start(mma_tiles + step % kStages * Tiles::kStage, offsets);
@@ -545,10 +555,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // the tensor cores still work on the products that were started before. copies_ahead has its
 // barrier at the beginning of a step; so it cannot be used, and its loop is written out here.
 //
-// Two small things more. Products go along a row of `sum` and back along the next row: the last
-// product of one row and the first of the next have the same fragment of B, whose registers have
-// just been read. And the result goes through shared memory, swizzled as well, so that it leaves in
-// whole rows, 16 bytes a store.
+// One small thing more: the result goes through shared memory, swizzled as well, so that it leaves
+// in whole rows, 16 bytes a store.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_mma(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -565,7 +573,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
-  typename Copies::Offsets offsets;  // as a member it would keep the struct out of registers
+  typename Copies::Offsets offsets;  // an array: as a member it would keep `copies` in memory
   Copies copies(A, B, row0, col0, n, offsets);
 
   // Two sets of fragments.
@@ -607,13 +615,17 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (reading == end) reading = mma_tiles;
       }
       load_fragments(reading, (k + 16) % BK);
-      if (k == 0) {  // into the stage of the step before: at its barrier all warps had read it
+      // These copies go into the stage of the step before. Its last fragments were loaded before
+      // the barrier of that step (above), which all warps have passed: nobody reads it any more.
+      if (k == 0) {
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
         writing += Tiles::kStage;
         if (writing == end) writing = mma_tiles;
       }
       const int set = k / 16 % 2;
+      // Along a row of `sum`, then back along the next one. So at each turn two products that
+      // follow each other have the same fragment of B.
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
@@ -652,8 +664,21 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // ---- Hopper: words ------------------------------------------------------------------------------
 
 // docs/hopper.md explains TMA, mbarrier, phase, parity and cluster, and draws the ring of stages.
-// A warpgroup is 4 warps. HOPPER_CODE is 1 where the compiler takes Hopper's PTX. Words of the
-// kernels, from primitives/hopper/:
+// A warpgroup is 4 warps. HOPPER_CODE is 1 where the compiler takes Hopper's PTX.
+//
+// At the first reading believe what is said of the words below, and do not open primitives/hopper/.
+// Read *wgmma* and *specialized* line by line: there all waits are written out. In every kernel
+// look for two things: a loop over the steps that has copies started, and a loop over the steps
+// that multiplies. In *wgmma* they are the same loop. From *specialized* on they are in the two
+// branches of an `if`, which different warps take: the producer and the consumers. *persistent*
+// puts a loop over tiles around each of the two. *clusters* and *patches* differ from it in little
+// more than what their comments speak of.
+//
+// An mbarrier is used again and again. Each use is a *phase*, which ends when as many threads have
+// arrived as the barrier was prepared for, and all announced bytes have come. Phases are counted
+// from 0, and a thread that waits says only whether it means an even or an odd one: its *parity*.
+//
+// The words of the kernels, from primitives/hopper/:
 //
 //     LeftTile, RightTile                   tiles of A and B in shared memory; a Box is 64 columns
 //     Sum<kCols>                            64 x kCols sums in the registers of a warpgroup
@@ -664,7 +689,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //                                           copy engine see that
 //     barrier_arrive_expect(b, bytes)       arrives at an mbarrier, and announces bytes to it
 //     tensor_load(to, map, row, col, b)     copies the box from (row, col) on; b counts its bytes
-//     Ring                                  which stage comes next, and which parity to wait for
+//     Ring                                  which stage comes next, and which parity to wait for:
+//                                           0 in the first round of the stages, 1 in the second
 //     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
 //                                           added to the sum, else they replace it
 //     wgmma_wait<n>()                       waits until at most the n newest products are under way
@@ -705,7 +731,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //
 //   1. Copies. One thread asks the copy engine (TMA) for a whole box and goes on. No thread
 //      computes an address, and what lies outside of the matrix arrives as zeros.
-//   2. Arrival. An mbarrier in shared memory counts the bytes that have come.
+//   2. Arrival. An mbarrier in shared memory counts the bytes that have come. Each stage has one,
+//      `full`. The thread that starts the copies announces their bytes, all threads wait for them.
 //   3. Products. A warpgroup, 4 warps, multiplies 64 x 16 by 16 x 128 with one instruction, wgmma,
 //      straight out of shared memory. There is no ldmatrix, and there are no fragments of A and B
 //      in registers. wgmma reads a row-major B as it is.
@@ -713,7 +740,8 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 // A block is one warpgroup with a 128 x 128 tile of C: two sums of 64 x 128, 64 registers of each
 // thread for each. (wgmma takes up to 256 columns. But two sums of 64 x 256 would be 256 registers,
 // and a thread has at most 255.) All threads wait for a stage, multiply, and wait for the products.
-// Then one thread has the stage filled again.
+// When all four warps have done so, at __syncthreads(), one thread has the stage filled again, with
+// the tiles of the step that is kStages further on.
 //
 // Tiles are taken row by row here and in *specialized*, column by column in *persistent* and
 // *clusters*. *patches* takes them in groups again.
@@ -767,8 +795,14 @@ __global__ void __launch_bounds__(128)
 // nothing but start copies. Two consumers do nothing but multiply, each 64 rows of a 128 x 256
 // tile. Two barriers per stage connect them:
 //   - full: the tiles are there. The producer announces their bytes, the copy engine brings them.
-//   - empty: both consumers have multiplied the tiles, so the producer may overwrite them.
-// A consumer keeps the products of one step under way while it waits for the next stage.
+//   - empty: both consumers have multiplied the tiles, so the producer may overwrite them. Each
+//     consumer arrives once, by one of its threads.
+// A consumer keeps the products of one step under way while it waits for the next stage. So in step
+// i it gives back the stage of step i - 1.
+//
+// What does the producer wait for? Before it fills a stage in one round, the consumers must have
+// emptied it in the round before. That was the phase before, hence `parity ^ 1`. In the first round
+// nothing has to be emptied: that is the phase before phase 0, and such a wait ends at once.
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
 // its registers to the consumers: each thread of the three warpgroups begins with 168, and then one
@@ -800,7 +834,7 @@ __global__ void __launch_bounds__(384, 1)
     for (int step = 0; step < steps; ++step, ring.advance()) {
       Stage<BM, BN>& stage = stages[ring.stage];
       Barrier* arrived = &full[ring.stage];
-      barrier_wait(&empty[ring.stage], ring.parity ^ 1);  // passes at once the first time round
+      barrier_wait(&empty[ring.stage], ring.parity ^ 1);  // ends at once in the first round
       barrier_arrive_expect(arrived, sizeof stage);
       tensor_load(stage.a.elements, &A, row0, step * kStepK, arrived);
       for (int box = 0; box < BN / 64; ++box) {
