@@ -74,11 +74,20 @@ using Operands = DiffusionOperands;
 
 // ---- half fused, split-K ------------------------------------------------------------------------
 
-// Three kernels, for both passes: the product to the spectrum in slices, their sum, the product
-// from the spectrum. What passes between the unfused kernels stays in registers here: the product
-// by mass, as large as x, the exponentials and s. Only the slices (fp32) and the spectrum are in
-// memory. Each kernel is launched early (primitives/early_launch.cuh): its blocks take their places
-// while the kernel before it ends.
+// Three kernels, for both passes:
+//
+//     project_slices    x to the spectrum: a product for each slice of the vertices
+//     add_slices        the sum of the slices, damped
+//     expand_spectrum   the spectrum to out: a product
+//
+// What passes between the unfused kernels stays in registers here: the product by mass, as large as
+// x, the exponentials and s. Only the slices (fp32) and the spectrum are in memory. Each kernel is
+// launched early (primitives/early_launch.cuh): its blocks take their places while the kernel
+// before it ends.
+//
+// At the first reading take kPass as forward and kBatch as false, that is, one mesh. Then `mesh`
+// and `shift` are 0, and adding them changes nothing. Skip each `if constexpr (kPass ==
+// Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: that is dTimes.
 
 // A block owns kE x kW elements of the spectrum, a warp kWarpE x kWarpW of them, in registers. Per
 // step it needs kV rows of the basis (kE columns of them) and of the values (kW columns), and of
@@ -102,23 +111,29 @@ __device__ unsigned neighbours(const bf16* at) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// sums (N, gridDim.y, E, W), fp32: in slice s the sum of basis^T (mass[:, None] * values), backward
-// of basis^T values, over slice s of gridDim.y of the vertices. Block (tile, slice, mesh).
+// The first product. The vertices are divided into gridDim.y slices. Block (tile, slice, mesh)
+// computes one tile of basis^T (mass[:, None] * values) for the vertices of one slice, where
+// `values` is x. (Backward it is basis^T values, where `values` is dOut.) What it writes is its
+// tile of its slice of sums (N, gridDim.y, E, W), fp32: N meshes, each with gridDim.y slices.
 //
 // *half fused* has one slice. Then a spectrum of 128 by 256 keeps only eight multiprocessors busy.
-// A multiprocessor receives no more than it has asked for. It has 32 KB under way, two stages of 64
-// vertices x (64 + 64) columns x 2 bytes, and most of a microsecond passes until the last of them
-// is there. That is some 40 GB/s for each multiprocessor, and 0.3 TB/s
-// for all eight, a tenth of what the memory can serve. *split-K* has as many slices as it takes to
-// fill the GPU. Blocks of one slice run at the same time and share what they read through the L2
-// cache: x is asked for twice and the basis four times, but both come from memory once.
+// A multiprocessor receives no more than it has asked for: two stages are under way, of 64 vertices
+// x (64 + 64) columns x 2 bytes each, 32 KB. README's table has 0.8 ms, nearly all of it for the
+// 2048 steps of such a block: 0.4 microseconds a step. Two steps pass from when a stage is asked
+// for until it is needed, 0.8 microseconds. (One load alone takes 0.34.) 32 KB in 0.8 microseconds
+// are 40 GB/s for each multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can
+// serve. *split-K* has as many slices as it takes to fill the GPU. Blocks of one slice run at the
+// same time and share what they read through the L2 cache: x is asked for twice and the basis four
+// times, but both come from memory once.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
 // transposes it on the way to the registers: no transposed copy exists. In the registers the left
-// factor is multiplied by mass. A vertex is a column of basis^T, and a register of a fragment holds
-// two neighbours of a row, so two vertices: a[0] and a[1] hold vertices k and k + 1, a[2] and a[3]
-// vertices k + 8 and k + 9. One instruction multiplies a register by its two masses, and it rounds
-// to bf16 once, as a kernel for mass * x alone does.
+// factor is multiplied by mass, although the formula has mass beside x: basis^T (mass * x) is
+// (mass * basis)^T x, since in both the term of vertex v is multiplied by mass[v]. A vertex is a
+// column of basis^T, and a register of a fragment holds two neighbours of a row, so two vertices.
+// Of 16 vertices lane l has those numbered v = 2 * (l % 4) and v + 1 in a[0] and a[1], and v + 8
+// and v + 9 in a[2] and a[3]. One instruction multiplies a register by its two masses, and it
+// rounds to bf16 once, as a kernel for mass * x alone does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
@@ -131,6 +146,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const int warp_w = warp % Tile::kWarpsW * Tile::kWarpW;
   const int tiles_e = (in.E + Tile::kE - 1) / Tile::kE;
   const int e0 = blockIdx.x % tiles_e * Tile::kE, w0 = blockIdx.x / tiles_e * Tile::kW;
+  // This block's slice: `steps` steps of kV vertices, from step number `first` on.
   const int64_t all_steps = (in.V + kV - 1) / kV;
   const int64_t first = all_steps * blockIdx.y / gridDim.y;
   const int steps = static_cast<int>(all_steps * (blockIdx.y + 1) / gridDim.y - first);
@@ -197,11 +213,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   });
 }
 
-// Adds the slices up and works on their total: forward, spectral; backward, the damped s and
-// partial dTimes. This is where split-K goes wrong. Three things must hold before an epilogue may
-// touch partial sums:
+// Adds the slices up and works on their total: forward it is damped, which gives spectral. Backward
+// it is s, which gives the damped s and partial dTimes. Here is where a split-K kernel is easily
+// written wrong. Three things must hold before an epilogue may touch partial sums:
 //
-//   - All of them must be in. If all slices are stored in one place, the last one stored is what
+//   - All of them must be there. If all slices are stored in one place, the last one stored is what
 //     remains; if each reads, adds and writes back, what others add in between is lost. Here each
 //     slice has a place of its own, and this kernel waits until all of them are written.
 //   - The epilogue must be applied once. Damping is linear, so it may be applied to each partial
@@ -214,11 +230,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //     atomically, in the order in which its blocks come: there two runs differ in the last bits.)
 //
 // A block owns some rows and 32 columns of a mesh's spectrum. kRowWarps warps work for a row: each
-// adds up some of the slices, and the partial sums meet in shared memory. A block has 4 rows with
-// eight warps each: so 32 warps read at the same time, each of them 128 neighbouring bytes. A batch
-// has enough to read with fewer warps for a row. With 4 rows a block it would have thousands of
-// blocks, so there a block has 16 rows. Backward it adds up its rows' share of dTimes, over e, and
-// the next kernel adds those of all blocks of a column.
+// adds up some of the slices (warp number `rank` of them), and the partial sums meet in shared
+// memory. Then the row's first warp, of rank 0, adds these and does the rest.
+//
+// For one mesh a block has 4 rows with eight warps each: so 32 warps read at the same time, each of
+// them 128 neighbouring bytes. A batch has enough to read with fewer warps for a row. With 4 rows a
+// block it would have thousands of blocks, so there a block has 16 rows. Backward a block adds up
+// its rows' share of dTimes, over e, and the next kernel adds those of all blocks of a column.
 __host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kRowWarps>
 __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
@@ -279,12 +297,13 @@ struct ExpandTile {
   }
 };
 
-// result (V, W) = basis spectrum, and backward mass[:, None] * that, of mesh blockIdx.z. Lesson 6's
-// resident weights again: the spectrum is small, so every block keeps kW columns of it in shared
-// memory for good, and the basis streams by, tile blockIdx.x, blockIdx.x + gridDim.x, ... of its
-// rows. Each warp's results go through a staging area of its own, so that they leave as 16 bytes a
-// lane. Backward, the first mesh's blocks with the first tile also add up the time_rows rows of
-// partial dTimes for their columns.
+// The second product: result (V, W) = basis spectrum, and backward mass[:, None] * that, of mesh
+// blockIdx.z. It is lesson 6's *resident weights* again, with the spectrum as the weights: it is
+// small, so every block keeps kW columns of it in shared memory until the end. The basis streams
+// by, in tiles of kV rows: this block takes tiles blockIdx.x, blockIdx.x + gridDim.x, and so on. A
+// step is one of these tiles. Each warp's results go through a staging area of its own, so that
+// they leave as 16 bytes a lane. Backward, the first mesh's blocks with the first tile also add up
+// the time_rows rows of partial dTimes for their columns.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads)
     expand_spectrum(Operands in, const float* time_sums, int time_rows) {
@@ -315,6 +334,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
   start_next_kernel();
   wait_for_previous_kernel();
 
+  // No barrier follows: these copies are in one group with those of the first tile, for which
+  // ahead.next() waits.
   for (int e = 0; e < rows; e += 16) {
     copy_swizzled<16, kW, Tile::kThreads>(spectrum + e * kW, in.spectrum, e, w0, in.E, in.W);
   }
@@ -396,6 +417,11 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //
 // What truly differs from lesson 3's pipeline is that the sums of all blocks meet before there is a
 // result, and that the second product goes back through the stages of the first.
+//
+// At the first reading follow the consumers (the `else`), whose four parts have these names, and
+// read the producer only afterwards: it brings what they wait for, in the same order. The words are
+// those of lesson 3 ("Hopper: words"); `back` is a Writer or Reader that goes through the stages
+// from the last one to the first.
 
 // The rows of a tile, and a block's part of the spectrum: for an E up to 128, and 128 columns of x.
 // What E and W do not fill is zero.
@@ -420,10 +446,11 @@ struct OneMeshMaps {
   CUtensorMap x, basis, mass, out, spectral;
 };
 
-// Where the blocks that have the same columns meet: in memory, and zeros before the first launch.
-// Launches use the two sums in turn, and each leaves zeros in the other one, for the next launch. A
-// sum lies there as it does in the registers of the 256 threads that add: 16 times four numbers of
-// each. arrivals counts those of all launches so far, all of which had the same grid.
+// Where the blocks that have the same columns meet. It is in memory, and holds zeros before the
+// first launch. There are two sums. A launch adds to one of them and fills the other one with
+// zeros, for the next launch, which adds to that one. A sum lies there as it does in the registers
+// of the 256 threads that add: each has 16 times four numbers. `arrivals` counts how often a block
+// has arrived, in all launches so far, all of which had the same grid.
 struct MeetingPlace {
   float4 sums[2][16][256];
   unsigned long long arrivals;
@@ -489,8 +516,10 @@ __global__ void __launch_bounds__(384, 1)
     const int thread = static_cast<int>(threadIdx.x) - 128, consumer = thread / 128;
     MeetingPlace& place = places[blockIdx.x];
     const cuda::atomic_ref<unsigned long long, cuda::thread_scope_device> arrivals(place.arrivals);
-    // Each launch before this one has left as many arrivals as there are groups. `launches` is the
-    // same in every block: whoever computes it has not arrived yet, so this launch is not complete.
+    // The counter is never set back: each earlier launch has added `groups` to it. Those blocks of
+    // this launch that have arrived already have added less than `groups`, since this block has
+    // not. So the division by `groups`, rounded down, is the number of earlier launches, and the
+    // same in every block.
     const unsigned long long launches = arrivals.load(cuda::memory_order_relaxed) / groups;
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
@@ -512,9 +541,12 @@ __global__ void __launch_bounds__(384, 1)
       if (t + kStages < tiles) reader.give_back();  // the last ones stay, for the way back
     }
 
-    // 2. The meeting. All threads add their part of the share. When all threads of the block have,
-    // one of them arrives: it *releases* what they have added to whoever *acquires* the number of
-    // arrivals. It looks at that number until the last block has arrived.
+    // 2. The meeting. All threads add their part of this block's share to the sum of all blocks.
+    // named_barrier waits until all 256 of them have done so. Then one thread arrives for the
+    // block: it adds 1 to the counter, and *releases* what the block has added. It looks at the
+    // counter until the last block has arrived. Such a look *acquires*: what the blocks that are
+    // counted have released can be read from then on. The second named_barrier lets the other
+    // threads go on.
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float* four = sum.elements + 4 * j;
@@ -532,8 +564,9 @@ __global__ void __launch_bounds__(384, 1)
     named_barrier(1, 256);
 
     // 3. Damping. One thread has acquired, and the block's barrier passes that on to the others.
-    // __ldcg reads from L2, where the atomic additions were made. Of four numbers two are
-    // neighbours in a row, and the other two are 8 rows below.
+    // __ldcg reads from the L2 cache, where the atomic additions were made. Of a thread's four
+    // numbers the first two are neighbours in a row (`upper`), and the other two are in the same
+    // columns, 8 rows below (`lower`).
     float4 all[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) all[j] = j < fours ? __ldcg(&total[j][thread]) : float4{};
@@ -564,7 +597,8 @@ __global__ void __launch_bounds__(384, 1)
       tensor_store_commit();
     }
 
-    // 4. The second product: basis spectrum, from the last tile back to the first.
+    // 4. The second product: basis spectrum, from the last tile back to the first. across_k() says
+    // that the rows of a box of the spectrum are k, as in lesson 3's right factor.
     Sum<64> out;
     auto& box = shared.out[consumer];
     auto back = reader.back();
@@ -595,9 +629,10 @@ __global__ void __launch_bounds__(384, 1)
 
 // -------------------------------------------------------------------------------------------------
 
-// The tiles of the portable kernels. Of project_slices' the large ones read less, and the small
-// ones are more: for a mesh that is not large. Of expand_spectrum's the wide ones, 96 KB for E =
-// 128, are for devices that have so much shared memory for a block.
+// The tiles of the portable kernels. Of project_slices: large tiles read less. Small tiles are for
+// a mesh that is not large. There are more of them, so fewer slices fill the GPU, and less has to
+// be written and added up. Of expand_spectrum: a wide tile needs 96 KB of shared memory with E =
+// 128. A device where a block cannot have that much takes the narrow one.
 using LargeTile = ProjectTile<128, 2, 4, 2>;
 using SmallTile = ProjectTile<64, 2, 2, 4>;
 using WideTile = ExpandTile<64, 128, 2, 2, 3>;
