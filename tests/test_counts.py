@@ -29,7 +29,8 @@ MERGED = "nvcc makes one load or store of four bytes and its neighbours; the CPU
 SPLIT = "zeros of a whole float4 are four stores for the CPU's compiler"
 APART = "a float2 whose halves go to different registers is two loads for the CPU's compiler"
 ARBITRATION = "the profiler's conflicts are also the times that loads and stores wait for each other"
-WMMA = "for wmma's loads from shared memory the profiler counts a sector of global memory, too"
+# docs/lessons/6_gating_fused.md, "What padding costs": the counts are a sector a line above, exactly.
+PADDED = "cp.async asks again for each line of a row that lies at an odd multiple of 16 bytes in shared memory"
 BIAS = "the rows of the fragment are the same row of biases, which nvcc loads once"
 POLLING = "loads of those who wait for others: as many as it takes"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
@@ -45,9 +46,9 @@ EXPLAINED = {
         "shared_load_requests": MERGED, "shared_store_conflicts": ARBITRATION},
     ("2_matmul_sharedmem", "", "square: vectors"): {"shared_store_conflicts": ARBITRATION},
     ("3_matmul_tensorcore", "", "square: wmma global"): {"shared_load_conflicts": ARBITRATION},
-    ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": WMMA},
+    ("3_matmul_tensorcore", "", "square: wmma shared"): {"global_load_sectors": PADDED},
     **{("6_gating_fused", "", f"{problem}: {kernel}"): {
-        "global_load_sectors": WMMA, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS}
+        "global_load_sectors": PADDED, "shared_load_requests": BIAS, "shared_load_conflicts": BIAS}
        for problem, kernel in (("layer", "tensor cores"), ("layer", "async tiles"),
                                ("layer", "resident weights"), ("square", "tensor cores"),
                                ("square", "async tiles"))},
