@@ -258,9 +258,11 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // floats. And a step takes 16 of k, not 8: fewer barriers.)
 //
 // The copies of a step are closed as a group (commit), and wait<n> waits until all but the newest n
-// groups of the thread have arrived. Where no step is left an empty group is closed, so that the
-// count is right. One barrier a step is enough. It says two things: the copies of all threads have
-// arrived; and nobody reads the stage of the step before any more, which the next copies fill.
+// groups of the thread have arrived. Before a step kStages - 1 groups are closed, of this step and
+// the next ones, and all but the newest kStages - 2 of them have to be there: the group of this
+// step. Where no step is left an empty group is closed, so that the count is right. One barrier a
+// step is enough. It says two things: the copies of all threads have arrived; and nobody reads the
+// stage of the step before any more, which the next copies fill.
 //
 // The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
 // there, 8 x 16 each: for a step of k a thread reads 8 + 16 numbers from shared memory for 128

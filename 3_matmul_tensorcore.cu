@@ -615,8 +615,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (reading == end) reading = mma_tiles;
       }
       load_fragments(reading, (k + 16) % BK);
-      // These copies go into the stage of the step before. Its last fragments were loaded before
-      // the barrier of that step (above), which all warps have passed: nobody reads it any more.
+      // These copies go into the stage of the step before. That step loaded its last fragments, and
+      // only then came to its barrier, the one above in its last turn. All warps have passed that:
+      // nobody reads this stage any more.
       if (k == 0) {
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
@@ -700,6 +701,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     shared_fence()                        what threads have written, the copy engine can see
 //     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
 //     pack2(a, b)                           two numbers, rounded to 16 bits each, in one register
+//     Pipeline                              the stages with their barriers; prepare(pipeline, n)
+//                                           prepares these: n arrivals say that a stage is empty
+//     meet()                                of `alone` a barrier for the block, of a cluster for it
+//     warp_of_block()                       which warp of the block this one is, from 0 on
+//     store_matrices                        the reverse of ldmatrix: registers to shared memory
+//     tensor_store                          has the copy engine store a box; _commit closes a group
+//                                           of these; _wait_read<0> waits until what all groups
+//                                           store has been read, and may be written again
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.

@@ -88,6 +88,13 @@ using Operands = DiffusionOperands;
 // At the first reading take kPass as forward and kBatch as false, that is, one mesh. Then `mesh`
 // and `shift` are 0, and adding them changes nothing. Skip each `if constexpr (kPass ==
 // Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: that is dTimes.
+//
+// The words, from primitives/: load_left and load_right load fragments by ldmatrix, as lesson 3's
+// *ldmatrix* does, and _transposed those of a factor that memory has transposed. add_product is the
+// loop of mma.sync over a warp's results, which are a Sums; for_pairs calls a function for each two
+// neighbours of these. multiply2 multiplies two bf16 at once. start_next_kernel() lets the blocks
+// of the kernel after this one take free places, where they stop in their own
+// wait_for_previous_kernel() until all of this kernel is done.
 
 // A block owns kE x kW elements of the spectrum, a warp kWarpE x kWarpW of them, in registers. Per
 // step it needs kV rows of the basis (kE columns of them) and of the values (kW columns), and of
@@ -131,9 +138,11 @@ __device__ unsigned neighbours(const bf16* at) {
 // factor is multiplied by mass, although the formula has mass beside x: basis^T (mass * x) is
 // (mass * basis)^T x, since in both the term of vertex v is multiplied by mass[v]. A vertex is a
 // column of basis^T, and a register of a fragment holds two neighbours of a row, so two vertices.
-// Of 16 vertices lane l has those numbered v = 2 * (l % 4) and v + 1 in a[0] and a[1], and v + 8
-// and v + 9 in a[2] and a[3]. One instruction multiplies a register by its two masses, and it
-// rounds to bf16 once, as a kernel for mass * x alone does.
+// Let v = 2 * (l % 4). Each of the registers a[0] and a[1] of lane l holds the vertices v and v +
+// 1, of two different eigenvectors; each of a[2] and a[3] holds the vertices v + 8 and v + 9. So
+// the masses of v and v + 1 multiply a[0] and a[1], and the other two a[2] and a[3]. One
+// instruction multiplies a register by its two masses, and it rounds to bf16 once, as a kernel for
+// mass * x alone does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
@@ -230,8 +239,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 //     atomically, in the order in which its blocks come: there two runs differ in the last bits.)
 //
 // A block owns some rows and 32 columns of a mesh's spectrum. kRowWarps warps work for a row: each
-// adds up some of the slices (warp number `rank` of them), and the partial sums meet in shared
-// memory. Then the row's first warp, of rank 0, adds these and does the rest.
+// adds up its share of the slices, and the partial sums meet in shared memory. The warps of a row
+// are numbered from 0 on, by `rank`: the one of rank 0 adds these sums and does the rest.
 //
 // For one mesh a block has 4 rows with eight warps each: so 32 warps read at the same time, each of
 // them 128 neighbouring bytes. A batch has enough to read with fewer warps for a row. With 4 rows a
