@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 // multiplies its 16 kRows rows by its 16 kCols columns: kRows + kCols fragments are loaded for
 // kRows * kCols products. The rows of the tiles are 8 halves longer than their data, so that those
 // of one fragment start on different banks. Two barriers a step: the tiles are there; nobody reads
-// them any more.
+// them any more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's
+// `async`. But here the block waits for them at once, wait<0>, so nothing is multiplied meanwhile.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, bool kAligned>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_wmma_shared(const half* A, const half* B, half* C, int n) {
@@ -470,12 +471,14 @@ struct TileCopies {
 // on. Such rows are swizzled alike, so a constant is added. Those in other columns need more care,
 // because swizzling moves columns: column c of row r lies at c ^ s, where s = 8 * (r % 8). (In rows
 // of 32 columns s is another number, and the rest is the same.) Take A:
-//   - The lane's first fragment begins at column c = 0 or c = 8. It lies at c ^ s, which is a_lane.
+//   - The lane's first fragment begins at column c = 0 or c = 8 of its row. It lies at column c ^ s
+//     of that row, so a_lane = row * BK + (c ^ s).
 //   - The fragment d = 16, 32 or 48 columns further on lies at (c + d) ^ s.
 //   - c has only the bit 8, and d only the bits 16 and 32. So nothing is carried when they are
 //     added, and c + d = c ^ d. For example, 8 + 48 = 8 ^ 48 = 56.
-//   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. That is
-//     a_lane ^ d: one instruction, and nothing is swizzled again. In the code d is k.
+//   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. And
+//     row * BK is a multiple of BK, a power of two that is more than d: so a_lane ^ d changes the
+//     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
 // For B it is the same with d = 16 * j. There c may also have a multiple of the warp's WN columns.
 // d is less than WN, so again the two have no bit in common. The rows that a thread copies are
 // multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds constants.
@@ -810,8 +813,10 @@ __global__ void __launch_bounds__(128)
 // i it gives back the stage of step i - 1.
 //
 // What does the producer wait for? Before it fills a stage in one round, the consumers must have
-// emptied it in the round before. That was the phase before, hence `parity ^ 1`. In the first round
-// nothing has to be emptied: that is the phase before phase 0, and such a wait ends at once.
+// emptied it in the round before. Count rounds from 0. In round r the consumers wait for phase r of
+// `full`, with `ring.parity`; the producer waits for phase r - 1 of `empty`, whose parity is the
+// other one, `ring.parity ^ 1`. In round 0 there is nothing to wait for: on a new barrier a wait
+// for parity 1 ends at once.
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
 // its registers to the consumers: each thread of the three warpgroups begins with 168, and then one
@@ -882,6 +887,8 @@ __global__ void __launch_bounds__(384, 1)
 //   - BlockGrid<rows, columns> knows who of a cluster of rows x columns blocks copies what, and who
 //     is told that a stage is empty (primitives/hopper/block_grid.cuh). BlockGrid<1, 1> is a block
 //     alone.
+//   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is its row in A or
+//     its column in B, and k comes behind it in both cases, although k is the row in B.
 //
 // What is new: blocks stay. There are no more of them than fit, and each walks over tiles of C. The
 // producer runs ahead into the next tile while the consumers still store this one.
@@ -909,8 +916,11 @@ template <int kStages, int kBuffers>
 __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
                            const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
   constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
-  // In the warp's 16 x 16, matrix m of a store_matrices begins at row 8 * (m % 2), column
-  // 8 * (m / 2).
+  // Of each 8 columns of the sum a thread has four elements: two neighbours of a row, and the two
+  // that are 8 rows below. So its elements of columns c to c + 15 are eight, from number c / 2 on.
+  // Pair m of them belongs to matrix m of a store_matrices, the 8 x 8 at row 8 * (m % 2), column 8
+  // * (m / 2) of the warp's 16 x 16. As with ldmatrix each lane passes the address of one row of 16
+  // bytes: row l % 16 of the warp's rows, from lane 16 on the right piece of it.
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll

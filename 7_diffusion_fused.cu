@@ -138,11 +138,10 @@ __device__ unsigned neighbours(const bf16* at) {
 // factor is multiplied by mass, although the formula has mass beside x: basis^T (mass * x) is
 // (mass * basis)^T x, since in both the term of vertex v is multiplied by mass[v]. A vertex is a
 // column of basis^T, and a register of a fragment holds two neighbours of a row, so two vertices.
-// Let v = 2 * (l % 4). Each of the registers a[0] and a[1] of lane l holds the vertices v and v +
-// 1, of two different eigenvectors; each of a[2] and a[3] holds the vertices v + 8 and v + 9. So
-// the masses of v and v + 1 multiply a[0] and a[1], and the other two a[2] and a[3]. One
-// instruction multiplies a register by its two masses, and it rounds to bf16 once, as a kernel for
-// mass * x alone does.
+// Let v = 2 * (l % 4). In lane l, a[0] holds the vertices v and v + 1 of one eigenvector, number l
+// / 4 of 16, and a[1] the same two vertices of another, number l / 4 + 8. a[2] and a[3] hold the
+// vertices v + 8 and v + 9 of the same two eigenvectors. One instruction multiplies a register by
+// the masses of its two vertices, and it rounds to bf16 once, as a kernel for mass * x alone does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
@@ -223,8 +222,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 }
 
 // Adds the slices up and works on their total: forward it is damped, which gives spectral. Backward
-// it is s, which gives the damped s and partial dTimes. Here is where a split-K kernel is easily
-// written wrong. Three things must hold before an epilogue may touch partial sums:
+// it is s, which gives the damped s and partial dTimes. What it gives goes to in.spectrum: forward
+// that is the result, spectral; backward the damped s, which nobody keeps. (in.spectral is read
+// backward only: it is what forward has saved.)
+//
+// Here is where a split-K kernel is easily written wrong. Three things must hold before an epilogue
+// may touch partial sums:
 //
 //   - All of them must be there. If all slices are stored in one place, the last one stored is what
 //     remains; if each reads, adds and writes back, what others add in between is lost. Here each
@@ -429,8 +432,16 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //
 // At the first reading follow the consumers (the `else`), whose four parts have these names, and
 // read the producer only afterwards: it brings what they wait for, in the same order. The words are
-// those of lesson 3 ("Hopper: words"); `back` is a Writer or Reader that goes through the stages
-// from the last one to the first.
+// those of lesson 3 ("Hopper: words"), and these:
+//
+//     reader.wait(), next(), give_back()   a take() in three parts, since here the last stages are
+//                                          kept: waits until the next stage is full, and returns
+//                                          it; goes on to the one after it; says that it is empty
+//     back                                 a Writer or Reader that goes through the stages from the
+//                                          last one to the first: those that were kept are full
+//     LeftFragments                        a left factor in registers, here 64 columns of a tile of
+//                                          the basis, in four pieces of 16 vertices
+//     sum.store                            puts 64 columns of a sum, rounded, into a box
 
 // The rows of a tile, and a block's part of the spectrum: for an E up to 128, and 128 columns of x.
 // What E and W do not fill is zero.
@@ -477,10 +488,11 @@ __device__ inline void multiply_by(LeftFragments<bf16>& left, const bf16 (&mass)
 }
 #endif
 
-// Block (c, group) has columns 128 c to 128 c + 127 of x and out, and the tiles (64 rows each)
-// number group, group + gridDim.y, group + 2 gridDim.y and so on. One warpgroup produces, and two
-// consume: in the first product each of them has 64 rows of the spectrum and all 128 columns, in
-// the second 64 columns of a tile of out. places: one for each 128 columns.
+// Block (c, group), number `group` of the gridDim.y blocks with the same columns, has columns 128 c
+// to 128 c + 127 of x and out, and the tiles (64 rows each) number group, group + gridDim.y, group
+// + 2 gridDim.y and so on. One warpgroup produces, and two consume: in the first product each of
+// them has 64 rows of the spectrum and all 128 columns, in the second 64 columns of a tile of out.
+// places: one for each 128 columns.
 __global__ void __launch_bounds__(384, 1)
     diffusion_one_launch(const __grid_constant__ OneMeshMaps maps, const Operands in,
                          MeetingPlace* places) {
@@ -533,8 +545,10 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    // A thread has 16 groups of four elements of the sum, each group in 8 columns of its own. The
-    // first `fours` of these groups are inside of x.
+    // A thread's 64 elements of the sum are 16 fours, each in 8 columns of its own. The first
+    // `fours` of them are inside of x. The blocks with the same columns divide the clearing of the
+    // other sum: block number `group` of them clears the fours number group, group + groups, and so
+    // on.
     const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 
