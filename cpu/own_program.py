@@ -339,24 +339,24 @@ def compile_error(output, sources):
 # ---- Running ---------------------------------------------------------------------------------------
 
 
-def run(program, arguments, report=None, shown=False):
-    """(exit code or None, stderr, report's lines); what it prints is shown, or not."""
+def run(program, arguments, seconds, report=None, shown=False):
+    """(exit code, or None after so many seconds; stderr; report's lines). What it prints is shown, or not."""
     environment = {**os.environ, **OPTIONS, "ASAN_OPTIONS": "detect_leaks=0"}
     if report:
-        environment |= {"CUDA_CPU_REPORT": str(report), "CUDA_CPU_SECONDS": str(SECONDS)}
+        environment |= {"CUDA_CPU_REPORT": str(report), "CUDA_CPU_SECONDS": str(seconds)}
     command = [str(program), *arguments]
     with tempfile.TemporaryFile() as errors:
         output = None if shown else subprocess.DEVNULL
         rc = None
         with started(command, env=environment, stdout=output, stderr=None if shown else errors) as process:
             try:
-                rc = process.wait(SECONDS + 10)
+                rc = process.wait(seconds + 10)
             except subprocess.TimeoutExpired:
                 pass
         errors.seek(0)
         printed = errors.read(8 << 20).decode(errors="replace")
     if "unexpected memory mapping" in printed and shutil.which("setarch") and program != "setarch":
-        return run("setarch", ["-R", *command], report, shown)
+        return run("setarch", ["-R", *command], seconds, report, shown)
     lines = []
     if report and report.exists():
         lines = [line.split("\t") for line in report.read_text(errors="replace").splitlines()]
@@ -408,7 +408,7 @@ def worst(report, texts):
         say(f"    {file}:{line}: {cost}: {code}")
 
 
-def mistakes(rc, report, texts):
+def mistakes(rc, report, texts, seconds):
     """What the first run has found, in sentences."""
     lines = next(iter(texts.values()))
     found, refused = [], {}
@@ -427,13 +427,13 @@ def mistakes(rc, report, texts):
         elif what == "refused" and rest[0]:  # without a reason: a kernel has failed before, which is said
             refused[rest[0]] = refused.get(rest[0], 0) + 1
         elif what == "time":
-            found.append(f"It did not end within {SECONDS} seconds: {rest[0]}. Make the problem smaller, or look for a"
+            found.append(f"It did not end within {seconds} seconds: {rest[0]}. Make the problem smaller, or look for a"
                          " loop that never ends.")
     for why, times in refused.items():
         often = f" ({times} times)" if times > 1 else ""
         found.append(f"A launch failed{often}, and the program did not ask (cudaGetLastError() says so): {why}")
     if rc is None and not found:
-        found.append(f"It did not end within {SECONDS} seconds, and no kernel was running. Make the problem smaller.")
+        found.append(f"It did not end within {seconds} seconds, and no kernel was running. Make the problem smaller.")
     return found
 
 
@@ -464,20 +464,20 @@ def leaks(report):
                 + (f", asked for at {where}" if where else "") + ".")
 
 
-def sanitizers(builds, folder, arguments, texts):
+def sanitizers(builds, folder, arguments, texts, seconds):
     """What the two other builds find, in sentences."""
     lines = next(iter(texts.values()))
     found = []
     for build, what in (("address", "stray access"), ("thread", "race")):
         program = builds[build].result()
-        rc, printed, report = run(program, arguments, folder / f"report-{build}")
+        rc, printed, report = run(program, arguments, seconds, folder / f"report-{build}")
         printed = with_lines(printed, program)
         if "ThreadSanitizer: data race" in printed:
             found.append(_race(printed, lines))
         elif bounds := _bounds(printed, lines):
             found.append(bounds)
         elif any(each[0] == "time" for each in report) or rc is None:
-            say(f"Not known: whether there is a {what}; that run did not end within {SECONDS} seconds. Make the problem"
+            say(f"Not known: whether there is a {what}; that run did not end within {seconds} seconds. Make the problem"
                 " smaller.")
         elif match := re.search(r"^cuda_cpu: kernel launched at (.*?):(\d+) \((.*?)\), block \((.*?)\): (.*)$", printed,
                                 re.MULTILINE):
@@ -490,7 +490,7 @@ def sanitizers(builds, folder, arguments, texts):
     return found
 
 
-def on_the_gpu(sources, arguments, options, folder):
+def on_the_gpu(sources, arguments, options, folder, seconds):
     """The same files through nvcc, where there is a GPU to run them."""
     files = sources.files
     nvcc = shutil.which("nvcc") or ("/usr/local/cuda/bin/nvcc" if Path("/usr/local/cuda/bin/nvcc").exists() else None)
@@ -510,7 +510,7 @@ def on_the_gpu(sources, arguments, options, folder):
     if built.returncode:
         say("nvcc refuses it:\n" + "\n".join((built.stdout + built.stderr).splitlines()[:10]))
         return 1
-    return run(program, arguments, shown=True)[0]
+    return run(program, arguments, seconds, shown=True)[0]
 
 
 # ---- A file without a main() -----------------------------------------------------------------------
@@ -601,9 +601,7 @@ def main(doc):
 
 
 def tried(doc):
-    global SECONDS
     files, folders, options, arguments, given = parse(doc)
-    SECONDS = given.seconds
     if not shutil.which(CXX):
         raise Refusal("There is no g++: run ./install.sh first.", 3)
     codes = [code_of(read(file)) for file in files]
@@ -627,11 +625,11 @@ def tried(doc):
     builds = {name: pool.submit(build_program, name, sources, written, options, folder) for name in names}
     report_file = folder / "report"
     report_file.unlink(missing_ok=True)
-    rc, _, report = run(program, arguments, report_file, shown=True)
+    rc, _, report = run(program, arguments, given.seconds, report_file, shown=True)
     say()
     table(report)
     worst(report, texts)
-    found = list(dict.fromkeys(mistakes(rc, report, texts)))
+    found = list(dict.fromkeys(mistakes(rc, report, texts, given.seconds)))
     if rc == -signal.SIGABRT and not found:
         found.append("The program ended itself (abort()): an assertion of the host, say, whose line is above.")
     elif rc is not None and rc < 0 and not found:
@@ -643,7 +641,7 @@ def tried(doc):
     leaks(report)
     ended = not any(each[0] == "time" for each in report) and rc is not None
     if builds and ended and not found:
-        more = sanitizers(builds, folder, arguments, texts)
+        more = sanitizers(builds, folder, arguments, texts, given.seconds)
         for each in more:
             say(each)
         found += more
@@ -653,5 +651,5 @@ def tried(doc):
     pool.shutdown(cancel_futures=True)
     if rc not in (0, None) and not found:
         say(f"The program ended with exit code {rc}.")
-    gpu = on_the_gpu(sources, arguments, options, folder) if not found else 0
+    gpu = on_the_gpu(sources, arguments, options, folder, given.seconds) if not found else 0
     return 1 if found or rc or gpu else 0

@@ -314,10 +314,15 @@ def name_of(kind, options):
     return "-".join([kind.NAME, *(f"{name}={value}" for name, value in options.items())])
 
 
-@pytest.mark.parametrize("kind, options", [
-    *(pytest.param(*each, id=name_of(*each)) for each in CALLS),
-    *(pytest.param(*each, id=name_of(*each), marks=pytest.mark.extensive) for each in SLOW),
-])
+def for_each(calls, slow):
+    """Runs a test for each (kind, options) of the calls, and, where all is tested, of the slow ones."""
+    return pytest.mark.parametrize("kind, options", [
+        *(pytest.param(*each, id=name_of(*each)) for each in calls),
+        *(pytest.param(*each, id=name_of(*each), marks=pytest.mark.extensive) for each in slow),
+    ])
+
+
+@for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
 

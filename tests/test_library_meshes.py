@@ -6,7 +6,7 @@ import math
 import pytest
 
 from test_library import (BAD_ARGUMENT, BAD_SHAPE, BFLOAT16, FLOAT16, FLOAT32, ROUNDING, Call, call_at_the_same_time,
-                          fused_kernels, library, name_of, near, numbers, packed, refuse_a_damaged_workspace,
+                          for_each, fused_kernels, library, near, numbers, packed, refuse_a_damaged_workspace,
                           refuse_what_is_damaged)
 
 ROUNDED, FP32 = ROUNDING[BFLOAT16], 2.0**-18  # the second: fp32's own errors, of the size of the terms
@@ -270,10 +270,7 @@ SLOW = [(kind, options) for kind in (Diffusion, DiffusionBackward) for options i
 )]
 
 
-@pytest.mark.parametrize("kind, options", [
-    *(pytest.param(*each, id=name_of(*each)) for each in CALLS),
-    *(pytest.param(*each, id=name_of(*each), marks=pytest.mark.extensive) for each in SLOW),
-])
+@for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
 

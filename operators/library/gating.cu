@@ -118,7 +118,7 @@ extern "C" int fk_gating_backward(const fk_gating* gating, const void* d_out, co
                                   void* workspace, size_t workspace_bytes,
                                   struct CUstream_st* stream) {
   return guarded([&] {
-    Plan& plan = plan_of("gating backward", gating, check_backward, backward, stream);
+    Plan& plan = plan_of("gating", gating, check_backward, backward, stream, 1);
     const auto [size, type, rows, inputs, hidden, x_stride, out_stride] = *gating;
     const Argument arguments[] = {
         rows_of("d_out", d_out, rows, hidden, out_stride, false),

@@ -392,21 +392,26 @@ def clifford_operands(batch, features, signature, seed):
             numbers(features, triples, dtype=FP32, seed=seed + 3))
 
 
-def clifford(batch, features, signature=(3, 0, 0), normed=True):
+def clifford_name(function, batch, features, signature, normed):
+    numbers_of = f"{batch}x{features}-{','.join(map(str, signature))}"
+    return f"{function.__name__}-{numbers_of}" + ("" if normed else "-not_normed")
+
+
+def clifford_forward_case(function, operands_of, bound, batch, features, signature, normed):
     def check(operands, out):
         expected = clifford_in_fp64(*(each.double() for each in operands), signature, normed)
         assert out.dtype == FP32
-        alike(out, expected, 512)
+        alike(out, expected, bound)
 
-    name = f"clifford-{batch}x{features}-{','.join(map(str, signature))}" + ("" if normed else "-not_normed")
-    return Case(name, lambda *operands: fused_kernels.clifford(*operands, signature, normed),
-                lambda seed=0: clifford_operands(batch, features, signature, seed), check, (0, 1, 2))
+    return Case(clifford_name(function, batch, features, signature, normed),
+                lambda *operands: function(*operands, signature, normed),
+                lambda seed=0: operands_of(batch, features, signature, seed), check, (0, 1, 2))
 
 
-def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
+def clifford_backward_case(function, operands_of, bound, batch, features, signature, normed):
     def operands(seed=0):
         d_out = numbers(2**sum(signature), batch, features, dtype=FP32, seed=seed)
-        return d_out, *clifford_operands(batch, features, signature, seed)
+        return d_out, *operands_of(batch, features, signature, seed)
 
     def check(operands, result):
         d_out, *rest = (each.detach().double() for each in operands)
@@ -414,10 +419,19 @@ def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
         expected = torch.autograd.grad(clifford_in_fp64(*rest, signature, normed), rest, d_out)
         for found, other in zip(result, expected, strict=True):
             assert found.dtype == FP32
-            alike(found, other, 2048)
+            alike(found, other, bound)
 
-    name = f"clifford_backward-{batch}x{features}-{','.join(map(str, signature))}" + ("" if normed else "-not_normed")
-    return Case(name, lambda *each: fused_kernels.clifford_backward(*each, signature, normed), operands, check)
+    return Case(clifford_name(function, batch, features, signature, normed),
+                lambda *each: function(*each, signature, normed), operands, check)
+
+
+def clifford(batch, features, signature=(3, 0, 0), normed=True):
+    return clifford_forward_case(fused_kernels.clifford, clifford_operands, 512, batch, features, signature, normed)
+
+
+def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
+    return clifford_backward_case(fused_kernels.clifford_backward, clifford_operands, 2048, batch, features, signature,
+                                  normed)
 
 
 def connected_operands(batch, features, signature, seed):
@@ -426,33 +440,14 @@ def connected_operands(batch, features, signature, seed):
 
 
 def clifford_connected(batch, features, signature=(3, 0, 0), normed=True):
-    def check(operands, out):
-        expected = clifford_in_fp64(*(each.double() for each in operands), signature, normed)
-        assert out.dtype == FP32
-        alike(out, expected, 2.0**15)  # of TF32: 4 times 2^-11, where fp32's is 2^-24
-
-    name = f"clifford_connected-{batch}x{features}-{','.join(map(str, signature))}" + ("" if normed else "-not_normed")
-    return Case(name, lambda *operands: fused_kernels.clifford_connected(*operands, signature, normed),
-                lambda seed=0: connected_operands(batch, features, signature, seed), check, (0, 1, 2))
+    # The bound is of TF32: 4 times 2^-11, where fp32's is 2^-24.
+    return clifford_forward_case(fused_kernels.clifford_connected, connected_operands, 2.0**15, batch, features,
+                                 signature, normed)
 
 
 def clifford_connected_backward(batch, features, signature=(3, 0, 0), normed=True):
-    def operands(seed=0):
-        d_out = numbers(2**sum(signature), batch, features, dtype=FP32, seed=seed)
-        return d_out, *connected_operands(batch, features, signature, seed)
-
-    def check(operands, result):
-        d_out, *rest = (each.detach().double() for each in operands)
-        rest = [each.requires_grad_() for each in rest]
-        expected = torch.autograd.grad(clifford_in_fp64(*rest, signature, normed), rest, d_out)
-        for found, other in zip(result, expected, strict=True):
-            assert found.dtype == FP32
-            alike(found, other, 2.0**16)
-
-    name = (f"clifford_connected_backward-{batch}x{features}-{','.join(map(str, signature))}"
-            + ("" if normed else "-not_normed"))
-    return Case(name, lambda *each: fused_kernels.clifford_connected_backward(*each, signature, normed), operands,
-                check)
+    return clifford_backward_case(fused_kernels.clifford_connected_backward, connected_operands, 2.0**16, batch,
+                                  features, signature, normed)
 
 
 # ---- All ----------------------------------------------------------------------------------------------------------
