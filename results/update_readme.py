@@ -186,10 +186,11 @@ def side_by_side(problem):
 
 
 def name_with_dims(problem):
-    """A problem's name with what its dims add to that: lesson 9 has them in the name."""
-    dims = [f"{name} = {extent}" for name, extent in problem["dims"].items()
-            if str(extent) not in problem["name"]]
-    return ", ".join([problem["name"], *dims])
+    """A problem's name and its dims, unless it is a name of lesson 9, which has all of them: "TF32 64x128x10"."""
+    dims = problem["dims"]
+    if "x".join(map(str, dims.values())) in problem["name"].split():
+        return problem["name"]
+    return ", ".join([problem["name"], *(f"{name} = {extent}" for name, extent in dims.items())])
 
 
 def peers_table(what):

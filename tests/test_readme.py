@@ -335,6 +335,19 @@ def test_sizes_marker(recorded):
     assert "| two words, M = 8, K = 2 | 1.500 ms | 8.000 ms | 4.000 ms | 2.00x |\n" in page
 
 
+@pytest.mark.parametrize(
+    "name, dims, text",
+    [
+        ("bf16 full", {"batch": 16, "S": 1}, "bf16 full, batch = 16, S = 1"),
+        ("TF32 64x128x10", {"B": 64, "D": 128, "C": 10}, "TF32 64x128x10"),
+        ("TF32 64x128x10", {"B": 64, "D": 128, "C": 1}, "TF32 64x128x10, B = 64, D = 128, C = 1"),
+    ],
+)
+def test_no_dim_is_left_out_of_a_name(update_readme, name, dims, text):
+    """A dim's digits may occur in a name that does not tell the dim, as 16 does in bf16."""
+    assert update_readme.name_with_dims({"name": name, "dims": dims}) == text
+
+
 def test_points_marker(update_readme):
     marker = "<!-- points\ngpu/5_x two words: a = b\ngpu/5_x two words: a = b -->"
     page = update_readme.MARKER.sub(update_readme.render, f"{marker}<!-- end -->")
