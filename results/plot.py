@@ -300,18 +300,34 @@ def draw_roofline(folder):
         if points:
             axes.scatter(*zip(*points), s=45, color=color, label=name, zorder=3)
     fastest = [(x, y, number) for (number, *_), (x, y) in sorted(best.items())]
-    axes.scatter(*zip(*[(x, y) for x, y, _ in fastest]), s=320, color=VERMILLION, zorder=4,
-                 edgecolor="white", label="our fastest, and its lesson (B: bonus)")
-    for x, y, number in fastest:
-        axes.text(x, y, number, fontsize=13 if len(number) == 1 else 11, fontweight="bold", color="white", zorder=5,
-                  ha="center", va="center_baseline")
+    axes.scatter(*zip(*[(x, y) for x, y, _ in fastest]), s=60, color=VERMILLION, zorder=4)
+    axes.scatter([], [], s=320, color=VERMILLION, label="our fastest, and its lesson (B: bonus)")
     axes.set_xlabel("operations per least possible byte")
     axes.set_ylabel("TFLOP/s")
     axes.set_title(f"Every kernel under its roof: {runs[0]['device']['name']}", loc="left")
     axes.legend(fontsize=14, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4,
                 columnspacing=1, handletextpad=0.2)
     figure.tight_layout()
+    number_dots(axes, fastest)
     return svg_of(figure)
+
+
+def number_dots(axes, dots, size=18, around=12):
+    """Numbers (x, y, number) in discs of `size` points: at the dot, or beside it where another disc is."""
+    taken = []
+    for x, y, number in dots:
+        place = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+        turns = [2 * math.pi * turn / around for turn in range(around)]
+        offsets = [(0, 0), *((far * size * math.cos(turn), far * size * math.sin(turn))
+                             for far in (1.1, 1.6, 2.2) for turn in turns)]
+        offset = next((each for each in offsets if all(math.dist(place + each, other) > size for other in taken)),
+                      offsets[0])
+        taken.append(place + offset)
+        axes.annotate(number, (x, y), xytext=offset, textcoords="offset points", fontweight="bold", color="white",
+                      fontsize=13 if len(number) == 1 else 11, ha="center", va="center_baseline", zorder=6,
+                      bbox={"boxstyle": f"circle,pad={0.15 if len(number) == 1 else 0}", "facecolor": VERMILLION,
+                            "edgecolor": "white"},
+                      arrowprops=None if offset == (0, 0) else {"arrowstyle": "-", "color": VERMILLION})
 
 
 def panels_of(folder, lesson):
