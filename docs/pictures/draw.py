@@ -122,7 +122,7 @@ def swizzle():
 
 def split_k():
     """Lesson 7's three ideas, as who has which vertices, and where they meet."""
-    picture = Picture("Half fused, split-K, one launch", 1120, 470, 17)
+    picture = Picture("Half fused, split-K, one launch", 1310, 445, 17)
     colors = (SKY, SAND, "#d9e8c9", "#e3d4ec")
 
     def vertices(x, y, height, bands):
@@ -130,18 +130,26 @@ def split_k():
             picture.box(x, y + band * height / bands, 64, height / bands - 3, colors[band % 4] if bands > 1 else SKY)
         picture.text(x + 32, y - 10, "x: V rows", "middle", size=16, ink=SOFT)
 
+    def out(x, y, height, bands=1):
+        for band in range(bands):
+            picture.box(x, y + band * height / bands, 56, height / bands - 3, colors[band % 4] if bands > 1 else SKY)
+        picture.text(x + 28, y - 10, "out", "middle", SOFT, 16)
+
     top, height = 84, 250
     picture.text(20, 30, "half fused", bold=True, size=20)
     vertices(20, top, height, 1)
     picture.line("M90 209H150")
     for tile in range(8):
         picture.box(156 + tile % 2 * 42, 130 + tile // 2 * 42, 38, 38, SKY, BLUE)
-    picture.text(20, 380, "A spectrum of 128 x 256 is eight", size=16)
-    picture.text(20, 402, "tiles: eight blocks. Each walks over", size=16)
-    picture.text(20, 424, "all vertices. A second launch damps,", size=16)
-    picture.text(20, 446, "a third one expands.", size=16)
+    picture.line("M240 209H262")
+    picture.box(268, 184, 66, 50, RUST, None, "damp", 6, "#fff", 16, True)
+    picture.line("M338 209H360")
+    out(366, top, height)
+    picture.text(20, 380, "A spectrum of 128 x 256 is eight tiles: eight", size=16)
+    picture.text(20, 402, "blocks. Each walks over all vertices. A second", size=16)
+    picture.text(20, 424, "launch damps, a third one expands.", size=16)
 
-    left = 330
+    left = 470
     picture.text(left, 30, "split-K", bold=True, size=20)
     vertices(left, top, height, 4)
     for band in range(4):
@@ -150,23 +158,24 @@ def split_k():
         picture.box(left + 110, y - 22, 82, 42, colors[band], None, "partial\nsum", size=16)
         picture.line(f"M{left + 196} {y:g}L{left + 232} {209 + 14 * (band - 1.5):g}")
     picture.box(left + 238, 172, 76, 74, RUST, None, "add,\nthen\ndamp", 6, "#fff", 16, True)
+    picture.line(f"M{left + 318} 209H{left + 340}")
+    out(left + 346, top, height)
     picture.text(left, 380, "Slices of the vertices, a block for each slice", size=16)
     picture.text(left, 402, "and tile: hundreds of blocks. A second launch", size=16)
     picture.text(left, 424, "adds the slices, a third one expands.", size=16)
 
-    left = 730
+    left = 910
     picture.text(left, 30, "one launch", bold=True, size=20)
     vertices(left, top, height, 4)
     for band in range(4):
         y = top + (band + 0.5) * height / 4
         picture.line(f"M{left + 70} {y - 8:g}L{left + 152} {196 + 10 * (band - 1.5):g}")
         picture.line(f"M{left + 252} {196 + 10 * (band - 1.5):g}L{left + 308} {y - 8:g}")
-        picture.box(left + 310, y - height / 8, 56, height / 4 - 3, colors[band])
     picture.box(left + 158, 166, 90, 66, RUST, None, "one sum\nin L2", 6, "#fff", 16, True)
     picture.line(f"M{left + 203} 84V160", RUST, False, True)
     picture.line(f"M{left + 203} 236V334", RUST, False, True)
     picture.text(left + 203, 76, "all blocks meet", "middle", RUST, 16)
-    picture.text(left + 338, top - 10, "out", "middle", SOFT, 16)
+    out(left + 310, top, height, 4)
     picture.text(left, 380, "Each block adds what its rows contribute, waits", size=16)
     picture.text(left, 402, "until all have, takes the sum back, and walks", size=16)
     picture.text(left, 424, "over its rows again; some are still on chip.", size=16)
