@@ -11,9 +11,18 @@ MARKS = "<!-- functions -->\n", "<!-- /functions -->"
 
 
 def functions():
-    """(name, the comment above it) of each function that the header declares."""
+    """(name, the comment above it) of each function that the header declares, those of an operator together."""
     found = re.findall(r"/\*((?:(?!\*/).)*)\*/\nFK_API [^;]*?(fk_\w+)\(", HEADER.read_text(), re.DOTALL)
+    operators = []  # in the order of the header, whose newest functions stand at its end
+    for _, name in found:
+        operators += [operator_of(name)] * (operator_of(name) not in operators)
+    found.sort(key=lambda each: operators.index(operator_of(each[1])))
     return [(name, re.sub(r"\s*\n \*\s*", " ", text).strip()) for text, name in found]
+
+
+def operator_of(name):
+    """fk_gating of fk_gating_backward_workspace."""
+    return re.sub(r"(_forward|_backward)?(_workspace)?$", "", name)
 
 
 def table():
