@@ -122,7 +122,7 @@ def swizzle():
 
 def split_k():
     """Lesson 7's three ideas, as who has which vertices, and where they meet."""
-    picture = Picture("Half fused, split-K, one launch", 1310, 445, 17)
+    picture = Picture("Half fused, split-K, one launch", 1150, 470, 17)
     colors = (SKY, SAND, "#d9e8c9", "#e3d4ec")
 
     def vertices(x, y, height, bands):
@@ -138,47 +138,48 @@ def split_k():
     top, height = 84, 250
     picture.text(20, 30, "half fused", bold=True, size=20)
     vertices(20, top, height, 1)
-    picture.line("M90 209H150")
+    picture.line("M90 209H120")
     for tile in range(8):
-        picture.box(156 + tile % 2 * 42, 130 + tile // 2 * 42, 38, 38, SKY, BLUE)
-    picture.line("M240 209H262")
-    picture.box(268, 184, 66, 50, RUST, None, "damp", 6, "#fff", 16, True)
-    picture.line("M338 209H360")
-    out(366, top, height)
+        picture.box(126 + tile % 2 * 42, 130 + tile // 2 * 42, 38, 38, SKY, BLUE)
+    picture.line("M210 209H230")
+    picture.box(234, 184, 62, 50, RUST, None, "damp", 6, "#fff", 16, True)
+    picture.line("M300 209H320")
+    out(324, top, height)
     picture.text(20, 380, "A spectrum of 128 x 256 is eight tiles: eight", size=16)
     picture.text(20, 402, "blocks. Each walks over all vertices. A second", size=16)
     picture.text(20, 424, "launch damps, a third one expands.", size=16)
 
-    left = 470
+    left = 405
     picture.text(left, 30, "split-K", bold=True, size=20)
     vertices(left, top, height, 4)
     for band in range(4):
         y = top + (band + 0.5) * height / 4
-        picture.line(f"M{left + 70} {y:g}H{left + 104}")
-        picture.box(left + 110, y - 22, 82, 42, colors[band], None, "partial\nsum", size=16)
-        picture.line(f"M{left + 196} {y:g}L{left + 232} {209 + 14 * (band - 1.5):g}")
-    picture.box(left + 238, 172, 76, 74, RUST, None, "add,\nthen\ndamp", 6, "#fff", 16, True)
-    picture.line(f"M{left + 318} 209H{left + 340}")
-    out(left + 346, top, height)
+        picture.line(f"M{left + 70} {y:g}H{left + 96}")
+        picture.box(left + 100, y - 22, 72, 42, colors[band], None, "partial\nsum", size=16)
+        picture.line(f"M{left + 176} {y:g}L{left + 206} {209 + 14 * (band - 1.5):g}")
+    picture.box(left + 210, 172, 76, 74, RUST, None, "add,\nthen\ndamp", 6, "#fff", 16, True)
+    picture.line(f"M{left + 290} 209H{left + 310}")
+    out(left + 314, top, height)
     picture.text(left, 380, "Slices of the vertices, a block for each slice", size=16)
     picture.text(left, 402, "and tile: hundreds of blocks. A second launch", size=16)
     picture.text(left, 424, "adds the slices, a third one expands.", size=16)
 
-    left = 910
+    left = 800
     picture.text(left, 30, "one launch", bold=True, size=20)
     vertices(left, top, height, 4)
     for band in range(4):
         y = top + (band + 0.5) * height / 4
-        picture.line(f"M{left + 70} {y - 8:g}L{left + 152} {196 + 10 * (band - 1.5):g}")
-        picture.line(f"M{left + 252} {196 + 10 * (band - 1.5):g}L{left + 308} {y - 8:g}")
-    picture.box(left + 158, 166, 90, 66, RUST, None, "one sum\nin L2", 6, "#fff", 16, True)
-    picture.line(f"M{left + 203} 84V160", RUST, False, True)
-    picture.line(f"M{left + 203} 236V334", RUST, False, True)
-    picture.text(left + 203, 76, "all blocks meet", "middle", RUST, 16)
-    out(left + 310, top, height, 4)
-    picture.text(left, 380, "Each block adds what its rows contribute, waits", size=16)
-    picture.text(left, 402, "until all have, takes the sum back, and walks", size=16)
-    picture.text(left, 424, "over its rows again; some are still on chip.", size=16)
+        picture.line(f"M{left + 70} {y - 8:g}L{left + 130} {196 + 10 * (band - 1.5):g}")
+        picture.line(f"M{left + 230} {196 + 10 * (band - 1.5):g}L{left + 286} {y - 8:g}")
+    picture.box(left + 136, 166, 90, 66, RUST, None, "one sum\nin L2", 6, "#fff", 16, True)
+    picture.line(f"M{left + 181} 84V160", RUST, False, True)
+    picture.line(f"M{left + 181} 236V334", RUST, False, True)
+    picture.text(left + 181, 76, "all blocks meet", "middle", RUST, 16)
+    out(left + 290, top, height, 4)
+    picture.text(left, 380, "Each block adds what its rows contribute,", size=16)
+    picture.text(left, 402, "waits until all have, takes the sum back,", size=16)
+    picture.text(left, 424, "and walks over its rows again. Some of", size=16)
+    picture.text(left, 446, "these are still on chip.", size=16)
     return picture
 
 
