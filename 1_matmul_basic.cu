@@ -20,8 +20,8 @@
 // What is the limit? 2 N^3 floating-point operations on 12 N^2 bytes: at N = 4096 each byte could
 // feed 683 operations, so the arithmetic units are the limit, and a good kernel keeps them busy.
 // These two are not good: every multiply-add here fetches its two numbers from memory (or a cache),
-// and waiting for those is what they do. Which of the 32 threads of a warp reads what decides how
-// long.
+// and how fast these come is what limits them. Which of the 32 threads of a warp reads what decides
+// how fast.
 
 #include <algorithm>
 #include <vector>

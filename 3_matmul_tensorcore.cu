@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 
 // Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns BM x BN elements of C; per step of BK
 // it loads a tile of A and one of B into shared memory, once for all its warps, and each warp
-// multiplies its 16 kRows rows by its 16 kCols columns: kRows + kCols fragments are loaded for
+// multiplies its 16 * kRows rows by its 16 * kCols columns: kRows + kCols fragments are loaded for
 // kRows * kCols products. The rows of the tiles are 8 halves longer than their data, so that those
 // of one fragment start on different banks. Two barriers a step: the tiles are there; nobody reads
 // them any more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's
@@ -336,8 +336,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // The same, but kStages pairs of tiles are in shared memory: the tensor cores work on one while the
 // next are on their way. It is lesson 2's `async`, whose loop has a name: copies_ahead
 // (primitives/async_copy.cuh) starts the copies of the first kStages - 1 steps, each closed as a
-// group; next() waits for a step's group, meets the block at the one barrier of a step, and starts
-// the copies of the step that is kStages - 1 further on.
+// group; next() waits for a step's group, waits for the whole block at the step's only barrier, and
+// starts the copies of the step that is kStages - 1 further on.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_stages(const half* A, const half* B, half* C, int n) {
@@ -479,9 +479,9 @@ struct TileCopies {
 //   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. And
 //     row * BK is a multiple of BK, a power of two that is more than d: so a_lane ^ d changes the
 //     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
-// For B it is the same with d = 16 * j. There c may also have a multiple of the warp's WN columns.
-// d is less than WN, so again the two have no bit in common. The rows that a thread copies are
-// multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds constants.
+// For B it is the same with d = 16 * j. There c may also contain a multiple of the warp's WN
+// columns. d is less than WN, so again the two have no bit in common. The rows that a thread copies
+// are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -697,9 +697,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //                                           0 in the first round of the stages, 1 in the second
 //     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
 //                                           added to the sum, else they replace it
-//     wgmma_wait<n>()                       waits until at most the n newest products are under way
+//     wgmma_wait<n>()                       waits until at most the n newest products are under
+//                                           way, each of which is what one start_product started
 //     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
-//     elect_one()                           true for one lane of the warp
+//     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
+//     elect_one()                           true for one lane of the warp, each time the same one
 //     named_barrier(id, threads)            a barrier for so many threads of the block
 //     shared_fence()                        what threads have written, the copy engine can see
 //     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
@@ -889,6 +891,8 @@ __global__ void __launch_bounds__(384, 1)
 //     alone.
 //   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is its row in A or
 //     its column in B, and k comes behind it in both cases, although k is the row in B.
+//   - `warp == 0 && elect_one()` is one thread, as `threadIdx.x == 0` was. But now the compiler
+//     knows that it is one, and makes no loop over the warp's threads of each copy.
 //
 // What is new: blocks stay. There are no more of them than fit, and each walks over tiles of C. The
 // producer runs ahead into the next tile while the consumers still store this one.
@@ -905,7 +909,10 @@ struct PersistentShared {
 };
 
 #if HOPPER_CODE
-// Waits until the boxes of consumer `consumer` may be written: the copy engine has read them.
+// Waits until the boxes of consumer `consumer` may be written: the copy engine has read them. The
+// thread that waits is the one that has committed the stores (elect_one() is always the same lane),
+// since only that thread can wait for them. At the end of a kernel this is needed, too: the block's
+// shared memory must stay until the copy engine has read it.
 __device__ inline void wait_for_stores(int consumer) {
   if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
   named_barrier(1 + consumer, 128);
@@ -1103,6 +1110,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   struct Place {
     int row, col;
   };
+  // Groups of kGroup rows of tiles; within a group column by column, and every other group from the
+  // right to the left.
   const auto place = [&](int tile) {
     const int group = quotient(tile, kGroup * tile_cols);
     const int within = tile - group * kGroup * tile_cols;
@@ -1354,10 +1363,10 @@ int main(int argc, char** argv) {
         "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
         "last kernel copies them first.");
   }
-  // `patches` has one size of tile. At N = 1024 there are 32 of these for 132 multiprocessors, and
-  // at N = 4104 a fifth round of them for 25 clusters of 66. operators/product/half_product.cuh has
-  // 32 sizes, divides the last tiles along k where no size fits, and aligns rows first. Estimates
-  // say which may be the fastest; some are tried.
+  // `patches` has one size of tile. At N = 1024 there are 32 of these (16 pairs) for 132
+  // multiprocessors, and at N = 4104 a fifth round of them for 25 clusters of 66.
+  // operators/product/half_product.cuh has 32 sizes, divides the last tiles along k where no size
+  // fits, and aligns rows first. Estimates say which may be the fastest; some are tried.
   const int size = static_cast<int>(n);
   const HalfProduct<half> product(workspace_of(square), A, B, C, {size, size, size});
   const auto ways = ways_of_row(product.ways());

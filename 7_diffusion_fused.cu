@@ -124,24 +124,25 @@ __device__ unsigned neighbours(const bf16* at) {
 // tile of its slice of sums (N, gridDim.y, E, W), fp32: N meshes, each with gridDim.y slices.
 //
 // *half fused* has one slice. Then a spectrum of 128 by 256 keeps only eight multiprocessors busy.
-// A multiprocessor receives no more than it has asked for: two stages are under way, of 64 vertices
-// x (64 + 64) columns x 2 bytes each, 32 KB. README's table has 0.8 ms, nearly all of it for the
-// 2048 steps of such a block: 0.4 microseconds a step. Two steps pass from when a stage is asked
-// for until it is needed, 0.8 microseconds. (One load alone takes 0.34.) 32 KB in 0.8 microseconds
-// are 40 GB/s for each multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can
-// serve. *split-K* has as many slices as it takes to fill the GPU. Blocks of one slice run at the
-// same time and share what they read through the L2 cache: x is asked for twice and the basis four
-// times, but both come from memory once.
+// A multiprocessor receives no more than it has asked for. Two stages are under way, each of 64
+// vertices x (64 + 64) columns x 2 bytes, 16 KB: together 32 KB. README's table has 0.8 ms, nearly
+// all of it for the 2048 steps of such a block: 0.4 microseconds a step. Two steps pass from when a
+// stage is asked for until it is needed, 0.8 microseconds. (One load alone takes 0.34.) 32 KB in
+// 0.8 microseconds are 40 GB/s for each multiprocessor, and 0.3 TB/s for all eight, a tenth of what
+// the memory can serve. *split-K* has as many slices as it takes to fill the GPU. Blocks of one
+// slice run at the same time and share what they read through the L2 cache: x is asked for twice
+// and the basis four times, but both come from memory once.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
 // transposes it on the way to the registers: no transposed copy exists. In the registers the left
-// factor is multiplied by mass, although the formula has mass beside x: basis^T (mass * x) is
-// (mass * basis)^T x, since in both the term of vertex v is multiplied by mass[v]. A vertex is a
-// column of basis^T, and a register of a fragment holds two neighbours of a row, so two vertices.
-// Let v = 2 * (l % 4). In lane l, a[0] holds the vertices v and v + 1 of one eigenvector, number l
-// / 4 of 16, and a[1] the same two vertices of another, number l / 4 + 8. a[2] and a[3] hold the
-// vertices v + 8 and v + 9 of the same two eigenvectors. One instruction multiplies a register by
-// the masses of its two vertices, and it rounds to bf16 once, as a kernel for mass * x alone does.
+// factor is multiplied by mass, although the formula has mass beside x: basis^T (mass * x) is (mass
+// * basis)^T x, since in both the term of vertex v is multiplied by mass[v]. A vertex is a column
+// of basis^T, and a register of a fragment holds two neighbours of a row, so two vertices. Let
+// first = 2 * (lane % 4). A lane's a[0] holds the vertices first and first + 1 of one eigenvector,
+// number lane / 4 of 16, and a[1] the same two vertices of another, number lane / 4 + 8. a[2] and
+// a[3] hold the vertices first + 8 and first + 9 of the same two eigenvectors. One instruction
+// multiplies a register by the masses of its two vertices, and it rounds to bf16 once, as a kernel
+// for mass * x alone does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
@@ -545,10 +546,10 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    // A thread's 64 elements of the sum are 16 fours, each in 8 columns of its own. The first
-    // `fours` of them are inside of x. The blocks with the same columns divide the clearing of the
-    // other sum: block number `group` of them clears the fours number group, group + groups, and so
-    // on.
+    // A thread's 64 elements of the sum are 16 fours: number j lies in columns 8 j to 8 j + 7. The
+    // first `fours` of them are inside of x. The blocks with the same columns divide the clearing
+    // of the other sum: block number `group` of them clears the fours number group, group + groups,
+    // and so on.
     const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 
@@ -569,7 +570,7 @@ __global__ void __launch_bounds__(384, 1)
     // block: it adds 1 to the counter, and *releases* what the block has added. It looks at the
     // counter until the last block has arrived. Such a look *acquires*: what the blocks that are
     // counted have released can be read from then on. The second named_barrier lets the other
-    // threads go on.
+    // threads go on. (An atomicAdd of four floats at once is new on Hopper.)
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float* four = sum.elements + 4 * j;

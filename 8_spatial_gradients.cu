@@ -18,7 +18,8 @@
 // With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 650 000 a vertex, for the
 // 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, but only
 // as long as it is not the temporaries' way to memory and back: xr, xi, ar, ai are each as large as
-// out. So fuse, and at no cost to the tensor cores' rate: their operands have to be there in time.
+// out. So fuse. But a fused kernel is only faster if its tensor cores are as busy as those of a
+// plain product: their operands have to be there in time.
 //
 // A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so
 // each operand that is loaded is used twice, and so is each fragment in a register. That makes this
@@ -115,8 +116,8 @@ __device__ void add_gradient(Sums<32, 32>& xr, Sums<32, 32>& xi, const bf16* Gr_
 }
 
 // ar + i ai += (xr + i xi) (Lr + i Li)^T for 64 of the inner dimension: four products. Each 16 of
-// it take 32 tensor core instructions and 8 loads. A plain product has that ratio if a warp owns
-// twice as many rows and columns, 64 x 64.
+// it take 32 tensor core instructions and 8 loads, four to a load. A warp has four to a load in a
+// plain product, too, but only with twice as many rows and columns, 64 x 64.
 __device__ void add_rotated(Sums<32, 32>& ar, Sums<32, 32>& ai, const bf16* xr_tile,
                             const bf16* xi_tile, const bf16* Lr_tile, const bf16* Li_tile) {
 #pragma unroll
@@ -475,9 +476,10 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
-// (Products into one sum follow each other without a fence only if all have the same shape: PTX
-// ISA, "wgmma.fence". Three products instead of four, the first one Gr [M1 | M2 | x] with 192
-// columns, break that rule, and took 1.5 times as long.)
+// (Products that are added to the same registers may follow each other at once only if all have the
+// same shape. Otherwise a wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Three
+// products instead of four, the first one Gr [M1 | M2 | x] with 192 columns, break that rule, and
+// took 1.5 times as long.)
 //
 // The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
 // all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30

@@ -19,7 +19,7 @@
 //     (2) unfused   our product, then the same softmax kernel
 //     (3) fused     our product and softmax in one launch; half fused (below): in two
 //
-// (2) against (3) is fusion: the product is the same. (1) against (2) is the quality of the
+// (2) against (3) is fusion, where the product is the same. (1) against (2) is the quality of the
 // product. The kernels, all of which multiply in the same way:
 //
 //     unfused         tiles of logits, and a softmax that reads them
@@ -35,9 +35,9 @@
 //     any shape       no lesson, but the operator that a program would call
 //                     (operators/softmax/softmax_product.cuh): unfused, and fused
 //
-// The lesson's kernels have one size of tile, 32 x 128, and multiply in fp32 on the CUDA cores:
-// that is the shortest product of all (lesson 2's), any GPU runs it, and what is to be seen, how a
-// row comes together, does not depend on it. The operator has what is fast: other tiles for other
+// The lesson's kernels have one size of tile, 32 x 128, and multiply in fp32 on the CUDA cores, as
+// lesson 2 does: that takes the least code, any GPU runs it, and what is to be seen, how a row
+// comes together, does not depend on it. The operator has what is fast: other tiles for other
 // shapes, tensor cores, D cut into slices. docs/softmax.md tells which shape takes which way, and
 // why.
 //
@@ -332,7 +332,8 @@ __global__ void __launch_bounds__(kThreads)
 // Who waits for a block that never starts waits for ever. So there are only as many blocks as run
 // at the same time. Together they do some strips of 32 rows at a time, with all of their tiles, and
 // then the next strips. Of each strip `arrived` counts the blocks that have posted, and `left`
-// those that have read; both are zero before a launch, and again after it.
+// those that have read; both are zero before a launch, and again after it (is_last_block in
+// primitives/row_parts.cuh clears `left`).
 __global__ void __launch_bounds__(kThreads)
     fused_exchange(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
                    int tiles) {
@@ -366,6 +367,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int t = lane; t < tiles; t += 32) all = merge(all, parts[row * tiles + t]);
       write_probabilities(probs + row * in.C + col0, logits[i], warp_merge(all), columns);
     }
+    // All threads have to call is_last_block, which has barriers: so it stands first.
     if (is_last_block(left + strip, tiles) && threadIdx.x == 0) arrived[strip] = 0;
   }
 }

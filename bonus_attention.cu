@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(32 * kRowWarps) attention_rows(Operands<T> in)
 
 // ---- mma.sync -----------------------------------------------------------------------------------
 
-// What a thread knows of its two rows of each 16. mma.sync and wgmma leave element i of a sum in
-// the thread's first row or 8 rows below it, row 8 (i / 2 % 2). The four lanes of a quad share a
-// row.
+// What a thread knows of its two rows of each 16 (lesson 3's picture of fragments). Element i of a
+// sum is in the first of these rows where i / 2 is even, and in the second one, 8 rows below, where
+// it is odd. The four lanes of a quad share a row.
 struct OnlineRows {
   float largest[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
 
@@ -144,8 +144,8 @@ struct OnlineRows {
   // hardware computes. A row of which nothing but -infinity has come subtracts nothing.
   //
   // kRarely: where no exponential of the warp's rows would exceed 2^8 they stay relative to the old
-  // maximum, and there is no factor. Exponentials of up to 2^8 are as exact as those of up to 1.
-  // Returns whether there is a factor.
+  // maximum, and there is no factor. (The 8 below is an exponent of 2, as scale has log2(e).)
+  // Exponentials of up to 2^8 are as exact as those of up to 1. Returns whether there is a factor.
   template <bool kRarely = false, int kCount>
   __device__ __forceinline__ bool exponentials(float (&logits)[kCount], float scale,
                                                float (&factor)[2]) {
@@ -460,7 +460,9 @@ struct HopperBlock : HopperTile<kWidth> {
 
 // A step is four things, one after the other: logits, exponentials, the factor for what has been
 // summed up so far, and results. While a consumer computes exponentials it has no products under
-// way; whether the other one has is left to chance.
+// way; whether the other one has is left to chance. (reader.wait(), next() and give_back() are a
+// take() in three parts: wait until the next stage is full, go on to the one after it, say that it
+// is empty. reader.ring.stage is the stage's number.)
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(384, 1) attention_hopper(const __grid_constant__ HopperMaps maps,
                                                            const __grid_constant__ Operands<T> in) {
@@ -574,7 +576,8 @@ __global__ void __launch_bounds__(384, 1)
       block.exponentials(online, logits, 0, factor);
       block.scale_rows(result, factor);
       block.to_factor(probs, logits);
-      // Nothing comes after the last results: nobody has to be kept waiting for a turn.
+      // Nothing comes after the last results, and both consumers have as many tiles: nobody waits
+      // for a turn any more.
       block.start_result(result, probs, reader.wait());
       wgmma_wait<0>();
     }
@@ -591,9 +594,10 @@ __global__ void __launch_bounds__(384, 1)
 // multiplied: a consumer's own products run beside its own exponentials.
 //
 // So a step has exponentials of this tile in `probs`, as a factor, and ends with those of the next
-// tile. A larger maximum in the next tile changes the factor of the results. But these are
-// registers that wgmma still adds to: they can be multiplied only when it is done, and while they
-// are, this consumer has no products under way. By itself the new order gains nothing.
+// tile. A larger maximum in the next tile is a factor for the results. But wgmma still adds to the
+// registers of the results. So they can be multiplied by the factor only when wgmma is done, and
+// while this consumer multiplies them it has no products under way. By itself the new order gains
+// nothing.
 //
 // *rare factors*, kRarely, multiplies them in few tiles only: see OnlineRows.
 template <typename T, int kWidth, bool kRarely>

@@ -37,9 +37,9 @@ __device__ inline void store_halves(half* matrix, int row, int col, int rows, in
   }
 }
 
-/// The sums are fp32 and the result is fp16: someone has to round them, and to know which elements
-/// they are. So a warp stores a fragment to `staging`, its own 16 rows of shared memory, from where
-/// each lane takes 8 elements in a row.
+/// The sums are fp32 and the result is fp16. To round a sum a lane has to know which elements it
+/// has, and WMMA does not say that. So a warp stores a fragment to `staging`, its own 16 rows of
+/// shared memory, from where each lane takes 8 elements in a row, and rounds these.
 inline constexpr int kStagingStride = 20;  // floats: 16, and 4 that shift rows to different banks
 template <bool kAligned>
 __device__ inline void store_rounded(half* matrix, int row0, int col0, int rows, int cols,

@@ -447,7 +447,14 @@ struct Consumer {
           to_factor<T>(probs, logits);
         }
       }
-      // From here on the next tile may be of the next piece of work, and may be hidden.
+      // From here on the next tile may be of the next piece of work, and may be hidden. The flags:
+      //   active       `probs` has the exponentials of this tile, `own`; else the tile is hidden
+      //   last         this tile is the last one of its piece of work
+      //   more         there is a next tile, of this piece or of the next one
+      //   next_active  there is a next tile, and it is not hidden
+      // So there are these cases. Both active: both products side by side. Only this one: its
+      // results, and the next tile's K is passed over. Only the next one: its logits, and this
+      // tile's V is passed over. None: both are passed over.
       const bool last = own.tile == own.first;
       ConsumerWork next = own;
       bool more = true;

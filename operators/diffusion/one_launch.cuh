@@ -531,8 +531,8 @@ __device__ __forceinline__ void damp_spectrum(const Work& work, SpectrumShare<Wo
   }
 }
 
-/// Second product, over the same tiles in reverse. A consumer takes every other stage, so that it
-/// sees all rounds of its own.
+/// Second product, over the same tiles in reverse. A consumer takes every other stage, always the
+/// even ones or always the odd ones, so that it sees all rounds of its own stages.
 template <Pass kPass, typename Work, class Reader>
 __device__ __forceinline__ void expand(const Work& work, Reader reader) {
   auto& shared = work.shared;
@@ -553,7 +553,8 @@ __device__ __forceinline__ void expand(const Work& work, Reader reader) {
     wgmma_wait<0>();
     if (thread == 0) tensor_store_wait_read<0>();
     named_barrier(kConsumerBarrier + consumer(), 128);  // the masses have been read, too
-    if (t >= Work::kStages) {                           // for both consumers
+    // Only this consumer has read the stage. But two arrivals give one back, so both are made here.
+    if (t >= Work::kStages) {
       reader.give_back();
       reader.give_back();
     }

@@ -103,8 +103,9 @@ struct HopperForward {
 // second round of a stage is the other consumer's. But a barrier only shows whether its round is
 // odd or even, and a consumer that skips a round could take an old one for a new one. Hence
 // barriers do not belong to stages. Two tiles, one for each consumer, have four segments, and each
-// of these four *turns* has barriers of its own, at which only one consumer waits (StageBarriers in
-// primitives/hopper/pipeline.cuh).
+// of these four *turns* has barriers of its own, at which only one consumer waits: tile 0 has turns
+// 0 and 1, tile 1 turns 2 and 3, tile 2 turns 0 and 1 again. Turns 0 and 2 fill stage 0, turns 1
+// and 3 stage 1 (StageBarriers in primitives/hopper/pipeline.cuh).
 template <int kSteps>
 __global__ void __launch_bounds__(384, 1)
     hopper_features(const __grid_constant__ GradientMaps maps, int V, int E, int column_groups) {

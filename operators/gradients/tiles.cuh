@@ -137,7 +137,8 @@ template <int kCols>
 struct Slice {
   Sum<3 * kCols> sum;
 
-  /// To row e0, column w0 of dM1, dM2 and D (3, E, W).
+  /// To row e0, column w0 of dM1, dM2 and D (3, E, W). In the sum D lies between the other two: so
+  /// numbers 0, 1 and 2 in memory are the parts 0, 2 and 1 of the sum.
   __device__ void store(float* to, int e0, int w0, int E, int W) const {
 #pragma unroll
     for (int i = 0; i < kCols / 2; i += 2) {

@@ -70,13 +70,13 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 }
 #endif
 
-// As in all_columns(), D is split over blocks that share kRows rows. But here these are a cluster,
-// and can write to each other's shared memory: the partial sums need not go through the L2 cache to
-// whoever comes last. Each of the kSplits blocks finishes its share of the rows, and the others
-// push their partial sums of that share into its inbox. If there are more than kClasses
+// As in all_columns() (tiles.cuh), D is split over blocks that share kRows rows. But here these are
+// a cluster, and can write to each other's shared memory: the partial sums need not go through the
+// L2 cache to whoever comes last. Each of the kSplits blocks finishes its share of the rows, and
+// the others push their partial sums of that share into its inbox. If there are more than kClasses
 // classes, a cluster computes a tile of so many columns, and another kernel finishes the rows: that
-// is half fused. (To exchange maxima and
-// sums here, as ExchangedSoftmax does, took longer than a softmax kernel whose launch is early.)
+// is half fused. (To exchange maxima and sums here, as ExchangedSoftmax does, took longer than a
+// softmax kernel whose launch is early.)
 //
 // The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
 // memory, W^T from registers. No other thread of the block needs the same elements of W: they go

@@ -1,6 +1,7 @@
-// Lesson 9's fused exchange: softmax(x W) in one launch, for any shape. It is lesson 3's last
-// product (operators/product/product.cuh), transposed, and an epilogue, in which the blocks that
-// share a row tell each other its maximum and its sum.
+// The operator's *exchange*: softmax(x W) in one launch, for any shape. It has the idea of lesson
+// 9's kernel *fused exchange*, and another product. That is lesson 3's last product
+// (operators/product/product.cuh), transposed, and an epilogue, in which the blocks that share a
+// row tell each other its maximum and its sum.
 //
 // To finish its part of a row a block needs the row's maximum and sum. In fused online no block
 // knows them in time, so each writes logits, which are read again. Here a row's blocks run at the
@@ -13,9 +14,9 @@
 // GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
 // slice of a tile, and the softmax adds up what it reads.
 //
-// The product is transposed, as in fused cluster (operators/softmax/transposed_product.cuh). But
-// for all D inputs registers have no room: W comes through the stages as well, and from there to
-// registers, a step ahead (Reader::take_ahead).
+// The product is transposed, as in the operator's *cluster* (cluster.cuh; transposed_product.cuh
+// says how). But for all D inputs registers have no room: W comes through the stages as well, and
+// from there to registers, a step ahead (Reader::take_ahead).
 #pragma once
 
 #include <algorithm>
@@ -34,8 +35,11 @@ using namespace primitives;
 
 // A tile of a W whose rows start anywhere: 32 rows of kColumns columns. W is then four matrices:
 // matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i on, so that all
-// of its rows start at such multiples. Of each comes a box of 8 rows that has the tile's columns
-// among its own, from 8 columns before the previous box's on: then four rows of W share few banks.
+// of its rows start at such multiples. Of each comes a box of 8 rows, which has the tile's columns
+// and more: the box of matrix i starts 8 * i columns early. Lanes read four neighbouring rows of W
+// at a time, one of each box, and so these lie in different banks, or nearly so (up to 3 columns
+// more are early because of the multiples of 16 bytes). docs/lessons/9_matmul_softmax.md has an
+// example, "Rows that are not aligned".
 template <int kColumns>
 struct LooseTileOfW {
   static constexpr int kBoxes = 4, kBoxRows = kLine<float> / kBoxes, kPitch = kColumns + 28;

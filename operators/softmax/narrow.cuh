@@ -26,7 +26,7 @@ constexpr int kNarrowWarps = 8, kNarrowStages = 4;
 
 template <int kTiles>  // of 16 columns
 struct Narrow {
-  static constexpr int kChunks = 10 / kTiles;      // of W, in a warp's registers
+  static constexpr int kChunks = 10 / kTiles;  // of W, in a warp's registers, which fit 10 tiles
   static constexpr int kStride = 16 * kTiles + 4;  // of sums: 4 pairs of rows on different banks
 };
 
@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
   const int rows = 8 * of.groups, count = (B + rows - 1) / rows, slab_floats = rows * D;
   float* slabs = reinterpret_cast<float*>(bytes);  // [stages][rows][D]
   float* sums = slabs + of.stages * slab_floats;   // [splits][rows][kStride]
-  // At first W is where the sums and the last slabs will be.
+  // First W comes into the end of the block's memory, from where warps take it to registers. Then
+  // that place is free: for the last slabs, and for the sums.
   const int W_floats = (D * C + 3) / 4 * 4, W_at = of.bytes / 4 - W_floats;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int split = warp % of.splits, at_once = kNarrowWarps / of.splits;

@@ -3,7 +3,7 @@
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major, dense
 //
 // Lesson 9's kernels have one size of tile, and multiply on the CUDA cores. Here the shape decides
-// what a kernel is, and there are six kinds of them:
+// what a kernel is, and there are seven kinds of them. On any GPU:
 //
 //   rows, D split   at most 16 columns (few.cuh): a block a row, and all of a row's loads at once
 //   few rows        at most 8 rows of more columns (few.cuh): W streams past them

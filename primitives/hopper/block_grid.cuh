@@ -36,7 +36,9 @@ struct BoxSource {
 
 /// The blocks of a cluster own tiles of a product: kStack below each other, which share what they
 /// copy of the right factor, by kSide beside each other, which share what they copy of the left
-/// factor. BlockGrid<1, 1> is a block alone.
+/// factor. BlockGrid<1, 1> is a block alone. In BlockGrid<2, 2> ranks 0 and 1 are below each other
+/// on the left side, 2 and 3 on the right one: block 0 shares the right factor with 1, and the left
+/// factor with 2. `cluster` is the number of this cluster, and `clusters` is how many there are.
 template <int kStack, int kSide>
 struct BlockGrid {
   static constexpr int kBlocks = kStack * kSide;
@@ -54,8 +56,9 @@ struct BlockGrid {
     }
   }
 
-  /// A warpgroup calls this: a thread for each block that sends to this one tells its writer that
-  /// the stage of `empty` has been read.
+  /// A warpgroup calls this when it has read the stage of `empty`. All blocks that copy a part of
+  /// that stage, kPeers of them, have to know. One thread tells each: threads below kStack the
+  /// blocks of this side, itself among them, the others those beside it.
   __device__ void release(Barrier& empty) const {
     const int thread = threadIdx.x % 128;
     if constexpr (kBlocks == 1) {
@@ -68,7 +71,10 @@ struct BlockGrid {
     }
   }
 
-  /// The blocks that share a tile of the left factor with this one, or of the right one, as bits.
+  /// The blocks that share a tile of the left factor with this one, or of the right one, as bits,
+  /// bit i for rank i. In BlockGrid<2, 2> for rank 1: beside() is 0b1010, ranks 1 and 3, and
+  /// below() is 0b0011, ranks 0 and 1. kTwo are the first blocks of two sides, kAll those of all
+  /// sides.
   __device__ uint16_t beside() const {
     static_assert(kSide <= 2 || kSide == 4);
     constexpr unsigned kTwo = 1 | 1 << kStack;

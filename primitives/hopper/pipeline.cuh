@@ -8,11 +8,14 @@
 //                    stage before, whose products are done by then
 //
 // Kernels wait for stages that a producer fills, fill them, and give them back only by these words.
-// (Lesson 3's first two kernels for Hopper write them out.) A pipeline is anything with stages(),
-// turns(), stage(turn) and the barriers full[] and empty[]: Pipeline is one that has its stages
-// itself. If kTurns == kStages, a turn is a stage; both are 0 where the number of stages is known
-// at run time. Who tells whom that a stage is empty is up to `blocks`, a BlockGrid or BlockRow
-// (primitives/hopper/block_grid.cuh).
+// (Lesson 3's first two kernels for Hopper write them out.) Who tells whom that a stage is empty is
+// up to `blocks`, a BlockGrid or BlockRow (primitives/hopper/block_grid.cuh).
+//
+// At the first reading take turns for stages, and skip prepare_first(), put_first(), Writer's
+// `filled` and `announced`, and Maker: only operators and bonuses need them. A pipeline is anything
+// with stages(), turns(), stage(turn) and the barriers full[] and empty[]; Pipeline is one that has
+// its stages itself. What a turn is StageBarriers says. The numbers kStages and kTurns are 0 where
+// the number of stages is known at run time.
 #pragma once
 
 #include <type_traits>
@@ -107,8 +110,8 @@ struct Writer {
   Pipe& pipe;
   Order ring;
   bool filled = false;  ///< the next stage is, already
-  bool announced =
-      false;  ///< the next stage's bytes are, already, and some of them are on their way
+  /// The next stage's bytes have been announced already, and some of them are on their way.
+  bool announced = false;
 
   __device__ explicit Writer(Pipe& of, bool first_is_filled = false)
       : pipe(of), ring{of.turns()}, filled(first_is_filled), oldest_{of.turns()} {}

@@ -153,6 +153,9 @@ struct TransposedLeftTile {
 
  private:
   /// Where a thread's two rows are: in which box, in which 16 bytes of it, in which half of these.
+  /// Each warp has 16 rows: four of the eight pieces of 16 bytes of a box. Which rows a thread has
+  /// is our choice, and row() says which. So the 8 lanes with the same thread % 4 take both halves
+  /// of four pieces: together with the swizzle no two lanes meet in a bank.
   struct Place {
     int thread = threadIdx.x % 128, g = thread % 32 / 4, box = thread / 64;
     int piece = thread / 32 % 2 * 2 + g / 2 % 2 * 4 + g / 4, half = g % 2;

@@ -10,7 +10,7 @@
 // product is one, of the warpgroup: whoever has waited for it knows that all four warps have begun
 // it. So one thread may give back, for all of them, the tiles that it has read, and the memory that
 // the left factor in their registers was loaded from; nothing else that a warp has read, and
-// nothing of a newer product. How sure that is: docs/lessons/bonus_clifford_fully_connected.md.
+// nothing of a newer product. How sure that is: docs/hopper.md, at its end.
 //
 // The CPU backend says the same words in cpu/hopper/hopper_device.h.
 #pragma once
@@ -28,6 +28,10 @@
 namespace primitives {
 
 #if HOPPER_CODE
+
+// A descriptor's 64 bits, from the lowest on: 14 bits are the address in pieces of 16 bytes; 14
+// from bit 16 on the leading offset, and 14 from bit 32 on the stride offset, both in such pieces,
+// too; the two highest bits say how the tile is swizzled, 1 for 128 bytes.
 
 /// Descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
 /// "Matrix Descriptor Format", K-major, 128-byte swizzle: the stride offset is that of groups of 8
@@ -74,6 +78,8 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kNewest) : "memory");
 }
 
+// The macros below write an instruction's operands out, one for each register of the sum. At the
+// first reading skip them.
 #define HOPPER_SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define HOPPER_SUM8(i) HOPPER_SUM4(i), HOPPER_SUM4(i + 4)
 #define HOPPER_SUM32(i) HOPPER_SUM8(i), HOPPER_SUM8(i + 8), HOPPER_SUM8(i + 16), HOPPER_SUM8(i + 24)
