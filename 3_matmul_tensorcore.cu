@@ -925,9 +925,14 @@ __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int cons
   constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
   // Of each 8 columns of the sum a thread has four elements: two neighbours of a row, and the two
   // that are 8 rows below. So its elements of columns c to c + 15 are eight, from number c / 2 on.
-  // Pair m of them belongs to matrix m of a store_matrices, the 8 x 8 at row 8 * (m % 2), column 8
-  // * (m / 2) of the warp's 16 x 16. As with ldmatrix each lane passes the address of one row of 16
-  // bytes: row l % 16 of the warp's rows, from lane 16 on the right piece of it.
+  // Pair m of them belongs to matrix m of a store_matrices. These four are 8 x 8 each, and lie so
+  // in the warp's 16 rows and 16 columns:
+  //
+  //     matrix 0   matrix 2
+  //     matrix 1   matrix 3
+  //
+  // As with ldmatrix each lane passes the address of one row of 16 bytes of one of them: lanes 0 to
+  // 15 the left half of row 0 to 15, lanes 16 to 31 the right half.
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll

@@ -97,8 +97,8 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-/// From here on the next kernel's blocks may take the places of blocks that have ended, once all
-/// blocks of this kernel have come here: none of them still has to start.
+/// When all blocks of this kernel have come here, the next kernel's blocks may start, in the places
+/// of blocks that have ended. By then no block of this kernel still has to start.
 __device__ inline void start_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

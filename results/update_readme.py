@@ -348,7 +348,7 @@ def table(run, problem, full=False):
     chain = all(kernel.get("steps") for kernel in problem["kernels"])
     step_ns, step_cycles = "ns a step", "cycles a step"
     if chain:
-        columns = [unit, step_ns, step_cycles, "speed", "error"]
+        columns = [unit, step_ns, step_cycles, "error"]  # "speed" would compare different places
     lines = [
         f"{run['device']['name']}, {dims}, {problem['dtype']}; the limit is {limit}, "
         f"{number(scale * problem['limit_ms'])} {unit}. {how(run, problem)}",

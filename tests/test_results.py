@@ -216,6 +216,19 @@ def test_plots_are_what_the_records_give(plot, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def test_numbers_of_dots_lie_apart(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "results")
+    import plot
+
+    figure, axes = plot.plt.subplots()
+    plot.number_dots(axes, [(0.5, 0.5, "6"), (0.5, 0.5, "B"), (0.9, 0.5, "7")], size=18)
+    six, bonus, seven = (text.xyann for text in axes.texts)
+    assert six == seven == (0, 0)
+    assert (bonus[0] ** 2 + bonus[1] ** 2) ** 0.5 > 18
+    plot.plt.close(figure)
+
+
 def test_plots_change_with_a_record(plot, tmp_path):
     path = tmp_path / "results" / "h200" / "1_matmul_basic.json"
     record = json.loads(path.read_text())

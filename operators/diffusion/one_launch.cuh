@@ -134,7 +134,9 @@ struct BlockWork : Tile {
   }
 };
 
-/// A sum of all blocks, where it is in memory.
+/// A sum of all blocks, where it is in memory. damp_spectrum() and store_d_times() call what they
+/// get, to take a thread's numbers of the sum: this, or in bonus_diffusion_gpus.cu what receives
+/// another GPU's sum.
 struct Totals {
   float4* quads;
 

@@ -34,6 +34,7 @@ template <int kStepCount, int kColCount>
 struct HopperBackward {
   static constexpr int kSteps = kStepCount, kCols = kColCount, kHalves = kCols / 32;
   static constexpr int kStages = kCols == 64 ? 6 : 12 - kSteps;  // as many as fit
+  // Tiles of vertices whose steps are in the stages at a time.
   static constexpr int kTiles = kCols == 64 ? kStages / kSteps : 1;
   static constexpr int kMakers = kCols == 64 ? 1 : 2;  // that take turns
   BackwardFactors right[kHalves][kSteps];

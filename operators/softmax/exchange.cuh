@@ -264,7 +264,8 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
 // The 8 lanes with the same l % 4 have kCount values each, and combine them: value i of all of them
 // becomes one. Each time a lane keeps one half of its values and gives the other one to a partner,
 // so that after three times it has kCount / 8: those from first_combined() on, l / 4 with its 3
-// bits reversed, times kCount / 8.
+// bits reversed, times kCount / 8. Of 8 values, for example, lanes 4 to 7 keep the upper 4 at
+// first, and in the end each of them has value 4; lanes 8 to 11 end with value 2.
 template <int kHalf, int kCount, typename Op>
 __device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
   const bool upper = threadIdx.x & lanes;

@@ -52,8 +52,8 @@ struct Layer {
   }
 };
 
-// What the estimates are worth: so many plans are tried at most, and none that is expected to take
-// so many times as long as the first.
+// Of a kind's plans the first kMostPlans, as the estimate sorts them, are tried. A plan that should
+// take kHopeless times as long as the first one is not.
 constexpr size_t kMostPlans = 24;
 constexpr double kHopeless = 1.4;
 
