@@ -7,9 +7,9 @@
 //
 //     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
 //
-// The operands are in registers. No thread could hold them alone, so each matrix is spread over the
-// lanes of the warp. What one lane holds of a matrix is its fragment (README has a picture). A is
-// four matrices of 8 x 8; B and the sums are two each. Of each 8 x 8 lane l holds two elements:
+// The operands are in registers. Each matrix is spread over the registers of all lanes of the warp.
+// What one lane holds of a matrix is its fragment (README has a picture). A is four matrices of 8 x
+// 8; B and the sums are two each. Of each 8 x 8 lane l holds two elements:
 //
 //   - of A two neighbours of a row, as two 16-bit numbers in one register: row l / 4, columns
 //     2 * (l % 4) and 2 * (l % 4) + 1. Lane 5 has columns 2 and 3 of row 1;

@@ -79,10 +79,10 @@ def fragment():
             "Four neighbouring lanes have a whole row.", "",
             "A is spread over the lanes in the same way:", "its columns 0 to 7 as this picture shows, and",
             "its columns 8 to 15 once more. So what two", "products leave in their registers can be the",
-            "left factor of another one: attention (a bonus)", "uses that.")
+            "left factor of another one: attention (a bonus)", "uses that.", "", "B is spread by columns: lane 5 has rows 2, 3, 10", "and 11 of column 1.")
     for number, line in enumerate(said):
         lane = line.startswith("Lane")
-        picture.text(610, 110 + 24 * number, line, ink=RUST if lane else None, bold=lane)
+        picture.text(610, 96 + 24 * number, line, ink=RUST if lane else None, bold=lane)
     return picture
 
 
