@@ -73,7 +73,7 @@ def made_up_mesh(vertices):
     basis = torch.linalg.qr(torch.randn(vertices, EIGEN, device="cuda"))[0] * vertices**0.5
     mass = torch.full((vertices,), 1 / vertices, device="cuda")
     gr, gi = torch.randn(2, vertices, EIGEN, device="cuda") / EIGEN**0.5
-    return [each.to(TYPE) for each in (basis, mass, torch.linspace(0, 4, EIGEN, device="cuda"), gr, gi)]
+    return [each.to(TYPE).contiguous() for each in (basis, mass, torch.linspace(0, 4, EIGEN, device="cuda"), gr, gi)]
 
 
 class Training:

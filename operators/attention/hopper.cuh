@@ -517,6 +517,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if HOPPER_CODE
   extern __shared__ __align__(1024) char bytes[];
   auto& shared = *reinterpret_cast<AttentionShared<Tile>*>(bytes);
+  if constexpr (Tile::kSplit) start_next_kernel();  // attention_merge()
   if (threadIdx.x == 0) {
     prepare(shared.rows, Tile::kConsumers);
     prepare(shared.keys, EachWarp::kReleases * Tile::kConsumers);

@@ -148,8 +148,10 @@ struct AttentionLaunches {
 
   template <int kWidth>
   void merge(const Plan& plan) const {
-    launch_clusters_on(stream_, attention_merge<T, kWidth>, 1, true, blocks_for(rows(), 8), 256, 0,
-                       operands(), static_cast<int>(rows()), plan.parts, parts<true>());
+    const int warps = merging_warps(plan.parts);
+    launch_clusters_on(stream_, attention_merge<T, kWidth>, 1, true, blocks_for(rows(), 8 / warps),
+                       256, 0, operands(), static_cast<int>(rows()), plan.parts, warps,
+                       parts<true>());
   }
 
   AttentionMemory<T> memory_;

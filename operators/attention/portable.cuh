@@ -238,38 +238,65 @@ __global__ void __launch_bounds__(Tile::kThreads)
   }
 }
 
-/// out and log_sums from their parts, kWidth floats a row. A warp has a row (batch, head, query).
+/// How many warps put a row of `count` parts together: a power of 2 up to 8.
+inline int merging_warps(int count) {
+  int warps = 1;
+  while (warps < 8 && warps < count) warps *= 2;
+  return warps;
+}
+
+/// out and log_sums from their parts, kWidth floats a row. `warps` warps have a row (batch, head,
+/// query): each adds up every `warps`-th part, kWidth / 32 columns a lane, and the first of them
+/// what all have found. A row's parts are far from each other: so warps, and not turns of a loop,
+/// wait for them.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(256)
-    attention_merge(AttentionOperands<T> in, int rows, int count, AttentionParts parts) {
+    attention_merge(AttentionOperands<T> in, int rows, int count, int warps, AttentionParts parts) {
+  constexpr int kCols = kWidth / 32;
+  __shared__ float found[8][kWidth];
   start_next_kernel();
   wait_for_previous_kernel();
-  const int row = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  const int lane = threadIdx.x % 32;
-  if (row >= rows) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = static_cast<int>(blockIdx.x) * (8 / warps) + warp / warps;
+  const bool inside = row < rows;
   float largest = minus_infinity();
-  for (int p = lane; p < count; p += 32) {
-    largest = fmaxf(largest, parts.log_sums[static_cast<size_t>(p) * rows + row]);
+  if (inside) {
+    for (int p = lane; p < count; p += 32) {
+      largest = fmaxf(largest, parts.log_sums[static_cast<size_t>(p) * rows + row]);
+    }
   }
   largest = lanes_max<32>(largest);
   const float base = largest == minus_infinity() ? 0 : largest;
-  float sum = 0, result[kWidth / 32] = {};
-#pragma unroll 4
-  for (int p = 0; p < count; ++p) {
-    const size_t place = static_cast<size_t>(p) * rows + row;
-    const float weight = expf(parts.log_sums[place] - base);
-    sum += weight;
-#pragma unroll
-    for (int i = 0; i < kWidth / 32; ++i) {
-      result[i] = fmaf(weight, parts.out[place * kWidth + lane + 32 * i], result[i]);
+  float sum = 0, result[kCols] = {};
+  if (inside) {
+    for (int p = lane; p < count; p += 32) {
+      sum += expf(parts.log_sums[static_cast<size_t>(p) * rows + row] - base);
     }
+#pragma unroll 4
+    for (int p = warp % warps; p < count; p += warps) {
+      const size_t place = static_cast<size_t>(p) * rows + row;
+      const float weight = expf(parts.log_sums[place] - base);
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) {
+        result[i] = fmaf(weight, parts.out[place * kWidth + lane + 32 * i], result[i]);
+      }
+    }
+  }
+  sum = lanes_sum<32>(sum);
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) found[warp][lane + 32 * i] = result[i];
+  __syncthreads();
+  if (warp % warps != 0 || !inside) return;
+  for (int other = 1; other < warps; ++other) {
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) result[i] += found[warp + other][lane + 32 * i];
   }
   const int query = row % in.queries, head = row / in.queries % in.heads;
   const int batch = row / in.queries / in.heads;
   T* const out = in.out + batch * in.o.batch + query * in.o.row + head * in.o.head;
   const float factor = largest == minus_infinity() ? 0 : 1 / sum;
 #pragma unroll
-  for (int i = 0; i < kWidth / 32; ++i) {
+  for (int i = 0; i < kCols; ++i) {
     if (lane + 32 * i < in.width) out[lane + 32 * i] = T(result[i] * factor);
   }
   if (lane == 0 && in.log_sums != nullptr) {
