@@ -354,7 +354,8 @@ def test_compile(case):
     operands[0] = (whole[0] / 2).requires_grad_(0 in case.wants_gradients)
     wanted = [operands[at] for at in case.wants_gradients]
     with torch.no_grad():
-        case.check(whole, compiled(*operands))
+        result = compiled(*operands)
+    case.check(whole, result)
     if not wanted:
         return
     result = tensors(compiled(*operands))
