@@ -6,6 +6,7 @@
 #include <random>
 
 #include "common/device.h"
+#include "common/measure/cold_cache.h"
 #include "common/measure/event.h"
 #include "common/numerics.h"
 
@@ -16,8 +17,7 @@ Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float 
   std::vector<size_t> candidates(calls.size());
   std::iota(candidates.begin(), candidates.end(), 0);
 
-  const size_t flush_bytes = cold ? 2 * static_cast<size_t>(Device::current().l2_bytes) : 1;
-  Scratch<char> flushed(flush_bytes);
+  const ColdCache cache(cold, Device::current().l2_bytes);
   Event start, stop;
   std::mt19937_64 places;
   const auto time_of = [&](size_t i) {
@@ -39,7 +39,7 @@ Trial try_all(const std::vector<std::function<void()>>& calls, bool cold, float 
     float round_ms = 0;
     for (const size_t i : candidates) {
       calls[i]();
-      if (cold) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
+      cache.make_cold(round);
       samples[i].push_back(time_of(i));
       round_ms += 2 * samples[i].back();
     }

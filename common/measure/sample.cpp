@@ -3,6 +3,7 @@
 #include <map>
 #include <random>
 
+#include "common/measure/cold_cache.h"
 #include "common/measure/event.h"
 #include "common/measure/graph.h"
 #include "common/measure/sm_clock.h"
@@ -63,11 +64,7 @@ void sample(Table& table, const Sampling& how, const Device& device,
   const bool gpu = device.backend == "cuda";
   Stopwatch watch(table, timed, device, how.seed);
   SmClock clock;
-  // Written, not read: twice the L2 leaves nothing of the inputs in it, and as in a real network
-  // the kernel finds it full of somebody else's results.
-  const bool flush = table.timing == Timing::cold;
-  const size_t flush_bytes = flush ? 2 * static_cast<size_t>(device.l2_bytes) : 1;
-  Scratch<char> flushed(flush_bytes);
+  const ColdCache cache(table.timing == Timing::cold, device.l2_bytes);
 
   // Warm-up, which also tells how long a call takes.
   std::map<const Row*, double> call_ms;
@@ -102,7 +99,7 @@ void sample(Table& table, const Sampling& how, const Device& device,
           ms += std::max(call_ms[row], 1e-3);
         } while (ms < alone_ms);
       }
-      if (flush) CUDA_CHECK(cudaMemsetAsync(flushed, round, flush_bytes));
+      cache.make_cold(round);
       clock.start();
       row->samples_ms.push_back(watch.time(*row));
       clock.stop();

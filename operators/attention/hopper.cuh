@@ -22,14 +22,15 @@ namespace operators::attention {
 
 /// What a kernel is compiled for. Rows of Q and keys of a tile; stages for tiles of K or V, and for
 /// rows of Q. kTurns: consumers take turns to start products. kSplit: keys are divided among
-/// blocks, which leave parts of results (AttentionParts).
+/// blocks, which leave parts of results (AttentionParts). kBlocks: blocks on a multiprocessor.
 template <typename T_, int kWidth_, int kConsumers_, int kKeys_, int kStages_, int kRowStages_,
-          bool kTurns_, bool kSplit_>
+          bool kTurns_, bool kSplit_, int kBlocks_ = 1>
 struct AttentionTile {
   using T = T_;
   static constexpr int kWidth = kWidth_, kConsumers = kConsumers_, kKeys = kKeys_;
   static constexpr int kStages = kStages_, kRowStages = kRowStages_;
   static constexpr bool kTurns = kTurns_, kSplit = kSplit_;
+  static constexpr int kBlocks = kBlocks_;
   static constexpr int kRows = 64 * kConsumers, kThreads = 128 * (1 + kConsumers);
   static constexpr int kBoxes = kWidth / kBoxCols;
 };
@@ -54,6 +55,13 @@ struct AttentionShared {
   Barrier turns[Tile::kConsumers];
 };
 
+/// What the L2 cache does with tiles of K and V.
+enum class KeysInCache {
+  stay,      ///< several blocks read each: others leave the cache before them
+  go_first,  ///< one block reads each: they leave the cache before others
+  as_usual   ///< one block reads each, and there are so many that leaving first costs them time
+};
+
 /// What there is to do, and who does it: tiles of rows, of `heads` heads or packs of them, and
 /// parts of keys. Heads are taken in `sections` sections of `section` heads, and then a last one
 /// with all that are left. In a section the rows with the most keys come first. `next` is a counter
@@ -61,6 +69,7 @@ struct AttentionShared {
 struct AttentionSchedule {
   int row_tiles, heads, section, sections, parts, pack;
   unsigned total;
+  KeysInCache keys;
   unsigned* next;
 };
 
@@ -150,13 +159,16 @@ __device__ __forceinline__ void bring(AttentionShared<Tile>& shared, const Atten
                                       const AttentionSchedule& schedule) {
   Writer rows(shared.rows);
   Writer keys(shared.keys);
-  const uint64_t once = evict_first(), often = evict_last();
+  const uint64_t once = evict_first();
+  const uint64_t of_keys = schedule.keys == KeysInCache::stay       ? evict_last()
+                           : schedule.keys == KeysInCache::go_first ? once
+                                                                    : evict_normal();
   const auto put = [&](const CUtensorMap& map, const AttentionWork& work, int tile) {
     keys.put(sizeof shared.kv[0], [&](int stage, Barrier* arrived) {
 #pragma unroll
       for (int box = 0; box < Tile::kBoxes; ++box) {
         const int at[5] = {kBoxCols * box, 0, tile * Tile::kKeys, work.head / in.group, work.batch};
-        tensor_load(shared.kv[stage][box].row(0), &map, at, arrived, often);
+        tensor_load(shared.kv[stage][box].row(0), &map, at, arrived, of_keys);
       }
     });
   };
@@ -510,7 +522,7 @@ struct Consumer {
 #endif
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     attention_hopper(const __grid_constant__ AttentionMaps maps,
                      const __grid_constant__ AttentionOperands<typename Tile::T> in,
                      const __grid_constant__ AttentionSchedule schedule, AttentionParts parts) {
@@ -531,6 +543,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int warp = warp_of_block();
   if (warp < 4) {
     if constexpr (Tile::kConsumers > 1) registers_shrink_to<Tile::kConsumers == 2 ? 24 : 32>();
+    if constexpr (Tile::kBlocks > 1) registers_shrink_to<40>();
     if (!elect_one()) return;
     if (warp == 0) {
       bring<Tile>(shared, maps, in, schedule);
@@ -539,6 +552,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
   } else {
     if constexpr (Tile::kConsumers > 1) registers_grow_to<Tile::kConsumers == 2 ? 240 : 160>();
+    if constexpr (Tile::kBlocks > 1) registers_grow_to<216>();
     Consumer<Tile, typename Tile::T>{shared, in, schedule, parts, warp / 4 - 1}.run();
   }
 #endif
