@@ -294,15 +294,9 @@ def how(run, problem):
     return f"{timed}, median of {ms['samples']}; commit {run['commit'][:9]}."
 
 
-# Kernels that have changed since a profiler counted their bytes.
-CHANGED_SINCE_COUNTED = {("bonus_attention", "mma.sync"), ("bonus_attention", "any shape")}
-
-
 def moved_counts(run, problem, kernel):
     """The bytes that went through the GPU's memory, and those that multiprocessors asked the L2 cache for,
     by the profiler's record; None without one of this kernel."""
-    if (run["lesson"], kernel["name"]) in CHANGED_SINCE_COUNTED:
-        return None
     gpu = run["device"]["name"].removeprefix("NVIDIA ").lower().replace(" ", "-")
     path = ROOT / "results" / gpu / "counts" / f"{run['lesson']}.moved.json"
     if not path.exists():

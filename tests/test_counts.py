@@ -36,7 +36,6 @@ POLLING = "loads of those who wait for others: as many as it takes"
 ZEROS = "the profiler counts a sector for a copy of nothing but zeros"
 UNKNOWN = "the profiler counts up to a quarter more stores of logits; why is not known"
 COPIES = "the profiler counts twice the sectors of some 16-byte copies; why is not known"
-OLDER = "recorded before mma.sync had 32 rows a warp: to be recorded again"
 PIECES = "nvcc moves a struct to shared memory in other pieces than the CPU's compiler"
 SECTORS = "the profiler counts a few sectors more of the smallest problem; why is not known"
 SUMS = "the profiler counts a twelfth more sectors of backward's stores; why is not known"
@@ -98,9 +97,6 @@ EXPLAINED = {
         "shared_load_conflicts": ARBITRATION},
     **{("bonus_attention", "", f"bf16 {mask}: rows"): {
         "shared_load_requests": MERGED, "shared_store_requests": MERGED, "shared_store_conflicts": MERGED}
-       for mask in ("full", "causal")},
-    **{("bonus_attention", "", f"bf16 {mask}: mma.sync"): {
-        "global_load_requests": OLDER, "global_load_sectors": OLDER, "shared_load_requests": OLDER}
        for mask in ("full", "causal")},
     **{("bonus_attention", "", f"bf16 {mask}: any shape"): {"shared_store_requests": PIECES}
        for mask in ("full", "causal")},

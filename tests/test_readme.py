@@ -348,18 +348,6 @@ def test_no_dim_is_left_out_of_a_name(update_readme, name, dims, text):
     assert update_readme.name_with_dims({"name": name, "dims": dims}) == text
 
 
-def test_bytes_of_an_older_kernel_are_left_out(update_readme, monkeypatch):
-    counts = {"dram_read_bytes": 3, "dram_write_bytes": 4, "l2_bytes": 5}
-    problem = {"name": "two words", "dims": {"M": 8}, "kernels": [{"name": "a = b", "counts": counts}]}
-    folder = update_readme.ROOT / "results" / "gpu" / "counts"
-    folder.mkdir()
-    (folder / "5_x.moved.json").write_text(json.dumps({"problems": [problem]}))
-    run = {"lesson": "5_x", "device": {"name": "NVIDIA GPU"}}
-    assert update_readme.moved_counts(run, problem, problem["kernels"][0]) == (7, 5)
-    monkeypatch.setattr(update_readme, "CHANGED_SINCE_COUNTED", {("5_x", "a = b")})
-    assert update_readme.moved_counts(run, problem, problem["kernels"][0]) is None
-
-
 def test_points_marker(update_readme):
     marker = "<!-- points\ngpu/5_x two words: a = b\ngpu/5_x two words: a = b -->"
     page = update_readme.MARKER.sub(update_readme.render, f"{marker}<!-- end -->")
