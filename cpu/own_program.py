@@ -17,6 +17,7 @@ from pathlib import Path
 
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
+from quick_host import quick_host
 from cu2cpp import TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of, translate_foreign
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -265,7 +266,7 @@ def build_program(build, sources, written, options, folder):
     # The same program is not built twice: its next run may have other arguments.
     key = digest(libraries, flags_of(build), options, *(file.read_text(errors="surrogateescape") for file in sorted(
         folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text(),
-                 (ROOT / "cpu/ptx.py").read_text())
+                 (ROOT / "cpu/ptx.py").read_text(), (ROOT / "cpu/quick_host.py").read_text())
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program
@@ -277,21 +278,27 @@ def build_program(build, sources, written, options, folder):
 
     def one(source):
         result = folder / f"{source.stem}{build}.o"
-        if not sources.has_asm:
-            return compiler([*common, "-c", source, "-o", result], cwd=folder)
-        # An asm has all its text when macros have become what they stand for.
-        text = folder / f"{source.stem}{build}.ii"
-        done = compiler([*common, "-include", ROOT / "cpu/foreign/ptx.h", "-E", "-fpch-preprocess", source, "-o", text],
-                        cwd=folder)
+        flags = [*common, source]
+        if sources.has_asm:  # an asm has all its text when macros have become what they stand for
+            text = folder / f"{source.stem}{build}.ii"
+            done = compiler([*common, "-include", ROOT / "cpu/foreign/ptx.h", "-E", "-fpch-preprocess", source, "-o",
+                             text], cwd=folder)
+            if done.returncode:
+                return done
+            try:
+                text.write_text(translate_preprocessed(text.read_text(errors="surrogateescape"), own),
+                                errors="surrogateescape")
+            except TranslationError as error:
+                raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
+            flags = [*flags_of(build), f"-ffile-prefix-map={folder}=.", "-fpreprocessed", text]
+        if build:
+            return compiler([*flags, "-c", "-o", result], cwd=folder)
+        assembly = folder / f"{source.stem}.s"
+        done = compiler([*flags, "-S", "-o", assembly], cwd=folder)
         if done.returncode:
             return done
-        try:
-            text.write_text(translate_preprocessed(text.read_text(errors="surrogateescape"), own),
-                            errors="surrogateescape")
-        except TranslationError as error:
-            raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
-        return compiler([*flags_of(build), f"-ffile-prefix-map={folder}=.", "-fpreprocessed", "-c", text, "-o", result],
-                        cwd=folder)
+        assembly.write_text(quick_host(assembly.read_text(errors="surrogateescape")), errors="surrogateescape")
+        return compiler(["-c", assembly, "-o", result], cwd=folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(one, written))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shutil
 
@@ -135,6 +136,81 @@ def test_host_reads_late(tried):
                      " sum += d[1]; return sum > 0")
     result = tried(source.replace("int main() {", "float host[9999];\nint main() {"))
     assert "the host reads 4 bytes of device memory" in result.stdout and result.rc == 1, result.stdout
+
+
+def test_host_reads_what_was_its_own(tried):
+    """The host has used all pages before cudaMalloc() gets some of them. Managed memory is everybody's."""
+    source = program(WRITE, """float* m;
+  cudaMallocManaged(&m, 4096);
+  for (int i = 0; i < 1024; ++i) m[i] = i;
+  float *own[64], *theirs;
+  for (float*& each : own) each = (float*)malloc(1 << 16);
+  for (float* each : own) for (int i = 0; i < 1 << 14; ++i) each[i] = m[i % 1024];
+  for (float* each : own) free(each);
+  cudaMalloc(&theirs, 1 << 16);
+  puts(theirs >= own[0] && theirs < own[63] ? "used again" : "elsewhere");
+  m[1023] = own[63] > own[0];
+  puts("as far as this");
+  fflush(stdout);
+  theirs[1 << 13] = 2""")
+    result = tried(source)
+    assert "used again" in result.stdout and "as far as this" in result.stdout, result.stdout
+    assert "the host writes 4 bytes of device memory" in result.stdout and result.rc == 1, result.stdout
+
+
+# The same sum by a kernel, by the host, and by the host in a function that the compiler makes without hooks. `sum` is
+# __host__ and __device__, so the hooks have to be in it.
+REFERENCE = """
+#include <time.h>
+#include <algorithm>
+#include <vector>
+__host__ __device__ int sum(const int* x, int n) {
+  int all = 0;
+  for (int i = 0; i < n; ++i) all += x[i];
+  return all;
+}
+__attribute__((noinline, no_sanitize("thread"))) int without_hooks(const int* x, int n) {
+  int all = 0;
+  for (int i = 0; i < n; ++i) all += x[i];
+  return all;
+}
+__global__ void f(const int* x, int* y, int n) { y[threadIdx.x] = sum(x, n); }
+template <class F> long cpu_ns(F function) {
+  timespec from, to;
+  long least = 1l << 60;
+  for (int k = 0; k < 9; ++k) {
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &from);
+    if (function() != 64000) exit(5);
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &to);
+    least = std::min(least, (to.tv_sec - from.tv_sec) * 1000000000 + to.tv_nsec - from.tv_nsec);
+  }
+  return least;
+}
+int main() {
+  std::vector<int> host(64000, 1);
+  int *x, *y;
+  cudaMalloc(&x, 4 * 40);
+  cudaMalloc(&y, 4 * 32);
+  cudaMemcpy(x, host.data(), 4 * 40, cudaMemcpyHostToDevice);
+  f<<<1, 32>>>(x, y, 40);
+  cudaDeviceSynchronize();
+  const long quick = cpu_ns([&] { return without_hooks(host.data(), 64000); });
+  const long own = cpu_ns([&] { return sum(host.data(), 64000); });
+  printf("%ld / %ld ns\\n", own, quick);
+  cudaFree(x);
+  cudaFree(y);
+  return own > 3.5 * quick;
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="cpu/quick_host.py knows this processor alone")
+def test_the_host_is_not_slowed_down(tried):
+    """A call for each access would take six times as long. The same function is counted in a kernel: a load of one
+    sector for each element."""
+    result = tried(REFERENCE)
+    assert result.rc == 0, result.stdout + result.stderr
+    assert re.search(r"^f +1 +32 +1 +40 +40 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_time_and_refusals(tried):

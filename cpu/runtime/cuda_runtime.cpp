@@ -106,16 +106,20 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, cons
   if (device().broken) return result(device().broken);
   if (size == 0) return result(cudaSuccess);
   void* memory = nullptr;
-  const bool watched = watches_memory();
+  const std::size_t asked = size + (keeps_ledger() ? kGap : 0);
+  // The host's accesses are watched by pages, so none has memory of both.
+  const bool own_pages = watches_memory() || (keeps_ledger() && !kSanitized);
   if (size > meminfo_bytes("MemAvailable") ||
-      posix_memalign(&memory, watched ? kPage : 256,
-                     (watched ? in_pages(size) : size) + (keeps_ledger() ? kGap : 0)) != 0) {
+      posix_memalign(&memory, own_pages ? kPage : 256, own_pages ? in_pages(asked) : asked) != 0) {
     return result(cudaErrorMemoryAllocation);
   }
   std::memset(memory, 0xFF, size);
   std::lock_guard lock(device().mutex);
   device().allocations[static_cast<char*>(memory)] = {
-      size, type, false, current_device(), place, ++allocation_changes};
+      size, type, false, current_device(), place, ++device().last_id};
+  if (type == cudaMemoryTypeDevice) {
+    host_pages.forget(reinterpret_cast<std::uintptr_t>(memory), size);
+  }
   *pointer = memory;
   return result(cudaSuccess);
 }
@@ -261,8 +265,6 @@ cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
 }
 
 }  // namespace
-
-constinit std::atomic<unsigned> allocation_changes = 0;
 
 DeviceState& device() {
   static DeviceState* const state = [] {

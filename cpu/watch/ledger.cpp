@@ -230,7 +230,14 @@ std::string beside(std::uintptr_t address, std::size_t bytes, std::uintptr_t sta
 
 }  // namespace
 
-constinit thread_local HostPages host_pages = {};
+constinit HostPages host_pages = {};
+
+void HostPages::forget(std::uintptr_t address, std::size_t bytes) {
+  const std::uintptr_t first = address / kPage, last = (address + bytes - 1) / kPage;
+  for (std::uintptr_t page = first; page <= last && page - first < kCount; ++page) {
+    pages[page % kCount].store(0, std::memory_order_relaxed);
+  }
+}
 
 bool keeps_ledger() {
   static const bool keeps = [] {
@@ -433,34 +440,25 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
   static std::atomic<bool> looking = false;
   if (looking || !ledger().file) return;
-  if (const unsigned now = allocation_changes; now != host_pages.changes) {
-    std::fill(std::begin(host_pages.pages), std::end(host_pages.pages), 0);
-    host_pages.changes = now;
-  }
   constexpr std::uintptr_t kPage = HostPages::kPage;
   const std::uintptr_t page = address / kPage;
-  std::uintptr_t& known = host_pages.pages[page % HostPages::kCount];
-  if (known == page) return;
   {
     std::unique_lock lock(device().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return;
+    // The device's memory in this page, from the last address on.
+    bool in_page = false, hit = false;
     const auto& allocations = device().allocations;
     auto next = allocations.lower_bound(reinterpret_cast<const char*>((page + 1) * kPage));
-    if (next == allocations.begin()) {
-      known = page;
-      return;
+    while (next != allocations.begin()) {
+      --next;
+      const auto begin = reinterpret_cast<std::uintptr_t>(next->first);
+      if (begin + next->second.size <= page * kPage) break;
+      const bool devices = next->second.type == cudaMemoryTypeDevice;
+      in_page |= devices;
+      hit |= devices && address - begin < next->second.size;
     }
-    --next;  // the last one that begins before the page's end
-    if (reinterpret_cast<std::uintptr_t>(next->first) + next->second.size <= page * kPage) {
-      known = page;
-    }
-    next = allocations.upper_bound(reinterpret_cast<const char*>(address));
-    if (next == allocations.begin()) return;
-    --next;
-    if (next->second.type != cudaMemoryTypeDevice ||
-        address >= reinterpret_cast<std::uintptr_t>(next->first) + next->second.size) {
-      return;
-    }
+    if (!in_page) host_pages.add(page);
+    if (!hit) return;
   }
   if (looking.exchange(true)) return;
   say("host", "the host " + words(bytes, store) +

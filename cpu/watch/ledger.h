@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -48,20 +49,23 @@ std::string ledger_place();
 /// The host reads or writes: ends the program if it is the device's.
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
 
-/// Pages without device memory, as the calling thread of the host has come to them. What is freed
-/// changes nothing.
+/// Pages of which the host knows that no memory of the device is in them, each at its number modulo
+/// kCount. They are written while device().mutex is held. cpu/quick_host.py looks here, too, before
+/// it lets a program call the hooks of counting.cpp.
 struct HostPages {
   static constexpr std::uintptr_t kPage = 4096;
-  static constexpr std::size_t kCount = 2048;
-  std::uintptr_t pages[kCount];
-  unsigned changes;  ///< as of then
+  static constexpr std::size_t kCount = 1 << 16;
+  std::atomic<std::uintptr_t> pages[kCount];
 
   bool has(std::uintptr_t page) const {
-    return pages[page % kCount] == page &&
-           changes == allocation_changes.load(std::memory_order_relaxed);
+    return pages[page % kCount].load(std::memory_order_relaxed) == page;
   }
+  void add(std::uintptr_t page) { pages[page % kCount].store(page, std::memory_order_relaxed); }
+  /// Of new memory of the device.
+  void forget(std::uintptr_t address, std::size_t bytes);
 };
-extern constinit thread_local HostPages host_pages;
+extern constinit HostPages host_pages;
+static_assert(sizeof(HostPages) == HostPages::kCount * 8);
 /// The same, quickly where the page is known: a reference on the host reads much.
 [[gnu::always_inline]] inline void ledger_host_access(std::uintptr_t address, std::size_t bytes,
                                                       bool store, std::uintptr_t code) {
