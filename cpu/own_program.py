@@ -381,7 +381,8 @@ def number(text):
 def table(report):
     rows = [each[1:] for each in report if each[0] == "kernel"]
     if not rows:
-        say("No kernel was launched.")
+        if any(each[0] == "end" for each in report):
+            say("No kernel was launched.")
         return
     heads = ["kernel", "grid", "block", "launches", "loads", "sectors", "stores", "sectors", "shared", "conflicts",
              "atomics", "MB"]

@@ -39,6 +39,7 @@ int main() {{
 
 
 WRITE = "__global__ void f(float* x) { x[threadIdx.x] = 1; }"
+G = WRITE.replace("f(", "g(")
 SHARED = """__global__ void f(float* x) {
   %s
   s[threadIdx.x %s] = 2;
@@ -214,14 +215,26 @@ def test_the_host_is_not_slowed_down(tried):
 
 
 def test_time_and_refusals(tried):
-    """A loop without an end ends with the second that it was given. Launches refused alike are one sentence, and none is
-    said of those behind a kernel that failed."""
+    """A loop without an end ends with the second that it was given, and the kernels before it are shown. Launches
+    refused alike are one sentence, and none is said of those behind a kernel that failed."""
     endless = program("__global__ void f(float* x) { for (int i = 0; i >= 0; i = (i + 1) % 9) x[i] += 1; }", "f<<<1, 1>>>(d)")
     result = tried(endless, options=("--quick", "--seconds", "1"))
     assert "It did not end within 1 seconds: kernel f" in result.stdout, result.stdout
+    before = endless.replace("f<<<1, 1>>>", "g<<<1, 32>>>(d); f<<<1, 1>>>").replace("int main", f"{G}\nint main")
+    result = tried(before, options=("--quick", "--seconds", "2"))
+    assert re.search(r"^g +1 +32 +1 +0 +0 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
+    assert "It did not end within 2 seconds: kernel f" in result.stdout, result.stdout
+    assert "No kernel" not in result.stdout and not re.search("^f  ", result.stdout, re.MULTILINE), result.stdout
     twice = program(WRITE, "f<<<1, 2048>>>(d); f<<<1, 2048>>>(d); f<<<1, 128>>>(d); f<<<1, 32>>>(d)")
     result = tried(twice)
     assert result.stdout.count("A launch failed") == 1 and "A launch failed (2 times)" in result.stdout, result.stdout
+
+
+def test_an_assertion_of_the_host(tried):
+    """It ends the program, and what its kernels have asked for is said all the same."""
+    result = tried(program(WRITE, "f<<<1, 32>>>(d); cudaDeviceSynchronize(); assert(d == nullptr)"))
+    assert "ended itself (abort())" in result.stdout and result.rc == 1, result.stdout
+    assert re.search(r"^f +1 +32 +1 +0 +0 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_never_freed(tried):

@@ -90,5 +90,6 @@ extern "C" [[noreturn]] void __assert_fail(const char* expression, const char* f
   std::fflush(stdout);
   std::fprintf(stderr, "%s: %s:%u: %s: Assertion `%s' failed.\n", program_invocation_short_name,
                file, line, function, expression);
+  ledger_aborts();
   std::abort();
 }

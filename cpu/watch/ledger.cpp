@@ -132,12 +132,15 @@ std::string ask_where() {
   return "";
 }
 
+/// Of a launch that is still running nothing is counted yet.
 void write_kernels() {
   Ledger& all = ledger();
   for (const Kernel& kernel : all.kernels) {
+    const long launched = kernel.launches - (&kernel == all.current);
+    if (launched == 0) continue;
     const Counts counts = kernel.tally.counts();
     const auto of_all = [&](std::int64_t counted) {
-      const double launches = static_cast<double>(kernel.launches);
+      const auto launches = static_cast<double>(launched);
       const bool all = kernel.counted == 0 || kernel.counted == launches;
       return all ? static_cast<long long>(counted)
                  : std::llround(static_cast<double>(counted) * launches / kernel.counted);
@@ -146,7 +149,7 @@ void write_kernels() {
         all.file,
         "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\t%.6g\n",
         kernel.name.c_str(), in_words(kernel.grid).c_str(), in_words(kernel.block).c_str(),
-        kernel.launches, of_all(counts.global_load_requests), of_all(counts.global_load_sectors),
+        launched, of_all(counts.global_load_requests), of_all(counts.global_load_sectors),
         of_all(counts.global_store_requests), of_all(counts.global_store_sectors),
         of_all(counts.shared_load_requests + counts.shared_store_requests),
         of_all(counts.shared_load_conflicts + counts.shared_store_conflicts),
@@ -199,6 +202,7 @@ void watch_the_time(int seconds) {
              std::to_string(all.launch->blocks) + " blocks" + ask_where();
     }
     say("time", text);
+    if (!kSanitized) write_kernels();
     std::fflush(nullptr);
     _exit(124);
   }).detach();
@@ -342,6 +346,10 @@ void ledger_called(const char* kernel) {
                   " like any function, without <<<grid, block>>>" +
                   (line.empty() ? "" : ", at " + line));
   write_ledger();
+}
+
+void ledger_aborts() {
+  if (keeps_ledger()) write_ledger();
 }
 
 bool ledger_failed(const char* message) {

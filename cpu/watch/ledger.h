@@ -31,6 +31,8 @@ void ledger_refused(const char* why);
 void ledger_asked();
 /// The host has called a kernel like any function; the program ends.
 void ledger_called(const char* kernel);
+/// An assertion of the host has failed; the program ends.
+void ledger_aborts();
 /// A kernel has failed. True: it is noted, and need not be printed.
 bool ledger_failed(const char* message);
 /// Memory that is given back; false: it is to be freed as usual. Otherwise it is kept for a while,
