@@ -322,6 +322,80 @@ def test_forms_of_other_programs(tried):
     assert result.rc == 0, result.stdout + result.stderr
 
 
+TILES = """
+#include <cooperative_groups.h>
+#include <cooperative_groups/reduce.h>
+namespace cg = cooperative_groups;
+template <unsigned kSize> __global__ void sums(int* x, float* y) {
+  __shared__ cg::block_tile_memory<256> memory;
+  auto block = cg::this_thread_block(memory);
+  auto tile = cg::tiled_partition<kSize>(block);
+  __shared__ int of_tile[256];
+  const int i = block.thread_rank();
+  of_tile[i] = i;
+  tile.sync();
+  const int other = of_tile[tile.meta_group_rank() * kSize + kSize - 1 - tile.thread_rank()];
+  x[i] = cg::reduce(tile, i, cg::plus<int>()) + tile.shfl(i, 33) + 1000 * tile.any(i == 200) + 2000 * tile.all(i < 100);
+  y[i] = cg::reduce(tile, (float)other, cg::greater<float>());
+}
+__global__ void without(int* x) {
+  auto tile = cg::tiled_partition<64>(cg::this_thread_block());
+  x[threadIdx.x] = cg::reduce(tile, 1, cg::plus<int>());
+}
+__global__ void waits(int* x) {
+  auto tile = cg::tiled_partition<64>(cg::this_thread_block());
+  if (threadIdx.x != 70) tile.sync();
+}
+template <unsigned kSize> int wrong(int* x, float* y) {
+  sums<kSize><<<1, 256>>>(x, y);
+  int xs[256], wrong = 0;
+  float ys[256];
+  cudaMemcpy(xs, x, 1024, cudaMemcpyDeviceToHost);
+  cudaMemcpy(ys, y, 1024, cudaMemcpyDeviceToHost);
+  for (int i = 0; i < 256; ++i) {
+    const int first = i / kSize * kSize, last = first + kSize - 1;
+    const int sum = (first + last) * (int)kSize / 2;
+    wrong += xs[i] != sum + first + 33 + 1000 * (first <= 200 && 200 <= last) + 2000 * (last < 100) || ys[i] != last;
+  }
+  return wrong;
+}
+int main(int count, char** words) {
+  int* x;
+  float* y;
+  cudaMalloc(&x, 1024);
+  cudaMalloc(&y, 1024);
+  if (count > 1 && atoi(words[1]) == 1) without<<<1, 128>>>(x);
+  if (count > 1 && atoi(words[1]) == 2) waits<<<1, 128>>>(x);
+  if (count > 1 && atoi(words[1]) == 3) waits<<<1, 96>>>(x);
+  const int bad = wrong<64>(x, y) + wrong<128>(x, y) + wrong<256>(x, y);
+  printf("%d wrong\\n", bad);
+  cudaFree(x);
+  cudaFree(y);
+  return bad;
+}
+"""
+
+
+def test_tiles_of_several_warps(tried):
+    result = tried(TILES)
+    assert "\n0 wrong" in result.stdout and result.rc == 0, result.stdout
+    result = tried(TILES, "--", "1")
+    assert "needs memory to exchange values" in result.stdout and result.rc == 1, result.stdout
+    result = tried(TILES, "--", "2")
+    assert "to which 63 of 64 threads have come" in result.stdout and result.rc == 1, result.stdout
+    result = tried(TILES, "--", "3")
+    assert "a tile has 64 threads, which the block of 96 does not fill" in result.stdout, result.stdout
+
+
+@pytest.mark.extensive
+def test_tiles_of_several_warps_race_with_nobody(tried):
+    """Nor do they miss a race."""
+    result = tried(TILES, options=())
+    assert result.rc == 0 and "No race" in result.stdout, result.stdout
+    result = tried(TILES.replace("  tile.sync();\n  const", "  const"), options=())
+    assert result.rc == 1 and "race" in result.stdout and "No race" not in result.stdout, result.stdout
+
+
 def test_several_sources(tried, tmp_path):
     other = "__global__ void f(float* x) { x[0] = 1; }\nvoid launch(float* x) { f<<<1, 1>>>(x); }\n"
     result = tried(program("void launch(float*);", "launch(d)"), tmp_path / "other.cu", other_cu=other)

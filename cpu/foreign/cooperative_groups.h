@@ -6,13 +6,28 @@
 
 #pragma once
 
+#include "cpu/execution/sanitizers.h"
+#include "cpu/hopper/units.h"
+#include "cpu/watch/counting.h"
 #include "cuda_runtime.h"
 #include "runtime_helpers.h"
 
 namespace cooperative_groups {
 
+/// What tiles of several warps need in shared memory: a value of each warp, of at most 16 bytes.
+template <unsigned kMostThreads = 1024>
+struct block_tile_memory {
+  alignas(16) char of_warp[(kMostThreads + 31) / 32][16];
+};
+
 class thread_block {
  public:
+  thread_block() = default;
+  template <unsigned kMostThreads>
+  explicit thread_block(block_tile_memory<kMostThreads>& memory) : of_warp_(memory.of_warp) {}
+
+  /// The tiles' memory; null if there is none.
+  char (*of_warp() const)[16] { return of_warp_; }
   static void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) { __syncthreads(site); }
   static unsigned thread_rank() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
@@ -23,8 +38,15 @@ class thread_block {
   static dim3 dim_threads() { return blockDim; }
   static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
   static unsigned num_threads() { return size(); }
+
+ private:
+  char (*of_warp_)[16] = nullptr;
 };
 inline thread_block this_thread_block() { return {}; }
+template <unsigned kMostThreads>
+thread_block this_thread_block(block_tile_memory<kMostThreads>& memory) {
+  return thread_block(memory);
+}
 
 class grid_group {
  public:
@@ -96,13 +118,89 @@ class lanes {
 template <unsigned kSize, class Parent = void>
 class thread_block_tile : public lanes {
  public:
-  static_assert(kSize >= 1 && kSize <= 32 && (kSize & (kSize - 1)) == 0,
-                "a tile has 1, 2, 4, 8, 16 or 32 threads");
+  static_assert(kSize >= 1 && kSize <= 1024 && (kSize & (kSize - 1)) == 0,
+                "a tile has 1, 2, 4, ... or 1024 threads");
   thread_block_tile() : lanes(cuda_cpu::lane_id() / kSize * kSize, kSize) {}
   template <class Other>
   thread_block_tile(const thread_block_tile<kSize, Other>&) : thread_block_tile() {}
   static constexpr unsigned size() { return kSize; }
   static constexpr unsigned num_threads() { return kSize; }
+};
+
+/// A tile of several warps. They exchange values through the block_tile_memory of the block.
+template <unsigned kSize, class Parent>
+requires(kSize > 32) class thread_block_tile<kSize, Parent> {
+ public:
+  static_assert(kSize <= 1024 && (kSize & (kSize - 1)) == 0,
+                "a tile of several warps has 64, 128, 256, 512 or 1024 threads");
+  explicit thread_block_tile(const thread_block& block) : of_warp_(block.of_warp()) {}
+  template <class Other>
+  thread_block_tile(const thread_block_tile<kSize, Other>& other) : of_warp_(other.of_warp()) {}
+
+  static void sync(cuda_cpu::Site site = cuda_cpu::Site::here()) {
+    cuda_cpu::tile_barrier(meta_group_rank(), kSize, site);
+  }
+  static unsigned thread_rank() { return thread_block::thread_rank() % kSize; }
+  static constexpr unsigned size() { return kSize; }
+  static constexpr unsigned num_threads() { return kSize; }
+  static unsigned meta_group_size() { return (thread_block::size() + kSize - 1) / kSize; }
+  static unsigned meta_group_rank() { return thread_block::thread_rank() / kSize; }
+
+  template <class T>
+  T shfl(T value, unsigned source, cuda_cpu::Site site = cuda_cpu::Site::here()) const {
+    return with_values<T>(
+        [&](T* mine) {
+          if (thread_rank() == source % kSize) *mine = value;
+        },
+        [&](auto of_warp) { return of_warp(source % kSize / 32); }, site);
+  }
+  int any(int predicate, cuda_cpu::Site site = cuda_cpu::Site::here()) const {
+    return combined(
+        __any_sync(~0u, predicate), [](int a, int b) { return a | b; }, site);
+  }
+  int all(int predicate, cuda_cpu::Site site = cuda_cpu::Site::here()) const {
+    return combined(
+        __all_sync(~0u, predicate), [](int a, int b) { return a & b; }, site);
+  }
+  /// Of a value that all lanes of a warp have.
+  template <class T, class Operation>
+  T combined(T value, Operation operation, cuda_cpu::Site site = cuda_cpu::Site::here()) const {
+    return with_values<T>(
+        [&](T* mine) {
+          if (cuda_cpu::lane_id() == 0) *mine = value;
+        },
+        [&](auto of_warp) {
+          T result = of_warp(0);
+          for (unsigned warp = 1; warp < kSize / 32; ++warp) {
+            result = operation(result, of_warp(warp));
+          }
+          return result;
+        },
+        site);
+  }
+  char (*of_warp() const)[16] { return of_warp_; }
+
+ private:
+  /// write(the place of this thread's warp), then read(the value of a warp of this tile).
+  template <class T, class Write, class Read>
+  T with_values(Write write, Read read, cuda_cpu::Site site) const {
+    static_assert(sizeof(T) <= 16, "tiles of several warps exchange values of up to 16 bytes");
+    if (!of_warp_) {
+      cuda_cpu::fail(
+          "a tile of %u threads at %s:%d needs memory to exchange values:"
+          " this_thread_block(memory), of a __shared__ block_tile_memory",
+          kSize, site.file, site.line);
+    }
+    const auto place = [&](unsigned warp) { return reinterpret_cast<T*>(of_warp_[warp]); };
+    write(place(thread_block::thread_rank() / 32));
+    sync(site);
+    const T result =
+        read([&](unsigned warp) { return *place(meta_group_rank() * (kSize / 32) + warp); });
+    sync(site);
+    return result;
+  }
+
+  char (*of_warp_)[16];
 };
 
 /// Any lanes of a warp, numbered one after the other.
@@ -169,8 +267,12 @@ coalesced_group binary_partition(const Group& group, bool predicate) {
 }
 
 template <unsigned kSize, class Parent>
-thread_block_tile<kSize, Parent> tiled_partition(const Parent&) {
-  return {};
+thread_block_tile<kSize, Parent> tiled_partition(const Parent& parent) {
+  if constexpr (kSize > 32) {
+    return thread_block_tile<kSize, Parent>(parent);
+  } else {
+    return {};
+  }
 }
 /// A block, or lanes of a warp whose number is known when the program runs.
 class thread_group {
@@ -234,6 +336,11 @@ T reduce(const Group& group, T value, Operation operation) {
     value = operation(value, group.shfl_xor(value, step));
   }
   return value;
+}
+template <unsigned kSize, class Parent, class T, class Operation>
+requires(kSize > 32) T
+    reduce(const thread_block_tile<kSize, Parent>& tile, T value, Operation operation) {
+  return tile.combined(reduce(thread_block_tile<32>(), value, operation), operation);
 }
 template <class T, class Operation>
 T reduce(const coalesced_group& group, T value, Operation operation) {

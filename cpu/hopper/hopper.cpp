@@ -280,7 +280,7 @@ struct Warpgroup {
 
 struct HopperBlock {
   std::vector<std::unique_ptr<MBarrier>> barriers;
-  NamedBarrier named[16];
+  NamedBarrier named[48];  ///< behind the 16 that have names: of tiles of several warps
   Warpgroup warpgroups[kMaxThreadsPerBlock / 128];
   std::vector<std::unique_ptr<BulkGroups>> bulk;
   unsigned spare_registers;
@@ -949,21 +949,12 @@ void async_proxy_fence() {
 
 namespace {
 
-void meet_at(int id, int threads, bool waits, Site site) {
+constexpr const char* kTileSync = "sync() of a tile";
+
+void meet_at(int id, int threads, bool waits, Site site, const char* operation) {
   const Unwatched bookkeeping;
-  const char* const operation = "named_barrier()";
   Thread& self = runner->current();
   const int all = static_cast<int>(runner->threads_in_block());
-  if (id < 0 || id > 15 || threads < 32 || threads % 32 != 0 || threads > all) {
-    CUDA_CPU_COMPLAIN(operation, site,
-                      "barrier %d of %d threads: there are 16 barriers, for multiples of 32 threads"
-                      " up to the block's %d",
-                      id, threads, all);
-  }
-  if (id == 0) {
-    block_barrier(0, "named_barrier(0)", site);
-    return;
-  }
   NamedBarrier& barrier = hopper().named[id];
   if (barrier.arrived == 0) barrier.threads = static_cast<unsigned>(threads);
   if (barrier.threads != static_cast<unsigned>(threads)) {
@@ -1002,10 +993,40 @@ void meet_at(int id, int threads, bool waits, Site site) {
 
 }  // namespace
 
-void named_barrier(int id, int threads, Site site) { meet_at(id, threads, true, site); }
-void named_arrive(int id, int threads, Site site) { meet_at(id, threads, false, site); }
+namespace {
+
+void meet_by_name(int id, int threads, bool waits, Site site) {
+  const char* const operation = "named_barrier()";
+  const int all = static_cast<int>(runner->threads_in_block());
+  if (id < 0 || id > 15 || threads < 32 || threads % 32 != 0 || threads > all) {
+    CUDA_CPU_COMPLAIN(operation, site,
+                      "barrier %d of %d threads: there are 16 barriers, for multiples of 32 threads"
+                      " up to the block's %d",
+                      id, threads, all);
+  }
+  if (id == 0) {
+    block_barrier(0, "named_barrier(0)", site);
+    return;
+  }
+  meet_at(id, threads, waits, site, operation);
+}
+
+}  // namespace
+
+void named_barrier(int id, int threads, Site site) { meet_by_name(id, threads, true, site); }
+void named_arrive(int id, int threads, Site site) { meet_by_name(id, threads, false, site); }
+void tile_barrier(unsigned number, unsigned threads, Site site) {
+  const unsigned all = runner->threads_in_block();
+  if ((number + 1) * threads > all) {
+    CUDA_CPU_COMPLAIN(kTileSync, site, "a tile has %u threads, which the block of %u does not fill",
+                      threads, all);
+  }
+  // Tiles of all sizes are numbered like the nodes of a tree, whose root is one of 1024 threads.
+  const unsigned id = 15 + kMaxThreadsPerBlock / threads + number;
+  meet_at(static_cast<int>(id), static_cast<int>(threads), true, site, kTileSync);
+}
 void barrier_of_block(int id, Site site) {
-  meet_at(id, static_cast<int>(runner->threads_in_block()), true, site);
+  meet_by_name(id, static_cast<int>(runner->threads_in_block()), true, site);
 }
 
 namespace {
@@ -1743,6 +1764,9 @@ void describe_wait(const Thread& thread, Message& message) {
     const NamedBarrier& barrier = *static_cast<const NamedBarrier*>(thread.object);
     message.add(" for barrier %u, where %u of %u threads are", thread.detail, barrier.arrived,
                 barrier.threads);
+  } else if (std::strcmp(thread.operation, kTileSync) == 0) {
+    const NamedBarrier& barrier = *static_cast<const NamedBarrier*>(thread.object);
+    message.add(", to which %u of %u threads have come", barrier.arrived, barrier.threads);
   } else if (std::strcmp(thread.operation, "wgmma_wait()") == 0) {
     const Warpgroup& group = *static_cast<const Warpgroup*>(thread.object);
     unsigned committed = 0;

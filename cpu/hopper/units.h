@@ -54,6 +54,8 @@ void async_proxy_fence();
 void named_barrier(int id, int threads, Site site);
 /// Counts there, and does not wait.
 void named_arrive(int id, int threads, Site site);
+/// Of the block's tile of that number, of 64, 128, ... or 1024 threads.
+void tile_barrier(unsigned number, unsigned threads, Site site);
 /// Of all threads of the block.
 void barrier_of_block(int id, Site site);
 void set_registers(int count, bool grow, Site site);
