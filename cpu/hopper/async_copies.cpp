@@ -41,6 +41,7 @@ void AsyncCopies::end() {
     all = queue_.size();
   }
   land(all);
+  clear();
 }
 
 void AsyncCopies::clear() {
