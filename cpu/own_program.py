@@ -17,7 +17,7 @@ from pathlib import Path
 
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
-from quick_host import quick_host
+from quick_hooks import quick_hooks
 from cu2cpp import TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of, translate_foreign
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -266,7 +266,7 @@ def build_program(build, sources, written, options, folder):
     # The same program is not built twice: its next run may have other arguments.
     key = digest(libraries, flags_of(build), options, *(file.read_text(errors="surrogateescape") for file in sorted(
         folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text(),
-                 (ROOT / "cpu/ptx.py").read_text(), (ROOT / "cpu/quick_host.py").read_text())
+                 (ROOT / "cpu/ptx.py").read_text(), (ROOT / "cpu/quick_hooks.py").read_text())
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program
@@ -297,7 +297,7 @@ def build_program(build, sources, written, options, folder):
         done = compiler([*flags, "-S", "-o", assembly], cwd=folder)
         if done.returncode:
             return done
-        assembly.write_text(quick_host(assembly.read_text(errors="surrogateescape")), errors="surrogateescape")
+        assembly.write_text(quick_hooks(assembly.read_text(errors="surrogateescape")), errors="surrogateescape")
         return compiler(["-c", assembly, "-o", result], cwd=folder)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -274,6 +274,7 @@ CUDA_CPU_NO_TSAN void Runner::run_thread() {
   tsan_acquire(&block.tsan_start);
   AsyncCopies& copies = block.async_copies[self.number];
   copies.clear();
+  choose_hook_use();
 
   launch_->kernel.run(launch_->kernel.arguments);
 

@@ -611,6 +611,9 @@ void count_library(std::int64_t bytes) {
   counter().sums.l2_bytes += bytes;
 }
 
+constinit thread_local std::uint8_t hook_use = 0;
+CUDA_CPU_NO_TSAN void choose_hook_use() { hook_use = counts_here() ? 1 : 2; }
+
 void requests_of_warp_end(const Block& block, unsigned first) {
   if (counts_here()) counter().end_of_warp(block.slot, first / 32);
 }

@@ -54,6 +54,12 @@ struct Block;
 /// A library's product, whose kernels are not here, has inputs and outputs of so many bytes.
 void count_library(std::int64_t bytes);
 
+/// What the hook before each load and store of the calling thread is for: 0, to see whether the host
+/// reaches into memory of the device; 1, to count; 2, nothing. cpu/quick_hooks.py asks.
+extern constinit thread_local std::uint8_t hook_use;
+/// A thread of a kernel starts.
+void choose_hook_use();
+
 /// All lanes of the warp of thread number `first`, or all threads of the block, have met.
 void requests_of_warp_end(const Block& block, unsigned first);
 void requests_of_block_end(const Block& block);
