@@ -199,7 +199,7 @@ int main() {
   printf("%d, %.1f, %.1f times\\n", all, on_host, in_kernel);
   cudaFree(x);
   cudaFree(y);
-  return on_host > 3.5 || in_kernel > 3.5;
+  return on_host > 4 || in_kernel > 2.5;
 }
 """
 
