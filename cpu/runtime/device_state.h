@@ -37,7 +37,7 @@ struct DeviceState {
   /// Guards the members below.
   std::mutex mutex;
   std::map<const char*, Allocation> allocations;
-  unsigned long long last_id = 0;  ///< of an allocation
+  unsigned long long last_id = 0;                                            ///< of an allocation
   std::map<std::pair<int, const void*>, std::size_t> dynamic_shared_limits;  ///< by device
   /// Bit p of device d: it can use the memory of device p. As soon as any bit is set, kernels may
   /// wait for those of other devices: see execute().

@@ -359,12 +359,12 @@ inline bool watched() { return counts_here() && runner && runner->in_thread() &&
 }
 
 /// An access of whoever runs. A reference on the host reads much, and what nobody counts is a lot:
-/// both are done here. The host's own access matters only where it is checked.
+/// both are done here.
 [[gnu::always_inline]] inline void hook(const void* address, std::size_t bytes, Kind kind,
                                         const void* code, bool aligned = false) {
   if (runner) {
     if (counts_here()) hook_kernel(address, bytes, kind, code, aligned);
-  } else if (checking) {
+  } else {
     ledger_host_access(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
                        reinterpret_cast<std::uintptr_t>(code));
   }

@@ -54,8 +54,8 @@ struct Block;
 /// A library's product, whose kernels are not here, has inputs and outputs of so many bytes.
 void count_library(std::int64_t bytes);
 
-/// What the hook before each load and store of the calling thread is for: 0, to see whether the host
-/// reaches into memory of the device; 1, to count; 2, nothing. cpu/quick_hooks.py asks.
+/// What the hook before each load and store of the calling thread is for. 0: to see whether the
+/// host reaches into memory of the device. 1: to count. 2: nothing. cpu/quick_hooks.py asks.
 extern constinit thread_local std::uint8_t hook_use;
 /// A thread of a kernel starts.
 void choose_hook_use();

@@ -447,9 +447,10 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
 
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
   static std::atomic<bool> looking = false;
-  if (looking || !ledger().file) return;
   constexpr std::uintptr_t kPage = HostPages::kPage;
   const std::uintptr_t page = address / kPage;
+  if (!ledger().file) host_pages.add(page);  // nobody has asked for the device yet
+  if (looking || !ledger().file) return;
   {
     std::unique_lock lock(device().mutex, std::try_to_lock);
     if (!lock.owns_lock()) return;

@@ -52,8 +52,8 @@ std::string ledger_place();
 void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
 
 /// Pages of which the host knows that no memory of the device is in them, each at its number modulo
-/// kCount. They are written while device().mutex is held. cpu/quick_hooks.py looks here, too, before
-/// it lets a program call the hooks of counting.cpp.
+/// kCount. As soon as there is any, they are written while device().mutex is held.
+/// cpu/quick_hooks.py looks here, too, before it lets a program call the hooks of counting.cpp.
 struct HostPages {
   static constexpr std::uintptr_t kPage = 4096;
   static constexpr std::size_t kCount = 1 << 16;
