@@ -340,6 +340,9 @@ template <unsigned kSize> __global__ void sums(int* x, float* y) {
   x[i] = cg::reduce(tile, i, cg::plus<int>()) + tile.shfl(i, 33) + 1000 * tile.any(i == 200) + 2000 * tile.all(i < 100);
   y[i] = cg::reduce(tile, (float)other, cg::greater<float>());
 }
+__global__ void part_of_a_warp(int* x) {
+  x[threadIdx.x] = cg::reduce(cg::tiled_partition<32>(cg::this_thread_block()), (int)threadIdx.x, cg::plus<int>());
+}
 __global__ void without(int* x) {
   auto tile = cg::tiled_partition<64>(cg::this_thread_block());
   x[threadIdx.x] = cg::reduce(tile, 1, cg::plus<int>());
@@ -369,7 +372,10 @@ int main(int count, char** words) {
   if (count > 1 && atoi(words[1]) == 1) without<<<1, 128>>>(x);
   if (count > 1 && atoi(words[1]) == 2) waits<<<1, 128>>>(x);
   if (count > 1 && atoi(words[1]) == 3) waits<<<1, 96>>>(x);
-  const int bad = wrong<64>(x, y) + wrong<128>(x, y) + wrong<256>(x, y);
+  int bad = wrong<64>(x, y) + wrong<128>(x, y) + wrong<256>(x, y), part[20];
+  part_of_a_warp<<<1, 20>>>(x);
+  cudaMemcpy(part, x, 80, cudaMemcpyDeviceToHost);
+  for (int each : part) bad += each != 190;
   printf("%d wrong\\n", bad);
   cudaFree(x);
   cudaFree(y);

@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/execution/sanitizers.h"
 #include "cpu/hopper/units.h"
 #include "cpu/watch/counting.h"
@@ -329,9 +331,17 @@ struct bit_xor {
   T operator()(T a, T b) const { return a ^ b; }
 };
 
-/// Every thread of the group gets the result.
+template <class T, class Operation>
+T reduce(const coalesced_group& group, T value, Operation operation);
+
+/// Every thread of the group gets the result. Whole numbers of 32 bits are combined by redux.sync,
+/// which leaves out lanes that the block does not have.
 template <class Group, class T, class Operation>
 T reduce(const Group& group, T value, Operation operation) {
+  if constexpr (std::is_integral_v<T> && sizeof(T) == 4) {
+    const unsigned live = group.member_mask() & cuda_cpu::live_lanes();
+    if (live != group.member_mask()) return reduce(coalesced_group(live), value, operation);
+  }
   for (unsigned step = group.size() / 2; step > 0; step /= 2) {
     value = operation(value, group.shfl_xor(value, step));
   }
