@@ -2,6 +2,7 @@
 memory, where it is wrong, and where it is wrong only sometimes. `./try` is its command line."""
 
 import argparse
+import fcntl
 import hashlib
 import os
 import re
@@ -217,6 +218,14 @@ def backend(build, lock=threading.Lock()):
     with lock:
         say(f"    (The CPU backend is built{' for the ' + build + ' sanitizer' if build else ''}, once.)")
     CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"lock-{build}", "w") as file:  # of several at a time one builds it, and the others wait
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            build_backend(build, sources, folder)
+    return folder
+
+
+def build_backend(build, sources, folder):
     for old in CACHE.glob(f"backend{'-' + build if build else ''}-*"):
         if re.fullmatch(r"backend(?:-\w+)?-[0-9a-f]{16}", old.name) and old.name.rpartition("-")[0] == (
                 folder.name.rpartition("-")[0]):
@@ -242,11 +251,7 @@ def backend(build, lock=threading.Lock()):
     for file in work.glob("*.o"):
         file.unlink()
     (work / "done").touch()
-    try:
-        work.rename(folder)
-    except OSError:  # somebody else was first
-        shutil.rmtree(work, ignore_errors=True)
-    return folder
+    work.rename(folder)
 
 
 def capability():

@@ -703,10 +703,22 @@ def test_exercises_are_built_as_a_reader_builds_them(clone, most):
     assert not re.search(r"CXX (common|checks|cpu)/", result.stdout), "what is shared was built again"
 
 
+SUMS = """float a[TM], b[TN];
+      for (int i = 0; i < TM; ++i) a[i] = a_tile[y + i * kThreadsY][k];
+      for (int j = 0; j < TN; ++j) b[j] = b_tile[k][x + j * kThreadsX];
+      for (int i = 0; i < TM; ++i) {
+        for (int j = 0; j < TN; ++j) sum[i][j] += a[i] * b[j];
+      }
+      //"""
+
+
+# With a sanitizer, of whose build .ci/run has not all, and without one.
 @pytest.mark.extensive
 @pytest.mark.parametrize("name, solve", [
-    ("coalesce", [("const int row = 0;", "const int row = blockIdx.y * blockDim.y + threadIdx.y;"),
-                  ("const int col = 0;", "const int col = blockIdx.x * blockDim.x + threadIdx.x;")]),
+    pytest.param("coalesce", [("const int row = 0;", "const int row = blockIdx.y * blockDim.y + threadIdx.y;"),
+                              ("const int col = 0;", "const int col = blockIdx.x * blockDim.x + threadIdx.x;")],
+                 marks=pytest.mark.slow),
+    ("registers", [("// TODO: add to sum", SUMS)]),
     ("blade_sign", None),
 ])
 def test_exercise_from_end_to_end(clone, name, solve):

@@ -13,8 +13,7 @@ from mutants import BARRIERS, FEW_MULTIPROCESSORS, INSTEAD, MUTANTS, SANITIZED, 
 import pytest
 
 SANITIZERS = ["address", "thread"]  # "address" checks for undefined behaviour, too
-# With halt_on_error a report ends the program with the code 66, instead of at its end.
-OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1 atexit_sleep_ms=0"}
+OPTIONS = {"TSAN_OPTIONS": hopper_mutants.TSAN_OPTIONS}
 REPORT = re.compile(r"\w+Sanitizer|runtime error:")
 
 # What takes more than one tile and fills none; with rows of 16 bytes and without.
