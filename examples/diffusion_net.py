@@ -1,6 +1,6 @@
 """DiffusionNet's two blocks in a network, by PyTorch's operators and by the library's.
 
-    python3 examples/diffusion_net.py [vertices ...]           # 10000 and 100000, if none are named
+    python3 examples/diffusion_net.py [vertices ...] [--json FILE]    # 10000 and 100000, if none are named
 
 Trains one network twice for 100 steps, from the same weights on the same data: with spatial diffusion and gradient
 features as PyTorch's operators, and as fused_kernels.diffusion() and gradient_features(). It prints how far the losses
@@ -13,6 +13,7 @@ how long it takes, does not depend on that.
 
 import argparse
 import copy
+import json
 import pathlib
 import statistics
 import sys
@@ -103,7 +104,7 @@ class Training:
 
 
 def compare(vertices):
-    """Prints a line. Returns whether the losses agree."""
+    """Prints a line. Returns whether the losses agree, and the milliseconds of a step by name."""
     torch.manual_seed(1)
     mesh = made_up_mesh(vertices)
     x, target = (torch.randn(vertices, WIDTH, device="cuda").to(TYPE) for _ in range(2))
@@ -119,16 +120,25 @@ def compare(vertices):
           f"step takes {', '.join(f'{name} {time:.2f} ms' for name, time in times.items())}: "
           f"{times['eager'] / times['ours']:.2f} times as fast as eager, {times['compiled'] / times['ours']:.2f} as "
           "compiled")
-    return off < 2e-2 and bool(losses["ours"][-1] < losses["ours"][0])  # bf16 rounds by 4e-3
+    agree = off < 2e-2 and bool(losses["ours"][-1] < losses["ours"][0])  # bf16 rounds by 4e-3
+    return agree, times
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("vertices", nargs="*", type=int, default=[10_000, 100_000])
-    sizes = parser.parse_args().vertices
+    parser.add_argument("--json", help="write the times of the steps to this file")
+    options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         sys.exit("This example needs a GPU of compute capability 9.0.")
-    if not all([compare(vertices) for vertices in sizes]):
+    compared = {vertices: compare(vertices) for vertices in options.vertices}
+    if options.json:
+        problems = [{"name": f"{vertices} vertices", "kernels": [{"name": name, "ms": {"median": time}}
+                                                                 for name, time in times.items()]}
+                    for vertices, (_, times) in compared.items()]
+        record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "problems": problems}
+        pathlib.Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
+    if not all(agree for agree, _ in compared.values()):
         sys.exit("The losses are further apart than roundings explain, or nothing was learnt.")
 
 

@@ -165,6 +165,8 @@ CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
 # Three tiles of keys, of which the last one is not full.
 ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
+# One query: its keys are divided among blocks.
+MERGED_ATTENTION_ARGUMENTS = ("1", "--keys", "700", "--width", "64", "--heads", "2", "--batch", "1", "--full")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
@@ -222,6 +224,7 @@ BARRIERS = [
     (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
     (ATTENTION, "rows", "attention_rows(", 1, ATTENTION_ARGUMENTS),
     (ATTENTION, "mma.sync", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (ATTENTION, "any shape", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
     (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),

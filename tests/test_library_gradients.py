@@ -142,6 +142,16 @@ def test_result(library, kind, options):
     kind(library, **options).run_twice()
 
 
+@pytest.mark.parametrize("options, slices", [
+    (dict(rows=1300, inputs=16, hidden=9), True), (dict(rows=200, inputs=136, hidden=66, out_stride=72), True),
+    (dict(rows=1300, inputs=7, hidden=9), False)], ids=str)
+def test_few_weights_of_many_rows_come_from_slices(library, options, slices):
+    """Where rows of x are aligned."""
+    call = GatedBackward(library, **options)
+    call.run_twice()
+    assert (b"slices" in library.fk_last_way()) == slices
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
     call_at_the_same_time(library, kind)

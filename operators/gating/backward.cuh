@@ -14,6 +14,7 @@
 
 #include "operators/estimate.h"
 #include "operators/gating/resident.cuh"
+#include "operators/gating/weight_gradients.cuh"
 #include "operators/product/shape.h"
 #include "operators/product/transpose.cuh"
 
@@ -152,8 +153,6 @@ class GatedLayerBackward {
                partials.data(), static_cast<int>(slices), static_cast<int>(pitch),
                static_cast<int>(H), d.d_b1.data(), d.d_b2.data());
            using Factor = Strided<const half>;
-           product::launch_transpose<half>(Factor{of.x, M, K, of.x_stride ? of.x_stride : K},
-                                           {x_t, K, rows, rows}, stream);
            product::launch_transpose<half>(Factor{of.W1, K, H, H}, {W_t, pitch, channels, channels},
                                            stream);
            product::launch_transpose<half>(
@@ -162,25 +161,63 @@ class GatedLayerBackward {
          }},
         product_of(sums, W_t, d.d_x, shape_of(M, K, 2 * pitch),
                    {0, channels == K ? 0 : channels, 0}),
-        product_of(x_t, sums, d.d_W1, shape_of(K, H, M), {rows == M ? 0 : rows, 2 * pitch, 0}),
-        product_of(x_t, second(sums), d.d_W2, shape_of(K, H, M),
-                   {rows == M ? 0 : rows, 2 * pitch, 0}),
     };
-    double microseconds = 2 * kFirstLaunch + static_cast<double>(M * pitch) * 10 / kMemoryBytes;
-    int shared_bytes = 0;
-    for (const Step& step : steps) {
-      if (!step.launch) return;
-      microseconds += step.microseconds;
-      shared_bytes = std::max(shared_bytes, step.shared_bytes);
-    }
-    ways_.push_back({"five products and their gates between them", microseconds,
-                     [steps] {
-                       for (const Step& step : steps) step.launch();
-                     },
-                     shared_bytes});
+    const double gates = static_cast<double>(M * pitch) * 10 / kMemoryBytes;
+    const auto offer = [&](const char* name, const std::vector<Step>& of_weights) {
+      std::vector<Step> all = steps;
+      all.insert(all.end(), of_weights.begin(), of_weights.end());
+      double microseconds = 2 * kFirstLaunch + gates;
+      int shared_bytes = 0;
+      for (const Step& step : all) {
+        if (!step.launch) return;
+        microseconds += step.microseconds;
+        shared_bytes = std::max(shared_bytes, step.shared_bytes);
+      }
+      ways_.push_back({name, microseconds,
+                       [all] {
+                         for (const Step& step : all) step.launch();
+                       },
+                       shared_bytes});
+    };
+    const int64_t x_stride = of.x_stride ? of.x_stride : K;
+    const double read_x = static_cast<double>(M * K) * sizeof(half) / kMemoryBytes;
+    offer("five products and their gates between them",
+          {{2 * read_x + kFirstLaunch,
+            [=, stream = workspace.stream] {
+              product::launch_transpose<half>({of.x, M, K, x_stride}, {x_t, K, rows, rows}, stream);
+            }},
+           product_of(x_t, sums, d.d_W1, shape_of(K, H, M), {rows == M ? 0 : rows, 2 * pitch, 0}),
+           product_of(x_t, second(sums), d.d_W2, shape_of(K, H, M),
+                      {rows == M ? 0 : rows, 2 * pitch, 0})});
+    if (K % 8 != 0) return;  // else pieces of 16 bytes end where rows end
+    const WeightPlan plan(M, K, 2 * pitch);
+    const auto of_slices = workspace.any<float>(plan.slices * static_cast<size_t>(K * 2 * pitch));
+    // mma.sync reaches about 3e8 operations in a microsecond.
+    const double operations = 4.0 * static_cast<double>(K) * static_cast<double>(pitch * M);
+    const double once = static_cast<double>(plan.slices) * static_cast<double>(K * pitch) * 16;
+    offer("three products and their gates, weights from slices of the rows",
+          {{2 * kFirstLaunch + std::max(operations / 3e8, read_x) + once / kMemoryBytes,
+            [=, stream = workspace.stream] {
+              const WeightProduct in{of.x,
+                                     sums,
+                                     x_stride,
+                                     M,
+                                     plan.slice,
+                                     static_cast<int>(K),
+                                     static_cast<int>(2 * pitch),
+                                     of_slices};
+              primitives::allow_shared_bytes(weight_product, WeightTile::kSharedBytes);
+              weight_product<<<dim3(plan.tiles, plan.slices), WeightTile::kThreads,
+                               WeightTile::kSharedBytes, stream>>>(in);
+              add_weight_gradients<<<primitives::blocks_for(K * 2 * pitch, kAddingCols),
+                                     dim3(kAddingCols, kAddingRows), 0, stream>>>(
+                  of_slices.data(), static_cast<int>(plan.slices), static_cast<int>(K),
+                  static_cast<int>(pitch), static_cast<int>(H), d.d_W1.data(), d.d_W2.data());
+            },
+            WeightTile::kSharedBytes}});
   }
 
-  /// One; or none where a product has none.
+  /// None where a product has none.
   const std::vector<Way>& ways() const { return ways_; }
 
  private:

@@ -13,6 +13,7 @@ Operands are small. The GPU is empty at the start of each sample, which has fewe
 call waits for it. With --check the exit code is 1 if the binding takes more than 6 us, or 10 us with gradients."""
 
 import argparse
+import json
 import statistics
 import time
 
@@ -100,11 +101,12 @@ def rows():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail where the binding takes too long")
-    check = parser.parse_args().check
+    parser.add_argument("--json", help="write a record to this file")
+    options = parser.parse_args()
     columns = "call", "library", "binding", "with grad", "binding", "Function", "PyTorch", "with grad"
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; us a call, median of {SAMPLES}")
     print(f"{'':26}" + "".join(f"{name:>11}" for name in columns))
-    slow = []
+    slow, problems = [], []
     for name, case, instead in rows():
         operands = [each.detach() for each in case.operands()]
         functions = [lambda: case.run(*operands), library_call(case, operands)]
@@ -123,9 +125,19 @@ def main():
         shown = (values[key] for key in ("call", "library", "binding", "with grad", "its", "Function", "PyTorch",
                                               "of it"))
         print(f"{name:26}" + "".join(f"{value:11.2f}" if value is not None else f"{'':11}" for value in shown))
+        rows_of_record = {"call": "call", "library": "library", "with gradient": "with grad", "PyTorch": "PyTorch",
+                          "PyTorch with gradient": "of it", "Function": "Function"}
+        problems.append({"name": name, "kernels": [
+            {"name": row, "ms": {"median": values[key] / 1e3}} for row, key in rows_of_record.items()
+            if values[key]]})
         if values["binding"] > MOST or (values["its"] or 0) > MOST_WITH_GRADIENTS:
             slow.append(name)
-    if check and slow:
+    if options.json:
+        with open(options.json, "w") as file:
+            record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__}
+            json.dump({**record, "problems": problems}, file, indent=2)
+            file.write("\n")
+    if options.check and slow:
         raise SystemExit(f"the binding takes more than {MOST:g} us, or {MOST_WITH_GRADIENTS:g} us with gradients: "
                          f"{', '.join(slow)}")
 
