@@ -36,7 +36,7 @@ from types import SimpleNamespace
 from record import DAMAGED, Mistake, load, saying_mistakes, what_lacks, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations|counted"
+KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations|counted|python"
 MARKER = re.compile(
     rf"(?P<open><!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
@@ -413,6 +413,18 @@ def sizes(what):
     return "\n" + "\n".join(lines) + "\n"
 
 
+def python_table(what):
+    """What tests/gpu/times.py has recorded, a row per operator."""
+    run = record_named(what)
+    lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
+             "| | PyTorch | torch.compile | ours | PyTorch / ours | compiled / ours |", "|---" + "|--:" * 5 + "|"]
+    for problem in run["problems"]:
+        ms = [kernel_of(problem, name)["ms"]["median"] for name in ("PyTorch", "compiled", "ours")]
+        cells = [problem["name"], *map(duration, ms), *(f"{time / ms[2]:.2f}x" for time in ms[:2])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def formula(what):
     """What a formula marker asks for, as text."""
     target, arithmetic, *form = re.split(" [|;] ", what)
@@ -464,6 +476,8 @@ def render(match):
         text = points(what)
     elif kind == "peers":
         text = peers_table(what)
+    elif kind == "python":
+        text = python_table(what)
     elif kind == "counted":
         text = counts_table(match["what"])
     elif kind == "operations":

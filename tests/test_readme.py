@@ -355,6 +355,17 @@ def test_points_marker(update_readme):
     assert page.endswith("|\n<!-- end -->")
 
 
+def test_python_marker(update_readme):
+    kernels = [{"name": name, "ms": {"median": ms}} for name, ms in (("PyTorch", 0.3), ("compiled", 0.15), ("ours", 0.1))]
+    folder = update_readme.ROOT / "results" / "gpu" / "python"
+    folder.mkdir()
+    (folder / "times.json").write_text(json.dumps({
+        "device": {"name": "A GPU"}, "pytorch": "2.11", "problems": [{"name": "gated layer", "kernels": kernels}]}))
+    page = update_readme.MARKER.sub(update_readme.render, "<!-- python gpu/python/times --><!-- end -->")
+    assert "A GPU, PyTorch 2.11.\n" in page
+    assert "| gated layer | 300.0 us | 150.0 us | 100.0 us | 3.00x | 1.50x |\n" in page
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_markers_leave_the_page_as_it_is(page):
     """To Markdown a line that starts with a comment is HTML, and interrupts a paragraph; and a | in a
