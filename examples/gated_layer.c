@@ -1,5 +1,5 @@
-/* Calls the gated layer of libfused_kernels.so: out = sigmoid(x W1 + b1) * (x W2 + b2). All inputs
- * are ones, and all weights zeros, so each of out's elements is 1 / (1 + exp(-1)), 0.731. */
+/* Calls the gated layer of libfused_kernels.so: out = sigmoid(x W1 + b1) * (x W2 + b2). x and the
+ * biases are ones, the weights zeros, so each element of out is sigmoid(1) * 1, 0.731. */
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 #include <stdio.h>

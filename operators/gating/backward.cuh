@@ -5,9 +5,9 @@
 //     dx = [dS | dV] [W1 | W2]^T,  dW1 = x^T dS,  dW2 = x^T dV,  db1, db2: column sums of dS, dV
 //
 // x W1 and x W2 are computed again, side by side, and dS and dV take their place. They are rounded
-// to fp16, as factors of the next products are; the column sums are of what was not rounded. dW1 and
-// dW2 are two products of transposed factors, or, where many rows meet few weights, one kernel that
-// reads x and [dS | dV] as they lie (weight_gradients.cuh).
+// to fp16, as factors of the next products are; the column sums are of what was not rounded. dW1
+// and dW2 are two products of transposed factors, or, where many rows meet few weights, one kernel
+// that reads x and [dS | dV] as they lie (weight_gradients.cuh).
 #pragma once
 
 #include <algorithm>
