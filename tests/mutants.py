@@ -165,8 +165,8 @@ CLIFFORD_ARGUMENTS = ("3", "--features", "260")
 CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
 # Three tiles of keys, of which the last one is not full.
 ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
-# One query: its keys are divided among blocks.
-MERGED_ATTENTION_ARGUMENTS = ("1", "--keys", "700", "--width", "64", "--heads", "2", "--batch", "1", "--full")
+# One query of one head: its keys are divided among the two multiprocessors.
+MERGED_ATTENTION_ARGUMENTS = ("1", "--keys", "700", "--width", "64", "--heads", "1", "--batch", "1", "--full")
 
 # Where barriers are: lesson, kernel's name, its function, how many barriers it has.
 BARRIERS = [
