@@ -3,6 +3,7 @@ sums of products are exact in fp32. So the bounds are those of tests/test_librar
 and fp32's in an exponential, may change."""
 
 import dataclasses
+import json
 import pathlib
 import sys
 import typing
@@ -23,6 +24,12 @@ def numbers(*shape, dtype, seed=0, scale=1.0):
     """Multiples of scale / 8, from -scale to scale."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     return (torch.randint(-8, 9, shape, generator=generator, device="cuda") * (scale / 8)).to(dtype)
+
+
+def write_record(path, problems):
+    """What results/update_readme.py reads: problems, each {"name": ..., "kernels": [{"name": ..., "ms": ...}]}."""
+    record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "problems": problems}
+    pathlib.Path(path).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def near(name, found, expected, bound):

@@ -13,7 +13,6 @@ Operands are small. The GPU is empty at the start of each sample, which has fewe
 call waits for it. With --check the exit code is 1 if the binding takes more than 6 us, or 10 us with gradients."""
 
 import argparse
-import json
 import statistics
 import time
 
@@ -114,7 +113,8 @@ def main():
             functions.append(lambda: instead(*operands))
         found = microseconds(*functions)
         values = {"call": found[0], "library": found[1], "binding": found[0] - found[1],
-                  "PyTorch": found[2] if instead else None, "with grad": None, "its": None, "of it": None, "Function": None}
+                  "PyTorch": found[2] if instead else None, "with grad": None, "its": None, "of it": None,
+                  "Function": None}
         if case.wants_gradients:
             for at in case.wants_gradients:
                 operands[at].requires_grad_()
@@ -122,8 +122,8 @@ def main():
                                          lambda: OnlyKeeps.apply(*operands))
             values |= {"with grad": with_gradient[0], "its": with_gradient[0] - found[1], "of it": with_gradient[1],
                        "Function": with_gradient[2]}
-        shown = (values[key] for key in ("call", "library", "binding", "with grad", "its", "Function", "PyTorch",
-                                              "of it"))
+        shown = (values[key]
+                 for key in ("call", "library", "binding", "with grad", "its", "Function", "PyTorch", "of it"))
         print(f"{name:26}" + "".join(f"{value:11.2f}" if value is not None else f"{'':11}" for value in shown))
         rows_of_record = {"call": "call", "library": "library", "with gradient": "with grad", "PyTorch": "PyTorch",
                           "PyTorch with gradient": "of it", "Function": "Function"}
@@ -133,10 +133,7 @@ def main():
         if values["binding"] > MOST or (values["its"] or 0) > MOST_WITH_GRADIENTS:
             slow.append(name)
     if options.json:
-        with open(options.json, "w") as file:
-            record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__}
-            json.dump({**record, "problems": problems}, file, indent=2)
-            file.write("\n")
+        cases.write_record(options.json, problems)
     if options.check and slow:
         raise SystemExit(f"the binding takes more than {MOST:g} us, or {MOST_WITH_GRADIENTS:g} us with gradients: "
                          f"{', '.join(slow)}")

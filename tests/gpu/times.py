@@ -3,11 +3,11 @@ these: `python3 tests/gpu/times.py [--json FILE]`, where FUSED_KERNELS_LIBRARY n
 
 Two rows an operator: forward, and forward with backward, of all gradients that the function has. Each is a CUDA graph,
 so that the host's time does not count. They take turns, each after the L2 cache was overwritten; the median is shown.
+(What attention and the diffusion have asked the cache to keep may outlive that, see common/measure/cold_cache.h.)
 What all three compute is compared before: the error is the largest difference of ours to PyTorch's operators in fp64,
 relative in the Frobenius norm, beside the same of PyTorch's in the operands' own type."""
 
 import argparse
-import json
 import statistics
 
 import torch
@@ -118,8 +118,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write a record to this file")
     path = parser.parse_args().json
-    device = torch.cuda.get_device_name()
-    print(f"{device}, PyTorch {torch.__version__}; ms, cold L2 cache, median of {SAMPLES}")
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms, L2 cache overwritten, median of {SAMPLES}")
     print(f"{'':68}" + "".join(f"{name:>10}" for name in ("PyTorch", "compiled", "ours", "error", "PyTorch's")))
     problems = []
     for name, case, by_pytorch in rows():
@@ -132,9 +131,7 @@ def main():
             problems.append({"name": label, "kernels": [{"name": each, "ms": {"median": time}, "error": by}
                              for (each, time), by in zip(times.items(), (other, None, own))]})
     if path:
-        with open(path, "w") as file:
-            json.dump({"device": {"name": device}, "pytorch": torch.__version__, "problems": problems}, file, indent=2)
-            file.write("\n")
+        cases.write_record(path, problems)
 
 
 if __name__ == "__main__":
