@@ -21,10 +21,10 @@
     <!-- counted RECORD -->...<!-- end -->                what the CPU backend or a profiler counted
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
-flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms, tflops, gbps,
-percent_of_limit, clock_mhz and steps: 2 * (K + H) * M / 1e9. In a table, where | ends a cell, write ; for it. With
---check nothing is written, and the exit code says whether both agree with the records: 1 if not, 2 if a marker
-cannot be filled in.
+flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms (the median), p10 and
+p90 (of its times), tflops, gbps, percent_of_limit, clock_mhz and steps: 2 * (K + H) * M / 1e9. In a
+table, where | ends a cell, write ; for it. With --check nothing is written, and the exit code says
+whether both agree with the records: 1 if not, 2 if a marker cannot be filled in.
 """
 import argparse
 import math
@@ -435,7 +435,7 @@ def formula(what):
     if kernel:
         row = kernel_of(problem, kernel[0])
         names |= {name: row.get(name) for name in ("tflops", "gbps", "percent_of_limit", "clock_mhz", "steps")}
-        names["ms"] = row["ms"]["median"]
+        names |= {"ms": row["ms"]["median"], "p10": row["ms"].get("p10"), "p90": row["ms"].get("p90")}
     result = eval(arithmetic, {"__builtins__": {}}, names)  # what it may name is above
     return format(result, form[0]) if form else number(result)
 
