@@ -5,9 +5,9 @@
 
 namespace primitives {
 
-/// The hardware's tanh: relative error at most 2^-11 (PTX ISA, "tanh"), an eighth of what rounding
-/// to bf16 makes of it. It is +-1 where tanh is, however large u may be; a quotient of exponentials
-/// would be infinity over infinity from u = 44 on.
+/// tanh in one instruction, with a relative error of at most 2^-11 (PTX ISA, "tanh"). That is an
+/// eighth of the error of rounding to bf16. Where tanh is +-1 it is +-1, however large u may be.
+/// (Written as a quotient of exponentials it would be infinity over infinity from u = 44 on.)
 __device__ inline float tanh_approximate(float u) {
 #ifdef CUDA_CPU
   return tanhf(u);
@@ -18,7 +18,7 @@ __device__ inline float tanh_approximate(float u) {
 #endif
 }
 
-/// 2^value; results below 2^-126 are 0. "ex2".
+/// 2^value in one instruction (PTX ISA, "ex2"). Results below 2^-126 become 0.
 __device__ inline float exp2_approximate(float value) {
 #ifdef CUDA_CPU
   const float result = exp2f(value);
@@ -30,7 +30,8 @@ __device__ inline float exp2_approximate(float value) {
 #endif
 }
 
-/// 1 / value, wrong by 1 unit in the last place; 0 where that is below 2^-126. "rcp".
+/// 1 / value in one instruction (PTX ISA, "rcp"), wrong by 1 unit in the last place. Results below
+/// 2^-126 become 0.
 __device__ inline float reciprocal_approximate(float value) {
 #ifdef CUDA_CPU
   const float result = 1 / value;

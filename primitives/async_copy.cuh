@@ -15,10 +15,12 @@
 
 namespace primitives {
 
-/// Copies kBytes (4, 8 or 16; both addresses aligned to that). If not `inside` it writes as many
-/// zeros, and `from` is not read and may point anywhere. PTX ISA, "Data Movement and Conversion
-/// Instructions: cp.async" (its src-size operand). (`asm` writes an instruction of PTX, the GPU's
-/// assembly language, with registers of 32 bits, "r", of 64, "l", and constants, "n".)
+/// Copies kBytes (4, 8 or 16) to shared memory. Both addresses are multiples of kBytes. If not
+/// `inside`, it writes zeros in their place; then `from_global` is not read and may point anywhere.
+/// PTX ISA, "Data Movement and Conversion Instructions: cp.async" (its src-size operand).
+///
+/// (`asm` writes an instruction of PTX, the GPU's assembly language. "r" is a register of 32 bits,
+/// "l" one of 64, "n" a constant.)
 template <int kBytes>
 __device__ inline void copy_async(void* to_shared, const void* from_global, bool inside) {
   const int bytes = inside ? kBytes : 0;
@@ -46,10 +48,10 @@ __device__ inline void copy_async_wait() {
   __pipeline_wait_prior(kNewest);
 }
 
-/// A ring of kStages stages in shared memory, which all threads of a block fill by copies that are
-/// kStages - 1 steps ahead of what the block reads (lesson 2's `async`). The stage of a step is
-/// number step % kStages. copy(step) starts the calling thread's copies of a step; none where there
-/// is no such step.
+/// A ring of kStages stages in shared memory, which all threads of a block fill by copies, as
+/// lesson 2's `async` does. The copies are kStages - 1 steps ahead of what the block reads. The
+/// stage of a step is number step % kStages. copy(step) starts the calling thread's copies of a
+/// step, and does nothing beyond the last step.
 template <int kStages, class Copy>
 class CopiesAhead {
  public:
@@ -57,9 +59,9 @@ class CopiesAhead {
     for (int step = 0; step < kStages - 1; ++step) start(step);
   }
 
-  /// Waits for the next step, and returns its number. What all threads have copied for it is there;
-  /// and all threads have read the stage of the step before. The copies that are started now fill
-  /// that stage.
+  /// Waits for the next step, and returns its number. Two things are true then: what all threads
+  /// have copied for this step is there, and all threads have read the stage of the step before. So
+  /// that stage may be filled again, and the copies that start now do it.
   __device__ int next() {
     copy_async_wait<kStages - 2>();
     __syncthreads();
@@ -82,10 +84,10 @@ __device__ CopiesAhead<kStages, Copy> copies_ahead(const Copy& copy) {
   return CopiesAhead<kStages, Copy>(copy);
 }
 
-/// The block's kThreads threads copy the kRows x kCols tile of `from` (row-major, rows x cols) at
-/// (row0, col0) to shared memory, where its rows are kStride halves apart; zeros where that is
-/// outside. With kAligned (cols a multiple of 8) by copy_async, 16 bytes at a time; otherwise at
-/// once, element by element.
+/// Copies a tile of kRows x kCols of the matrix `from` (row-major, rows x cols), from (row0, col0)
+/// on, to shared memory. There its rows are kStride halves apart. What is outside of the matrix
+/// becomes zero. All kThreads threads of the block call it. With kAligned (cols is a multiple of 8)
+/// it starts copy_async's, 16 bytes at a time. Otherwise it copies at once, element by element.
 template <int kRows, int kCols, int kStride, int kThreads, bool kAligned>
 __device__ void copy_tile(half* to, const half* from, int row0, int col0, int rows, int cols) {
   constexpr int kWidth = kAligned ? 8 : 1;  // halves per copy
@@ -102,15 +104,17 @@ __device__ void copy_tile(half* to, const half* from, int row0, int col0, int ro
   }
 }
 
-/// The block's kThreads threads start the copy of the kRows x kCols tile of `from` (row-major,
-/// rows x cols, elements of 16 bits, cols a multiple of 8) at (row0, col0) to shared memory, where
-/// it lies as swizzle<kCols>() says; zeros where that is outside.
+/// Starts the copy of a tile of kRows x kCols of the matrix `from` (row-major, rows x cols,
+/// elements of 16 bits, cols a multiple of 8), from (row0, col0) on, to shared memory. There it
+/// lies as swizzle<kCols>() says. What is outside of the matrix becomes zero. All kThreads threads
+/// of the block call it.
 template <int kRows, int kCols, int kThreads, typename T>
 __device__ void copy_swizzled(T* to, const T* from, int64_t row0, int col0, int64_t rows,
                               int cols) {
   static_assert(sizeof(T) == 2);
-  // A thread's pieces are all in the same columns, kStep rows apart, so that one address leads to
-  // the next by an addition, and where they go to is at a fixed distance.
+  // A thread's pieces of 16 bytes are all in the same columns, kStep rows apart. So each address is
+  // the one before plus a constant. kStep is a multiple of 8, so these rows are swizzled alike, and
+  // a piece's place in the tile is the one before plus a constant, too.
   constexpr int kPieces = kCols / 8, kStep = kThreads / kPieces;
   static_assert(kThreads % kPieces == 0 && (kStep % 8 == 0 || kStep >= kRows));
   const int row = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;

@@ -1,8 +1,8 @@
-// Programmatic dependent launch, of compute capability 9.0 and newer: the time between two kernels
-// of a stream, a microsecond or so, shrinks where the second one's blocks take their places while
-// the first one's end. (Not a gain for every kernel: blocks that would have been spread evenly take
-// what places there are.) CUDA Programming Guide, "Programmatic Dependent Launch and
-// Synchronization".
+// Programmatic dependent launch, from compute capability 9.0 on. Between two kernels of a stream a
+// microsecond or so passes. It shrinks if the blocks of the second kernel take their places while
+// those of the first one end. CUDA Programming Guide, "Programmatic Dependent Launch and
+// Synchronization". (Not every kernel gains. Blocks that would have been spread evenly over the GPU
+// take what places there are.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,8 @@
 
 namespace primitives {
 
-/// Whether a kernel's code is for devices that have clusters and early launches.
+/// Whether a kernel's code was compiled for devices that have clusters and early launches (9.0 and
+/// newer).
 template <typename Kernel>
 bool has_clusters(Kernel* kernel) {
   return answer_to<bool>(reinterpret_cast<const void*>(kernel), [&] {
@@ -21,12 +22,15 @@ bool has_clusters(Kernel* kernel) {
   });
 }
 
-/// When the blocks of a launch start: when the kernel before it in the stream has ended; as
-/// launch_early() says; or all at the same time, without which the launch fails.
+/// When the blocks of a launch start:
+///   - usual: when the kernel before it in the stream has ended;
+///   - early: sooner, as launch_early() says;
+///   - together: as usual, but all at the same time. The launch fails if there is no room for all.
 enum class Start { usual, early, together };
 
-/// Launches a kernel in clusters of `cluster` blocks, for one that does not say how many; 1: as
-/// it says. Code for older devices starts as usual instead of early.
+/// Launches a kernel in clusters of `cluster` blocks, if the kernel itself does not say how many.
+/// With 1 it is launched as the kernel says. Code for older devices starts as usual instead of
+/// early.
 template <typename... Parameters, typename... Arguments>
 void launch_clusters_on(cudaStream_t stream, void (*kernel)(Parameters...), unsigned cluster,
                         Start start, dim3 blocks, dim3 threads, size_t shared_bytes,
@@ -76,19 +80,21 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early
 }
 
 /// Launches a kernel whose blocks may start before the kernel before it in the stream has ended: as
-/// soon as the blocks of that one have all called start_next_kernel() or ended, and there is room.
-/// It calls wait_for_previous_kernel(), in one thread at least, before it reads or writes what any
-/// earlier kernel of the stream may use; but if the one before it was launched as usual, what those
-/// before that have left may be read at once. Code for older devices does not wait, and is launched
-/// as usual.
+/// soon as all blocks of that one have called start_next_kernel() or ended, and there is room.
+///
+/// Such a kernel has to call wait_for_previous_kernel(), in one thread at least, before it reads or
+/// writes anything that an earlier kernel of the stream may use. (There is one exception. If the
+/// kernel before it was launched as usual, then all kernels before that one had ended when it
+/// began. What these have left may be read at once.) Code for older devices does not wait, and is
+/// launched as usual.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {
   launch_clusters(kernel, 1, true, blocks, threads, shared_bytes, arguments...);
 }
 
-/// Waits until the kernel before this one has ended, and its writes can be read. PTX ISA, "Parallel
-/// Synchronization and Communication Instructions: griddepcontrol".
+/// Waits until the kernel before this one has ended; what it has written can be read then. PTX ISA,
+/// "Parallel Synchronization and Communication Instructions: griddepcontrol".
 __device__ inline void wait_for_previous_kernel() {
 #ifdef CUDA_CPU
   cuda_cpu::wait_for_previous_kernel();
@@ -97,8 +103,9 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-/// When all blocks of this kernel have come here, the next kernel's blocks may start, in the places
-/// of blocks that have ended. By then no block of this kernel still has to start.
+/// Lets the next kernel begin: when all blocks of this kernel have come here, blocks of the next
+/// one may take the places of those that have ended. By then no block of this kernel is left that
+/// has not started.
 __device__ inline void start_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

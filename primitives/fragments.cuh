@@ -1,6 +1,10 @@
-// The words of a portable kernel: fragments of factors, from swizzled tiles in shared memory to the
-// registers of a warp; their products, and the sums on their way back. The instructions below them
-// are in primitives/mma.cuh; Hopper's words are in primitives/hopper/tiles.cuh.
+// The words of a portable kernel: how fragments of factors come from swizzled tiles in shared
+// memory to the registers of a warp, how they are multiplied, and how the sums get back. The
+// instructions below these words are in primitives/mma.cuh; Hopper's words are in
+// primitives/hopper/tiles.cuh.
+//
+// All of these functions are for a whole warp. "A tile with kCols columns" is swizzled, as
+// swizzle<kCols>() says.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,13 +13,14 @@
 
 namespace primitives {
 
-/// A warp's kRows x kCols results: a lane's part, as mma_m16n8k16 leaves it.
+/// A warp's kRows x kCols results: the part of one lane, as mma_m16n8k16 leaves it.
 template <int kRows, int kCols>
 using Sums = float[kRows / 16][kCols / 8][4];
 
-/// The fragments of a left factor a, 16 kCount rows from `row` on and 16 columns from k on, from a
-/// tile of it with kCols columns. Lane l passes a row of 8 elements: matrices 0 to 3 are top left,
-/// bottom left, top right, bottom right.
+/// Loads the fragments of a left factor a from a tile with kCols columns: 16 kCount rows, from
+/// `row` on, and 16 columns, from k on. Lane l passes the row lane % 16 of each 16, in its left
+/// half or (from lane 16 on) in its right half. So matrices 0 to 3 of an ldmatrix are top left,
+/// bottom left, top right and bottom right, as mma_m16n8k16 wants them.
 template <int kCols, typename T, int kCount>
 __device__ inline void load_left(unsigned (&a)[kCount][4], const T* tile, int row, int k) {
   const int lane = threadIdx.x % 32;
@@ -24,8 +29,8 @@ __device__ inline void load_left(unsigned (&a)[kCount][4], const T* tile, int ro
   for (int i = 0; i < kCount; ++i) ldmatrix_x4(a[i], from + 16 * i * kCols);
 }
 
-/// The same where memory has a^T: `row` is a column of the tile, k a row of it, and ldmatrix
-/// transposes on the way to the registers.
+/// The same where memory has the transpose of a: `row` is a column of the tile, k is a row of it,
+/// and ldmatrix transposes on the way to the registers.
 template <int kCols, typename T, int kCount>
 __device__ inline void load_left_transposed(unsigned (&a)[kCount][4], const T* tile, int row,
                                             int k) {
@@ -35,9 +40,9 @@ __device__ inline void load_left_transposed(unsigned (&a)[kCount][4], const T* t
   for (int i = 0; i < kCount; ++i) ldmatrix_x4_trans(a[i], tile + (from ^ 16 * i) + k * kCols);
 }
 
-/// The fragments of a right factor b, 16 rows from k on and 16 kCount columns from `col` on. A
-/// right factor's fragments are those of its transpose: it is the plain one that ldmatrix
-/// transposes.
+/// Loads the fragments of a right factor b: 16 rows, from k on, and 16 kCount columns, from `col`
+/// on. A right factor's fragments are held the other way round (see mma.cuh). So ldmatrix has to
+/// transpose a b that lies row by row, and not a b that lies column by column.
 template <int kCols, typename T, int kCount>
 __device__ inline void load_right(unsigned (&b)[kCount][4], const T* tile, int k, int col) {
   const int lane = threadIdx.x % 32;
@@ -46,7 +51,7 @@ __device__ inline void load_right(unsigned (&b)[kCount][4], const T* tile, int k
   for (int j = 0; j < kCount; ++j) ldmatrix_x4_trans(b[j], tile + (from ^ 16 * j) + k * kCols);
 }
 
-/// The same where memory has b^T: `col` is a row of the tile, k a column of it.
+/// The same where memory has the transpose of b: `col` is a row of the tile, k is a column of it.
 template <int kCols, typename T, int kCount>
 __device__ inline void load_right_transposed(unsigned (&b)[kCount][4], const T* tile, int k,
                                              int col) {
@@ -56,7 +61,7 @@ __device__ inline void load_right_transposed(unsigned (&b)[kCount][4], const T* 
   for (int j = 0; j < kCount; ++j) ldmatrix_x4(b[j], from + 16 * j * kCols);
 }
 
-/// sum += a b
+/// Adds the product a b to the sums.
 template <typename T = __nv_bfloat16, int kRows, int kCols>
 __device__ inline void add_product(float (&sum)[kRows][2 * kCols][4], const unsigned (&a)[kRows][4],
                                    const unsigned (&b)[kCols][4]) {
@@ -69,7 +74,8 @@ __device__ inline void add_product(float (&sum)[kRows][2 * kCols][4], const unsi
   }
 }
 
-/// The tensor cores only add: for sum -= a b, a changes its sign, the top bits of its bf16 pairs.
+/// Changes the sign of a left factor of bf16: the tensor cores only add, so sum -= a b is sum +=
+/// (-a) b. The sign is the top bit of each of the two numbers in a register.
 template <int kCount>
 __device__ inline void negate(unsigned (&negative)[kCount][4], const unsigned (&a)[kCount][4]) {
 #pragma unroll
@@ -79,8 +85,9 @@ __device__ inline void negate(unsigned (&negative)[kCount][4], const unsigned (&
   }
 }
 
-/// A lane's results lie in pairs of neighbours: pair (i, j) in row 8 i + lane / 4, and in the
-/// columns 8 j + 2 (lane % 4) and the next one.
+/// A lane's results are pairs of neighbours in a row. Pair (i, j) is in row 8 i + lane / 4, columns
+/// 8 j + 2 (lane % 4) and the next one. pair_of() returns it, pair_in() says where it lies in a
+/// tile in which the warp's results begin at (row, col).
 template <int kRows, int kCols>
 __device__ inline float2 pair_of(const float (&sum)[kRows][kCols][4], int i, int j) {
   return make_float2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);
@@ -95,7 +102,7 @@ __device__ inline float2 unpack2(unsigned pair) {
   return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
 }
 
-/// Rounds a warp's sums, and puts them at (row, col) of a tile with kCols columns.
+/// Rounds a warp's sums to T, and writes them into a tile with kCols columns, from (row, col) on.
 template <int kCols, typename T, int kRows16, int kCols8>
 __device__ inline void to_tile(T* tile, int row, int col, const float (&sum)[kRows16][kCols8][4]) {
 #pragma unroll
@@ -108,8 +115,8 @@ __device__ inline void to_tile(T* tile, int row, int col, const float (&sum)[kRo
   }
 }
 
-/// Calls visit(row, col, pair) for each of the lane's pairs that is inside of a matrix of rows x
-/// cols, in which the warp's sums start at (row0, col0).
+/// Calls visit(row, col, pair) for each of the lane's pairs that lies inside of a matrix of rows x
+/// cols. The warp's sums begin at (row0, col0) of that matrix.
 template <int kRows16, int kCols8, typename Visit>
 __device__ inline void for_pairs(const float (&sum)[kRows16][kCols8][4], int row0, int col0,
                                  int rows, int cols, Visit visit) {
@@ -124,9 +131,10 @@ __device__ inline void for_pairs(const float (&sum)[kRows16][kCols8][4], int row
   }
 }
 
-/// A warp's kRows x kCols results, whose pairs `pair` computes, go to (row0, col0) of `to`
-/// (rows x cols). They pass through `staging`, as large and the warp's own, to leave as 16 bytes a
-/// lane.
+/// Stores a warp's kRows x kCols results to `to` (rows x cols), from (row0, col0) on. pair(i, j)
+/// computes a pair of them, rounded. From its fragments a lane could only store 4 bytes at a time.
+/// So the results go to `staging` first, shared memory of the warp's own and of the same size, and
+/// leave from there as 16 bytes a lane.
 template <int kRows, int kCols, typename T, typename Pair>
 __device__ inline void store_results(T* staging, T* to, int64_t row0, int col0, int64_t rows,
                                      int cols, Pair pair) {

@@ -1,16 +1,19 @@
-// The tensor cores, instruction by instruction: ldmatrix, mma.sync, and the shared memory layout
-// that feeds them.
+// The tensor cores, instruction by instruction: ldmatrix, mma.sync, and the layout of tiles in
+// shared memory that suits them.
 //
-// A warp multiplies; each of its 32 lanes holds a share of every matrix, its fragment. Unlike a
-// WMMA fragment (<mma.h>), these are plain registers, and it is specified which lane holds what:
-// a lane can work on its elements, knowing their rows and columns. All of it follows one pattern,
+// A warp multiplies. Each of its 32 lanes holds a part of every matrix: its fragment. These
+// fragments are plain registers, and the PTX ISA says which lane holds which elements. (Of a
+// fragment of WMMA, in <mma.h>, it does not.) So a lane knows the row and the column of what it
+// has, and can go on with it. Everything here is made of one pattern:
 //
 //     8 x 8 elements of 16 bits:  lane l holds row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1
 //
-// in one 32-bit register, the element of the lower column in the lower half. (Of a right factor it
-// is the transpose: column l / 4, rows 2 (l % 4) and the next.) Larger matrices are several of
-// these. Every function that is called for a whole warp says so; all 32 lanes must call it
-// together.
+// These two elements are one register of 32 bits; the lower column is in its lower half. For
+// example, lane 5 holds columns 2 and 3 of row 1. A right factor is held the other way round: lane
+// l holds column l / 4, rows 2 (l % 4) and 2 (l % 4) + 1. A larger matrix is several matrices of 8
+// x 8.
+//
+// Where a function is for a whole warp its comment says so, and all 32 lanes must call it together.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,8 +28,8 @@
 
 namespace primitives {
 
-/// Two floats rounded to T (half or __nv_bfloat16), as a register of a fragment: `low` belongs to
-/// the lower column.
+/// Rounds two floats to T (half or __nv_bfloat16), and returns them as one register of a fragment:
+/// `low` belongs to the lower column.
 template <typename T>
 __device__ inline unsigned pack2(float low, float high);
 template <>
@@ -40,7 +43,7 @@ __device__ inline unsigned pack2<__nv_bfloat16>(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-/// Four floats, likewise, as two registers.
+/// The same of four floats, as two registers.
 template <typename T>
 __device__ inline uint2 pack4(float4 four) {
   return make_uint2(pack2<T>(four.x, four.y), pack2<T>(four.z, four.w));
@@ -53,26 +56,28 @@ __device__ inline void add(float4& sum, const float4& quad) {
   sum.w += quad.w;
 }
 
-/// Two pairs of bf16, multiplied and rounded.
+/// Multiplies two pairs of bf16, element by element, and rounds the products.
 __device__ inline unsigned multiply2(unsigned a, unsigned b) {
   const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a),
                                          *reinterpret_cast<const __nv_bfloat162*>(&b));
   return *reinterpret_cast<const unsigned*>(&product);
 }
 
-/// Where element (row, col) of a tile lies in shared memory, in elements of 16 bits from its start.
-/// The tile has kCols columns (32, or a multiple of 64), is dense, and starts at a multiple of 128
-/// bytes.
+/// Where element (row, col) of a tile lies in shared memory, counted in elements of 16 bits from
+/// the tile's start. The tile has kCols columns (32, or a multiple of 64), has no gaps, and starts
+/// at a multiple of 128 bytes.
 ///
-/// The 32 banks of shared memory are 128 bytes wide: eight pieces of 16 bytes. Row-major, the same
-/// 8 columns of 8 consecutive rows would all be on one eighth of the banks, and reading them, as
-/// ldmatrix does, would take 8 turns. So the pieces of a row change places: piece p of row r
-/// becomes p ^ (r % 8), and then all eight are on different banks. (With 32 columns two rows share
-/// 128 bytes and have four pieces each: p ^ (r / 2 % 4).) A row still has the same 128 bytes, so
-/// writing whole rows is free of conflicts too, and unlike padding this costs no memory. An
-/// exclusive or also undoes itself, and commutes with others: if a column has none of the bits of
-/// 8 c, then column + 8 c is column ^ 8 c, and its offset is the column's offset ^ 8 c, as long as
-/// neither leaves an aligned group of 64 (32) columns.
+/// Why not row-major? The 32 banks of shared memory are 128 bytes wide, eight pieces of 16 bytes.
+/// With rows of 64 columns a piece p would lie on the same four banks in every row. ldmatrix reads
+/// the same piece of eight rows, and would take 8 turns. So the pieces of a row change places:
+/// piece p of row r lies at place p ^ (r % 8). Then the same piece of eight rows lies on eight
+/// different groups of banks. A whole row still fills the same 128 bytes, so writing rows meets no
+/// bank twice, either; and unlike padding this costs no memory. (With 32 columns a row has four
+/// pieces, and two rows share 128 bytes: piece p lies at p ^ (r / 2 % 4).)
+///
+/// An offset may be moved along a row without swizzling again: if a column has none of the bits of
+/// d, then swizzle(row, column + d) is swizzle(row, column) ^ d. d is a multiple of 8, and both
+/// columns are in the same 64 (or 32). Lesson 3's *lean* uses that, and explains it.
 template <int kCols>
 __device__ inline int swizzle(int row, int col) {
   static_assert(kCols == 32 || kCols % 64 == 0, "no layout for rows of this length");
@@ -83,11 +88,11 @@ __device__ inline int swizzle(int row, int col) {
 // The CPU backend says the same words in cpu/execution/warp_products.h.
 #ifndef CUDA_CPU
 
-/// Loads four 8 x 8 matrices of 16-bit elements from shared memory, for a whole warp. Lane l passes
-/// the address of a row (8 elements, 16 bytes, aligned to that): rows 0 to 7 of matrix 0 come from
-/// lanes 0 to 7, those of matrix 1 from lanes 8 to 15, and so on. It receives in matrices[i] of
-/// matrix i the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1). PTX ISA, "Warp-level matrix
-/// load instruction: ldmatrix".
+/// For a whole warp: loads four matrices of 8 x 8 elements of 16 bits from shared memory. Each lane
+/// passes the address of one row, which is 8 elements, 16 bytes, at a multiple of 16 bytes. Lanes 0
+/// to 7 pass the rows of matrix 0, lanes 8 to 15 those of matrix 1, and so on. Then lane l has in
+/// matrices[i] two elements of matrix i: row l / 4, columns 2 (l % 4) and 2 (l % 4) + 1. PTX ISA,
+/// "Warp-level matrix load instruction: ldmatrix".
 __device__ inline void ldmatrix_x4(unsigned (&matrices)[4], const void* row) {
   const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -96,8 +101,8 @@ __device__ inline void ldmatrix_x4(unsigned (&matrices)[4], const void* row) {
                : "memory");
 }
 
-/// The same, and transposes each matrix: lane l receives in matrices[i] of matrix i the elements
-/// (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+/// The same, but each matrix is transposed on the way: lane l has in matrices[i] two elements of
+/// column l / 4 of matrix i, rows 2 (l % 4) and 2 (l % 4) + 1.
 __device__ inline void ldmatrix_x4_trans(unsigned (&matrices)[4], const void* row) {
   const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -153,10 +158,10 @@ __device__ inline void mma_m16n8k16<__nv_bfloat16>(float (&sum)[4], const unsign
 #endif
 }
 
-/// `value` rounded to TF32, the nearest number with 10 bits of mantissa, as an operand of
-/// mma_m16n8k8_tf32. Infinities and NaN stay what they are. Needs compute capability 8.0, where a
-/// tie goes away from zero; from 9.0 on it goes to the even one, which is one instruction and not
-/// three.
+/// Rounds to TF32, the nearest number with 10 bits of mantissa: an operand of mma_m16n8k8_tf32.
+/// Infinities and NaN stay what they are. Needs compute capability 8.0. There a number in the
+/// middle between two goes away from zero. From 9.0 on it goes to the even one, which takes one
+/// instruction and not three.
 __device__ inline unsigned to_tf32(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   unsigned rounded;

@@ -1,4 +1,4 @@
-// What kernels on several GPUs say to each other through memory that all of them reach.
+// How kernels on several GPUs talk to each other, through memory that all of them reach.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,9 +13,10 @@ namespace primitives {
 template <typename T>
 using AtSystem = cuda::atomic_ref<T, cuda::thread_scope_system>;
 
-/// Gives up in time, so that a GPU that never answers does not hang the others: `limit` nanoseconds
-/// after one of the first looks. The clock is not looked at each time: it is slow. `silent` becomes
-/// 1 + the GPU that was waited for, unless somebody has said so before.
+/// Lets a loop that waits for another GPU give up, so that a GPU that never answers does not hang
+/// the others. ends() is called at each look. It returns true when `limit` nanoseconds have passed
+/// since one of the first looks. (It reads the clock only at every 256th look: that is slow.) Then
+/// `silent` becomes 1 + the GPU that was waited for, unless somebody has written there before.
 struct Patience {
   uint64_t limit;
   unsigned* silent;
@@ -35,7 +36,7 @@ struct Patience {
   }
 };
 
-/// What memory holds where no number has come yet: a NaN that arithmetic does not make.
+/// What memory holds where no number has come yet: the bits of a NaN that arithmetic does not make.
 inline constexpr unsigned kNothing = ~0u;
 
 __device__ inline float4 empty_quad() {
@@ -48,8 +49,9 @@ __device__ inline bool is_whole(const float4& quad) {
          __float_as_uint(quad.z) != kNothing && __float_as_uint(quad.w) != kNothing;
 }
 
-/// Four numbers that another GPU may be storing: each is there or not, whatever the others are.
-/// PTX ISA, "ld" and "st": a vector is as many accesses as it has elements.
+/// Reads four numbers that another GPU may be storing just now. Each of the four has come or has
+/// not, whatever the others have: a load or store of a vector is as many accesses as it has
+/// elements (PTX ISA, "ld" and "st"). So no flag is needed beside the numbers.
 __device__ inline float4 look_at_quad(float4* from) {
   float4 quad;
 #ifdef CUDA_CPU

@@ -1,4 +1,4 @@
-// What is shared by those that have parts of the same row: lanes of a warp, and blocks.
+// For those that have parts of one row: lanes of a warp, or blocks.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,8 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 
-/// The maximum over each group of kLanes neighbouring lanes, in all of them.
+/// The maximum over each group of kLanes neighbouring lanes. All lanes of the group get it. Below:
+/// the sum.
 template <int kLanes>
 __device__ float lanes_max(float value) {
 #pragma unroll
@@ -25,9 +26,10 @@ __device__ float lanes_sum(float value) {
   return value;
 }
 
-/// True in the last of `blocks` blocks to call this: it sees what the others had written before
-/// they did. No block waits for another one, so it does not matter how many of them run at a time.
-/// `arrived` is 0 before the launch, and again after it.
+/// All threads of `blocks` blocks call this. It returns true in the block that calls it last, and
+/// there what the other blocks had written before they called it can be read. No block waits for
+/// another one, so it does not matter how many of them run at a time. `arrived` is 0 before the
+/// launch, and again after it.
 __device__ inline bool is_last_block(unsigned* arrived, int blocks) {
   __threadfence();
   __syncthreads();
@@ -42,12 +44,14 @@ __device__ inline bool is_last_block(unsigned* arrived, int blocks) {
 }
 
 /// What softmax has to know of a row, or of a part of it: the largest logit, and the sum of
-/// exp(logit - largest). Of nothing at all: -inf and 0.
+/// exp(logit - largest). For the logits 3 and 1 that is 3 and 1.135. If there are no logits at all,
+/// it is -infinity and 0.
 struct MaxSum {
   float largest, sum;
 };
 
-/// What exponentials are relative to: the maximum, unless that is -inf; then all of them are 0.
+/// What exponentials are relative to: the maximum. If that is -infinity it is 0, since -infinity
+/// minus -infinity would be NaN. Then all exponentials are 0.
 __device__ inline float base_of(float largest) { return largest == minus_infinity() ? 0 : largest; }
 
 }  // namespace primitives

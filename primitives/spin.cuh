@@ -1,7 +1,9 @@
-// Loops in which a thread waits for what other blocks of the launch do. Such a launch has only as
-// many blocks as run at the same time; where one of them never does what another one waits for, the
-// launch never ends. In a build by `scons debug=1` a thread that has waited for SPIN_LIMIT
-// nanoseconds prints for what, and stops the launch. The CPU backend reports a deadlock.
+// For loops in which a thread waits for what other blocks of its launch do. Such a launch has only
+// as many blocks as run at the same time. If one of them never does what another one waits for, the
+// launch never ends.
+//
+// In a build by `scons debug=1` a thread that has waited for SPIN_LIMIT nanoseconds prints what it
+// has waited for, and stops the launch. The CPU backend reports a deadlock.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -48,8 +50,8 @@ struct Spin {
 /// A word in memory that blocks of a launch count in, or set to 1.
 using GridCount = cuda::atomic_ref<unsigned, cuda::thread_scope_device>;
 
-/// Waits until the count is at least `least`. What a thread had written before it raised the count,
-/// by a release, can then be read.
+/// Waits until the count is at least `least`. Then this thread can read what the threads that
+/// raised the count, each by a release, had written before.
 __device__ __forceinline__ void wait_for_count(const GridCount& count, unsigned least,
                                                const char* what) {
   const Spin spin(what);

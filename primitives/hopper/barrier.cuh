@@ -1,7 +1,10 @@
 // Barriers in shared memory (mbarrier), at which threads and copies arrive. PTX ISA, "Parallel
-// Synchronization and Communication Instructions: mbarrier". A phase of a Barrier ends when `count`
-// arrivals and all announced bytes have come in; phases alternate in parity. And Ring: which of
-// several comes next. The CPU backend says the same words in cpu/hopper/hopper_device.h.
+// Synchronization and Communication Instructions: mbarrier". A Barrier goes through one phase after
+// the other. A phase ends when `count` arrivals have come, and all bytes that were announced. A
+// thread that waits names a phase by its parity: 0, 1, 0, 1 and so on.
+//
+// And Ring, which says which of several barriers comes next. The CPU backend says the same words in
+// cpu/hopper/hopper_device.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,11 +18,12 @@
 
 namespace primitives {
 
-/// An mbarrier; it lives in shared memory.
+/// An mbarrier. It has to be in shared memory.
 using Barrier = uint64_t;
 
-/// Where a thread stands among the `count` stages of a pipeline: which comes next, and in which of
-/// the two phases of its barriers.
+/// Where a thread stands among the `count` stages of a pipeline: which stage comes next, and the
+/// parity of the phase that its barriers are in. With three stages the fifth step has stage 1 and
+/// parity 1.
 struct Ring {
   int count, stage = 0, parity = 0;
   __device__ void advance() {
@@ -27,8 +31,9 @@ struct Ring {
   }
 };
 
-/// The way back from where a Ring is: once more the turns that it has made last, from the last one
-/// on, and then the stages' next rounds, in the same order.
+/// The way back from where a Ring is. It begins with the stage that the Ring came to last, and goes
+/// to the one before, and so on. When it has passed all stages it goes on in this order, in the
+/// stages' next rounds.
 struct BackRing {
   int count, stage, parity;
   __device__ explicit BackRing(const Ring& from)
@@ -53,8 +58,8 @@ __device__ inline void barrier_init(Barrier* barrier, int count) {
                "r"(count));
 }
 
-/// Makes barrier_init visible to the copy engine and to the other blocks of the cluster; a barrier
-/// among the threads (of the cluster) has to follow.
+/// Lets the copy engine and the other blocks of the cluster see what barrier_init has done. A
+/// barrier among the threads (of the block, or of the cluster) has to follow.
 __device__ inline void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -76,7 +81,7 @@ __device__ inline void barrier_arrive(Barrier* barrier, int rank) {
       : "memory");
 }
 
-/// Arrives, and announces bytes that copies will bring in this phase.
+/// Arrives, and announces how many bytes copies will bring in this phase.
 __device__ inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -84,7 +89,8 @@ __device__ inline void barrier_arrive_expect(Barrier* barrier, int bytes) {
       : "memory");
 }
 
-/// Waits until the phase of this parity (0, 1, 0, ...) is over; on a new barrier 1 is over.
+/// Waits until the phase of this parity (0, 1, 0, ...) is over. On a new barrier parity 1 counts as
+/// over.
 __device__ inline void barrier_wait(Barrier* barrier, int parity) {
   asm volatile(
       "{\n"

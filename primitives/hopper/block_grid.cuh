@@ -6,8 +6,9 @@
 
 namespace primitives {
 
-/// How kSharers blocks divide a row-major right tile of kCols columns: each fetches whole boxes, if
-/// these can be divided equally, else as many rows of each box.
+/// How kSharers blocks divide the copies of a row-major right tile of kCols columns. If its boxes
+/// can be divided equally, each block fetches some whole boxes, all rows of them. Otherwise each
+/// block fetches some rows of every box.
 template <typename T, int kCols, int kSharers>
 struct RightShare {
   static constexpr int kAllBoxes = RightTile<T, kCols>::kBoxes;
@@ -16,8 +17,8 @@ struct RightShare {
   static constexpr int kRows = kWhole ? kLine<T> : kLine<T> / kSharers;
 };
 
-/// The same of a right tile whose columns are contiguous: boxes of kCols columns, a multiple of 8,
-/// which blocks take in turn.
+/// The same of a right tile whose columns are contiguous. It comes in boxes of kCols columns, a
+/// multiple of 8, which the blocks take in turn.
 template <int kAllCols, int kSharers>
 struct ColumnShare {
   static constexpr bool kEqual = kAllCols % (8 * kSharers) == 0;
@@ -26,7 +27,7 @@ struct ColumnShare {
   static_assert(kAllCols % kCols == 0);
 };
 
-/// A box of a right tile: whose it is, and its first column there.
+/// Where a box of a right tile comes from: of which matrix it is, and its first column there.
 struct BoxSource {
   const CUtensorMap* map;
   int col;
@@ -34,11 +35,19 @@ struct BoxSource {
 
 #if HOPPER_CODE
 
-/// The blocks of a cluster own tiles of a product: kStack below each other, which share what they
-/// copy of the right factor, by kSide beside each other, which share what they copy of the left
-/// factor. BlockGrid<1, 1> is a block alone. In BlockGrid<2, 2> ranks 0 and 1 are below each other
-/// on the left side, 2 and 3 on the right one: block 0 shares the right factor with 1, and the left
-/// factor with 2. `cluster` is the number of this cluster, and `clusters` is how many there are.
+/// The blocks of a cluster own tiles of a product that lie beside each other. kStack of them lie
+/// one below the other and need the same tile of the right factor. kSide of them lie side by side
+/// and need the same tile of the left factor. Each block fetches a share of what it has in common
+/// with others, for all of them. BlockGrid<1, 1> is a block alone.
+///
+/// For example, in BlockGrid<2, 2> the ranks of the blocks lie so, and block 0 shares the right
+/// factor with block 1 and the left factor with block 2:
+///
+///     0  2
+///     1  3
+///
+/// `rank` is this block's number in its cluster. `stack` and `side` are its row and its column in
+/// such a picture. `cluster` is the number of this cluster, and `clusters` is how many there are.
 template <int kStack, int kSide>
 struct BlockGrid {
   static constexpr int kBlocks = kStack * kSide;
@@ -47,7 +56,8 @@ struct BlockGrid {
   const int stack = kSide == 1 ? rank : rank % kStack, side = kSide == 1 ? 0 : rank / kStack;
   const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
 
-  /// After prepare() of a pipeline: all threads of all blocks.
+  /// All threads of all blocks call this after prepare() of a pipeline, and wait here for each
+  /// other.
   __device__ static void meet() {
     if constexpr (kBlocks > 1) {
       cluster_meet();
@@ -56,9 +66,10 @@ struct BlockGrid {
     }
   }
 
-  /// A warpgroup calls this when it has read the stage of `empty`. All blocks that copy a part of
-  /// that stage, kPeers of them, have to know. One thread tells each: threads below kStack the
-  /// blocks of this side, itself among them, the others those beside it.
+  /// A warpgroup calls this when it has read the stage whose barrier is `empty`. The kPeers blocks
+  /// that have copied a part of this stage, this block among them, have to be told. Each of the
+  /// first kPeers threads tells one block: the first kStack threads those of this side, the others
+  /// those beside this block.
   __device__ void release(Barrier& empty) const {
     const int thread = threadIdx.x % 128;
     if constexpr (kBlocks == 1) {
@@ -71,10 +82,12 @@ struct BlockGrid {
     }
   }
 
-  /// The blocks that share a tile of the left factor with this one, or of the right one, as bits,
-  /// bit i for rank i. In BlockGrid<2, 2> for rank 1: beside() is 0b1010, ranks 1 and 3, and
-  /// below() is 0b0011, ranks 0 and 1. kTwo are the first blocks of two sides, kAll those of all
-  /// sides.
+  /// Who is sent a copy, as bits: bit i stands for rank i. beside() are the blocks that share a
+  /// tile of the left factor with this one, below() those that share one of the right factor; this
+  /// block is among them. In BlockGrid<2, 2>, for rank 1, beside() is 0b1010, ranks 1 and 3, and
+  /// below() is 0b0011, ranks 0 and 1.
+  ///
+  /// In the code kAll has a bit for the first block of each side, and kTwo for those of two sides.
   __device__ uint16_t beside() const {
     static_assert(kSide <= 2 || kSide == 4);
     constexpr unsigned kTwo = 1 | 1 << kStack;
@@ -85,8 +98,9 @@ struct BlockGrid {
     return static_cast<uint16_t>(((1 << kStack) - 1) << kStack * side);
   }
 
-  /// Starts the copies of a tile of the left factor at (row, k): this block's share of it, to all
-  /// blocks beside it. With kAlone it fetches all, for itself.
+  /// Starts the copies of this block's share of a tile of the left factor at (row, k), to all
+  /// blocks beside this one. The bytes count at the barrier `arrived` of each block. With kAlone
+  /// the block fetches all of the tile, for itself alone.
   template <bool kAlone = false, typename T, int kRows>
   __device__ void load(LeftTile<T, kRows>& to, const CUtensorMap* map, int row, int k,
                        Barrier* arrived) const {
@@ -103,7 +117,7 @@ struct BlockGrid {
     }
   }
 
-  /// The same where memory has it transposed; nobody shares it.
+  /// The same where memory has the left factor transposed. Nobody shares it.
   template <bool kAlone = false, int kRows>
   __device__ void load(TransposedLeftTile<kRows>& to, const CUtensorMap* map, int row, int k,
                        Barrier* arrived) const {
@@ -115,7 +129,7 @@ struct BlockGrid {
     }
   }
 
-  /// The same of a row-major right factor at (k, col), to all blocks below.
+  /// The same of a tile of a row-major right factor at (k, col), to all blocks below.
   template <bool kAlone = false, typename T, int kCols>
   __device__ void load(RightTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
                        Barrier* arrived) const {
@@ -127,7 +141,8 @@ struct BlockGrid {
         k, arrived);
   }
 
-  /// The same of more than one right factor: source(box) says where each box comes from.
+  /// The same if the boxes of the tile come from several matrices: source(box) says where each box
+  /// comes from.
   template <bool kAlone = false, typename T, int kCols, typename Source>
   __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
     using Share = RightShare<T, kCols, kStack>;
@@ -147,7 +162,7 @@ struct BlockGrid {
     }
   }
 
-  /// The same of a right factor whose columns are contiguous: columns from `col` on are rows of the
+  /// The same of a right factor whose columns are contiguous: its column `col` is row `col` of the
   /// matrix in memory.
   template <bool kAlone = false, typename T, int kCols>
   __device__ void load(ColumnTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
@@ -167,8 +182,9 @@ struct BlockGrid {
   }
 };
 
-/// The blocks of a cluster all read what each of them fetches. They are a row of the grid, and how
-/// many they are is known at run time. Who calls release(): a warpgroup, or each of its warps.
+/// A cluster whose blocks all read what each of them fetches. Its blocks are a row of the grid, and
+/// how many they are is known only at run time. kBy says who calls release(): a warpgroup, or each
+/// of its warps.
 enum class Releases { warpgroup, warp };
 template <Releases kBy = Releases::warpgroup>
 struct BlockRow {

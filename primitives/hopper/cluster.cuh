@@ -18,9 +18,9 @@ namespace primitives {
 
 // ---- Host: how many fit -------------------------------------------------------------------------
 
-/// How many clusters of `blocks` blocks of `kernel` the device holds at once, perhaps none. For a
-/// device without clusters: how many it has multiprocessors for, so that the rest can be worked out
-/// as elsewhere.
+/// How many clusters of `blocks` blocks of `kernel` the device holds at a time; perhaps none. Of a
+/// device without clusters: for how many it has multiprocessors, so that what follows from the
+/// number can be worked out there, too.
 template <typename Kernel>
 int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
   if (!is_hopper()) return std::max(1, multiprocessors() / static_cast<int>(blocks));
@@ -40,7 +40,7 @@ int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t 
   return clusters;
 }
 
-/// The same for a kernel that has to fit.
+/// The same for a kernel that has to fit: it throws if none does.
 template <typename Kernel>
 int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
   const int clusters = clusters_that_fit(kernel, blocks, threads, shared_bytes);
@@ -51,9 +51,10 @@ int resident_clusters(Kernel* kernel, unsigned blocks, unsigned threads, size_t 
   return clusters;
 }
 
-/// How many persistent blocks (or clusters) work on `tiles` tiles if `capacity` fit on the device:
-/// as few as finish in the same number of rounds. Multiprocessors without work leave their share of
-/// the power to the others.
+/// How many blocks (or clusters) of a persistent kernel to launch for `tiles` tiles, if `capacity`
+/// of them fit on the device: as few as finish in the same number of rounds. For example, 512 tiles
+/// and room for 132 blocks are four rounds, and so are 128 blocks. The multiprocessors that have no
+/// work leave their share of the power to the others.
 inline unsigned persistent(int64_t tiles, int64_t capacity) {
   const int64_t rounds = (tiles + capacity - 1) / capacity;
   return static_cast<unsigned>((tiles + rounds - 1) / rounds);
@@ -61,17 +62,20 @@ inline unsigned persistent(int64_t tiles, int64_t capacity) {
 
 #if CLUSTER_CODE
 
-/// The number of this thread's warp, which the compiler then knows to be the same for all of it.
+/// The number of this thread's warp in its block. By the shuffle the compiler knows that it is the
+/// same for all of the warp.
 __device__ inline int warp_of_block() { return __shfl_sync(0xffffffff, threadIdx.x / 32, 0); }
 
 #ifndef CUDA_CPU
 
-/// A barrier among `threads` threads of the block, one of 16; 0 is __syncthreads().
+/// A barrier among `threads` threads of the block. A block has 16 of them, with ids 0 to 15; 0 is
+/// that of __syncthreads().
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// Hands registers back, or takes more: per thread, for the whole warpgroup. "setmaxnreg".
+/// All threads of a warpgroup give registers back, or take more, until each thread has kRegisters.
+/// PTX ISA, "setmaxnreg".
 template <int kRegisters>
 __device__ inline void registers_shrink_to() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -81,9 +85,10 @@ __device__ inline void registers_grow_to() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// True for one thread of the warp, the same each time; all 32 have to call it. It is for the one
-/// that starts copies: the compiler then knows that there is only one, and makes no loop over the
-/// warp's threads of each copy, as it does after `threadIdx.x == 0`. "elect.sync".
+/// True for one thread of the warp, each time the same one. All 32 have to call it. It is for the
+/// thread that starts copies: the compiler then knows that there is only one, and makes no loop
+/// over the warp's threads for each copy, as it does after `threadIdx.x == 0`. PTX ISA,
+/// "elect.sync".
 __device__ inline bool elect_one() {
   uint32_t chosen;
   asm volatile(
@@ -110,9 +115,10 @@ __device__ inline void cluster_sync() {
           : "memory");
 }
 
-/// The same in two halves, and without waiting for what was written before, which can take a
-/// microsecond: after it the others' threads are there, but of their writes only the barriers that
-/// barrier_init_fence() followed.
+/// The same in two halves: cluster_arrive() says that this thread is here, cluster_wait() waits
+/// until all are. It does not wait for what was written before, which can take a microsecond. So
+/// after it all threads of the cluster are there, but of what they have written only the barriers
+/// can be seen after whose initialization barrier_init_fence() was called.
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -122,7 +128,7 @@ __device__ inline void cluster_wait() {
 
 #endif  // CUDA_CPU
 
-/// Both at once: how the blocks of a cluster meet when each has initialized its barriers.
+/// Both halves at once: the blocks of a cluster meet so when each has initialized its barriers.
 __device__ inline void cluster_meet() {
   cluster_arrive();
   cluster_wait();

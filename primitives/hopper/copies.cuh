@@ -1,6 +1,9 @@
-// The copy engine (TMA): one thread copies a whole box between memory and shared memory. PTX ISA,
-// "Data Movement and Conversion Instructions: cp.async.bulk.tensor". The CPU backend says the same
-// words in cpu/hopper/hopper_device.h.
+// The copy engine (TMA): one thread orders the copy of a whole box between memory and shared
+// memory, and goes on. PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
+// The CPU backend says the same words in cpu/hopper/hopper_device.h.
+//
+// A box lies in shared memory at a multiple of 128 bytes. Where a Barrier is named, the bytes of a
+// copy count there when they have come.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +18,7 @@ namespace primitives {
 #if CLUSTER_CODE
 #ifndef CUDA_CPU
 
-/// Copies the box whose first element is (row, col) to `to` (aligned to 128 bytes) in shared
-/// memory; its bytes count at `barrier`.
+/// Copies the box that begins at (row, col) of the matrix to shared memory.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
                                    Barrier* barrier) {
   asm volatile(
@@ -26,14 +28,14 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
-/// Has the box that tensor_load would copy brought into the L2 cache.
+/// Brings the box that tensor_load would copy into the L2 cache, and no further.
 __device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
                "r"(col), "r"(row)
                : "memory");
 }
 
-/// Copies the 64 elements of a vector from `first` on.
+/// Copies 64 elements of a vector, from number `first` on.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -42,7 +44,8 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, 
       : "memory");
 }
 
-/// tensor_load into all blocks of the cluster with a bit in `ranks`; each one's barrier counts.
+/// tensor_load into the shared memory of several blocks of the cluster: those whose bit is set in
+/// `ranks`. The copy arrives at the same place in each, and counts at the same barrier of each.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks) {
   asm volatile(
@@ -52,7 +55,8 @@ __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, i
       : "memory");
 }
 
-/// Copies `bytes` in a row; both addresses and `bytes` are multiples of 16. "cp.async.bulk".
+/// Copies `bytes` bytes that lie one after the other, without a tensor map. Both addresses and
+/// `bytes` are multiples of 16. PTX ISA, "cp.async.bulk".
 __device__ inline void bulk_load(void* to, const void* from, int bytes, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -61,10 +65,10 @@ __device__ inline void bulk_load(void* to, const void* from, int bytes, Barrier*
       : "memory");
 }
 
-/// Copies `bytes` from this block's shared memory to the place of `to` in that of block `rank` of
-/// the cluster, and counts them at that block's `barrier`. Addresses and `bytes` are multiples of
-/// 16. As for tensor_store, shared_fence() comes before; and this block must not end before the
-/// bytes have come.
+/// Copies `bytes` bytes from this block's shared memory into that of block `rank` of the cluster,
+/// to the place that `to` has there, and counts them at that block's `barrier`. Addresses and
+/// `bytes` are multiples of 16. Before it the threads that wrote the bytes call shared_fence(), and
+/// meet. This block must not end before the bytes have come.
 __device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier* barrier,
                                  int rank) {
   asm volatile(
@@ -79,9 +83,9 @@ __device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier*
       : "memory");
 }
 
-/// Writes `value` to the place of `to` in block `rank` of the cluster, and counts its 4 bytes at
-/// that block's `barrier`, when they have come; that block must not end before, this one may.
-/// "st.async".
+/// Writes `value` into the shared memory of block `rank` of the cluster, to the place that `to` has
+/// there. Its 4 bytes count at that block's `barrier` when they have come. That block must not end
+/// before; this one may. PTX ISA, "st.async".
 __device__ inline void store_push(float* to, float value, Barrier* barrier, int rank) {
   asm volatile(
       "{\n"
@@ -94,16 +98,17 @@ __device__ inline void store_push(float* to, float value, Barrier* barrier, int 
       : "memory");
 }
 
-/// Copies a box from shared memory to the matrix. The threads that wrote the box call
-/// shared_fence() and meet at a barrier before.
+/// Copies a box from shared memory to the matrix. Before it the threads that wrote the box call
+/// shared_fence(), and meet at a barrier. Stores are waited for by groups: tensor_store_commit()
+/// closes a group.
 __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
       "r"(col), "r"(row), "r"(shared_address(from))
       : "memory");
 }
-/// Copies `bytes` in a row from shared memory; both addresses and `bytes` are multiples of 16. As
-/// for tensor_store, with which it shares commit and wait. "cp.async.bulk".
+/// The same of `bytes` bytes that lie one after the other, without a tensor map. Both addresses and
+/// `bytes` are multiples of 16. PTX ISA, "cp.async.bulk".
 __device__ inline void bulk_store(void* to, const void* from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
@@ -112,15 +117,16 @@ __device__ inline void bulk_store(void* to, const void* from, int bytes) {
 __device__ inline void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Waits until all but the newest kNewest groups of this thread's stores have read their boxes,
-/// which may then be written again.
+/// Waits until all groups of this thread's stores but the newest kNewest have been read from shared
+/// memory, which may then be written again.
 template <int kNewest>
 __device__ inline void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
 }
 
-/// Makes this thread's writes to shared memory visible to the copy engine and to wgmma; below: what
-/// this thread has written to memory, or seen written, to the copy engine.
+/// Two fences between ordinary accesses and those of the copy engine and of wgmma. After
+/// shared_fence() they see what this thread has written to shared memory. After global_fence() the
+/// copy engine sees what this thread has written to memory, or has seen that others have written.
 __device__ inline void shared_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -128,11 +134,11 @@ __device__ inline void global_fence() { asm volatile("fence.proxy.async.global;"
 
 // ---- With a policy for the L2 cache, and of a batch of matrices ---------------------------------
 //
-// A box is of one matrix, and ends where that ends: what it reads beyond is zero, not the next
-// matrix, and what it writes there is dropped.
+// A tensor map may be of a batch of matrices. A box is of one of them, and ends where that ends:
+// what it reads beyond is zero and not the next matrix, and what it writes there is dropped.
 
-// Policies for the copies below, "createpolicy": the L2 cache gives this data up before other data,
-// after it, or as if nothing was said.
+// Policies for the copies below: the L2 cache gives this data up before other data, after it, or as
+// if nothing was said. PTX ISA, "createpolicy".
 __device__ inline uint64_t evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -149,7 +155,7 @@ __device__ inline uint64_t evict_normal() {
   return policy;
 }
 
-/// tensor_load() of a box with a policy; below: of matrix `matrix`.
+/// tensor_load() with a policy; and below, the same of a box of matrix number `matrix`.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
                                    Barrier* barrier, uint64_t policy) {
   asm volatile(
@@ -167,7 +173,8 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix,
       : "memory");
 }
 
-/// The same of a tensor of five dimensions, whose coordinates are `at`, the innermost one first.
+/// The same of a tensor of five dimensions. `at` is where the box begins; the innermost dimension
+/// comes first.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, const int (&at)[5],
                                    Barrier* barrier, uint64_t policy) {
   asm volatile(
@@ -178,7 +185,7 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, const int (
       : "memory");
 }
 
-/// tensor_load_multicast(), likewise.
+/// tensor_load_multicast() with a policy; and of matrix number `matrix`.
 __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, int row, int col,
                                              Barrier* barrier, uint16_t ranks, uint64_t policy) {
   asm volatile(
@@ -200,7 +207,7 @@ __device__ inline void tensor_load_multicast(void* to, const CUtensorMap* map, i
       : "memory");
 }
 
-/// tensor_store(), likewise.
+/// tensor_store() with a policy; and to matrix number `matrix`.
 __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, const void* from,
                                     uint64_t policy) {
   asm volatile(

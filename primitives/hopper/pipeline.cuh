@@ -1,21 +1,24 @@
 // A pipeline: stages in shared memory, which one thread fills and warpgroups empty, round after
-// round. Each stage has two barriers. `full`: the thread announces how many bytes come, and the
-// phase is over when the copy engine has brought them. `empty`: the phase is over when all who read
-// the stage have given it back. docs/hopper.md draws it.
+// round. docs/hopper.md draws it. Each stage has two barriers:
+//   - `full`: the thread that fills the stage announces how many bytes will come. The phase is over
+//     when the copy engine has brought them.
+//   - `empty`: the phase is over when all who read the stage have given it back.
+//
+// Kernels fill stages, wait for them and give them back by these words only. (Lesson 3's first two
+// kernels for Hopper write them out.)
 //
 //     Writer::put    waits until the next stage is empty, announces its bytes, starts its copies
 //     Reader::take   waits until the next stage is full, starts its products, and gives back the
 //                    stage before, whose products are done by then
 //
-// Kernels wait for stages that a producer fills, fill them, and give them back only by these words.
-// (Lesson 3's first two kernels for Hopper write them out.) Who tells whom that a stage is empty is
-// up to `blocks`, a BlockGrid or BlockRow (primitives/hopper/block_grid.cuh).
+// Who has to be told that a stage is empty is known by `blocks`, a BlockGrid or BlockRow
+// (primitives/hopper/block_grid.cuh).
 //
-// At the first reading take turns for stages, and skip prepare_first(), put_first(), Writer's
-// `filled` and `announced`, and Maker: only operators and bonuses need them. A pipeline is anything
-// with stages(), turns(), stage(turn) and the barriers full[] and empty[]; Pipeline is one that has
-// its stages itself. What a turn is StageBarriers says. The numbers kStages and kTurns are 0 where
-// the number of stages is known at run time.
+// At the first reading take "turn" for "stage", and skip prepare_first(), put_first(), Writer's
+// `filled` and `announced`, back(), and Maker: only operators and bonuses need them. A pipeline is
+// any class with stages(), turns(), stage(turn) and the barriers full[] and empty[]. Pipeline is
+// the one that has its stages itself. kStages and kTurns are 0 where the number of stages is known
+// only at run time.
 #pragma once
 
 #include <type_traits>
@@ -25,11 +28,14 @@
 
 namespace primitives {
 
-/// A pipeline's barriers; its stages lie somewhere else, and stage(turn) is a stage's number. Turns
-/// come one after the other, again and again, and turn t fills the stage t % kStages. Usually there
-/// are as many turns as stages. But two readers may take stages alternately: a barrier has only two
-/// parities, and a reader that skips rounds could mistake one for another. Then there are more
-/// turns, each with barriers of its own, and several turns use one stage.
+/// The barriers of a pipeline whose stages lie somewhere else; stage(turn) is the number of a
+/// stage.
+///
+/// Usually a turn is a stage: turns come one after the other, again and again, and each has two
+/// barriers. Why is there another word? Two readers may take stages alternately. Then each of them
+/// skips some rounds of a stage, and since a barrier has only two parities, it could mistake one
+/// round for another. In that case there are more turns than stages. Each turn has barriers of its
+/// own, and turn t fills stage t % kStages.
 template <int kStageCount, int kTurnCount = kStageCount>
 struct StageBarriers {
   static constexpr int kStages = kStageCount, kTurns = kTurnCount;
@@ -43,7 +49,7 @@ struct StageBarriers {
 #endif
 };
 
-/// The same with the stages themselves.
+/// The same, with the stages in it.
 template <class StageType, int kStageCount, int kTurnCount = kStageCount>
 struct Pipeline {
   using Stage = StageType;
@@ -58,7 +64,7 @@ struct Pipeline {
 #endif
 };
 
-/// How many bytes copies bring into a stage of a Pipeline: all of it, or Stage::kLoaded.
+/// How many bytes the copies of one turn bring into a stage: all of it, or Stage::kLoaded.
 template <class Stage>
 __host__ __device__ constexpr int loaded_bytes() {
   if constexpr (requires { Stage::kLoaded; }) {
@@ -70,9 +76,9 @@ __host__ __device__ constexpr int loaded_bytes() {
 
 #if HOPPER_CODE
 
-/// One thread prepares a pipeline before the block, or the cluster, meets: blocks.meet(). `readers`
-/// arrivals give a stage back. `makers`: how many threads fill it, where Makers do. kFirstIsReady:
-/// prepare_first() has prepared full[0], so it is skipped.
+/// One thread prepares a pipeline, before the block or the cluster meets in blocks.meet().
+/// `readers` arrivals give a stage back. `makers` arrivals fill it, where threads fill it (Maker).
+/// kFirstIsReady: prepare_first() has prepared full[0] already.
 template <bool kFirstIsReady = false, class Pipe>
 __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   for (int t = 0; t < pipe.turns(); ++t) {
@@ -82,11 +88,14 @@ __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   barrier_init_fence();
 }
 
-/// The first stage may be filled before the cluster has met: its data then come some 300 ns sooner.
-/// One thread prepares that stage's barrier, and put_first() has fill(stage, arrived) start the
-/// copies, of this block alone: no other one may be sent anything yet. Another thread prepares the
-/// other barriers meanwhile, by prepare<true>(), and the Writer is told (`first_is_filled`).
-/// put_first() may also announce more bytes than it copies. Then Writer::announced is set: the
+/// For a kernel that is over in microseconds: the first stage may be filled before the cluster has
+/// met, so that its data come some 300 ns sooner. One thread prepares that stage's barrier by
+/// prepare_first(), and then calls put_first(), which announces the bytes and has fill(stage,
+/// arrived) start the copies. They are for this block alone, since no other block may be sent
+/// anything yet. Another thread prepares the other barriers meanwhile, by prepare<true>(). The
+/// Writer is told by `first_is_filled`.
+///
+/// put_first() may also announce more bytes than it copies. Then Writer::announced is set, and the
 /// first put() starts the other copies without announcing them again.
 template <class Pipe>
 __device__ void prepare_first(Pipe& pipe) {
@@ -103,8 +112,8 @@ __device__ __forceinline__ void put_first(Pipe& pipe, Fill fill) {
   put_first(pipe, loaded_bytes<typename Pipe::Stage>(), fill);
 }
 
-/// The thread that fills stages, and how far it is. Order: Ring, or BackRing on the way back
-/// through the stages of another Writer.
+/// The thread that fills stages, and how far it has come. Order is Ring; or it is BackRing, on the
+/// way back through the stages of another Writer.
 template <class Pipe, class Order = Ring>
 struct Writer {
   Pipe& pipe;
@@ -115,23 +124,24 @@ struct Writer {
 
   __device__ explicit Writer(Pipe& of, bool first_is_filled = false)
       : pipe(of), ring{of.turns()}, filled(first_is_filled), oldest_{of.turns()} {}
-  /// What back() returns. Its first turn fills the next round of the stage that was filled last.
+  /// What back() returns. Its first turn is the next round of the stage that was filled last.
   __device__ explicit Writer(const Writer<Pipe>& back_from) requires std::is_same_v<Order, BackRing>
       : pipe(back_from.pipe), ring(back_from.ring), oldest_{back_from.pipe.turns()} {
     ring.parity ^= 1;
   }
-  /// Goes back through the stages, from the one filled last on.
+  /// A Writer that goes back through the stages, from the one that was filled last.
   __device__ __forceinline__ auto back() const { return Writer<Pipe, BackRing>(*this); }
 
-  /// Waits until the next stage is empty, and returns it: for what the thread writes into it
-  /// itself, before put().
+  /// Waits until the next stage is empty, and returns it: for what the thread itself writes into it
+  /// before put().
   __device__ __forceinline__ decltype(auto) wait() {
     static_assert(Pipe::kTurns == Pipe::kStages);
     wait_for_next();
     return pipe.stage(ring.stage);
   }
 
-  /// fill(stage, arrived) starts copies of `bytes` bytes, which count at the barrier `arrived`.
+  /// Fills the next stage: waits until it is empty, announces `bytes` bytes, and calls fill(stage,
+  /// arrived), which starts the copies. They count at the barrier `arrived`.
   template <typename Fill>
   __device__ __forceinline__ void put(int bytes, Fill fill) {
     if (filled) {
@@ -147,15 +157,15 @@ struct Writer {
     }
     ring.advance();
   }
-  /// Of a Pipeline.
+  /// The same for a Pipeline, which knows how many bytes these are.
   template <typename Fill>
   __device__ __forceinline__ void put(Fill fill) {
     put(loaded_bytes<typename Pipe::Stage>(), fill);
   }
 
-  /// The last thing that the writer of a block in a cluster does: waits until each stage has been
-  /// given back as often as it was filled. By then all that the other blocks send to this one,
-  /// bytes and arrivals, has come, and the block may end.
+  /// The last thing that the writer of a block in a cluster does. It waits until each stage has
+  /// been given back as often as it was filled. By then everything that other blocks send to this
+  /// one has come, bytes and arrivals, and the block may end.
   __device__ void finish() {
     if constexpr (Pipe::kTurns == Pipe::kStages) {
       for (int s = 0; s < pipe.turns(); ++s, ring.advance()) wait_for_next();
@@ -182,8 +192,9 @@ struct Writer {
   }
 };
 
-/// Threads that fill a stage themselves, each a part of it, instead of the copy engine. All of them
-/// call these functions. If the one stage has several turns, groups of threads fill it alternately.
+/// Threads that fill a stage themselves, each a part of it, in the place of the copy engine. All of
+/// them call these functions. There is one stage. If it has several turns, groups of threads fill
+/// it alternately.
 template <class Pipe>
 struct Maker {
   static_assert(Pipe::kStages == 1);
@@ -199,18 +210,19 @@ struct Maker {
     barrier_wait(&pipe.empty[(first ? pipe.turns() : ring.stage) - 1], ring.parity ^ first);
     return pipe.stage(ring.stage);
   }
-  /// The thread has written its part, which wgmma may read.
+  /// Says that the thread has written its part, and that wgmma may read it.
   __device__ __forceinline__ void fill() {
     shared_fence();
     barrier_arrive(&pipe.full[ring.stage]);
   }
-  /// Passes over `turns` turns: its own, and those of others.
+  /// Goes on by `turns` turns: its own, and those of other groups.
   __device__ __forceinline__ void next(int turns = 1) {
     for (int t = 0; t < turns; ++t) ring.advance();
   }
 };
 
-/// A warpgroup (or some of its warps) that empties stages, and how far it is. Order: as a Writer's.
+/// A warpgroup (or some of its warps) that empties stages, and how far it has come. Order is as a
+/// Writer's.
 template <class Pipe, class Blocks, class Order = Ring>
 struct Reader {
   Pipe& pipe;
@@ -222,9 +234,9 @@ struct Reader {
   __device__ explicit Reader(
       const Reader<Pipe, Blocks>& back_from) requires std::is_same_v<Order, BackRing>
       : pipe(back_from.pipe), blocks(back_from.blocks), ring(back_from.ring) {}
-  /// Goes back through the stages, from the one taken last on. What it takes first are the turns
-  /// that it has taken already, and has not given back: at most as many as there are stages. Then
-  /// come those that the way back of the Writer fills.
+  /// A Reader that goes back through the stages, from the one that was taken last. At first it
+  /// takes those turns again that it has taken and not given back, at most as many as there are
+  /// stages. Then come those that the way back of the Writer fills.
   __device__ __forceinline__ auto back() const { return Reader<Pipe, Blocks, BackRing>(*this); }
 
   /// Waits until the next stage is full, and returns it. Called again before next(), it returns the
@@ -233,37 +245,37 @@ struct Reader {
     barrier_wait(&pipe.full[ring.stage], ring.parity);
     return pipe.stage(ring.stage);
   }
-  /// The same for barriers beside the pipeline, one for each turn, which other threads of the block
-  /// arrive at when they have done something with the turn's stage: done_with() is how they say so.
+  /// The same for barriers beside the pipeline, one for each turn. Other threads of the block
+  /// arrive there, by done_with(), when they have done something with the turn's stage.
   __device__ __forceinline__ void wait_for(Barrier* done) const {
     barrier_wait(&done[ring.stage], ring.parity);
   }
   __device__ __forceinline__ void done_with(Barrier* done) const {
     barrier_arrive(&done[ring.stage]);
   }
-  /// Gives the stage back that wait() has returned, when all products with it are done.
+  /// Gives back the stage that wait() has returned. All products with it are done then.
   __device__ __forceinline__ void give_back() { blocks.release(pipe.empty[ring.stage]); }
-  /// The same for a stage that it has passed over since, by next().
+  /// The same for a stage that next() has gone past.
   __device__ __forceinline__ void give_back(int stage) { blocks.release(pipe.empty[stage]); }
-  /// Passes over `turns` turns: those that it is done with, or that another reader takes.
+  /// Goes on by `turns` turns: those that it is done with, or that another reader takes.
   __device__ __forceinline__ void next(int turns = 1) {
     for (int t = 0; t < turns; ++t) ring.advance();
   }
 
-  /// A step of a product. start(stage, add) starts products with the next stage, which are added to
-  /// those before if `add`, which is false in the first step after finish(). They are under way
-  /// when take() returns; those of the step before are done, and its stage goes back, unless
-  /// `keep`.
+  /// A step of a product. It waits until the next stage is full, and calls start(stage, add), which
+  /// starts products with this stage. They are added to the sum if `add`, which is false in the
+  /// first step after finish(). When take() returns, these products are under way. Those of the
+  /// step before are done, and its stage has been given back, unless `keep`.
   template <typename Start>
   __device__ __forceinline__ void take(Start start, bool keep = false) {
     start(wait(), previous >= 0);
     started(keep);
   }
 
-  /// `steps` steps of a product whose left factor is in registers: load(set, stage) loads a
-  /// thread's fragments, start(set, stage, add) starts the products. While one step is multiplied,
-  /// the fragments of the next are loaded: two sets of registers, and therefore two steps a turn of
-  /// the loop.
+  /// `steps` steps of a product whose left factor is in registers. load(set, stage) loads a
+  /// thread's fragments of it, and start(set, stage, add) starts the products. While one step is
+  /// multiplied, the fragments of the next step are loaded. So there are two sets of registers, and
+  /// each turn of the loop has two steps.
   template <class Fragments, typename Load, typename Start>
   __device__ __forceinline__ void take_ahead(int steps, Load load, Start start) {
     Fragments sets[2];

@@ -1,6 +1,11 @@
-// The words of Hopper's kernels: tiles in shared memory as the copy engine leaves them and as wgmma
+// The words of Hopper's kernels: tiles in shared memory, as the copy engine leaves them and wgmma
 // reads them, and sums in the registers of a warpgroup. Lesson 3 introduces each of them. The
-// instructions below them are in the headers beside this one.
+// instructions below these words are in the headers beside this one.
+//
+// wgmma reads a factor in one of two forms. AlongK: neighbours in memory are neighbours along k,
+// the dimension that is summed. AcrossK: neighbours in memory are neighbours across it, so that
+// rows in memory are k. For C = A B with row-major matrices A is AlongK, and B is AcrossK. For
+// elements of 1 and 4 bytes wgmma takes AlongK only.
 #pragma once
 
 #include "primitives/hopper/hopper.cuh"
@@ -9,8 +14,9 @@
 
 namespace primitives {
 
-/// The elements of 128 bytes: a row of what the copy engine swizzles, and what of k a step of a
-/// product takes. Of this wgmma takes a quarter at a time, a slice.
+/// How many elements 128 bytes are: a row of what the copy engine swizzles, and what a step of a
+/// product takes of k. One wgmma takes a quarter of that, a *slice*: 32 bytes of k. For 2 bytes
+/// that is 64 of k in a step, and 16 in a slice.
 template <typename T>
 inline constexpr int kLine = 128 / sizeof(T);
 inline constexpr int kSlices = 4;
@@ -20,19 +26,20 @@ inline constexpr int kBoxCols = kLine<uint16_t>;  // columns of a box
 inline constexpr int kStepK = kLine<uint16_t>;    // columns of A, rows of B, of a step
 
 #if HOPPER_CODE
-/// What wgmma reads of a row-major matrix whose rows are k: slices are 16 rows further each, 2048
-/// bytes. As a right factor, or transposed as a left one.
+/// What wgmma reads of a matrix in shared memory whose rows are k: as a right factor, or,
+/// transposed, as a left one. A slice is 16 rows, so the next slice is 2048 bytes further on.
 template <typename T>
 struct AcrossK {
   using Element = T;
   static constexpr bool kRowMajor = true;  // as a right factor
   uint64_t first;
   __device__ uint64_t operand(int slice) const { return further(first, 128 * slice); }
-  /// From `row` on, a multiple of 8, counted from here.
+  /// The same, beginning `row` rows further on, a multiple of 8.
   __device__ AcrossK from(int row) const { return {further(first, 8 * row)}; }
 };
 
-/// The same of boxes next to each other, each 64 columns and `rows` rows, a multiple of 8.
+/// What wgmma reads of boxes that lie one after the other in shared memory. Each has 64 columns and
+/// `rows` rows, a multiple of 8.
 template <typename T>
 __device__ inline AcrossK<T> across_k(const T* boxes, int rows) {
   static_assert(sizeof(T) == 2);
@@ -40,8 +47,8 @@ __device__ inline AcrossK<T> across_k(const T* boxes, int rows) {
 }
 #endif
 
-/// kRows rows by 128 bytes of T (1, 2 or 4 bytes) in shared memory, swizzled: what one tensor copy
-/// moves.
+/// kRows rows of 128 bytes, with elements of T (1, 2 or 4 bytes), swizzled in shared memory: what
+/// one copy of the copy engine moves.
 template <typename T, int kRows>
 struct alignas(1024) Box {
   T elements[kRows * kLine<T>];
@@ -49,32 +56,35 @@ struct alignas(1024) Box {
   __device__ T* row(int row) { return elements + row * kLine<T>; }
   __device__ const T* row(int row) const { return elements + row * kLine<T>; }
 #if HOPPER_CODE
-  /// For wgmma, of 2 bytes, rows being k: 64 columns, or 128 if another box follows, and so on.
+  /// What wgmma reads of this box, if its rows are k and its elements have 2 bytes: 64 columns, or
+  /// 128 if another box follows, and so on.
   __device__ AcrossK<T> across_k() const { return primitives::across_k(elements, kRows); }
   __device__ uint64_t operand_b(int slice) const { return across_k().operand(slice); }
 #endif
 };
 
-/// Fragments of a left factor in the registers of a warpgroup: 64 rows, kCount slices of k.
+/// A thread's fragments of a left factor in the registers of a warpgroup: 64 rows, and kCount
+/// slices of k.
 template <typename T, int kCount = kSlices>
 struct LeftFragments {
   using Element = T;
   uint32_t slices[kCount][4];
   __device__ const uint32_t (&operand(int slice) const)[4] { return slices[slice]; }
-  /// Of 2 bytes: the k of a register's first element; the second one's is the next.
+  /// For elements of 2 bytes: which k the first element of a register is. The second one is the
+  /// next k.
   __device__ static int k(int slice, int i) { return 16 * slice + i / 2 * 8 + threadIdx.x % 4 * 2; }
 };
 
 #if HOPPER_CODE
-/// What wgmma reads of a tile that is contiguous along k, from some row on: slices are 32 bytes
-/// further each.
+/// What wgmma reads of a tile in shared memory that is contiguous along k, from some row on. The
+/// next slice is 32 bytes further on.
 template <typename T>
 struct AlongK {
   using Element = T;
   static constexpr bool kRowMajor = false;  // as a right factor
   uint64_t first;
   __device__ uint64_t operand(int slice) const { return further(first, 2 * slice); }
-  /// The same of the tile behind this one, if both have kRows rows.
+  /// The same of the tile that lies behind this one, if both have kRows rows.
   template <int kRows>
   __device__ AlongK next_tile() const {
     return {further(first, 8 * kRows)};
@@ -82,14 +92,14 @@ struct AlongK {
 };
 #endif
 
-/// A tile of a product's left factor: kRows rows, 128 bytes of k.
+/// A tile of a product's left factor: kRows rows, and 128 bytes of k in each.
 template <typename T, int kRows>
 struct LeftTile : Box<T, kRows> {
 #if HOPPER_CODE
-  /// For wgmma: 64 rows from `row` on. (Of a transposed product, where they are the right factor,
-  /// as many as its sum has.)
+  /// What wgmma reads: 64 rows, from `row` on. (In a transposed product this tile is the right
+  /// factor, and they are as many rows as its sum has.)
   __device__ AlongK<T> rows(int row) const { return {descriptor_a(this->row(row))}; }
-  /// 64 rows from `row` on in registers: thread t holds what it holds of a left factor.
+  /// Loads 64 rows, from `row` on, to registers: each thread its fragments of a left factor.
   __device__ LeftFragments<T> load_fragments(int row = 0) const {
     static_assert(sizeof(T) == 2);
     LeftFragments<T> fragments;
@@ -101,7 +111,7 @@ struct LeftTile : Box<T, kRows> {
     }
     return fragments;
   }
-  /// The same of the tile's transpose: its 64 columns are the rows of the left factor.
+  /// The same of the tile's transpose: the tile's 64 columns become the rows of the left factor.
   __device__ LeftFragments<T> load_transposed_fragments() const {
     static_assert(sizeof(T) == 2 && kRows == kLine<T>);
     LeftFragments<T> fragments;
@@ -117,22 +127,24 @@ struct LeftTile : Box<T, kRows> {
 };
 
 /// A tile of a left factor of 4 bytes that memory has transposed, as (k, rows): 32 of k, in boxes
-/// of 32 rows. As wgmma reads no such tile in TF32, the factor goes through registers. Which row of
-/// the tile is which row of the product is then ours to say. Of each 64 rows a thread has two
-/// neighbours, in that half of a box for which the reads of 8 bytes of four k meet no bank twice.
+/// of 32 rows of the factor. In TF32 wgmma cannot read such a tile, so the factor goes through
+/// registers. Then we may say which row of the tile is which row of the product. Of each 64 rows a
+/// thread has two, which are neighbours in the tile, so that one load of 8 bytes brings both. Place
+/// says which two, such that no two lanes of a load meet in a bank.
 template <int kRows>
 struct TransposedLeftTile {
   static constexpr int kBoxRows = kLine<float>;
   static_assert(kRows % 64 == 0);
   Box<float, kLine<float>> boxes[kRows / kBoxRows];
 
-  /// Of 64 rows that of element i of a thread's Sum: this is here in the place of Sum::row(i).
+  /// Which of 64 rows element i of a thread's Sum belongs to: with such a left factor, ask here and
+  /// not Sum::row(i).
   __device__ static int row(int i) {
     const Place own;
     return own.box * kBoxRows + 4 * own.piece + 2 * own.half + i / 2 % 2;
   }
 #if HOPPER_CODE
-  /// A thread's fragments of 64 rows, from `row` on.
+  /// Loads a thread's fragments of 64 rows, from `row` on.
   __device__ LeftFragments<float> load_fragments(int row = 0) const {
     const Place own;
     const int t = own.thread % 4;
@@ -152,18 +164,18 @@ struct TransposedLeftTile {
 #endif
 
  private:
-  /// Where a thread's two rows are: in which box, in which 16 bytes of it, in which half of these.
-  /// Each warp has 16 rows: four of the eight pieces of 16 bytes of a box. Which rows a thread has
-  /// is our choice, and row() says which. So the 8 lanes with the same thread % 4 take both halves
-  /// of four pieces: together with the swizzle no two lanes meet in a bank.
+  /// Where a thread's two rows are: in which box, in which piece of 16 bytes of a row of the box,
+  /// in which half of this piece. A warp has 16 rows, and they are four of a box's eight pieces.
+  /// The 8 lanes with the same thread % 4 take both halves of these four pieces; the four lanes
+  /// beside each other have different k, which swizzling puts in different banks.
   struct Place {
     int thread = threadIdx.x % 128, g = thread % 32 / 4, box = thread / 64;
     int piece = thread / 32 % 2 * 2 + g / 2 % 2 * 4 + g / 4, half = g % 2;
   };
 };
 
-/// A tile of a right factor whose columns are contiguous in memory, as wgmma wants those of 1 and 4
-/// bytes: kCols columns, each 128 bytes of k.
+/// A tile of a right factor whose columns are contiguous in memory, as wgmma wants factors of 1 and
+/// 4 bytes to be: kCols columns, and 128 bytes of k in each.
 template <typename T, int kCols>
 struct ColumnTile : Box<T, kCols> {
 #if HOPPER_CODE
@@ -171,7 +183,8 @@ struct ColumnTile : Box<T, kCols> {
 #endif
 };
 
-/// A tile of a row-major right factor of 2 bytes: 64 of k, kCols columns, in boxes of 64 by 64.
+/// A tile of a row-major right factor, with elements of 2 bytes: 64 of k and kCols columns, in
+/// boxes of 64 by 64.
 template <typename T, int kCols>
 struct RightTile {
   using Element = T;
@@ -179,7 +192,8 @@ struct RightTile {
   static constexpr int kBoxes = (kCols + kBoxCols - 1) / kBoxCols;
   Box<T, kStepK> boxes[kBoxes];
 #if HOPPER_CODE
-  /// All columns, 16 of k from 16 `slice` on, for wgmma: 2048 bytes further each.
+  /// What wgmma reads: all columns, and the 16 of k of this slice. The next slice is 2048 bytes
+  /// further on.
   __device__ uint64_t operand(int slice) const {
     return further(descriptor_b(boxes, kStepK), 128 * slice);
   }
@@ -187,9 +201,9 @@ struct RightTile {
 };
 
 #if HOPPER_CODE
-/// sum (64 rows) = left x right of one slice, plus the old sum if `add`. Left: AlongK, AcrossK, or
-/// LeftFragments. Right: RightTile, AcrossK, or AlongK. Elements: half, __nv_bfloat16, float in
-/// TF32, or __nv_fp8_e4m3.
+/// Multiplies one slice: sum (64 rows) = left x right, plus the old sum if `add`. `left` is AlongK,
+/// AcrossK or LeftFragments; `right` is RightTile, AcrossK or AlongK. Elements are half,
+/// __nv_bfloat16, float (taken as TF32), or __nv_fp8_e4m3.
 template <class Left, class Right, int kCount>
 __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left& left,
                                                const Right& right, int slice, bool add) {
@@ -214,8 +228,8 @@ __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left&
 }
 #endif
 
-/// A warpgroup's sum of 64 rows by kCols columns, fp32, in its registers. Element i of a thread is
-/// the one in row(i), col(i).
+/// A warpgroup's sum of 64 rows by kCols columns, in fp32, in its registers. Element i of a thread
+/// is the one at row(i), col(i).
 template <int kCols>
 struct Sum {
   float elements[kCols / 2];
@@ -230,8 +244,9 @@ struct Sum {
   __device__ static int col(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
 #if HOPPER_CODE
-  /// Starts to add (or, if not `add`, to assign) the product of 64 rows, `left`, by `right`, kCount
-  /// slices of each, as one group of wgmma: see multiply_slice().
+  /// Starts the product of 64 rows, `left`, by `right`, kCount slices of each, as one group of
+  /// wgmma. It is added to the sum if `add`; otherwise it takes the sum's place. See
+  /// multiply_slice().
   template <int kCount = kSlices, class Left, class Right>
   __device__ __forceinline__ void start_product(const Left& left, const Right& right, bool add) {
     wgmma_fence();
@@ -242,13 +257,14 @@ struct Sum {
     wgmma_commit();
   }
 
-  /// Puts f(i), for the elements i of columns `col` to `col` + 63, rounded, into `box`, from its
-  /// column `at` on: a multiple of 16, and all have to fit. f(i) may use whatever of the thread's
-  /// elements it likes.
+  /// Writes 64 columns, from `col` on, into `box`, from its column `at` on, a multiple of 16; all
+  /// have to fit. What is written for element i is f(i), rounded to T. f(i) may use any of the
+  /// thread's elements.
   template <typename T, typename F>
   __device__ static void store(Box<T, 64>& box, int col, F f, int at = 0) {
     const int thread = threadIdx.x % 128;
-    // Matrix m of a store_matrices: rows 8 (m % 2) of the warp's 16, columns 8 (m / 2) of 16.
+    // Matrix m of a store_matrices has rows 8 (m % 2) to 8 (m % 2) + 7 of the warp's 16, and
+    // columns 8 (m / 2) to 8 (m / 2) + 7 of 16.
     const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
     for (int c = 0; c < kBoxCols; c += 16) {
@@ -263,8 +279,8 @@ struct Sum {
     }
   }
 
-  /// Loads a matrix of 2 bytes from `box`, from its column `at` on, a multiple of 16: pairs[i] are
-  /// the elements 2 i and 2 i + 1.
+  /// Loads a matrix with elements of 2 bytes from `box`, from its column `at` on, a multiple of 16.
+  /// pairs[i] are then the elements 2 i and 2 i + 1 of a Sum.
   template <typename T>
   __device__ static void load_pairs(uint32_t (&pairs)[kCols / 4], const Box<T, 64>& box, int at) {
     static_assert(sizeof(T) == 2 && kCols % 16 == 0);
@@ -280,7 +296,8 @@ struct Sum {
 };
 
 #if HOPPER_CODE
-/// start_product() of several sums by the same right factor, as one group.
+/// Starts the products of several left factors by the same right factor, each for a sum of its own,
+/// as one group.
 template <int kCount, int kCols, class Left, class Right>
 __device__ __forceinline__ void start_products(Sum<kCols> (&sums)[kCount],
                                                const Left (&left)[kCount], const Right& right,
@@ -297,9 +314,10 @@ __device__ __forceinline__ void start_products(Sum<kCols> (&sums)[kCount],
 }
 #endif
 
-/// A warpgroup's sum of kRows rows (a multiple of 8, at most 256) by 64 kCount columns, which wgmma
-/// computes transposed: C^T = B^T A^T. Its left factor is 64 columns of B, transposed. Its right
-/// factor is kRows rows of A, and the first of them may be any multiple of 8.
+/// A warpgroup's sum of kRows rows by 64 kCount columns, which wgmma computes transposed: C^T = B^T
+/// A^T. Why? A left factor always has 64 rows, but a right factor may have any multiple of 8
+/// columns, up to 256. Transposed, the rows of A are the columns of the right factor, so kRows may
+/// be any multiple of 8. The left factors are 64 columns of B each, transposed.
 template <int kRows, int kCount>
 struct TransposedSum {
   float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but transposed
@@ -307,14 +325,15 @@ struct TransposedSum {
   __device__ static constexpr int size() { return kCount * kRows / 2; }
   __device__ float& element(int i) { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
   __device__ float element(int i) const { return elements[i / (kRows / 2)][i % (kRows / 2)]; }
-  /// Where element i of a thread is.
+  /// The row and the column of C that element i of a thread is in.
   __device__ static int row(int i) { return Sum<kRows>::col(i % (kRows / 2)); }
   __device__ static int col(int i) {
     return i / (kRows / 2) * kBoxCols + Sum<kRows>::row(i % (kRows / 2));
   }
 
 #if HOPPER_CODE
-  /// As Sum's: `rows` of A, kRows of them, by the columns of `b` from its box number `box` on.
+  /// Starts the product of kRows rows of A, `rows`, by 64 kCount columns of `b`, from its box
+  /// number `box` on. Added or not, as in Sum.
   template <typename T, int kCols>
   __device__ void start_product(const AlongK<T>& rows, const RightTile<T, kCols>& b, int box,
                                 bool add) {
@@ -330,11 +349,12 @@ struct TransposedSum {
     wgmma_commit();
   }
 
-  /// Rounds the elements of kBoxRows rows, from `first` on, and of the 64 columns of elements[j],
-  /// and puts them into `box`. Each 8 x 8 of them is transposed back on the way.
+  /// Writes kBoxRows rows, from `first` on, of the 64 columns of elements[j] into `box`, rounded to
+  /// T. Each matrix of 8 x 8 is transposed back on the way.
   template <typename T, int kBoxRows>
   __device__ void store(Box<T, kBoxRows>& box, int first, int j) const {
-    // Matrix m of a store_matrices: columns 8 (m % 2) of the warp's 16, rows 8 (m / 2) of 16.
+    // Matrix m of a store_matrices has columns 8 (m % 2) to 8 (m % 2) + 7 of the warp's 16, and
+    // rows 8 (m / 2) to 8 (m / 2) + 7 of 16.
     const int thread = threadIdx.x % 128, row = thread % 8;
     const int piece = thread / 32 * 2 + thread / 8 % 2;
     const auto put = [&]<int kMatrices>(int at, int to_row) {

@@ -1,16 +1,19 @@
-// Products of a whole warpgroup (wgmma), the descriptors of their operands in shared memory, and
-// what is done with their sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". The
-// 128 threads of a warpgroup multiply a 64 x 16 piece of A by a 16 x N piece of B, both in shared
-// memory, into a 64 x N sum in registers. That is so for elements of 2 bytes. The
-// pieces have 32 bytes of k, whatever the type.
+// Products of a whole warpgroup (wgmma), the descriptors of their factors in shared memory, and
+// what is done with their sums. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+//
+// The 128 threads of a warpgroup multiply a 64 x 16 piece of A by a 16 x N piece of B into a 64 x N
+// sum in registers. (That is for elements of 2 bytes. A piece always has 32 bytes of k, so it is 64
+// x 8 for 4 bytes, and 64 x 32 for 1 byte.) B is in shared memory; A is there, or in registers.
 // sum[i] of thread t is the element
+//
 //     row 16 (t / 32) + t % 32 / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (t % 4) + i % 2
 //
-// The four warps do not meet at these instructions (.sync is among the threads of a warp). But a
-// product is one, of the warpgroup: whoever has waited for it knows that all four warps have begun
-// it. So one thread may give back, for all of them, the tiles that it has read, and the memory that
-// the left factor in their registers was loaded from; nothing else that a warp has read, and
-// nothing of a newer product. How sure that is: docs/hopper.md, at its end.
+// The four warps do not meet at these instructions: .sync is among the threads of a warp. But a
+// product is one operation of the warpgroup, and whoever has waited for it knows that all four
+// warps have begun it. So one thread may give back, for all four warps, the tiles that the product
+// has read, and the memory from which the left factor in their registers was loaded. It may give
+// back nothing else that another warp has read, and nothing of a newer product. How sure that is:
+// docs/hopper.md, at its end.
 //
 // The CPU backend says the same words in cpu/hopper/hopper_device.h.
 #pragma once
@@ -29,45 +32,50 @@ namespace primitives {
 
 #if HOPPER_CODE
 
-// A descriptor's 64 bits, from the lowest on: 14 bits are the address in pieces of 16 bytes; 14
-// from bit 16 on the leading offset, and 14 from bit 32 on the stride offset, both in such pieces,
-// too; the two highest bits say how the tile is swizzled, 1 for 128 bytes.
+// What the 64 bits of a descriptor mean, from the lowest on: 14 bits are the address, in pieces of
+// 16 bytes. 14 bits, from bit 16 on, are the leading offset, and 14 bits, from bit 32 on, are the
+// stride offset, both in such pieces, too. The two highest bits say how the tile is swizzled: 1 is
+// by 128 bytes.
 
-/// Descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
-/// "Matrix Descriptor Format", K-major, 128-byte swizzle: the stride offset is that of groups of 8
-/// rows. The next 16 columns are 32 bytes on: add 2 to the descriptor.
+/// The descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
+/// (PTX ISA, "Matrix Descriptor Format": K-major, 128-byte swizzle. The stride offset is the
+/// distance of groups of 8 rows.) The next 16 columns are 32 bytes further on: add 2 to the
+/// descriptor.
 __device__ inline uint64_t descriptor_a(const void* tile) {
   return (shared_address(tile) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
 }
 
-/// Descriptor of a tile of row-major B: boxes of `rows` rows (k) by 64 columns, next to each other
-/// along the columns. MN-major, 128-byte swizzle: the leading offset is that of boxes, the stride
-/// offset that of groups of 8 rows. The next 16 rows are 2048 bytes on: add 128.
+/// The descriptor of a tile of row-major B: boxes of `rows` rows (k) by 64 columns, one after the
+/// other along the columns. (MN-major, 128-byte swizzle. The leading offset is the distance of
+/// boxes, the stride offset that of groups of 8 rows.) The next 16 rows are 2048 bytes further on:
+/// add 128.
 __device__ inline uint64_t descriptor_b(const void* tile, int rows) {
   return (shared_address(tile) & 0x3ffff) >> 4 | static_cast<uint64_t>(rows * 128 >> 4) << 16 |
          uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
-/// A descriptor for what lies `by` 16-byte pieces further on in shared memory. Only its lower half
-/// changes, which takes half the instructions of an addition of 64 bits.
+/// The descriptor of what lies `by` pieces of 16 bytes further on in shared memory. Only its lower
+/// half changes, which takes half the instructions of an addition of 64 bits.
 __device__ inline uint64_t further(uint64_t descriptor, uint32_t by) {
   return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + by);
 }
 
-/// The kCount registers of a sum from kFirst on: 2 kCount of its columns.
+/// kCount registers of a sum, from kFirst on: 2 kCount of its columns.
 template <int kFirst, int kCount, int kAll>
 __device__ inline float (&columns_of(float (&sum)[kAll]))[kCount] {
   static_assert(kFirst + kCount <= kAll);
   return reinterpret_cast<float(&)[kCount]>(sum[kFirst]);
 }
 
-/// Where a box of tensor_map keeps piece `piece` (8 elements) of row `row`, in elements.
+/// Where piece `piece` (8 elements of 2 bytes) of row `row` lies in a box of tensor_map(), counted
+/// in elements.
 __device__ inline int swizzled(int row, int piece) { return row * 64 + (piece ^ row % 8) * 8; }
 
 #ifndef CUDA_CPU
 
-/// Before the first product, and after registers of a sum were touched by other instructions.
+/// Stands before the first product, and before a product whose sum other instructions have touched
+/// since the last one.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -106,9 +114,10 @@ __device__ inline void wgmma_wait() {
 #define HOPPER_R116 HOPPER_R112 ", %112, %113, %114, %115"
 #define HOPPER_R120 HOPPER_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define HOPPER_R128 HOPPER_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-// The types' instructions. `n`: columns; `k`: rows of B; `registers`: the sum's operands; `a` to
-// `flags`: the operands after them; flags: signs of A and B, and of 2 bytes transposed A (only in
-// shared memory), B row-major.
+// The instruction for each type. `n` is the number of columns, `k` that of rows of B. `registers`
+// are the sum's operands, and `a` to `flags` the operands after them. `flags` are the signs of A
+// and B; for elements of 2 bytes also whether A is transposed (only in shared memory), and whether
+// B is row-major.
 #define HOPPER_WGMMA_TEXT(n, k, type, registers, a, b, add, flags)                              \
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k \
   ".f32." type "." type " {" registers "}, " a ", " b ", add, " flags ";\n}"
@@ -140,10 +149,10 @@ __device__ inline void wgmma_wait() {
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add))
 #define HOPPER_SHARED_AND_TALL "l"(a), "l"(b), "r"(static_cast<int>(add))
 
-/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount; T is half or __nv_bfloat16. A as
-/// descriptor_a, B as descriptor_b. kTransposed: A is the transpose of a row-major matrix, given as
-/// descriptor_b gives one of 64 columns. kTall: B's columns are contiguous, it is given as
-/// descriptor_a gives an A of N rows.
+/// sum (64, N) = A B, plus the old sum if `add`, with N = 2 kCount. T is half or __nv_bfloat16. A
+/// is given as by descriptor_a, B as by descriptor_b. With kTransposed, A is the transpose of a
+/// row-major matrix, given as descriptor_b gives one of 64 columns. With kTall, B's columns are
+/// contiguous, and it is given as descriptor_a gives an A of N rows.
 template <typename T, bool kTransposed = false, bool kTall = false, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
@@ -212,8 +221,8 @@ __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool 
   }
 }
 
-/// The same with A from registers, which stay untouched until the product is done: warp w of the
-/// warpgroup holds rows 16 w to 16 w + 15, as fragments of mma_m16n8k16 (primitives/mma.cuh).
+/// The same with A from registers. They must stay untouched until the product is done. Warp w of
+/// the warpgroup holds rows 16 w to 16 w + 15, as fragments of mma_m16n8k16 (primitives/mma.cuh).
 template <typename T, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
@@ -257,9 +266,9 @@ __device__ inline void wgmma(float (&sum)[kCount], const uint32_t (&a)[4], uint6
   }
 }
 
-/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount, for a k of 8 elements in TF32; the
-/// lower 13 bits of an element do not count. A from registers, as fragments of mma_m16n8k8_tf32, B
-/// as descriptor_a: of TF32 the instruction only takes a B whose columns are contiguous.
+/// sum (64, N) = A B, plus the old sum if `add`, with N = 2 kCount, for 8 of k, in TF32. The lower
+/// 13 bits of an element do not count. A is in registers, as fragments of mma_m16n8k8_tf32. B is
+/// given as by descriptor_a: in TF32 the instruction only takes a B whose columns are contiguous.
 template <int kCount>
 __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b,
                                   bool add) {
@@ -295,7 +304,7 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], const uint32_t (&a)[4], 
   }
 }
 
-/// The same with A from shared memory: both operands as descriptor_a.
+/// The same with A from shared memory. Both factors are given as by descriptor_a.
 template <int kCount>
 __device__ inline void wgmma_tf32(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   if constexpr (kCount == 64) {
@@ -308,10 +317,10 @@ __device__ inline void wgmma_tf32(float (&sum)[kCount], uint64_t a, uint64_t b, 
   }
 }
 
-/// sum (64, N) = A B, plus the old sum if `add`, N = 2 kCount, for a k of 32 elements of type
-/// __nv_fp8_e4m3. Both operands as descriptor_a: of 1 byte, too, the instruction only takes a B
-/// whose columns are contiguous. The tensor cores keep only about 14 bits of such a sum, although
-/// its registers are fp32.
+/// sum (64, N) = A B, plus the old sum if `add`, with N = 2 kCount, for 32 of k, with elements of
+/// type __nv_fp8_e4m3. Both factors are given as by descriptor_a: for 1 byte, too, the instruction
+/// only takes a B whose columns are contiguous. Although the sum's registers are fp32, the tensor
+/// cores keep only about 14 bits of it.
 template <int kCount>
 __device__ inline void wgmma_fp8(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   if constexpr (kCount == 32) {
@@ -327,9 +336,10 @@ __device__ inline void wgmma_fp8(float (&sum)[kCount], uint64_t a, uint64_t b, b
   }
 }
 
-/// The same with A from registers, which stay untouched until the product is done. Each of them
-/// has 4 neighbours along k, the first in its lowest byte. a[i] of thread t is in row
-///     16 (t / 32) + t % 32 / 4 + 8 (i % 2), from k = 4 (t % 4) + 16 (i / 2) on
+/// The same with A from registers. They must stay untouched until the product is done. A register
+/// has 4 neighbours along k, the first one in its lowest byte. a[i] of thread t is in
+///
+///     row 16 (t / 32) + t % 32 / 4 + 8 (i % 2), from k = 4 (t % 4) + 16 (i / 2) on
 template <int kCount>
 __device__ inline void wgmma_fp8(float (&sum)[kCount], const uint32_t (&a)[4], uint64_t b,
                                  bool add) {
@@ -347,10 +357,11 @@ __device__ inline void wgmma_fp8(float (&sum)[kCount], const uint32_t (&a)[4], u
   }
 }
 
-/// Stores kCount (2 or 4) 8 x 8 matrices of 2-byte elements to shared memory: thread t gives the
-/// address of row t % 8 of matrix t / 8 (16 bytes, aligned), and holds in registers[m] the elements
-/// 2 (t % 4) and 2 (t % 4) + 1 of row t / 4 of matrix m. kTransposed: of column t / 4 instead, from
-/// row 2 (t % 4) on. "stmatrix".
+/// Stores kCount (2 or 4) matrices of 8 x 8 elements of 2 bytes to shared memory. It is the reverse
+/// of ldmatrix. Thread t passes the address of row t % 8 of matrix t / 8: 16 bytes, aligned. It
+/// holds in registers[m] two elements of row t / 4 of matrix m, columns 2 (t % 4) and 2 (t % 4) +
+/// 1. With kTransposed it holds two elements of column t / 4, rows 2 (t % 4) and 2 (t % 4) + 1. PTX
+/// ISA, "stmatrix".
 template <bool kTransposed = false, int kCount>
 __device__ inline void store_matrices(void* row, const uint32_t (&registers)[kCount]) {
   if constexpr (kCount == 2) {
