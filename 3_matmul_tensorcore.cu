@@ -101,12 +101,14 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
 
 constexpr int kSide = 4;  // a block is kSide x kSide warps
 
-// Lesson 1 with warps for threads: each owns one 16 x 16 tile of C and walks along k in steps of
-// 16, with nothing kept but the sums. Two fragments are loaded from memory for every product: 2 *
-// 256 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the
-// L1 cache still has it. The sums are fp32 and C is fp16: someone has to round them, and to know
-// which elements they are. store_rounded (primitives/wmma_fragments.cuh) takes them through a
-// staging, a place in shared memory where they lie in rows.
+// Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
+// of 16, with nothing kept but the sums. Two fragments are loaded from memory for every product: 2
+// * 256 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if
+// the L1 cache still has it.
+//
+// The sums are fp32 and C is fp16, so someone has to round them, and to know which elements they
+// are. WMMA does not say that. So store_rounded (primitives/wmma_fragments.cuh) takes them through
+// a staging, a place in shared memory where they lie in rows.
 template <bool kWhole>
 __global__ void __launch_bounds__(32 * kSide * kSide)
     matmul_wmma_global(const half* A, const half* B, half* C, int n) {
@@ -131,13 +133,15 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 
 // ---- wmma shared --------------------------------------------------------------------------------
 
-// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns BM x BN elements of C; per step of BK
-// it loads a tile of A and one of B into shared memory, once for all its warps, and each warp
-// multiplies its 16 * kRows rows by its 16 * kCols columns: kRows + kCols fragments are loaded for
-// kRows * kCols products. The rows of the tiles are 8 halves longer than their data, so that those
-// of one fragment start on different banks. Two barriers a step: the tiles are there; nobody reads
-// them any more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's
-// `async`. But here the block waits for them at once, wait<0>, so nothing is multiplied meanwhile.
+// Lesson 2's tiles. A block of kWarpsM x kWarpsN warps owns BM x BN elements of C. In a step of BK
+// it loads a tile of A and one of B into shared memory, once for all its warps. Then each warp
+// multiplies its 16 * kRows rows by its 16 * kCols columns: it loads kRows + kCols fragments for
+// kRows * kCols products. The rows of the tiles are 8 halves longer than their data, so that the
+// rows of one fragment start on different banks.
+//
+// There are two barriers a step: one when the tiles are there, and one when nobody reads them any
+// more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's `async`.
+// But here the block waits for them at once, wait<0>, so nothing is multiplied meanwhile.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, bool kAligned>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_wmma_shared(const half* A, const half* B, half* C, int n) {
@@ -335,9 +339,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // The same, but kStages pairs of tiles are in shared memory: the tensor cores work on one while the
 // next are on their way. It is lesson 2's `async`, whose loop has a name: copies_ahead
-// (primitives/async_copy.cuh) starts the copies of the first kStages - 1 steps, each closed as a
-// group; next() waits for a step's group, waits for the whole block at the step's only barrier, and
-// starts the copies of the step that is kStages - 1 further on.
+// (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, each closed as
+// a group. next() waits for a step's group, waits for the whole block at the step's only barrier,
+// and starts the copies of the step that is kStages - 1 further on.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
     matmul_stages(const half* A, const half* B, half* C, int n) {
@@ -1083,12 +1087,13 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // The order of tiles. Now the tensor cores hardly ever wait. The power that they draw takes the
 // card to its limit, and its clock falls until the power fits. From here on it matters less when a
-// byte arrives than how much power its way costs, and a byte from memory costs the most:
+// byte arrives than how much power its way costs, and a byte from memory costs the most. So as much
+// as possible should still be in the L2 cache:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
 //     square patch of C (tile_of_block, above).
-//   - Every other tile is walked from the end of k to its beginning, and every other group of tiles
-//     from the right to the left. So a tile begins with that part of A or B with which the tile
-//     before it ended: this part is still in the L2 cache.
+//   - Every second tile (the second, the fourth and so on) is walked from the end of k to its
+//     beginning, and every second group of tiles from the right to the left. So a tile begins with
+//     that part of A or B with which the tile before it ended: this part is still in the L2 cache.
 //   - What one cluster has read from memory, the other clusters of its patch find in the L2 cache,
 //     as long as all of them are at about the same k. Where the cache does not hold all that a
 //     patch reads, the clusters therefore keep in step: Pace makes the fast ones wait. (At N = 4096
@@ -1115,8 +1120,8 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
   struct Place {
     int row, col;
   };
-  // Groups of kGroup rows of tiles; within a group column by column, and every other group from the
-  // right to the left.
+  // Groups of kGroup rows of tiles; within a group column by column, and every second group from
+  // the right to the left.
   const auto place = [&](int tile) {
     const int group = quotient(tile, kGroup * tile_cols);
     const int within = tile - group * kGroup * tile_cols;

@@ -5,12 +5,13 @@
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major; D inputs, C classes
 //
 // The last layer of a classifier. What is computed is 2 B D C operations; what has to move is x, W
-// and probs, 4 (B D + D C + B C) bytes. Small layers are limited by neither but by launches, and by
-// waiting for one another's data; for large ones arithmetic is the limit. Unfused, one kernel
-// writes the B C logits and another one reads them; fused, they never leave the chip. But softmax
-// needs whole rows: every element of a row depends on the maximum and on the sum of all of it.
-// Whoever wants to fuse has to bring a row's logits together, wherever on the GPU they were
-// computed, and that is what tells the kernels below apart.
+// and probs, 4 (B D + D C + B C) bytes. Small layers are limited by neither, but by launches, and
+// by blocks that wait for one another's data. For large ones arithmetic is the limit.
+//
+// Unfused, one kernel writes the B C logits and another one reads them. Fused, they never leave the
+// chip. But softmax needs whole rows: every probability depends on the maximum and on the sum of
+// all of its row. So whoever fuses has to bring a row's logits together, wherever on the GPU they
+// were computed. How they do that is what tells the kernels below apart.
 //
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
 // what fusion saves. So there are three ways:
@@ -79,12 +80,15 @@ using namespace operators::softmax;
 
 // ---- fused rows ---------------------------------------------------------------------------------
 
-// A block owns a row, a thread the columns threadIdx.x, threadIdx.x + 256, ...: lesson 1's product,
-// coalesced along W. A thread keeps the maximum and the sum of its logits so far (merge() in
-// operators/softmax/rows.cuh), and writes the logits to `probs`. When the block has merged what all
-// threads have, each reads its logits again, from the caches, and writes probabilities over them.
-// This is fused. But W is read once per row: 2 operations for every 4 bytes. At best these bytes
-// come from the L1 cache, if another block of the same multiprocessor has read them.
+// A block owns a row, and a thread owns the columns threadIdx.x, threadIdx.x + 256 and so on:
+// lesson 1's product, coalesced along W. A thread keeps the maximum and the sum of its logits so
+// far, by merge() (operators/softmax/rows.cuh), and writes the logits to `probs`. Then the block
+// merges what all of its threads have. After that each thread reads its logits again, from the
+// caches, and writes probabilities over them.
+//
+// This is fused. But each block reads all of W for its one row: 2 operations for every 4 bytes. At
+// best these bytes come from the L1 cache, if another block of the same multiprocessor has read
+// them.
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 
 __global__ void __launch_bounds__(kThreads)
@@ -167,9 +171,9 @@ __device__ void multiply_tile(float (&sum)[kOwnRows][kOwnCols], TileStage (&stag
   }
 }
 
-// The maximum of a tile's part of a row, and the sum of its exponentials relative to that. A warp
-// has the part's logits in its lanes. The part has `columns` columns, at most 128; logits of those
-// that do not exist become -inf.
+// Returns the maximum of a tile's part of a row, and the sum of its exponentials relative to that.
+// A warp has the part's logits in its lanes. The part has `columns` columns, at most 128. The
+// logits of those that do not exist become -infinity, so their exponentials are 0.
 __device__ MaxSum max_and_sum(float (&logits)[kOwnCols], int columns) {
   const int lane = threadIdx.x % 32;
   float largest = minus_infinity(), sum = 0;
@@ -218,10 +222,10 @@ __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float*
 
 // ---- Hopper: fused cluster ----------------------------------------------------------------------
 
-// Eight blocks compute the same tile, and each of them adds up an eighth of the D inputs. So each
-// block has a partial sum of every logit, and eight partial sums have to be added. The eight blocks
-// are a cluster: they run at the same time, and can write into each other's shared memory, so that
-// partial sums need not go through global memory.
+// In *fused tiles* few rows are few blocks. Here eight blocks compute the same tile, and each of
+// them adds up an eighth of the D inputs. So each block has a partial sum of every logit, and eight
+// partial sums have to be added. The eight blocks are a cluster: they run at the same time, and can
+// write into each other's shared memory, so that partial sums need not go through global memory.
 //
 // In every block warp w has the same four rows of the tile, 4 w to 4 w + 3. Block w of the cluster
 // adds up these four rows: warp w of each block pushes its partial sums to block w. Hence there are
@@ -276,14 +280,15 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 
 // ---- unfused, and fused online ------------------------------------------------------------------
 
-// More than 128 columns: a row is spread over the tiles of several blocks, which know nothing of
-// each other. They write logits. Unfused, that is all, and a softmax comes after it.
+// With more than 128 columns a row is spread over the tiles of several blocks, which know nothing
+// of each other. They write logits. Unfused, that is all, and a softmax comes after it.
 //
 // But a block can find the maximum and the sum of its part of a row while it has the logits in its
-// registers. It leaves these in `parts` (B, tiles of C), relative to the part's own maximum: this
-// is "online softmax", no part has to know another one's maximum. A second kernel merges a row's
-// parts and makes probabilities of its logits. It reads each logit once; a softmax of a row that is
-// too long for registers reads it twice.
+// registers. It leaves these two numbers in `parts` (B, tiles of C). The sum is relative to the
+// part's own maximum, so no part has to know another one's: this is "online softmax". For example,
+// the logits 3 and 1 leave 3 and 1.135, and 5 and 4 leave 5 and 1.368. A second kernel merges a
+// row's parts, here to 5 and 1.522, and makes probabilities of its logits. It reads each logit
+// once; a softmax of a row that is too long for registers reads it twice.
 __global__ void __launch_bounds__(kThreads)
     logit_tiles(SoftmaxInputs in, float* logits, MaxSum* parts, int tiles) {
   start_next_kernel();
@@ -325,15 +330,15 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- fused exchange -----------------------------------------------------------------------------
 
-// Here a row's blocks wait for each other, so that no logit leaves the registers: each posts the
-// maximum and the sum of its part, waits until all blocks of these rows have, and writes
-// probabilities, once. What blocks tell each other is 8 bytes a row and tile.
+// Here a row's blocks wait for each other, so that no logit leaves the registers. Each block posts
+// the maximum and the sum of its part, waits until all blocks of these rows have, and writes
+// probabilities, once. What blocks tell each other is 8 bytes for each row and tile.
 //
 // Who waits for a block that never starts waits for ever. So there are only as many blocks as run
-// at the same time. Together they do some strips of 32 rows at a time, with all of their tiles, and
-// then the next strips. Of each strip `arrived` counts the blocks that have posted, and `left`
-// those that have read; both are zero before a launch, and again after it (is_last_block in
-// primitives/row_parts.cuh clears `left`).
+// at the same time. Together they compute some strips of 32 rows, with all of their tiles, and then
+// the next strips. For each strip there are two counters: `arrived` counts the blocks that have
+// posted, and `left` those that have read. Both are zero before a launch, and again after it.
+// (is_last_block in primitives/row_parts.cuh clears `left`.)
 __global__ void __launch_bounds__(kThreads)
     fused_exchange(SoftmaxInputs in, float* probs, MaxSum* parts, unsigned* arrived, unsigned* left,
                    int tiles) {

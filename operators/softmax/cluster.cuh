@@ -8,15 +8,15 @@
 
 namespace operators::softmax {
 
-// A block's shared memory. kSplits: the blocks of a cluster, over which D is split. kDepth: how
-// many of the D inputs are taken at a time. kHighLow: an operand is the sum of two TF32 numbers.
+// A block's shared memory. kSplits blocks are a cluster and share D. The kDepth inputs of a chunk
+// are taken at a time. kHighLow: a factor is the sum of two TF32 numbers.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 struct ClusterShared {
   static constexpr bool kHighLow = kMath == Math::split;
   static constexpr int kOwnRows = kRows / kSplits;  // that a block finishes
   static_assert(kRows % kSplits == 0 && kDepth % 32 == 0);
-  // The floats of a row that one block sends to another: some padding, so that 4 rows start on
-  // different banks, and a multiple of 4, as the copy engine needs.
+  // How many floats of a row one block sends to another: the row's columns, and some padding, so
+  // that 4 rows start on different banks. It is a multiple of 4, as the copy engine needs it.
   static __host__ __device__ constexpr int stride(int C) {
     return ((C < kClasses ? C : kClasses) + 7) / 8 * 8 + 4;
   }
@@ -24,8 +24,8 @@ struct ClusterShared {
   using Boxes = ColumnTile<float, kRows>[kBoxes];
   // x rounded to TF32; in 3xTF32 also what the rounding has left, as a second TF32 number.
   Boxes x[kHighLow ? 2 : 1];
-  // To and from each other block of the cluster: kOwnRows rows, stride(C) apart. A block's own sums
-  // stay in its outbox.
+  // What goes to each other block of the cluster, and what comes from each: kOwnRows rows that are
+  // stride(C) floats apart. A block's own sums stay in its outbox.
   alignas(16) float outbox[kSplits][kOwnRows * stride(kClasses)];
   alignas(16) float inbox[kSplits][kOwnRows * stride(kClasses)];
   Barrier full;  // x is there
@@ -33,7 +33,8 @@ struct ClusterShared {
 };
 
 #if HOPPER_CODE
-// A block's partial sums go to its outbox, those of some rows for each block of the cluster.
+// Writes a block's partial sums into its outbox: for each block of the cluster those of the rows
+// that this block will finish.
 template <class Shared, int kRows>
 __device__ void put_in_outbox(Shared& shared, const Sum<kRows>& sum, int col, int stride) {
 #pragma unroll
@@ -47,7 +48,8 @@ __device__ void put_in_outbox(Shared& shared, const Sum<kRows>& sum, int col, in
   }
 }
 
-// A warp takes a row at a time: adds up what has come from the blocks of the cluster.
+// Finishes the block's rows. A warp takes a row at a time, and adds up what has come from the
+// blocks of the cluster.
 template <int kSplits, int kClasses, class Shared>
 __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, int tile, int tiles,
                                     int B, int C, const Results& results) {
@@ -70,19 +72,20 @@ __device__ void finish_cluster_rows(const Shared& shared, int row0, int rank, in
 }
 #endif
 
-// As in all_columns() (tiles.cuh), D is split over blocks that share kRows rows. But here these are
-// a cluster, and can write to each other's shared memory: the partial sums need not go through the
-// L2 cache to whoever comes last. Each of the kSplits blocks finishes its share of the rows, and
-// the others push their partial sums of that share into its inbox. If there are more than kClasses
-// classes, a cluster computes a tile of so many columns, and another kernel finishes the rows: that
-// is half fused. (To exchange maxima and sums here, as ExchangedSoftmax does, took longer than a
-// softmax kernel whose launch is early.)
+// As in all_columns() (tiles.cuh), D is split over blocks that share kRows rows. There their
+// partial sums go through the L2 cache to the block that comes last. Here the blocks are a cluster,
+// and can write into each other's shared memory. Each of the kSplits blocks finishes its share of
+// the rows, and the others push their partial sums of that share into its inbox.
+//
+// If there are more than kClasses classes, a cluster computes a tile of so many columns, and
+// another kernel finishes the rows. (To exchange maxima and sums here, as ExchangedSoftmax does,
+// took longer than a softmax kernel whose launch is early.)
 //
 // The product is transposed (operators/softmax/transposed_product.cuh): x^T comes from shared
-// memory, W^T from registers. No other thread of the block needs the same elements of W: they go
-// from memory straight to the registers, all of a chunk of kDepth inputs at once. (wgmma ignores
-// the bits that TF32 does not have. That would truncate x, so the copy engine rounds it on the way
-// to shared memory.)
+// memory, W^T from registers. No other thread of the block needs the same elements of W. So they go
+// from memory straight to the registers, all of a chunk of kDepth inputs at once. wgmma ignores the
+// bits that TF32 does not have, so it would truncate x; hence the copy engine rounds x on the way
+// to shared memory.
 template <Math kMath, int kSplits, int kRows, int kClasses, int kDepth>
 __global__ void HOPPER_CLUSTER(kSplits) __launch_bounds__(2 * kClasses, 1)
     cluster_columns(const __grid_constant__ CUtensorMap x, const float* W, int B, int D, int C,
@@ -183,9 +186,10 @@ Plan plan_cluster(const Layer& layer) {
   return {{microseconds, microseconds}, layer.x_stride % 4 != 0, false, make};
 }
 
-// Few rows: D is split over more blocks. Many rows, or columns: 64 rows. Else 40: 1024 rows are
-// then as many clusters of 4 as fit at a time. Split operands take twice the registers for W: fewer
-// inputs at a time, more blocks.
+// The sizes of clusters and tiles. With few rows D is split over more blocks. With many rows, or
+// many columns, a tile has 64 rows. Between them it has 40: then 1024 rows are as many clusters of
+// 4 blocks as fit at a time. In 3xTF32 W takes twice the registers, so fewer inputs are taken at a
+// time, by more blocks.
 template <Math kMath, int kClasses>
 Plan choose_cluster(const Layer& layer) {
   constexpr bool kHighLow = kMath == Math::split;

@@ -1,22 +1,23 @@
 // The operator's *exchange*: softmax(x W) in one launch, for any shape. It has the idea of lesson
-// 9's kernel *fused exchange*, and another product. That is lesson 3's last product
-// (operators/product/product.cuh), transposed, and an epilogue, in which the blocks that share a
-// row tell each other its maximum and its sum.
+// 9's kernel *fused exchange*, and another product: that of lesson 3's *any shape*
+// (operators/product/product.cuh), transposed.
 //
-// To finish its part of a row a block needs the row's maximum and sum. In fused online no block
-// knows them in time, so each writes logits, which are read again. Here a row's blocks run at the
-// same time: each keeps its logits in registers, posts the maximum and sum of its part in memory,
-// waits until the others have, and writes probabilities, once. (Half fused where a row has more
-// blocks than can run at a time, or so many that to write logits should take less time. A row of
-// one block waits for nobody.)
+// The problem: to finish its part of a row a block needs the row's maximum and sum, and these are
+// known only when all parts of the row have been multiplied. In *fused online* each block therefore
+// writes its logits, and they are read again. Here a row's blocks run at the same time. Each keeps
+// its logits in registers, posts the maximum and the sum of its part in memory, waits until the
+// others have, and writes probabilities, once. A row of one block waits for nobody.
 //
-// Few rows, or few columns, are few tiles: 2048 x 300 logits are 24 of 256 x 128, and most of the
-// GPU would look on. Then the kernel is half fused, too: D is cut into slices, a block has one
-// slice of a tile, and the softmax adds up what it reads.
+// Two things may be in the way:
+//   - A row has more blocks than can run at a time, or so many that to write logits should take
+//     less time. Then the blocks write logits, and a second kernel finishes the rows: half fused.
+//   - Few rows or few columns are few tiles. For example, 2048 x 300 logits are 24 tiles of 256 x
+//     128, and most of the GPU would look on. Then D is cut into slices. A block has one slice of a
+//     tile, and the softmax adds up the slices as it reads them.
 //
 // The product is transposed, as in the operator's *cluster* (cluster.cuh; transposed_product.cuh
-// says how). But for all D inputs registers have no room: W comes through the stages as well, and
-// from there to registers, a step ahead (Reader::take_ahead).
+// says how). There the warps load W from memory to registers themselves, and wait for it. Here W
+// comes through the stages as well, and from there to registers, a step ahead (Reader::take_ahead).
 #pragma once
 
 #include <algorithm>
@@ -33,22 +34,25 @@ using namespace primitives;
 
 // ---- Factors and tiles --------------------------------------------------------------------------
 
-// A tile of a W whose rows start anywhere: 32 rows of kColumns columns. W is then four matrices:
-// matrix i has rows i, i + 4, ..., from the last multiple of 16 bytes before row i on, so that all
-// of its rows start at such multiples. Of each comes a box of 8 rows, which has the tile's columns
-// and more: the box of matrix i starts 8 * i columns early. Lanes read four neighbouring rows of W
-// at a time, one of each box, and so these lie in different banks, or nearly so (up to 3 columns
-// more are early because of the multiples of 16 bytes). docs/lessons/9_matmul_softmax.md has an
-// example, "Rows that are not aligned".
+// A tile of a W whose rows start anywhere: 32 rows of kColumns columns. The copy engine needs rows
+// that start at multiples of 16 bytes. So W is taken for four matrices. Matrix i has the rows i, i
+// + 4, i + 8 and so on, each from the last multiple of 16 bytes before it on.
+//
+// Of each matrix comes a box of 8 rows, which has the tile's columns and more. Lanes read four
+// neighbouring rows of W at a time, one of each box. So that these lie in different banks, the box
+// of matrix i starts 8 * i columns early. (They do so nearly: because of the multiples of 16 bytes
+// up to 3 columns more are early.) docs/lessons/9_matmul_softmax.md has an example, "Rows that are
+// not aligned".
 template <int kColumns>
 struct LooseTileOfW {
   static constexpr int kBoxes = 4, kBoxRows = kLine<float> / kBoxes, kPitch = kColumns + 28;
   float boxes[kBoxes][kBoxRows * kPitch];
 #if HOPPER_CODE
-  // Where element i of a thread's sum is among 64 columns: where wgmma has it. So 8 lanes read, and
-  // in the end write, what lies together.
+  // Which of 64 columns element i of a thread's sum is: the one that wgmma gives it. So 8 lanes
+  // read, and in the end write, what lies together.
   __device__ static int row(int i) { return Sum<8>::row(i); }
-  // A thread's fragments of 64 columns, from `col` on. The tile is `before` rows further down.
+  // Loads a thread's fragments of 64 columns, from `col` on. Row 0 of W stands `before` rows
+  // further down in the tile.
   __device__ LeftFragments<float> load_fragments(int col, int before, int C) const {
     const int t = threadIdx.x % 4, start = ((t - before) & 3) * (C % 4) % 4;
     const float* from = boxes[t] + 8 * t + start + col + row(0);
@@ -66,10 +70,10 @@ struct LooseTileOfW {
 };
 
 // Sums of kRows rows of x with kColumns columns of W, 128 or 192, in steps of 32 along D. A block
-// is a producer warpgroup and two or three consumers, of 64 columns each. The kPeers blocks of a
-// cluster (1 to 3) have the same rows of x: each fetches some boxes of them for all. kAligned: rows
-// of W start at multiples of 16 bytes. In 3xTF32 x is split into two tiles, by the warps beside the
-// thread that copies.
+// is a producer warpgroup, and two or three consumers of 64 columns each. The kPeers blocks of a
+// cluster (1 to 3) have the same rows of x, and each fetches some boxes of them for all. kAligned:
+// rows of W start at multiples of 16 bytes. In 3xTF32 x is split into two tiles; the producer's
+// other warps do that.
 template <Math kMath_, int kRows_, int kColumns_, int kPeers_, bool kAligned_>
 struct ExchangeTile : product::Warpgroups<kColumns_ / 64> {
   static constexpr Math kMath = kMath_;
@@ -97,7 +101,7 @@ struct ExchangeTile : product::Warpgroups<kColumns_ / 64> {
   };
 };
 
-// W for the copy engine: as one matrix, or four.
+// W for the copy engine: as one matrix, or as four.
 struct MapsOfW {
   CUtensorMap of[4];
 };
@@ -120,11 +124,14 @@ MapsOfW maps_of(const float* W, int D, int C, bool to_tf32, int64_t stride) {
   return maps;
 }
 
-// x (B, D) for the copy engine, for which a row has to start at a multiple of 16 bytes. Of 2^shift
+// x (B, D) for the copy engine. For it a row has to start at a multiple of 16 bytes. Of 2^shift
 // neighbouring rows (1, 2 or 4) row i starts before(i) elements after such a multiple. So x is
-// 2^shift matrices: matrix i has rows i, i + 2^shift, ..., each from that multiple on. In a tile of
-// it all inputs stand `before` columns further right, so rows of W stand as many rows lower. The
-// first `before` columns are the end of another row of x, and have to become zeros.
+// taken for 2^shift matrices. Matrix i has the rows i, i + 2^shift and so on, each from that
+// multiple on.
+//
+// Therefore in a tile of matrix i all inputs stand `before` columns further right, and rows of W
+// have to stand as many rows lower. The first `before` columns are the end of another row of x, and
+// have to become zeros.
 struct RowsOfX {
   CUtensorMap of[4] = {};
   int B, D, shift;
@@ -141,18 +148,20 @@ struct RowsOfX {
     }
   }
   static int shift_of(int64_t stride) { return stride % 4 == 0 ? 0 : stride % 2 == 0 ? 1 : 2; }
-  // Strips of kRows rows, if there are `rows` rows: strip s is of the matrix s % 2^shift.
+  // How many strips of kRows rows there are, if there are `rows` rows. Strip s is of the matrix s %
+  // 2^shift.
   template <int kRows>
   __host__ __device__ static int strips(int rows, int shift) {
     return (rows + (kRows << shift) - 1) / (kRows << shift) << shift;
   }
   __host__ __device__ int before(int i) const { return i * (D % 4) % 4; }
-  // How many rows there are of row `first`'s matrix, from it on.
+  // How many rows the matrix of row `first` has, from that row on.
   __host__ __device__ int rows_from(int first) const {
     return (B - first + (1 << shift) - 1) >> shift;
   }
   __device__ int matrix(int strip) const { return strip & ((1 << shift) - 1); }
-  // The block's steps of 32 inputs along D, in a strip of that matrix: of gridDim.y slices one.
+  // The block's steps of 32 inputs along D, in a strip of that matrix. It has one of gridDim.y
+  // slices.
   struct Steps {
     int first, last;
   };
@@ -164,8 +173,8 @@ struct RowsOfX {
 };
 
 #if HOPPER_CODE
-// Zeros for the first `before` elements (at most 3) of each row of a tile of x. Thread `own` of
-// `threads` does it for some rows.
+// Writes zeros over the first `before` elements (at most 3) of each row of a tile of x. Thread
+// `own` of `threads` does it for some of the rows.
 template <int kRows>
 __device__ void blank_before(ColumnTile<float, kRows>& x, int before, int own, int threads) {
   for (int row = own; row < kRows; row += threads) {
@@ -176,22 +185,25 @@ __device__ void blank_before(ColumnTile<float, kRows>& x, int before, int own, i
 
 // ---- What blocks tell each other ----------------------------------------------------------------
 
-// What a block posts for the others: a row's maximum in its tile, and the sum relative to it, 8
-// bytes, written and read at once. The sum can spare its last bit: it says whether an odd or an
-// even launch wrote them. Readers look until it is this launch's bit: no flag, and no fence.
+// What a block posts for the others: a row's maximum in its tile, and the sum relative to it. Both
+// are written and read as one access of 8 bytes. How does a reader know that they are those of this
+// launch? The sum can spare its last bit, which says whether an odd or an even launch wrote them.
+// Readers look until it is this launch's bit. So no flag is needed, and no fence.
 using Posted = unsigned long long;
 
-// What blocks tell those that have the same rows. Zero before the first launch; a launch leaves it
-// ready for the next one. One launch at a time: two streams need one of these each.
+// The memory through which blocks of the same rows tell each other. It is zero before the first
+// launch, and a launch leaves it ready for the next one. Only one launch may use it at a time: two
+// streams need one of these each.
 struct Exchange {
   Posted* posted;   // (strips of kRows rows, tiles of kColumns classes, kRows)
   unsigned* turns;  // a block's own count of launches, its last bit
 };
 
-// A place is a tile of a strip of kRows rows. Block b has places b, b + gridDim.x, ... Blocks that
-// wait for one another need all tiles of a strip at the same time: `together` = 1. Others take
-// `together` strips, about 2048 rows, tile after tile, and so share what they read of W as well as
-// of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
+// Which tiles a block has, and in which order. A place is a tile of a strip of kRows rows. Block b
+// has the places b, b + gridDim.x and so on. Blocks that wait for one another need all tiles of a
+// strip at the same time: `together` is 1. Otherwise the blocks go through `together` strips, about
+// 2048 rows, tile after tile. So those that run at the same time share what they read of W as well
+// as of x. (1024 x 4096 x 50257: strip after strip, all of W would come from memory four times.)
 struct Places {
   int strips, tiles, together;
 
@@ -206,8 +218,9 @@ struct Places {
 };
 
 #if HOPPER_CODE
-// Beside operands of 10 bits, exp() may be the hardware's 2^x: its error is 2 units in the last
-// place, and that of the product another one for each unit of |value|.
+// The exponential. In TF32 operands have 10 bits, and beside these the hardware's 2^x is good
+// enough: its error is 2 units in the last place, and that of the product another one for each unit
+// of |value|.
 template <Math kMath>
 __device__ float exp_of(float value) {
   return kMath == Math::tf32 ? exp2_approximate(value * 1.44269504f) : expf(value);
@@ -223,8 +236,9 @@ __device__ inline MaxSum part_of(Posted posted) {
           __uint_as_float(static_cast<unsigned>(posted >> 32) & ~1u)};
 }
 
-// This block has `own`, the maximum and sum of its tile's part of a row. It posts them for the
-// others, reads those of all tiles (the first's are at `of_tiles`), 16 at a time, and merges them.
+// This block has `own`, the maximum and the sum of its tile's part of a row. It posts them for the
+// others, reads those of all tiles (the first tile's are at `of_tiles`), 16 at a time, and merges
+// them.
 template <class Tile>
 __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles, unsigned turn) {
   const auto posted_at = [&](int i) {
@@ -261,11 +275,13 @@ __device__ MaxSum exchange_row(MaxSum own, Posted* of_tiles, int tile, int tiles
   return all;
 }
 
-// The 8 lanes with the same l % 4 have kCount values each, and combine them: value i of all of them
-// becomes one. Each time a lane keeps one half of its values and gives the other one to a partner,
-// so that after three times it has kCount / 8: those from first_combined() on, l / 4 with its 3
-// bits reversed, times kCount / 8. Of 8 values, for example, lanes 4 to 7 keep the upper 4 at
-// first, and in the end each of them has value 4; lanes 8 to 11 end with value 2.
+// The 8 lanes with the same l % 4 have kCount values each, and value i of all of them is to become
+// one: their maximum, or their sum.
+//
+// Each time a lane keeps one half of its values and gives the other half to a partner. After three
+// times it has kCount / 8 of them. For example, of 8 values lanes 4 to 7 keep the upper 4 at first,
+// and in the end each of them has value 4; lanes 8 to 11 end with value 2. Which values a lane ends
+// with says first_combined(): l / 4 with its 3 bits reversed, times kCount / 8.
 template <int kHalf, int kCount, typename Op>
 __device__ inline void combine_halves(float (&v)[kCount], Op op, int lanes) {
   const bool upper = threadIdx.x & lanes;
@@ -290,7 +306,8 @@ __device__ inline void combine_quads(float (&v)[kCount], Op op) {
 
 // ---- The product's Work -------------------------------------------------------------------------
 
-// Half fused there may be gridDim.y blocks for each place, with a slice of D each.
+// The product's Work (operators/product/product.cuh): what is copied, multiplied and stored. If D
+// is cut there are gridDim.y blocks for each place, with a slice of D each.
 template <class Tile_>
 struct ExchangedSoftmax {
   using Tile = Tile_;
@@ -329,7 +346,7 @@ struct ExchangedSoftmax {
       return true;
     }
     __device__ int matrix() const { return work.x.matrix(strip); }
-    // How many places the strip's inputs come late.
+    // How many columns further right the strip's inputs stand in their tiles.
     __device__ int before() const { return work.x.before(matrix()); }
     __device__ RowsOfX::Steps steps() const { return work.x.steps(matrix()); }
 
@@ -343,7 +360,7 @@ struct ExchangedSoftmax {
     start_next_kernel();
   }
 
-  // Boxes of x, which all blocks of the cluster have in common, and of W.
+  // Starts the copies: boxes of x, which all blocks of the cluster have in common, and boxes of W.
   class Copies {
    public:
     __device__ Copies(const ExchangedSoftmax& of, const Grid& blocks)
@@ -379,8 +396,8 @@ struct ExchangedSoftmax {
     int k = 0, k_end = 0, before = 0;
   };
 
-  // In 3xTF32 the producer's other warps put zeros before the rows of x, and split x, all of a
-  // stage: in whatever order it lies there.
+  // In 3xTF32 the producer's other warps put zeros before the rows of x, and split all of a stage's
+  // x into two tiles. For the splitting it does not matter in which order x lies there.
   __device__ void help(Shared& shared, const Grid& grid) const requires Tile::kHighLow {
     const int own = threadIdx.x - 32;
     Reader reader(shared.pipeline, grid);
@@ -487,8 +504,8 @@ struct ExchangedSoftmax {
     const unsigned turn;
 
     // Turns the block's logits into exponentials relative to the row's maximum in this block.
-    // Thread r < kRows returns row r's maximum and sum. `left` columns of a row: from the thread's
-    // first on.
+    // Thread r < kRows returns the maximum and the sum of row r. From the thread's first column on
+    // a row has `left` columns left.
     __device__ MaxSum exponentials(Sum& sum, int left) const {
       constexpr Math kMath = Tile::kMath;
       constexpr int kPairs = kRows / 4,
@@ -539,9 +556,9 @@ struct ExchangedSoftmax {
       return row;
     }
 
-    // Writes the sums, each times its row's factor (shared.rows). `out` is where the block's first
-    // row has the thread's first column. There are `rows` rows, `stride` elements apart; from that
-    // column on a row has `left` columns left.
+    // Writes the sums, each times the factor of its row (shared.rows). `out` is where the block's
+    // first row has the thread's first column. There are `rows` rows, `stride` elements apart. From
+    // that column on a row has `left` columns left.
     __device__ void write(const Sum& sum, float* out, int64_t stride, int rows, int left) const {
       const auto each = [&](auto put) {
         float* to = out + Sum::col(0) * stride;

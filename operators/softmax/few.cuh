@@ -1,5 +1,5 @@
-// softmax(x W) of few columns, or of few rows: what keeps the other kernels from being fast there
-// is that too few loads are under way at the same time.
+// softmax(x W) of few columns, or of few rows. There the other kernels are slow, since too few
+// loads are under way at the same time.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,12 @@ namespace operators::softmax {
 
 // ---- Few columns --------------------------------------------------------------------------------
 
-// Up to kCols columns, a block a row, as in lesson 9's *fused rows*. But 10 columns would occupy 10
-// of its 256 threads, each with a long sum. So D is spread over the block, too: thread t has column
-// t % kCols and every 256 / kCols-th input, so that all of the row's loads are under way at once;
-// lanes with the same column add up by shuffles, warps through shared memory. The first warp then
-// has all of the row's logits, one a lane. W is read once per row.
+// For up to kCols columns. A block has a row, as in lesson 9's *fused rows*. There 10 columns would
+// occupy 10 of its 256 threads, each with a long sum. So here D is spread over the block, too:
+// thread t has column t % kCols, and of the inputs every (256 / kCols)-th one. Then all of the
+// row's loads are under way at once. Lanes with the same column add up their sums by shuffles, and
+// warps add them up through shared memory. After that the first warp has all of the row's logits,
+// one in a lane. W is read once for each row.
 template <int kCols>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     fused_rows_split(const float* x, const float* W, float* probs, int D, int C) {
@@ -30,7 +31,8 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, col = lane % kCols;
   float logit = 0;
   for (int d0 = threadIdx.x / kCols; d0 < D; d0 += kAtOnce * kColThreads) {
-    // All loads first. Beyond D or C they are of a valid element: a branch would wait for each.
+    // All loads come first. Beyond D or C they load some valid element: with a branch each load
+    // would wait for the one before.
     float left[kAtOnce], right[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -68,10 +70,11 @@ inline Product make_rows_split(const Layer& layer) {
 
 // ---- Few rows -----------------------------------------------------------------------------------
 
-// The blocks of a cluster add up their partial sums of a few rows: each pushes those of a row into
-// the shared memory of the block that owns the row. This is what a block has there for it. Of kRows
-// rows, kColumns wide, each of the cluster's `splits` blocks owns every splits-th one. `rank` is
-// the block's own number. kRows and `splits` are powers of two, at most kMost.
+// The blocks of a cluster add up their partial sums of a few rows. Each row is owned by one block,
+// and the other blocks push their partial sums of it into that block's shared memory. This is the
+// place there. A row has kColumns columns. Of kRows rows each of the cluster's `splits` blocks owns
+// every splits-th one. `rank` is the block's own number. kRows and `splits` are powers of two, at
+// most kMost.
 template <int kRows, int kColumns>
 struct RowInbox {
   static constexpr int kMost = 8;
@@ -95,9 +98,10 @@ struct RowInbox {
     cluster_arrive();
   }
 
-  /// A warp has its block's partial sums of a row: a lane has every 32nd column. False if another
-  /// block owns the row. Else the lanes then have the sums of all blocks, added up in the order of
-  /// ranks, but for the block's own, which come first.
+  /// A warp calls this with its block's partial sums of row `number`; each lane has every 32nd
+  /// column. It returns false if another block owns the row. Otherwise the lanes then have the sums
+  /// of all blocks. The block's own come first, then those of the others in the order of their
+  /// ranks.
   template <int kCols>
   __device__ bool add_up(float (&row)[kCols], int number, int rank, int splits) {
     static_assert(32 * kCols == kColumns);
@@ -120,14 +124,16 @@ struct RowInbox {
 #endif
 };
 
-// With up to kRows rows memory has to deliver little but W, and as much of it as possible should be
-// on its way. So no tiles: a lane has kCols columns, 32 apart, so that the lanes of a warp read
-// neighbours, and loads them for 16 inputs before it uses the first. All warps of a block have the
-// same columns; each takes every 8th group of 16 inputs, and copies x of that group to shared
-// memory: for each input, the values of all rows. Few columns are few blocks. Then D is cut, too:
-// into gridDim.y slices, which leave partial logits in results.out (slices, B, C) for
-// the softmax to add up; or, from compute capability 9.0 on, over a cluster of `splits` blocks,
-// which add up a row in one of them (RowInbox).
+// With up to kRows rows memory has to deliver little but W, and as much of W as possible should be
+// on its way. So there are no tiles. A lane has kCols columns, 32 apart, so that the lanes of a
+// warp read neighbours. It loads them for 16 inputs before it uses the first. All warps of a block
+// have the same columns, and each takes every 8th group of 16 inputs. It copies x of that group to
+// shared memory: for each input, the values of all rows.
+//
+// Few columns are few blocks. Then D is cut as well, in one of two ways. Into gridDim.y slices:
+// their partial logits go to results.out (slices, B, C), and the softmax adds them up. Or, from
+// compute capability 9.0 on, over a cluster of `splits` blocks, which add up a row in one of them
+// (RowInbox).
 constexpr int kFewWarps = 8;
 
 template <int kRows, int kCols>
@@ -200,9 +206,9 @@ __global__ void __launch_bounds__(32 * kFewWarps)
 
 constexpr int kMostSplits = 8;  ///< blocks of a cluster
 
-/// D in 1, 2, 4, ... shares of at least 64 inputs: at most 16 (8 in a cluster), and at most 8
-/// blocks for each multiprocessor. All take about as long as W takes to come, unless blocks are
-/// few.
+/// Adds the products with D in 1, 2, 4 and so on shares of at least 64 inputs: at most 16 (8 in a
+/// cluster), and at most 8 blocks for each multiprocessor. All take about as long as W takes to
+/// come, unless there are few blocks.
 template <int kRows, int kCols>
 void add_few_rows(const Layer& layer, std::vector<Product>& products) {
   constexpr int kThreads = 32 * kFewWarps;

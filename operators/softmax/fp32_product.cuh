@@ -1,6 +1,6 @@
-// Products of fp32 matrices with the tiles and pipelines of lessons 2 and 3, for any GPU: on the
-// CUDA cores, on tensor cores in TF32, and on tensor cores with the accuracy of fp32. Lesson 9's
-// portable kernels differ in what they do with the sums.
+// Products of fp32 matrices with the tiles and pipelines of lessons 2 and 3, for any GPU. There are
+// three maths: on the CUDA cores, on tensor cores in TF32, and on tensor cores with the accuracy of
+// fp32. The operator's portable kernels differ in what they do with the sums.
 #pragma once
 
 #include <algorithm>
@@ -19,10 +19,10 @@ enum class Math {
   split,  // tensor cores, operands as sums of two TF32 numbers
 };
 
-// A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits in steps of BK along D. The
-// warps that differ in the third coordinate have the same logits, and each its share of every step:
-// when B and C are small, that is how a block gets enough warps to hide latencies, and enough
-// copies in flight. kStages tiles of x and W are in shared memory at a time.
+// A block of kWarpsM x kWarpsN x kWarpsK warps computes BM x BN logits, in steps of BK along D.
+// Warps that differ in the third coordinate have the same logits, and each takes its share of every
+// step. When B and C are small, that is how a block gets enough warps to hide latencies, and enough
+// copies in flight. kStages tiles of x and of W are in shared memory at a time.
 template <Math kMath_, int BM_, int BN_, int BK_, int kWarpsM_, int kWarpsN_, int kWarpsK_,
           int kStages_>
 struct Tile {
@@ -51,8 +51,8 @@ struct Tile {
   static_assert(kTensor ? kRows % 16 == 0 && kCols % 8 == 0 : kRows % 4 == 0 && kCols % 8 == 0);
 };
 
-// A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them: (row(i), col(j)). Along
-// a row they come in runs of kRun neighbours, and kLanesPerRow consecutive lanes share a row.
+// A warp's kRows x kCols logits. A thread has kOwnRows x kOwnCols of them, at (row(i), col(j)).
+// Along a row they come in runs of kRun neighbours. kLanesPerRow consecutive lanes share a row.
 template <class Tile>
 struct TileSums {
   // Tensor cores: fragments of 16 x 8, see mma.cuh. CUDA cores: the lanes of a warp stand 4 x 8.
@@ -78,8 +78,8 @@ struct TileSums {
   }
 };
 
-// An fp32 number as the sum of two TF32 numbers: its first 11 bits, and the next 11, rounded. An
-// infinity has no `low`.
+// An fp32 number as the sum of two TF32 numbers: `high` is its first 11 bits, and `low` the next
+// 11, rounded. An infinity has no `low`.
 struct SplitTf32 {
   unsigned high, low;
 };
@@ -91,14 +91,15 @@ __device__ inline SplitTf32 split_tf32(float value) {
   return {high, is_infinite(high) ? 0 : (rest + kHalf) & kMantissa};
 }
 
-// Adds a warp's products of one step; x_tile and W_tile point to its rows, its columns, and its
-// share of the step, all in shared memory.
+// Adds a warp's products of one step. x_tile and W_tile point into shared memory: to the warp's
+// rows of x and its columns of W, at its share of the step.
 template <class Tile>
 __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const float* W_tile) {
   constexpr int kX = Tile::kStrideX, kW = Tile::kStrideW;
   const int lane = threadIdx.x % 32;
   if constexpr (Tile::kMath == Math::fp32) {
-    // Per 4 steps of k a thread reads 4 floats of each of its rows at once, and per k its columns.
+    // For 4 of k a thread reads 4 floats of each of its rows at once. For each k it reads its
+    // columns of W.
     constexpr int kOwnRows = TileSums<Tile>::kOwnRows, kOwnCols = TileSums<Tile>::kOwnCols;
     constexpr int kRun = TileSums<Tile>::kRun;
 #pragma unroll
@@ -188,7 +189,8 @@ __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const fl
   }
 }
 
-// The factors. Rows start at a multiple of row_bytes (16, 8 or 4), the size of their copies.
+// The factors. Their rows start at multiples of row_bytes (16, 8 or 4), and that is the size of a
+// copy.
 struct Factors {
   const float *x, *W;
   int B, D, C;
@@ -203,8 +205,9 @@ inline Factors factors_of(const float* x, const float* W, int B, int D, int C) {
   return {x, W, B, D, C, row_bytes(D), row_bytes(C)};
 }
 
-// The block's kThreads threads copy a kRows x kCols tile at (row0, col0) of a matrix with `pitch`
-// elements a row to shared memory, kBytes at a time; zeros where row >= rows or col >= cols.
+// Copies a tile of kRows x kCols, from (row0, col0) on, of a matrix with `pitch` elements to a row,
+// to shared memory, kBytes at a time. Where row >= rows or col >= cols there will be zeros. All
+// kThreads threads of the block call it.
 template <int kRows, int kCols, int kStride, int kThreads, int kBytes>
 __device__ void copy_pieces(float* to, const float* from, int row0, int col0, int rows, int cols,
                             int pitch) {
@@ -230,8 +233,8 @@ __device__ void copy_tile_of(float* to, const float* from, int row0, int col0, i
   }
 }
 
-// The BM x BN logits at (row0, col0), summed over d_begin <= d < d_end: kStages - 1 steps are on
-// their way while one is multiplied, as in lesson 2's `async`.
+// Computes the BM x BN logits at (row0, col0), summed over d_begin <= d < d_end. kStages - 1 steps
+// are on their way while one is multiplied, as in lesson 2's `async`.
 template <class Tile>
 __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factors& factors,
                                int row0, int col0, int d_begin, int d_end) {
@@ -261,7 +264,8 @@ __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factor
   }
 }
 
-// Stores kRun neighbours of a row, of which `left` exist: at once if the row's start allows it.
+// Stores kRun neighbours of a row, of which `left` exist: by one access, if the start of the row is
+// `aligned` for that.
 template <int kRun>
 __device__ void store_run(float* to, const float* values, int left, bool aligned) {
   if (aligned && left >= kRun) {

@@ -1,5 +1,5 @@
-// What a layer of softmax(x W) is to the kernels that compute it: its memory, what becomes of a
-// product's sums, and how products become plans that are tried.
+// A layer of softmax(x W), as the kernels that compute it see it: its memory, what becomes of a
+// product's sums, and how products become plans, of which some are tried.
 #pragma once
 
 #include <algorithm>
@@ -20,24 +20,26 @@ namespace operators::softmax {
 using namespace primitives;
 using operators::Memory, operators::Workspace;
 
-// D may be cut into at most so many slices; what they leave takes at most so many floats.
+// D is cut into at most kMostSlices slices, and what all slices leave is at most kMostSliced
+// floats.
 constexpr int kMostSlices = 16;
 constexpr int64_t kMostSliced = 16 << 20;
 
-// A layer, and what each way to compute it starts from.
+// A layer: its matrices and sizes, and where it gets memory from.
 struct Layer {
   Workspace workspace;
   SoftmaxShape shape;
   Memory<float> x, W;
   Memory<float> sliced;  // (slices of D, B, C): partial logits
-  // From one row to the next. Of a single row any will do, and this suits the copy engine.
+  // The distance of two rows. If there is only one row any number will do, and this one suits the
+  // copy engine.
   int64_t x_stride = shape.rows > 1 ? shape.inputs : (shape.inputs + 3) / 4 * 4;
   int64_t W_stride = shape.classes;
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = multiprocessors();
 
-  // Launches a kernel that reads x or W: early, but where other work of the caller's comes before
-  // it, which may still write them.
+  // Launches a kernel that reads x or W. It is launched early, unless other work of the caller's
+  // may come before it, which might still be writing them.
   template <typename... Parameters, typename... Arguments>
   void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
               const Arguments&... arguments) const {
@@ -45,19 +47,20 @@ struct Layer {
                        arguments...);
   }
 
-  // The most slices such that each has at least `least` inputs, and all fit into `sliced`.
+  // The largest number of slices such that each has at least `least` inputs, and all fit into
+  // `sliced`.
   int most_slices(int least) const {
     const int64_t fit = kMostSliced / static_cast<int64_t>(shape.logits());
     return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, kMostSlices));
   }
 };
 
-// Of a kind's plans the first kMostPlans, as the estimate sorts them, are tried. A plan that should
-// take kHopeless times as long as the first one is not.
+// The plans of a kind are sorted by an estimate. The first kMostPlans of them are tried, but none
+// that should take kHopeless times as long as the first one.
 constexpr size_t kMostPlans = 24;
 constexpr double kHopeless = 1.4;
 
-// What becomes of a product's sums:
+// What becomes of a product's sums.
 enum class Epilogue {
   logits,   // out = logits: the product of the unfused way
   parts,    // the same, and of each tile's part of a row its maximum and its sum: half fused
@@ -73,9 +76,10 @@ struct Results {
   unsigned* arrived = nullptr;  // blocks of these rows that have ended; zero between launches
 };
 
-// A row's logits, spread over the lanes of a warp, become what the epilogue says. kLanes lanes
-// share a row of tile `tile` of `tiles`, kLanes * kValues columns wide. Lane l has its columns l, l
-// + kLanes, ... `out` is written only if the row `exists`.
+// Takes a row's logits, which are spread over the lanes of a warp, and does what the epilogue says.
+// kLanes lanes share the row, or its tile number `tile` of `tiles`, which is kLanes * kValues
+// columns wide. Lane l has its columns l, l + kLanes, and so on. If the row does not exist, the
+// lanes take part in the shuffles, and write nothing.
 template <int kValues, int kLanes = 32>
 __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& results,
                            int tile = 0, int tiles = 1, bool exists = true) {
@@ -109,15 +113,15 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   }
 }
 
-// How long it should take with a product to compute probabilities fused, and unfused, with a
-// softmax after it; and where there are others, its tiles in words, and what fused is with them if
-// it is more than one launch.
+// How long a product should take, in microseconds: fused, and unfused, with a softmax after it.
+// `tiles` names its tiles, where there are others. `how` says what fused means with it, if that is
+// more than one launch.
 struct Expected {
   double microseconds = INFINITY, unfused_microseconds = INFINITY;
   std::string tiles = {}, how = {};
 };
 
-// A kernel with its tile, its grid, and what it needs besides results.
+// A kernel that is ready to be launched, but for the results.
 struct Product {
   const char* name;
   std::function<void(Results)> launch;
@@ -133,12 +137,15 @@ Product product_of(const char* name, Function* kernel, int shared_bytes,
   return {name, std::move(launch), shared_bytes};
 }
 
-// A half fused product: `launch` (results, slices) starts `kernel`, which leaves logits or, of that
-// many slices of D, partial logits. Another kernel makes probabilities of them. For rows of up to
-// kLeastForParts columns that is the usual softmax, which reads a logit once: maxima and sums would
-// save nothing, so without slices nothing is fused. Of longer rows `launch` also leaves the maximum
-// and the sum of each of a row's `tiles` tiles, and finish_columns() uses them; of more than
-// kRowsForParts only if they do not fit into a block's registers.
+// A product in two launches. `launch` (results, slices) starts `kernel`, which leaves logits, or
+// partial logits of so many slices of D. A second kernel makes probabilities of them. Which one?
+//
+//   - Without slices, and for rows of more than kLeastForParts columns, `launch` also leaves the
+//     maximum and the sum of each of a row's `tiles` tiles. finish_columns() uses them, and so
+//     reads each logit once: that is half fused. If there are more than kRowsForParts rows, only
+//     rows that do not fit into a block's registers are treated so.
+//   - In all other cases it is the usual softmax, which reads shorter rows once anyway. Without
+//     slices nothing is fused then.
 constexpr int kLeastForParts = 4096, kRowsForParts = 16;
 template <typename Function, typename Launch>
 Product half_fused(const Layer& layer, const char* name, Function* kernel, int shared_bytes,
@@ -165,7 +172,8 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int s
   return product;
 }
 
-// Copies rows, `cols` wide, into rows `stride` floats apart, a block a row: for the copy engine.
+// Copies rows of `cols` floats into rows that are `stride` floats apart, as the copy engine needs
+// them. A block copies a row.
 template <int kThreads>
 __global__ void align_rows(const float* from, float* to, int cols, int64_t stride) {
   start_next_kernel();
@@ -185,8 +193,9 @@ __global__ void align_rows(const float* from, float* to, int cols, int64_t strid
   }
 }
 
-// The layer, and a launch that copies rows of x, of W, or of both, where they do not start at
-// multiples of 16 bytes, into rows that do. That time counts.
+// Returns the layer with x, W or both in rows that begin at multiples of 16 bytes, and a launch
+// that copies them there. That launch is empty if nothing has to be copied. Where it is used its
+// time counts.
 inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& layer, bool of_x,
                                                                  bool of_W) {
   Layer aligned = layer;
@@ -206,8 +215,8 @@ inline std::pair<Layer, std::function<void()>> with_aligned_rows(const Layer& la
   return {aligned, launch};
 }
 
-// How a product is to be made, and what to expect of it: that counts its kernel, the softmax after
-// it, and copies of x or of W with aligned rows.
+// A plan: how a product is to be made, whether x or W has to be copied into aligned rows first, and
+// how long all of that should take, the softmax included.
 struct Plan {
   Expected expected = {};
   bool copies_x = false, copies_W = false;
@@ -217,8 +226,8 @@ struct Plan {
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
 };
 
-// The plans that are tried, of all: those that should be the fastest, fused or unfused.
-// If not `all`: the one that should be the fastest.
+// Of all plans, those that are tried: the ones that should be the fastest, fused or unfused. If not
+// `all`: only the one that should be the fastest.
 inline std::vector<Plan> plans_to_try(std::vector<Plan> plans, bool all) {
   std::vector<Plan> tried;
   const auto take = [&](size_t most, auto microseconds) {
@@ -238,7 +247,7 @@ inline std::vector<Plan> plans_to_try(std::vector<Plan> plans, bool all) {
   return tried;
 }
 
-// The products of the plans that are tried. Plans that copy the same matrices share the copies.
+// The products of the plans that are tried. Plans that need the same copies share them.
 inline std::vector<Product> products_of(const Layer& layer, const std::vector<Plan>& plans) {
   std::map<std::pair<bool, bool>, std::pair<Layer, std::function<void()>>> aligned;
   std::vector<Product> products;

@@ -11,17 +11,17 @@
 
 namespace operators::softmax {
 
-// Many rows and few columns: then x is nearly all there is to read, each element once, and what
-// counts is that it comes without a break. So W, of all D inputs, stays in the registers of a
-// block, and slabs of whole rows of x stream past it. A slab is one piece of memory, and that of 8
-// rows starts at a multiple of 16 bytes wherever a row starts: a single copy of the copy engine
-// brings it, and while one is multiplied others are on their way.
+// With many rows and few columns, x is nearly all there is to read, each element once. What counts
+// is that it comes without a break. So W, of all D inputs, stays in the registers of a block, and
+// *slabs* of whole rows of x stream past it. A slab is one piece of memory. 8 rows of floats are a
+// multiple of 16 bytes, however long a row is, so a slab of 8 rows starts at such a multiple, and a
+// single copy of the copy engine brings it. While one slab is multiplied others are on their way.
 //
-// A warp multiplies 8 rows of x at a time, with every `splits`-th chunk of 32 inputs and with all
-// columns. mma.sync's left factor is W^T: 16 columns of W are its rows. Its right factor is x^T:
-// the 8 rows of x are its columns. The order of the inputs in a chunk does not change a sum, so we
-// choose it: of the 4 lanes of a row each takes 8 neighbours, two of them a step. Partial sums meet
-// in shared memory, where 8 lanes finish a row.
+// A warp multiplies 8 rows of x at a time, with all columns, and with every `splits`-th chunk of 32
+// inputs. The left factor of mma.sync is W^T: 16 columns of W are its rows. The right factor is
+// x^T: the 8 rows of x are its columns. The order of the inputs within a chunk does not change a
+// sum, so we choose it: each of the 4 lanes of a row takes 8 neighbours, two of them for each
+// mma.sync. The partial sums of the warps meet in shared memory, where 8 lanes finish a row.
 constexpr int kNarrowWarps = 8, kNarrowStages = 4;
 
 template <int kTiles>  // of 16 columns
@@ -36,7 +36,8 @@ struct Slabs {
 };
 
 #if HOPPER_CODE
-// Adds up and finishes a slab's rows, 8 lanes a row; also lanes without a row, for the shuffles.
+// Adds up the partial sums of a slab's rows, and finishes them, 8 lanes to a row. Lanes that have
+// no row take part, too, for the shuffles.
 template <int kTiles>
 __device__ void finish_slab(const float* sums, int row0, int here, int C, Slabs of,
                             const Results& results) {
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
   const int rows = 8 * of.groups, count = (B + rows - 1) / rows, slab_floats = rows * D;
   float* slabs = reinterpret_cast<float*>(bytes);  // [stages][rows][D]
   float* sums = slabs + of.stages * slab_floats;   // [splits][rows][kStride]
-  // First W comes into the end of the block's memory, from where warps take it to registers. Then
-  // that place is free: for the last slabs, and for the sums.
+  // At first W comes into the end of the block's memory, from where the warps take it to registers.
+  // Then that place is free for the last slabs, and for the sums.
   const int W_floats = (D * C + 3) / 4 * 4, W_at = of.bytes / 4 - W_floats;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int split = warp % of.splits, at_once = kNarrowWarps / of.splits;
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 1)
 template <int kTiles>
 Product make_narrow(const Layer& layer) {
   // As few warps share a row as can hold W. A slab is 32 rows, or 8 for each `splits` warps if that
-  // is more; fewer if multiprocessors would get none, or if a block had no room for two.
+  // is more. It is less if multiprocessors would get no slab, or if a block had no room for two.
   using N = Narrow<kTiles>;
   constexpr int kThreads = 32 * kNarrowWarps;
   const int splits = static_cast<int>(blocks_for(blocks_for(layer.D, 32), N::kChunks));

@@ -1,5 +1,5 @@
-// The plans of lesson 9's kernels for Hopper, and how long each should take (operators/estimate.h):
-// that ranks them, and the first ones are tried.
+// The plans of *cluster* and *exchange*, the operator's kernels for Hopper, and how long each
+// should take (operators/estimate.h). The plans are ranked by that, and the first ones are tried.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,17 @@ namespace operators::softmax {
 
 using namespace primitives;
 
-/// Of a launch that copies rows.
+/// How long a launch takes that copies rows of so many columns.
 inline double copy_microseconds(int rows, int cols) { return 1 + 8.0 * rows * cols / kMemoryBytes; }
 
-/// Fused cluster, whose clusters of `splits` blocks have tiles of `rows` x `classes`, and take
-/// `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the way of a chunk of
-/// inputs from the L2 cache, some 0.35 us. There are two launches where a row has several tiles.
-/// The smallest layers took 2 us to 2.8 us in all on an H100: less than kFirstLaunch, as all
-/// threads load at once. 2.7 us lies between, chosen so that the recorded rows remain those tried.
+/// How long *cluster* should take. Its clusters of `splits` blocks have tiles of `rows` x
+/// `classes`, and take `depth` inputs at a time; `at_once` of them run at a time. Nothing hides the
+/// way of a chunk of inputs from the L2 cache, some 0.35 us. Where a row has several tiles there
+/// are two launches.
+///
+/// The smallest layers took 2 us to 2.8 us in all on an H100. That is less than kFirstLaunch, since
+/// all threads load at once. 2.7 us lies between, chosen so that the recorded rows remain those
+/// tried.
 inline double cluster_microseconds(const Layer& layer, int splits, int rows, int classes, int depth,
                                    int64_t at_once) {
   const int64_t tiles = blocks_for(layer.C, classes), clusters = tiles * blocks_for(layer.B, rows);
@@ -39,7 +42,7 @@ inline double cluster_microseconds(const Layer& layer, int splits, int rows, int
          (layer.x_stride % 4 != 0 ? copy_microseconds(layer.B, layer.D) : 0);
 }
 
-/// Fused exchange with one size of tiles, of which `all` blocks run at a time.
+/// How long *exchange* should take with one size of tiles, if `all` of its blocks run at a time.
 template <class Tile>
 struct ExchangeTime {
   const Layer& layer;
@@ -57,9 +60,10 @@ struct ExchangeTime {
     strips = RowsOfX::strips<Tile::kRows>(layer.B, shift);
   }
 
-  /// Of D in `slices` slices, with `blocks` blocks at a time. wgmma reads the rows of x once for
-  /// each 64 columns; W goes from shared memory to registers. In 3xTF32 there are three products.
-  /// `logits`: how often they go from or to memory.
+  /// The time if D is cut into `slices` slices, and `blocks` blocks run at a time, in so many
+  /// rounds. `logits` says how often logits go from or to memory. wgmma reads the rows of x once
+  /// for each 64 columns; W goes from shared memory to registers. In 3xTF32 there are three
+  /// products.
   double time(double rounds, double blocks, int slices, double logits, double more) const {
     constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns;
     const int rows = std::min(kRows, ((layer.B - 1) >> shift) + 1);
@@ -86,14 +90,15 @@ struct ExchangeTime {
     return time(rounds, blocks, 1, 1, tiles == 1 ? 0 : 3 * rounds);
   }
 
-  /// The softmax is another launch, which reads the logits of all slices.
+  /// The time of two launches. The second one, the softmax, reads the logits of all slices.
   double two_kernels(int slices) const {
     const double units = 1.0 * strips * tiles * slices, rounds = std::ceil(units / all);
     const double moved = 4 * (slices + 1) * layer.shape.logits() / kMemoryBytes;
     return time(rounds, units / rounds, slices, 0, kNextLaunch + moved);
   }
 
-  /// The numbers of slices, 1 to `most`, that should take the least time: up to three.
+  /// Of the numbers of slices from 1 to `most` those three that should take the least time, or
+  /// fewer.
   std::vector<int> likely_slices(int most) const {
     std::vector<std::pair<double, int>> each;
     for (int slices = 1; slices <= most; ++slices) each.push_back({two_kernels(slices), slices});
@@ -106,8 +111,9 @@ struct ExchangeTime {
   }
 };
 
-// Exchange with strips of kRows rows; at most `clusters` clusters run at a time. `slices` = 0: the
-// blocks of a strip wait for one another. Else half fused, with so many slices of D.
+// Makes *exchange* with strips of kRows rows, where at most `clusters` clusters run at a time. If
+// `slices` is 0, the blocks of a strip wait for one another. Otherwise it is two launches, with so
+// many slices of D.
 template <class Tile>
 Product make_exchange(const Layer& layer, int clusters, int slices) {
   constexpr int kRows = Tile::kRows, kPeers = Tile::kPeers;
@@ -139,8 +145,9 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   return half_fused(layer, "exchange", kernel, kBytes, slices, tiles, launch);
 }
 
-// Plans with one size of tiles: fused, and half fused, with the numbers of slices that should take
-// the least time, up to three. (Blocks that wait for one another need a GPU without other work.)
+// Adds the plans with one size of tiles: one launch, and two launches with those numbers of slices
+// that should take the least time, up to three. (Blocks that wait for one another need a GPU on
+// which nothing else runs.)
 template <class Tile>
 void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) {
   constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns, kPeers = Tile::kPeers;
@@ -165,8 +172,8 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
   }
 }
 
-// The plans with all tiles (rows, columns, blocks in a cluster), with x as it lies or copied; the
-// fastest first.
+// The plans with all sizes of tiles (rows, columns, blocks in a cluster), with x as it lies or
+// copied. The fastest come first.
 template <Math kMath, bool kAligned>
 std::vector<Plan> plan_exchange(const Layer& layer) {
   std::vector<Plan> plans;

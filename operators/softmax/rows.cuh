@@ -1,5 +1,5 @@
-// What a softmax has to know of a row, and softmax as a kernel after a product: the one that lesson
-// 9's library and unfused rows have in common.
+// How parts of a row are merged; and softmax as a kernel of its own, after a product. Lesson 9's
+// rows "library" and "unfused" have that kernel in common.
 #pragma once
 
 #include "operators/softmax/softmax.h"
@@ -16,8 +16,10 @@ using namespace primitives;
 // The factor by which exponentials relative to `from` become relative to `to`. Of two -inf: 1.
 __device__ inline float rebase(float from, float to) { return from == to ? 1 : expf(from - to); }
 
-// Two parts of a row together. This is "online softmax": no part has to know the others' maximum
-// beforehand.
+// Merges two parts of a row: both sums become relative to the larger maximum. For example, the
+// logits 3 and 1 are (3, 1.135), and 5 and 4 are (5, 1.368). Together they are (5, 1.135 e^(3 - 5)
+// + 1.368), which is (5, 1.522). This is "online softmax": no part has to know another one's
+// maximum beforehand.
 __device__ inline MaxSum merge(MaxSum a, MaxSum b) {
   const float largest = fmaxf(a.largest, b.largest);
   return {largest, a.sum * rebase(a.largest, largest) + b.sum * rebase(b.largest, largest)};
@@ -32,13 +34,15 @@ __device__ inline MaxSum warp_merge(MaxSum part) {
   return part;
 }
 
-// All parts of a block of kWarps warps, of which `part` is this warp's.
+// Merges the parts of the kWarps warps of a block, of which `part` is this warp's. All threads get
+// the result.
 template <int kWarps>
 __device__ MaxSum block_merge(MaxSum part) {
   __shared__ MaxSum parts[kWarps];
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
   __syncthreads();
-  // First the maximum of all parts: then no exponential depends on another one.
+  // The maximum of all parts comes first. Then the exponentials do not have to wait for one
+  // another.
   MaxSum each[kWarps];
   float largest = minus_infinity(), sum = 0;
 #pragma unroll
@@ -55,11 +59,13 @@ __device__ MaxSum block_merge(MaxSum part) {
 
 constexpr int kSoftmaxThreads = 256;
 
-// kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits and keep it
-// in registers: each logit is read once and each probability written once, 16 bytes at a time if C
-// is a multiple of 4 (kWidth = 4). A thread has kWidth neighbours, and then again every kGroup *
-// kWidth columns.
-// Where the product's D is cut into slices, logits (slices, B, C) are to be added up.
+// kGroup threads, a warp or the block, share a row of at most kGroup * kValues logits, and keep it
+// in registers. So each logit is read once, and each probability is written once. If C is a
+// multiple of 4 (kWidth = 4), that is done 16 bytes at a time. A thread has kWidth neighbours, then
+// the kWidth neighbours that are kGroup * kWidth columns further on, and so on.
+//
+// Where the product's D is cut into slices, a logit is the sum of `slices` numbers: logits are
+// (slices, B, C), and are added up as they are read.
 template <int kGroup, int kValues, int kWidth>
 __global__ void __launch_bounds__(kSoftmaxThreads)
     softmax_rows(const float* logits, float* probs, int B, int C, int slices) {
@@ -125,9 +131,9 @@ __global__ void __launch_bounds__(kSoftmaxThreads)
   }
 }
 
-/// The maximum and the sum of a part of a row go to `parts`: part blockIdx.y (of gridDim.y) of row
-/// blockIdx.x. If `slices` > 1, a logit is the sum of `slices` numbers, gridDim.x * C apart: the
-/// block adds them up first, and writes the logit to `out`.
+/// Writes the maximum and the sum of a part of a row to `parts`: of part blockIdx.y (of gridDim.y)
+/// of row blockIdx.x. If `slices` > 1, a logit is the sum of `slices` numbers that lie gridDim.x *
+/// C apart. The block adds these up first, and writes the logit to `out`.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     sum_row_parts(const float* logits, float* out, float2* parts, int C, int slices) {
@@ -165,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// Turns logits (B, C) into probabilities, in place or not. A block has kPartColumns columns of row
-/// blockIdx.x, and all of the row's `count` maxima and sums.
+/// blockIdx.x. It reads all of the row's `count` maxima and sums, and merges them.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     finish_columns(const float* logits, float* out, const float2* parts, int C, int count) {
@@ -195,8 +201,10 @@ __global__ void __launch_bounds__(kThreads)
 /// Rows longer than this do not fit into a block's registers.
 constexpr int kLongestInRegisters = 8192;
 
-/// probs = softmax(logits), of logits (B, C) or the sum of logits (slices, B, C): a warp a row, or
-/// a block, or several, which leave maxima and sums in `parts` (B, C / kPartColumns).
+/// probs = softmax(logits). The logits are (B, C), or the sum of `slices` numbers each, (slices, B,
+/// C). A row is one warp's, or one block's. A row of more than kLongestInRegisters columns is that
+/// of several blocks: a first kernel writes their maxima and sums to `parts` (B, C / kPartColumns),
+/// and a second one reads the logits again.
 inline void softmax(const float* logits, float* probs, const SoftmaxShape& shape, float2* parts,
                     int slices = 1, cudaStream_t stream = nullptr) {
   const int B = static_cast<int>(shape.rows), C = static_cast<int>(shape.classes);

@@ -21,9 +21,10 @@
 // docs/softmax.md says which of them a shape has, and why. In what math they multiply is the
 // caller's choice (Math in fp32_product.cuh).
 //
-// Fused, or unfused? Each kind can leave logits for the softmax of rows.cuh, which is unfused.
-// Fused is one launch; or, half fused, two, of which the second one reads a logit once: where a
-// row's maximum and sum are there already, or where D is cut into slices, whose sums it adds up.
+// Fused, or unfused? Each kind but the first can leave logits for the softmax of rows.cuh, which is
+// unfused. Fused is one launch. Half fused is two, but the second one reads each logit once, since
+// a row's maximum and sum are there already. Where D is cut into slices there are two launches,
+// too: the softmax adds the slices up.
 #pragma once
 
 #include <algorithm>
@@ -77,9 +78,9 @@ class SoftmaxProduct {
                                 : kinds<Math::split>();
   }
 
-  /// Of each kind its ways are ranked by an estimate. But those of two kinds are not worth
-  /// comparing, and some have none: the first way of each kind counts as if it took the same time,
-  /// so that all kinds are tried.
+  /// The ways of several kinds in one list. The estimate ranks the ways of one kind, but it is not
+  /// good enough to compare two kinds, and some kinds have none. So the first way of each kind
+  /// counts as if all of these took the same time, and then all kinds are tried.
   Ways together(std::vector<Kind> kinds) const {
     std::erase_if(kinds, [](const Kind& kind) { return !runs(kind.capability); });
     const auto all = [&](auto list) {
@@ -174,9 +175,9 @@ class SoftmaxProduct {
     return {.epilogue = epilogue, .out = out, .parts = parts_};
   }
 
-  // What Hopper has for a shape: narrow, or else cluster; and exchange. But none that should take
-  // much longer. In TF32 exchange needs either rows of W that are aligned to 16 bytes, or at least
-  // 4 inputs. None if no cluster fits on the device.
+  // The kinds that Hopper has for a shape: narrow or else cluster, and exchange. But none that
+  // should take much longer than the other, and none at all if no cluster fits on the device. In
+  // TF32 exchange needs either rows of W that are aligned to 16 bytes, or at least 4 inputs.
   template <Math kMath>
   std::vector<std::vector<Product>> hopper_products() const {
     const Layer& layer = layer_;

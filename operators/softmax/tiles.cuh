@@ -1,6 +1,6 @@
-// softmax(x W) on any GPU: blocks that have all columns of some rows, or, where a row has too many,
-// tiles of a row. The product is that of fp32_product.cuh, in any of its maths, and Results
-// (layer.cuh) say what becomes of its sums.
+// softmax(x W) on any GPU. Either a block has all columns of some rows; or, where a row has too
+// many columns for that, it has a tile of some rows. The product is that of fp32_product.cuh, in
+// any of its maths. Results (layer.cuh) say what becomes of its sums.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,15 @@ namespace operators::softmax {
 
 // ---- All columns --------------------------------------------------------------------------------
 
-// A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B. It
-// also has one of gridDim.y splits of D: the sums of its warps meet in shared memory, those of the
-// blocks of the same rows in `partial`, where the last of them to arrive adds them up, always in
-// the same order. Then a warp takes a row at a time.
+// A block has BM rows with all their columns (C <= BN), so W is read B / BM times instead of B
+// times. D is split twice. The warps of a block share it, and their sums meet in shared memory. And
+// gridDim.y blocks have the same rows and share D: their sums go to `partial`, and the last of
+// these blocks to arrive adds them up, always in the same order. In the end a warp takes a row at a
+// time.
 //
-// What D is split for: 1024 rows are 32 blocks of 32, for a GPU of 132 multiprocessors, and each of
-// them would read all of W by itself (1024 x 100: 400 KB, at some 64 bytes a clock). Four times as
-// many blocks read a quarter each.
+// Why is D split? 1024 rows are 32 blocks of 32 rows, for a GPU of 132 multiprocessors, and each of
+// them would read all of W by itself: of 1024 x 100 that is 400 KB, at some 64 bytes a cycle. Four
+// times as many blocks read a quarter each.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors, Results results) {
   start_next_kernel();
@@ -91,14 +92,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) all_columns(Factors factors
 
 // ---- Tiles of a row -----------------------------------------------------------------------------
 
-// Here a row does not fit into a block: 1000 columns of 64 rows are as many sums as a
+// Here a row does not fit into a block. 64 rows of 1000 columns are 64000 sums, about as many as a
 // multiprocessor has registers, and blocks of fewer rows would read W too often. So blocks have
 // tiles of BM x BN, as for any product, and of each row a warp has kCols columns. It writes their
-// logits and leaves their maximum and their sum relative to it, which the lanes that share a row
-// find with a few shuffles: this is "online softmax", no part has to know another one's maximum.
-// finish_columns() (rows.cuh) merges a row's parts and makes probabilities of the
-// logits: each is read once. (A row's last block could do it in the same launch. But it would have
-// all of the row's logits to go through while other multiprocessors have nothing to do.)
+// logits. It also leaves their maximum, and their sum relative to it, which the lanes that share a
+// row find with a few shuffles: this is "online softmax", no part has to know another one's
+// maximum.
+//
+// finish_columns() (rows.cuh) merges a row's parts and makes probabilities of the logits, each of
+// which is read once. (A row's last block could do that in the same launch. But it would have all
+// of the row's logits to go through, while other multiprocessors have nothing to do.)
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads) column_tiles(Factors factors, Results results) {
   start_next_kernel();
@@ -180,7 +183,8 @@ Product make_column_tiles(const Layer& layer) {
                     static_cast<int>(blocks_for(layer.C, Tile::kCols)), launch);
 }
 
-// The tiles for a shape. BM, BN, BK; warps along rows, columns and D; stages.
+// The tiles for a shape. The numbers are BM, BN and BK; warps along rows, columns and D; and
+// stages.
 template <Math kMath>
 Product make_product(const Layer& layer) {
   const int C = layer.C;

@@ -1,13 +1,14 @@
-// What lesson 9's kernels for Hopper share: products sum^T = W^T x^T in TF32, with W^T in
+// What the operator's kernels for Hopper share: the product sum^T = W^T x^T in TF32, with W^T in
 // registers.
 //
-// In TF32 wgmma takes a factor from shared memory only if its elements are contiguous along k (here
-// D); those of x are, those of W are not. So the product is transposed: x^T is the factor from
-// shared memory, as the copy engine leaves it there, and W^T is the one from registers. A warpgroup
-// has 64 columns of W, a warp 16; for wgmma these are rows of W^T, and a thread has two of them.
-// Which column is which row is ours to say: a thread's two are neighbours, so that W is read 8
-// bytes at a time (not where rows of W are not aligned, see exchange.cuh). Columns of the sum, as
-// wgmma has it, are rows of x.
+// Why transposed? In TF32 wgmma takes a factor from shared memory only if its elements are
+// contiguous along k, which is D here. Those of x are, those of W are not. So x^T is the factor
+// from shared memory, as the copy engine leaves it there, and W^T comes from registers. Columns of
+// the sum, as wgmma has it, are rows of x.
+//
+// A warpgroup has 64 columns of W, a warp 16. For wgmma they are rows of W^T, and a thread has two
+// of them. Which column is which row is ours to say. A thread's two are neighbours, so that W is
+// read 8 bytes at a time (but not where rows of W are not aligned, see exchange.cuh).
 #pragma once
 
 #include "operators/softmax/fp32_product.cuh"
@@ -18,10 +19,10 @@ namespace operators::softmax {
 using namespace primitives;
 
 #if HOPPER_CODE
-// A thread's fragments of W^T, of the classes col and col + 1 for the inputs from d0 on: 32 for
-// each of w[]. All loads are under way before the first value is needed. Where d >= D they are
-// zeros; for classes that do not exist they are another one's, and nobody looks at what becomes of
-// them.
+// Loads a thread's fragments of W^T from memory: of the classes col and col + 1, for the inputs
+// from d0 on, 32 for each of w[]. All loads are under way before the first value is needed. Inputs
+// that do not exist are zeros. Classes that do not exist get another class's values; nobody looks
+// at what becomes of them.
 template <bool kInside, int kCount>
 __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const float* W, int d0,
                                       int col, int D, int C) {
@@ -57,8 +58,8 @@ __device__ inline void load_fragments(LeftFragments<float> (&w)[kCount], const f
   }
 }
 
-// 8 neighbours of a row of D floats, of which `left` exist; zeros for the others. `from` is a
-// multiple of 8 floats behind the row's start.
+// Loads 8 neighbours of a row of D floats, of which `left` exist; the others become zeros. `from`
+// is a multiple of 8 floats behind the start of the row.
 __device__ inline void load_inputs(float (&v)[8], const float* from, int left, int D) {
   if (left < 8) {
 #pragma unroll
@@ -81,8 +82,8 @@ __device__ inline void load_inputs(float (&v)[8], const float* from, int left, i
   }
 }
 
-// A thread's fragments of W^T for mma.sync, of a chunk of 32 inputs: of the columns g and g + 8 of
-// each tile of 16 the inputs d0 to d0 + 7, two for each of 4 steps.
+// Loads a thread's fragments of W^T for mma.sync, of a chunk of 32 inputs. Of the columns g and g +
+// 8 of each tile of 16 it takes the inputs d0 to d0 + 7, two for each of 4 mma.sync.
 template <int kTiles>
 __device__ inline void load_columns(unsigned (&w)[kTiles][4][4], const float* W, int d0, int D,
                                     int C) {
@@ -97,8 +98,8 @@ __device__ inline void load_columns(unsigned (&w)[kTiles][4][4], const float* W,
   }
 }
 
-// Each of the `count` elements of `high` (a multiple of 4) becomes the sum of two TF32 numbers,
-// high + low. All `threads` threads call this; `first` is the caller's number among them.
+// Splits `count` elements (a multiple of 4) into two TF32 numbers each, so that high + low is what
+// `high` was. All `threads` threads call this; `first` is the caller's number among them.
 __device__ inline void split_all(float* high, float* low, int count, int first, int threads) {
 #pragma unroll 2
   for (int i = 4 * first; i < count; i += 4 * threads) {
@@ -112,8 +113,9 @@ __device__ inline void split_all(float* high, float* low, int count, int first, 
   }
 }
 
-// Starts to add the products of a warpgroup's 64 classes with kRows rows of x, for 32 of the D
-// inputs: wgmma_wait() then. w: a thread's fragments of W^T, any fp32, rounded on the way.
+// Starts the products of a warpgroup's 64 classes with kRows rows of x, for 32 of the D inputs;
+// wgmma_wait() has to follow. w are a thread's fragments of W^T, any fp32 numbers, which are
+// rounded first.
 template <int kRows>
 __device__ inline void start_rounded(Sum<kRows>& sum, const LeftFragments<float>& w,
                                      const ColumnTile<float, kRows>& x, bool add) {
@@ -126,8 +128,8 @@ __device__ inline void start_rounded(Sum<kRows>& sum, const LeftFragments<float>
   sum.start_product(rounded, x.columns(), add);
 }
 
-// The same in 3xTF32: x is the sum of two tiles, and so is w. The products are added, and done,
-// when this returns.
+// The same in 3xTF32: x is the sum of two tiles, and w is split here. When this returns, the
+// products are done and added.
 template <int kRows>
 __device__ inline void add_split(Sum<kRows>& sum, const LeftFragments<float>& w,
                                  const ColumnTile<float, kRows>& x,
