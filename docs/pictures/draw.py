@@ -298,7 +298,50 @@ def attention():
     return picture
 
 
-PICTURES = {drawn.__name__: drawn for drawn in (fragment, swizzle, split_k, gradients, softmax, clifford, attention)}
+def turns():
+    """Lesson 3's first kernels for Hopper: when tiles are copied, and when they are multiplied."""
+    picture = Picture("Who copies, and who multiplies", 1080, 440, 17)
+    left, unit = 250, 40
+
+    def lane(y, name, spans):
+        """Boxes of (units, color, text) one after the other; without a color it is a gap."""
+        picture.text(left - 10, y + 24, name, "end", SOFT, 16)
+        x = left
+        for units, color, text in spans:
+            if color:
+                ink = "#fff" if color in (BLUE, RUST) else INK
+                picture.box(x, y, units * unit - 3, 34, color, None, text, 3, ink, 16)
+            x += units * unit
+
+    copy, multiply, wait, store = SKY, BLUE, GREY, RUST
+    picture.text(20, 30, "wgmma: the same warps order copies, wait, and multiply", bold=True)
+    lane(44, "copy engine", [(2, copy, "tile 0"), (2, copy, "1"), (2, copy, "2"), (1, None, ""), (2, copy, "3"),
+                             (1, None, ""), (2, copy, "4"), (1, None, ""), (2, copy, "5"), (1, None, ""),
+                             (2, copy, "6")])
+    lane(84, "four warps", [(2, wait, "wait"), *[(2, multiply, str(step)) if part else (1, wait, "")
+                                                 for step in range(6) for part in (1, 0)]])
+    picture.text(20, 164, "specialized: a producer orders copies, consumers only multiply; but a tile of C is "
+                 "stored, and the block ends", bold=True)
+    lane(178, "copy engine", [*[(1.5, copy, str(step)) for step in range(6)], (4, None, ""),
+                              *[(1.5, copy, str(step)) for step in range(5)]])
+    lane(218, "consumers", [(1.5, wait, "wait"), *[(1.5, multiply, str(step)) for step in range(6)],
+                            (2.5, store, "store"), (1.5, wait, "wait"),
+                            *[(1.5, multiply, str(step)) for step in range(4)]])
+    picture.text(20, 298, "persistent: the block stays, and its producer already copies for the next tile of C",
+                 bold=True)
+    lane(312, "copy engine", [*[(1.5, copy, str(step)) for step in range(6)],
+                              *[(1.5, copy, str(step)) for step in range(3)], (1, None, ""),
+                              *[(1.5, copy, str(step)) for step in range(3, 6)]])
+    lane(352, "consumers", [(1.5, wait, "wait"), *[(1.5, multiply, str(step)) for step in range(6)],
+                            (1.5, store, "store"), *[(1.5, multiply, str(step)) for step in range(5)]])
+    picture.line(f"M{left} 404H1060")
+    picture.text(1060, 426, "time", "end", size=16)
+    picture.text(20, 426, "The numbers are steps along k. Grey: nothing is multiplied.", size=16, ink=SOFT)
+    return picture
+
+
+PICTURES = {drawn.__name__: drawn
+            for drawn in (fragment, swizzle, turns, split_k, gradients, softmax, clifford, attention)}
 
 
 def main():
