@@ -109,6 +109,14 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   }
 }
 
+// The logits alone, of D in slices or not: results.out = x W. Each row's maxima and sums go to
+// results.parts, `parts` of them; if `parts_wanted` is false, that is only room for them.
+struct LogitsOfSlices {
+  std::function<void(Results, bool parts_wanted)> launch;
+  int parts = 0;
+  int slices = 0;
+};
+
 // How long it should take with a product to compute probabilities fused, and unfused, with a
 // softmax after it; and where there are others, its tiles in words, and what fused is with them if
 // it is more than one launch.
@@ -124,6 +132,7 @@ struct Product {
   int shared_bytes;
   bool fuses = true;  // false: asked for probabilities it runs a product and a softmax
   Expected expected = {};
+  LogitsOfSlices of_slices = {};  // of a half fused one
 };
 
 template <typename Function>
@@ -162,6 +171,19 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int s
   };
   Product product = product_of(name, kernel, shared_bytes, both);
   product.fuses = parts || slices > 1;
+  const auto logits = [=, sliced = layer.sliced, B = layer.B, C = layer.C,
+                       stream = layer.workspace.stream](Results results, bool parts_wanted) {
+    float* out = results.out;
+    results.epilogue = parts_wanted && slices == 1 ? Epilogue::parts : Epilogue::logits;
+    if (slices > 1) results.out = sliced;
+    launch(results, slices);
+    if (slices == 1) return;
+    launch_clusters_on(stream, sum_row_parts<kSoftmaxThreads>, 1, true,
+                       dim3(B, blocks_for(C, kPartColumns)), kSoftmaxThreads, 0, sliced.data(), out,
+                       results.parts, C, slices);
+  };
+  product.of_slices = {
+      logits, slices == 1 ? tiles : static_cast<int>(blocks_for(layer.C, kPartColumns)), slices};
   return product;
 }
 
@@ -212,6 +234,8 @@ struct Plan {
   Expected expected = {};
   bool copies_x = false, copies_W = false;
   std::function<Product(const Layer&)> make = {};
+  int slices = 0;               // of D; 0: fused
+  double of_logits = INFINITY;  // microseconds without the softmax
 
   double microseconds() const { return expected.microseconds; }
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
@@ -254,6 +278,11 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
       product.launch = [align = align, launch = product.launch](Results results) {
         align();
         launch(results);
+      };
+      product.of_slices.launch = [align = align, launch = product.of_slices.launch](
+                                     Results results, bool parts_wanted) {
+        align();
+        launch(results, parts_wanted);
       };
     }
   }

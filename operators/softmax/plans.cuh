@@ -93,6 +93,12 @@ struct ExchangeTime {
     return time(rounds, units / rounds, slices, 0, kNextLaunch + moved);
   }
 
+  /// The logits alone. With slices, the launch that adds them up takes as long as a softmax would.
+  double of_logits(int slices) const {
+    const double softmax = kNextLaunch + 8 * layer.shape.logits() / kMemoryBytes;
+    return two_kernels(slices) - (slices == 1 ? softmax : 0);
+  }
+
   /// The numbers of slices, 1 to `most`, that should take the least time: up to three.
   std::vector<int> likely_slices(int most) const {
     std::vector<std::pair<double, int>> each;
@@ -156,7 +162,12 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
       return make_exchange<Tile>(aligned, clusters, slices);
     };
     const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
-    plans.push_back({{microseconds, time.two_kernels(1), tiles, how}, copies_x, copies_W, make});
+    plans.push_back({{microseconds, time.two_kernels(1), tiles, how},
+                     copies_x,
+                     copies_W,
+                     make,
+                     slices,
+                     slices > 0 ? time.of_logits(slices) : INFINITY});
   };
   const bool may_wait = layer.workspace.alone || time.tiles == kPeers;  // for its own cluster
   if (time.tiles <= time.all && may_wait) add(time.fused(time.all / time.tiles), 0, "");
@@ -190,6 +201,52 @@ std::vector<Plan> plan_exchange(const Layer& layer) {
   }
   std::stable_sort(plans.begin(), plans.end());
   return plans;
+}
+
+// Where a tile ends is an int, too, and a grid's y is a row's tiles.
+inline bool fits_tiles(const Layer& layer) {
+  return layer.shape.rows <= INT32_MAX - 1024 && layer.C <= 65535 * 128;
+}
+
+// A way to compute logits = x W alone. If wanted, it leaves the maximum and the sum of each of
+// `count` parts of each row in `parts` (B, count).
+struct LogitsWay {
+  Way way;
+  Memory<float2> parts;
+  int count;
+};
+
+// The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or the one that should be
+// the fastest. None if the shape is too large for them.
+inline std::vector<LogitsWay> split_logits_ways(const Workspace& workspace, const Memory<float>& x,
+                                                const Memory<float>& W, const Memory<float>& logits,
+                                                const SoftmaxShape& shape, bool parts_wanted) {
+  Layer layer = {workspace, shape, x, W, logits};
+  if (!fits_tiles(layer)) return {};
+  std::vector<Plan> plans = plan_exchange<Math::split, true>(layer);
+  std::erase_if(plans, [](const Plan& plan) { return plan.slices == 0; });
+  for (Plan& plan : plans) plan.expected.microseconds = plan.of_logits;
+  plans = plans_to_try(plans, workspace.all_ways);
+  int slices = 1, parts = 1;
+  for (const Plan& plan : plans) slices = std::max(slices, plan.slices);
+  const auto elements = shape.rows * shape.classes;
+  if (slices > 1) layer.sliced = workspace.any<float>(slices * elements);
+  const std::vector<Product> products = products_of(layer, plans);
+  for (const Product& product : products) parts = std::max(parts, product.of_slices.parts);
+  const bool parts_needed = parts_wanted || slices > 1;
+  const auto memory = workspace.any<float2>(parts_needed ? shape.rows * parts : 1);
+  std::vector<LogitsWay> ways;
+  for (const Product& product : products) {
+    const auto launch = [=, of_slices = product.of_slices] {
+      of_slices.launch({.epilogue = Epilogue::logits, .out = logits, .parts = memory},
+                       parts_wanted);
+    };
+    const std::string name = product.expected.tiles + product.expected.how;
+    ways.push_back({{name, product.expected.microseconds, launch, product.shared_bytes},
+                    memory,
+                    product.of_slices.parts});
+  }
+  return ways;
 }
 
 }  // namespace operators::softmax
