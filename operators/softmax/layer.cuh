@@ -35,6 +35,7 @@ struct Layer {
   int64_t W_stride = shape.classes;
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = multiprocessors();
+  int64_t slices_at_most = kMostSlices;
 
   // Launches a kernel that reads x or W: early, but where other work of the caller's comes before
   // it, which may still write them.
@@ -48,7 +49,8 @@ struct Layer {
   // The most slices such that each has at least `least` inputs, and all fit into `sliced`.
   int most_slices(int least) const {
     const int64_t fit = kMostSliced / static_cast<int64_t>(shape.logits());
-    return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, kMostSlices));
+    return static_cast<int>(
+        std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, slices_at_most));
   }
 };
 
@@ -109,12 +111,12 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   }
 }
 
-// The logits alone, of D in slices or not: results.out = x W. Each row's maxima and sums go to
-// results.parts, `parts` of them; if `parts_wanted` is false, that is only room for them.
-struct LogitsOfSlices {
-  std::function<void(Results, bool parts_wanted)> launch;
-  int parts = 0;
-  int slices = 0;
+// The logits alone. Of one slice of D results.out = x W, and, if the epilogue is parts, each row's
+// maxima and sums, `parts` of them, go to results.parts. Of several, results.out (slices, B, C) are
+// partial logits, which somebody adds up.
+struct LogitsAlone {
+  std::function<void(Results)> launch;
+  int slices = 0, parts = 0;
 };
 
 // How long it should take with a product to compute probabilities fused, and unfused, with a
@@ -132,7 +134,7 @@ struct Product {
   int shared_bytes;
   bool fuses = true;  // false: asked for probabilities it runs a product and a softmax
   Expected expected = {};
-  LogitsOfSlices of_slices = {};  // of a half fused one
+  LogitsAlone alone = {};  // of a half fused one
 };
 
 template <typename Function>
@@ -171,19 +173,7 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int s
   };
   Product product = product_of(name, kernel, shared_bytes, both);
   product.fuses = parts || slices > 1;
-  const auto logits = [=, sliced = layer.sliced, B = layer.B, C = layer.C,
-                       stream = layer.workspace.stream](Results results, bool parts_wanted) {
-    float* out = results.out;
-    results.epilogue = parts_wanted && slices == 1 ? Epilogue::parts : Epilogue::logits;
-    if (slices > 1) results.out = sliced;
-    launch(results, slices);
-    if (slices == 1) return;
-    launch_clusters_on(stream, sum_row_parts<kSoftmaxThreads>, 1, true,
-                       dim3(B, blocks_for(C, kPartColumns)), kSoftmaxThreads, 0, sliced.data(), out,
-                       results.parts, C, slices);
-  };
-  product.of_slices = {
-      logits, slices == 1 ? tiles : static_cast<int>(blocks_for(layer.C, kPartColumns)), slices};
+  product.alone = {[=](const Results& results) { launch(results, slices); }, slices, tiles};
   return product;
 }
 
@@ -279,10 +269,9 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
         align();
         launch(results);
       };
-      product.of_slices.launch = [align = align, launch = product.of_slices.launch](
-                                     Results results, bool parts_wanted) {
+      product.alone.launch = [align = align, launch = product.alone.launch](Results results) {
         align();
-        launch(results, parts_wanted);
+        launch(results);
       };
     }
   }

@@ -125,8 +125,10 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
   const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = layer.workspace.zeros<Posted>(posts);
-  const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
+  const auto posted = fused ? layer.workspace.zeros<Posted>(posts) : layer.workspace.any<Posted>(1);
+  // Half fused, a block reads its turn and makes nothing of it: it need not be set.
+  const auto turns = fused ? layer.workspace.zeros<unsigned>(int64_t{strips} * tiles)
+                           : layer.workspace.any<unsigned>(int64_t{strips} * tiles);
   const auto kernel = product::product<ExchangedSoftmax<Tile>>;
   const auto launch = [=](Results results, int of_D = 1) {
     const bool softmax = results.epilogue == Epilogue::softmax;
@@ -208,12 +210,14 @@ inline bool fits_tiles(const Layer& layer) {
   return layer.shape.rows <= INT32_MAX - 1024 && layer.C <= 65535 * 128;
 }
 
-// A way to compute logits = x W alone. If wanted, it leaves the maximum and the sum of each of
-// `count` parts of each row in `parts` (B, count).
+// A way to compute logits = x W alone. Of one slice of D, if wanted, it leaves the maximum and the
+// sum of each of `count` parts of each row in `parts` (B, count). Of several slices it leaves
+// partial logits in `sliced` (slices, B, C), and no logits.
 struct LogitsWay {
   Way way;
+  int slices, count;
+  Memory<float> sliced;
   Memory<float2> parts;
-  int count;
 };
 
 // The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or the one that should be
@@ -222,29 +226,34 @@ inline std::vector<LogitsWay> split_logits_ways(const Workspace& workspace, cons
                                                 const Memory<float>& W, const Memory<float>& logits,
                                                 const SoftmaxShape& shape, bool parts_wanted) {
   Layer layer = {workspace, shape, x, W, logits};
+  layer.slices_at_most = layer.sms;
   if (!fits_tiles(layer)) return {};
   std::vector<Plan> plans = plan_exchange<Math::split, true>(layer);
   std::erase_if(plans, [](const Plan& plan) { return plan.slices == 0; });
   for (Plan& plan : plans) plan.expected.microseconds = plan.of_logits;
   plans = plans_to_try(plans, workspace.all_ways);
-  int slices = 1, parts = 1;
-  for (const Plan& plan : plans) slices = std::max(slices, plan.slices);
-  const auto elements = shape.rows * shape.classes;
-  if (slices > 1) layer.sliced = workspace.any<float>(slices * elements);
   const std::vector<Product> products = products_of(layer, plans);
-  for (const Product& product : products) parts = std::max(parts, product.of_slices.parts);
-  const bool parts_needed = parts_wanted || slices > 1;
-  const auto memory = workspace.any<float2>(parts_needed ? shape.rows * parts : 1);
+  int64_t partial = 1, parts = 1;
+  for (const Product& product : products) {
+    const auto& [launch, slices, count] = product.alone;
+    if (slices > 1) partial = std::max(partial, slices * shape.rows * shape.classes);
+    if (slices == 1 && parts_wanted) parts = std::max(parts, shape.rows * count);
+  }
+  const auto sliced = workspace.any<float>(partial);
+  const auto memory = workspace.any<float2>(parts);
   std::vector<LogitsWay> ways;
   for (const Product& product : products) {
-    const auto launch = [=, of_slices = product.of_slices] {
-      of_slices.launch({.epilogue = Epilogue::logits, .out = logits, .parts = memory},
-                       parts_wanted);
-    };
-    const std::string name = product.expected.tiles + product.expected.how;
-    ways.push_back({{name, product.expected.microseconds, launch, product.shared_bytes},
-                    memory,
-                    product.of_slices.parts});
+    const auto& [launch, slices, count] = product.alone;
+    const Epilogue epilogue = slices == 1 && parts_wanted ? Epilogue::parts : Epilogue::logits;
+    const auto out = slices > 1 ? sliced : logits;
+    ways.push_back(
+        {{product.expected.tiles + product.expected.how, product.expected.microseconds,
+          [=, launch = launch] { launch({.epilogue = epilogue, .out = out, .parts = memory}); },
+          product.shared_bytes},
+         slices,
+         count,
+         sliced,
+         memory});
   }
   return ways;
 }
