@@ -13,6 +13,8 @@ from typing import List, Optional
 
 import torch
 
+from cold_cache import ColdCache
+
 GRAPH_CALLS = 20
 WORST_TO_FROBENIUS = 16  # kWorstToFrobenius of common/problem.h
 
@@ -95,8 +97,7 @@ def sample_all(captured, mode, l2_bytes, budget_ms, most, order):
     """Times each peer (by name) once per turn, in a random order: {name: [ms]}. As many turns as
     take budget_ms, at least 2, at most `most`."""
     calls = GRAPH_CALLS if mode == "graph" else 1
-    cold = mode == "cold"
-    flushed = torch.empty(2 * l2_bytes if cold else 1, dtype=torch.uint8, device="cuda")
+    cache = ColdCache(l2_bytes) if mode == "cold" else None
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def time_one(peer):
@@ -112,7 +113,7 @@ def sample_all(captured, mode, l2_bytes, budget_ms, most, order):
     for turn in range(turns):
         for name in order.sample(sorted(captured), len(captured)):
             # As in the lesson: the one cache is full of other results, the other is warm.
-            flushed.fill_(turn % 256) if cold else captured[name].graph.replay()
+            cache.make_cold(turn) if cache else captured[name].graph.replay()
             samples[name].append(time_one(captured[name]) / calls)
     return samples
 

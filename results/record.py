@@ -48,8 +48,9 @@ VARIANTS = {
     },
     "bonus_attention": {
         "64": ["4096", "--width", "64"],
-        "16384-64": ["16384", "--width", "64"],
-        "16384-256": ["16384", "--width", "256"],
+        **{f"{n}-64": [str(n), "--width", "64"] for n in (512, 1024, 2048, 8192, 16384)},
+        **{f"{n}-256": [str(n), "--width", "256"] for n in (1024, 4096, 16384)},
+        "4097": ["4097"],
         "generation": ["1", "--keys", "32768", "--heads", "64", "--kv-heads", "8", "--batch", "1", "--full"],
     },
     "bonus_clifford_fully_connected": {

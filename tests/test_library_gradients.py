@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import struct
 
 import pytest
 
@@ -120,7 +121,41 @@ class SoftmaxBackward(Backward):
         return True
 
 
-KINDS = [GatedBackward, SoftmaxBackward]
+class CrossEntropyBackward(Backward):
+    NAME, Description = "cross_entropy_backward", fused_kernels.fk_softmax
+    WRITTEN = "d_x", "d_w"
+    NAMES = ("d_losses", "x", "w", "labels", "logits", "log_sums", *WRITTEN)
+
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
+        self.x = [numbers(inputs, seed + i) for i in range(rows)]
+        self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
+        self.labels = [(-100, classes)[i % 2] if i % 7 == 6 else (seed + 5 * i) % classes for i in range(rows)]
+        self.d_losses, self.log_sums = numbers(rows, seed + 4), numbers(rows, seed + 6)
+        self.logits = [numbers(classes, seed + 2 * i) for i in range(rows)]  # any will do
+        description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
+        super().__init__(library, description, {
+            **{name: packed(getattr(self, name), FLOAT32) for name in ("d_losses", "log_sums")},
+            **{name: packed(flat(getattr(self, name)), FLOAT32) for name in ("x", "w", "logits")},
+            "labels": struct.pack(f"{rows}q", *self.labels),
+            "d_x": b"\xff" * (4 * rows * inputs), "d_w": b"\xff" * (4 * inputs * classes)})
+
+    def result_is_right(self):
+        g, far, classes = [], [], self.description.classes
+        for row, log_sum, label, d in zip(self.logits, self.log_sums, self.labels, self.d_losses):
+            d = d if 0 <= label < classes else 0
+            each = [math.exp(logit - log_sum) for logit in row]
+            g.append([d * (value - (c == label)) for c, value in enumerate(each)])
+            far.append([FP32 * abs(d) * (value + 1) for value in each])
+        of_w, far_w = added_up(g, self.x, far, "columns")
+        for name, value, off in (("d_x", *added_up(g, self.w, far, "rows")),
+                                 ("d_w", list(zip(*of_w)), list(zip(*far_w)))):
+            value = flat(value)
+            if not near(self.found(name, FLOAT32, 1, len(value)), value, flat(off)):
+                return False
+        return True
+
+
+KINDS = [GatedBackward, SoftmaxBackward, CrossEntropyBackward]
 CALLS = [
     (GatedBackward, {}),
     (GatedBackward, dict(rows=1, inputs=1, hidden=1)),
@@ -130,10 +165,15 @@ CALLS = [
     (SoftmaxBackward, dict(rows=1, inputs=1, classes=1)),
     (SoftmaxBackward, dict(rows=65, inputs=7, classes=9)),
     (SoftmaxBackward, dict(rows=5, inputs=33, classes=300)),
+    (CrossEntropyBackward, {}),
+    (CrossEntropyBackward, dict(rows=1, inputs=1, classes=1)),
+    (CrossEntropyBackward, dict(rows=65, inputs=7, classes=9)),
+    (CrossEntropyBackward, dict(rows=5, inputs=33, classes=300)),
 ]
 SLOW = [
     (GatedBackward, dict(rows=300, inputs=64, hidden=72)),
     (SoftmaxBackward, dict(rows=150, inputs=60, classes=130)),
+    (CrossEntropyBackward, dict(rows=150, inputs=60, classes=130)),
 ]
 
 
@@ -166,12 +206,12 @@ WRONG = {
         (dict(x_stride=26), BAD_ALIGNMENT), (dict(out_stride=41), BAD_ALIGNMENT), (dict(out_stride=32), BAD_SHAPE),
         *((dict(type=value), BAD_ARGUMENT) for value in (0, 77, BFLOAT16)),
     ],
-    SoftmaxBackward: [
+    **dict.fromkeys((SoftmaxBackward, CrossEntropyBackward), [
         *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1, 1 << 40)),
         *((dict(inputs=value), BAD_SHAPE) for value in (0, -1, (1 << 26) + 1)),
         *((dict(classes=value), BAD_SHAPE) for value in (0, -1, (1 << 24) + 1)),
         *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16)),
-    ],
+    ]),
 }
 
 

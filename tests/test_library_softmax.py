@@ -1,7 +1,8 @@
-"""The library's softmax(x W), called as in test_library.py."""
+"""The library's softmax(x W), and its cross-entropy, called as in test_library.py."""
 
 import ctypes
 import math
+import struct
 
 import pytest
 
@@ -37,6 +38,40 @@ class Softmax(Call):
         return near(self.found("probs", FLOAT32, of.rows, of.classes), expected, bound)
 
 
+class CrossEntropy(Call):
+    NAME, Description = "cross_entropy", fused_kernels.fk_softmax
+    NAMES = ("x", "w", "labels", "losses", "logits", "log_sums")
+    WRITTEN = ("losses", "logits", "log_sums")
+
+    def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
+        self.x = [numbers(inputs, seed + i) for i in range(rows)]
+        self.w = [numbers(classes, seed + 3 * i) for i in range(inputs)]
+        self.labels = [(-100, classes, 1 << 40)[i % 3] if i % 7 == 6 else (seed + 5 * i) % classes for i in range(rows)]
+        description = self.Description(ctypes.sizeof(self.Description), FLOAT32, rows, inputs, classes)
+        super().__init__(library, description, {
+            "x": packed(sum(self.x, []), FLOAT32), "w": packed(sum(self.w, []), FLOAT32),
+            "labels": struct.pack(f"{rows}q", *self.labels),
+            "losses": b"\xff" * (4 * rows), "logits": b"\xff" * (4 * rows * classes),
+            "log_sums": b"\xff" * (4 * rows)})
+
+    def result_is_right(self):
+        of, logits, log_sums, losses = self.description, [], [], []
+        columns = list(zip(*self.w))
+        for row, label in zip(self.x, self.labels):
+            own = [sum(a * b for a, b in zip(row, column)) for column in columns]
+            largest = max(own)
+            log_sums.append(largest + math.log(sum(math.exp(logit - largest) for logit in own)))
+            losses.append(log_sums[-1] - own[label] if 0 <= label < of.classes else 0)
+            logits += own
+        # Logits are exact; a sum of exponentials is off by some roundings, and its logarithm by as much.
+        bound = [2.0**-20 + 2.0**-22 * abs(value) for value in log_sums]
+        return (near(self.found("logits", FLOAT32, of.rows, of.classes), logits, [0] * len(logits))
+                and near(self.found("log_sums", FLOAT32, of.rows, 1), log_sums, bound)
+                and near(self.found("losses", FLOAT32, of.rows, 1), losses,
+                         [0 if loss == 0 else each for loss, each in zip(losses, bound)]))
+
+
+KINDS = [Softmax, CrossEntropy]
 CALLS = [
     {},
     dict(rows=1, inputs=1, classes=1),
@@ -53,29 +88,39 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("options", [
-    *(pytest.param(each, id=name_of(Softmax, each)) for each in CALLS),
-    *(pytest.param(each, id=name_of(Softmax, each), marks=pytest.mark.extensive) for each in SLOW),
-])
-def test_result(library, options):
-    Softmax(library, **options).run_twice()
+@pytest.mark.parametrize("kind, options", [
+    pytest.param(kind, each, id=name_of(kind, each), marks=[pytest.mark.extensive] if each in SLOW else [])
+    for kind in KINDS for each in CALLS + SLOW])
+def test_result(library, kind, options):
+    kind(library, **options).run_twice()
 
 
-def test_two_threads_with_two_streams_call_at_the_same_time(library):
-    call_at_the_same_time(library, Softmax)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_threads_with_two_streams_call_at_the_same_time(library, kind):
+    call_at_the_same_time(library, kind)
 
 
-WRONG = [
-    *((dict(rows=value), BAD_SHAPE) for value in (0, -1, (1 << 30) + 1, 1 << 40)),
-    *((dict(inputs=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
-    *((dict(classes=value), BAD_SHAPE) for value in (0, -1, 65536 * 4096)),
-    *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16)),
-]
+@pytest.mark.parametrize("options, slices", [(dict(rows=65, inputs=40, classes=36), b""),
+                                             (dict(rows=20, inputs=1000, classes=20), b"; half fused; slices: ")])
+def test_the_logits_of_losses_come_from_tensor_cores(library, options, slices):
+    """Of few logits of many inputs each is the sum of slices."""
+    CrossEntropy(library, **options).run_twice()
+    assert slices in library.fk_last_way(), library.fk_last_way()
 
 
-def test_what_is_damaged_is_refused(library):
-    refuse_what_is_damaged(library, Softmax, WRONG)
+MOST = {Softmax: (1 << 30, (1 << 40) - 1, 65535 * 4096), CrossEntropy: (1 << 24, 1 << 26, 1 << 24)}
 
 
-def test_a_damaged_workspace_is_refused(library):
-    refuse_a_damaged_workspace(Softmax(library))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_damaged_is_refused(library, kind):
+    rows, inputs, classes = MOST[kind]
+    refuse_what_is_damaged(library, kind, [
+        *((dict(rows=value), BAD_SHAPE) for value in (0, -1, rows + 1, 1 << 40)),
+        *((dict(inputs=value), BAD_SHAPE) for value in (0, -1, inputs + 1)),
+        *((dict(classes=value), BAD_SHAPE) for value in (0, -1, classes + 1)),
+        *((dict(type=value), BAD_ARGUMENT) for value in (0, FLOAT16, BFLOAT16))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_workspace_is_refused(library, kind):
+    refuse_a_damaged_workspace(kind(library))

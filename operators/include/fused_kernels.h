@@ -354,11 +354,42 @@ FK_API int fk_softmax_backward_workspace(const fk_softmax* softmax, size_t* byte
 /* The gradients of fk_softmax_forward(), which has written probs. With g = probs * (d_probs - the
  * sum of d_probs * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of
  * probs, d_x and d_w those of x and w. Each size is at least 1; rows and classes are at most 2^24,
- * inputs at most 2^26. Type: fp32, multiplied in fp32. Alignment and device: as forward. Written:
- * d_x and d_w, which must not overlap an operand. */
+ * inputs at most 2^26. Type: fp32, multiplied as in forward. Alignment and device: as forward.
+ * Written: d_x and d_w, which must not overlap an operand. */
 FK_API int fk_softmax_backward(const fk_softmax* softmax, const void* d_probs, const void* x,
                                const void* w, const void* probs, void* d_x, void* d_w,
                                void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_cross_entropy_forward() needs on the current device.
+ * Written: bytes. Errors: as fk_cross_entropy_forward(), without those of operands. */
+FK_API int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes);
+
+/* The cross-entropy of softmax(x w) and labels: losses[b] = log_sums[b] - logits[b][labels[b]],
+ * with logits = x w and log_sums[b] = log of the sum of exp(logits[b][c]) over all classes c. A
+ * label is a class from 0 on; where it is none, such as -100, the row's loss is 0. Shapes: x (rows,
+ * inputs), w (inputs, classes), labels, losses and log_sums (rows), logits (rows, classes); all
+ * row-major and dense. Each size is at least 1; rows and classes are at most 2^24, inputs at most
+ * 2^26. Type: fp32, multiplied in fp32, or as accurately by three products in TF32; labels are
+ * int64_t. Alignment: each pointer to 16 bytes. Written: losses; and, for the gradients, logits and
+ * log_sums. None of them may overlap an operand. Device: any that the library is built for. */
+FK_API int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, const void* w,
+                                    const void* labels, void* losses, void* logits, void* log_sums,
+                                    void* workspace, size_t workspace_bytes,
+                                    struct CUstream_st* stream);
+
+/* How many bytes of workspace fk_cross_entropy_backward() needs on the current device.
+ * Written: bytes. Errors: as fk_cross_entropy_backward(), without those of operands. */
+FK_API int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t* bytes);
+
+/* The gradients of fk_cross_entropy_forward(), which has written logits and log_sums. With g[b][c] =
+ * d_losses[b] (exp(logits[b][c] - log_sums[b]) - (c is labels[b])), and 0 in a row whose label is no
+ * class: d_x = g w^T and d_w = x^T g. Shapes: d_losses that of losses, d_x and d_w those of x and w.
+ * Sizes, type, alignment and device: as forward. Written: d_x and d_w, which must not overlap an
+ * operand. */
+FK_API int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses, const void* x,
+                                     const void* w, const void* labels, const void* logits,
+                                     const void* log_sums, void* d_x, void* d_w, void* workspace,
+                                     size_t workspace_bytes, struct CUstream_st* stream);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-// softmax(x W) of operators/softmax, as the library exports it.
+// softmax(x W) of operators/softmax and its cross-entropy, as the library exports them.
 
 #include <algorithm>
 
@@ -12,6 +12,7 @@ namespace {
 
 using namespace operators::library;
 using namespace operators::softmax;
+using operators::Way;
 
 /// Refuses a description that no GPU can compute.
 void check(const fk_softmax* of) {
@@ -46,73 +47,344 @@ void check_backward(const fk_softmax* of) {
                {"classes", of->classes, 1 << 24}});
 }
 
-/// The gradients of logits, g = p (d_p - sum of d_p p over a row). A block has a row, which it
-/// reads twice, the second time from a cache.
-constexpr int kGradientThreads = 256;
-__global__ void __launch_bounds__(kGradientThreads)
-    logit_gradients(const float* probs, const float* d_probs, float* g, int classes) {
-  __shared__ float warps[kGradientThreads / 32];
-  const size_t row = static_cast<size_t>(blockIdx.x) * classes;
+/// So many threads a row is worth: a warp of short ones, and of long ones so many that the rows
+/// under way at a time fit into a cache.
+constexpr int kShortRow = 512, kLongRow = 4096;
+int threads_of_row(int64_t classes) {
+  return classes <= kShortRow ? 32 : classes <= kLongRow ? 256 : 1024;
+}
+constexpr int block_for(int row_threads) { return row_threads == 32 ? 256 : row_threads; }
+
+/// The gradients of logits, g = p (d_p - sum of d_p p over a row). A row is kThreads threads', a
+/// warp's or a block's, which read it twice, the second time from a cache.
+template <int kThreads>
+__global__ void __launch_bounds__(block_for(kThreads))
+    logit_gradients(const float* probs, const float* d_probs, float* g, int rows, int classes) {
+  constexpr int kRows = block_for(kThreads) / kThreads;
+  const int64_t at = int64_t{blockIdx.x} * kRows + threadIdx.x / kThreads;
+  if (at >= rows) return;
+  const int first = threadIdx.x % kThreads;
+  const int64_t row = at * classes;
   float sum = 0;
-  for (int c = threadIdx.x; c < classes; c += kGradientThreads) {
-    sum += probs[row + c] * d_probs[row + c];
+#pragma unroll 4
+  for (int c = first; c < classes; c += kThreads) sum += probs[row + c] * d_probs[row + c];
+  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
+  if constexpr (kThreads > 32) {
+    __shared__ float warps[kThreads / 32];
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0;
+    for (const float of_warp : warps) sum += of_warp;
   }
-  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  sum = 0;
-  for (const float of_warp : warps) sum += of_warp;
-  for (int c = threadIdx.x; c < classes; c += kGradientThreads) {
+#pragma unroll 4
+  for (int c = first; c < classes; c += kThreads) {
     g[row + c] = probs[row + c] * (d_probs[row + c] - sum);
   }
 }
 
-/// d_x = g w^T and d_w = x^T g, two products, whose transposed factors are made first. A call's
-/// arguments are d_probs, x, w, probs, d_x, d_w.
+/// The steps of an operator, one after another, as one way.
+Way in_turn(const std::string& name, const std::vector<Way>& steps) {
+  Way all = {name, 0,
+             [steps] {
+               for (const Way& step : steps) step.launch();
+             },
+             0};
+  for (const Way& step : steps) {
+    all.microseconds += step.microseconds;
+    all.shared_bytes = std::max(all.shared_bytes, step.shared_bytes);
+  }
+  return all;
+}
+
+/// A launch that does nothing but move so many numbers of fp32 from or to memory.
+double microseconds_to_move(double numbers) {
+  return operators::kNextLaunch + 4 * numbers / operators::kMemoryBytes;
+}
+
+bool sooner(const LogitsWay& a, const LogitsWay& b) {
+  return a.way.microseconds < b.way.microseconds;
+}
+
+/// The way that should be the fastest to compute logits = x W, fp32 or as accurate: on tensor
+/// cores, where the device has Hopper's, or on CUDA cores. None if the shape is too large. One that
+/// has no parts of rows says that it has 0.
+std::vector<LogitsWay> logits_way(const operators::Workspace& workspace,
+                                  const operators::Memory<float>& x,
+                                  const operators::Memory<float>& W,
+                                  const operators::Memory<float>& logits, const SoftmaxShape& shape,
+                                  bool parts_wanted) {
+  std::vector<LogitsWay> ways;
+  if (is_hopper()) ways = split_logits_ways(workspace, x, W, logits, shape, parts_wanted);
+  const operators::product::ProductShape sizes = {static_cast<int>(shape.rows),
+                                                  static_cast<int>(shape.classes),
+                                                  static_cast<int>(shape.inputs)};
+  const auto none = workspace.any<float2>(1);
+  for (const Way& way : fp32_product_ways(workspace, x, W, logits, sizes)) {
+    ways.push_back({way, 1, 0, logits, none});
+  }
+  if (ways.empty()) return {};
+  return {*std::min_element(ways.begin(), ways.end(), sooner)};
+}
+
+/// sum = the sum of `slices` matrices of `count` elements, one behind another. A thread has an
+/// element, and the loads of eight slices are under way at a time.
+constexpr int kAddThreads = 256;
+__global__ void __launch_bounds__(kAddThreads)
+    add_slices(const float* sliced, float* sum, int64_t count, int slices) {
+  const int64_t at = int64_t{blockIdx.x} * kAddThreads + threadIdx.x;
+  if (at >= count) return;
+  float v = sliced[at];
+#pragma unroll 8
+  for (int slice = 1; slice < slices; ++slice) v += sliced[slice * count + at];
+  sum[at] = v;
+}
+
+/// The steps of the product c = a b: slices of the depth are added up.
+std::vector<Way> product_steps(const operators::Workspace& workspace,
+                               const operators::Memory<float>& a, const operators::Memory<float>& b,
+                               const operators::Memory<float>& c, const SoftmaxShape& shape) {
+  const auto found = logits_way(workspace, a, b, c, shape, false);
+  if (found.empty() || found[0].slices == 1)
+    return found.empty() ? std::vector<Way>() : std::vector{found[0].way};
+  const auto& [way, slices, parts, sliced, memory] = found[0];
+  const int64_t count = shape.rows * shape.classes;
+  return {way,
+          {"", 0,  // which the first step's time has
+           [=, slices = slices, sliced = sliced, stream = workspace.stream] {
+             add_slices<<<static_cast<unsigned>(blocks_for(count, kAddThreads)), kAddThreads, 0,
+                          stream>>>(sliced, c, count, slices);
+           },
+           0}};
+}
+
+/// d_x = g w^T and d_w = x^T g, two products, whose transposed factors are made first. `make_g`
+/// writes g (rows, classes). None if a product is too large.
+std::vector<Way> layer_gradients(const operators::Workspace& workspace, const fk_softmax& of,
+                                 const operators::Memory<float>& x,
+                                 const operators::Memory<float>& w,
+                                 const operators::Memory<float>& d_x,
+                                 const operators::Memory<float>& d_w,
+                                 const operators::Memory<float>& g, const Way& make_g) {
+  using operators::product::Strided;
+  using Factor = Strided<const float>;
+  const int64_t B = of.rows, D = of.inputs, C = of.classes;
+  const auto x_t = workspace.any<float>(static_cast<size_t>(D * B));
+  const auto w_t = workspace.any<float>(static_cast<size_t>(C * D));
+  const Way transposed = {"", microseconds_to_move(2.0 * static_cast<double>(D * (B + C))),
+                          [=, stream = workspace.stream] {
+                            using operators::product::launch_transpose;
+                            launch_transpose<float>(Factor{x, B, D, D}, {x_t, D, B, B}, stream);
+                            launch_transpose<float>(Factor{w, D, C, C}, {w_t, C, D, D}, stream);
+                          },
+                          0};
+  std::vector<Way> steps = {make_g, transposed};
+  std::string name = "gradients of logits";
+  for (const auto& product : {product_steps(workspace, g, w_t, d_x, {B, C, D}),
+                              product_steps(workspace, x_t, g, d_w, {D, B, C})}) {
+    if (product.empty()) return {};
+    name += ", then " + product[0].name;
+    steps.insert(steps.end(), product.begin(), product.end());
+  }
+  return {in_turn(name, steps)};
+}
+
+/// A call's arguments are d_probs, x, w, probs, d_x, d_w.
 Operator backward(const fk_softmax& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
-    using operators::product::launch_transpose, operators::product::Strided;
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
     const auto g = workspace.any<float>(static_cast<size_t>(B * C));
-    const auto x_t = workspace.any<float>(static_cast<size_t>(D * B));
-    const auto w_t = workspace.any<float>(static_cast<size_t>(C * D));
-    const auto prepare = [=, stream = workspace.stream] {
-      using Factor = Strided<const float>;
-      logit_gradients<<<static_cast<unsigned>(B), kGradientThreads, 0, stream>>>(
-          at.at<float>(3), at.at<float>(0), g.data(), static_cast<int>(C));
-      launch_transpose<float>(Factor{at.at<float>(1), B, D, D}, {x_t, D, B, B}, stream);
-      launch_transpose<float>(Factor{at.at<float>(2), D, C, C}, {w_t, C, D, D}, stream);
-    };
-    const auto shape_of = [](int64_t m, int64_t n, int64_t k) {
-      return operators::product::ProductShape{static_cast<int>(m), static_cast<int>(n),
-                                              static_cast<int>(k)};
-    };
-    std::vector<operators::Way> steps;
-    for (const std::vector<operators::Way>& ways :
-         {fp32_product_ways(workspace, g, w_t, at.memory<float>(4, B * D), shape_of(B, D, C)),
-          fp32_product_ways(workspace, x_t, g, at.memory<float>(5, D * C), shape_of(D, C, B))}) {
-      const auto best = std::min_element(ways.begin(), ways.end(),
-                                         [](const operators::Way& a, const operators::Way& b) {
-                                           return a.microseconds < b.microseconds;
-                                         });
-      if (best == ways.end()) return std::vector<operators::Way>();
-      steps.push_back(*best);
+    const int threads = threads_of_row(C), block = block_for(threads);
+    const auto kernel = threads == 32    ? logit_gradients<32>
+                        : threads == 256 ? logit_gradients<256>
+                                         : logit_gradients<1024>;
+    const auto blocks = static_cast<unsigned>(blocks_for(B, block / threads));
+    const Way make_g = {"", microseconds_to_move(3.0 * static_cast<double>(B * C)),
+                        [=, stream = workspace.stream] {
+                          kernel<<<blocks, block, 0, stream>>>(at.at<float>(3), at.at<float>(0), g,
+                                                               static_cast<int>(B),
+                                                               static_cast<int>(C));
+                        },
+                        0};
+    return layer_gradients(workspace, of, at.memory<float>(1, B * D), at.memory<float>(2, D * C),
+                           at.memory<float>(4, B * D), at.memory<float>(5, D * C), g, make_g);
+  };
+}
+
+/// A row's loss: the logarithm of the sum of exponentials less the label's logit.
+struct Losses {
+  const int64_t* labels;
+  float *losses, *log_sums;
+  int classes;
+
+  __device__ bool is_class(int row) const { return labels[row] >= 0 && labels[row] < classes; }
+};
+
+/// The losses of rows with logits. kLanes lanes, 1 or 32, have a row, of whose parts there are
+/// `count` maxima and sums.
+constexpr int kLossThreads = 128, kFewParts = 8;
+template <int kLanes>
+__global__ void __launch_bounds__(kLossThreads)
+    losses_of_parts(const float* logits, const float2* parts, Losses of, int rows, int count) {
+  const int row = (blockIdx.x * kLossThreads + static_cast<int>(threadIdx.x)) / kLanes;
+  if (row >= rows) return;
+  const int64_t label = of.labels[row];
+  const bool is_class = of.is_class(row);
+  const float logit = is_class ? logits[int64_t{row} * of.classes + label] : 0;
+  MaxSum part = {minus_infinity(), 0};
+  for (int i = threadIdx.x % kLanes; i < count; i += kLanes) {
+    const float2 other = parts[static_cast<size_t>(row) * count + i];
+    part = merge(part, {other.x, other.y});
+  }
+  if constexpr (kLanes == 32) part = warp_merge(part);
+  if (threadIdx.x % kLanes != 0) return;
+  const float log_sum = part.largest + logf(part.sum);
+  of.log_sums[row] = log_sum;
+  of.losses[row] = is_class ? log_sum - logit : 0;
+}
+
+/// The losses of rows of at most kThreads * kValues logits, each the sum of `slices` partial ones.
+/// A block has a row, and keeps it in registers. It writes the logits: where there is one slice,
+/// what it has read.
+template <int kThreads, int kValues>
+__global__ void __launch_bounds__(kThreads)
+    losses_of_slices(const float* sliced, float* logits, Losses of, int slices) {
+  const int64_t start = int64_t{blockIdx.x} * of.classes;
+  const int64_t slice_size = int64_t{gridDim.x} * of.classes;
+  float v[kValues];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int c = threadIdx.x + i * kThreads;
+    v[i] = c < of.classes ? sliced[start + c] : minus_infinity();
+  }
+#pragma unroll 4
+  for (int slice = 1; slice < slices; ++slice) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int c = threadIdx.x + i * kThreads;
+      if (c < of.classes) v[i] += sliced[slice * slice_size + start + c];
     }
-    const double moved = 4.0 * static_cast<double>(3 * B * C + 2 * D * (B + C));
-    const double microseconds = steps[0].microseconds + steps[1].microseconds +
-                                operators::kFirstLaunch + moved / operators::kMemoryBytes;
-    return std::vector<operators::Way>{{"gradients of logits, and two products", microseconds,
-                                        [=] {
-                                          prepare();
-                                          for (const operators::Way& step : steps) step.launch();
-                                        },
-                                        std::max(steps[0].shared_bytes, steps[1].shared_bytes)}};
+  }
+  MaxSum row = {minus_infinity(), 0};
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) row.largest = fmaxf(row.largest, v[i]);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) row.sum += expf(v[i] - base_of(row.largest));
+  row = warp_merge(row);
+  if constexpr (kThreads > 32) row = block_merge<kThreads / 32>(row);
+  const float log_sum = row.largest + logf(row.sum);
+  const int64_t label = of.labels[blockIdx.x];
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const int c = threadIdx.x + i * kThreads;
+    if (c < of.classes) logits[start + c] = v[i];
+    if (c < of.classes && c == label) of.losses[blockIdx.x] = log_sum - v[i];
+  }
+  if (threadIdx.x != 0) return;
+  of.log_sums[blockIdx.x] = log_sum;
+  if (!of.is_class(blockIdx.x)) of.losses[blockIdx.x] = 0;
+}
+
+/// The gradients of logits: g = d_loss (exp(logit - log_sum), less 1 at the label), and 0 where the
+/// label is no class. kThreads threads have 8 * kThreads columns of a row; all loads of a thread are
+/// under way at a time. The grid's y are the parts of a row.
+constexpr int kGradientThreads = 256, kGradientsEach = 8;
+template <int kThreads>
+__global__ void __launch_bounds__(kGradientThreads)
+    loss_gradients(const float* logits, const float* log_sums, const int64_t* labels,
+                   const float* d_losses, float* g, int rows, int classes) {
+  const int64_t at = int64_t{blockIdx.x} * (kGradientThreads / kThreads) + threadIdx.x / kThreads;
+  if (at >= rows) return;
+  const int64_t row = at * classes;
+  const int first =
+      blockIdx.y * kThreads * kGradientsEach + static_cast<int>(threadIdx.x) % kThreads;
+  float v[kGradientsEach];
+#pragma unroll
+  for (int i = 0; i < kGradientsEach; ++i) {
+    const int c = first + i * kThreads;
+    if (c < classes) v[i] = logits[row + c];
+  }
+  const float log_sum = log_sums[at], d_loss = d_losses[at];
+  const int64_t label = labels[at];
+  const bool is_class = label >= 0 && label < classes;
+#pragma unroll
+  for (int i = 0; i < kGradientsEach; ++i) {
+    const int c = first + i * kThreads;
+    if (c < classes) {
+      g[row + c] = is_class ? d_loss * (expf(v[i] - log_sum) - (c == label ? 1.0F : 0.0F)) : 0;
+    }
+  }
+}
+
+/// The losses of labels. A call's arguments are x, w, labels, losses, logits, log_sums.
+Operator losses(const fk_softmax& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
+    const int64_t B = of.rows, D = of.inputs, C = of.classes;
+    const auto logits = at.memory<float>(4, B * C);
+    const auto found = logits_way(workspace, at.memory<float>(0, B * D), at.memory<float>(1, D * C),
+                                  logits, {B, D, C}, true);
+    if (found.empty()) return std::vector<Way>();
+    const LogitsWay& product = found[0];
+    const bool has_parts = product.slices == 1 && product.count > 0, is_long = C > kPartColumns;
+    const int count = has_parts ? product.count : static_cast<int>(blocks_for(C, kPartColumns));
+    const auto parts = has_parts ? product.parts : workspace.any<float2>(is_long ? B * count : 1);
+    const auto launch = [=, slices = product.slices, stream = workspace.stream,
+                         sliced = product.slices > 1 ? product.sliced : logits] {
+      const Losses result = {at.at<int64_t>(2), at.at<float>(3), at.at<float>(5),
+                             static_cast<int>(C)};
+      const auto rows = static_cast<unsigned>(B);
+      if (!has_parts && !is_long) {
+        const bool is_short = C <= 128;
+        const auto kernel = is_short
+                                ? losses_of_slices<32, 4>
+                                : losses_of_slices<kSoftmaxThreads, kPartColumns / kSoftmaxThreads>;
+        kernel<<<rows, is_short ? 32 : kSoftmaxThreads, 0, stream>>>(sliced, logits, result,
+                                                                     slices);
+        return;
+      }
+      if (!has_parts) {
+        sum_row_parts<kSoftmaxThreads><<<dim3(rows, count), kSoftmaxThreads, 0, stream>>>(
+            sliced, logits, parts, result.classes, slices);
+      }
+      const int lanes = count <= kFewParts ? 1 : 32;
+      const auto kernel = lanes == 1 ? losses_of_parts<1> : losses_of_parts<32>;
+      kernel<<<static_cast<unsigned>(blocks_for(B, kLossThreads / lanes)), kLossThreads, 0,
+               stream>>>(logits, parts, result, static_cast<int>(B), count);
+    };
+    const double read =
+        has_parts ? 2.0 * static_cast<double>(B) * count : static_cast<double>(B * C);
+    return std::vector<Way>{
+        in_turn(product.way.name, {product.way, {"", microseconds_to_move(read), launch, 0}})};
+  };
+}
+
+/// Their gradients. A call's arguments are d_losses, x, w, labels, logits, log_sums, d_x, d_w.
+Operator losses_backward(const fk_softmax& of) {
+  return [=](const operators::Workspace& workspace, const Operands& at) {
+    const int64_t B = of.rows, D = of.inputs, C = of.classes;
+    const auto g = workspace.any<float>(static_cast<size_t>(B * C));
+    const int threads = C <= kShortRow ? 32 : kGradientThreads;
+    const auto kernel = threads == 32 ? loss_gradients<32> : loss_gradients<kGradientThreads>;
+    const dim3 grid(static_cast<unsigned>(blocks_for(B, kGradientThreads / threads)),
+                    static_cast<unsigned>(blocks_for(C, threads * kGradientsEach)));
+    const Way make_g = {"", microseconds_to_move(2.0 * static_cast<double>(B * C)),
+                        [=, stream = workspace.stream] {
+                          kernel<<<grid, kGradientThreads, 0, stream>>>(
+                              at.at<float>(4), at.at<float>(5), at.at<int64_t>(3), at.at<float>(0),
+                              g, static_cast<int>(B), static_cast<int>(C));
+                        },
+                        0};
+    return layer_gradients(workspace, of, at.memory<float>(1, B * D), at.memory<float>(2, D * C),
+                           at.memory<float>(6, B * D), at.memory<float>(7, D * C), g, make_g);
   };
 }
 
 Argument argument(const char* name, const void* data, int64_t rows, int64_t cols,
                   bool written = false) {
   return {name, data, static_cast<size_t>(rows * cols) * sizeof(float), 16, written};
+}
+
+Argument labels_of(const void* labels, int64_t rows) {
+  return {"labels", labels, static_cast<size_t>(rows) * sizeof(int64_t)};
 }
 
 }  // namespace
@@ -156,6 +428,58 @@ extern "C" int fk_softmax_forward(const fk_softmax* softmax, const void* x, cons
     const auto [size, type, rows, inputs, classes] = *softmax;
     const Argument arguments[] = {argument("x", x, rows, inputs), argument("w", w, inputs, classes),
                                   argument("probs", probs, rows, classes, true)};
+    launch(plan, arguments, workspace, workspace_bytes);
+  });
+}
+
+extern "C" int fk_cross_entropy_workspace(const fk_softmax* softmax, size_t* bytes) {
+  return guarded([=] {
+    check_backward(softmax);
+    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
+    *bytes = workspace_bytes(losses(*softmax));
+  });
+}
+
+extern "C" int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, const void* w,
+                                        const void* labels, void* losses_out, void* logits,
+                                        void* log_sums, void* workspace, size_t workspace_bytes,
+                                        struct CUstream_st* stream) {
+  return guarded([&] {
+    auto& plan = plan_of("softmax", softmax, check_backward, losses, stream, 2);
+    const auto [size, type, rows, inputs, classes] = *softmax;
+    const Argument arguments[] = {
+        argument("x", x, rows, inputs),
+        argument("w", w, inputs, classes),
+        labels_of(labels, rows),
+        argument("losses", losses_out, rows, 1, true),
+        argument("logits", logits, rows, classes, true),
+        argument("log_sums", log_sums, rows, 1, true),
+    };
+    launch(plan, arguments, workspace, workspace_bytes);
+  });
+}
+
+extern "C" int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t* bytes) {
+  return guarded([=] {
+    check_backward(softmax);
+    if (!bytes) throw Refusal{FK_BAD_ARGUMENT, "bytes is NULL"};
+    *bytes = workspace_bytes(losses_backward(*softmax));
+  });
+}
+
+extern "C" int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses,
+                                         const void* x, const void* w, const void* labels,
+                                         const void* logits, const void* log_sums, void* d_x,
+                                         void* d_w, void* workspace, size_t workspace_bytes,
+                                         struct CUstream_st* stream) {
+  return guarded([&] {
+    auto& plan = plan_of("softmax", softmax, check_backward, losses_backward, stream, 3);
+    const auto [size, type, rows, inputs, classes] = *softmax;
+    const Argument arguments[] = {
+        argument("d_losses", d_losses, rows, 1),   argument("x", x, rows, inputs),
+        argument("w", w, inputs, classes),         labels_of(labels, rows),
+        argument("logits", logits, rows, classes), argument("log_sums", log_sums, rows, 1),
+        argument("d_x", d_x, rows, inputs, true),  argument("d_w", d_w, inputs, classes, true)};
     launch(plan, arguments, workspace, workspace_bytes);
   });
 }

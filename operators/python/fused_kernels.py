@@ -4,8 +4,8 @@ function computes; docs/library.md has an example.
 Without PyTorch this file has the C library as ctypes sees it: load(), library(), and a struct for each of the header's.
 
 With PyTorch, 2.6 or newer, it has functions of tensors: product(), gating(), attention(), diffusion(), softmax(),
-gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product and attention as
-functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the types. For all of
+cross_entropy(), gradient_features(), clifford() and clifford_connected(); and the gradients of all but the product and
+attention as functions of their own, such as gating_backward(). Each docstring says the formula, the shapes and the types. For all of
 them:
 
 - Tensors are on one CUDA device. The work is put on PyTorch's current stream of that device, and the function
@@ -112,6 +112,10 @@ FUNCTIONS = {  # name -> (type of the result, types of the arguments)
     "fk_gating_backward": (_INT, _forward(11)),
     "fk_softmax_backward_workspace": (_INT, _WORKSPACE),
     "fk_softmax_backward": (_INT, _forward(6)),
+    "fk_cross_entropy_workspace": (_INT, _WORKSPACE),
+    "fk_cross_entropy_forward": (_INT, _forward(6)),
+    "fk_cross_entropy_backward_workspace": (_INT, _WORKSPACE),
+    "fk_cross_entropy_backward": (_INT, _forward(8)),
 }
 
 
@@ -692,8 +696,8 @@ def _softmax_backward_of(ctx, d_probs):
 def softmax_backward(d_probs, x, w, probs):
     """(d_x, d_w), the gradients of softmax(), which has returned probs. With g = probs * (d_probs - the sum of d_probs
     * probs over each row): d_x = g w^T and d_w = x^T g. Shapes: d_probs that of probs, d_x and d_w those of x and w.
-    There are at most 2^24 rows and classes, and 2^26 inputs. Type: torch.float32, multiplied in fp32. Layout and
-    errors: as softmax(). Gradients: none. Source: operators/softmax."""
+    There are at most 2^24 rows and classes, and 2^26 inputs. Type, layout and errors: as softmax(). Gradients: none.
+    Source: operators/softmax."""
     operands = d_probs, x, w, probs
     if _is_traced(*operands):
         return torch.ops.fused_kernels.softmax_backward(*operands)
@@ -723,6 +727,103 @@ def _plan_softmax_backward(d_probs, x, w, probs):
 
 
 def _softmax_backward_fake(d_probs, x, w, probs):
+    return x.new_empty(x.shape), w.new_empty(w.shape)
+
+
+def cross_entropy(x, w, labels):
+    """The losses of labels under softmax(x w), row by row: the logarithm of the sum of the row's exp(logits), less the
+    logit of the row's label, where logits = x w. A label is a class, from 0 on; where it is none, such as -100, the
+    row's loss is 0, and so are its gradients. Shapes: x (rows, inputs), w (inputs, classes), labels (rows); the result
+    is (rows). There are at most 2^24 rows and classes, and 2^26 inputs. Type: torch.float32, multiplied in fp32, or as
+    accurately by three products in TF32; labels are torch.int64. Layout: all are contiguous.
+
+    Gradients: of x and w, by cross_entropy_backward(), always both; the logits, (rows, classes), are kept for it. An
+    incoming gradient that is not contiguous is copied. There are no second derivatives.
+
+    Raises a ValueError for shapes, types or layouts that are not these. Source: operators/softmax; an exercise of
+    lesson 9 explains it."""
+    if _is_traced(x, w, labels):
+        return torch.ops.fused_kernels.cross_entropy(x, w, labels)[0]
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        return _functions["cross_entropy"].apply(x, w, labels)[0]
+    return _cross_entropy(x, w, labels)[0]
+
+
+def _cross_entropy(x, w, labels):
+    """(losses, logits, log_sums) of fk_cross_entropy_forward()."""
+    device = x.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("x", x, _cross_entropy, x, w, labels)
+    operands = x, w, labels
+    key = ("cross_entropy", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_cross_entropy(*operands))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_cross_entropy(x, w, labels):
+    description = _describe_softmax(x, w)
+    rows, classes = x.shape[0], w.shape[1]
+    _check_dense("labels", labels, (rows,), torch.int64)
+    return _Plan("fk_cross_entropy_forward", description,
+                 (_dense(x.dtype, rows), _dense(x.dtype, rows, classes), _dense(x.dtype, rows)))
+
+
+def _cross_entropy_fake(x, w, labels):
+    rows, classes = x.shape[0], w.shape[1]
+    return x.new_empty((rows,)), x.new_empty((rows, classes)), x.new_empty((rows,))
+
+
+def _cross_entropy_save(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # zeros of the size of the logits
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _cross_entropy_backward_of(ctx, d_losses, d_logits, d_log_sums):
+    if d_losses is None:
+        return None, None, None
+    d_x, d_w = cross_entropy_backward(d_losses.contiguous(), *ctx.saved_tensors)
+    return d_x, d_w, None
+
+
+def cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
+    """(d_x, d_w), the gradients of cross_entropy(): logits are x w, (rows, classes), and log_sums (rows) the logarithms
+    of the sums of each row's exp(logits). With g = d_losses * (exp(logits - log_sums) - (1 at the label)) row by row,
+    and 0 in a row whose label is no class: d_x = g w^T and d_w = x^T g. Shapes: d_losses (rows), d_x and d_w those of x
+    and w. Type, layout and errors: as cross_entropy(). Gradients: none. Source: operators/softmax."""
+    operands = d_losses, x, w, labels, logits, log_sums
+    if _is_traced(*operands):
+        return torch.ops.fused_kernels.cross_entropy_backward(*operands)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
+        raise RuntimeError(_NO_BACKWARD["cross_entropy_backward"])
+    return _cross_entropy_backward(*operands)
+
+
+def _cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
+    operands = d_losses, x, w, labels, logits, log_sums
+    device = d_losses.get_device()
+    if device < 0 or device != _current_device():
+        return _on_device_of("d_losses", d_losses, _cross_entropy_backward, *operands)
+    key = ("cross_entropy_backward", device, *[(each.shape, each.is_contiguous(), each.dtype) for each in operands])
+    plan = _plans.get(key) or _remember(key, _plan_cross_entropy_backward(*operands))
+    results = [_empty(*layout) for layout in plan.outputs]
+    _launch(plan, *[each.data_ptr() for each in operands], *[each.data_ptr() for each in results])
+    return tuple(results)
+
+
+def _plan_cross_entropy_backward(d_losses, x, w, labels, logits, log_sums):
+    description = _describe_softmax(x, w)
+    rows, classes = x.shape[0], w.shape[1]
+    _check_dense("labels", labels, (rows,), torch.int64)
+    for name, each, shape in (("d_losses", d_losses, (rows,)), ("logits", logits, (rows, classes)),
+                              ("log_sums", log_sums, (rows,))):
+        _check_dense(name, each, shape, x.dtype)
+    return _Plan("fk_cross_entropy_backward", description, (_dense(x.dtype, *x.shape), _dense(x.dtype, *w.shape)))
+
+
+def _cross_entropy_backward_fake(d_losses, x, w, labels, logits, log_sums):
     return x.new_empty(x.shape), w.new_empty(w.shape)
 
 
@@ -1018,6 +1119,7 @@ _NO_BACKWARD = {
     "diffusion_backward": "the library has no second derivative of the diffusion",
     "gating_backward": "the library has no second derivative of the gated layer",
     "softmax_backward": "the library has no second derivative of softmax(x w)",
+    "cross_entropy_backward": "the library has no second derivative of the cross-entropy of softmax(x w)",
     "gradient_features_backward": "the library has no second derivative of the gradient features",
     "clifford_backward": "the library has no second derivative of the Clifford product",
     "clifford_connected_backward": "the library has no second derivative of the fully connected Clifford product",
@@ -1101,3 +1203,8 @@ if torch:
               "(Tensor, Tensor, Tensor, Tensor, Tensor)", _gating_backward, _gating_backward_fake)
     _register(_operators, "softmax_backward", "(Tensor d_probs, Tensor x, Tensor w, Tensor probs) -> (Tensor, Tensor)",
               _softmax_backward, _softmax_backward_fake)
+    _register(_operators, "cross_entropy", "(Tensor x, Tensor w, Tensor labels) -> (Tensor, Tensor, Tensor)",
+              _cross_entropy, _cross_entropy_fake, _cross_entropy_save, _cross_entropy_backward_of)
+    _register(_operators, "cross_entropy_backward", "(Tensor d_losses, Tensor x, Tensor w, Tensor labels, "
+              "Tensor logits, Tensor log_sums) -> (Tensor, Tensor)", _cross_entropy_backward,
+              _cross_entropy_backward_fake)

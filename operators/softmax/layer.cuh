@@ -37,6 +37,7 @@ struct Layer {
   int64_t W_stride = shape.classes;
   int B = static_cast<int>(shape.rows), D = static_cast<int>(shape.inputs);
   int C = static_cast<int>(shape.classes), sms = multiprocessors();
+  int64_t slices_at_most = kMostSlices;
 
   // Launches a kernel that reads x or W. It is launched early, unless other work of the caller's
   // may come before it, which might still be writing them.
@@ -51,7 +52,8 @@ struct Layer {
   // `sliced`.
   int most_slices(int least) const {
     const int64_t fit = kMostSliced / static_cast<int64_t>(shape.logits());
-    return static_cast<int>(std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, kMostSlices));
+    return static_cast<int>(
+        std::clamp<int64_t>(std::min<int64_t>(fit, D / least), 1, slices_at_most));
   }
 };
 
@@ -113,6 +115,14 @@ __device__ void finish_row(float (&v)[kValues], int row, int C, const Results& r
   }
 }
 
+// The logits alone. Of one slice of D results.out = x W, and, if the epilogue is parts, each row's
+// maxima and sums, `parts` of them, go to results.parts. Of several, results.out (slices, B, C) are
+// partial logits, which somebody adds up.
+struct LogitsAlone {
+  std::function<void(Results)> launch;
+  int slices = 0, parts = 0;
+};
+
 // How long a product should take, in microseconds: fused, and unfused, with a softmax after it.
 // `tiles` names its tiles, where there are others. `how` says what fused means with it, if that is
 // more than one launch.
@@ -128,6 +138,7 @@ struct Product {
   int shared_bytes;
   bool fuses = true;  // false: asked for probabilities it runs a product and a softmax
   Expected expected = {};
+  LogitsAlone alone = {};  // of a half fused one
 };
 
 template <typename Function>
@@ -169,6 +180,7 @@ Product half_fused(const Layer& layer, const char* name, Function* kernel, int s
   };
   Product product = product_of(name, kernel, shared_bytes, both);
   product.fuses = parts || slices > 1;
+  product.alone = {[=](const Results& results) { launch(results, slices); }, slices, tiles};
   return product;
 }
 
@@ -221,6 +233,8 @@ struct Plan {
   Expected expected = {};
   bool copies_x = false, copies_W = false;
   std::function<Product(const Layer&)> make = {};
+  int slices = 0;               // of D; 0: fused
+  double of_logits = INFINITY;  // microseconds without the softmax
 
   double microseconds() const { return expected.microseconds; }
   bool operator<(const Plan& other) const { return microseconds() < other.microseconds(); }
@@ -261,6 +275,10 @@ inline std::vector<Product> products_of(const Layer& layer, const std::vector<Pl
     product.expected = plan.expected;
     if (align) {
       product.launch = [align = align, launch = product.launch](Results results) {
+        align();
+        launch(results);
+      };
+      product.alone.launch = [align = align, launch = product.alone.launch](Results results) {
         align();
         launch(results);
       };

@@ -97,6 +97,12 @@ struct ExchangeTime {
     return time(rounds, units / rounds, slices, 0, kNextLaunch + moved);
   }
 
+  /// The logits alone. With slices, the launch that adds them up takes as long as a softmax would.
+  double of_logits(int slices) const {
+    const double softmax = kNextLaunch + 8 * layer.shape.logits() / kMemoryBytes;
+    return two_kernels(slices) - (slices == 1 ? softmax : 0);
+  }
+
   /// Of the numbers of slices from 1 to `most` those three that should take the least time, or
   /// fewer.
   std::vector<int> likely_slices(int most) const {
@@ -125,8 +131,10 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
   const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = layer.workspace.zeros<Posted>(posts);
-  const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
+  const auto posted = fused ? layer.workspace.zeros<Posted>(posts) : layer.workspace.any<Posted>(1);
+  // Half fused, a block reads its turn and makes nothing of it: it need not be set.
+  const auto turns = fused ? layer.workspace.zeros<unsigned>(int64_t{strips} * tiles)
+                           : layer.workspace.any<unsigned>(int64_t{strips} * tiles);
   const auto kernel = product::product<ExchangedSoftmax<Tile>>;
   const auto launch = [=](Results results, int of_D = 1) {
     const bool softmax = results.epilogue == Epilogue::softmax;
@@ -163,7 +171,12 @@ void plan_exchange(const Layer& layer, bool copies_x, std::vector<Plan>& plans) 
       return make_exchange<Tile>(aligned, clusters, slices);
     };
     const std::string tiles = text_of_tiles(kRows, kColumns, kPeers, copies_x);
-    plans.push_back({{microseconds, time.two_kernels(1), tiles, how}, copies_x, copies_W, make});
+    plans.push_back({{microseconds, time.two_kernels(1), tiles, how},
+                     copies_x,
+                     copies_W,
+                     make,
+                     slices,
+                     slices > 0 ? time.of_logits(slices) : INFINITY});
   };
   const bool may_wait = layer.workspace.alone || time.tiles == kPeers;  // for its own cluster
   if (time.tiles <= time.all && may_wait) add(time.fused(time.all / time.tiles), 0, "");
@@ -197,6 +210,59 @@ std::vector<Plan> plan_exchange(const Layer& layer) {
   }
   std::stable_sort(plans.begin(), plans.end());
   return plans;
+}
+
+// Where a tile ends is an int, too, and a grid's y is a row's tiles.
+inline bool fits_tiles(const Layer& layer) {
+  return layer.shape.rows <= INT32_MAX - 1024 && layer.C <= 65535 * 128;
+}
+
+// A way to compute logits = x W alone. Of one slice of D, if wanted, it leaves the maximum and the
+// sum of each of `count` parts of each row in `parts` (B, count). Of several slices it leaves
+// partial logits in `sliced` (slices, B, C), and no logits.
+struct LogitsWay {
+  Way way;
+  int slices, count;
+  Memory<float> sliced;
+  Memory<float2> parts;
+};
+
+// The ways with exchange's tiles, as accurate as fp32, for Hopper: all, or the one that should be
+// the fastest. None if the shape is too large for them.
+inline std::vector<LogitsWay> split_logits_ways(const Workspace& workspace, const Memory<float>& x,
+                                                const Memory<float>& W, const Memory<float>& logits,
+                                                const SoftmaxShape& shape, bool parts_wanted) {
+  Layer layer = {workspace, shape, x, W, logits};
+  layer.slices_at_most = layer.sms;
+  if (!fits_tiles(layer)) return {};
+  std::vector<Plan> plans = plan_exchange<Math::split, true>(layer);
+  std::erase_if(plans, [](const Plan& plan) { return plan.slices == 0; });
+  for (Plan& plan : plans) plan.expected.microseconds = plan.of_logits;
+  plans = plans_to_try(plans, workspace.all_ways);
+  const std::vector<Product> products = products_of(layer, plans);
+  int64_t partial = 1, parts = 1;
+  for (const Product& product : products) {
+    const auto& [launch, slices, count] = product.alone;
+    if (slices > 1) partial = std::max(partial, slices * shape.rows * shape.classes);
+    if (slices == 1 && parts_wanted) parts = std::max(parts, shape.rows * count);
+  }
+  const auto sliced = workspace.any<float>(partial);
+  const auto memory = workspace.any<float2>(parts);
+  std::vector<LogitsWay> ways;
+  for (const Product& product : products) {
+    const auto& [launch, slices, count] = product.alone;
+    const Epilogue epilogue = slices == 1 && parts_wanted ? Epilogue::parts : Epilogue::logits;
+    const auto out = slices > 1 ? sliced : logits;
+    ways.push_back(
+        {{product.expected.tiles + product.expected.how, product.expected.microseconds,
+          [=, launch = launch] { launch({.epilogue = epilogue, .out = out, .parts = memory}); },
+          product.shared_bytes},
+         slices,
+         count,
+         sliced,
+         memory});
+  }
+  return ways;
 }
 
 }  // namespace operators::softmax

@@ -181,8 +181,7 @@ class SoftmaxProduct {
   template <Math kMath>
   std::vector<std::vector<Product>> hopper_products() const {
     const Layer& layer = layer_;
-    constexpr int64_t kMost = INT32_MAX - 1024;  // where a tile ends is an int, too
-    if (layer.shape.rows > kMost || layer.C > 65535 * 128) return {};  // the grid's y: its tiles
+    if (!fits_tiles(layer)) return {};
     std::vector<Plan> exchange;
     if (kMath != Math::tf32 || layer.C % 4 == 0) {
       exchange = plan_exchange<kMath, true>(layer);

@@ -288,6 +288,51 @@ def softmax_backward(rows, inputs, classes):
     return Case(f"softmax_backward-{rows}x{inputs}x{classes}", fused_kernels.softmax_backward, operands, check)
 
 
+def cross_entropy_in_fp64(x, w, labels):
+    """Of any type. cross_entropy() of PyTorch refuses labels that are no class, but for -100."""
+    return torch.nn.functional.cross_entropy(x @ w, labels.long(), reduction="none")
+
+
+def check_cross_entropy(operands, result):
+    (x, w, labels), losses = operands, tensors(result)[0]
+    exact = x.double() @ w.double()
+    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    assert losses.dtype == FP32
+    near("losses", losses, expected, (2.0**-20 + 2.0**-22 * exact.logsumexp(1).abs()) * (labels >= 0))
+
+
+def cross_entropy(rows, inputs, classes):
+    def operands(seed=0):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        labels = torch.randint(0, classes, (rows,), generator=generator, device="cuda")
+        labels[6::7] = -100
+        return *softmax(rows, inputs, classes).operands(seed), labels
+
+    return Case(f"cross_entropy-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy, operands,
+                check_cross_entropy, (0, 1))
+
+
+def cross_entropy_backward(rows, inputs, classes):
+    def operands(seed=0):
+        x, w, labels = cross_entropy(rows, inputs, classes).operands(seed)
+        logits = x @ w
+        return numbers(rows, dtype=FP32, seed=seed + 7), x, w, labels, logits, logits.logsumexp(1)
+
+    def check(operands, result):
+        d_losses, x, w, labels, logits, log_sums = operands
+        x, w = x.double(), w.double()
+        g = (logits.double() - log_sums.double()[:, None]).exp()
+        g -= torch.nn.functional.one_hot(labels.clamp(min=0), classes)
+        g *= (d_losses.double() * (labels >= 0))[:, None]
+        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
+            assert found.dtype == FP32
+            if classes > 1:  # else it is 0, but for roundings
+                alike(found, other, 256)
+
+    return Case(f"cross_entropy_backward-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy_backward, operands,
+                check)
+
+
 # ---- Gradient features --------------------------------------------------------------------------------------------
 
 
@@ -477,7 +522,9 @@ CASES = [
     *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
     gating(24, 40, 36, row_stride=56), gating_backward(24, 40, 36, row_stride=56),
     *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
-    *(softmax_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10))),
+    *(make(*sizes) for make in (softmax_backward, cross_entropy, cross_entropy_backward)
+      for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10), (30001, 64, 36),
+                    (1000, 516, 777))),
     *(attention(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
       for layout in ("rows first", "heads first")
       for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
@@ -501,6 +548,7 @@ EACH = [  # one of each function, and of the product one of each type
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
-    gating_backward(257, 129, 136), softmax_backward(129, 65, 257),
+    gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),
+    cross_entropy_backward(129, 65, 257),
     clifford_connected(200, 72), clifford_connected_backward(200, 72),
 ]

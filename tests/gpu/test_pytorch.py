@@ -230,7 +230,7 @@ def test_gradients_by_pytorch(case):
     d = numbers(*result.shape, dtype=result.dtype, seed=11)
     found = torch.autograd.grad(result, wanted, d)
     function = {"product": torch.matmul, "gating": gating_in_fp64,
-                "softmax": lambda x, w: torch.softmax(x @ w, 1),
+                "softmax": lambda x, w: torch.softmax(x @ w, 1), "cross_entropy": cases.cross_entropy_in_fp64,
                 **dict.fromkeys(("clifford", "clifford_connected"),
                                 lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
     for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
@@ -284,7 +284,8 @@ def test_second_derivatives():
     operands, wanted = with_gradients(cases.gradient_features(70, 24, 16))
     with pytest.raises(RuntimeError, match="no second derivative of the gradient features"):
         torch.autograd.grad(fused_kernels.gradient_features(*operands).sum(), wanted, create_graph=True)
-    for case, name in ((cases.gating(24, 40, 36), "the gated layer"), (cases.softmax(65, 7, 9), "softmax")):
+    for case, name in ((cases.gating(24, 40, 36), "the gated layer"), (cases.softmax(65, 7, 9), "softmax"),
+                       (cases.cross_entropy(65, 7, 9), "the cross-entropy")):
         operands, wanted = with_gradients(case)
         with pytest.raises(RuntimeError, match=f"no second derivative of {name}"):
             torch.autograd.grad(case.run(*operands).sum(), wanted, create_graph=True)
