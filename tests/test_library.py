@@ -332,7 +332,7 @@ CALLS = [
 SLOW = [
     (Gated, dict(rows=40, inputs=512, hidden=256)),
     (Gated, dict(rows=600, inputs=64, hidden=64)),
-    *((Product, dict(rows=150, cols=264, depth=200, type=kind)) 
+    *((Product, dict(rows=150, cols=264, depth=200, type=kind))
       for kind in (FLOAT16, BFLOAT16, FLOAT32, TF32, TF32X3)),
     *((Product, dict(rows=rows, cols=cols, depth=depth, type=kind, exact=False)) for kind in (TF32, TF32X3)
       for rows, cols, depth in ((600, 260, 40), (130, 1100, 33))),

@@ -89,7 +89,8 @@ struct PortableTf32 {
     });
   }
 
-  /// At half of wgmma's rate; each of the warps beside or below each other reads the same of a tile.
+  /// At half of wgmma's rate. Warps beside each other read the same rows of a tile of A, and those
+  /// below each other the same columns of B.
   template <class Tile>
   double microseconds_of(int64_t tiles) const {
     const double sms = multiprocessors(), products = kMath == Math::split ? 3 : 1;

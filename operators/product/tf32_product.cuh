@@ -185,7 +185,7 @@ template <Math kMath>
 class Tf32Product {
  public:
   Tf32Product(const Workspace& workspace, const Memory<float>& A, const Memory<float>& B,
-              const Memory<float>& C, ProductShape shape, RowStrides strides)
+              const Memory<float>& C, ProductShape shape, RowStrides strides = {})
       : A_(workspace, A, shape.rows, shape.depth, strides.a),
         B_(workspace, B, shape.depth, shape.cols, strides.b),
         C_(C),
@@ -238,11 +238,13 @@ class Tf32Product {
   }
 
   /// In 3xTF32 three products read A, which has been written by the copy engine, read, and written
-  /// once more as two tiles.
+  /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
+  /// many further rows.
   template <class Tile>
   double microseconds_of(int clusters) const {
     const Schedule<Tile> schedule(transposed(), clusters, false);
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
+    constexpr double kBetween = kSplit ? 32 : 0;
     const double elements = 1.0 * shape_.rows * shape_.depth + 1.0 * shape_.depth * shape_.cols +
                             1.0 * shape_.rows * shape_.cols;
     double copied = 0;
@@ -251,7 +253,7 @@ class Tf32Product {
     return operators::microseconds(
         {.rounds = 1.0 * schedule.rounds,
          .steps = 1.0 * schedule.steps,
-         .rows = 1.0 * kProducts * kRows,
+         .rows = 1.0 * kProducts * kRows + kBetween,
          .cols = kCols,
          .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
                          1.0 * kProducts * Tile::kConsumers * kRows,
