@@ -65,11 +65,15 @@ struct PortableTf32 {
   ProductShape shape;
   cudaStream_t stream;
 
-  /// A warp's sums. TF32: 64 x 32, as B comes from shared memory in single floats. 3xTF32: 32 x 32
-  /// of twice as many warps, as a thread also has the sums of a step, and both numbers of each
-  /// split factor.
+  /// A warp's sums. TF32: 64 x 32, as B comes from shared memory in single floats. 3xTF32: 32 x 32,
+  /// as a thread also has the sums of a step, and both numbers of each split factor; and no more
+  /// than 8 warps, so that it has registers for them.
   void offer(Ways& ways) const {
-    offer<softmax::Tile<kMath, 128, 128, 32, kMath == Math::split ? 4 : 2, 4, 1, 3>>(ways);
+    if constexpr (kMath == Math::split) {
+      offer<softmax::Tile<kMath, 128, 64, 32, 4, 2, 1, 3>>(ways);
+    } else {
+      offer<softmax::Tile<kMath, 128, 128, 32, 2, 4, 1, 3>>(ways);
+    }
     offer<softmax::Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(ways);
   }
 
