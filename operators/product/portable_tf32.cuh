@@ -3,7 +3,10 @@
 // rows may be further apart than they are long.
 #pragma once
 
+#include <algorithm>
 #include <climits>
+#include <cmath>
+#include <cstdint>
 #include <string>
 
 #include "operators/estimate.h"

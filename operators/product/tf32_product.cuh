@@ -12,6 +12,7 @@
 // them into rows that are. On other GPUs the product is that of portable_tf32.cuh.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
