@@ -12,6 +12,7 @@
 
 #include "common/device.h"
 #include "operators/product/product.cuh"
+#include "operators/product/tf32_product.cuh"
 
 using namespace common;
 using namespace operators::product;
@@ -53,9 +54,10 @@ struct Matrix {
     }
     CUDA_CHECK(cudaMemcpy(data, host.data(), bytes(), cudaMemcpyHostToDevice));
   }
-  Factor<> factor(int box_rows) const {
-    return {{tensor_map<T>(data, rows, cols, box_rows, false, stride)}};
+  CUtensorMap map(int box_rows, bool to_tf32 = false) const {
+    return tensor_map<T>(data, rows, cols, box_rows, to_tf32, stride);
   }
+  Factor<> factor(int box_rows) const { return {{map(box_rows)}}; }
 };
 
 /// Multiplies with one kind of tile; returns whether the result is right.
@@ -121,6 +123,43 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   return ok;
 }
 
+/// The same in TF32 or 3xTF32, for which these numbers are exact.
+template <class Tile>
+bool right_in_tf32(const ProductShape& shape) {
+  constexpr int kBytes = sizeof(typename Tile::Shared);
+  using Work = Tf32MatrixProduct<Tile>;
+  const auto kernel = product<Work>;
+  allow_shared_bytes(kernel, kBytes);
+  const Matrix<float> A(shape.rows, shape.depth), B(shape.depth, shape.cols);
+  const Matrix<float> C(shape.rows, shape.cols);
+  A.fill();
+  B.fill();
+  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  if (capacity == 0) return true;
+  const ProductShape transposed{shape.cols, shape.rows, shape.depth};
+  const int clusters = static_cast<int>(persistent(Schedule<Tile>::tiles_of(transposed), capacity));
+  product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
+      Work{A.map(Tile::kRowsB, !Tile::kSplit), B.map(Tile::kRowsA, !Tile::kSplit), C.data, C.stride,
+           Schedule<Tile>(transposed, clusters, false)});
+  CUDA_CHECK(cudaGetLastError());
+  CUDA_CHECK(cudaDeviceSynchronize());
+  std::vector<float> host(static_cast<size_t>(C.rows) * C.stride);
+  CUDA_CHECK(cudaMemcpy(host.data(), C.data, C.bytes(), cudaMemcpyDeviceToHost));
+  bool ok = true;
+  for (int row = 0; row < shape.rows; ++row) {
+    for (int col = row % 16; col < shape.cols; col += 16) {
+      float sum = 0;
+      for (int k = 0; k < shape.depth; ++k) {
+        sum += Matrix<float>::number(row, k) * Matrix<float>::number(k, col);
+      }
+      ok = ok && host[static_cast<size_t>(row) * C.stride + col] == sum;
+    }
+  }
+  std::printf("%d x %d tiles, %d aside, in %s%s\n", Tile::BN, Tile::BM, Tile::kStack,
+              Tile::kSplit ? "3xTF32" : "TF32", ok ? "" : ": FAILED");
+  return ok;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -148,5 +187,7 @@ int main(int argc, char** argv) {
        ok;  // all columns are a box
   ok = right<TransposedTiles<half, 152, 256, 1, 2>>(shape, true, true) &&
        ok;  // results leave in strips
+  ok = right_in_tf32<PlainTf32Tile<Math::tf32, 96, 2>>(shape) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 2>>(shape) && ok;
   return ok ? 0 : 1;
 }

@@ -13,6 +13,7 @@
 #include "common/device.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
+#include "operators/product/tf32_product.cuh"
 #include "tests/device_memory.h"
 
 using namespace common;
@@ -87,6 +88,10 @@ int main(int argc, char** argv) {
   const ProductShape shape{std::atoi(argv[1]), std::atoi(argv[2]), std::atoi(argv[3])};
   const size_t most = argc > 4 ? static_cast<size_t>(std::atoi(argv[4])) : 1000;
   bool ok = right<float, Fp32Product>("fp32", shape, most, 0);
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8) {  // these numbers are exact
+    ok = right<float, Tf32Product<Math::tf32>>("tf32", shape, most, 0) && ok;
+    ok = right<float, Tf32Product<Math::split>>("3xtf32", shape, most, 0) && ok;
+  }
   if (is_hopper()) {
     ok = right<half, HalfProduct<half>>("fp16", shape, most, 0x1p-11) && ok;
     ok = right<__nv_bfloat16, HalfProduct<__nv_bfloat16>>("bf16", shape, most, 0x1p-8) && ok;

@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import math
+import random
 import re
 import shutil
 import struct
@@ -19,22 +20,26 @@ import fused_kernels
 from fused_kernels import (FK_BAD_ALIGNMENT as BAD_ALIGNMENT, FK_BAD_ARGUMENT as BAD_ARGUMENT,
                            FK_BAD_DEVICE as BAD_DEVICE, FK_BAD_SHAPE as BAD_SHAPE,
                            FK_BAD_WORKSPACE as BAD_WORKSPACE, FK_BFLOAT16 as BFLOAT16, FK_FLOAT16 as FLOAT16,
-                           FK_FLOAT32 as FLOAT32, FK_OK as OK, FK_OVERLAP as OVERLAP, fk_attention, fk_gating,
-                           fk_product, fk_strides as Strides)
+                           FK_FLOAT32 as FLOAT32, FK_OK as OK, FK_OVERLAP as OVERLAP, FK_TF32 as TF32,
+                           FK_TF32X3 as TF32X3, fk_attention, fk_gating, fk_product, fk_strides as Strides)
 
 LIBRARY = CPU_BUILD / "libfused_kernels.so"
 HEADER = ROOT / "operators" / "include"
 BINDING = ROOT / "operators" / "python"
 GUARD, POISON = 256, 0xAB  # bytes before and after each operand, and what is there
 SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
-BYTES = {FLOAT16: 2, BFLOAT16: 2, FLOAT32: 4}
-ROUNDING = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8, FLOAT32: 2.0**-24}  # unit roundoff
+BYTES = {FLOAT16: 2, BFLOAT16: 2, FLOAT32: 4, TF32: 4, TF32X3: 4}
+ROUNDING = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8}  # unit roundoff
 
 
 @pytest.fixture(scope="module")
 def library():
     if not LIBRARY.exists():
         pytest.skip("scons library has not been run")
+    return loaded_library()
+
+
+def loaded_library():
     loaded = fused_kernels.load(LIBRARY)
     loaded.cudaMalloc.argtypes = [POINTER, SIZE]
     loaded.cudaFree.argtypes = [POINTER]
@@ -72,6 +77,12 @@ class Buffer:
 def numbers(count, seed, scale=1.0):
     """Multiples of scale / 8 that each type holds."""
     return [scale * ((i * 37 + i // 11 * 5 + 13 * seed) % 17 - 8) / 8 for i in range(count)]
+
+
+def any_numbers(count, seed):
+    """Numbers of fp32, of all 24 bits."""
+    draw = random.Random(seed).uniform
+    return struct.unpack(f"{count}f", struct.pack(f"{count}f", *(draw(-1, 1) for _ in range(count))))
 
 
 def packed(values, kind):
@@ -193,9 +204,12 @@ class Product(Call):
     NAME, NAMES, WRITTEN = "product", ("a", "b", "c"), ("c",)
     Description = fk_product
 
-    def __init__(self, library, rows=70, cols=40, depth=24, type=FLOAT16, a_stride=0, b_stride=0, c_stride=0, seed=0):
-        self.a = [numbers(depth, seed + i) for i in range(rows)]
-        self.b = [numbers(cols, seed + 3 * i) for i in range(depth)]
+    def __init__(self, library, rows=70, cols=40, depth=24, type=FLOAT16, a_stride=0, b_stride=0, c_stride=0, seed=0,
+                 exact=True):
+        """exact: of numbers whose products and sums are exact in each type; else any of fp32."""
+        self.exact, draw = exact, numbers if exact else any_numbers
+        self.a = [draw(depth, seed + i) for i in range(rows)]
+        self.b = [draw(cols, seed + 3 * i) for i in range(depth)]
         nan = [[math.nan] * cols] * rows
         description = self.Description(ctypes.sizeof(self.Description), type, rows, cols, depth, a_stride, b_stride,
                                        c_stride)
@@ -206,10 +220,14 @@ class Product(Call):
     def result_is_right(self):
         of = self.description
         columns = list(zip(*self.b))
-        expected = [sum(a * b for a, b in zip(row, column)) for row in self.a for column in columns]
-        # Sums of these numbers are exact in fp32, and so only the last rounding is none.
-        rounding = 0 if of.type == FLOAT32 else ROUNDING[of.type]
-        bound = [rounding * abs(value) for value in expected]
+        pairs = [(row, column) for row in self.a for column in columns]
+        expected = [math.fsum(a * b for a, b in zip(*pair)) for pair in pairs]
+        if self.exact:  # but for the last rounding
+            bound = [ROUNDING.get(of.type, 0) * abs(value) for value in expected]
+        else:  # as the header has it
+            error = {FLOAT32: of.depth * 2.0**-24, TF32: 2.0**-10 + of.depth * 2.0**-25,
+                     TF32X3: 2.0**-18 + of.depth * 2.0**-29}[of.type]
+            bound = [error * sum(abs(a * b) for a, b in zip(*pair)) for pair in pairs]
         return near(self.found("c", of.type, of.rows, of.cols, of.c_stride), expected, bound)
 
 
@@ -281,6 +299,15 @@ class Attention(Call):
 
 # ---- Right results ----------------------------------------------------------------------------------
 
+BY_TENSOR_CORES = [  # of fp32
+    *((Product, dict(rows=rows, cols=cols, depth=depth, type=kind, exact=exact))
+      for kind in (TF32, TF32X3) for exact in (True, False)
+      for rows, cols, depth in ((70, 40, 24), (1, 1, 1), (65, 9, 7), (33, 130, 65))),
+    *((Product, dict(rows=40, cols=40, depth=1, type=kind, exact=False)) for kind in (TF32, TF32X3)),
+    *((Product, dict(rows=21, cols=70, depth=13, type=kind, a_stride=16, b_stride=72, c_stride=76))
+      for kind in (TF32, TF32X3)),
+    *((Product, dict(rows=37, cols=131, depth=41, type=kind, b_stride=136, exact=False)) for kind in (TF32, TF32X3)),
+]
 CALLS = [
     (Gated, {}),
     (Gated, dict(rows=1, inputs=1, hidden=1)),
@@ -294,6 +321,8 @@ CALLS = [
     *((Product, dict(rows=21, cols=70, depth=13, type=kind, a_stride=16, b_stride=88, c_stride=80))
       for kind in (FLOAT16, BFLOAT16)),
     (Product, dict(rows=40, cols=150, depth=100, c_stride=160)),
+    (Product, dict(rows=33, cols=130, depth=65, type=FLOAT32, exact=False)),
+    *BY_TENSOR_CORES,
     *((Attention, dict(type=kind)) for kind in (FLOAT16, BFLOAT16)),
     (Attention, dict(batch=1, queries=1, keys=1, heads=1, kv_heads=1, width=1)),
     (Attention, dict(batch=2, queries=5, keys=9, heads=4, kv_heads=2, width=24, causal=1, heads_first=True)),
@@ -303,7 +332,10 @@ CALLS = [
 SLOW = [
     (Gated, dict(rows=40, inputs=512, hidden=256)),
     (Gated, dict(rows=600, inputs=64, hidden=64)),
-    *((Product, dict(rows=150, cols=264, depth=200, type=kind)) for kind in (FLOAT16, BFLOAT16, FLOAT32)),
+    *((Product, dict(rows=150, cols=264, depth=200, type=kind))
+      for kind in (FLOAT16, BFLOAT16, FLOAT32, TF32, TF32X3)),
+    *((Product, dict(rows=rows, cols=cols, depth=depth, type=kind, exact=False)) for kind in (TF32, TF32X3)
+      for rows, cols, depth in ((600, 260, 40), (130, 1100, 33))),
     (Product, dict(rows=100, cols=333, depth=129)),
     (Attention, dict(batch=2, queries=100, keys=200, heads=4, kv_heads=2, width=128, causal=1, type=BFLOAT16)),
     (Attention, dict(queries=2, keys=700, heads=8, kv_heads=1, width=256)),
@@ -325,6 +357,41 @@ def for_each(calls, slow):
 @for_each(CALLS, SLOW)
 def test_result(library, kind, options):
     kind(library, **options).run_twice()
+
+
+AS_ANOTHER_GPU = """
+from test_library import BAD_DEVICE, BY_TENSOR_CORES, TF32, Product, loaded_library
+library = loaded_library()
+"""
+
+
+def run_as_another_gpu(capability, program):
+    """The program's output, on a CPU that plays a GPU of this compute capability."""
+    result = execute([sys.executable, "-c", AS_ANOTHER_GPU + program], cwd=ROOT / "tests",
+                     env={"CUDA_CPU_COMPUTE_CAPABILITY": capability})
+    assert result.rc == 0, result.stderr
+    return result.stdout
+
+
+def test_results_in_tf32_on_other_gpus():
+    """By mma.sync, as the way says."""
+    said = run_as_another_gpu("8.0", """
+for kind, options in BY_TENSOR_CORES:
+    kind(library, **options).run_twice()
+    assert b"by mma.sync" in library.fk_last_way()
+print(len(BY_TENSOR_CORES), "are right")
+""")
+    assert said == f"{len(BY_TENSOR_CORES)} are right\n"
+
+
+def test_there_is_no_tf32_before_compute_capability_8():
+    said = run_as_another_gpu("7.5", """
+import ctypes
+description, bytes = Product.Description(64, TF32, 8, 8, 8, 0, 0, 0), ctypes.c_size_t()
+assert library.fk_product_workspace(ctypes.byref(description), ctypes.byref(bytes)) == BAD_DEVICE
+print(library.fk_last_error().decode())
+""")
+    assert said == "the product in TF32 needs a GPU of compute capability 8.0 or newer; this one has 7.5\n"
 
 
 def call_at_the_same_time(library, kind):
@@ -391,7 +458,8 @@ WRONG = {
         *((dict(cols=value), BAD_SHAPE) for value in (0, -1, (1 << 26) + 1)),
         *((dict(depth=value), BAD_SHAPE) for value in (0, -1, 1 << 40)),
         (dict(a_stride=16), BAD_SHAPE), (dict(b_stride=-8), BAD_SHAPE), (dict(c_stride=42), BAD_ALIGNMENT),
-        (dict(type=0), BAD_ARGUMENT), (dict(type=4), BAD_ARGUMENT),
+        (dict(type=0), BAD_ARGUMENT), (dict(type=6), BAD_ARGUMENT),
+        (dict(type=TF32, a_stride=26), BAD_ALIGNMENT), (dict(type=TF32X3, c_stride=39), BAD_SHAPE),
         (dict(type=FLOAT32, a_stride=32), BAD_SHAPE), (dict(type=FLOAT32, depth=1 << 25), BAD_SHAPE),
     ],
     Attention: [
@@ -524,6 +592,7 @@ def test_more_descriptions_than_are_kept(library):
 def test_a_description_is_not_taken_for_another(library):
     """Of the same sizes, but another type or stride; and log_sums or none."""
     calls = [Product(library, type=FLOAT16), Product(library, type=BFLOAT16), Product(library, type=FLOAT32),
+             Product(library, type=TF32, exact=False), Product(library, type=TF32X3, exact=False),
              Product(library, a_stride=32), Attention(library), Attention(library, log_sums=False),
              Attention(library, causal=1), Attention(library, heads_first=True)]
     for own in [*calls, *calls]:
@@ -565,6 +634,7 @@ def tuning(library):
 
 @pytest.mark.parametrize("kind, options", [
     (Product, dict(rows=71, cols=40)), (Product, dict(rows=71, type=FLOAT32)), (Gated, dict(rows=71)),
+    *((Product, dict(rows=71, cols=39, type=kind, exact=False)) for kind in (TF32, TF32X3)),
     (Attention, dict(queries=3, keys=290, width=40)),
 ])
 def test_ways_are_tried(library, tuning, kind, options):

@@ -61,8 +61,9 @@ enum fk_status {
   FK_CUDA_ERROR = 7     /* a call of CUDA's failed, or there was no host memory */
 };
 
-/* The type of an operand's elements. */
-enum fk_type { FK_FLOAT16 = 1, FK_BFLOAT16 = 2, FK_FLOAT32 = 3 };
+/* The type of an operand's elements. Those of FK_TF32 and FK_TF32X3 are fp32, too, but a product
+ * may round them on its way: fk_product_forward() says how. */
+enum fk_type { FK_FLOAT16 = 1, FK_BFLOAT16 = 2, FK_FLOAT32 = 3, FK_TF32 = 4, FK_TF32X3 = 5 };
 
 /* FK_VERSION of the library that is loaded. */
 FK_API int fk_version(void);
@@ -87,7 +88,7 @@ FK_API int fk_tune(int on);
 /* A product of two matrices. */
 typedef struct fk_product {
   size_t size; /* sizeof(fk_product) */
-  int type;    /* FK_FLOAT16, FK_BFLOAT16 or FK_FLOAT32 */
+  int type;    /* FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32 or FK_TF32X3 */
   int64_t rows, cols, depth;
   int64_t a_stride, b_stride,
       c_stride; /* from a row to the next; 0: dense, as FK_FLOAT32 has to be */
@@ -100,9 +101,14 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
 /* c = a b, as lessons 2 (fp32) and 3 have it. Shapes: a (rows, depth), b (depth, cols), c (rows,
  * cols); all row-major. Each size is at least 1; rows is at most 2^30, cols at most 2^26, depth at
  * most 2^30, of FK_FLOAT32 2^24. Type: that of the description for all three; added up in fp32.
- * FK_FLOAT32 is multiplied in fp32, not in TF32. Alignment: each pointer to 16 bytes. Written: c,
- * which must not overlap a or b. Device: compute capability 9.0; for FK_FLOAT32 any that the
- * library is built for. */
+ * The last three types are fp32 in memory. FK_FLOAT32 is multiplied in fp32. FK_TF32 is multiplied
+ * on tensor cores, which get the elements of a and b rounded to TF32: 11 bits instead of 24.
+ * FK_TF32X3 gives them each element as the sum of two such numbers, in three products. An element
+ * of c then differs from the exact one by at most so many times the sum of the absolute values of
+ * its products: FK_FLOAT32 depth * 2^-24, FK_TF32 2^-10 + depth * 2^-25, FK_TF32X3 2^-18 + depth *
+ * 2^-29. With FK_TF32X3 an infinity in a row of a makes that row of c NaN. Alignment: each pointer
+ * to 16 bytes. Written: c, which must not overlap a or b. Device: compute capability 9.0; for
+ * FK_TF32 and FK_TF32X3 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 

@@ -42,7 +42,19 @@ bool overlap(const Argument& a, const Argument& b) {
 }
 
 const char* name_of(fk_type type) {
-  return type == FK_FLOAT16 ? "FK_FLOAT16" : type == FK_BFLOAT16 ? "FK_BFLOAT16" : "FK_FLOAT32";
+  switch (type) {
+    case FK_FLOAT16:
+      return "FK_FLOAT16";
+    case FK_BFLOAT16:
+      return "FK_BFLOAT16";
+    case FK_FLOAT32:
+      return "FK_FLOAT32";
+    case FK_TF32:
+      return "FK_TF32";
+    case FK_TF32X3:
+      return "FK_TF32X3";
+  }
+  return "?";
 }
 
 /// The current device's compute capability, such as 90.

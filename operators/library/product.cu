@@ -4,18 +4,24 @@
 #include "operators/library/products.h"
 #include "operators/product/fp32.cuh"
 #include "operators/product/half_product.cuh"
+#include "operators/product/tf32_product.cuh"
 
 namespace {
 
 using namespace operators::library;
 using namespace operators::product;
 
+/// What a type is in memory, and how it is multiplied.
 bool is_fp32(const fk_product& product) { return product.type == FK_FLOAT32; }
+bool is_half(const fk_product& product) {
+  return product.type == FK_FLOAT16 || product.type == FK_BFLOAT16;
+}
+size_t element_bytes(const fk_product& product) { return is_half(product) ? 2 : 4; }
 
 /// Refuses a description that no GPU, or not this one, can compute.
 void check(const fk_product* product) {
   check_description("product", product, sizeof *product);
-  check_type("product", product->type, {FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32});
+  check_type("product", product->type, {FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3});
   const bool fp32 = is_fp32(*product);
   check_sizes({{"rows", product->rows, 1 << 30},
                {"cols", product->cols, 1 << 26},
@@ -27,13 +33,14 @@ void check(const fk_product* product) {
                  {"b_stride", product->b_stride, product->cols},
                  {"c_stride", product->c_stride, product->cols}};
   for (const auto& each : strides) {
-    check_stride(each.name, each.stride, each.cols, fp32 ? 4 : 2);
+    check_stride(each.name, each.stride, each.cols, element_bytes(*product));
     if (fp32 && each.stride != 0 && each.stride != each.cols) {
       throw Refusal{FK_BAD_SHAPE, std::string(each.name) + " is " + std::to_string(each.stride) +
                                       "; rows of FK_FLOAT32 have to be dense"};
     }
   }
-  if (!fp32) check_hopper("the product");
+  if (is_half(*product)) check_hopper("the product");
+  if (!is_half(*product) && !fp32) check_capability("the product in TF32", 80);
 }
 
 /// The product a b = c, the call's arguments, of a description that has been checked.
@@ -52,6 +59,12 @@ Operator operator_of(const fk_product& product) {
                              stride(product.b_stride, product.cols),
                              stride(product.c_stride, product.cols)};
     if (is_fp32(product)) return ways.template operator()<float, Fp32Product>();
+    if (product.type == FK_TF32) {
+      return ways.template operator()<float, Tf32Product<Math::tf32>>(strides);
+    }
+    if (product.type == FK_TF32X3) {
+      return ways.template operator()<float, Tf32Product<Math::split>>(strides);
+    }
     if (product.type == FK_FLOAT16) {
       return ways.template operator()<half, HalfProduct<half>>(strides);
     }
@@ -91,7 +104,7 @@ extern "C" int fk_product_forward(const fk_product* product, const void* a, cons
     const auto argument = [&](const char* name, const void* data, int64_t rows, int64_t cols,
                               int64_t stride, bool written) {
       const int64_t count = extent(rows, cols, or_dense(stride, cols));
-      return Argument{name, data, static_cast<size_t>(count) * (is_fp32(*product) ? 4 : 2), 16,
+      return Argument{name, data, static_cast<size_t>(count) * element_bytes(*product), 16,
                       written};
     };
     const Argument arguments[] = {

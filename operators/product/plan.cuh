@@ -60,7 +60,7 @@ __device__ void load_eight(T (&eight)[8], const T* from, int left) {
 /// not wait for the kernel before it.
 template <typename T, int kCount>
 __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) {
-  static_assert(sizeof(T) == 2);  // 8 of them are one access
+  constexpr int kAccess = 16 / sizeof(T);
   start_next_kernel();
   const RowCopy<T>& copy = copies.of[blockIdx.y];
   for (int row = blockIdx.x * blockDim.y + threadIdx.y; row < copy.rows;
@@ -76,7 +76,10 @@ __global__ void align_rows(const __grid_constant__ RowCopies<T, kCount> copies) 
       } else {
         load_eight<1>(eight, from + col, copy.cols - col);
       }
-      *reinterpret_cast<uint4*>(to + col) = *reinterpret_cast<const uint4*>(eight);
+#pragma unroll
+      for (int i = 0; i < 8; i += kAccess) {
+        *reinterpret_cast<uint4*>(to + col + i) = *reinterpret_cast<const uint4*>(eight + i);
+      }
     }
   }
 }
@@ -90,24 +93,27 @@ struct AlignedRows {
   bool copied;
   Memory<T> copy;
 
-  /// row_stride: how many elements rows are apart, a multiple of 8; 0: they are dense.
+  /// row_stride: how many elements rows are apart, a multiple of 16 bytes; 0: they are dense.
   AlignedRows(const Workspace& workspace, Memory<T> matrix, int64_t row_count, int64_t col_count,
               int64_t row_stride = 0)
       : from(matrix),
         rows(static_cast<int>(row_count)),
         cols(static_cast<int>(col_count)),
-        stride(row_stride != 0 ? static_cast<int>(row_stride)
-               : cols % 8 == 0 ? cols
-                               : (cols + 63) / 64 * 64),
+        stride(row_stride != 0                ? static_cast<int>(row_stride)
+               : cols % (16 / sizeof(T)) == 0 ? cols
+                                              : (cols + kLine<T> - 1) / kLine<T> * kLine<T>),
         copied(row_stride == 0 && stride != cols),
         copy(workspace.any<T>(copied ? static_cast<size_t>(rows) * stride : 1)) {}
 
   const T* data() const { return copied ? copy : from; }
   /// For align_rows, if `copied`.
   RowCopy<T> job() const { return {from, copy, copied ? rows : 0, cols, stride}; }
-  CUtensorMap map(int box_rows) const {
-    return tensor_map<T>(data(), rows, cols, box_rows, false, stride, Reads::often);
+  /// to_tf32: floats are rounded on the way.
+  CUtensorMap map(int box_rows, bool to_tf32 = false) const {
+    return tensor_map<T>(data(), rows, cols, box_rows, to_tf32, stride, Reads::often);
   }
+  /// How many elements the rows of `from` are apart.
+  int64_t own_stride() const { return copied ? cols : stride; }
 };
 
 /// Where a product goes to, in boxes of `box_rows` rows (Tile::kOutRows). row_stride as for

@@ -170,7 +170,7 @@ struct Piece {
 template <class Tile>
 struct Schedule {
   static constexpr int kRows = Tile::BM * Tile::kStack, kCols = Tile::BN * Tile::kSide;
-  static constexpr int kGroup = 2048 / kRows;
+  static constexpr int kGroup = 2048 / kRows, kStep = kLine<typename Tile::Element>;
   /// As many as quotient() divides.
   static constexpr int64_t kMostTiles = 1 << 20;
   ProductShape shape;
@@ -187,7 +187,7 @@ struct Schedule {
         tile_rows((shape.rows + kRows - 1) / kRows),
         tile_cols((shape.cols + kCols - 1) / kCols),
         tiles(tile_rows * tile_cols),
-        steps((shape.depth + kStepK - 1) / kStepK),
+        steps((shape.depth + kStep - 1) / kStep),
         clusters(cluster_count),
         rounds((tiles + clusters - 1) / clusters),
         shared(0) {

@@ -9,7 +9,8 @@ struct ProductShape {
   int rows, cols, depth;
 };
 
-/// How many elements the rows of a product's matrices are apart: a multiple of 8, or 0 if dense.
+/// How many elements the rows of a product's matrices are apart: a multiple of 16 bytes, or
+/// 0 if dense.
 struct RowStrides {
   int64_t a = 0, b = 0, c = 0;
 };

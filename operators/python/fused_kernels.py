@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
 FK_VERSION = 1
 (FK_OK, FK_BAD_ARGUMENT, FK_BAD_SHAPE, FK_BAD_ALIGNMENT, FK_OVERLAP, FK_BAD_WORKSPACE, FK_BAD_DEVICE,
  FK_CUDA_ERROR) = range(8)  # fk_status
-FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32 = 1, 2, 3  # fk_type
+FK_FLOAT16, FK_BFLOAT16, FK_FLOAT32, FK_TF32, FK_TF32X3 = 1, 2, 3, 4, 5  # fk_type
 
 _INT, _INT64, _SIZE, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_size_t, ctypes.c_void_p
 
@@ -313,53 +313,71 @@ def _is_traced(*tensors):
     return _dispatch_modes() > 0 or _are_transforms_active()
 
 
-def product(a, b):
-    """a b, the product of two matrices. Shapes: a (rows, depth), b (depth, cols); the result is (rows, cols) and
-    contiguous. Type: torch.float16, torch.bfloat16 or torch.float32 for all three; added up in fp32. Fp32 is
-    multiplied in fp32, not in TF32.
+_MATH = {"fp32": FK_FLOAT32, "tf32": FK_TF32, "tf32x3": FK_TF32X3}  # of operands in fp32
 
-    Layout: elements of a row are neighbours. Rows of 16-bit types may be further apart, a multiple of 16 bytes; rows
-    of fp32 are dense. A transposed matrix is refused.
+
+def product(a, b, math="fp32"):
+    """a b, the product of two matrices. Shapes: a (rows, depth), b (depth, cols); the result is (rows, cols) and
+    contiguous. Type: torch.float16, torch.bfloat16 or torch.float32 for all three; added up in fp32.
+
+    math: how fp32 is multiplied, whatever torch.backends.cuda.matmul.allow_tf32 says. "fp32": on the CUDA cores.
+    "tf32": on tensor cores, with each element of a and b rounded to 11 bits instead of 24. "tf32x3": on tensor cores,
+    with each element as the sum of two such numbers, in three products; an infinity in a row of a makes that row of
+    the result NaN. An element of the result then differs from the exact one by at most depth * 2^-24, 2^-10 + depth *
+    2^-25, or 2^-18 + depth * 2^-29 times the sum of the absolute values of its products. The 16-bit types take "fp32"
+    alone.
+
+    Layout: elements of a row are neighbours. Rows may be further apart than they are long, a multiple of 16 bytes; but
+    with torch.float32 and math="fp32" they are dense. A transposed matrix is refused.
 
     Gradients: d_a = d b^T and d_b = a^T d, by PyTorch's own product, since the library reads no transposed matrices.
+    How that multiplies fp32 is PyTorch's setting, not `math`.
 
-    Raises a ValueError for shapes, types or layouts that are not these, and a RuntimeError for a GPU that is not of
-    compute capability 9.0 (fp32: any). Source: operators/product; lessons 2 and 3 explain it."""
+    Raises a ValueError for shapes, types, layouts or a `math` that are not these, and a RuntimeError for a GPU that is
+    not of compute capability 9.0 (fp32: any; "tf32" and "tf32x3": 8.0 and newer). Source: operators/product; lessons 2
+    and 3 explain it."""
     if _is_traced(a, b):
-        return torch.ops.fused_kernels.product(a, b)
+        return torch.ops.fused_kernels.product(a, b, math)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        return _functions["product"].apply(a, b)
-    return _product(a, b)
+        return _functions["product"].apply(a, b, math)
+    return _product(a, b, math)
 
 
-def _product(a, b):
+def _product(a, b, math="fp32"):
     device = a.get_device()
     if device < 0 or device != _current_device():
-        return _on_device_of("a", a, _product, a, b)
-    key = "product", device, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
-    plan = _plans.get(key) or _remember(key, _plan_product(a, b))
+        return _on_device_of("a", a, _product, a, b, math)
+    key = "product", device, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, math
+    plan = _plans.get(key) or _remember(key, _plan_product(a, b, math))
     c = _empty(*plan.outputs)
     _launch(plan, a.data_ptr(), b.data_ptr(), c.data_ptr())
     return c
 
 
-def _plan_product(a, b):
+def _plan_product(a, b, math):
     _check_dimensions("a", a, 2)
     _check_dimensions("b", b, 2)
     kind = _type_of("a", a, float16=FK_FLOAT16, bfloat16=FK_BFLOAT16, float32=FK_FLOAT32)
     (rows, depth), cols = a.shape, b.shape[1]
     _check_operand("b", b, (depth, cols), a.dtype)
+    _check(math in _MATH, f"math is {math!r}; it has to be {' or '.join(map(repr, _MATH))}")
+    _check(math == "fp32" or kind == FK_FLOAT32, f"math is {math!r}, but a is {a.dtype}; it has to be torch.float32")
+    kind = _MATH[math] if kind == FK_FLOAT32 else kind
     description = fk_product(0, kind, rows, cols, depth, _row_stride("a", a), _row_stride("b", b), 0)
     return _Plan("fk_product_forward", description, _dense(a.dtype, rows, cols))
 
 
-def _product_fake(a, b):
+def _product_fake(a, b, math="fp32"):
     return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _product_save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _product_backward(ctx, d):
     a, b = ctx.saved_tensors
-    return d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None
+    return (d @ b.t() if ctx.needs_input_grad[0] else None, a.t() @ d if ctx.needs_input_grad[1] else None, None)
 
 
 def gating(x, w1, w2, b1, b2):
@@ -1171,8 +1189,8 @@ if torch:
     _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda",
                      lambda *layout: torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="cuda"))
     _operators = torch.library.Library("fused_kernels", "DEF")
-    _register(_operators, "product", "(Tensor a, Tensor b) -> Tensor", _product, _product_fake, _save_inputs,
-              _product_backward)
+    _register(_operators, "product", "(Tensor a, Tensor b, str math='fp32') -> Tensor", _product, _product_fake,
+              _product_save, _product_backward)
     _register(_operators, "gating", "(Tensor x, Tensor w1, Tensor w2, Tensor b1, Tensor b2) -> Tensor", _gating,
               _gating_fake, _save_inputs, _gating_backward_of)
     _register(_operators, "attention", "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, "

@@ -189,12 +189,16 @@ __device__ void add_products(TileSums<Tile>& sums, const float* x_tile, const fl
   }
 }
 
-// The factors. Their rows start at multiples of row_bytes (16, 8 or 4), and that is the size of a
-// copy.
+// The factors, dense. Their rows start at multiples of row_bytes (16, 8 or 4), and that is the size
+// of a copy.
 struct Factors {
   const float *x, *W;
   int B, D, C;
   int row_bytes_x, row_bytes_W;
+
+  // How many elements rows are apart. (Those of operators/product may be further.)
+  __device__ int pitch_x() const { return D; }
+  __device__ int pitch_W() const { return C; }
 };
 
 inline Factors factors_of(const float* x, const float* W, int B, int D, int C) {
@@ -235,9 +239,9 @@ __device__ void copy_tile_of(float* to, const float* from, int row0, int col0, i
 
 // Computes the BM x BN logits at (row0, col0), summed over d_begin <= d < d_end. kStages - 1 steps
 // are on their way while one is multiplied, as in lesson 2's `async`.
-template <class Tile>
-__device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factors& factors,
-                               int row0, int col0, int d_begin, int d_end) {
+template <class Tile, class Of>
+__device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Of& factors, int row0,
+                               int col0, int d_begin, int d_end) {
   constexpr int kStages = Tile::kStages;
   const int warp = threadIdx.x / 32;
   const int warp_row = warp / Tile::kWarpsN % Tile::kWarpsM * Tile::kRows;
@@ -249,9 +253,9 @@ __device__ void multiply_tiles(TileSums<Tile>& sums, float* stages, const Factor
     auto* x_tile = stages + step % kStages * (Tile::kTileX + Tile::kTileW);
     const int d = d_begin + step * Tile::BK;
     copy_tile_of<Tile::BM, Tile::BK, Tile::kStrideX, Tile::kThreads>(
-        x_tile, factors.x, row0, d, factors.B, d_end, factors.D, factors.row_bytes_x);
+        x_tile, factors.x, row0, d, factors.B, d_end, factors.pitch_x(), factors.row_bytes_x);
     copy_tile_of<Tile::BK, Tile::BN, Tile::kStrideW, Tile::kThreads>(
-        x_tile + Tile::kTileX, factors.W, d, col0, d_end, factors.C, factors.C,
+        x_tile + Tile::kTileX, factors.W, d, col0, d_end, factors.C, factors.pitch_W(),
         factors.row_bytes_W);
   };
 

@@ -60,6 +60,7 @@ class Case:
     operands: typing.Callable  # of a seed
     check: typing.Callable  # of operands and what `run` has returned
     wants_gradients: tuple = ()  # of which operands there are gradients
+    more: tuple = ()  # what `run` is given after the operands
 
     def __str__(self):
         return self.name
@@ -75,15 +76,21 @@ def check_product(operands, c):
     near("c", c, expected, 0 if c.dtype == FP32 else ROUNDING[c.dtype] * expected.abs())
 
 
-def product(rows, cols, depth, dtype, row_stride=None):
-    """row_stride: of a and b, whose columns are the first of a wider matrix."""
+def product(rows, cols, depth, dtype, row_stride=None, math="fp32"):
+    """row_stride: of a and b, whose columns are the first of a wider matrix. Each math of fp32 is exact for these
+    operands."""
 
     def operands(seed=0):
         a = numbers(rows, row_stride or depth, dtype=dtype, seed=seed)[:, :depth]
         return a, numbers(depth, row_stride or cols, dtype=dtype, seed=seed + 1)[:, :cols]
 
-    name = f"product-{rows}x{cols}x{depth}-{str(dtype)[6:]}" + (f"-stride={row_stride}" if row_stride else "")
-    return Case(name, fused_kernels.product, operands, check_product, (0, 1))
+    def run(a, b):
+        return fused_kernels.product(a, b, *more)
+
+    more = () if math == "fp32" else (math,)
+    name = "-".join([f"product-{rows}x{cols}x{depth}-{str(dtype)[6:]}", *more,
+                     *([f"stride={row_stride}"] if row_stride else [])])
+    return Case(name, run if more else fused_kernels.product, operands, check_product, (0, 1), more)
 
 
 # ---- Gated layer --------------------------------------------------------------------------------------------------
@@ -519,6 +526,9 @@ CASES = [
     *(product(*sizes, dtype) for dtype in (FP16, BF16, FP32)
       for sizes in ((1, 1, 1), (65, 9, 7), (33, 130, 65), (257, 333, 129), (1001, 515, 777))),
     *(product(21, 70, 13, dtype, row_stride=88) for dtype in (FP16, BF16)),
+    *(product(*sizes, FP32, row_stride, math) for math in ("tf32", "tf32x3") for *sizes, row_stride in (
+        (1, 1, 1, None), (65, 9, 7, None), (33, 130, 65, None), (257, 333, 129, None), (1001, 515, 777, None),
+        (512, 1024, 640, None), (3000, 2000, 100, None), (21, 70, 13, 76), (700, 301, 257, 304))),
     *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
     gating(24, 40, 36, row_stride=56), gating_backward(24, 40, 36, row_stride=56),
     *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
@@ -543,8 +553,9 @@ CASES = [
       for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
                     (700, 130, (2, 0, 0), False))),
 ]
-EACH = [  # one of each function, and of the product one of each type
-    *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)), gating(257, 129, 136),
+EACH = [  # one of each function, and of the product one of each type and math
+    *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
+    *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),
     attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
     diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
     gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),

@@ -94,6 +94,19 @@ def test_result(case, guarded):
         assert not any(each.requires_grad for each in tensors(result))
 
 
+@pytest.mark.parametrize("sizes", [(40, 40, 1), (257, 132, 640), (257, 333, 129), (1000, 300, 5000)], ids=str)
+@pytest.mark.parametrize("math", ["fp32", "tf32", "tf32x3"])
+def test_errors_of_products_of_fp32(math, sizes):
+    """Of any numbers, as the docstring has them; and TF32 is not taken for fp32."""
+    rows, cols, depth = sizes
+    torch.manual_seed(depth)
+    a, b = torch.randn(rows, depth, device="cuda"), torch.randn(depth, cols, device="cuda")
+    error = {"fp32": depth * 2.0**-24, "tf32": 2.0**-10 + depth * 2.0**-25, "tf32x3": 2.0**-18 + depth * 2.0**-29}[math]
+    c, expected = fused_kernels.product(a, b, math=math), a.double() @ b.double()
+    cases.near("c", c, expected, error * (a.abs().double() @ b.abs().double()))
+    assert ((c - expected).norm() > 2.0**-14 * expected.norm()) == (math == "tf32")
+
+
 def test_result_of_attention_lies_as_the_query_does():
     q = numbers(2, 3, 5, 8, dtype=FP16).transpose(1, 2)
     assert fused_kernels.attention(q, q, q).stride() == q.stride()
@@ -322,7 +335,7 @@ def operator_of(case):
 @pytest.mark.parametrize("case", EACH, ids=str)
 def test_opcheck(case):
     operands, _ = with_gradients(case)
-    others = {"attention": [(), (True, 0.5, True)]}.get(case.name.split("-")[0], [()])
+    others = {"attention": [(), (True, 0.5, True)]}.get(case.name.split("-")[0], [case.more])
     # Each call of the diffusion adds up in another order.
     tolerances = {"rtol": 2.0**-6, "atol": 2.0**-6} if operands[0].dtype == BF16 else {}
     if "rtol" not in inspect.signature(torch.library.opcheck).parameters:
@@ -337,7 +350,7 @@ def test_opcheck(case):
 def test_operators_compute_the_same(case):
     """Called by name, as torch.compile calls them."""
     operands = case.operands()
-    more = (True, None, True) if case.name.startswith("attention") else ()
+    more = (True, None, True) if case.name.startswith("attention") else case.more
     case.check(operands, operator_of(case)(*operands, *more))
 
 
@@ -423,6 +436,12 @@ def refusals():
         ("expanded", ValueError, "memory of their own", lambda: k.product(half(1, 8).expand(4, 8), half(8, 8))),
         ("rows apart", ValueError, "16 bytes", lambda: k.product(half(8, 26)[:, :8], half(8, 8))),
         ("rows of fp32 apart", ValueError, "have to be dense", lambda: k.product(single(8, 16)[:, :8], single(8, 8))),
+        ("rows of fp32 apart, in TF32", ValueError, "16 bytes",
+         lambda: k.product(single(8, 18)[:, :8], single(8, 8), "tf32")),
+        ("a math that there is not", ValueError, "math is 'bf16'; it has to be 'fp32' or 'tf32' or 'tf32x3'",
+         lambda: k.product(single(8, 8), single(8, 8), "bf16")),
+        ("TF32 of fp16", ValueError, "math is 'tf32', but a is torch.float16; it has to be torch.float32",
+         lambda: k.product(half(8, 8), half(8, 8), math="tf32")),
         ("misaligned", ValueError, "a: the pointer is not aligned",
          lambda: k.product(misaligned(8, 8, dtype=FP16), half(8, 8))),
         ("on the CPU", ValueError, "a is on cpu; it has to be on a CUDA device",

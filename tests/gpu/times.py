@@ -36,6 +36,8 @@ def rows():
     attention.run = fused_kernels.attention
     return [
         ("product, 4096 x 4096 x 4096, fp16", cases.product(4096, 4096, 4096, FP16), torch.matmul),
+        *((f"product, 4096 x 4096 x 4096, {math}", cases.product(4096, 4096, 4096, FP32, math=math), torch.matmul)
+          for math in ("tf32", "tf32x3")),
         ("gated layer, 1048576 x 128, 64 hidden, fp16", cases.gating(1 << 20, 128, 64), cases.gating_in_fp64),
         ("diffusion, 131072 x 256, 128 eigenvectors, bf16", cases.diffusion(1 << 17, 128, 256),
          cases.diffusion_in_fp64),

@@ -1,0 +1,137 @@
+// C = A B of fp32 matrices on tensor cores of compute capability 8.0 and newer, by mma.sync: in
+// TF32 or 3xTF32, for any shape. The product is that of operators/softmax/fp32_product.cuh; here
+// rows may be further apart than they are long.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "operators/estimate.h"
+#include "operators/operands.h"
+#include "operators/product/shape.h"
+#include "operators/softmax/fp32_product.cuh"
+#include "primitives/launch.h"
+
+namespace operators::product {
+
+using namespace primitives;
+using softmax::Math;
+
+/// Factors x and W whose rows are so many elements apart.
+struct StridedFactors : softmax::Factors {
+  int x_stride, W_stride;
+  __device__ int pitch_x() const { return x_stride; }
+  __device__ int pitch_W() const { return W_stride; }
+};
+
+/// A block has a tile of BM x BN of C, and a grid all tiles, row by row.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads)
+    portable_tf32(StridedFactors factors, float* C, int64_t c_stride) {
+  static_assert(Tile::kWarpsK == 1);
+  extern __shared__ __align__(128) char tf32_stages[];
+  const int rows = factors.B, cols = factors.C, tiles = (cols + Tile::BN - 1) / Tile::BN;
+  const int row0 = blockIdx.x / tiles * Tile::BM, col0 = blockIdx.x % tiles * Tile::BN;
+  softmax::TileSums<Tile> sums;
+  softmax::multiply_tiles<Tile>(sums, reinterpret_cast<float*>(tf32_stages), factors, row0, col0, 0,
+                                factors.D);
+  const int warp = threadIdx.x / 32;
+  const int warp_row = row0 + warp / Tile::kWarpsN * Tile::kRows;
+  const int warp_col = col0 + warp % Tile::kWarpsN * Tile::kCols;
+  using Sums = softmax::TileSums<Tile>;
+  static_assert(Sums::kRun == 2);
+#pragma unroll
+  for (int i = 0; i < Sums::kOwnRows; ++i) {
+    const int row = warp_row + Sums::row(i);
+    if (row >= rows) continue;
+    float* const to = C + row * c_stride;
+#pragma unroll
+    for (int j = 0; j < Sums::kOwnCols; j += 2) {
+      const float pair[2] = {sums.at(i, j), sums.at(i, j + 1)};
+      const int col = warp_col + Sums::col(j);
+      softmax::store_run<2>(to + col, pair, cols - col, c_stride % 2 == 0);
+    }
+  }
+}
+
+/// The ways to compute a product so, for the tiles of which the device has room for a block.
+template <Math kMath>
+struct PortableTf32 {
+  struct Matrix {
+    Memory<float> data;
+    int64_t stride;
+  };
+  Matrix A, B, C;
+  ProductShape shape;
+  cudaStream_t stream;
+
+  /// A warp's sums. TF32: 64 x 32, as B comes from shared memory in single floats. 3xTF32: 32 x 32,
+  /// as a thread also has the sums of a step, and both numbers of each split factor; and no more
+  /// than 8 warps, so that it has registers for them.
+  void offer(Ways& ways) const {
+    if constexpr (kMath == Math::split) {
+      offer<softmax::Tile<kMath, 128, 64, 32, 4, 2, 1, 3>>(ways);
+    } else {
+      offer<softmax::Tile<kMath, 128, 128, 32, 2, 4, 1, 3>>(ways);
+    }
+    offer<softmax::Tile<kMath, 64, 64, 32, 2, 2, 1, 2>>(ways);
+  }
+
+ private:
+  template <class Tile>
+  void offer(Ways& ways) const {
+    constexpr int kBytes = Tile::kStageBytes;
+    const int64_t tiles = int64_t{ceil_div(shape.rows, Tile::BM)} * ceil_div(shape.cols, Tile::BN);
+    if (kBytes > most_shared_bytes() || tiles > INT_MAX) return;
+    const double microseconds = microseconds_of<Tile>(tiles);
+    ways.offer(microseconds, [&] {
+      const std::string name = std::string(kMath == Math::split ? "3xTF32" : "TF32") +
+                               " by mma.sync; tile " + std::to_string(Tile::BM) + " x " +
+                               std::to_string(Tile::BN);
+      return Way{name, microseconds, [self = *this, tiles] { self.template launch<Tile>(tiles); },
+                 kBytes};
+    });
+  }
+
+  /// At half of wgmma's rate. Warps beside each other read the same rows of a tile of A, and those
+  /// below each other the same columns of B.
+  template <class Tile>
+  double microseconds_of(int64_t tiles) const {
+    const double sms = multiprocessors(), products = kMath == Math::split ? 3 : 1;
+    return operators::microseconds(
+        {.rounds = std::ceil(static_cast<double>(tiles) / sms),
+         .steps = std::ceil(shape.depth / 32.0),
+         .rows = 2 * products * Tile::BM,
+         .cols = Tile::BN,
+         .shared_lines = 1.0 * Tile::BM * (1 + Tile::kWarpsN) + Tile::BN * (1 + Tile::kWarpsM),
+         .fetched_lines = fetched_for_a_line(4 * A.stride) * Tile::BM +
+                          fetched_for_a_line(4 * B.stride) * Tile::BN,
+         .blocks = std::min(static_cast<double>(tiles), sms),
+         .multiprocessors = sms,
+         .memory_bytes = 4.0 * (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                                1.0 * shape.rows * shape.cols)});
+  }
+
+  template <class Tile>
+  void launch(int64_t tiles) const {
+    // A copy begins in a row and ends there.
+    const auto row_bytes = [](int64_t stride, int64_t cols) {
+      const int64_t both = 4 * (stride | cols);
+      return static_cast<int>(std::min<int64_t>(16, both & -both));
+    };
+    const StridedFactors factors{
+        {A.data, B.data, shape.rows, shape.depth, shape.cols, row_bytes(A.stride, shape.depth),
+         row_bytes(B.stride, shape.cols)},
+        static_cast<int>(A.stride),
+        static_cast<int>(B.stride)};
+    allow_shared_bytes(portable_tf32<Tile>, Tile::kStageBytes);
+    portable_tf32<Tile>
+        <<<static_cast<unsigned>(tiles), Tile::kThreads, Tile::kStageBytes, stream>>>(
+            factors, C.data, C.stride);
+  }
+};
+
+}  // namespace operators::product

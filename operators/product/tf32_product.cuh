@@ -1,0 +1,291 @@
+// C = A B of fp32 matrices on tensor cores, for any shape: in TF32, or nearly as exact as in fp32,
+// each factor as the sum of two numbers in TF32 and so in three products (3xTF32).
+//
+//     A (rows x depth), B (depth x cols), C (rows x cols): fp32, row-major; dense, or with rows
+//     that are a multiple of 4 elements apart
+//
+// On Hopper it is lesson 3's last product, transposed: C^T = B^T A^T. For in TF32 wgmma takes a
+// factor from shared memory only if that is contiguous along k. Rows of A are. B goes through
+// registers, as the left factor of the transposed product (TransposedLeftTile). The copy engine
+// rounds both on the way, or else the warps beside the thread that copies split A into two tiles,
+// and those that multiply split B. Where rows are not aligned to 16 bytes a kernel first copies
+// them into rows that are. On other GPUs the product is that of portable_tf32.cuh.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "operators/product/plan.cuh"
+#include "operators/product/portable_tf32.cuh"
+#include "operators/product/tf32.cuh"
+#include "operators/softmax/transposed_product.cuh"
+
+namespace operators::product {
+
+using namespace primitives;
+using softmax::Math;
+
+/// A block has kRows rows by 128 columns of C, of which each of two consumers multiplies 64, and a
+/// cluster kBesides such tiles beside each other, which share what they copy of A. (Of C^T they
+/// are below each other: BM, BN and the place of a tile in a Schedule are those of C^T.)
+template <Math kMath, int kRows, int kBesides>
+struct PlainTf32Tile : Tf32Tile<kRows, kBesides, true> {
+  using Base = Tf32Tile<kRows, kBesides, true>;
+  static constexpr bool kSplit = kMath == Math::split;
+  struct Stage {
+    ColumnTile<float, kRows> a[kSplit ? 2 : 1];  // and, in 3xTF32, what it lacks
+    typename Base::Left b;
+    static constexpr int kLoaded = sizeof(ColumnTile<float, kRows>) + sizeof(typename Base::Left);
+  };
+  static constexpr int kStages = std::min<int>(8, kSharedRoom / sizeof(Stage));
+  struct Shared {
+    Pipeline<Stage, kStages> pipeline;
+    Barrier split_done[kStages];  ///< of 3xTF32: a stage's rows of A have been split
+  };
+};
+
+/// The Work of such a product. Its results leave without the copy engine, 8 bytes at a time where
+/// c_stride is even: neighbours of a column of C^T.
+template <class Tile_>
+struct Tf32MatrixProduct {
+  using Tile = Tile_;
+  using Stage = typename Tile::Stage;
+  using Shared = typename Tile::Shared;
+  using Sum = typename Tile::TileSum;
+  static constexpr int kProducerRegisters = Tile::kSplit ? 56 : 24;
+  static constexpr int kConsumerRegisters = Tile::kSplit ? 224 : 240;
+  static constexpr bool kFetchesFirst = true;
+  CUtensorMap A, B;
+  float* C;
+  int64_t c_stride;
+  Schedule<Tile> schedule;  ///< of C^T
+
+#if HOPPER_CODE
+  using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
+  static constexpr int kSplitting = 96;  // threads
+
+  __device__ void prepare(Shared& shared) const {
+    if constexpr (Tile::kSplit) {
+      for (Barrier& barrier : shared.split_done) barrier_init(&barrier, kSplitting);
+    }
+  }
+
+  class Copies {
+   public:
+    __device__ Copies(const Tf32MatrixProduct& of, const Grid& blocks)
+        : work(of), grid(blocks), pieces(of.schedule, blocks.cluster) {}
+    __device__ bool next() {
+      k += Tile::kDepth;
+      if (left == 0) {
+        Piece piece;
+        if (!pieces.get(piece)) return false;
+        at = work.schedule.place(piece.tile, grid.stack, grid.side);
+        left = piece.end, k = 0;
+      }
+      --left;
+      return true;
+    }
+    template <bool kAlone = false>
+    __device__ void load(Stage& stage, Barrier* arrived) const {
+      grid.template load<kAlone>(stage.a[0], &work.A, at.col, k, arrived);
+      grid.template load<kAlone>(stage.b, &work.B, at.row, k, arrived);
+    }
+    __device__ void end() const {}
+
+   private:
+    const Tf32MatrixProduct& work;
+    const Grid& grid;
+    typename Schedule<Tile>::Pieces pieces;
+    int left = 0, k = 0;
+    typename Schedule<Tile>::Place at;
+  };
+
+  /// Splits A, all of a stage: in whatever order it lies there.
+  __device__ void help(Shared& shared, const Grid& grid) const requires Tile::kSplit {
+    constexpr int kElements = Tile::BN * Tile::kDepth;
+    typename Schedule<Tile>::Pieces pieces(schedule, grid.cluster);
+    Reader reader(shared.pipeline, grid);
+    for (Piece piece; pieces.get(piece);) {
+      for (int step = 0; step < piece.end; ++step) {
+        Stage& stage = reader.wait();
+        softmax::split_all(stage.a[0].elements, stage.a[1].elements, kElements, threadIdx.x - 32,
+                           kSplitting);
+        shared_fence();
+        reader.done_with(shared.split_done);
+        reader.next();
+      }
+    }
+  }
+
+  class Results {
+   public:
+    __device__ Results(const Tf32MatrixProduct& of, Shared& memory, const Grid& blocks, int number)
+        : work(of),
+          shared(memory),
+          grid(blocks),
+          consumer(number),
+          pieces(of.schedule, blocks.cluster) {}
+    __device__ bool next() { return pieces.get(piece); }
+
+    template <class Reader>
+    __device__ void multiply(Sum& sum, Reader& reader) const {
+      if constexpr (Tile::kSplit) sum = {};
+      const auto load = [&](LeftFragments<float>& b, const Stage& stage) {
+        b = stage.b.load_fragments(Tile::row_of(consumer));
+      };
+      const auto start = [&](const LeftFragments<float>& b, const Stage& stage, bool add) {
+        if constexpr (Tile::kSplit) {
+          reader.wait_for(shared.split_done);
+          softmax::add_split(sum, b, stage.a[0], stage.a[1]);
+        } else {
+          sum.start_product(b, stage.a[0].columns(), add);
+        }
+      };
+      reader.template take_ahead<LeftFragments<float>>(piece.end, load, start);
+    }
+
+    __device__ void store(Sum& sum) const {
+      const auto at = work.schedule.place(piece.tile, grid.stack, grid.side);
+      const int col = at.row + Tile::row_of(consumer) + Tile::sum_row(0);
+      const int row = at.col + Sum::col(0), rows = work.schedule.shape.cols - row;
+      const int left = work.schedule.shape.rows - col;
+      const bool pairs = work.c_stride % 2 == 0 && left >= 2;
+      float* to = work.C + row * work.c_stride + col;
+      const auto put = [&](int further, float* at, float first, float second) {
+        if (further >= rows) return;
+        if (pairs) {
+          *reinterpret_cast<float2*>(at) = {first, second};
+        } else {
+          if (left >= 1) at[0] = first;
+          if (left >= 2) at[1] = second;
+        }
+      };
+#pragma unroll
+      for (int i = 0; i < Sum::size(); i += 4, to += 8 * work.c_stride) {
+        put(2 * i, to, sum.element(i), sum.element(i + 2));
+        put(2 * i + 1, to + work.c_stride, sum.element(i + 1), sum.element(i + 3));
+      }
+    }
+    __device__ void end() const {}
+
+   private:
+    const Tf32MatrixProduct& work;
+    Shared& shared;
+    const Grid& grid;
+    const int consumer;
+    typename Schedule<Tile>::Pieces pieces;
+    Piece piece;
+  };
+#endif
+};
+
+/// The ways to compute the product of A and B, of a shape that is at least 1 x 1 x 1, on a GPU of
+/// compute capability 8.0 or newer. C must not overlap A or B.
+template <Math kMath>
+class Tf32Product {
+ public:
+  Tf32Product(const Workspace& workspace, const Memory<float>& A, const Memory<float>& B,
+              const Memory<float>& C, ProductShape shape, RowStrides strides = {})
+      : A_(workspace, A, shape.rows, shape.depth, strides.a),
+        B_(workspace, B, shape.depth, shape.cols, strides.b),
+        C_(C),
+        c_stride_(strides.c != 0 ? strides.c : shape.cols),
+        shape_(shape),
+        workspace_(workspace) {}
+
+  std::vector<Way> ways() const {
+    Ways ways(workspace_);
+    if (is_hopper()) {
+      // Rows of C, and how many tiles of 128 columns a cluster has.
+      if constexpr (kMath == Math::tf32) {
+        offer<256, 1>(ways), offer<256, 2>(ways), offer<192, 1>(ways), offer<192, 2>(ways);
+        offer<96, 1>(ways);
+      }
+      offer<128, 1>(ways), offer<128, 2>(ways), offer<64, 1>(ways), offer<32, 1>(ways);
+    }
+    const PortableTf32<kMath> portable = {{A_.from, A_.own_stride()},
+                                          {B_.from, B_.own_stride()},
+                                          {C_, c_stride_},
+                                          shape_,
+                                          workspace_.stream};
+    portable.offer(ways);
+    return ways.found();
+  }
+
+ private:
+  static constexpr bool kSplit = kMath == Math::split;
+
+  ProductShape transposed() const { return {shape_.cols, shape_.rows, shape_.depth}; }
+
+  template <int kRows, int kBesides>
+  void offer(Ways& ways) const {
+    using Tile = PlainTf32Tile<kMath, kRows, kBesides>;
+    const int capacity = clusters_that_fit_once<Tf32MatrixProduct<Tile>>();
+    const int64_t tiles = Schedule<Tile>::tiles_of(transposed());
+    if (capacity == 0 || tiles > Schedule<Tile>::kMostTiles) return;
+    const int clusters = static_cast<int>(persistent(tiles, capacity));
+    const double microseconds = microseconds_of<Tile>(clusters);
+    ways.offer(microseconds, [&] {
+      const std::string name =
+          std::string(kSplit ? "3xTF32" : "TF32") + "; tile " + std::to_string(kRows) + " x " +
+          std::to_string(Tile::BM) + "; stages: " + std::to_string(Tile::kStages) +
+          "; cluster: 1 x " + std::to_string(kBesides) + "; clusters: " + std::to_string(clusters) +
+          (A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : "");
+      return Way{name, microseconds,
+                 [self = *this, clusters] { self.template launch<Tile>(clusters); },
+                 static_cast<int>(sizeof(typename Tile::Shared))};
+    });
+  }
+
+  /// In 3xTF32 three products read A, which has been written by the copy engine, read, and written
+  /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
+  /// many further rows.
+  template <class Tile>
+  double microseconds_of(int clusters) const {
+    const Schedule<Tile> schedule(transposed(), clusters, false);
+    constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
+    constexpr double kBetween = kSplit ? 32 : 0;
+    const double elements = 1.0 * shape_.rows * shape_.depth + 1.0 * shape_.depth * shape_.cols +
+                            1.0 * shape_.rows * shape_.cols;
+    double copied = 0;
+    if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
+    if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
+    return operators::microseconds(
+        {.rounds = 1.0 * schedule.rounds,
+         .steps = 1.0 * schedule.steps,
+         .rows = 1.0 * kProducts * kRows + kBetween,
+         .cols = kCols,
+         .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
+                         1.0 * kProducts * Tile::kConsumers * kRows,
+         .fetched_lines = fetched_for_a_line(4 * A_.stride) * kRows / Tile::kStack +
+                          fetched_for_a_line(4 * B_.stride) * kCols,
+         .blocks = 1.0 * clusters * Tile::kBlocks,
+         .multiprocessors = 1.0 * multiprocessors(),
+         .memory_bytes = 4 * elements,
+         .more = copied > 0 ? kNextLaunch + 8 * copied / kMemoryBytes : 0});
+  }
+
+  template <class Tile>
+  void launch(int clusters) const {
+    using Work = Tf32MatrixProduct<Tile>;
+    constexpr size_t kBytes = sizeof(typename Tile::Shared);
+    using Share = ColumnShare<Tile::BN, Tile::kStack>;
+    const Work work{A_.map(Share::kCols, !kSplit), B_.map(Tile::kRowsA, !kSplit), C_, c_stride_,
+                    Schedule<Tile>(transposed(), clusters, false)};
+    if (A_.copied || B_.copied) {
+      const RowCopies<float, 2> copies{A_.job(), B_.job()};
+      align_rows<float, 2><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
+    }
+    allow_shared_bytes(product<Work>, kBytes);
+    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
+  }
+
+  AlignedRows<float> A_, B_;
+  Memory<float> C_;
+  int64_t c_stride_;
+  ProductShape shape_;
+  Workspace workspace_;
+};
+
+}  // namespace operators::product
