@@ -387,11 +387,11 @@ FK_API int fk_cross_entropy_forward(const fk_softmax* softmax, const void* x, co
  * Written: bytes. Errors: as fk_cross_entropy_backward(), without those of operands. */
 FK_API int fk_cross_entropy_backward_workspace(const fk_softmax* softmax, size_t* bytes);
 
-/* The gradients of fk_cross_entropy_forward(), which has written logits and log_sums. With g[b][c] =
- * d_losses[b] (exp(logits[b][c] - log_sums[b]) - (c is labels[b])), and 0 in a row whose label is no
- * class: d_x = g w^T and d_w = x^T g. Shapes: d_losses that of losses, d_x and d_w those of x and w.
- * Sizes, type, alignment and device: as forward. Written: d_x and d_w, which must not overlap an
- * operand. */
+/* The gradients of fk_cross_entropy_forward(), which has written logits and log_sums. With g[b][c]
+ * = d_losses[b] (exp(logits[b][c] - log_sums[b]) - (1 if c is labels[b])), and 0 in a row whose
+ * label is no class: d_x = g w^T and d_w = x^T g. Shapes: d_losses that of losses, d_x and d_w
+ * those of x and w. Sizes, type, alignment and device: as forward. Written: d_x and d_w, which
+ * must not overlap an operand. */
 FK_API int fk_cross_entropy_backward(const fk_softmax* softmax, const void* d_losses, const void* x,
                                      const void* w, const void* labels, const void* logits,
                                      const void* log_sums, void* d_x, void* d_w, void* workspace,

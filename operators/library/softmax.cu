@@ -285,8 +285,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 /// The gradients of logits: g = d_loss (exp(logit - log_sum), less 1 at the label), and 0 where the
-/// label is no class. kThreads threads have 8 * kThreads columns of a row; all loads of a thread are
-/// under way at a time. The grid's y are the parts of a row.
+/// label is no class. kThreads threads have 8 * kThreads columns of a row; all loads of a thread
+/// are under way at a time. The grid's y are the parts of a row.
 constexpr int kGradientThreads = 256, kGradientsEach = 8;
 template <int kThreads>
 __global__ void __launch_bounds__(kGradientThreads)
