@@ -95,10 +95,16 @@ __global__ void compare_kernel(const T* out, const double* reference, size_t cou
   }
 }
 
+#ifdef CUDA_CPU  // where to start a thread takes longer than tens of elements
+constexpr int kThreads = 32;
+constexpr size_t kMostBlocks = 8;
+#else
 constexpr int kThreads = 256;
+constexpr size_t kMostBlocks = 4096;
+#endif
 
 int blocks_for(size_t count) {
-  return static_cast<int>(std::clamp<size_t>((count + kThreads - 1) / kThreads, 1, 4096));
+  return static_cast<int>(std::clamp<size_t>((count + kThreads - 1) / kThreads, 1, kMostBlocks));
 }
 
 /// Calls `visit` with `data` as a pointer to elements of `type`.

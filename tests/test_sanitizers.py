@@ -5,6 +5,7 @@
 
 from functools import lru_cache
 import re
+import resource
 import shutil
 
 from conftest import CPU_BUILD, PROGRAMS, ROOT, execute, source_of, words
@@ -145,6 +146,18 @@ def test_lesson_is_clean(lesson, arguments, sanitizer):
     result = run_sanitized(sanitizer, lesson, arguments)
     assert result.rc == 0, result.stderr
     assert not REPORT.search(result.stderr), result.stderr
+
+
+@pytest.mark.extensive
+def test_identities_are_cheap():
+    """With cpu/watch/tsan_identities.cpp a program of 2,000 threads has 50,000 page faults, without it 800,000."""
+    path = program_of("thread", "1_matmul_basic")
+    if not path.exists() or b"__wrap__ZN6__tsan5AllocEm" not in path.read_bytes():
+        pytest.skip("not built with ThreadSanitizer of GCC 12")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    result = run_sanitized("thread", "1_matmul_basic", ["33"])
+    assert result.rc == 0, result.stderr
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before < 150_000
 
 
 @pytest.mark.extensive

@@ -540,7 +540,8 @@ CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* o
     group.combine = combine;
     group.operation = operation;
     group.site = site;
-  } else if (group.combine != combine || std::strcmp(group.operation, operation) != 0) {
+  } else if (group.combine != combine ||
+             (group.operation != operation && std::strcmp(group.operation, operation) != 0)) {
     Message message = begin_message(block);
     message.add_wait(thread_of(block, warp, __builtin_ctz(group.arrived)), group.operation,
                      group.site);
