@@ -252,10 +252,7 @@ CUDA_CPU_NO_TSAN void Runner::fiber_main() {
 CUDA_CPU_NO_TSAN void Runner::run_thread() {
   Block& block = *unstarted_[first_unstarted_];
   Thread& self = block.threads[block.started];
-  self = Thread();
-  self.block = &block;
-  self.number = block.started++;
-  self.index = block.next_index;
+  self.begin(block, block.next_index, block.started++);
   if (block.started == threads_in_block_ && ++first_unstarted_ == unstarted_.size()) {
     unstarted_.clear();
     first_unstarted_ = 0;
@@ -540,7 +537,8 @@ CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* o
     group.combine = combine;
     group.operation = operation;
     group.site = site;
-  } else if (group.combine != combine || std::strcmp(group.operation, operation) != 0) {
+  } else if (group.combine != combine ||
+             (group.operation != operation && std::strcmp(group.operation, operation) != 0)) {
     Message message = begin_message(block);
     message.add_wait(thread_of(block, warp, __builtin_ctz(group.arrived)), group.operation,
                      group.site);
