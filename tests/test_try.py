@@ -412,6 +412,7 @@ def test_forms_of_other_programs(tried):
 TILES = """
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
+#include <cooperative_groups/scan.h>
 namespace cg = cooperative_groups;
 template <unsigned kSize> __global__ void sums(int* x, float* y) {
   __shared__ cg::block_tile_memory<256> memory;
@@ -424,6 +425,9 @@ template <unsigned kSize> __global__ void sums(int* x, float* y) {
   const int other = of_tile[tile.meta_group_rank() * kSize + kSize - 1 - tile.thread_rank()];
   x[i] = cg::reduce(tile, i, cg::plus<int>()) + tile.shfl(i, 33) + 1000 * tile.any(i == 200) + 2000 * tile.all(i < 100);
   y[i] = cg::reduce(tile, (float)other, cg::greater<float>());
+  const int rank = i % kSize, until = cg::inclusive_scan(tile, rank), before = cg::exclusive_scan(tile, rank + 1);
+  const bool most = cg::inclusive_scan(tile, kSize - rank, cg::greater<int>()) == kSize;
+  if (until != rank * (rank + 1) / 2 || before != until || !most) x[i] = -1;
 }
 __global__ void part_of_a_warp(int* x) {
   x[threadIdx.x] = cg::reduce(cg::tiled_partition<32>(cg::this_thread_block()), (int)threadIdx.x, cg::plus<int>());
