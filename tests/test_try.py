@@ -220,6 +220,7 @@ def test_what_is_not_counted_is_not_slowed_down(tried, monkeypatch):
 
 # What a program has once, though its functions are there twice: variables of every kind, and addresses of functions.
 TWICE = """
+#include <omp.h>
 #include <stdexcept>
 #include <vector>
 #include "own.h"
@@ -258,7 +259,16 @@ int main() {
   next();
   more<int>(0);
   printf("%d %d %d %d %d %d %d %d\\n", wrong, counted, caught, sides, next(), calls, times<int> > 0, ++of_thread);
-  printf("%d\\n", address() == &more<int>);
+  int threads = 0;
+#pragma omp parallel for num_threads(3) reduction(+ : threads)
+  for (int i = 0; i < 3; ++i) threads += omp_get_num_threads() * (1 + omp_get_thread_num());
+  printf("%d %d\\n", address() == &more<int>, threads);
+  printf("%d ", rand());
+  srand(5);
+  const int number = rand();
+  printf("%ld ", random());
+  srandom(5);
+  printf("%d\\n", rand() == number);
   cudaFree(flag);
   cudaFree(y);
 }
@@ -270,35 +280,17 @@ template <class T> __host__ __device__ T more(T x) { ++times<T>; static const T 
 
 
 def test_variables_are_there_once(tried, tmp_path, monkeypatch):
-    """Most launches are not counted, and threads that wait for a volatile variable let others go on then, too."""
+    """Most launches are not counted, and threads that wait for a volatile variable let others go on then, too. The host
+    has OpenMP, and the C library's numbers from rand()."""
+    library = ctypes.CDLL(None)
+    library.srand(5)
+    library.rand()
     monkeypatch.setenv("CUDA_CPU_COUNTED_MILLISECONDS", "1")
     other = '#include "own.h"\nstatic int calls = 8;\nint f() { return calls; }\n'
     other += "int (*address())(int) { return &more<int>; }\n"
     result = tried(TWICE, tmp_path / "other.cu", other_cu=other, own_h=TWICE_OWN)
-    assert "\n0 300 1 4 3 2 1 6\n1\n" in result.stdout and result.rc == 0, result.stdout + result.stderr
-
-
-def test_numbers_and_openmp(tried):
-    """rand() has the C library's numbers, and OpenMP of the host is there."""
-    source = """#include <omp.h>
-int main() {
-  printf("%d ", rand());
-  srand(5);
-  const int first = rand();
-  printf("%ld ", random());
-  srandom(5);
-  printf("%d ", rand() == first);
-  int threads = 0;
-#pragma omp parallel for num_threads(3) reduction(+ : threads)
-  for (int i = 0; i < 3; ++i) threads += omp_get_num_threads() * (1 + omp_get_thread_num());
-  printf("%d\\n", threads);
-}
-"""
-    result = tried(source)
-    library = ctypes.CDLL(None)
-    library.srand(5)
-    library.rand()
-    assert f"\n1804289383 {library.rand()} 1 18\n" in result.stdout and result.rc == 0, result.stdout + result.stderr
+    said = f"\n0 300 1 4 3 2 1 6\n1 18\n1804289383 {library.rand()} 1\n"
+    assert said in result.stdout and result.rc == 0, result.stdout + result.stderr
 
 
 def test_time_and_refusals(tried):
@@ -688,6 +680,23 @@ def test_refusals(tried, source):
 def test_bad_command_lines(words, said):
     result = execute([TRY, *words])
     assert result.rc == 2 and said in result.stderr
+
+
+@pytest.mark.extensive
+def test_openmp_is_no_race(tried):
+    source = """#include <vector>
+int main() {
+  std::vector<float> v(1000);
+  float sum = 0;
+#pragma omp parallel for num_threads(3)
+  for (int i = 0; i < 1000; ++i) v[i] = i;
+#pragma omp parallel for num_threads(3) reduction(+ : sum)
+  for (int i = 0; i < 1000; ++i) sum += v[i];
+  return sum != 499500;
+}
+"""
+    result = tried(source, options=())
+    assert "No race" in result.stdout and result.rc == 0, result.stdout + result.stderr
 
 
 @pytest.mark.extensive
