@@ -181,9 +181,9 @@ requires(kSize > 32) class thread_block_tile<kSize, Parent> {
         site);
   }
 
-  /// Puts what the earlier warps of the tile have together before this thread's value. Of a warp the
-  /// `last` of its last lane counts. A thread without a value gets what is before it, and in the
-  /// first warp all get their value.
+  /// Puts what the earlier warps of the tile have together before this thread's value. The `last`
+  /// of a warp's last lane is what the warp has. A thread without a value gets what is before it;
+  /// in the first warp all get their value.
   template <class T, class Operation>
   T behind_other_warps(T last, bool has_value, T value, Operation operation,
                        cuda_cpu::Site site = cuda_cpu::Site::here()) const {
