@@ -5,6 +5,7 @@ import argparse
 import fcntl
 import hashlib
 import os
+import platform
 import re
 import shutil
 import signal
@@ -18,8 +19,9 @@ from pathlib import Path
 
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
-from quick_hooks import quick_hooks
-from cu2cpp import TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of, translate_foreign
+from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of,
+                    translate_foreign)
+from two_versions import two_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
@@ -35,11 +37,13 @@ COUNTING = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-
 SANITIZED = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 BUILDS = {
     "": ["-O1", *COUNTING],
+    "quick": ["-O2", "-DCUDA_CPU_COUNTS"],  # the second version of its functions
     "thread": ["-O1", "-fsanitize=thread", *VOLATILE, *SANITIZED],
     "address": ["-O1", "-fsanitize=address,undefined", *SANITIZED],
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp")
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+_OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
     (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
@@ -102,6 +106,8 @@ class Sources:
                 if found := self.find(file, match[2] or match[3], bool(match[2])):
                     waiting.append(found)
         self.has_asm = any(map(has_asm, self.texts.values()))
+        # nvcc needs an option for OpenMP on the host, which those who wrote the program gave.
+        self.openmp = ["-fopenmp"] if any(map(_OPENMP.search, self.texts.values())) else []
         self.kernels, self.special = set(), set()
         for text in self.texts.values():
             names, special = kernels_of(text)
@@ -242,7 +248,10 @@ def build_backend(build, sources, folder):
     (work / "prelude.h").write_text(f'#include "{ROOT}/cpu/foreign/prelude.h"\n')
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(one, sorted(sources, key=lambda file: -file.stat().st_size)))
-    results.append(compiler([*flags_of(build), "-x", "c++-header", work / "prelude.h", "-o", work / "prelude.h.gch"]))
+    (work / "prelude.h.gch").mkdir()
+    for each in versions(build):
+        results.append(compiler([*flags_of(each), "-x", "c++-header", work / "prelude.h", "-o",
+                                 work / "prelude.h.gch" / f"for{each}"]))
     for result in results:
         if result.returncode:
             raise Refusal("The CPU backend could not be built (./install.sh installs what it needs):\n"
@@ -259,6 +268,11 @@ def capability():
     return f"-D__CUDA_ARCH__={played}0" if played.isdigit() else "-D__CUDA_ARCH__=900"
 
 
+def versions(build):
+    """What a program of a build is compiled as: the ordinary one twice, see cpu/two_versions.py."""
+    return ["", "quick"] if build == "" and platform.machine() == "x86_64" else [build]
+
+
 def flags_of(build):
     return [*FLAGS, *BUILDS[build], capability(), "-Wfatal-errors", "-fpermissive", f"-ffile-prefix-map={ROOT}=.",
             "-I", ROOT / "cpu/foreign", "-I", ROOT / "cpu/include", "-I", ROOT]
@@ -269,23 +283,23 @@ def build_program(build, sources, written, options, folder):
     libraries = backend(build)
     program = folder / f"program{'-' + build if build else ''}"
     # The same program is not built twice: its next run may have other arguments.
-    key = digest(libraries, flags_of(build), options, *(file.read_text(errors="surrogateescape") for file in sorted(
-        folder.glob("*_*.[ch]*"))), (ROOT / "common/try.h").read_text(),
-                 (ROOT / "cpu/ptx.py").read_text(), (ROOT / "cpu/quick_hooks.py").read_text())
+    sources_now = [*sorted(folder.glob("*_*.[ch]*")), ROOT / "common/try.h", ROOT / "cpu/ptx.py",
+                   ROOT / "cpu/two_versions.py"]
+    key = digest(libraries, *map(flags_of, versions(build)), options, *(
+        file.read_text(errors="surrogateescape") for file in sources_now))
     built = folder / f"built{'-' + build if build else ''}"
     if program.exists() and built.exists() and built.read_text() == key:
         return program
     built.unlink(missing_ok=True)
-    common = [*flags_of(build), f"-ffile-prefix-map={folder}=.", "-include", libraries / "prelude.h", *options,
-              *(word for each in [sources.base, *sources.folders] for word in ("-I", each))]
-
+    options = [*options, *sources.openmp]
     own = {sources.name(file) for file in sources.texts}
 
-    def one(source):
-        result = folder / f"{source.stem}{build}.o"
+    def compiled(version, source, *what):
+        common = [*flags_of(version), f"-ffile-prefix-map={folder}=.", "-include", libraries / "prelude.h", *options,
+                  *(word for each in [sources.base, *sources.folders] for word in ("-I", each))]
         flags = [*common, source]
         if sources.has_asm:  # an asm has all its text when macros have become what they stand for
-            text = folder / f"{source.stem}{build}.ii"
+            text = folder / f"{source.stem}{version}.ii"
             done = compiler([*common, "-include", ROOT / "cpu/foreign/ptx.h", "-E", "-fpch-preprocess", source, "-o",
                              text], cwd=folder)
             if done.returncode:
@@ -295,28 +309,37 @@ def build_program(build, sources, written, options, folder):
                                 errors="surrogateescape")
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
-            flags = [*flags_of(build), f"-ffile-prefix-map={folder}=.", "-fpreprocessed", text]
-        if build:
-            return compiler([*flags, "-c", "-o", result], cwd=folder)
-        assembly = folder / f"{source.stem}.s"
-        done = compiler([*flags, "-S", "-o", assembly], cwd=folder)
-        if done.returncode:
-            return done
-        assembly.write_text(quick_hooks(assembly.read_text(errors="surrogateescape")), errors="surrogateescape")
-        return compiler(["-c", assembly, "-o", result], cwd=folder)
+            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *sources.openmp, "-fpreprocessed", text]
+        return compiler([*flags, *what], cwd=folder)
 
+    def refuse_errors(results):
+        for result in results:
+            if result.returncode:
+                raise Refusal(compile_error(result.stderr, sources), 1)
+
+    jobs = [(version, source) for source in written for version in versions(build)]
+    objects = [folder / f"{source.stem}{version}.o" for version, source in jobs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(one, written))
-    for result in results:
-        if result.returncode:
-            raise Refusal(compile_error(result.stderr, sources), 1)
+        if len(versions(build)) == 1:
+            refuse_errors(pool.map(lambda job, file: compiled(*job, "-c", "-o", file), jobs, objects))
+        else:
+            texts = [file.with_suffix(".s") for file in objects]
+            refuse_errors(pool.map(lambda job, file: compiled(*job, "-S", "-o", file), jobs, texts))
+            for number, pair in enumerate(zip(texts[::2], texts[1::2])):
+                both = two_versions(*(text.read_text(errors="surrogateescape") for text in pair), f"unit{number}")
+                for file, text in zip(pair, both):
+                    file.write_text(text, errors="surrogateescape")
+            for done in pool.map(lambda file: subprocess.run(["as", file, "-o", file.with_suffix(".o")],
+                                                             capture_output=True, text=True), texts):
+                if done.returncode:
+                    raise Refusal("The two versions of its functions cannot be put together, a mistake of the CPU"
+                                  f" backend:\n{done.stderr[:600]}", 3)
     sanitizer = [flag for flag in BUILDS[build] if flag.startswith("-fsanitize")] if build else []
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
-    objects = [folder / f"{source.stem}{build}.o" for source in written]
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
     first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive"]
-    linked = compiler([*sanitizer, *gold, *first, *objects, libraries / "libbackend.a", "-lboost_context",
-                       "-lpthread", "-o", program])
+    linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects, libraries / "libbackend.a",
+                       "-lboost_context", "-lpthread", "-o", program])
     if linked.returncode:
         undefined = re.search(r"undefined reference to [`'](.*?)'", linked.stderr)
         raise Refusal(f"It does not link: there is no {undefined[1]}. Is a source file missing on the command line?"
@@ -353,7 +376,11 @@ def compile_error(output, sources):
 
 def run(program, arguments, seconds, report=None, shown=False):
     """(exit code, or None after so many seconds; stderr; report's lines). What it prints is shown, or not."""
-    environment = {**os.environ, **OPTIONS, "ASAN_OPTIONS": "detect_leaks=0"}
+    # Large arrays in large pages: half of the time of a program that only copies is that of getting its pages.
+    pages = ":".join(filter(None, [os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.hugetlb=1"]))
+    environment = {**os.environ, **OPTIONS, "ASAN_OPTIONS": "detect_leaks=0", "GLIBC_TUNABLES": pages}
+    if not shown:  # a sanitizer's, which does not know how OpenMP's threads of the host wait for each other
+        environment["OMP_THREAD_LIMIT"] = "1"
     if report:
         environment |= {"CUDA_CPU_REPORT": str(report), "CUDA_CPU_SECONDS": str(seconds)}
     command = [str(program), *arguments]

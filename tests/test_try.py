@@ -1,5 +1,6 @@
 """./try: small programs of a reader's own, that are right, and that are wrong in one way each."""
 
+import ctypes
 import json
 import os
 import platform
@@ -60,7 +61,7 @@ MISTAKES = {
     "freed": (WRITE, "cudaFree(d); f<<<1, 32>>>(d)", "used after free"),
     "misaligned": ("__global__ void f(float* x) { float4 v = *(float4*)(x + 1); x[0] = v.x; }",
                    "f<<<1, 1>>>(d)", "misaligned: it reads 16 bytes"),
-    "host reads": (WRITE, "f<<<1, 32>>>(d); return d[3] == 1", "the host reads 4 bytes of device memory"),
+    "host reads": (WRITE, "f<<<1, 32>>>(d); return d[3] == 1", "the host reads device memory"),
     "refused": (WRITE, "f<<<1, 2048>>>(d)", "A launch failed, and the program did not ask"),
     "a volatile variable that nobody sets": (
         "__global__ void f(volatile float* x) {\n  while (x[0] != 1) {}\n}", "f<<<1, 32>>>(d)",
@@ -122,9 +123,10 @@ def test_right_program(tried):
 
 
 def test_a_kernel_that_takes_long(tried, monkeypatch):
-    """Its blocks are alike, so what is told of all of them is right although only the first ones are counted."""
+    """Its blocks are alike, so what is told of all of them is right although only the first ones are counted. The time
+    is over between two barriers."""
     monkeypatch.setenv("CUDA_CPU_COUNTED_MILLISECONDS", "1")
-    kernel = "__global__ void f(float* x) { for (int i = 0; i < 400; ++i) x[threadIdx.x] += 1; }"
+    kernel = "__global__ void f(float* x) { for (int i = 0; i < 400; ++i) { x[threadIdx.x] += 1; __syncthreads(); } }"
     result = tried(program(kernel, "for (int i = 0; i < 2; ++i) f<<<200, 32>>>(d)"))
     assert re.search(r"f takes long: only the first \S+ % of its blocks were counted", result.stdout), result.stdout
     row = re.search(r"^f +200 +32 +2 +160 k +640 k +160 k +640 k ", result.stdout, re.MULTILINE)
@@ -136,7 +138,7 @@ def test_host_reads_late(tried):
     source = program(WRITE, "double sum = 0; for (int i = 0; i < 9999; ++i) sum += host[i]; f<<<1, 32>>>(d);"
                      " sum += d[1]; return sum > 0")
     result = tried(source.replace("int main() {", "float host[9999];\nint main() {"))
-    assert "the host reads 4 bytes of device memory" in result.stdout and result.rc == 1, result.stdout
+    assert "the host reads device memory" in result.stdout and result.rc == 1, result.stdout
 
 
 def test_host_reads_what_was_its_own(tried):
@@ -156,7 +158,7 @@ def test_host_reads_what_was_its_own(tried):
   theirs[1 << 13] = 2""")
     result = tried(source)
     assert "used again" in result.stdout and "as far as this" in result.stdout, result.stdout
-    assert "the host writes 4 bytes of device memory" in result.stdout and result.rc == 1, result.stdout
+    assert "the host writes device memory" in result.stdout and result.rc == 1, result.stdout
 
 
 # The same sum with hooks and in a function that the compiler makes without them, on the host and in a kernel, which is
@@ -206,7 +208,7 @@ int main() {
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="cpu/quick_hooks.py knows this processor alone")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="cpu/two_versions.py knows this processor alone")
 def test_what_is_not_counted_is_not_slowed_down(tried, monkeypatch):
     """A call for each access would take six times as long. The same function is counted in a kernel before: a load of
     one sector for each element."""
@@ -214,6 +216,81 @@ def test_what_is_not_counted_is_not_slowed_down(tried, monkeypatch):
     result = tried(HOOKS)
     assert result.rc == 0, result.stdout + result.stderr
     assert re.search(r"^f +1 +32 +1 +40 +40 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
+
+
+# What a program has once, though its functions are there twice: variables of every kind, and addresses of functions.
+TWICE = """
+#include <omp.h>
+#include <stdexcept>
+#include <vector>
+#include "own.h"
+static int calls = 1;
+__device__ int device_calls;
+thread_local int of_thread = 5;
+struct Shape { virtual ~Shape() {} virtual int sides() const { return 0; } };
+struct Square : Shape { int sides() const override { return 4; } };
+static int next() { static std::vector<int> all = {++calls}; all.push_back(calls); return all.size(); }
+static void throws(int i) { if (i == 3) throw std::runtime_error("three"); }
+__global__ void waits(volatile int* flag, int* y) {
+  if (threadIdx.x == 31) { *flag = 1; atomicAdd(&device_calls, 1); }
+  while (*flag == 0) {}
+  y[threadIdx.x] = more<int>(threadIdx.x);
+}
+int (*address())(int);
+int main() {
+  int *flag, *y, got[32], caught = 0, wrong = 0, counted = 0;
+  cudaMalloc(&flag, 4);
+  cudaMalloc(&y, 128);
+  for (int i = 0; i < 300; ++i) {
+    cudaMemset(flag, 0, 4);
+    waits<<<1, 32>>>(flag, y);
+    cudaMemcpy(got, y, 128, cudaMemcpyDeviceToHost);
+    for (int k = 0; k < 32; ++k) wrong += got[k] != k + 7;
+  }
+  cudaMemcpyFromSymbol(&counted, device_calls, 4);
+  try {
+    for (int i = 0; i < 9; ++i) throws(i);
+  } catch (const std::exception& error) {
+    caught = error.what()[0] == 't';
+  }
+  Shape* shape = new Square;
+  const int sides = shape->sides();
+  delete shape;
+  next();
+  more<int>(0);
+  printf("%d %d %d %d %d %d %d %d\\n", wrong, counted, caught, sides, next(), calls, times<int> > 0, ++of_thread);
+  int threads = 0;
+#pragma omp parallel for num_threads(3) reduction(+ : threads)
+  for (int i = 0; i < 3; ++i) threads += omp_get_num_threads() * (1 + omp_get_thread_num());
+  printf("%d %d\\n", address() == &more<int>, threads);
+  printf("%d ", rand());
+  srand(5);
+  const int number = rand();
+  printf("%ld ", random());
+  srandom(5);
+  printf("%d\\n", rand() == number);
+  cudaFree(flag);
+  cudaFree(y);
+}
+"""
+TWICE_OWN = """#pragma once
+template <class T> int times = 0;
+template <class T> __host__ __device__ T more(T x) { ++times<T>; static const T seven = 7; return x + seven; }
+"""
+
+
+def test_variables_are_there_once(tried, tmp_path, monkeypatch):
+    """Most launches are not counted, and threads that wait for a volatile variable let others go on then, too. The host
+    has OpenMP, and the C library's numbers from rand()."""
+    library = ctypes.CDLL(None)
+    library.srand(5)
+    library.rand()
+    monkeypatch.setenv("CUDA_CPU_COUNTED_MILLISECONDS", "1")
+    other = '#include "own.h"\nstatic int calls = 8;\nint f() { return calls; }\n'
+    other += "int (*address())(int) { return &more<int>; }\n"
+    result = tried(TWICE, tmp_path / "other.cu", other_cu=other, own_h=TWICE_OWN)
+    said = f"\n0 300 1 4 3 2 1 6\n1 18\n1804289383 {library.rand()} 1\n"
+    assert said in result.stdout and result.rc == 0, result.stdout + result.stderr
 
 
 def test_time_and_refusals(tried):
@@ -327,6 +404,7 @@ def test_forms_of_other_programs(tried):
 TILES = """
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
+#include <cooperative_groups/scan.h>
 namespace cg = cooperative_groups;
 template <unsigned kSize> __global__ void sums(int* x, float* y) {
   __shared__ cg::block_tile_memory<256> memory;
@@ -339,6 +417,9 @@ template <unsigned kSize> __global__ void sums(int* x, float* y) {
   const int other = of_tile[tile.meta_group_rank() * kSize + kSize - 1 - tile.thread_rank()];
   x[i] = cg::reduce(tile, i, cg::plus<int>()) + tile.shfl(i, 33) + 1000 * tile.any(i == 200) + 2000 * tile.all(i < 100);
   y[i] = cg::reduce(tile, (float)other, cg::greater<float>());
+  const int rank = i % kSize, until = cg::inclusive_scan(tile, rank), before = cg::exclusive_scan(tile, rank + 1);
+  const bool most = cg::inclusive_scan(tile, kSize - rank, cg::greater<int>()) == kSize;
+  if (until != rank * (rank + 1) / 2 || before != until || !most) x[i] = -1;
 }
 __global__ void part_of_a_warp(int* x) {
   x[threadIdx.x] = cg::reduce(cg::tiled_partition<32>(cg::this_thread_block()), (int)threadIdx.x, cg::plus<int>());
@@ -599,6 +680,23 @@ def test_refusals(tried, source):
 def test_bad_command_lines(words, said):
     result = execute([TRY, *words])
     assert result.rc == 2 and said in result.stderr
+
+
+@pytest.mark.extensive
+def test_openmp_is_no_race(tried):
+    source = """#include <vector>
+int main() {
+  std::vector<float> v(1000);
+  float sum = 0;
+#pragma omp parallel for num_threads(3)
+  for (int i = 0; i < 1000; ++i) v[i] = i;
+#pragma omp parallel for num_threads(3) reduction(+ : sum)
+  for (int i = 0; i < 1000; ++i) sum += v[i];
+  return sum != 499500;
+}
+"""
+    result = tried(source, options=())
+    assert "No race" in result.stdout and result.rc == 0, result.stdout + result.stderr
 
 
 @pytest.mark.extensive

@@ -29,9 +29,20 @@ const char* target() {
 
 /// Prints what the thread has done, with what the program has printed before it, and ends the
 /// program: memory of its own may be damaged. Only calls what may be called in any state.
-void crashed(int signal, siginfo_t* info, void*) {
+void crashed(int signal, siginfo_t* info, [[maybe_unused]] void* context) {
   ::signal(signal, SIG_DFL);
   if (!runner || !runner->in_thread()) {
+    if (signal == SIGSEGV && info->si_code == SEGV_ACCERR) {
+      const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+#if defined(__x86_64__)
+      const auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext.gregs;
+      const bool store = registers[REG_ERR] & 2;
+      ledger_host(address, store ? Reach::write : Reach::read,
+                  static_cast<std::uintptr_t>(registers[REG_RIP]));
+#else
+      ledger_host(address, Reach::either, 0);
+#endif
+    }
     if (info->si_code <= 0) raise(signal);  // somebody has sent it
     return;                                 // the host's own mistake, which it makes again
   }

@@ -252,10 +252,7 @@ CUDA_CPU_NO_TSAN void Runner::fiber_main() {
 CUDA_CPU_NO_TSAN void Runner::run_thread() {
   Block& block = *unstarted_[first_unstarted_];
   Thread& self = block.threads[block.started];
-  self = Thread();
-  self.block = &block;
-  self.number = block.started++;
-  self.index = block.next_index;
+  self.begin(block, block.next_index, block.started++);
   if (block.started == threads_in_block_ && ++first_unstarted_ == unstarted_.size()) {
     unstarted_.clear();
     first_unstarted_ = 0;
@@ -314,7 +311,7 @@ CUDA_CPU_NO_TSAN void Runner::thread_exited() {
 }
 
 CUDA_CPU_NO_TSAN void Runner::block_ended(Block& block) {
-  requests_of_block_end(block);
+  requests_of_block_end(block, true);
   if (block.hopper && !may_end(block, nullptr)) {
     Message message = begin_message(block);
     may_end(block, &message);
@@ -516,7 +513,7 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
   barrier.predicates = 0;
   barrier.arrived = 0;
   if (block.hopper) threads_met(block, 0, 0);
-  requests_of_block_end(block);
+  requests_of_block_end(block, false);
   ready_.take_all(barrier.waiting);
   return barrier.result;
 }
@@ -980,6 +977,8 @@ class MemoryCopy {
 
 void run(const Waiting& waiting) {
   static std::atomic<unsigned> launches[kMostDevices];
+  static std::mutex turns[kMostDevices];  // of threads of the host
+  const std::lock_guard turn(turns[waiting.device]);
   const LaunchConfig& config = waiting.config;
   if (!config.early) {
     for (char& end : ends[waiting.device]) tsan_acquire(&end);
@@ -990,6 +989,7 @@ void run(const Waiting& waiting) {
   const unsigned cluster = waiting.cluster, capacity = static_cast<unsigned>(multiprocessors());
   const int workers = static_cast<int>(std::min<std::uint64_t>(
       {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
+  const OpenMemory open;
   const int times = config.early && environment().repeat_early_launches ? 2 : 1;
   const MemoryCopy before(times == 2 && !device().concurrent);
   for (int i = 0; i < times && !device().broken; ++i) {

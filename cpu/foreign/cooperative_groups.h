@@ -180,6 +180,26 @@ requires(kSize > 32) class thread_block_tile<kSize, Parent> {
         },
         site);
   }
+
+  /// Puts what the earlier warps of the tile have together before this thread's value. The `last`
+  /// of a warp's last lane is what the warp has. A thread without a value gets what is before it;
+  /// in the first warp all get their value.
+  template <class T, class Operation>
+  T behind_other_warps(T last, bool has_value, T value, Operation operation,
+                       cuda_cpu::Site site = cuda_cpu::Site::here()) const {
+    return with_values<T>(
+        [&](T* mine) {
+          if (cuda_cpu::lane_id() == 31) *mine = last;
+        },
+        [&](auto of_warp) {
+          const unsigned warps = thread_rank() / 32;
+          if (warps == 0) return value;
+          T before = of_warp(0);
+          for (unsigned warp = 1; warp < warps; ++warp) before = operation(before, of_warp(warp));
+          return has_value ? operation(before, value) : before;
+        },
+        site);
+  }
   char (*of_warp() const)[16] { return of_warp_; }
 
  private:
@@ -374,6 +394,20 @@ template <class Group, class T, class Operation = plus<T>>
 T exclusive_scan(const Group& group, T value, Operation operation = {}) {
   const T before = group.shfl_up(inclusive_scan(group, value, operation), 1);
   return group.thread_rank() > 0 ? before : T();
+}
+template <unsigned kSize, class Parent, class T, class Operation = plus<T>>
+requires(kSize > 32) T inclusive_scan(const thread_block_tile<kSize, Parent>& tile, T value,
+                                      Operation operation = {}) {
+  const T in_warp = inclusive_scan(thread_block_tile<32>(), value, operation);
+  return tile.behind_other_warps(in_warp, true, in_warp, operation);
+}
+template <unsigned kSize, class Parent, class T, class Operation = plus<T>>
+requires(kSize > 32) T exclusive_scan(const thread_block_tile<kSize, Parent>& tile, T value,
+                                      Operation operation = {}) {
+  const thread_block_tile<32> warp;
+  const T in_warp = inclusive_scan(warp, value, operation), before = warp.shfl_up(in_warp, 1);
+  const bool first = warp.thread_rank() == 0;
+  return tile.behind_other_warps(in_warp, !first, first ? T() : before, operation);
 }
 
 }  // namespace cooperative_groups

@@ -8,6 +8,7 @@
 #include "cpu/execution/worker_pool.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/watch/counting.h"
+#include "cpu/watch/ledger.h"
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 
@@ -233,6 +234,7 @@ double load_element(const void* data, cudaDataType type, long index) {
 void multiply(const Product& product) {
   count_library(product.least_bytes());
   finish_kernels();
+  const OpenMemory open;
   if (product.in_double) {
     multiply_in<double>(product);
   } else {

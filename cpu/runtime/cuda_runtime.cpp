@@ -107,19 +107,19 @@ cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, cons
   if (size == 0) return result(cudaSuccess);
   void* memory = nullptr;
   const std::size_t asked = size + (keeps_ledger() ? kGap : 0);
-  // The host's accesses are watched by pages, so none has memory of both.
+  // The host is kept out by pages, so none has memory of both.
   const bool own_pages = watches_memory() || (keeps_ledger() && !kSanitized);
   if (size > meminfo_bytes("MemAvailable") ||
       posix_memalign(&memory, own_pages ? kPage : 256, own_pages ? in_pages(asked) : asked) != 0) {
     return result(cudaErrorMemoryAllocation);
   }
   std::memset(memory, 0xFF, size);
-  std::lock_guard lock(device().mutex);
-  device().allocations[static_cast<char*>(memory)] = {
-      size, type, false, current_device(), place, ++device().last_id};
-  if (type == cudaMemoryTypeDevice) {
-    host_pages.forget(reinterpret_cast<std::uintptr_t>(memory), size);
+  {
+    std::lock_guard lock(device().mutex);
+    device().allocations[static_cast<char*>(memory)] = {
+        size, type, false, current_device(), place, ++device().last_id};
   }
+  if (type == cudaMemoryTypeDevice) ledger_closes(memory, size);
   *pointer = memory;
   return result(cudaSuccess);
 }
@@ -128,6 +128,7 @@ cudaError_t release(void* pointer, bool host) {
   finish_kernels();
   if (!pointer) return result(cudaSuccess);
   std::size_t size = 0;
+  cudaMemoryType type = cudaMemoryTypeHost;
   {
     std::lock_guard lock(device().mutex);
     auto& allocations = device().allocations;
@@ -137,8 +138,10 @@ cudaError_t release(void* pointer, bool host) {
       return result(cudaErrorInvalidValue);
     }
     size = found->second.size;
+    type = found->second.type;
     allocations.erase(found);
   }
+  if (type == cudaMemoryTypeDevice) ledger_opens(pointer, size);
   if (!ledger_freed(pointer, size)) std::free(pointer);
   return result(cudaSuccess);
 }
@@ -195,6 +198,7 @@ cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
       !valid_side(source, (height - 1) * source_pitch + width, from_device, from_host)) {
     return result(cudaErrorInvalidValue);
   }
+  const OpenMemory open;
   for (std::size_t row = 0; row < height; ++row) {
     std::memmove(static_cast<char*>(target) + row * target_pitch,
                  static_cast<const char*>(source) + row * source_pitch, width);
@@ -544,6 +548,7 @@ cudaError_t cudaMemset(void* target, int value, std::size_t size) {
       cuda_cpu::region_of(target).type == cudaMemoryTypeUnregistered) {
     return result(cudaErrorInvalidValue);
   }
+  const cuda_cpu::OpenMemory open;
   std::memset(target, value, size);
   return result(cudaSuccess);
 }

@@ -22,7 +22,7 @@ struct Environment {
   const char* report = nullptr;
   int seconds = 0;
   /// CUDA_CPU_COUNTED_MILLISECONDS: for so long each kernel is counted for the report at most.
-  int counted_milliseconds = 5000;
+  int counted_milliseconds = 2000;
 };
 
 /// As it is when first asked for. A variable that is not one of these, or has a value that means

@@ -358,16 +358,10 @@ inline bool watched() { return counts_here() && runner && runner->in_thread() &&
                    reinterpret_cast<std::uintptr_t>(code));
 }
 
-/// An access of whoever runs. A reference on the host reads much, and what nobody counts is a lot:
-/// both are done here.
+/// An access of whoever runs, of which the host's are nobody's.
 [[gnu::always_inline]] inline void hook(const void* address, std::size_t bytes, Kind kind,
                                         const void* code, bool aligned = false) {
-  if (runner) {
-    if (counts_here()) hook_kernel(address, bytes, kind, code, aligned);
-  } else {
-    ledger_host_access(reinterpret_cast<std::uintptr_t>(address), bytes, kind != Kind::load,
-                       reinterpret_cast<std::uintptr_t>(code));
-  }
+  if (runner && counts_here()) hook_kernel(address, bytes, kind, code, aligned);
 }
 
 /// The same of an access that the compiler takes to be aligned.
@@ -611,19 +605,20 @@ void count_library(std::int64_t bytes) {
   counter().sums.l2_bytes += bytes;
 }
 
-constinit thread_local std::uint8_t hook_use = 0;
+constinit thread_local std::uint8_t hook_use = 2;
 CUDA_CPU_NO_TSAN void choose_hook_use() { hook_use = counts_here() ? 1 : 2; }
 
 void requests_of_warp_end(const Block& block, unsigned first) {
   if (counts_here()) counter().end_of_warp(block.slot, first / 32);
 }
-void requests_of_block_end(const Block& block) {
+void requests_of_block_end(const Block& block, bool ended) {
   if (!counting) return;
   if (!counts_here()) {
-    ++counter().blocks_left_out;
+    counter().blocks_left_out += ended;
     return;
   }
   counter().end_of_block(block.slot);
+  if (!ended) return;
   const bool alone = runner->resident().size() == 1;
   if (alone && most_until != Clock::time_point::max() && Clock::now() > most_until) {
     left_out_in = tallied;

@@ -54,15 +54,16 @@ struct Block;
 /// A library's product, whose kernels are not here, has inputs and outputs of so many bytes.
 void count_library(std::int64_t bytes);
 
-/// What the hook before each load and store of the calling thread is for. 0: to see whether the
-/// host reaches into memory of the device. 1: to count. 2: nothing. cpu/quick_hooks.py asks.
+/// What the hook before each load and store of the calling thread is for. 1: to count. 2: nothing,
+/// as on the host. cpu/two_versions.py asks.
 extern constinit thread_local std::uint8_t hook_use;
 /// A thread of a kernel starts.
 void choose_hook_use();
 
-/// All lanes of the warp of thread number `first`, or all threads of the block, have met.
+/// All lanes of the warp of thread number `first`, or all threads of the block, have met: these at
+/// a barrier, or because they have ended.
 void requests_of_warp_end(const Block& block, unsigned first);
-void requests_of_block_end(const Block& block);
+void requests_of_block_end(const Block& block, bool ended);
 
 /// A lane's part of a request: of a copy by cp.async, made at `place` in the program; of an atomic
 /// operation, made where this is called.

@@ -3,6 +3,7 @@
 #include <execinfo.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,6 +27,7 @@
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
+#include "cpu/watch/memory_watch.h"
 
 extern "C" const char __executable_start, _end;  // where the linker has put the program
 
@@ -234,13 +236,59 @@ std::string beside(std::uintptr_t address, std::size_t bytes, std::uintptr_t sta
 
 }  // namespace
 
-constinit HostPages host_pages = {};
+namespace {
 
-void HostPages::forget(std::uintptr_t address, std::size_t bytes) {
-  const std::uintptr_t first = address / kPage, last = (address + bytes - 1) / kPage;
-  for (std::uintptr_t page = first; page <= last && page - first < kCount; ++page) {
-    pages[page % kCount].store(0, std::memory_order_relaxed);
+/// Closing and opening may take so many seconds in all, then memory stays open.
+constexpr double kMostClosing = 1;
+
+struct Door {
+  std::mutex mutex;
+  int users = 0;
+  double seconds = 0;
+};
+Door& door() {
+  static Door* const door = new Door;
+  return *door;
+}
+
+bool closes_memory() { return keeps_ledger() && !kSanitized && !watches_memory(); }
+
+/// All memory of the device. The door's mutex is held.
+void set_access(int access) {
+  if (door().seconds > kMostClosing && access == PROT_NONE) return;
+  const auto start = std::chrono::steady_clock::now();
+  std::lock_guard lock(device().mutex);
+  for (const auto& [memory, allocation] : device().allocations) {
+    if (allocation.type != cudaMemoryTypeDevice || allocation.variable) continue;
+    mprotect(const_cast<char*>(memory), in_pages(allocation.size + kGap), access);
   }
+  door().seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+OpenMemory::OpenMemory() {
+  if (!closes_memory()) return;
+  std::lock_guard lock(door().mutex);
+  if (door().users++ == 0) set_access(PROT_READ | PROT_WRITE);
+}
+
+OpenMemory::~OpenMemory() {
+  if (!closes_memory()) return;
+  std::lock_guard lock(door().mutex);
+  if (--door().users == 0) set_access(PROT_NONE);
+}
+
+void ledger_closes(void* memory, std::size_t size) {
+  if (!closes_memory()) return;
+  std::lock_guard lock(door().mutex);
+  if (door().users == 0 && door().seconds <= kMostClosing) {
+    mprotect(memory, in_pages(size + kGap), PROT_NONE);
+  }
+}
+
+void ledger_opens(void* memory, std::size_t size) {
+  if (closes_memory()) mprotect(memory, in_pages(size + kGap), PROT_READ | PROT_WRITE);
 }
 
 bool keeps_ledger() {
@@ -445,33 +493,29 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
       what.c_str(), where.c_str());
 }
 
-void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {
-  static std::atomic<bool> looking = false;
-  constexpr std::uintptr_t kPage = HostPages::kPage;
-  const std::uintptr_t page = address / kPage;
-  if (!ledger().file) host_pages.add(page);  // nobody has asked for the device yet
-  if (looking || !ledger().file) return;
+void ledger_host(std::uintptr_t address, Reach reach, std::uintptr_t code) {
   {
     std::unique_lock lock(device().mutex, std::try_to_lock);
-    if (!lock.owns_lock()) return;
-    // The device's memory in this page, from the last address on.
-    bool in_page = false, hit = false;
+    if (!lock.owns_lock() || !ledger().file) return;
     const auto& allocations = device().allocations;
-    auto next = allocations.lower_bound(reinterpret_cast<const char*>((page + 1) * kPage));
-    while (next != allocations.begin()) {
-      --next;
-      const auto begin = reinterpret_cast<std::uintptr_t>(next->first);
-      if (begin + next->second.size <= page * kPage) break;
-      const bool devices = next->second.type == cudaMemoryTypeDevice;
-      in_page |= devices;
-      hit |= devices && address - begin < next->second.size;
+    auto next = allocations.upper_bound(reinterpret_cast<const char*>(address));
+    if (next == allocations.begin()) return;
+    --next;
+    const auto begin = reinterpret_cast<std::uintptr_t>(next->first);
+    if (next->second.type != cudaMemoryTypeDevice ||
+        address - begin >= in_pages(next->second.size + kGap)) {
+      return;
     }
-    if (!in_page) host_pages.add(page);
-    if (!hit) return;
   }
-  if (looking.exchange(true)) return;
-  say("host", "the host " + words(bytes, store) +
-                  " of device memory, which only kernels and cudaMemcpy() reach" + at(code));
+  std::string place = line_of(code + 1);  // that of a call would be before its return
+  if (place.empty()) place = ledger_place();
+  const char* const does = reach == Reach::read    ? "reads"
+                           : reach == Reach::write ? "writes"
+                                                   : "reads or writes";
+  std::fflush(stdout);
+  say("host", std::string("the host ") + does +
+                  " device memory, which only kernels and cudaMemcpy() reach" +
+                  (place.empty() ? "" : ", at " + place));
   std::fflush(nullptr);
   write_ledger();
   _exit(3);

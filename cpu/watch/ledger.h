@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -48,30 +47,22 @@ void ledger_misaligned(std::uintptr_t address, std::size_t bytes, bool store, st
 void ledger_worker();
 /// In a signal's handler: the line of the program that the calling thread is at, if it is known.
 std::string ledger_place();
-/// The host reads or writes: ends the program if it is the device's.
-void ledger_host(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code);
+/// In a signal's handler: the host has reached for closed memory with the instruction at `code`.
+/// Ends the program if it is the device's.
+enum class Reach { read, write, either };
+void ledger_host(std::uintptr_t address, Reach reach, std::uintptr_t code);
 
-/// Pages of which the host knows that no memory of the device is in them, each at its number modulo
-/// kCount. As soon as there is any, they are written while device().mutex is held.
-/// cpu/quick_hooks.py looks here, too, before it lets a program call the hooks of counting.cpp.
-struct HostPages {
-  static constexpr std::uintptr_t kPage = 4096;
-  static constexpr std::size_t kCount = 1 << 16;
-  std::atomic<std::uintptr_t> pages[kCount];
-
-  bool has(std::uintptr_t page) const {
-    return pages[page % kCount].load(std::memory_order_relaxed) == page;
-  }
-  void add(std::uintptr_t page) { pages[page % kCount].store(page, std::memory_order_relaxed); }
-  /// Of new memory of the device.
-  void forget(std::uintptr_t address, std::size_t bytes);
+/// Memory of the device is closed to the program's own code for the host, and open while there is
+/// one of these: while kernels run, and in calls of the runtime that copy.
+class OpenMemory {
+ public:
+  OpenMemory();
+  ~OpenMemory();
+  OpenMemory(const OpenMemory&) = delete;
+  OpenMemory& operator=(const OpenMemory&) = delete;
 };
-extern constinit HostPages host_pages;
-static_assert(sizeof(HostPages) == HostPages::kCount * 8);
-/// The same, quickly where the page is known: a reference on the host reads much.
-[[gnu::always_inline]] inline void ledger_host_access(std::uintptr_t address, std::size_t bytes,
-                                                      bool store, std::uintptr_t code) {
-  if (!host_pages.has(address / HostPages::kPage)) ledger_host(address, bytes, store, code);
-}
+/// New memory of the device, which is closed; and before it is given back.
+void ledger_closes(void* memory, std::size_t size);
+void ledger_opens(void* memory, std::size_t size);
 
 }  // namespace cuda_cpu
