@@ -53,14 +53,14 @@ constexpr int kShortRow = 512, kLongRow = 4096;
 int threads_of_row(int64_t classes) {
   return classes <= kShortRow ? 32 : classes <= kLongRow ? 256 : 1024;
 }
-constexpr int block_for(int row_threads) { return row_threads == 32 ? 256 : row_threads; }
+constexpr int rows_of_block(int row_threads) { return row_threads == 32 ? 8 : 1; }
 
 /// The gradients of logits, g = p (d_p - sum of d_p p over a row). A row is kThreads threads', a
 /// warp's or a block's, which read it twice, the second time from a cache.
 template <int kThreads>
-__global__ void __launch_bounds__(block_for(kThreads))
+__global__ void __launch_bounds__(kThreads == 32 ? 256 : kThreads)
     logit_gradients(const float* probs, const float* d_probs, float* g, int rows, int classes) {
-  constexpr int kRows = block_for(kThreads) / kThreads;
+  constexpr int kRows = kThreads == 32 ? 8 : 1;
   const int64_t at = int64_t{blockIdx.x} * kRows + threadIdx.x / kThreads;
   if (at >= rows) return;
   const int first = threadIdx.x % kThreads;
@@ -193,16 +193,16 @@ Operator backward(const fk_softmax& of) {
   return [=](const operators::Workspace& workspace, const Operands& at) {
     const int64_t B = of.rows, D = of.inputs, C = of.classes;
     const auto g = workspace.any<float>(static_cast<size_t>(B * C));
-    const int threads = threads_of_row(C), block = block_for(threads);
+    const int threads = threads_of_row(C), of_block = rows_of_block(threads);
     const auto kernel = threads == 32    ? logit_gradients<32>
                         : threads == 256 ? logit_gradients<256>
                                          : logit_gradients<1024>;
-    const auto blocks = static_cast<unsigned>(blocks_for(B, block / threads));
+    const auto blocks = static_cast<unsigned>(blocks_for(B, of_block));
     const Way make_g = {"", microseconds_to_move(3.0 * static_cast<double>(B * C)),
                         [=, stream = workspace.stream] {
-                          kernel<<<blocks, block, 0, stream>>>(at.at<float>(3), at.at<float>(0), g,
-                                                               static_cast<int>(B),
-                                                               static_cast<int>(C));
+                          kernel<<<blocks, of_block * threads, 0, stream>>>(
+                              at.at<float>(3), at.at<float>(0), g, static_cast<int>(B),
+                              static_cast<int>(C));
                         },
                         0};
     return layer_gradients(workspace, of, at.memory<float>(1, B * D), at.memory<float>(2, D * C),
