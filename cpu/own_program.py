@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import identities
 from check import OPTIONS, _bounds, _line, _race, _waits, started, with_lines
 from ptx import has_asm, translate_preprocessed
 from cu2cpp import (TranslationError, _closing, code_of, device_bodies, functions_of, kernel_heads, kernels_of,
@@ -41,7 +42,8 @@ BUILDS = {
     "thread": ["-O1", "-fsanitize=thread", *VOLATILE, *SANITIZED],
     "address": ["-O1", "-fsanitize=address,undefined", *SANITIZED],
 }
-RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp")
+RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
+IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
 # What the CPU backend has not, by the header that says so, or by a word of the program.
@@ -217,7 +219,7 @@ def backend(build, lock=threading.Lock()):
     """The folder with the backend's objects, as an archive, and its headers for this build: made once."""
     sources = sorted(ROOT.glob("cpu/*/*.cpp"))
     headers = sorted([*ROOT.glob("cpu/*/*.h"), *ROOT.glob("cpu/*/*/*.h"), *ROOT.glob("cpu/include/cuda/*")])
-    key = digest(*(file.read_text() for file in [*sources, *headers]), BUILDS[build], FLAGS, __file__)
+    key = digest(*(file.read_text() for file in [*sources, *headers]), BUILDS[build], FLAGS, IDENTITIES, __file__)
     folder = CACHE / f"backend{'-' + build if build else ''}-{key}"
     if (folder / "done").exists():
         return folder
@@ -242,6 +244,7 @@ def build_backend(build, sources, folder):
         flags = [*FLAGS, *([] if build == "" else BUILDS[build]), *([] if build else ["-O2"])]
         if build == "thread" and source.name in RUNS_THREADS:
             flags += ["-fno-sanitize=thread", "-DCUDA_CPU_TSAN=1"]
+            flags += [f"-D{identities.MACRO}"] if IDENTITIES else []
         return compiler([*flags, "-I", ROOT / "cpu/include", "-I", ROOT, "-c", source, "-o",
                          work / f"{source.stem}_{source.parent.name}.o"])
 
@@ -335,6 +338,7 @@ def build_program(build, sources, written, options, folder):
                     raise Refusal("The two versions of its functions cannot be put together, a mistake of the CPU"
                                   f" backend:\n{done.stderr[:600]}", 3)
     sanitizer = [flag for flag in BUILDS[build] if flag.startswith("-fsanitize")] if build else []
+    sanitizer += IDENTITIES if build == "thread" else []
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
     first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive"]
