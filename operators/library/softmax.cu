@@ -157,34 +157,54 @@ std::vector<Way> product_steps(const operators::Workspace& workspace,
            0}};
 }
 
-/// d_x = g w^T and d_w = x^T g, two products, whose transposed factors are made first. `make_g`
-/// writes g (rows, classes). None if a product is too large.
+/// to = from^T, of a matrix (rows, cols).
+Way transposition(const operators::Workspace& workspace, const operators::Memory<float>& from,
+                  const operators::Memory<float>& to, int64_t rows, int64_t cols) {
+  return {"", microseconds_to_move(2.0 * static_cast<double>(rows * cols)),
+          [=, stream = workspace.stream] {
+            operators::product::launch_transpose<float>({from, rows, cols, cols},
+                                                        {to, cols, rows, rows}, stream);
+          },
+          0};
+}
+
+/// d_x = g w^T and d_w = x^T g, two products, whose transposed factors are made first; or, where x
+/// and g have fewer elements than w, d_x^T = w g^T. `make_g` writes g (rows, classes). None if a
+/// product is too large.
 std::vector<Way> layer_gradients(const operators::Workspace& workspace, const fk_softmax& of,
                                  const operators::Memory<float>& x,
                                  const operators::Memory<float>& w,
                                  const operators::Memory<float>& d_x,
                                  const operators::Memory<float>& d_w,
                                  const operators::Memory<float>& g, const Way& make_g) {
-  using operators::product::Strided;
-  using Factor = Strided<const float>;
   const int64_t B = of.rows, D = of.inputs, C = of.classes;
-  const auto x_t = workspace.any<float>(static_cast<size_t>(D * B));
-  const auto w_t = workspace.any<float>(static_cast<size_t>(C * D));
-  const Way transposed = {"", microseconds_to_move(2.0 * static_cast<double>(D * (B + C))),
-                          [=, stream = workspace.stream] {
-                            using operators::product::launch_transpose;
-                            launch_transpose<float>(Factor{x, B, D, D}, {x_t, D, B, B}, stream);
-                            launch_transpose<float>(Factor{w, D, C, C}, {w_t, C, D, D}, stream);
-                          },
-                          0};
-  std::vector<Way> steps = {make_g, transposed};
+  const auto matrix = [&](int64_t rows, int64_t cols) {
+    return workspace.any<float>(static_cast<size_t>(rows * cols));
+  };
+  const auto x_t = matrix(D, B);
+  std::vector<Way> steps = {make_g, transposition(workspace, x, x_t, B, D)};
   std::string name = "gradients of logits";
-  for (const auto& product : {product_steps(workspace, g, w_t, d_x, {B, C, D}),
-                              product_steps(workspace, x_t, g, d_w, {D, B, C})}) {
-    if (product.empty()) return {};
-    name += ", then " + product[0].name;
+  const auto multiply = [&](const operators::Memory<float>& a, const operators::Memory<float>& b,
+                            const operators::Memory<float>& c, const SoftmaxShape& shape) {
+    const auto product = product_steps(workspace, a, b, c, shape);
+    if (!product.empty()) name += ", then " + product[0].name;
     steps.insert(steps.end(), product.begin(), product.end());
+    return !product.empty();
+  };
+  const auto moves = [](int64_t elements) {
+    return microseconds_to_move(2.0 * static_cast<double>(elements));
+  };
+  if (moves(B * C) + moves(B * D) < moves(D * C)) {
+    const auto g_t = matrix(C, B), d_x_t = matrix(D, B);
+    steps.push_back(transposition(workspace, g, g_t, B, C));
+    if (!multiply(w, g_t, d_x_t, {D, C, B})) return {};
+    steps.push_back(transposition(workspace, d_x_t, d_x, D, B));
+  } else {
+    const auto w_t = matrix(C, D);
+    steps.push_back(transposition(workspace, w, w_t, D, C));
+    if (!multiply(g, w_t, d_x, {B, C, D})) return {};
   }
+  if (!multiply(x_t, g, d_w, {D, B, C})) return {};
   return {in_turn(name, steps)};
 }
 
