@@ -108,8 +108,8 @@ __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, co
       "r"(col), "r"(row), "r"(shared_address(from))
       : "memory");
 }
-/// The same for `bytes` bytes that lie one after the other, without a tensor map. Both addresses and
-/// `bytes` are multiples of 16. PTX ISA, "cp.async.bulk".
+/// The same for `bytes` bytes that lie one after the other, without a tensor map. Both addresses
+/// and `bytes` are multiples of 16. PTX ISA, "cp.async.bulk".
 __device__ inline void bulk_store(void* to, const void* from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
