@@ -411,7 +411,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // ---- ahead --------------------------------------------------------------------------------------
 
-// `lean`, with the idea of `async` one level further in. A multiply-add needs numbers that the load
+// *lean*, with the idea of *async* one level further in. A multiply-add needs numbers that the load
 // just above it asks shared memory for, tens of cycles away. Eight warps, two for each scheduler,
 // are not enough to fill that time with others' work. So there are two sets of registers: while one
 // k is multiplied, the numbers of the next come into the other set.
@@ -588,7 +588,7 @@ int main(int argc, char** argv) {
     aligned ? add_vector_kernels<true, 2>(square, A, B, C, n)
             : add_vector_kernels<false, 2>(square, A, B, C, n);
   }
-  // `ahead` has one size of tile. At N = 1024 there are 32 of these for 132 multiprocessors, at N =
+  // *ahead* has one size of tile. At N = 1024 there are 32 of these for 132 multiprocessors, at N =
   // 3000 so many that a third round has work for 24 multiprocessors only, and at N = 4097 a whole
   // row of them for one row of C. operators/product/fp32.cuh has smaller tiles as well, and deals
   // the steps of the last ones out to all blocks. A few ways to do so are tried.

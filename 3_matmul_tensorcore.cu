@@ -5,7 +5,7 @@
 // Lesson 2 ended where one instruction of a thread is one multiply-add. A tensor core multiplies
 // matrices: one instruction, mma.sync, executed by the 32 threads of a warp together, is
 //
-//     D (16 x 8) = A (16 x 16) B (16 x 8) + C (16 x 8)        2048 multiply-adds, 64 a thread
+//     S (16 x 8) += A (16 x 16) B (16 x 8)        2048 multiply-adds, 64 a thread
 //
 // The operands are in registers. Each matrix is spread over the registers of all lanes of the warp.
 // What one lane holds of a matrix is its fragment (README has a picture). A is four matrices of 8 x
@@ -102,9 +102,9 @@ __device__ void load_global(Fragment& fragment, const half* from, int row0, int 
 constexpr int kSide = 4;  // a block is kSide x kSide warps
 
 // Lesson 1 with warps for threads. Each warp owns one 16 x 16 tile of C and walks along k in steps
-// of 16, with nothing kept but the sums. Two fragments are loaded from memory for every product: 2
-// * 256 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if
-// the L1 cache still has it.
+// of 16, with nothing kept but the sums. Two fragments are loaded from memory for every product:
+// 512 elements for 4096 multiply-adds. The 16 warps of a block use each of them four times, if the
+// L1 cache still has it.
 //
 // The sums are fp32 and C is fp16, so someone has to round them, and to know which elements they
 // are. WMMA does not say that. So store_rounded (primitives/wmma_fragments.cuh) takes them through
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(32 * kSide * kSide)
 // rows of one fragment start on different banks.
 //
 // There are two barriers a step: one when the tiles are there, and one when nobody reads them any
-// more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's `async`.
+// more. copy_tile (primitives/async_copy.cuh) starts copies by cp.async, as in lesson 2's *async*.
 // But here the block waits for them at once, wait<0>, so nothing is multiplied meanwhile.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, bool kAligned>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 // ---- stages -------------------------------------------------------------------------------------
 
 // The same, but kStages pairs of tiles are in shared memory: the tensor cores work on one while the
-// next are on their way. It is lesson 2's `async`, whose loop has a name: copies_ahead
+// next are on their way. It is lesson 2's *async*, whose loop has a name: copies_ahead
 // (primitives/async_copy.cuh). It starts the copies of the first kStages - 1 steps, each closed as
 // a group. next() waits for a step's group, waits for the whole block at the step's only barrier,
 // and starts the copies of the step that is kStages - 1 further on.
@@ -712,12 +712,14 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     pack2(a, b)                           two numbers, rounded to 16 bits each, in one register
 //     Pipeline                              the stages with their barriers; prepare(pipeline, n)
 //                                           prepares these: n arrivals say that a stage is empty
-//     meet()                                of `alone` a barrier for the block, of a cluster for it
+//     alone.meet()                          a barrier for the block
+//     cluster.meet()                        a barrier for the cluster
 //     warp_of_block()                       which warp of the block this one is, from 0 on
 //     store_matrices                        the reverse of ldmatrix: registers to shared memory
-//     tensor_store                          has the copy engine store a box; _commit closes a group
-//                                           of these; _wait_read<0> waits until what all groups
-//                                           store has been read, and may be written again
+//     tensor_store                          has the copy engine store a box
+//     tensor_store_commit                   closes a group of such stores
+//     tensor_store_wait_read<0>             waits until the copy engine has read all that it has to
+//                                           store. Then that shared memory may be written again
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -1373,10 +1375,10 @@ int main(int argc, char** argv) {
         "N is no multiple of 8: rows are not aligned to 16 bytes, as TMA needs them to be. The "
         "last kernel copies them first.");
   }
-  // `patches` has one size of tile. At N = 1024 there are 32 of these (16 pairs) for 132
-  // multiprocessors, and at N = 4104 a fifth round of them for 25 clusters of 66.
-  // operators/product/half_product.cuh has 32 sizes, divides the last tiles along k where no size
-  // fits, and aligns rows first. Estimates say which may be the fastest; some are tried.
+  // *patches* has one size of tile. At N = 1024 these are 32 tiles, 16 pairs of them, for 132
+  // multiprocessors. At N = 4104 there is a fifth round of them, which has work for 25 of 66
+  // clusters. operators/product/half_product.cuh has 32 sizes, divides the last tiles along k where
+  // no size fits, and aligns rows first. Estimates say which may be the fastest; some are tried.
   const int size = static_cast<int>(n);
   const HalfProduct<half> product(workspace_of(square), A, B, C, {size, size, size});
   const auto ways = ways_of_row(product.ways());

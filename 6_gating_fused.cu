@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // ---- async tiles --------------------------------------------------------------------------------
 
-// The same, but kStages sets of tiles are in flight, as in lesson 2's `async`: the tensor cores
+// The same, but kStages sets of tiles are in flight, as in lesson 2's *async*: the tensor cores
 // work on one while the next are on their way, and a step needs one barrier, not two. Tiles are
 // larger, too: 128 rows, not 64, and 64 of k, not 32, where that fits. So not all that is gained
 // comes from the copies. In the end the stagings take the place of the tiles.

@@ -14,7 +14,7 @@
 // were computed. How they do that is what tells the kernels below apart.
 //
 // "Fused is faster than cuBLAS + softmax" compares two things at once: whose product is better, and
-// what fusion saves. So there are three ways:
+// what fusion saves. So there are three combinations:
 //
 //     (1) library   cuBLAS's fastest, then the best softmax that we have (operators/softmax)
 //     (2) unfused   our product, then the same softmax kernel
@@ -39,8 +39,8 @@
 // The lesson's kernels have one size of tile, 32 x 128, and multiply in fp32 on the CUDA cores, as
 // lesson 2 does: that takes the least code, any GPU runs it, and what is to be seen, how a row
 // comes together, does not depend on it. The operator has what is fast: other tiles for other
-// shapes, tensor cores, D cut into slices. docs/softmax.md tells which shape takes which way, and
-// why.
+// shapes, tensor cores, D cut into slices. docs/softmax.md tells which shape takes which kernel,
+// and why.
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
 // round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The lesson's
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- The product of all kernels below -----------------------------------------------------------
 
-// Rows share W from here on: a block computes a tile of 32 x 128 logits, as lesson 2's `async`
+// Rows share W from here on: a block computes a tile of 32 x 128 logits, as lesson 2's *async*
 // does. Steps of 16 inputs come into shared memory, two of them ahead of the one that is
 // multiplied. Warp w has the rows 4 w to 4 w + 3 of the tile with all 128 columns, and lane l of it
 // the columns l, l + 32, l + 64 and l + 96: 16 sums a thread. So a row of the tile is in the lanes
@@ -390,13 +390,13 @@ inline void library_product(cublasHandle_t blas, const float* x, const float* W,
                             CUBLAS_GEMM_DEFAULT));
 }
 
-// A row of the table that has several ways to compute the same tries at most so many of them, those
-// with the lowest estimates, and is timed with the fastest.
+// A row of the table may have several ways to compute it. At most kMostWays of them, those with the
+// lowest estimates, are tried, and the row is timed with the fastest.
 constexpr Tries kTries = {.most = kMostWays, .hopeless = kHopeless};
 
 // A table is one shape in one precision. Each add_...() adds rows to it.
 struct SoftmaxTable : SoftmaxProblem {
-  Buffer<float> logits;   // of the unfused ways
+  Buffer<float> logits;   // of the kernels that are not fused
   Buffer<float2> halves;  // of a softmax of long rows: maximum and sum of parts of a row
 
   SoftmaxTable(Lesson& lesson, About about, const SoftmaxShape& shape)
@@ -417,7 +417,8 @@ struct SoftmaxTable : SoftmaxProblem {
         product();
         softmax_of_logits();
       };
-      // A way has an estimate of its microseconds. Here it is the same for all, so all are tried.
+      // A way has an estimate of its microseconds. Here it is the same for all, so none is left out
+      // as hopeless.
       ways.push_back({name, shape.flops() / (tf32 ? 400e6 : 50e6), launch});
     };
     add_product("cuBLAS", [=, *this] { library_product(blas, x, W, logits, shape, compute); });
@@ -546,7 +547,7 @@ int main(int argc, char** argv) {
   if (lesson.on_cpu()) shapes = {{8, 16, 10}, {33, 65, 50}, {17, 129, 130}, {5, 40, 300}};
   if (lesson.given("N") || lesson.given("--inputs") || lesson.given("--classes")) {
     shapes = {{lesson.n(), lesson.option("--inputs"), lesson.option("--classes")}};
-  } else if (!all) {  // where fusion counts; where it may; and, on a GPU, where the product does
+  } else if (!all) {  // where launches count, a larger one, and on a GPU one with a long product
     shapes.erase(shapes.begin() + 2), shapes.erase(shapes.begin());
   }
   if (lesson.flag("--hard-rows") && shapes.front().inputs < kSpecialInputs) {

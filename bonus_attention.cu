@@ -25,7 +25,7 @@
 //                  product in the registers in which the first has left them
 //     Hopper       the copy engine brings K and V, warpgroups multiply (lesson 3's *specialized*)
 //     ping-pong    two warpgroups take turns: while one multiplies, the other computes exponentials
-//     overlap      and while a consumer computes exponentials, its own results are multiplied
+//     overlap      while a consumer computes exponentials, its own results are still multiplied
 //     rare factors what has been summed up is scaled only where a maximum has grown by a lot
 //     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
 //                  where one is needed
@@ -197,7 +197,7 @@ __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int
 }
 
 // A block owns 128 rows of Q of a head, and all of their out; K and V come 64 keys at a time, the
-// next ones while these are multiplied (lesson 6's copies_ahead). A warp's rows are its own: no
+// next ones while these are multiplied (lesson 3's copies_ahead). A warp's rows are its own: no
 // warp waits for another one's maximum or sum. It has 32 of them, two matrices of 16, so that each
 // fragment of K and of V, once loaded, serves two products. (For d = 256 it has 16: the sums of
 // more do not fit into its registers.) And what a lane holds of 16 x 16 logits, as mma.sync leaves
@@ -576,8 +576,8 @@ __global__ void __launch_bounds__(384, 1)
       block.exponentials(online, logits, 0, factor);
       block.scale_rows(result, factor);
       block.to_factor(probs, logits);
-      // Nothing comes after the last results, and both consumers have as many tiles: nobody waits
-      // for a turn any more.
+      // Nothing comes after the last results, and both consumers have the same number of tiles:
+      // nobody waits for a turn any more.
       block.start_result(result, probs, reader.wait());
       wgmma_wait<0>();
     }
@@ -593,11 +593,11 @@ __global__ void __launch_bounds__(384, 1)
 // logits are there first, and their exponentials are computed while the results are still being
 // multiplied: a consumer's own products run beside its own exponentials.
 //
-// So a step has exponentials of this tile in `probs`, as a factor, and ends with those of the next
-// tile. A larger maximum in the next tile is a factor for the results. But wgmma still adds to the
-// registers of the results. So they can be multiplied by the factor only when wgmma is done, and
-// while this consumer multiplies them it has no products under way. By itself the new order gains
-// nothing.
+// So a step begins with exponentials of this tile in `probs`, the left factor, and ends with those
+// of the next tile. If the next tile has a larger maximum, the rows of the results have to be
+// multiplied by a number, `factor`. But wgmma still adds to the registers of the results. So they
+// can be multiplied by it only when wgmma is done, and while this consumer multiplies them it has
+// no products under way. By itself the new order gains nothing.
 //
 // *rare factors*, kRarely, multiplies them in few tiles only: see OnlineRows.
 template <typename T, int kWidth, bool kRarely>

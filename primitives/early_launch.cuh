@@ -85,8 +85,9 @@ void launch_clusters(void (*kernel)(Parameters...), unsigned cluster, bool early
 /// Such a kernel has to call wait_for_previous_kernel(), in one thread at least, before it reads or
 /// writes anything that an earlier kernel of the stream may use. (There is one exception. If the
 /// kernel before it was launched as usual, then all kernels before that one had ended when it
-/// began. What these have left may be read at once.) Code for older devices does not wait, and is
-/// launched as usual.
+/// began. What these have left may be read at once. For example, kernels 1 and 2 are launched as
+/// usual, and kernel 3 early. Kernel 3 may read at once what kernel 1 has written, but not what
+/// kernel 2 has written.) Code for older devices does not wait, and is launched as usual.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
                   const Arguments&... arguments) {

@@ -29,7 +29,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-/// The same of an attribute that each call asks for: it is found once a device.
+/// The same for an attribute that each call asks for: it is found once a device.
 template <cudaDeviceAttr kAttribute>
 int device_fact() {
   constexpr int kMostDevices = 64;

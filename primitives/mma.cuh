@@ -43,7 +43,7 @@ __device__ inline unsigned pack2<__nv_bfloat16>(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-/// The same of four floats, as two registers.
+/// The same for four floats, as two registers.
 template <typename T>
 __device__ inline uint2 pack4(float4 four) {
   return make_uint2(pack2<T>(four.x, four.y), pack2<T>(four.z, four.w));
@@ -75,9 +75,9 @@ __device__ inline unsigned multiply2(unsigned a, unsigned b) {
 /// bank twice, either; and unlike padding this costs no memory. (With 32 columns a row has four
 /// pieces, and two rows share 128 bytes: piece p lies at p ^ (r / 2 % 4).)
 ///
-/// An offset may be moved along a row without swizzling again: if a column has none of the bits of
-/// d, then swizzle(row, column + d) is swizzle(row, column) ^ d. d is a multiple of 8, and both
-/// columns are in the same 64 (or 32). Lesson 3's *lean* uses that, and explains it.
+/// An offset may be moved along a row without swizzling again: if (column & d) is 0, then
+/// swizzle(row, column + d) is swizzle(row, column) ^ d. d is a multiple of 8, and both columns are
+/// in the same 64 (or 32). Lesson 3's *lean* uses that, and explains it.
 template <int kCols>
 __device__ inline int swizzle(int row, int col) {
   static_assert(kCols == 32 || kCols % 64 == 0, "no layout for rows of this length");
@@ -85,7 +85,7 @@ __device__ inline int swizzle(int row, int col) {
   return row * kCols + (col ^ 8 * turn);
 }
 
-// The CPU backend says the same words in cpu/execution/warp_products.h.
+// The CPU backend has functions of the same names in cpu/execution/warp_products.h.
 #ifndef CUDA_CPU
 
 /// For a whole warp: loads four matrices of 8 x 8 elements of 16 bits from shared memory. Each lane

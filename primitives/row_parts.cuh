@@ -9,8 +9,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ inline float minus_infinity() { return __int_as_float(0xff800000); }
 
-/// The maximum over each group of kLanes neighbouring lanes. All lanes of the group get it. Below:
-/// the sum.
+/// The maximum over each group of kLanes neighbouring lanes. All lanes of the group get it.
 template <int kLanes>
 __device__ float lanes_max(float value) {
 #pragma unroll
@@ -19,6 +18,7 @@ __device__ float lanes_max(float value) {
   return value;
 }
 
+/// The sum over each group of kLanes neighbouring lanes. All lanes of the group get it.
 template <int kLanes>
 __device__ float lanes_sum(float value) {
 #pragma unroll

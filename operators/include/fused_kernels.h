@@ -102,13 +102,14 @@ FK_API int fk_product_workspace(const fk_product* product, size_t* bytes);
  * cols); all row-major. Each size is at least 1; rows is at most 2^30, cols at most 2^26, depth at
  * most 2^30, of FK_FLOAT32 2^24. Type: that of the description for all three; added up in fp32.
  * The last three types are fp32 in memory. FK_FLOAT32 is multiplied in fp32. FK_TF32 is multiplied
- * on tensor cores, which get the elements of a and b rounded to TF32: 11 bits instead of 24.
- * FK_TF32X3 gives them each element as the sum of two such numbers, in three products. An element
- * of c then differs from the exact one by at most so many times the sum of the absolute values of
- * its products: FK_FLOAT32 depth * 2^-24, FK_TF32 2^-10 + depth * 2^-25, FK_TF32X3 2^-18 + depth *
- * 2^-29. With FK_TF32X3 an infinity in a row of a makes that row of c NaN. Alignment: each pointer
- * to 16 bytes. Written: c, which must not overlap a or b. Device: compute capability 9.0; for
- * FK_TF32 and FK_TF32X3 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
+ * on tensor cores, which get the elements of a and b rounded to TF32: 11 bits instead of 24, of
+ * which the first is a 1 that is not stored. FK_TF32X3 gives them each element as the sum of two
+ * such numbers, in three products. Take the sum of the absolute values of the products that an
+ * element of c adds up. The element differs from the exact one by at most that sum times depth *
+ * 2^-24 with FK_FLOAT32, times 2^-10 + depth * 2^-25 with FK_TF32, and times 2^-18 + depth * 2^-29
+ * with FK_TF32X3. With FK_TF32X3 an infinity in a row of a makes that row of c NaN. Alignment: each
+ * pointer to 16 bytes. Written: c, which must not overlap a or b. Device: compute capability 9.0;
+ * for FK_TF32 and FK_TF32X3 8.0 and newer; for FK_FLOAT32 any that the library is built for. */
 FK_API int fk_product_forward(const fk_product* product, const void* a, const void* b, void* c,
                               void* workspace, size_t workspace_bytes, struct CUstream_st* stream);
 

@@ -3,8 +3,8 @@
 // the other. A phase ends when `count` arrivals have come, and all bytes that were announced. A
 // thread that waits names a phase by its parity: 0, 1, 0, 1 and so on.
 //
-// And Ring, which says which of several barriers comes next. The CPU backend says the same words in
-// cpu/hopper/hopper_device.h.
+// And Ring, which says which of several barriers comes next. The CPU backend has functions of the
+// same names in cpu/hopper/hopper_device.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,8 +22,8 @@ namespace primitives {
 using Barrier = uint64_t;
 
 /// Where a thread stands among the `count` stages of a pipeline: which stage comes next, and the
-/// parity of the phase that its barriers are in. With three stages the fifth step has stage 1 and
-/// parity 1.
+/// parity of the phase that its barriers are in. With three stages step 4 has stage 1 and parity 1,
+/// if steps are counted from 0.
 struct Ring {
   int count, stage = 0, parity = 0;
   __device__ void advance() {

@@ -1,4 +1,20 @@
 // How the blocks of a cluster divide what they copy, and whom they tell that a stage is empty.
+//
+// Blocks of a cluster need the same tiles. So each block copies a share of such a tile, and the
+// copy arrives in the shared memory of all blocks that need it. Two questions follow: who copies
+// what, and who has to be told that a stage has been read? load() and release() answer them.
+//
+// For example, two blocks have tiles of C = A B that lie one below the other (BlockGrid<2, 1>). In
+// each step a block needs a tile of A of its own, and both need the same tile of B. That is 64 x
+// 256 numbers of fp16, in four boxes of 64 columns:
+//
+//                  block 0                       block 1
+//     load of A    its tile, for itself          its tile, for itself
+//     load of B    boxes 0 and 1, to both        boxes 2 and 3, to both
+//     release      tells blocks 0 and 1          tells blocks 0 and 1
+//
+// Block 0 copies into the stages of both blocks. So it may fill a stage again only when both blocks
+// have read it. That is why release() tells both.
 #pragma once
 
 #include "primitives/hopper/hopper.cuh"
@@ -8,7 +24,9 @@ namespace primitives {
 
 /// How kSharers blocks divide the copies of a row-major right tile of kCols columns. If its boxes
 /// can be divided equally, each block fetches some whole boxes, all rows of them. Otherwise each
-/// block fetches some rows of every box.
+/// block fetches some rows of every box. For example, two blocks share a tile of fp16. With 256
+/// columns it has four boxes of 64 x 64, and each block fetches two of them. With 192 columns it
+/// has three boxes, and each block fetches 32 rows of each.
 template <typename T, int kCols, int kSharers>
 struct RightShare {
   static constexpr int kAllBoxes = RightTile<T, kCols>::kBoxes;
@@ -17,8 +35,10 @@ struct RightShare {
   static constexpr int kRows = kWhole ? kLine<T> : kLine<T> / kSharers;
 };
 
-/// The same of a right tile whose columns are contiguous. It comes in boxes of kCols columns, a
-/// multiple of 8, which the blocks take in turn.
+/// The same for a right tile whose columns are contiguous. It comes in boxes of kCols columns, a
+/// multiple of 8. If the columns can be divided equally, there is one box for each block. Otherwise
+/// boxes have 32 columns, and the blocks take them in turn: of 128 columns that three blocks share,
+/// block 0 fetches boxes 0 and 3, block 1 fetches box 1, and block 2 fetches box 2.
 template <int kAllCols, int kSharers>
 struct ColumnShare {
   static constexpr bool kEqual = kAllCols % (8 * kSharers) == 0;
@@ -40,14 +60,19 @@ struct BoxSource {
 /// and need the same tile of the left factor. Each block fetches a share of what it has in common
 /// with others, for all of them. BlockGrid<1, 1> is a block alone.
 ///
-/// For example, in BlockGrid<2, 2> the ranks of the blocks lie so, and block 0 shares the right
-/// factor with block 1 and the left factor with block 2:
+/// For example, in BlockGrid<2, 2> the ranks of the blocks lie so:
 ///
 ///     0  2
 ///     1  3
 ///
+/// Take block 1. It shares the right factor with block 0: it fetches the second half of that tile,
+/// for blocks 0 and 1. It shares the left factor with block 3: it fetches the first half of that
+/// tile, for blocks 1 and 3. When it has read a stage it tells blocks 0, 1 and 3, which have copied
+/// parts of this stage.
+///
 /// `rank` is this block's number in its cluster. `stack` and `side` are its row and its column in
-/// such a picture. `cluster` is the number of this cluster, and `clusters` is how many there are.
+/// such a picture, 1 and 0 for block 1. `cluster` is the number of this cluster, and `clusters` is
+/// how many there are.
 template <int kStack, int kSide>
 struct BlockGrid {
   static constexpr int kBlocks = kStack * kSide;
@@ -68,8 +93,9 @@ struct BlockGrid {
 
   /// A warpgroup calls this when it has read the stage whose barrier is `empty`. The kPeers blocks
   /// that have copied a part of this stage, this block among them, have to be told. Each of the
-  /// first kPeers threads tells one block: the first kStack threads those of this side, the others
-  /// those beside this block.
+  /// first kPeers threads tells one block. The first kStack threads tell the blocks in this block's
+  /// column of the picture, and the others tell the other blocks in its row. In block 1 of
+  /// BlockGrid<2, 2> threads 0, 1 and 2 tell blocks 0, 1 and 3.
   __device__ void release(Barrier& empty) const {
     const int thread = threadIdx.x % 128;
     if constexpr (kBlocks == 1) {
@@ -82,12 +108,13 @@ struct BlockGrid {
     }
   }
 
-  /// Who is sent a copy, as bits: bit i stands for rank i. beside() are the blocks that share a
-  /// tile of the left factor with this one, below() those that share one of the right factor; this
-  /// block is among them. In BlockGrid<2, 2>, for rank 1, beside() is 0b1010, ranks 1 and 3, and
-  /// below() is 0b0011, ranks 0 and 1.
+  /// Who is sent a copy, as bits: bit i stands for rank i. beside() are the blocks in this block's
+  /// row of the picture, which share a tile of the left factor. below() are those in its column,
+  /// which share a tile of the right factor. This block is among both. In BlockGrid<2, 2>, for rank
+  /// 1, beside() is 0b1010, ranks 1 and 3, and below() is 0b0011, ranks 0 and 1.
   ///
-  /// In the code kAll has a bit for the first block of each side, and kTwo for those of two sides.
+  /// In the code kAll has the bits of the picture's top row, one for each column, and kTwo has
+  /// those of its first two columns.
   __device__ uint16_t beside() const {
     static_assert(kSide <= 2 || kSide == 4);
     constexpr unsigned kTwo = 1 | 1 << kStack;
@@ -98,9 +125,10 @@ struct BlockGrid {
     return static_cast<uint16_t>(((1 << kStack) - 1) << kStack * side);
   }
 
-  /// Starts the copies of this block's share of a tile of the left factor at (row, k), to all
-  /// blocks beside this one. The bytes count at the barrier `arrived` of each block. With kAlone
-  /// the block fetches all of the tile, for itself alone.
+  /// Starts the copies of this block's share of a tile of the left factor. The tile begins at (row,
+  /// k) of the matrix, and the share is kRows / kSide of its rows. They go to all blocks of
+  /// beside(), and their bytes count at the barrier `arrived` of each. With kAlone the block
+  /// fetches all of the tile, for itself alone.
   template <bool kAlone = false, typename T, int kRows>
   __device__ void load(LeftTile<T, kRows>& to, const CUtensorMap* map, int row, int k,
                        Barrier* arrived) const {
@@ -129,7 +157,8 @@ struct BlockGrid {
     }
   }
 
-  /// The same of a tile of a row-major right factor at (k, col), to all blocks below.
+  /// The same for a tile of a row-major right factor, which begins at (k, col). The share goes to
+  /// all blocks of below(). RightShare says which share that is.
   template <bool kAlone = false, typename T, int kCols>
   __device__ void load(RightTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
                        Barrier* arrived) const {
@@ -162,8 +191,8 @@ struct BlockGrid {
     }
   }
 
-  /// The same of a right factor whose columns are contiguous: its column `col` is row `col` of the
-  /// matrix in memory.
+  /// The same for a right factor whose columns are contiguous: its column `col` is row `col` of the
+  /// matrix in memory. ColumnShare says which share that is.
   template <bool kAlone = false, typename T, int kCols>
   __device__ void load(ColumnTile<T, kCols>& to, const CUtensorMap* map, int col, int k,
                        Barrier* arrived) const {
@@ -183,8 +212,9 @@ struct BlockGrid {
 };
 
 /// A cluster whose blocks all read what each of them fetches. Its blocks are a row of the grid, and
-/// how many they are is known only at run time. kBy says who calls release(): a warpgroup, or each
-/// of its warps.
+/// how many they are is known only at run time. With five blocks all() is 0b11111, and in release()
+/// threads 0 to 4 tell one block each. kBy says who calls release(): a warpgroup, or each of its
+/// warps.
 enum class Releases { warpgroup, warp };
 template <Releases kBy = Releases::warpgroup>
 struct BlockRow {

@@ -1,5 +1,5 @@
 // Warpgroups, and clusters: blocks that run at the same time and reach each other's shared memory.
-// The CPU backend says the same words in cpu/hopper/hopper_device.h.
+// The CPU backend has functions of the same names in cpu/hopper/hopper_device.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,9 +18,9 @@ namespace primitives {
 
 // ---- Host: how many fit -------------------------------------------------------------------------
 
-/// How many clusters of `blocks` blocks of `kernel` the device holds at a time; perhaps none. Of a
-/// device without clusters: for how many it has multiprocessors, so that what follows from the
-/// number can be worked out there, too.
+/// How many clusters of `blocks` blocks of `kernel` the device holds at a time; perhaps none. For a
+/// device without clusters it is how many there would be with one block on each multiprocessor, so
+/// that plans can be made there, too.
 template <typename Kernel>
 int clusters_that_fit(Kernel* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) {
   if (!is_hopper()) return std::max(1, multiprocessors() / static_cast<int>(blocks));
@@ -117,8 +117,8 @@ __device__ inline void cluster_sync() {
 
 /// The same in two halves: cluster_arrive() says that this thread is here, cluster_wait() waits
 /// until all are. It does not wait for what was written before, which can take a microsecond. So
-/// after it all threads of the cluster are there, but of what they have written only the barriers
-/// can be seen after whose initialization barrier_init_fence() was called.
+/// after it all threads of the cluster are there. But of what they have written only the barriers
+/// can be seen, and these only if barrier_init_fence() was called after barrier_init().
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -1,6 +1,6 @@
 // The copy engine (TMA): one thread orders the copy of a whole box between memory and shared
 // memory, and goes on. PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
-// The CPU backend says the same words in cpu/hopper/hopper_device.h.
+// The CPU backend has functions of the same names in cpu/hopper/hopper_device.h.
 //
 // A box lies in shared memory at a multiple of 128 bytes. Where a Barrier is named, the bytes of a
 // copy count there when they have come.
@@ -28,7 +28,8 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, in
       : "memory");
 }
 
-/// Brings the box that tensor_load would copy into the L2 cache, and no further.
+/// Brings a box into the L2 cache, and no further: the box that tensor_load would copy to shared
+/// memory.
 __device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
                "r"(col), "r"(row)
@@ -85,7 +86,7 @@ __device__ inline void bulk_push(void* to, const void* from, int bytes, Barrier*
 
 /// Writes `value` into the shared memory of block `rank` of the cluster, to the place that `to` has
 /// there. Its 4 bytes count at that block's `barrier` when they have come. That block must not end
-/// before; this one may. PTX ISA, "st.async".
+/// before they have come. This block may. PTX ISA, "st.async".
 __device__ inline void store_push(float* to, float value, Barrier* barrier, int rank) {
   asm volatile(
       "{\n"
@@ -107,8 +108,8 @@ __device__ inline void tensor_store(const CUtensorMap* map, int row, int col, co
       "r"(col), "r"(row), "r"(shared_address(from))
       : "memory");
 }
-/// The same of `bytes` bytes that lie one after the other, without a tensor map. Both addresses and
-/// `bytes` are multiples of 16. PTX ISA, "cp.async.bulk".
+/// The same for `bytes` bytes that lie one after the other, without a tensor map. Both addresses
+/// and `bytes` are multiples of 16. PTX ISA, "cp.async.bulk".
 __device__ inline void bulk_store(void* to, const void* from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
@@ -134,8 +135,8 @@ __device__ inline void global_fence() { asm volatile("fence.proxy.async.global;"
 
 // ---- With a policy for the L2 cache, and of a batch of matrices ---------------------------------
 //
-// A tensor map may be of a batch of matrices. A box is of one of them, and ends where that ends:
-// what it reads beyond is zero and not the next matrix, and what it writes there is dropped.
+// A tensor map may be of a batch of matrices. A box lies in one matrix of the batch. What it reads
+// beyond that matrix is zero, not the next matrix, and what it writes there is dropped.
 
 // Policies for the copies below: the L2 cache gives this data up before other data, after it, or as
 // if nothing was said. PTX ISA, "createpolicy".
@@ -155,7 +156,7 @@ __device__ inline uint64_t evict_normal() {
   return policy;
 }
 
-/// tensor_load() with a policy; and below, the same of a box of matrix number `matrix`.
+/// tensor_load() with a policy; and below, the same for a box of matrix number `matrix`.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int row, int col,
                                    Barrier* barrier, uint64_t policy) {
   asm volatile(
@@ -173,7 +174,7 @@ __device__ inline void tensor_load(void* to, const CUtensorMap* map, int matrix,
       : "memory");
 }
 
-/// The same of a tensor of five dimensions. `at` is where the box begins; the innermost dimension
+/// The same for a tensor of five dimensions. `at` is where the box begins; the innermost dimension
 /// comes first.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, const int (&at)[5],
                                    Barrier* barrier, uint64_t policy) {

@@ -11,8 +11,23 @@
 //     Reader::take   waits until the next stage is full, starts its products, and gives back the
 //                    stage before, whose products are done by then
 //
-// Who has to be told that a stage is empty is known by `blocks`, a BlockGrid or BlockRow
-// (primitives/hopper/block_grid.cuh).
+// For example, a pipeline has three stages. Steps and the phases of a barrier are counted from 0,
+// and a thread that waits names a phase by its parity:
+//
+//     step                                  0   1   2   3   4   5   6
+//     its stage                             0   1   2   0   1   2   0
+//     `full`:  a Reader waits for phase     0   0   0   1   1   1   2
+//              which has parity             0   0   0   1   1   1   0
+//     `empty`: the Writer waits for phase   -   -   -   0   0   0   1
+//              it names parity              1   1   1   0   0   0   1
+//
+// In step 4 the Writer waits until step 1, which had the same stage, has been given back: that ends
+// phase 0 of this stage's `empty`. In steps 0 to 2 no step has had the stage before. There the
+// Writer names parity 1, and a new barrier behaves as if a phase of parity 1 were over: it does not
+// wait.
+//
+// `blocks`, a BlockGrid or BlockRow (primitives/hopper/block_grid.cuh), knows whom to tell that a
+// stage is empty.
 //
 // At the first reading take "turn" for "stage", and skip prepare_first(), put_first(), Writer's
 // `filled` and `announced`, back(), and Maker: only operators and bonuses need them. A pipeline is
@@ -28,14 +43,19 @@
 
 namespace primitives {
 
-/// The barriers of a pipeline whose stages lie somewhere else; stage(turn) is the number of a
-/// stage.
+/// The barriers of a pipeline whose stages lie somewhere else.
 ///
 /// Usually a turn is a stage: turns come one after the other, again and again, and each has two
 /// barriers. Why is there another word? Two readers may take stages alternately. Then each of them
 /// skips some rounds of a stage, and since a barrier has only two parities, it could mistake one
 /// round for another. In that case there are more turns than stages. Each turn has barriers of its
-/// own, and turn t fills stage t % kStages.
+/// own, and turn t fills stage t % kStages: that is stage(turn).
+///
+/// For example, there are two stages, and each reader takes two steps at a time: one takes steps 0,
+/// 1, 4, 5, and the other one takes steps 2, 3, 6, 7. In stage 0 the first reader waits for step 0
+/// and next for step 4, that is for phases 0 and 2 of one barrier, which have the same parity. With
+/// four turns step 4 is turn 0 again. Its barrier has served no other step than 0, so the reader
+/// waits for phases 0 and 1. (The turns that the warpgroups of attention take are something else.)
 template <int kStageCount, int kTurnCount = kStageCount>
 struct StageBarriers {
   static constexpr int kStages = kStageCount, kTurns = kTurnCount;
@@ -49,7 +69,7 @@ struct StageBarriers {
 #endif
 };
 
-/// The same, with the stages in it.
+/// The barriers, and the stages themselves: stage(turn) is the stage that the turn fills.
 template <class StageType, int kStageCount, int kTurnCount = kStageCount>
 struct Pipeline {
   using Stage = StageType;
@@ -112,13 +132,15 @@ __device__ __forceinline__ void put_first(Pipe& pipe, Fill fill) {
   put_first(pipe, loaded_bytes<typename Pipe::Stage>(), fill);
 }
 
-/// The thread that fills stages, and how far it has come. Order is Ring; or it is BackRing, on the
-/// way back through the stages of another Writer.
+/// The thread that fills stages, and how far it has come. Most kernels call put() for each step
+/// and, in a cluster, finish() at the end. Order is Ring: with three stages 0, 1, 2, 0 and so on.
+/// Or it is BackRing, on the way back through the stages of another Writer: if that one filled
+/// stage 1 last, the way back is 1, 0, 2, 1 and so on.
 template <class Pipe, class Order = Ring>
 struct Writer {
   Pipe& pipe;
   Order ring;
-  bool filled = false;  ///< the next stage is, already
+  bool filled = false;  ///< whether the next stage is filled already
   /// The next stage's bytes have been announced already, and some of them are on their way.
   bool announced = false;
 
@@ -221,8 +243,10 @@ struct Maker {
   }
 };
 
-/// A warpgroup (or some of its warps) that empties stages, and how far it has come. Order is as a
-/// Writer's.
+/// A warpgroup (or some of its warps) that empties stages, and how far it has come. Most kernels
+/// call take() for each step, and finish() at the end of a tile. When take() returns, the products
+/// of one step are under way. For example, in step 4 it starts the products of step 4, waits until
+/// those of step 3 are done, and gives back the stage of step 3. Order is as a Writer's.
 template <class Pipe, class Blocks, class Order = Ring>
 struct Reader {
   Pipe& pipe;

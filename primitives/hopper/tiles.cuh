@@ -1,11 +1,24 @@
 // The words of Hopper's kernels: tiles in shared memory, as the copy engine leaves them and wgmma
-// reads them, and sums in the registers of a warpgroup. Lesson 3 introduces each of them. The
-// instructions below these words are in the headers beside this one.
+// reads them, and sums in the registers of a warpgroup. Lesson 3 introduces LeftTile, RightTile,
+// Box and Sum. The other words are for the operators and the bonuses. The instructions below all of
+// these words are in the headers beside this one.
 //
-// wgmma reads a factor in one of two forms. AlongK: neighbours in memory are neighbours along k,
-// the dimension that is summed. AcrossK: neighbours in memory are neighbours across it, so that
-// rows in memory are k. For C = A B with row-major matrices A is AlongK, and B is AcrossK. For
-// elements of 1 and 4 bytes wgmma takes AlongK only.
+// For example, a warpgroup multiplies a 64 x 64 tile of A by a 64 x 256 tile of B, both of fp16:
+//
+//     LeftTile<half, 64> a           64 rows of 64 numbers, 128 bytes each: one Box, 8 KB
+//     RightTile<half, 256> b         four Boxes of 64 rows and 64 columns, 32 KB
+//     Sum<256> sum                   64 x 256 sums in fp32, 128 registers of each of 128 threads
+//     sum.start_product(a.rows(0), b, add)
+//                                    starts four wgmma, one for each slice: 16 of the 64 of k
+//
+// wgmma reads a factor in one of two forms. They differ in how the factor lies along k, the
+// dimension that is summed:
+//
+//     AlongK     a row in memory has numbers with different k: neighbours are k and k + 1
+//     AcrossK    a row in memory is one k: neighbours have the same k
+//
+// For C = A B with row-major matrices a row of A has different k, so A is AlongK. A row of B is one
+// k, so B is AcrossK. For elements of 1 and 4 bytes wgmma takes AlongK only.
 #pragma once
 
 #include "primitives/hopper/hopper.cuh"
@@ -15,18 +28,18 @@
 namespace primitives {
 
 /// How many elements 128 bytes are: a row of what the copy engine swizzles, and what a step of a
-/// product takes of k. One wgmma takes a quarter of that, a *slice*: 32 bytes of k. For 2 bytes
-/// that is 64 of k in a step, and 16 in a slice.
+/// product takes of k. One wgmma takes a quarter of that, a *slice*: 32 bytes of k. With elements
+/// of 2 bytes that is 64 of k in a step and 16 in a slice, with 4 bytes 32 and 8.
 template <typename T>
 inline constexpr int kLine = 128 / sizeof(T);
 inline constexpr int kSlices = 4;
 
-// Of 2 bytes.
+// For elements of 2 bytes.
 inline constexpr int kBoxCols = kLine<uint16_t>;  // columns of a box
 inline constexpr int kStepK = kLine<uint16_t>;    // columns of A, rows of B, of a step
 
 #if HOPPER_CODE
-/// What wgmma reads of a matrix in shared memory whose rows are k: as a right factor, or,
+/// What wgmma reads of a matrix in shared memory of which each row is one k: as a right factor, or,
 /// transposed, as a left one. A slice is 16 rows, so the next slice is 2048 bytes further on.
 template <typename T>
 struct AcrossK {
@@ -56,8 +69,8 @@ struct alignas(1024) Box {
   __device__ T* row(int row) { return elements + row * kLine<T>; }
   __device__ const T* row(int row) const { return elements + row * kLine<T>; }
 #if HOPPER_CODE
-  /// What wgmma reads of this box, if its rows are k and its elements have 2 bytes: 64 columns, or
-  /// 128 if another box follows, and so on.
+  /// What wgmma reads of this box, if each of its rows is one k and its elements have 2 bytes: 64
+  /// columns, or 128 if another box follows, and so on.
   __device__ AcrossK<T> across_k() const { return primitives::across_k(elements, kRows); }
   __device__ uint64_t operand_b(int slice) const { return across_k().operand(slice); }
 #endif
@@ -70,8 +83,8 @@ struct LeftFragments {
   using Element = T;
   uint32_t slices[kCount][4];
   __device__ const uint32_t (&operand(int slice) const)[4] { return slices[slice]; }
-  /// For elements of 2 bytes: which k the first element of a register is. The second one is the
-  /// next k.
+  /// For elements of 2 bytes, of which register i of a slice has two: the k of the first one. The
+  /// second one has the next k.
   __device__ static int k(int slice, int i) { return 16 * slice + i / 2 * 8 + threadIdx.x % 4 * 2; }
 };
 
@@ -84,7 +97,7 @@ struct AlongK {
   static constexpr bool kRowMajor = false;  // as a right factor
   uint64_t first;
   __device__ uint64_t operand(int slice) const { return further(first, 2 * slice); }
-  /// The same of the tile that lies behind this one, if both have kRows rows.
+  /// The same for the tile that lies behind this one, if both have kRows rows.
   template <int kRows>
   __device__ AlongK next_tile() const {
     return {further(first, 8 * kRows)};
@@ -97,7 +110,7 @@ template <typename T, int kRows>
 struct LeftTile : Box<T, kRows> {
 #if HOPPER_CODE
   /// What wgmma reads: 64 rows, from `row` on. (In a transposed product this tile is the right
-  /// factor, and they are as many rows as its sum has.)
+  /// factor. Then as many of its rows are read as the TransposedSum has.)
   __device__ AlongK<T> rows(int row) const { return {descriptor_a(this->row(row))}; }
   /// Loads 64 rows, from `row` on, to registers: each thread its fragments of a left factor.
   __device__ LeftFragments<T> load_fragments(int row = 0) const {
@@ -111,7 +124,7 @@ struct LeftTile : Box<T, kRows> {
     }
     return fragments;
   }
-  /// The same of the tile's transpose: the tile's 64 columns become the rows of the left factor.
+  /// The same for the tile's transpose: the tile's 64 columns become the rows of the left factor.
   __device__ LeftFragments<T> load_transposed_fragments() const {
     static_assert(sizeof(T) == 2 && kRows == kLine<T>);
     LeftFragments<T> fragments;
@@ -126,11 +139,15 @@ struct LeftTile : Box<T, kRows> {
 #endif
 };
 
-/// A tile of a left factor of 4 bytes that memory has transposed, as (k, rows): 32 of k, in boxes
-/// of 32 rows of the factor. In TF32 wgmma cannot read such a tile, so the factor goes through
-/// registers. Then we may say which row of the tile is which row of the product. Of each 64 rows a
-/// thread has two, which are neighbours in the tile, so that one load of 8 bytes brings both. Place
-/// says which two, such that no two lanes of a load meet in a bank.
+/// A tile of a left factor with elements of 4 bytes, where memory has the factor's transpose: a row
+/// in memory is one k, and its elements are rows of the factor. The tile has 32 of k, and each of
+/// its boxes has 32 rows of the factor. With 64 rows, for example, it is two boxes of 32 x 32.
+///
+/// In TF32 wgmma cannot read such a tile, so the factor goes through registers. Then we may choose
+/// which row of the tile is which row of the product. Of each 64 rows a thread has two. We give it
+/// two that are neighbours in memory, so that one load of 8 bytes brings both. Place says which
+/// two, such that no two lanes of a load meet in a bank. Thread 0 has rows 0 and 1, for example,
+/// and thread 4 has rows 2 and 3.
 template <int kRows>
 struct TransposedLeftTile {
   static constexpr int kBoxRows = kLine<float>;
@@ -229,7 +246,9 @@ __device__ __forceinline__ void multiply_slice(float (&sum)[kCount], const Left&
 #endif
 
 /// A warpgroup's sum of 64 rows by kCols columns, in fp32, in its registers. Element i of a thread
-/// is the one at row(i), col(i).
+/// is the one at row(i), col(i). For example, thread 5 has in row 1 columns 2 and 3 (its elements 0
+/// and 1), 10 and 11 (elements 4 and 5), and so on, and in row 9 the same columns (elements 2 and
+/// 3, 6 and 7, and so on).
 template <int kCols>
 struct Sum {
   float elements[kCols / 2];
@@ -317,7 +336,9 @@ __device__ __forceinline__ void start_products(Sum<kCols> (&sums)[kCount],
 /// A warpgroup's sum of kRows rows by 64 kCount columns, which wgmma computes transposed: C^T = B^T
 /// A^T. Why? A left factor always has 64 rows, but a right factor may have any multiple of 8
 /// columns, up to 256. Transposed, the rows of A are the columns of the right factor, so kRows may
-/// be any multiple of 8. The left factors are 64 columns of B each, transposed.
+/// be any multiple of 8. The left factors are 64 columns of B each, transposed. For example, 40
+/// rows of C by 128 columns are TransposedSum<40, 2>: each of two products has 64 columns of B as
+/// the rows of its left factor, and 40 rows of A as the columns of its right factor.
 template <int kRows, int kCount>
 struct TransposedSum {
   float elements[kCount][kRows / 2];  // elements[j]: of 64 columns, as in Sum, but transposed

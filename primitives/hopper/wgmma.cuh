@@ -15,7 +15,7 @@
 // back nothing else that another warp has read, and nothing of a newer product. How sure that is:
 // docs/hopper.md, at its end.
 //
-// The CPU backend says the same words in cpu/hopper/hopper_device.h.
+// The CPU backend has functions of the same names in cpu/hopper/hopper_device.h.
 #pragma once
 
 #include <cuda_bf16.h>
