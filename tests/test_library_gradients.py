@@ -90,9 +90,22 @@ class GatedBackward(Backward):
         return True
 
 
-class SoftmaxBackward(Backward):
-    NAME, Description = "softmax_backward", fused_kernels.fk_softmax
-    WRITTEN, NAMES = ("d_x", "d_w"), ("d_probs", "x", "w", "probs", "d_x", "d_w")
+class OfLogits(Backward):
+    Description, WRITTEN = fused_kernels.fk_softmax, ("d_x", "d_w")
+
+    def are_gradients_of(self, g, far):
+        """Whether d_x and d_w come of these gradients of logits, which may be off by so much."""
+        of_w, far_w = added_up(g, self.x, far, "columns")
+        for name, value, off in (("d_x", *added_up(g, self.w, far, "rows")),
+                                 ("d_w", list(zip(*of_w)), list(zip(*far_w)))):
+            value = flat(value)
+            if not near(self.found(name, FLOAT32, 1, len(value)), value, flat(off)):
+                return False
+        return True
+
+
+class SoftmaxBackward(OfLogits):
+    NAME, NAMES = "softmax_backward", ("d_probs", "x", "w", "probs", *OfLogits.WRITTEN)
 
     def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
@@ -112,19 +125,12 @@ class SoftmaxBackward(Backward):
             size = sum(abs(d * p) for d, p in zip(d_row, p_row))
             g.append([p * (d - total) for d, p in zip(d_row, p_row)])
             far.append([FP32 * p * (abs(d) + size) for d, p in zip(d_row, p_row)])
-        of_w, far_w = added_up(g, self.x, far, "columns")
-        for name, value, off in (("d_x", *added_up(g, self.w, far, "rows")),
-                                 ("d_w", list(zip(*of_w)), list(zip(*far_w)))):
-            value = flat(value)
-            if not near(self.found(name, FLOAT32, 1, len(value)), value, flat(off)):
-                return False
-        return True
+        return self.are_gradients_of(g, far)
 
 
-class CrossEntropyBackward(Backward):
-    NAME, Description = "cross_entropy_backward", fused_kernels.fk_softmax
-    WRITTEN = "d_x", "d_w"
-    NAMES = ("d_losses", "x", "w", "labels", "logits", "log_sums", *WRITTEN)
+class CrossEntropyBackward(OfLogits):
+    NAME = "cross_entropy_backward"
+    NAMES = ("d_losses", "x", "w", "labels", "logits", "log_sums", *OfLogits.WRITTEN)
 
     def __init__(self, library, rows=20, inputs=24, classes=40, seed=0):
         self.x = [numbers(inputs, seed + i) for i in range(rows)]
@@ -146,13 +152,7 @@ class CrossEntropyBackward(Backward):
             each = [math.exp(logit - log_sum) for logit in row]
             g.append([d * (value - (c == label)) for c, value in enumerate(each)])
             far.append([FP32 * abs(d) * (value + 1) for value in each])
-        of_w, far_w = added_up(g, self.x, far, "columns")
-        for name, value, off in (("d_x", *added_up(g, self.w, far, "rows")),
-                                 ("d_w", list(zip(*of_w)), list(zip(*far_w)))):
-            value = flat(value)
-            if not near(self.found(name, FLOAT32, 1, len(value)), value, flat(off)):
-                return False
-        return True
+        return self.are_gradients_of(g, far)
 
 
 KINDS = [GatedBackward, SoftmaxBackward, CrossEntropyBackward]
