@@ -42,8 +42,9 @@ REACHED_BY = {
 KERNEL = "operators/product/product.cuh"  # judged with hopper_product
 # What is put in the place of the program's #include of it, and has the mistakes.
 HEADERS = {
-    PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/tf32.cuh",
-              "operators/softmax/transposed_product.cuh", "operators/product/tf32_product.cuh"),
+    PRODUCT: (*SHARED, KERNEL, "operators/product/plan.cuh", "operators/product/sliced.cuh",
+              "operators/product/tf32.cuh", "operators/softmax/transposed_product.cuh",
+              "operators/product/tf32_product.cuh"),
     "6_gating_fused": ("operators/gating/rows.cuh", "operators/gating/resident.cuh", "operators/gating/layer.cuh"),
     GPUS: (*SHARED, "operators/diffusion/one_launch.cuh", "checks/diffusion/gpus.cuh"),
     "8_spatial_gradients": (*SHARED, "operators/gradients/features.cuh", "operators/gradients/forward.cuh",

@@ -12,6 +12,7 @@
 
 #include "common/device.h"
 #include "operators/product/product.cuh"
+#include "operators/product/sliced.cuh"
 #include "operators/product/tf32_product.cuh"
 
 using namespace common;
@@ -60,13 +61,14 @@ struct Matrix {
   Factor<> factor(int box_rows) const { return {{map(box_rows)}}; }
 };
 
-/// Multiplies with one kind of tile; returns whether the result is right.
-template <class Tile>
-bool right(const ProductShape& shape, bool split, bool in_step) {
-  constexpr int kBytes = sizeof(ProductShared<Tile>);
+/// Multiplies with one kind of tile; returns whether the result is right. slices: 0, or into how
+/// many k is cut.
+template <class Tile, template <class, class> class Kind = MatrixProduct>
+bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) {
   using T = typename Tile::Element;
   using Epilogue = StoreRounded<T>;
-  using Work = MatrixProduct<Tile, Epilogue>;
+  using Work = Kind<Tile, Epilogue>;
+  constexpr int kBytes = sizeof(typename Work::Shared);
   const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
   const Matrix<T> A(shape.rows, shape.depth), B(shape.depth, shape.cols);
@@ -79,8 +81,11 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
   if (capacity == 0) return true;
   const Schedule<Tile> whole(shape, capacity, false);
-  const int clusters = split ? capacity : static_cast<int>(persistent(whole.tiles, capacity));
-  const Schedule<Tile> schedule(shape, clusters, split);
+  const int clusters = slices > 0 ? whole.tiles * slices
+                       : split    ? capacity
+                                  : static_cast<int>(persistent(whole.tiles, capacity));
+  const Schedule<Tile> schedule =
+      slices > 0 ? Schedule<Tile>::sliced(shape, slices) : Schedule<Tile>(shape, clusters, split);
 
   const size_t consumers = static_cast<size_t>(clusters) * Tile::kBlocks * Tile::kConsumers;
   unsigned* flags = nullptr;
@@ -91,13 +96,20 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
   CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
   if (epilogue.aligned) epilogue.map = tensor_map<T>(C, shape.rows, shape.cols, Tile::kOutRows);
+  const MatrixProduct<Tile, Epilogue> all{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue,
+                                          schedule,
+                                          Exchange{in_step ? flags : nullptr, flags + 1, partial}};
+  Work work;
+  if constexpr (std::is_same_v<Work, MatrixProduct<Tile, Epilogue>>) {
+    work = all;
+  } else {
+    work = {all, {partial, flags}, slices};
+  }
   std::vector<T> host(count);
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
     CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(T)));
-    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        Work{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
-             Exchange{in_step ? flags : nullptr, flags + 1, partial}});
+    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(work);
     CUDA_CHECK(cudaGetLastError());
     CUDA_CHECK(cudaDeviceSynchronize());
     CUDA_CHECK(cudaMemcpy(host.data(), C, count * sizeof(T), cudaMemcpyDeviceToHost));
@@ -115,7 +127,10 @@ bool right(const ProductShape& shape, bool split, bool in_step) {
     }
   }
   std::printf("%d x %d tiles, %d stacked, %d aside, %s%s%s\n", Tile::BM, Tile::BN, Tile::kStack,
-              Tile::kSide, schedule.shared > 0 ? "some shared along k" : "whole",
+              Tile::kSide,
+              slices > 0            ? "each in slices"
+              : schedule.shared > 0 ? "some shared along k"
+                                    : "whole",
               in_step ? ", in step" : "", ok ? "" : ": FAILED");
   cudaFree(partial);
   cudaFree(flags);
@@ -187,6 +202,8 @@ int main(int argc, char** argv) {
        ok;  // all columns are a box
   ok = right<TransposedTiles<half, 152, 256, 1, 2>>(shape, true, true) &&
        ok;  // results leave in strips
+  ok = right<Tiles<half, 64, 64, 1, 1, 1>, SlicedProduct>(shape, false, false, 2) && ok;
+  ok = right<Tiles<__nv_bfloat16, 128, 256, 2, 1, 2>, SlicedProduct>(shape, false, false, 3) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::tf32, 96, 2>>(shape) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 2>>(shape) && ok;
   return ok ? 0 : 1;

@@ -657,6 +657,14 @@ def test_ways_are_tried(library, tuning, kind, options):
     again.run_twice()
 
 
+@pytest.mark.parametrize("options", [dict(rows=33, cols=30, depth=1100), dict(rows=65, cols=24, depth=1061),
+                                     dict(rows=20, cols=40, depth=2056, type=BFLOAT16, c_stride=48)], ids=str)
+def test_a_product_of_few_tiles_comes_in_slices(library, options):
+    call = Product(library, **options)
+    call.run_twice()
+    assert b"slices: " in library.fk_last_way()
+
+
 def test_trying_finds_what_the_estimate_does_not(library):
     """The estimate is of a GPU, for which six small tiles are better than two large ones. On the CPU the six take
     three times as long."""

@@ -17,11 +17,15 @@
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
+//   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. Each of them is several
+//     clusters', which have a slice of its steps (sliced.cuh).
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
 // product() of operators/product/product.cuh is lesson 3's kernel for all of these.
 #pragma once
 
+#include <algorithm>
+#include <string>
 #include <vector>
 
 #include "operators/product/plan.cuh"
@@ -44,10 +48,15 @@ class HalfProduct {
         workspace_(workspace) {}
 
   std::vector<Way> ways() const {
-    return Choice::template ways<StoreRounded<T>>(
+    std::vector<Way> all = Choice::template ways<StoreRounded<T>>(
         workspace_, shape_, A_.stride, B_.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); },
         c_stride_ != 0);
+    add_slices<Tiles<T, 64, 64, 1, 1, 1>>(all);
+    add_slices<Tiles<T, 64, 128, 1, 1, 2>>(all);
+    add_slices<Tiles<T, 128, 128, 1, 1, 2>>(all);
+    add_slices<Tiles<T, 128, 256, 2, 1, 2>>(all);
+    return all;
   }
 
  private:
@@ -72,21 +81,61 @@ class HalfProduct {
                  TransposedTiles<T, 72, 128, 2, 4>, TransposedTiles<T, 96, 64, 2, 4>>;
 
   template <class Tile>
+  using Whole = MatrixProduct<Tile, StoreRounded<T>>;
+
+  template <class Tile>
+  Whole<Tile> work(const Schedule<Tile>& schedule, const Exchange& exchange) const {
+    return {{{A_.map(Tile::kRowsA)}},
+            {{B_.map(Tile::kRowsB)}},
+            rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_),
+            schedule,
+            exchange};
+  }
+
+  template <class Tile>
   void launch(const ProductPlan& plan) const {
-    using Work = MatrixProduct<Tile, StoreRounded<T>>;
-    constexpr size_t kBytes = sizeof(ProductShared<Tile>);
-    const Work work{{{A_.map(Tile::kRowsA)}},
-                    {{B_.map(Tile::kRowsB)}},
-                    rounded_to<T>(C_, shape_.rows, shape_.cols, Tile::kOutRows, c_stride_),
-                    Schedule<Tile>(shape_, plan.clusters, plan.split),
-                    exchange_.template exchange<T>(shape_, plan.split)};
+    launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.split),
+                      exchange_.template exchange<T>(shape_, plan.split)),
+           plan.clusters);
+  }
+
+  template <class Work>
+  void launch(const Work& work, int clusters) const {
+    constexpr size_t kBytes = sizeof(typename Work::Shared);
+    using Tile = typename Work::Tile;
     if (A_.copied || B_.copied) {
       const RowCopies<T, 2> copies{A_.job(), B_.job()};
       align_rows<T, 2><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
     }
     allow_shared_bytes(product<Work>, kBytes);
-    product<Work>
-        <<<plan.clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
+    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
+  }
+
+  /// The way in slices, if there is one with these tiles, and, where one is wanted, it should be
+  /// faster than all before it.
+  template <class Tile>
+  void add_slices(std::vector<Way>& all) const {
+    using Work = SlicedProduct<Tile, StoreRounded<T>>;
+    for (const SlicedPlan& plan :
+         plan_slices<Tile, StoreRounded<T>>(shape_, A_.stride, B_.stride)) {
+      const std::string name = name_of_tile<Tile>() + "; slices: " + std::to_string(plan.slices);
+      const bool wanted = workspace_.all_ways || workspace_.only == name ||
+                          std::all_of(all.begin(), all.end(), [&](const Way& way) {
+                            return plan.microseconds < way.microseconds;
+                          });
+      if (!wanted) continue;
+      const int64_t consumers = int64_t{plan.tiles} * Tile::kBlocks * Tile::kConsumers;
+      const auto ended = workspace_.template zeros<unsigned>(consumers);
+      const auto partial =
+          workspace_.template any<float>(consumers * plan.slices * 128 * Tile::TileSum::size());
+      const auto run = [=, self = *this] {
+        const auto schedule = Schedule<Tile>::sliced(self.shape_, plan.slices);
+        const Work sliced{self.template work<Tile>(schedule, {}), {partial, ended}, plan.slices};
+        self.launch(sliced, plan.tiles * plan.slices);
+      };
+      all.push_back(
+          {name, plan.microseconds, run, static_cast<int>(sizeof(typename Work::Shared))});
+    }
   }
 
   AlignedRows<T> A_, B_;

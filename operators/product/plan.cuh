@@ -10,6 +10,7 @@
 #include "operators/estimate.h"
 #include "operators/operands.h"
 #include "operators/product/product.cuh"
+#include "operators/product/sliced.cuh"
 #include "primitives/launch.h"
 
 namespace operators::product {
@@ -176,6 +177,28 @@ struct ProductPlan {
   double microseconds;
 };
 
+/// How long a product should take in `rounds` rounds, with so many clusters at a time, each of
+/// which has one `slices`-th of the steps of a tile.
+template <class Tile>
+double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
+                         double rounds, int clusters, int slices = 1) {
+  using T = typename Tile::Element;
+  const double a = fetched_for_a_line(stride_a * sizeof(T));
+  const double b = fetched_for_a_line(stride_b * sizeof(T));
+  return operators::microseconds(
+      {.rounds = rounds,
+       .steps = 1.0 * shape.depth / kLine<T> / slices,
+       .rows = Tile::BM,
+       .cols = Tile::BN,
+       .shared_lines = Tile::BM + kStepK * Tile::Share::kAllBoxes + Tile::kLinesRead,
+       .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
+       .blocks = 1.0 * clusters * Tile::kBlocks,
+       .multiprocessors = 1.0 * multiprocessors(),
+       .memory_bytes = 1.0 * sizeof(T) *
+                       (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                        1.0 * shape.rows * shape.cols)});
+}
+
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
 /// there are too many tiles. Whoever shares a tile hands a sum over through memory, and the other
 /// one waits for it: that takes 10 us. It is the cluster of the lower number that waits, so tiles
@@ -183,33 +206,57 @@ struct ProductPlan {
 template <class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
                                       bool alone) {
-  using T = typename Tile::Element;
   using Work = MatrixProduct<Tile, Epilogue>;
   const int capacity = clusters_that_fit_once<Work>();
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
   const int clusters = static_cast<int>(persistent(whole.tiles, capacity));
   const auto estimate = [&](double rounds, int of_clusters) {
-    const double a = fetched_for_a_line(stride_a * sizeof(T));
-    const double b = fetched_for_a_line(stride_b * sizeof(T));
-    return operators::microseconds(
-        {.rounds = rounds,
-         .steps = 1.0 * shape.depth / kLine<T>,
-         .rows = Tile::BM,
-         .cols = Tile::BN,
-         .shared_lines = Tile::BM + kStepK * Tile::Share::kAllBoxes + Tile::kLinesRead,
-         .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
-         .blocks = 1.0 * of_clusters * Tile::kBlocks,
-         .multiprocessors = 1.0 * multiprocessors(),
-         .memory_bytes = 1.0 * sizeof(T) *
-                         (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                          1.0 * shape.rows * shape.cols)});
+    return tile_microseconds<Tile>(shape, stride_a, stride_b, rounds, of_clusters);
   };
   std::vector<ProductPlan> plans = {{clusters, false, estimate(whole.rounds, clusters)}};
   if (alone && shared.shared > 0) {
     plans.push_back({capacity, true, 10 + estimate(1.0 * whole.tiles / capacity, capacity)});
   }
   return plans;
+}
+
+/// How a product is computed in slices, and how long that should take.
+struct SlicedPlan {
+  int tiles, slices;
+  double microseconds;
+};
+
+/// The plan with the number of slices that should be the fastest; none where a slice would have
+/// fewer than kLeastSteps steps, or a multiprocessor more than one. The last cluster of a tile adds
+/// up: it reads one slice's sums after another, which the L2 cache holds.
+constexpr int kLeastSteps = 8;
+template <class Tile, class Epilogue>
+std::vector<SlicedPlan> plan_slices(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
+  const int64_t capacity = clusters_that_fit_once<SlicedProduct<Tile, Epilogue>>();
+  const int64_t tiles = Schedule<Tile>::tiles_of(shape);
+  const int64_t steps = ceil_div(int64_t{shape.depth}, int64_t{kLine<typename Tile::Element>});
+  const double of_slice = 0.2 + 0.025 / 4 * Tile::TileSum::size();  // to read its sums
+  std::vector<SlicedPlan> best;
+  for (int64_t slices = 2; slices <= std::min(capacity / tiles, steps / kLeastSteps); ++slices) {
+    const int64_t clusters = tiles * slices;
+    // A cluster counts its steps in 32 bits.
+    if (clusters * tiles * steps > std::numeric_limits<int>::max()) break;
+    const double microseconds =
+        2 + of_slice * static_cast<double>(slices) +
+        tile_microseconds<Tile>(shape, stride_a, stride_b, 1, static_cast<int>(clusters),
+                                static_cast<int>(slices));
+    if (!best.empty() && microseconds >= best[0].microseconds) continue;
+    best = {{static_cast<int>(tiles), static_cast<int>(slices), microseconds}};
+  }
+  return best;
+}
+
+template <class Tile>
+std::string name_of_tile() {
+  constexpr bool kTransposed = requires { Tile::kSumRows; };
+  return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
+         (kTransposed ? ", transposed" : "");
 }
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is
@@ -240,9 +287,7 @@ struct TileChoice {
   /// "tile 176 x 192, transposed; stages: 4; cluster: 2 x 1; clusters: 66; tiles shared"
   template <class Each>
   static std::string name_of(const ProductPlan& plan, int stages) {
-    constexpr bool kTransposed = requires { Each::kSumRows; };
-    return "tile " + std::to_string(Each::BM) + " x " + std::to_string(Each::BN) +
-           (kTransposed ? ", transposed" : "") + "; stages: " + std::to_string(stages) +
+    return name_of_tile<Each>() + "; stages: " + std::to_string(stages) +
            "; cluster: " + std::to_string(Each::kStack) + " x " + std::to_string(Each::kSide) +
            "; clusters: " + std::to_string(plan.clusters) + (plan.split ? "; tiles shared" : "");
   }

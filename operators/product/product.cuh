@@ -203,6 +203,14 @@ struct Schedule {
     }
   }
 
+  /// All tiles are shared, each by so many clusters, one after another.
+  static constexpr Schedule sliced(const ProductShape& of, int slices) {
+    Schedule all(of, static_cast<int>(tiles_of(of)) * slices, false);
+    all.rounds = 0;
+    all.shared = all.tiles;
+    return all;
+  }
+
 #if HOPPER_CODE
   struct Place {
     int row, col;
