@@ -99,12 +99,13 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   const MatrixProduct<Tile, Epilogue> all{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue,
                                           schedule,
                                           Exchange{in_step ? flags : nullptr, flags + 1, partial}};
-  Work work;
-  if constexpr (std::is_same_v<Work, MatrixProduct<Tile, Epilogue>>) {
-    work = all;
-  } else {
-    work = {all, {partial, flags}, slices};
-  }
+  const Work work = [&] {
+    if constexpr (std::is_same_v<Work, MatrixProduct<Tile, Epilogue>>) {
+      return all;
+    } else {
+      return Work{all, {partial, flags}, slices};
+    }
+  }();
   std::vector<T> host(count);
   bool ok = true;
   for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs

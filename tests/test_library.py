@@ -657,8 +657,8 @@ def test_ways_are_tried(library, tuning, kind, options):
     again.run_twice()
 
 
-@pytest.mark.parametrize("options", [dict(rows=33, cols=30, depth=1100), dict(rows=65, cols=24, depth=1061),
-                                     dict(rows=20, cols=40, depth=2056, type=BFLOAT16, c_stride=48)], ids=str)
+@pytest.mark.parametrize("options", [dict(rows=20, cols=24, depth=8200), dict(rows=70, cols=7, depth=8199),
+                                     dict(rows=9, cols=40, depth=8200, type=BFLOAT16, c_stride=48)], ids=str)
 def test_a_product_of_few_tiles_comes_in_slices(library, options):
     call = Product(library, **options)
     call.run_twice()
