@@ -9,7 +9,8 @@
 //     RightTile<half, 256> b         four Boxes of 64 rows and 64 columns, 32 KB
 //     Sum<256> sum                   64 x 256 sums in fp32, 128 registers of each of 128 threads
 //     sum.start_product(a.rows(0), b, add)
-//                                    starts four wgmma, one for each slice: 16 of the 64 of k
+//                                    starts four wgmma. Each multiplies a slice: 16 of the
+//                                    step's 64 of k
 //
 // wgmma reads a factor in one of two forms. They differ in how the factor lies along k, the
 // dimension that is summed:
