@@ -104,7 +104,7 @@ def kernel_of(problem, name):
 
 def value(what):
     """The number that a value's marker asks for, in three digits: 0.398, 71.3, 1070."""
-    place, field = what.split(" | ")
+    place, field = re.split(" [|;] ", what)
     place, _, kernel = place.partition(": ")
     run, problem = problem_of(place)
     rows = [kernel_of(problem, kernel)] if kernel else []

@@ -72,9 +72,9 @@ FK_API int fk_version(void);
  * It stays until another call of this thread fails. */
 FK_API const char* fk_last_error(void);
 
-/* How the last call of this thread that launched something computes it, in words: which kernel,
- * with tiles of which size; "" before there is one. It stays until another call of this thread
- * launches something. The words are for people, and may change from one version to the next. */
+/* In words, how the last call of this thread that launched something computed its result: by which
+ * kernel, with tiles of which size; "" before there is one. It stays until another call of this
+ * thread launches something. The words are for people, and may change from version to version. */
 FK_API const char* fk_last_way(void);
 
 /* Whether calls find the fastest of their ways by trying: 1, or 0, as at first. With 1, the next
@@ -279,17 +279,19 @@ typedef struct fk_clifford {
  * Written: bytes. Errors: as fk_clifford_forward(), without those of operands. */
 FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
 
-/* The layer of lesson 10: with x' = x gate(x_1), y' = y gate(y_1) and gate(s) = (1 + erf(s / sqrt
- * 2)) / 2 of the scalar, z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c, and for each
- * grade c out = z_c / sqrt(mean over features of |z_c|^2 + 1e-6), or without normed out = z.
- * Algebras: (p, q, r) is (2, 0, 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) or (4, 1, 0); they have 4, 8,
- * 16, 16 and 32 blades, and 10, 20, 34, 35 and 56 triples (a, c, b) of grades whose products are
- * not all 0. Shapes: x, y and out (blades, batch, features), w (features, triples); all row-major
- * and dense. Blades are ordered by grade, those of a grade by their basis vectors as bits of a
- * number, e1 the lowest; triples by a, then c, then b. Each size is at least 1; features is at most
- * 8192, of 16 blades 4096, of 32 blades 2048; batch * features is at most 2^30. Type: fp32.
- * Alignment: each pointer to 16 bytes. Written: out, which must not overlap an operand. Device:
- * compute capability 9.0. */
+/* The layer of lesson 10: z is a weighted product of the gated inputs x' = x gate(x_1) and y' = y
+ * gate(y_1), and out is z with each grade divided by its root mean square, or z itself without
+ * normed. x_1 is the scalar of x, and gate(s) = (1 + erf(s / sqrt 2)) / 2. With <u>_c for the part
+ * of u that has grade c, z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c. With normed,
+ * for each grade c out_c = z_c / sqrt(m_c + 1e-6), where m_c is the mean over features of the sum
+ * of the squares of z_c's coefficients. Algebras: (p, q, r) is (2, 0, 0), (3, 0, 0), (3, 0, 1), (1,
+ * 3, 0) or (4, 1, 0); they have 4, 8, 16, 16 and 32 blades, and 10, 20, 34, 35 and 56 triples (a,
+ * c, b) of grades whose products are not all 0. Shapes: x, y and out (blades, batch, features), w
+ * (features, triples); all row-major and dense. Blades are ordered by grade, those of a grade by
+ * their basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b. Each size
+ * is at least 1; features is at most 8192, of 16 blades 4096, of 32 blades 2048; batch * features
+ * is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes. Written: out, which must not
+ * overlap an operand. Device: compute capability 9.0. */
 FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                const void* w, void* out, void* workspace, size_t workspace_bytes,
                                struct CUstream_st* stream);

@@ -953,9 +953,11 @@ TRIPLES = {(2, 0, 0): 10, (3, 0, 0): 20, (3, 0, 1): 34, (1, 3, 0): 35, (4, 1, 0)
 
 
 def clifford(x, y, w, signature=(3, 0, 0), normed=True):
-    """The gated, weighted product of multivectors, normed by grades. With x' = x gate(x_1), y' = y gate(y_1) and
-    gate(s) = (1 + erf(s / sqrt 2)) / 2 of the scalar: z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c, and
-    for each grade c the result is z_c / sqrt(mean over features of |z_c|^2 + 1e-6), or z if not `normed`.
+    """The gated, weighted product z of multivectors, each grade of it divided by its root mean square. The gated inputs
+    are x' = x gate(x_1) and y' = y gate(y_1), with the scalar x_1 of x and gate(s) = (1 + erf(s / sqrt 2)) / 2. With
+    <u>_c for the part of u that has grade c: z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c. For each grade
+    c the result is z_c / sqrt(m_c + 1e-6), where m_c is the mean over features of the sum of the squares of z_c's
+    coefficients; it is z if not `normed`.
 
     signature: (p, q, r), one of TRIPLES, how many basis vectors square to 1, to -1 and to 0. Shapes: x, y and the
     result (blades, batch, features), w (features, triples). Blades are ordered by grade, those of a grade by their

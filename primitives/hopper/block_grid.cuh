@@ -22,11 +22,12 @@
 
 namespace primitives {
 
-/// How kSharers blocks divide the copies of a row-major right tile of kCols columns. If its boxes
-/// can be divided equally, each block fetches some whole boxes, all rows of them. Otherwise each
-/// block fetches some rows of every box. For example, two blocks share a tile of fp16. With 256
-/// columns it has four boxes of 64 x 64, and each block fetches two of them. With 192 columns it
-/// has three boxes, and each block fetches 32 rows of each.
+/// How kSharers blocks divide the copies of a tile of the right factor (B in the example above),
+/// row-major and of kCols columns. If its boxes can be divided equally, each block fetches some
+/// whole boxes, all rows of them. Otherwise each block fetches some rows of every box. For example,
+/// two blocks share a tile of fp16. With 256 columns it has four boxes of 64 x 64, and each block
+/// fetches two of them. With 192 columns it has three boxes, and each block fetches 32 rows of
+/// each.
 template <typename T, int kCols, int kSharers>
 struct RightShare {
   static constexpr int kAllBoxes = RightTile<T, kCols>::kBoxes;

@@ -116,9 +116,10 @@ __device__ inline void cluster_sync() {
 }
 
 /// The same in two halves: cluster_arrive() says that this thread is here, cluster_wait() waits
-/// until all are. It does not wait for what was written before, which can take a microsecond. So
-/// after it all threads of the cluster are there. But of what they have written only the barriers
-/// can be seen, and these only if barrier_init_fence() was called after barrier_init().
+/// until all are. cluster_sync() also waits until all threads can see what was written before, and
+/// this wait can take a microsecond. The two halves do not. So after cluster_wait() all threads of
+/// the cluster are there. But of what they have written only the barriers can be seen, and these
+/// only if barrier_init_fence() was called after barrier_init().
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -128,7 +129,8 @@ __device__ inline void cluster_wait() {
 
 #endif  // CUDA_CPU
 
-/// Both halves at once: the blocks of a cluster meet so when each has initialized its barriers.
+/// Both halves at once. In this way the blocks of a cluster meet after each has initialized its
+/// barriers.
 __device__ inline void cluster_meet() {
   cluster_arrive();
   cluster_wait();

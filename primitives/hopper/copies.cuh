@@ -2,8 +2,9 @@
 // memory, and goes on. PTX ISA, "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
 // The CPU backend has functions of the same names in cpu/hopper/hopper_device.h.
 //
-// A box lies in shared memory at a multiple of 128 bytes. Where a Barrier is named, the bytes of a
-// copy count there when they have come.
+// In shared memory a box lies at a multiple of 128 bytes. In memory its first column is at a
+// multiple of 16 bytes. Where a Barrier is named, the bytes of a copy count there when they have
+// come.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -36,7 +37,8 @@ __device__ inline void prefetch_l2(const CUtensorMap* map, int row, int col) {
                : "memory");
 }
 
-/// Copies 64 elements of a vector, from number `first` on.
+/// Copies a box of a vector, from element `first` on. The tensor map says how many elements a box
+/// has.
 __device__ inline void tensor_load(void* to, const CUtensorMap* map, int first, Barrier* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -118,8 +120,8 @@ __device__ inline void bulk_store(void* to, const void* from, int bytes) {
 __device__ inline void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-/// Waits until all groups of this thread's stores but the newest kNewest have been read from shared
-/// memory, which may then be written again.
+/// Waits until the copy engine has read what this thread's stores copy from shared memory, except
+/// for the newest kNewest groups. Then this shared memory may be written again.
 template <int kNewest>
 __device__ inline void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kNewest) : "memory");
@@ -133,7 +135,7 @@ __device__ inline void shared_fence() {
 }
 __device__ inline void global_fence() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- With a policy for the L2 cache, and of a batch of matrices ---------------------------------
+// ---- Copies with a policy for the L2 cache, and copies for a batch of matrices ------------------
 //
 // A tensor map may be of a batch of matrices. A box lies in one matrix of the batch. What it reads
 // beyond that matrix is zero, not the next matrix, and what it writes there is dropped.

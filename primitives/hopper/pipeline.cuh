@@ -32,8 +32,8 @@
 // At the first reading take "turn" for "stage", and skip prepare_first(), put_first(), Writer's
 // `filled` and `announced`, back(), and Maker: only operators and bonuses need them. A pipeline is
 // any class with stages(), turns(), stage(turn) and the barriers full[] and empty[]. Pipeline is
-// the one that has its stages itself. kStages and kTurns are 0 where the number of stages is known
-// only at run time.
+// the one that has its stages itself. In a class whose number of stages is known only at run time
+// kStages and kTurns are 0.
 #pragma once
 
 #include <type_traits>
@@ -96,9 +96,12 @@ __host__ __device__ constexpr int loaded_bytes() {
 
 #if HOPPER_CODE
 
-/// One thread prepares a pipeline, before the block or the cluster meets in blocks.meet().
-/// `readers` arrivals give a stage back. `makers` arrivals fill it, where threads fill it (Maker).
-/// kFirstIsReady: prepare_first() has prepared full[0] already.
+/// One thread prepares a pipeline, before the block or the cluster meets in blocks.meet(). A stage
+/// is given back by `readers` arrivals. Usually these are one of each warpgroup that reads the
+/// stage, in each block that gives it back to this one: two warpgroups in each of two blocks are 4.
+/// Where each warp gives it back for itself, there are as many arrivals as warps. Where threads
+/// fill a stage (Maker), `makers` arrivals fill it. kFirstIsReady: prepare_first() has prepared
+/// full[0] already.
 template <bool kFirstIsReady = false, class Pipe>
 __device__ void prepare(Pipe& pipe, int readers, int makers = 1) {
   for (int t = 0; t < pipe.turns(); ++t) {
@@ -299,7 +302,7 @@ struct Reader {
   /// `steps` steps of a product whose left factor is in registers. load(set, stage) loads a
   /// thread's fragments of it, and start(set, stage, add) starts the products. While one step is
   /// multiplied, the fragments of the next step are loaded. So there are two sets of registers, and
-  /// each turn of the loop has two steps.
+  /// each pass of the loop has two steps.
   template <class Fragments, typename Load, typename Start>
   __device__ __forceinline__ void take_ahead(int steps, Load load, Start start) {
     Fragments sets[2];

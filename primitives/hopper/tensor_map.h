@@ -85,8 +85,8 @@ CUtensorMap encode_tensor_map(const T* tensor, unsigned rank, const cuuint64_t* 
 /// lies at piece p ^ (r % 8), as wgmma and swizzled() expect it; from another multiple of 128 on,
 /// as if it were a later part of such a box. What a box reads outside of the matrix becomes zero;
 /// what it writes there is dropped. `matrix` must be aligned to 16 bytes, and so must its rows,
-/// `row_stride` elements apart (0: `cols`). With `to_tf32`, floats are rounded to TF32 on the way.
-/// CUDA Driver API, "Tensor Map Object Management".
+/// `row_stride` elements apart (0: `cols`), and the first column of each box. With `to_tf32`,
+/// floats are rounded to TF32 on the way. CUDA Driver API, "Tensor Map Object Management".
 template <typename T>
 CUtensorMap tensor_map(const T* matrix, int64_t rows, int64_t cols, unsigned box_rows,
                        bool to_tf32 = false, int64_t row_stride = 0, Reads reads = Reads::once) {

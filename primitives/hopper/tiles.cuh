@@ -9,7 +9,8 @@
 //     RightTile<half, 256> b         four Boxes of 64 rows and 64 columns, 32 KB
 //     Sum<256> sum                   64 x 256 sums in fp32, 128 registers of each of 128 threads
 //     sum.start_product(a.rows(0), b, add)
-//                                    starts four wgmma, one for each slice: 16 of the 64 of k
+//                                    starts four wgmma. Each multiplies a slice: 16 of the
+//                                    step's 64 of k
 //
 // wgmma reads a factor in one of two forms. They differ in how the factor lies along k, the
 // dimension that is summed:
@@ -27,9 +28,9 @@
 
 namespace primitives {
 
-/// How many elements 128 bytes are: a row of what the copy engine swizzles, and what a step of a
-/// product takes of k. One wgmma takes a quarter of that, a *slice*: 32 bytes of k. With elements
-/// of 2 bytes that is 64 of k in a step and 16 in a slice, with 4 bytes 32 and 8.
+/// How many elements 128 bytes are. A row of a box has so many, and a step of a product takes so
+/// many of k. One wgmma takes a quarter of that, a *slice*: 32 bytes of k. With elements of 2 bytes
+/// that is 64 of k in a step and 16 in a slice, with 4 bytes 32 and 8.
 template <typename T>
 inline constexpr int kLine = 128 / sizeof(T);
 inline constexpr int kSlices = 4;
@@ -39,8 +40,9 @@ inline constexpr int kBoxCols = kLine<uint16_t>;  // columns of a box
 inline constexpr int kStepK = kLine<uint16_t>;    // columns of A, rows of B, of a step
 
 #if HOPPER_CODE
-/// What wgmma reads of a matrix in shared memory of which each row is one k: as a right factor, or,
-/// transposed, as a left one. A slice is 16 rows, so the next slice is 2048 bytes further on.
+/// A factor in shared memory each of whose rows is one k. wgmma reads it as a right factor, or,
+/// transposed, as a left one. `first` is the descriptor of the first slice. A slice is 16 rows, so
+/// the next one is 2048 bytes further on.
 template <typename T>
 struct AcrossK {
   using Element = T;
@@ -83,14 +85,14 @@ struct LeftFragments {
   using Element = T;
   uint32_t slices[kCount][4];
   __device__ const uint32_t (&operand(int slice) const)[4] { return slices[slice]; }
-  /// For elements of 2 bytes, of which register i of a slice has two: the k of the first one. The
-  /// second one has the next k.
+  /// For elements of 2 bytes. Register i of a slice has two of them, with neighbouring k. This is
+  /// the k of the first one.
   __device__ static int k(int slice, int i) { return 16 * slice + i / 2 * 8 + threadIdx.x % 4 * 2; }
 };
 
 #if HOPPER_CODE
-/// What wgmma reads of a tile in shared memory that is contiguous along k, from some row on. The
-/// next slice is 32 bytes further on.
+/// A tile in shared memory that is contiguous along k, from some row on. `first` is the descriptor
+/// of the first slice; the next slice is 32 bytes further on.
 template <typename T>
 struct AlongK {
   using Element = T;
@@ -143,11 +145,11 @@ struct LeftTile : Box<T, kRows> {
 /// in memory is one k, and its elements are rows of the factor. The tile has 32 of k, and each of
 /// its boxes has 32 rows of the factor. With 64 rows, for example, it is two boxes of 32 x 32.
 ///
-/// In TF32 wgmma cannot read such a tile, so the factor goes through registers. Then we may choose
-/// which row of the tile is which row of the product. Of each 64 rows a thread has two. We give it
-/// two that are neighbours in memory, so that one load of 8 bytes brings both. Place says which
-/// two, such that no two lanes of a load meet in a bank. Thread 0 has rows 0 and 1, for example,
-/// and thread 4 has rows 2 and 3.
+/// In TF32 wgmma cannot read such a tile, so the factor goes through registers. Then any row of the
+/// tile may be any row of the product, as long as the result is read in the same order. Of each 64
+/// rows a thread has two. We give it two that are neighbours in memory, so that one load of 8 bytes
+/// brings both. Place says which two, such that no two lanes of a load meet in a bank. Thread 0 has
+/// rows 0 and 1, for example, and thread 4 has rows 2 and 3.
 template <int kRows>
 struct TransposedLeftTile {
   static constexpr int kBoxRows = kLine<float>;
@@ -276,9 +278,9 @@ struct Sum {
     wgmma_commit();
   }
 
-  /// Writes 64 columns, from `col` on, into `box`, from its column `at` on, a multiple of 16; all
-  /// have to fit. What is written for element i is f(i), rounded to T. f(i) may use any of the
-  /// thread's elements.
+  /// Writes the sum's columns from `col` on, 64 at most, into `box`, from the box's column `at` on.
+  /// `at` is a multiple of 16. All that is written has to fit into the box's 64 columns. What is
+  /// written for element i is f(i), rounded to T. f(i) may use any of the thread's elements.
   template <typename T, typename F>
   __device__ static void store(Box<T, 64>& box, int col, F f, int at = 0) {
     const int thread = threadIdx.x % 128;

@@ -39,8 +39,8 @@ namespace primitives {
 
 /// The descriptor of a tile of A as tensor_load leaves it: 64 columns (k), rows 128 bytes apart.
 /// (PTX ISA, "Matrix Descriptor Format": K-major, 128-byte swizzle. The stride offset is the
-/// distance of groups of 8 rows.) The next 16 columns are 32 bytes further on: add 2 to the
-/// descriptor.
+/// distance of groups of 8 rows; the leading offset of such a tile does not count.) The next 16
+/// columns are 32 bytes further on: add 2 to the descriptor.
 __device__ inline uint64_t descriptor_a(const void* tile) {
   return (shared_address(tile) & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
@@ -74,9 +74,10 @@ __device__ inline int swizzled(int row, int piece) { return row * 64 + (piece ^ 
 
 #ifndef CUDA_CPU
 
-/// Stands before the first product, and before a product whose sum other instructions have touched
-/// since the last one.
+/// Has to be called before the first product, and again if other instructions have read or written
+/// the sum's registers since the last product.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+/// Makes a group of all products that were started since the last call.
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -152,7 +153,8 @@ __device__ inline void wgmma_wait() {
 /// sum (64, N) = A B, plus the old sum if `add`, with N = 2 kCount. T is half or __nv_bfloat16. A
 /// is given as by descriptor_a, B as by descriptor_b. With kTransposed, A is the transpose of a
 /// row-major matrix, given as descriptor_b gives one of 64 columns. With kTall, B's columns are
-/// contiguous, and it is given as descriptor_a gives an A of N rows.
+/// contiguous: memory has B's transpose, which is tall where B is wide. It is given as descriptor_a
+/// gives an A of N rows.
 template <typename T, bool kTransposed = false, bool kTall = false, int kCount>
 __device__ inline void wgmma(float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
   static_assert(sizeof(T) == 2);
