@@ -426,7 +426,7 @@ struct ExchangedSoftmax {
           shared(memory),
           consumer(number),
           walk(of),
-          turn(of.output.epilogue == Epilogue::softmax ? of.exchange.turns[blockIdx.x] ^ 1 : 0) {
+          turn(of.exchange.turns[blockIdx.x] ^ 1) {
       if (own < kRows) shared.rows[own] = 1;  // logits are written as they are
     }
     __device__ bool next() { return walk.next(); }

@@ -131,10 +131,8 @@ Product make_exchange(const Layer& layer, int clusters, int slices) {
   const int waiting_grid = fused ? tiles * persistent(strips, kPeers * clusters / tiles) : 0;
   const int free_grid = kPeers * persistent(int64_t{strips} * tiles / kPeers, clusters);
   const int64_t posts = fused && tiles > 1 ? int64_t{strips} * tiles * kRows : 1;
-  const auto posted = fused ? layer.workspace.zeros<Posted>(posts) : layer.workspace.any<Posted>(1);
-  // Half fused, no block has a turn.
-  const auto turns = fused ? layer.workspace.zeros<unsigned>(int64_t{strips} * tiles)
-                           : layer.workspace.any<unsigned>(int64_t{strips} * tiles);
+  const auto posted = layer.workspace.zeros<Posted>(posts);
+  const auto turns = layer.workspace.zeros<unsigned>(int64_t{strips} * tiles);
   const auto kernel = product::product<ExchangedSoftmax<Tile>>;
   const auto launch = [=](Results results, int of_D = 1) {
     const bool softmax = results.epilogue == Epilogue::softmax;
