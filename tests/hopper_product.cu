@@ -5,6 +5,7 @@
 //
 // hopper_mutants.py plants mistakes into it. Further arguments are ignored.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -81,6 +82,7 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
   if (capacity == 0) return true;
   const Schedule<Tile> whole(shape, capacity, false);
+  slices = std::min(slices, whole.steps);  // each has a step
   const int clusters = slices > 0 ? whole.tiles * slices
                        : split    ? capacity
                                   : static_cast<int>(persistent(whole.tiles, capacity));

@@ -19,7 +19,7 @@ struct SliceExchange {
 
 /// The Work of a plain product in slices: the cluster number n has slice n % slices of the tile
 /// number n / slices. Its schedule is that of MatrixProduct with all tiles shared: a cluster's
-/// range of steps begins and ends where a slice does.
+/// range of steps begins and ends where a slice does. There are at least as many steps as slices.
 template <class Tile, class Epilogue>
 struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
   using Whole = MatrixProduct<Tile, Epilogue>;
