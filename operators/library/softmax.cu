@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads == 32 ? 256 : kThreads)
   float sum = 0;
 #pragma unroll 4
   for (int c = first; c < classes; c += kThreads) sum += probs[row + c] * d_probs[row + c];
-  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
+  sum = lanes_sum<32>(sum);
   if constexpr (kThreads > 32) {
     __shared__ float warps[kThreads / 32];
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
@@ -144,8 +144,8 @@ std::vector<Way> product_steps(const operators::Workspace& workspace,
                                const operators::Memory<float>& a, const operators::Memory<float>& b,
                                const operators::Memory<float>& c, const SoftmaxShape& shape) {
   const auto found = logits_way(workspace, a, b, c, shape, false);
-  if (found.empty() || found[0].slices == 1)
-    return found.empty() ? std::vector<Way>() : std::vector{found[0].way};
+  if (found.empty()) return {};
+  if (found[0].slices == 1) return {found[0].way};
   const auto& [way, slices, parts, sliced, memory] = found[0];
   const int64_t count = shape.rows * shape.classes;
   return {way,
