@@ -406,6 +406,28 @@ struct Exchange {
 };
 
 #if HOPPER_CODE
+/// A consumer's sum in memory: a thread's elements in fours, and beside each four those of the
+/// other threads. The same thread of another consumer reads them.
+template <class TileSum>
+__device__ void leave_sum(const TileSum& sum, float4* to) {
+#pragma unroll
+  for (int i = 0; i < TileSum::size() / 4; ++i) {
+    __stcg(to + 128 * i, make_float4(sum.element(4 * i), sum.element(4 * i + 1),
+                                     sum.element(4 * i + 2), sum.element(4 * i + 3)));
+  }
+}
+template <class TileSum>
+__device__ void add_sum(TileSum& sum, const float4* from) {
+#pragma unroll
+  for (int i = 0; i < TileSum::size() / 4; ++i) {
+    const float4 four = __ldcg(from + 128 * i);
+    sum.element(4 * i) += four.x;
+    sum.element(4 * i + 1) += four.y;
+    sum.element(4 * i + 2) += four.z;
+    sum.element(4 * i + 3) += four.w;
+  }
+}
+
 /// Partial sums go from a consumer to the one at the same place in the cluster before it. Each
 /// thread takes over the elements of the same thread.
 template <class Tile>
@@ -424,12 +446,7 @@ struct ClusterHandover {
   }
   __device__ void give(const TileSum& sum, int cluster, int rank) const {
     const int mine = slot(cluster, rank);
-    float4* to = elements(mine);
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      __stcg(to + 128 * i, make_float4(sum.element(4 * i), sum.element(4 * i + 1),
-                                       sum.element(4 * i + 2), sum.element(4 * i + 3)));
-    }
+    leave_sum(sum, elements(mine));
     named_barrier(1 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
       GridCount(exchange.ready[mine]).store(1, cuda::memory_order_release);
@@ -443,15 +460,7 @@ struct ClusterHandover {
       flag.store(0, cuda::memory_order_relaxed);
     }
     named_barrier(1 + consumer, 128);
-    const float4* from = elements(other);
-#pragma unroll
-    for (int i = 0; i < kFours; ++i) {
-      const float4 four = __ldcg(from + 128 * i);
-      sum.element(4 * i) += four.x;
-      sum.element(4 * i + 1) += four.y;
-      sum.element(4 * i + 2) += four.z;
-      sum.element(4 * i + 3) += four.w;
-    }
+    add_sum(sum, elements(other));
   }
 };
 

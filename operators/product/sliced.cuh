@@ -46,7 +46,7 @@ struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
     __device__ void store(Sum& sum) const {
       const int tile = grid.cluster / work.slices, slice = grid.cluster - tile * work.slices;
       const int of_tile = (tile * Tile::kBlocks + grid.rank) * Tile::kConsumers + consumer;
-      leave(sum, of_tile, slice);
+      leave_sum(sum, elements(of_tile, slice));
       if (!is_last(of_tile)) return;
       add_up(sum, of_tile);
       const auto at = work.schedule.place(tile, grid.stack, grid.side);
@@ -65,14 +65,6 @@ struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
     __device__ float4* elements(int of_tile, int slice) const {
       return reinterpret_cast<float4*>(work.sums.partial) +
              size_t{kFours * 128} * (of_tile * work.slices + slice) + threadIdx.x % 128;
-    }
-    __device__ void leave(const Sum& sum, int of_tile, int slice) const {
-      float4* to = elements(of_tile, slice);
-#pragma unroll
-      for (int i = 0; i < kFours; ++i) {
-        __stcg(to + 128 * i, make_float4(sum.element(4 * i), sum.element(4 * i + 1),
-                                         sum.element(4 * i + 2), sum.element(4 * i + 3)));
-      }
     }
     // Whether all slices have left their sums: then they may be read, and the count is 0 again.
     __device__ bool is_last(int of_tile) const {
@@ -94,15 +86,7 @@ struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
       for (int i = 0; i < 4 * kFours; ++i) sum.element(i) = 0;
 #pragma unroll(kFours <= 8 ? 4 : kFours <= 16 ? 2 : 1)
       for (int slice = 0; slice < work.slices; ++slice) {
-        const float4* from = elements(of_tile, slice);
-#pragma unroll
-        for (int i = 0; i < kFours; ++i) {
-          const float4 four = __ldcg(from + 128 * i);
-          sum.element(4 * i) += four.x;
-          sum.element(4 * i + 1) += four.y;
-          sum.element(4 * i + 2) += four.z;
-          sum.element(4 * i + 3) += four.w;
-        }
+        add_sum(sum, elements(of_tile, slice));
       }
     }
   };
