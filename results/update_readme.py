@@ -65,6 +65,8 @@ FIELDS = {  # of (run, problem), or of (run, problem, kernel)
     "GB moved": lambda run, problem, kernel: 1e-9 * (
         kernel["counts"]["dram_read_bytes"] + kernel["counts"]["dram_write_bytes"]
     ),
+    "MB read": lambda run, problem, kernel: kernel["counts"]["dram_read_bytes"] * 1e-6,
+    "MB written": lambda run, problem, kernel: kernel["counts"]["dram_write_bytes"] * 1e-6,
     "L2 GB": lambda run, problem, kernel: 1e-9 * kernel["counts"]["l2_bytes"],
     "MHz": lambda run, problem, kernel: kernel["clock_mhz"],
     "ns of a step": lambda run, problem, kernel: 1e6 * kernel["ms"]["median"] / kernel["steps"],
