@@ -221,7 +221,8 @@ __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n
 // changed places, in each row differently. With rows of 64 columns, piece p of row r lies at place
 // p ^ (r % 8). Then the same piece of 8 rows lies on 8 different groups of banks. So neither these
 // copies nor ldmatrix meet a bank twice, and no row needs padding. (Rows of 32 columns have only
-// four pieces, and two of them share 128 bytes: piece p lies at place p ^ (r / 2 % 4).)
+// four pieces, so two rows share 128 bytes, the width of all banks. There piece p of row r lies at
+// place p ^ (r / 2 % 4).)
 template <int kRows, int kCols, int kThreads, int kWidth>
 __device__ void copy_swizzled_tile(half* to, const half* from, int row0, int col0, int n) {
 #pragma unroll
@@ -507,7 +508,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
   const int steps = (n + BK - 1) / BK;
   using Copies = TileCopies<Tiles, kWidth>;
-  typename Copies::Offsets offsets;  // an array: as a member it would keep `copies` in memory
+  // Not a member of `copies`: an object with an array would be kept in memory, not in registers.
+  typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
   const auto copy_step = [&](int step) {
     if (step < steps) copies.start(mma_tiles + step % kStages * Tiles::kStage, offsets);
@@ -580,7 +582,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
   const int row0 = tile_m * BM, col0 = tile_n * BN;
 
   using Copies = TileCopies<Tiles, kWidth>;
-  typename Copies::Offsets offsets;  // an array: as a member it would keep `copies` in memory
+  // Not a member of `copies`: an object with an array would be kept in memory, not in registers.
+  typename Copies::Offsets offsets;
   Copies copies(A, B, row0, col0, n, offsets);
 
   // Two sets of fragments.
@@ -684,7 +687,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //
 // An mbarrier is used again and again. Each use is a *phase*, which ends when as many threads have
 // arrived as the barrier was prepared for, and all announced bytes have come. Phases are counted
-// from 0, and a thread that waits says only whether it means an even or an odd one: its *parity*.
+// from 0. The *parity* of a phase is 0 if its number is even, and 1 if it is odd. A thread that
+// waits for a phase tells the barrier only the parity.
 //
 // The words of the kernels, from primitives/hopper/:
 //
@@ -698,11 +702,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     barrier_arrive_expect(b, bytes)       arrives at an mbarrier, and announces bytes to it
 //     tensor_load(to, map, row, col, b)     copies the box from (row, col) on; b counts its bytes
 //     Ring                                  which stage comes next, and which parity to wait for:
-//                                           0 in the first round of the stages, 1 in the second
+//                                           0 in the first round of the stages, 1 in the second,
+//                                           0 in the third
 //     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
 //                                           added to the sum, else they replace it
-//     wgmma_wait<n>()                       waits until at most the n newest products are under
-//                                           way, each of which is what one start_product started
+//     wgmma_wait<n>()                       waits until all products are done but the n newest
+//                                           ones. (Here one start_product starts one product)
 //     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
 //     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
 //     elect_one()                           true for one lane of the warp, each time the same one
@@ -757,11 +762,12 @@ __device__ void store_sum(const Sum<kCols>& sum, half* C, int row0, int col0, in
 //      straight out of shared memory. There is no ldmatrix, and there are no fragments of A and B
 //      in registers. wgmma reads a row-major B as it is.
 //
-// A block is one warpgroup with a 128 x 128 tile of C: two sums of 64 x 128, 64 registers of each
-// thread for each. (wgmma takes up to 256 columns. But two sums of 64 x 256 would be 256 registers,
-// and a thread has at most 255.) All threads wait for a stage, multiply, and wait for the products.
-// When all four warps have done so, at __syncthreads(), one thread has the stage filled again, with
-// the tiles of the step that is kStages further on.
+// A block is one warpgroup with a 128 x 128 tile of C. That is two sums of 64 x 128, and each of
+// them takes 64 registers of a thread. (wgmma takes up to 256 columns. But two sums of 64 x 256
+// would take 256 registers, and a thread has at most 255.) In each step all threads wait for a
+// stage, multiply, and wait for the products. At __syncthreads() they wait for each other. Then
+// nobody reads the stage any more, and one thread has it filled again, with the tiles of the step
+// that is kStages further on.
 //
 // Tiles are taken row by row here and in *specialized*, column by column in *persistent* and
 // *clusters*. *patches* takes them in groups again.
@@ -810,25 +816,31 @@ __global__ void __launch_bounds__(128)
 
 // ---- specialized --------------------------------------------------------------------------------
 
-// The warpgroup above stops for every stage: it waits until its products are done, and has the
-// stage filled again. Here the work is divided. A block is three warpgroups. The producer does
-// nothing but start copies. Two consumers do nothing but multiply, each 64 rows of a 128 x 256
-// tile. Two barriers per stage connect them:
+// The warpgroup above stops in every step: it waits until its products are done, and has the stage
+// filled again. Here the work is divided. A block is three warpgroups. One is the producer, which
+// only starts copies. Two are consumers, which only multiply, each of them 64 rows of a 128 x 256
+// tile. Each stage has two barriers, by which they wait for each other:
 //   - full: the tiles are there. The producer announces their bytes, the copy engine brings them.
 //   - empty: both consumers have multiplied the tiles, so the producer may overwrite them. Each
 //     consumer arrives once, by one of its threads.
-// A consumer keeps the products of one step under way while it waits for the next stage. So in step
-// i it gives back the stage of step i - 1.
 //
-// What does the producer wait for? Before it fills a stage in one round, the consumers must have
-// emptied it in the round before. Count rounds from 0. In round r the consumers wait for phase r of
-// `full`, with `ring.parity`; the producer waits for phase r - 1 of `empty`, whose parity is the
-// other one, `ring.parity ^ 1`. In round 0 there is nothing to wait for: on a new barrier a wait
-// for parity 1 ends at once.
+// A consumer does not wait for the products that it has just started. While they are under way it
+// waits for the next stage, and starts that one's products. Only then it waits for the older ones,
+// and gives their stage back. So in step i it gives back the stage of step i - 1.
+//
+// What does the producer wait for? Steps go around the stages, and each time around is a *round*,
+// counted from 0. Before the producer fills a stage in one round, the consumers must have emptied
+// it in the round before. In round r the consumers wait for phase r of `full`, with `ring.parity`.
+// The producer waits for phase r - 1 of `empty`, whose parity is the other one, `ring.parity ^ 1`.
+//
+// For example, with four stages step 5 is in stage 1, in round 1. Its consumers wait for phase 1 of
+// `full`, parity 1. The producer waits for phase 0 of `empty`, parity 0, which ends when both
+// consumers have multiplied step 1. In round 0 the producer has nothing to wait for, and its wait,
+// for parity 1, ends at once: a new barrier behaves as if a phase of parity 1 were over.
 //
 // A sum of 64 x 256 takes 128 registers of each thread. The producer needs few. So it gives some of
-// its registers to the consumers: each thread of the three warpgroups begins with 168, and then one
-// of the producer has 24, one of a consumer 240.
+// its registers to the consumers. Each thread of the three warpgroups begins with 168 registers.
+// Then each thread of the producer keeps 24, and each thread of a consumer gets 240.
 template <int kStages>
 __global__ void __launch_bounds__(384, 1)
     matmul_specialized(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -870,8 +882,8 @@ __global__ void __launch_bounds__(384, 1)
     for (int step = 0; step < steps; ++step, ring.advance()) {
       barrier_wait(&full[ring.stage], ring.parity);
       sum.start_product(stages[ring.stage].a.rows(row), stages[ring.stage].b, step > 0);
-      // Wait until only the products of this step are under way. Those of the step before are done
-      // then, and its stage may be filled again. One thread says so for all 128: a wgmma is one
+      // Wait until only the products of this step are under way. Then those of the step before are
+      // done, and its stage may be filled again. One thread says so for all 128: a wgmma is one
       // operation of the whole warpgroup, so when this thread's wait ends, all of it is done.
       wgmma_wait<1>();
       if (step > 0 && threadIdx.x % 128 == 0) {
@@ -895,18 +907,22 @@ __global__ void __launch_bounds__(384, 1)
 //   - BlockGrid<rows, columns> knows who of a cluster of rows x columns blocks copies what, and who
 //     is told that a stage is empty (primitives/hopper/block_grid.cuh). BlockGrid<1, 1> is a block
 //     alone.
-//   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is its row in A or
-//     its column in B, and k comes behind it in both cases, although k is the row in B.
-//   - `warp == 0 && elect_one()` is one thread, as `threadIdx.x == 0` was. But now the compiler
-//     knows that it is one, and makes no loop over the warp's threads of each copy.
+//   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is where the tile
+//     begins: its first row of A, or its first column of B. The argument after it is k in both
+//     cases. (Of B k is the row, so there the order is column, row.)
+//   - `warp == 0 && elect_one()` is true for one thread, as `threadIdx.x == 0` was. But of
+//     elect_one() the compiler knows that only one thread of the warp goes on. So it does not put a
+//     loop over the threads of the warp around each copy.
 //
-// What is new: blocks stay. There are no more of them than fit, and each walks over tiles of C. The
-// producer runs ahead into the next tile while the consumers still store this one.
+// What is new: blocks stay. There are no more of them than fit on the GPU, and each computes one
+// tile of C after the other. While the consumers still store a tile, the producer already has the
+// copies for the next one started.
 //
-// And the copy engine stores, so that the consumers need not wait for their own stores. They put
-// their fp16 results into shared memory, swizzled like a box. The results leave from there in full
-// lines, while the consumers go on. A tile is stored in two halves of 128 columns. With kBuffers =
-// 2 each half has a buffer of its own, so the second half need not wait until the first has left.
+// And the copy engine stores. The consumers put their results, rounded to fp16, into boxes in
+// shared memory, swizzled as the copy engine expects it. From there it takes them to C in whole
+// lines, while the consumers go on with the next tile. A tile is stored in two halves of 128
+// columns. With kBuffers = 2 each half has a buffer of its own, so the second half need not wait
+// until the first one has left.
 template <int kStages, int kBuffers>
 struct PersistentShared {
   static constexpr int BM = 128, BN = 256, kStoreCols = 128;  // columns that are stored at a time
@@ -915,10 +931,11 @@ struct PersistentShared {
 };
 
 #if HOPPER_CODE
-// Waits until the boxes of consumer `consumer` may be written: the copy engine has read them. The
-// thread that waits is the one that has committed the stores (elect_one() is always the same lane),
-// since only that thread can wait for them. At the end of a kernel this is needed, too: the block's
-// shared memory must stay until the copy engine has read it.
+// Waits until the copy engine has read the boxes of consumer `consumer`, so that they may be
+// written again. Only the thread that has committed stores can wait for them; here it is the same
+// one, since elect_one() always chooses the same lane. The other threads wait for it at the
+// barrier. At the end of a kernel this is needed, too: the block's shared memory has to stay until
+// the copy engine has read it.
 __device__ inline void wait_for_stores(int consumer) {
   if (warp_of_block() % 4 == 0 && elect_one()) tensor_store_wait_read<0>();
   named_barrier(1 + consumer, 128);
@@ -929,16 +946,23 @@ template <int kStages, int kBuffers>
 __device__ void store_tile(PersistentShared<kStages, kBuffers>& shared, int consumer,
                            const Sum<256>& sum, const CUtensorMap& C, int row0, int col0) {
   constexpr int kStoreCols = PersistentShared<kStages, kBuffers>::kStoreCols;
-  // Of each 8 columns of the sum a thread has four elements: two neighbours of a row, and the two
-  // that are 8 rows below. So its elements of columns c to c + 15 are eight, from number c / 2 on.
-  // Pair m of them belongs to matrix m of a store_matrices. These four are 8 x 8 each, and lie so
-  // in the warp's 16 rows and 16 columns:
+  // A warp has 16 rows of the sum. One store_matrices stores 16 columns of them, as four matrices
+  // of 8 x 8, which lie in these rows and columns as they do for ldmatrix:
   //
   //     matrix 0   matrix 2
   //     matrix 1   matrix 3
   //
-  // As with ldmatrix each lane passes the address of one row of 16 bytes of one of them: lanes 0 to
-  // 15 the left half of row 0 to 15, lanes 16 to 31 the right half.
+  // Of each 8 columns of the sum a thread has four elements: two neighbours in one row, and the two
+  // in the same columns, 8 rows below. Of 16 columns it has eight, `s` below, and each pair of them
+  // is in another matrix. For example, thread 0 has these for the first 16 columns:
+  //
+  //     s[0], s[1]   row 0, columns 0 and 1   matrix 0
+  //     s[2], s[3]   row 8, columns 0 and 1   matrix 1
+  //     s[4], s[5]   row 0, columns 8 and 9   matrix 2
+  //     s[6], s[7]   row 8, columns 8 and 9   matrix 3
+  //
+  // And each lane passes the address of one row of 16 bytes of one matrix: lanes 0 to 15 the left
+  // half of rows 0 to 15, lanes 16 to 31 the right half.
   const int thread = threadIdx.x % 128;
   const int row = thread / 32 * 16 + thread % 16, piece = thread % 32 / 16;
 #pragma unroll
@@ -1025,12 +1049,13 @@ __global__ void __launch_bounds__(384, 1)
 // from the L2 cache once, not twice. Three things follow:
 //   - A stage is empty only when the consumers of both blocks have read it. Each of these four
 //     tells both producers. (BlockGrid<2, 1> does that, and knows who copies what.)
-//   - Each block announces all bytes of its stage: those of its own copies, and of the half that
-//     the other block sends. The other half may come before this is announced. That does no harm:
-//     the barrier's count of bytes may be off for a while, since the phase cannot end before this
-//     block has announced.
-//   - A block may not leave while consumers of the other block still arrive at its `empty`
-//     barriers: `writer.finish` waits for them.
+//   - Each block announces all bytes of its stage: those of its own copies, and those of the half
+//     that the other block sends. That half may come before its bytes are announced. This does no
+//     harm. The barrier then has counted more bytes than were announced to it, but its phase cannot
+//     end before this block has announced them, since the same instruction is the arrival for which
+//     the barrier waits.
+//   - A block may not end while consumers of the other block still arrive at its `empty` barriers:
+//     `writer.finish` waits until they have arrived.
 template <int kStages, int kBuffers>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_clusters(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
@@ -1087,23 +1112,24 @@ __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
 
 // ---- patches ------------------------------------------------------------------------------------
 
-// The order of tiles. Now the tensor cores hardly ever wait. The power that they draw takes the
-// card to its limit, and its clock falls until the power fits. From here on it matters less when a
-// byte arrives than how much power its way costs, and a byte from memory costs the most. So as much
-// as possible should still be in the L2 cache:
+// Another order of tiles. By now the tensor cores wait so seldom that the card reaches the limit of
+// its power, and its clock falls. From here on it matters less when a byte arrives than how much
+// power it takes to bring it, and a byte from memory takes the most. So as much as possible of what
+// a tile needs should still be in the L2 cache:
 //   - Tiles are taken in groups of kGroup rows of tiles, so that those worked on at one time form a
 //     square patch of C (tile_of_block, above).
-//   - Every second tile (the second, the fourth and so on) is walked from the end of k to its
-//     beginning, and every second group of tiles from the right to the left. So a tile begins with
-//     that part of A or B with which the tile before it ended: this part is still in the L2 cache.
-//   - What one cluster has read from memory, the other clusters of its patch find in the L2 cache,
-//     as long as all of them are at about the same k. Where the cache does not hold all that a
-//     patch reads, the clusters therefore keep in step: Pace makes the fast ones wait. (At N = 4096
-//     a patch reads 34 MB, which the H100's L2 cache holds, and nobody waits.)
+//   - Every second tile of a cluster (its second, its fourth and so on) is walked from the end of k
+//     to its beginning, and every second group of tiles from the right to the left. So a tile
+//     begins with that part of A or B with which the tile before it ended: this part is still in
+//     the L2 cache.
+//   - What one cluster has read from memory, the other clusters of its patch find in the L2 cache.
+//     If the cache does not hold all that a patch reads, they find it there only while all of them
+//     are at about the same k. So then the clusters keep in step: Pace makes the fast ones wait.
+//     (At N = 4096 a patch reads 34 MB. The H100's L2 cache holds that, and nobody waits.)
 //
-// `progress` points to Pace's one counter for all clusters, which is 0 before the launch and after
-// it. If it is null, the clusters do not keep in step. Pace and quotient(), an integer division,
-// are in operators/product/product.cuh.
+// `progress` points to the one counter that Pace has for all clusters. It is 0 before the launch
+// and after it. If `progress` is null, the clusters do not keep in step. Pace and quotient(), an
+// integer division, are in operators/product/product.cuh.
 template <int kStages, int kBuffers, int kGroup>
 __global__ void HOPPER_CLUSTER(2) __launch_bounds__(384, 1)
     matmul_patches(const __grid_constant__ CUtensorMap A, const __grid_constant__ CUtensorMap B,
