@@ -4,45 +4,50 @@
 //     out      = basis spectral                                                             (V, W)
 //     x (V, W), basis (V, E), mass (V), evalues (E), times (W): bf16, row-major; fp32 accumulation
 //
-// The first block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888): W features
-// on the V vertices of a surface spread as heat does, feature w for times[w]. In the basis of the
-// first E eigenvectors of the surface's Laplacian this is a product with e^(-evalue time); mass is
-// the area around each vertex. So: project onto the basis, damp, expand. Backward, given the
-// gradients with respect to the two results, dOut (V, W) and dSpectral (E, W),
+// This is the first block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888). W
+// features on the V vertices of a surface spread as heat does, feature w for the time times[w]. The
+// columns of `basis` are the first E eigenvectors of the surface's Laplacian. If a feature is a sum
+// of these, heat makes each coefficient smaller, by the factor e^(-evalue time), and does nothing
+// else. So there are three things to do: project x onto the basis, which gives the coefficients;
+// damp these; and expand, which forms the sums again. `mass` is the area around each vertex.
+//
+// Backward, given the gradients with respect to the two results, dOut (V, W) and dSpectral (E, W):
 //
 //     s      = dSpectral + basis^T dOut                                                     (E, W)
 //     dTimes = -(evalues[:, None] * s * spectral).sum(0)                                    (W)
 //     dX     = mass[:, None] * (basis (exp(-evalues[:, None] * times[None, :]) * s))        (V, W)
 //
-// which has the same shape: a product with basis^T, something elementwise, a product with basis.
+// This has the same shape: a product with basis^T, something elementwise, a product with basis.
 //
-// --batch N: N meshes of V vertices each in the same launches, as DiffusionNet takes them. All of
-// the above but times is each mesh's own, x is (N, V, W), and dTimes is a sum over the meshes, too.
+// --batch N: N meshes of V vertices each, in the same launches, as DiffusionNet takes them. All
+// meshes have the same times. Everything else each mesh has for itself, so x is (N, V, W), for
+// example. dTimes is a sum over the meshes, too.
 //
-// What moves is x, out and the basis; what is computed is 4 V E W operations. With E = 128 and
-// W = 256 that is 100 operations per byte, a third of what would keep an H100's tensor cores busy:
-// memory is the limit, and temporaries would cost what they cost in lesson 5. But the fusion of
-// lesson 6 is not possible. There a row of the result needs one row of x. Here it needs all of
-// them: every element of spectral is a sum over all vertices, and until the last one is added no
-// row of out can be computed. Two products, with everybody's sum between them: what can still be
-// fused?
+// What moves is x, out and the basis, and 4 V E W operations are computed. With E = 128 and W = 256
+// that is 100 operations per byte, a third of what would keep an H100's tensor cores busy: memory
+// is the limit, and temporaries would cost what they cost in lesson 5. But the fusion of lesson 6
+// is not possible. There a row of the result needs one row of x. Here it needs all of them: every
+// element of spectral is a sum over all vertices, and until the last term is added no row of out
+// can be computed. Between the two products stands a sum over all rows. What can still be fused?
 //
-//     unfused      five library and elementwise kernels, as a framework launches them
-//                  (checks/diffusion/diffusion.cu)
-//     half fused   mass is multiplied in inside a product, and one small kernel between the two
-//                  products does the rest. But the first product's result is only 128 x 256: a few
-//                  tiles, a few blocks, each walking over all vertices, on a GPU made for hundreds
-//     split-K      the sum over vertices is cut into slices, so that there are blocks for the whole
-//                  GPU; the small kernel adds the slices up first
-//     one launch   the slices, their sum, and the second product, all in one kernel: forward, of
-//                  one mesh, for E up to 128
-//     any shape    no lesson, but the operator that a program would call: one launch for both
-//                  passes, a batch of meshes, and E up to 256 (operators/diffusion)
+//     unfused      Five library and elementwise kernels, as a framework launches them
+//                  (checks/diffusion/diffusion.cu).
+//     half fused   The first product multiplies by mass, and one small kernel between the two
+//                  products damps. But the first product's result is only 128 x 256, a few tiles.
+//                  So a few blocks walk over all vertices, on a GPU made for hundreds of blocks.
+//     split-K      The sum over the vertices is cut into slices, so that there are blocks for the
+//                  whole GPU. The small kernel adds the slices up first.
+//     one launch   The slices, their sum, and the second product, all in one kernel: forward, of
+//                  one mesh, for E up to 128.
+//     any shape    No lesson, but the operator that a program would call, for both passes, batches
+//                  of meshes, and E up to 256 (operators/diffusion).
 //
-// The limit that a table prints counts each input and output once, the basis too. A kernel that
-// cannot keep its part of the basis on chip between the products has to read it twice; with E = 128
-// and W = 256 that is 1.2 times as much. On chip is room for the basis of about 10^5
-// vertices; one launch, which needs room for x as well, keeps that of 21000 (E = 128, W = 256).
+// The limit that a table prints counts each input and each output once, the basis too. But both
+// products need the basis. Between them it would have to stay on chip, and there is room for that
+// of about 10^5 vertices. *half fused* and *split-K* keep nothing, and read the basis twice. For a
+// large mesh both times are from memory, and with E = 128 and W = 256 that is 1.2 times as many
+// bytes as the least. *one launch* needs room for x as well. It keeps the basis of 21000 vertices,
+// and of a larger mesh it reads the rest twice.
 //
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
 // CPU backend runs all.
@@ -74,31 +79,34 @@ using Operands = DiffusionOperands;
 
 // ---- half fused, split-K ------------------------------------------------------------------------
 
-// Three kernels, for both passes:
+// There are three kernels, for both passes:
 //
 //     project_slices    x to the spectrum: a product for each slice of the vertices
 //     add_slices        the sum of the slices, damped
 //     expand_spectrum   the spectrum to out: a product
 //
-// What passes between the unfused kernels stays in registers here: the product by mass, as large as
-// x, the exponentials and s. Only the slices (fp32) and the spectrum are in memory. Each kernel is
-// launched early (primitives/early_launch.cuh): its blocks take their places while the kernel
-// before it ends.
+// The unfused kernels hand three things on through memory that stay in registers here: x times
+// mass, which is as large as x, the exponentials, and s. Only the slices (fp32) and the spectrum
+// are in memory. Each kernel is launched early (primitives/early_launch.cuh): its blocks take their
+// places while the kernel before it ends.
 //
-// At the first reading take kPass as forward and kBatch as false, that is, one mesh. Then `mesh`
-// and `shift` are 0, and adding them changes nothing. Skip each `if constexpr (kPass ==
-// Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: that is dTimes.
+// At the first reading take kPass as forward, and kBatch as false, which is one mesh. Then `mesh`
+// and `shift` are 0, and to add them changes nothing. Skip each `if constexpr (kPass ==
+// Pass::backward)`, and whatever is named time_sum, time_sums or time_rows: these are for dTimes.
 //
-// The words, from primitives/: load_left and load_right load fragments by ldmatrix, as lesson 3's
-// *ldmatrix* does, and _transposed those of a factor that memory has transposed. add_product is the
-// loop of mma.sync over a warp's results, which are a Sums; for_pairs calls a function for each two
-// neighbours of these. multiply2 multiplies two bf16 at once. start_next_kernel() lets the blocks
-// of the kernel after this one take free places, where they stop in their own
-// wait_for_previous_kernel() until all of this kernel is done.
+// The words, from primitives/:
+//   - load_left and load_right load fragments by ldmatrix, as lesson 3's *ldmatrix* does.
+//     load_left_transposed takes a factor that lies transposed in shared memory.
+//   - Sums are a warp's results, in registers. add_product is the loop of mma.sync over them.
+//     for_pairs calls a function for each two neighbours of them.
+//   - multiply2 multiplies two bf16 at once.
+//   - start_next_kernel() lets the blocks of the next kernel take free places. There they stop, in
+//     their own wait_for_previous_kernel(), until all of this kernel is done.
 
-// A block owns kE x kW elements of the spectrum, a warp kWarpE x kWarpW of them, in registers. Per
-// step it needs kV rows of the basis (kE columns of them) and of the values (kW columns), and of
-// mass. kStages such sets are in shared memory, all but one of them in flight.
+// A block owns kE x kW elements of the spectrum, and each of its warps kWarpE x kWarpW of these, in
+// registers. A step adds what kV vertices contribute. Of their rows it needs kE columns of the
+// basis, kW columns of the values, and the masses: this is a stage. kStages of them are in shared
+// memory. While one is multiplied, the others are on their way.
 template <int kSide, int kWarpsAlongE, int kWarpsAlongW, int kBlocksFit>
 struct ProjectTile {
   static constexpr int kE = kSide, kW = kSide, kV = 64, kStages = 3, kWarpsW = kWarpsAlongW;
@@ -120,29 +128,39 @@ __device__ unsigned neighbours(const bf16* at) {
 
 // The first product. The vertices are divided into gridDim.y slices. Block (tile, slice, mesh)
 // computes one tile of basis^T (mass[:, None] * values) for the vertices of one slice, where
-// `values` is x. (Backward it is basis^T values, where `values` is dOut.) What it writes is its
-// tile of its slice of sums (N, gridDim.y, E, W), fp32: N meshes, each with gridDim.y slices.
+// `values` is x. (Backward it is basis^T values, where `values` is dOut.) It writes the tile to its
+// place in `sums`, which has a spectrum for each slice of each of N meshes: (N, gridDim.y, E, W),
+// fp32.
 //
-// *half fused* has one slice. Then a spectrum of 128 by 256 keeps only eight multiprocessors busy.
-// A multiprocessor receives no more than it has asked for. Two stages are under way, each of 64
-// vertices x (64 + 64) columns x 2 bytes, 16 KB: together 32 KB. README's table has 0.8 ms, nearly
-// all of it for the 2048 steps of such a block: 0.4 microseconds a step. Two steps pass from when a
-// stage is asked for until it is needed, 0.8 microseconds. (One load alone takes 0.34.) 32 KB in
-// 0.8 microseconds are 40 GB/s for each multiprocessor, and 0.3 TB/s for all eight, a tenth of what
-// the memory can serve. *split-K* has as many slices as it takes to fill the GPU. Blocks of one
-// slice run at the same time and share what they read through the L2 cache: x is asked for twice
-// and the basis four times, but both come from memory once.
+// *half fused* has one slice. So a spectrum of 128 x 256 is eight blocks, on eight multiprocessors.
+// Why is that so slow? A multiprocessor receives no more than it has asked for. While one stage is
+// multiplied, two are under way, each of 64 vertices x (64 + 64) columns x 2 bytes, 16 KB: together
+// 32 KB. README's table has 0.8 ms, nearly all of it for the 2048 steps of such a block, so a step
+// takes 0.4 microseconds. A stage is asked for two steps before it is needed, which is 0.8
+// microseconds. (One load alone takes 0.34.) 32 KB in 0.8 microseconds are 40 GB/s for each
+// multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can serve.
+//
+// *split-K* has as many slices as it takes to fill the GPU. The blocks of one slice run at the same
+// time, and share what they read through the L2 cache. Two of them ask for the same part of x, and
+// four for the same part of the basis, but each part comes from memory once.
 //
 // basis^T is the left factor. A tile of the basis is row-major in shared memory, and ldmatrix
-// transposes it on the way to the registers: no transposed copy exists. In the registers the left
-// factor is multiplied by mass, although the formula has mass beside x: basis^T (mass * x) is (mass
-// * basis)^T x, since in both the term of vertex v is multiplied by mass[v]. A vertex is a column
-// of basis^T, and a register of a fragment holds two neighbours of a row, so two vertices. Let
-// first = 2 * (lane % 4). A lane's a[0] holds the vertices first and first + 1 of one eigenvector,
-// number lane / 4 of 16, and a[1] the same two vertices of another, number lane / 4 + 8. a[2] and
-// a[3] hold the vertices first + 8 and first + 9 of the same two eigenvectors. One instruction
-// multiplies a register by the masses of its two vertices, and it rounds to bf16 once, as a kernel
-// for mass * x alone does.
+// transposes it on the way to the registers, so there is no transposed copy of it.
+//
+// In the registers this left factor is multiplied by mass, although the formula has mass beside x.
+// That is the same: basis^T (mass * x) is (mass * basis)^T x, since in both the term of vertex v is
+// multiplied by mass[v]. Which mass does a register need? In basis^T a row is an eigenvector, and a
+// column is a vertex. A fragment has 16 rows and 16 columns, and each of a lane's four registers
+// holds two neighbours of a row, so two vertices. With first = 2 * (lane % 4) they are:
+//
+//     a[0]   eigenvector lane / 4        vertices first and first + 1
+//     a[1]   eigenvector lane / 4 + 8    vertices first and first + 1
+//     a[2]   eigenvector lane / 4        vertices first + 8 and first + 9
+//     a[3]   eigenvector lane / 4 + 8    vertices first + 8 and first + 9
+//
+// So a[0] and a[1] take one pair of masses, `low` below, and a[2] and a[3] another one, `high`. One
+// instruction multiplies a register by its pair. It rounds to bf16 once, as a kernel that computes
+// mass * x does.
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     project_slices(Operands in, float* sums) {
@@ -164,9 +182,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   in.values += vertex0 * in.W;
   in.basis += vertex0 * in.E;
   in.mass += vertex0;
-  // (Skip this at first.) In a batch a mesh's masses may start at any address, but copies start at
-  // multiples of 16 bytes. So up to 7 masses come before those of a step. And what comes after the
-  // mesh's last mass meets a basis of zeros.
+  // (Skip this at first.) In a batch the masses of a mesh may begin at any address, but copies
+  // begin at multiples of 16 bytes. So up to 7 masses that stand before those of a step are copied,
+  // too: `shift` of them. What is copied behind the mesh's last mass is multiplied by a basis of
+  // zeros.
   const int shift = kBatch ? static_cast<int>(vertex0 % 8) : 0;
   const int64_t end = kBatch ? in.V * (gridDim.z - mesh) : in.V;
   const auto copy_step = [&](int step) {
@@ -222,34 +241,38 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   });
 }
 
-// Adds the slices up and works on their total: forward it is damped, which gives spectral. Backward
-// it is s, which gives the damped s and partial dTimes. What it gives goes to in.spectrum: forward
-// that is the result, spectral; backward the damped s, which nobody keeps. (in.spectral is read
-// backward only: it is what forward has saved.)
+// Adds the slices up, damps their total, and writes that to in.spectrum. Forward it is the result
+// named spectral. (Backward the total, with dSpectral added, is s. From it a block also computes
+// its share of dTimes, for which it needs in.spectral, the spectral that forward has saved. What it
+// writes to in.spectrum is read by the next kernel, and nobody keeps it.)
 //
-// Here is where a split-K kernel is easily written wrong. Three things must hold before an epilogue
-// may touch partial sums:
+// Here a split-K kernel is easily written wrong. Three things must hold where partial sums are
+// added:
 //
 //   - All of them must be there. If all slices are stored in one place, the last one stored is what
-//     remains; if each reads, adds and writes back, what others add in between is lost. Here each
-//     slice has a place of its own, and this kernel waits until all of them are written.
-//   - The epilogue must be applied once. Damping is linear, so it may be applied to each partial
-//     sum before they are added, or to their total. If it were applied to the sum so far each time
-//     that a slice is added, the first slice would be damped many times. dSpectral, which backward
-//     adds, must not be added once per slice. And a nonlinear function, such as lesson 6's sigmoid,
-//     may only ever see the total.
-//   - Memory that is added to has to start at zero. Here nothing is added to memory. And the order
-//     of the additions is always the same, so that the result is, too. (Below, one launch adds
-//     atomically, in the order in which its blocks come: there two runs differ in the last bits.)
+//     remains. If each block reads the sum, adds its slice and writes the sum back, what others add
+//     in between is lost. Here each slice has a place of its own, and this kernel waits until all
+//     of them are written.
+//   - The epilogue must be applied once. Damping is linear, so it may be applied to each slice
+//     before the slices are added, or to their total. If it were applied to the sum so far each
+//     time that a slice is added, the first slice would be damped many times. Backward adds
+//     dSpectral: once, and not for each slice. And a function that is not linear, such as lesson
+//     6's sigmoid, may only be applied to the total.
+//   - Memory to which slices are added has to hold zero at first. Here nothing is added to memory.
+//
+// The order of these additions is always the same, so the result is, too. (*one launch*, below,
+// adds atomically, in the order in which its blocks come. There two runs may differ in the last
+// bits.)
 //
 // A block owns some rows and 32 columns of a mesh's spectrum. kRowWarps warps work for a row: each
 // adds up its share of the slices, and the partial sums meet in shared memory. The warps of a row
 // are numbered from 0 on, by `rank`: the one of rank 0 adds these sums and does the rest.
 //
-// For one mesh a block has 4 rows with eight warps each: so 32 warps read at the same time, each of
-// them 128 neighbouring bytes. A batch has enough to read with fewer warps for a row. With 4 rows a
-// block it would have thousands of blocks, so there a block has 16 rows. Backward a block adds up
-// its rows' share of dTimes, over e, and the next kernel adds those of all blocks of a column.
+// For one mesh a block has 4 rows, with eight warps each. So 32 warps read at the same time, each
+// of them 128 neighbouring bytes. In a batch there are more rows, so fewer warps for each of them
+// keep the memory busy: two or one. With 4 rows a block a batch would need thousands of small
+// blocks, so a block has 16 rows then. (Backward a block adds up what its rows contribute to
+// dTimes. The next kernel adds that of all blocks with the same columns.)
 __host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kRowWarps>
 __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
@@ -296,9 +319,9 @@ __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
   }
 }
 
-// A block's part of the product from the spectrum: all E rows and kW columns of the spectrum, and
-// kStages tiles of kV rows of the basis, in boxes of 64 columns. A warp has kWarpV x kWarpW of the
-// result.
+// What a block of the second product has in shared memory: kW columns of the spectrum, with all its
+// E rows, and kStages tiles of the basis, kV rows each, in boxes of 64 columns. A warp computes
+// kWarpV x kWarpW elements of the result.
 template <int kRows, int kColumns, int kWarpsAlongV, int kWarpsAlongW, int kStageCount>
 struct ExpandTile {
   static constexpr int kV = kRows, kW = kColumns, kStages = kStageCount, kWarpsW = kWarpsAlongW;
@@ -310,13 +333,14 @@ struct ExpandTile {
   }
 };
 
-// The second product: result (V, W) = basis spectrum, and backward mass[:, None] * that, of mesh
-// blockIdx.z. It is lesson 6's *resident weights* again, with the spectrum as the weights: it is
-// small, so every block keeps kW columns of it in shared memory until the end. The basis streams
-// by, in tiles of kV rows: this block takes tiles blockIdx.x, blockIdx.x + gridDim.x, and so on. A
-// step is one of these tiles. Each warp's results go through a staging area of its own, so that
-// they leave as 16 bytes a lane. Backward, the first mesh's blocks with the first tile also add up
-// the time_rows rows of partial dTimes for their columns.
+// The second product, of mesh blockIdx.z: result (V, W) = basis spectrum. (Backward it is mass[:,
+// None] * that.) It is lesson 6's *resident weights* again, with the spectrum in the place of the
+// weights. The spectrum is small, so each block keeps kW columns of it in shared memory until the
+// end. The basis streams by, in tiles of kV rows. The block takes tiles number blockIdx.x,
+// blockIdx.x + gridDim.x, and so on, one in each step. Each warp has a staging area of its own,
+// through which its results go, so that each lane stores 16 bytes at a time. (Backward the blocks
+// that have the first tile of the first mesh also add up dTimes for their columns, of time_rows
+// shares.)
 template <Pass kPass, typename Tile, bool kBatch>
 __global__ void __launch_bounds__(Tile::kThreads)
     expand_spectrum(Operands in, const float* time_sums, int time_rows) {
@@ -411,44 +435,46 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 // ---- Hopper: one launch -------------------------------------------------------------------------
 
-// The whole operator in one kernel, which at first sight cannot be: every row of out needs the
-// whole spectrum, and the spectrum needs every row of x. It takes two things. All blocks are on the
-// GPU at the same time, so that they may wait for each other; and a block keeps what it has, the
-// last tiles of its rows of the basis.
+// The whole operator in one kernel. At first sight that cannot be: every row of out needs the whole
+// spectrum, and the spectrum needs every row of x. Two things make it possible, and worth it. All
+// blocks are on the GPU at the same time, so they may wait for each other. And while they wait,
+// each keeps the last tiles of its rows of the basis.
 //
-//   First product   A block sums its rows' share of basis^T (mass x) up in registers. The basis is
-//                   the left factor, transposed: its fragments come through registers (ldmatrix),
-//                   where they are multiplied by the masses on the way.
-//   Meeting         The block adds its share to a sum of all blocks in memory (64 KB for 128
-//                   columns of x: in the L2 cache), and waits until all have added.
-//   Damping         The sum of all comes into the registers that the share has left, is multiplied
-//                   by the exponentials, and becomes the right factor of the second product, in
-//                   shared memory.
-//   Second product  Back over the same rows in reverse: the last kStages tiles of the basis are
-//                   still in shared memory, and of those before them the L2 cache has some. With up
-//                   to kStages tiles a block, the basis is read once.
+//   First product   A block adds up what its rows contribute to basis^T (mass x), in registers.
+//                   The basis is the left factor, transposed: ldmatrix brings its fragments into
+//                   registers, where they are multiplied by the masses.
+//   Meeting         The block adds its share to a sum of all blocks, and waits until all have
+//                   added. The sum is in memory. For 128 columns of x it is 64 KB, so the L2 cache
+//                   has it.
+//   Damping         The sum of all blocks is loaded into registers, multiplied by the exponentials,
+//                   and put into shared memory: it is the right factor of the second product.
+//   Second product  The block goes back over the same rows, in reverse. The last kStages tiles of
+//                   the basis are still in shared memory, and of those before them the L2 cache has
+//                   some. If a block has no more than kStages tiles, the basis is read once.
 //
-// What truly differs from lesson 3's pipeline is that the sums of all blocks meet before there is a
-// result, and that the second product goes back through the stages of the first.
+// Two things are new beside lesson 3's pipeline. The sums of all blocks meet before there is a
+// result. And the second product goes back through the stages of the first one.
 //
-// At the first reading follow the consumers (the `else`), whose four parts have these names, and
-// read the producer only afterwards: it brings what they wait for, in the same order. The words are
+// At the first reading follow the consumers (the `else`), whose four parts have these names. Read
+// the producer afterwards: it brings what the consumers wait for, in the same order. The words are
 // those of lesson 3 ("Hopper: words"), and these:
 //
-//     reader.wait(), next(), give_back()   a take() in three parts, since here the last stages are
-//                                          kept: waits until the next stage is full, and returns
-//                                          it; goes on to the one after it; says that it is empty
+//     reader.wait()                        waits until the reader's stage is full, and returns it
+//     reader.give_back()                   says that this stage is empty
+//     reader.next()                        goes on to the next stage. (Lesson 3's take() does all
+//                                          of this. Here the last stages are not given back)
 //     back                                 a Writer or Reader that goes through the stages from the
 //                                          last one to the first: those that were kept are full
 //     LeftFragments                        a left factor in registers, here 64 columns of a tile of
 //                                          the basis, in four pieces of 16 vertices
 //     sum.store                            puts 64 columns of a sum, rounded, into a box
 
-// The rows of a tile, and a block's part of the spectrum: for an E up to 128, and 128 columns of x.
-// What E and W do not fill is zero.
+// A tile has 64 rows. A block has 128 rows and 128 columns of the spectrum: so E is at most 128,
+// and a block has 128 columns of x. What E and W do not fill is zero.
 constexpr int kVertices = 64, kEigen = 128, kColumns = 128;
 
-// A stage: what the first product needs of 64 vertices. The second one needs only their basis.
+// A stage is what the first product needs of 64 vertices. The second product needs only their
+// basis.
 struct VertexTile {
   LeftTile<bf16, kVertices> basis[kEigen / 64];  // 64 eigenvectors each
   RightTile<bf16, kColumns> x;
@@ -468,18 +494,18 @@ struct OneMeshMaps {
 };
 
 // Where the blocks that have the same columns meet. It is in memory, and holds zeros before the
-// first launch. There are two sums. A launch adds to one of them and fills the other one with
-// zeros, for the next launch, which adds to that one. A sum lies there as it does in the registers
-// of the 256 threads that add: each has 16 times four numbers. `arrivals` counts how often a block
-// has arrived, in all launches so far, all of which had the same grid.
+// first launch. There are two sums. A launch adds to one of them, and fills the other one with
+// zeros, for the next launch, which adds to that one. A sum lies there as it lies in the registers
+// of the 256 threads of the consumers, each of which has 16 times four numbers. `arrivals` counts
+// how often a block has arrived, in all launches so far. All of them must have the same grid.
 struct MeetingPlace {
   float4 sums[2][16][256];
   unsigned long long arrivals;
 };
 
 #if HOPPER_CODE
-// Multiplies a left factor by the masses. Its k is the number of the vertex, and a register has two
-// neighbours.
+// Multiplies a left factor by the masses. Column k of it is vertex k of the tile. A register holds
+// two neighbours of a row, so it is multiplied by two neighbouring masses.
 __device__ inline void multiply_by(LeftFragments<bf16>& left, const bf16 (&mass)[kVertices]) {
 #pragma unroll
   for (int i = 0; i < 4 * kSlices; ++i) {
@@ -489,11 +515,12 @@ __device__ inline void multiply_by(LeftFragments<bf16>& left, const bf16 (&mass)
 }
 #endif
 
-// Block (c, group), number `group` of the gridDim.y blocks with the same columns, has columns 128 c
-// to 128 c + 127 of x and out, and the tiles (64 rows each) number group, group + gridDim.y, group
-// + 2 gridDim.y and so on. One warpgroup produces, and two consume: in the first product each of
-// them has 64 rows of the spectrum and all 128 columns, in the second 64 columns of a tile of out.
-// places: one for each 128 columns.
+// Block (c, group) has columns 128 c to 128 c + 127 of x and out. gridDim.y blocks have these
+// columns, and share the tiles, of 64 rows each: block number `group` of them has the tiles number
+// group, group + gridDim.y, group + 2 gridDim.y and so on. One warpgroup of a block is the
+// producer, and two are consumers. In the first product each consumer has 64 rows of the spectrum
+// and all 128 columns. In the second it has 64 columns of a tile of out. `places` has a
+// MeetingPlace for each 128 columns.
 __global__ void __launch_bounds__(384, 1)
     diffusion_one_launch(const __grid_constant__ OneMeshMaps maps, const Operands in,
                          MeetingPlace* places) {
@@ -546,10 +573,10 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    // A thread's 64 elements of the sum are 16 fours: number j lies in columns 8 j to 8 j + 7. The
-    // first `fours` of them are inside of x. The blocks with the same columns divide the clearing
-    // of the other sum: block number `group` of them clears the fours number group, group + groups,
-    // and so on.
+    // A thread's 64 elements of the sum are 16 groups of four, of which group j lies in columns 8 j
+    // to 8 j + 7. Only the first `fours` groups are inside of x. The blocks with the same columns
+    // clear the other sum together: block number `group` of them clears the groups number group,
+    // group + groups, and so on.
     const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 
@@ -565,12 +592,12 @@ __global__ void __launch_bounds__(384, 1)
       if (t + kStages < tiles) reader.give_back();  // the last ones stay, for the way back
     }
 
-    // 2. The meeting. All threads add their part of this block's share to the sum of all blocks.
-    // named_barrier waits until all 256 of them have done so. Then one thread arrives for the
-    // block: it adds 1 to the counter, and *releases* what the block has added. It looks at the
-    // counter until the last block has arrived. Such a look *acquires*: what the blocks that are
-    // counted have released can be read from then on. The second named_barrier lets the other
-    // threads go on. (An atomicAdd of four floats at once is new on Hopper.)
+    // 2. The meeting. Each thread adds its part of this block's share to the sum of all blocks. (An
+    // atomicAdd of four floats at once is new on Hopper.) The first named_barrier waits until all
+    // 256 threads have done so. Then one thread arrives for the block: it adds 1 to the counter,
+    // and *releases* what the block has added. It looks at the counter until the last block has
+    // arrived. Such a look *acquires*: after it the thread may read what the blocks that are
+    // counted have released. At the second named_barrier the other threads wait for that one.
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const float* four = sum.elements + 4 * j;
@@ -587,10 +614,10 @@ __global__ void __launch_bounds__(384, 1)
     }
     named_barrier(1, 256);
 
-    // 3. Damping. One thread has acquired, and the block's barrier passes that on to the others.
-    // __ldcg reads from the L2 cache, where the atomic additions were made. Of a thread's four
-    // numbers the first two are neighbours in a row (`upper`), and the other two are in the same
-    // columns, 8 rows below (`lower`).
+    // 3. Damping. One thread has acquired, and the barrier passes that on to the others of the
+    // block. __ldcg reads from the L2 cache, where the atomic additions were made. Of four numbers
+    // the first two are neighbours in a row, whose eigenvalue is `upper`. The other two are in the
+    // same columns, 8 rows below, where the eigenvalue is `lower`.
     float4 all[16];
 #pragma unroll
     for (int j = 0; j < 16; ++j) all[j] = j < fours ? __ldcg(&total[j][thread]) : float4{};
@@ -653,10 +680,10 @@ __global__ void __launch_bounds__(384, 1)
 
 // -------------------------------------------------------------------------------------------------
 
-// The tiles of the portable kernels. Of project_slices: large tiles read less. Small tiles are for
-// a mesh that is not large. There are more of them, so fewer slices fill the GPU, and less has to
-// be written and added up. Of expand_spectrum: a wide tile needs 96 KB of shared memory with E =
-// 128. A device where a block cannot have that much takes the narrow one.
+// The tiles of the kernels that do not need Hopper. In project_slices, large tiles read less. Small
+// tiles are for a mesh that is not large: there are more of them, so fewer slices fill the GPU, and
+// less has to be written and added up. In expand_spectrum, a wide tile needs 96 KB of shared memory
+// with E = 128. A device where a block cannot have that much takes the narrow one.
 using LargeTile = ProjectTile<128, 2, 4, 2>;
 using SmallTile = ProjectTile<64, 2, 2, 4>;
 using WideTile = ExpandTile<64, 128, 2, 2, 3>;
@@ -667,7 +694,8 @@ int64_t project_tiles(const Shape& shape) {
   return static_cast<int64_t>(blocks_for(shape.E, Tile::kE)) * blocks_for(shape.W, Tile::kW);
 }
 
-// Slices of split-K: with all meshes' blocks for all multiprocessors, but none without a step.
+// How many slices split-K has: as many as it takes for the blocks of all meshes to fill all
+// multiprocessors, but no slice without a step.
 template <typename Tile>
 int64_t slices_for(const Shape& shape, int multiprocessors) {
   const int64_t fill =
@@ -681,7 +709,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const auto sums = table.problem.output<float>(slices * table.shape.spectrum_values());
   const dim3 tiles(static_cast<unsigned>(project_tiles<Project>(table.shape)),
                    static_cast<unsigned>(slices), static_cast<unsigned>(meshes));
-  // No more threads than a GPU has room for.
+  // As many warps for a row as let all threads be on the GPU at the same time.
   const int64_t most_warps = 2048 * multiprocessors / (32 * blocks_for(W, 32) * E * meshes);
   const int row_warps = most_warps >= 8 ? 8 : most_warps >= 2 ? 2 : 1;
   const dim3 sum_blocks(blocks_for(W, 32), blocks_for(E, sum_rows(row_warps)), tiles.z);
@@ -695,7 +723,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const int bytes = static_cast<int>(Expand::shared_bytes(E));
   allow_shared_bytes(first, Project::kSharedBytes);
   allow_shared_bytes(last, bytes);
-  // As many blocks as fit on the GPU at once, or as there are tiles.
+  // There are as many blocks as fit on the GPU at the same time, or as there are tiles.
   int per_sm = 0;
   CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, last, Expand::kThreads, bytes));
   const unsigned columns = blocks_for(W, Expand::kW);
@@ -734,10 +762,10 @@ void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
                                                          multiprocessors);
 }
 
-// One launch, where one size of tile will do. As many blocks as fit on the GPU at once, or as there
-// are tiles: none may wait for one that cannot start. (That holds for a GPU that this launch has to
-// itself. Two of these in two streams might wait for each other for good. In one stream they
-// cannot: the next one's blocks start when all of this one's run.)
+// One launch has one size of tile. It has as many blocks as fit on the GPU at the same time, or as
+// there are tiles: no block may wait for one that cannot start. (That holds for a GPU that this
+// launch has to itself. Two of these in two streams might wait for each other for ever. In one
+// stream they cannot: the blocks of the next one start when all blocks of this one run.)
 void add_one_launch(DiffusionProblem& table) {
   const auto [V, E, W, meshes] = table.shape;
   constexpr int kThreads = 384, kBytes = sizeof(OneMeshShared);
