@@ -87,9 +87,10 @@ struct Copies {
     std::copy(pageable[1].begin(), pageable[1].end(), pinned[1]);
   }
 
-  // C comes back to the host, where it is the next product's A: A and B go to the device. For a
-  // small N the lesson records this in a CUDA graph, which needs copies that do not wait. Your
-  // program can say cudaMemcpy instead, which waits until the copy is done.
+  // C comes back to the host, into the buffer of A. From there A goes to the device, and B as well.
+  // So the check can compare the A that arrives with the C that has left. For a small N the lesson
+  // records this in a CUDA graph, which needs copies that do not wait. Your program can say
+  // cudaMemcpy instead, which waits until the copy is done.
   void copy(float* host_A, const float* host_B, float* A, float* B) const {
     const cudaStream_t stream = cudaStreamPerThread;
     CUDA_CHECK(cudaMemcpyAsync(host_A, C, bytes(), cudaMemcpyDeviceToHost, stream));
