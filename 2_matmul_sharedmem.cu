@@ -257,12 +257,13 @@ __device__ void copy_pair(TilePair<BM, BN, BK>& to, const float* A, const float*
 // cannot transpose four numbers on the way, as `vectors` did in registers: A is copied by single
 // floats. And a step takes 16 of k, not 8: fewer barriers.)
 //
-// The copies of a step are closed as a group (commit), and wait<n> waits until all but the newest n
-// groups of the thread have arrived. Before a step kStages - 1 groups are closed, of this step and
-// the next ones, and all but the newest kStages - 2 of them have to be there: the group of this
-// step. Where no step is left an empty group is closed, so that the count is right. One barrier a
-// step is enough. It says two things: the copies of all threads have arrived; and nobody reads the
-// stage of the step before any more, which the next copies fill.
+// The copies of a step are closed as a group (commit). From then on a thread can wait for them, but
+// they need not have arrived. wait<n> waits until all but the newest n groups of the thread have
+// arrived. When a step begins, the newest kStages - 1 groups are those of this step and of the
+// steps after it. Only the first of these has to be there, so the wait leaves out the newest
+// kStages - 2. Where no step is left an empty group is closed, so that the count is right. One
+// barrier a step is enough. It says two things: the copies of all threads have arrived; and nobody
+// reads the stage of the step before any more, which the next copies fill.
 //
 // The row *large tiles* is this kernel with larger tiles. 256 threads own 128 x 256 elements of C
 // there, 8 x 16 each: for a step of k a thread reads 8 + 16 numbers from shared memory for 128
