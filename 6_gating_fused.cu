@@ -298,11 +298,11 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
 // Reader, Box, LeftTile, RightTile, Sum.
 
-// Of the biases of 64 columns of out, those that a thread needs. In a Sum the elements 4 p to
-// 4 p + 3 of a thread are in two neighbouring columns: two of them in one row, and two in the row 8
-// rows below. So these four elements need one pair of biases, pair p. The next four are 8 columns
-// further on, so that 64 columns are eight pairs. Only `cols` of the columns exist, an even number;
-// the others get the last pair, and are never stored.
+// A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
+// Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
+// row, and two in the row 8 rows below. So these four elements need one pair of biases, pair p. The
+// next four are 8 columns further on, so that 64 columns are eight pairs. Only `cols` of the
+// columns exist, an even number; the others get the last pair, and are never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
