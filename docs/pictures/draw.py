@@ -86,6 +86,65 @@ def fragment():
     return picture
 
 
+def multiprocessor():
+    """Lesson 1's words for what is inside of a multiprocessor, and where two blocks are on it."""
+    picture = Picture("A multiprocessor with two blocks on it", 1080, 470, 17)
+    picture.text(20, 30, "one multiprocessor of an H100, and two blocks of 256 threads on it", bold=True)
+    picture.box(20, 46, 700, 330, PALE, SOFT)
+    for scheduler in range(4):
+        left = 34 + scheduler * 171
+        picture.box(left, 60, 159, 34, RUST, None, f"scheduler {scheduler}", 4, "#fff", 16, True)
+        for slot in range(16):
+            fill = SKY if slot < 2 else SAND if slot < 4 else "#fff"
+            picture.box(left + slot % 4 * 40, 102 + slot // 4 * 22, 37, 19, fill, SOFT, "", 3)
+        picture.box(left, 198, 159, 48, GREY, None, "registers:\n64 KB", size=16)
+        picture.box(left, 252, 159, 48, GREY, None, "32 multiply-adds;\na tensor core", size=16)
+    picture.box(34, 312, 222, 50, SKY, None, "shared memory\nof block 0", size=16)
+    picture.box(260, 312, 222, 50, SAND, None, "shared memory\nof block 1", size=16)
+    picture.box(486, 312, 220, 50, GREY, None, "L1 cache: what is left", size=16)
+    picture.text(736, 342, "together 256 KB", size=16, ink=SOFT)
+    picture.line("M370 378V398")
+    picture.box(20, 404, 700, 44, GREY, None, "L2 cache, and behind it the memory: for all 132 multiprocessors",
+                size=16)
+    said = ("In a cycle a scheduler can start one", "instruction of one of its own warps: such", "as 32 multiply-adds, one for each thread.",
+            "", "It has room for 16 warps (small boxes).",
+            "Block 0 (blue) has 8 warps, and block 1", "(brown) has 8: four for each scheduler.", "",
+            "Both blocks are here only if there are", "registers and shared memory for both.")
+    for number, line in enumerate(said):
+        picture.text(736, 76 + 24 * number, line, size=16)
+    return picture
+
+
+def owned():
+    """Which elements of a tile one thread owns in lesson 2's *registers*, and in *vectors*."""
+    picture = Picture("The 64 elements of a thread", 1080, 470, 17)
+    unit, side, top = 2.5, 320, 92
+    forms = (("registers: every 16th row and column", lambda i, at: at + 16 * i),
+             ("vectors: groups of four", lambda i, at: 4 * at + i // 4 * 64 + i % 4))
+    for number, (name, place) in enumerate(forms):
+        left = 70 + number * 400
+        picture.text(left - 50, 30, name, bold=True)
+        picture.text(left, 56, "a row of the tile of B", size=16, ink=SOFT)
+        picture.box(left, top - 24, side, 14, SKY, None, "", 0)
+        picture.box(left - 24, top, 14, side, SAND, None, "", 0)
+        picture.box(left, top, side, side, GREY, None, "", 0)
+        rows, cols = ([place(i, at) for i in range(8)] for at in (2, 3))
+        for col in cols:
+            picture.box(left + col * unit, top - 24, 4, 14, BLUE, None, "", 0)
+        for row in rows:
+            picture.box(left - 24, top + row * unit, 14, 4, RUST, None, "", 0)
+            for col in cols:
+                picture.box(left + col * unit, top + row * unit, 4, 4, INK, None, "", 0)
+    picture.text(46, 438, "At the left of each tile of C: a column of the tile of A. This thread is x = 3, y = 2.",
+                 size=16, ink=SOFT)
+    said = ("A tile of C has 128 x 128", "elements. A thread owns 64", "of them (black).", "",
+            "For one k it reads 8 numbers", "of A (brown) and 8 of B", "(blue), and multiplies each", "with each.", "",
+            "In groups of four they lie", "side by side, and one", "instruction reads four.")
+    for number, line in enumerate(said):
+        picture.text(830, 106 + 24 * number, line, size=16)
+    return picture
+
+
 def swizzle():
     """ldmatrix reads piece 2 of eight rows: where these lie in three forms of a tile."""
     picture = Picture("A tile as it lies, padded, and swizzled", 1080, 424)
@@ -341,7 +400,8 @@ def turns():
 
 
 PICTURES = {drawn.__name__: drawn
-            for drawn in (fragment, swizzle, turns, split_k, gradients, softmax, clifford, attention)}
+            for drawn in (multiprocessor, owned, fragment, swizzle, turns, split_k, gradients, softmax, clifford,
+                          attention)}
 
 
 def main():
