@@ -690,8 +690,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // from 0. The *parity* of a phase is 0 if its number is even, and 1 if it is odd. A thread that
 // waits for a phase tells the barrier only the parity.
 //
-// The words of the kernels, from primitives/hopper/:
+// The words, from primitives/hopper/, below the first kernel that needs them:
 //
+//   *wgmma*
 //     LeftTile, RightTile                   tiles of A and B in shared memory; a Box is 64 columns
 //     Sum<kCols>                            64 x kCols sums in the registers of a warpgroup
 //     kStepK                                the 64 of k of a step
@@ -700,31 +701,36 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     barrier_init(b, arrivals)             prepares an mbarrier; barrier_init_fence() lets the
 //                                           copy engine see that
 //     barrier_arrive_expect(b, bytes)       arrives at an mbarrier, and announces bytes to it
+//     barrier_wait(b, parity)               waits for the end of the phase that has this parity
 //     tensor_load(to, map, row, col, b)     copies the box from (row, col) on; b counts its bytes
 //     Ring                                  which stage comes next, and which parity to wait for:
 //                                           0 in the first round of the stages, 1 in the second,
 //                                           0 in the third
 //     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
 //                                           added to the sum, else they replace it
-//     wgmma_wait<n>()                       waits until all products are done but the n newest
-//                                           ones. (Here one start_product starts one product)
+//     wgmma_wait<n>()                       waits until all products are done but those of the n
+//                                           newest start_product()
+//   *specialized*
+//     barrier_arrive(b)                     arrives at an mbarrier
 //     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
-//     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
-//     elect_one()                           true for one lane of the warp, each time the same one
-//     named_barrier(id, threads)            a barrier for so many threads of the block
-//     shared_fence()                        what threads have written, the copy engine can see
-//     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
-//     pack2(a, b)                           two numbers, rounded to 16 bits each, in one register
+//   *persistent*
 //     Pipeline                              the stages with their barriers; prepare(pipeline, n)
 //                                           prepares these: n arrivals say that a stage is empty
 //     alone.meet()                          a barrier for the block
-//     cluster.meet()                        a barrier for the cluster
 //     warp_of_block()                       which warp of the block this one is, from 0 on
+//     elect_one()                           true for one lane of the warp, each time the same one
+//     named_barrier(id, threads)            a barrier for so many threads of the block
+//     pack2(a, b)                           two numbers, rounded to 16 bits each, in one register
 //     store_matrices                        the reverse of ldmatrix: registers to shared memory
+//     swizzled(row, piece)                  where a piece of 16 bytes of a row lies in a box
+//     shared_fence()                        what threads have written, the copy engine can see
 //     tensor_store                          has the copy engine store a box
 //     tensor_store_commit                   closes a group of such stores
 //     tensor_store_wait_read<0>             waits until the copy engine has read all that it has to
 //                                           store. Then that shared memory may be written again
+//   *clusters*
+//     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
+//     cluster.meet()                        a barrier for the cluster
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
