@@ -298,14 +298,16 @@ def how(run, problem):
 
 def moved_counts(run, problem, kernel):
     """The bytes that went through the GPU's memory, and those that multiprocessors asked the L2 cache for,
-    by the profiler's record; None without one of this kernel."""
+    by the profiler's record; None if it has none of this kernel, or if the profiler saw another of the kernel's ways
+    than the one that was timed."""
     gpu = run["device"]["name"].removeprefix("NVIDIA ").lower().replace(" ", "-")
     path = ROOT / "results" / gpu / "counts" / f"{run['lesson']}.moved.json"
     if not path.exists():
         return None
     for each in load(path)["problems"]:
         if each["name"] == problem["name"] and each["dims"] == problem["dims"]:
-            counts = kernel_of(each, kernel["name"])["counts"]
+            seen = kernel_of(each, kernel["name"])
+            counts = seen["counts"] if seen.get("way") == kernel.get("way") else None
             return counts and (counts["dram_read_bytes"] + counts["dram_write_bytes"], counts["l2_bytes"])
     return None
 
