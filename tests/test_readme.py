@@ -321,6 +321,21 @@ def test_table_has_8_columns(recorded, memory, left_out):
     assert "spilled, B" in full[0] and "spilled, B" not in short[0]
 
 
+def test_table_has_no_bytes_of_another_way_than_the_timed_one(recorded):
+    path = recorded.ROOT / "results" / "gpu" / "5_x.json"
+    run = json.loads(path.read_text())
+    for kernel, way in zip(run["problems"][0]["kernels"], ("wide", "narrow")):
+        kernel["way"] = way
+    path.write_text(json.dumps(run))
+    for kernel in run["problems"][0]["kernels"]:
+        kernel |= {"way": "wide", "counts": {"dram_read_bytes": 3e9, "dram_write_bytes": 1e9, "l2_bytes": 7e9}}
+    (recorded.ROOT / "results" / "g" / "counts").mkdir(parents=True)
+    (recorded.ROOT / "results" / "g" / "counts" / "5_x.moved.json").write_text(json.dumps(run))
+    page = recorded.MARKER.sub(recorded.render, "<!-- full gpu/5_x two words --><!-- end -->")
+    assert re.search(r"^\| slow .* \| 4\.000 \| 2\.50 \| 7\.000 \|$", page, re.M)
+    assert re.search(r"^\| a = b .* \|  \|  \|  \|$", page, re.M)
+
+
 def test_rows_marker(recorded):
     marker = "<!-- rows gpu/5_x two words: a = b\ngpu/5_x two words: slow -->"
     page = recorded.MARKER.sub(recorded.render, f"{marker}<!-- end -->")
