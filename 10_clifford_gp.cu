@@ -11,8 +11,9 @@
 // blades. A blade's grade is how many basis vectors it is made of; <x>_a is what x has of grade a,
 // and x_1 is its scalar, the coefficient of 1. Multivectors multiply like polynomials in e1, e2,
 // ... which anticommute, e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's
-// signature. A product of grades has a weight per feature, shared by the batch: 10 of them in 2-D,
-// 20 in 3-D. |z_c|^2 is the plain sum of squares. Backward returns dx, dy and dw from d_out.
+// signature. Each triple of grades a, c, b has a weight for each feature, shared by the batch.
+// There are 10 triples in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of squares. Backward returns dx,
+// dy and dw from d_out.
 //
 // In the plane (n = 2, both vectors square to +1) there are four blades, and two of them multiplied
 // are one of them again, with a sign:
@@ -269,11 +270,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // ---- Row on chip, backward ----------------------------------------------------------------------
 
-// Backward with the same three. One reduction serves both sums of a row. A thread's features are
-// the same for all of its rows, so that dw can stay in registers until the end. They are scarce
-// now: x and d_out are taken into registers for good, and the next row's are ordered before the
-// sums have been added up, so that memory has work all the time. There is no room for y as well: it
-// is taken once for the sums and once more for the gradients, and its next row is ordered then.
+// Backward, with the same three improvements as forward_on_chip. One reduction serves both sums of
+// a row. A thread's features are the same for all of its rows, so that dw can stay in registers
+// until the end. Registers are scarce now: x and d_out are taken into registers for good, and the
+// next row's are ordered before the sums have been added up, so that memory has work all the time.
+// There is no room for y as well: y is taken once for the sums and once more for the gradients, and
+// the next row's y is ordered then.
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,

@@ -20,8 +20,8 @@
 //     (2) unfused   our product, then the same softmax kernel
 //     (3) fused     our product and softmax in one launch; half fused (below): in two
 //
-// (2) against (3) is fusion, where the product is the same. (1) against (2) is the quality of the
-// product. The kernels, all of which multiply in the same way:
+// (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
+// product with ours. The kernels, all of which multiply in the same way:
 //
 //     unfused         tiles of logits, and a softmax that reads them
 //     fused rows      a block a row: simple; every block reads all of W (in the fp32 tables)
@@ -49,8 +49,8 @@
 // operator multiplies on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum
 // of two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
 //
-// All kernels and the softmax are launched early (primitives/early_launch.cuh): here the time
-// between two kernels counts.
+// All kernels of ours, the softmax of (1) and (2) among them, are launched early
+// (primitives/early_launch.cuh): here the time between two kernels counts.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.

@@ -11,17 +11,18 @@
  * at the same time need a workspace each.
  *
  * All pointers to operands and workspace are to memory of the current device (cudaMalloc) or
- * managed memory. A ..._forward() puts its work on the given stream and returns at once. It never
- * prints, ends the program, allocates device memory or uses another stream, and it waits for the
- * device only while fk_tune() says so.
- * It can be called from several threads, on several streams at the same time, and while a stream is
- * captured. (The first call of an operator on a device loads its code, which may wait: it should
- * come before the capture.) A stream of NULL is CUDA's legacy default stream.
+ * managed memory. A ..._forward() or ..._backward() puts its work on the given stream and returns
+ * at once. It never prints, ends the program, allocates device memory or uses another stream, and
+ * it waits for the device only while fk_tune() says so. It can be called from several threads, on
+ * several streams at the same time, and while a stream is captured. (The first call of an operator
+ * on a device loads its code, which may wait: it should come before the capture.) A stream of NULL
+ * is CUDA's legacy default stream.
  *
- * The first call of a description in a thread and a stream plans it, which takes the host several
- * microseconds. Each thread keeps the plans of the last 64, in host memory, until it ends. A plan
- * holds no memory of the device: operands and workspace may be others in each call. It belongs to
- * the context in which it was made; after cudaDeviceReset() calls plan anew.
+ * The first call of a description in a thread and a stream makes a plan, which takes the host
+ * several microseconds. A plan is for one description and one stream. Each thread keeps its last 64
+ * plans, in host memory, until it ends. A plan holds no memory of the device: operands and
+ * workspace may be others in each call. It belongs to the context in which it was made; after
+ * cudaDeviceReset() calls plan anew.
  *
  * Sizes and strides count elements. A stride of 0 says that rows are dense. Rows that are not dense
  * are a multiple of 16 bytes apart, at least as far as they are long, and at most 2^30 elements.
@@ -300,10 +301,10 @@ FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const
  * Written: bytes. Errors: as fk_clifford_backward(), without those of operands. */
 FK_API int fk_clifford_backward_workspace(const fk_clifford* clifford, size_t* bytes);
 
-/* The gradients of fk_clifford_forward(), as lesson 10 has them: of the sum of d_out * out, by x, y
- * and w. Shapes: d_out that of out, d_x, d_y and d_w those of x, y and w. Algebras, sizes, type,
- * alignment and device: as forward. The result is the same in each call. Written: d_x, d_y and d_w,
- * which must not overlap an operand. */
+/* The gradients of fk_clifford_forward(), as lesson 10 has them: those of the sum of all elements
+ * of d_out * out, with respect to x, y and w. Shapes: d_out that of out, d_x, d_y and d_w those of
+ * x, y and w. Algebras, sizes, type, alignment and device: as forward. The result is the same in
+ * each call. Written: d_x, d_y and d_w, which must not overlap an operand. */
 FK_API int fk_clifford_backward(const fk_clifford* clifford, const void* d_out, const void* x,
                                 const void* y, const void* w, void* d_x, void* d_y, void* d_w,
                                 void* workspace, size_t workspace_bytes,
@@ -330,10 +331,11 @@ FK_API int fk_clifford_connected_forward(const fk_clifford* clifford, const void
  * Written: bytes. Errors: as fk_clifford_connected_backward(), without those of operands. */
 FK_API int fk_clifford_connected_backward_workspace(const fk_clifford* clifford, size_t* bytes);
 
-/* The gradients of fk_clifford_connected_forward(): of the sum of d_out * out, by x, y and w. It
- * computes the result again, which it keeps in its workspace. Shapes: d_out that of out, d_x, d_y
- * and d_w those of x, y and w. Algebras, sizes, type, alignment and device: as forward; gradients
- * of z are rounded to TF32, too. Written: d_x, d_y and d_w, which must not overlap an operand. */
+/* The gradients of fk_clifford_connected_forward(): those of the sum of all elements of d_out *
+ * out, with respect to x, y and w. It computes the result again, which it keeps in its workspace.
+ * Shapes: d_out that of out, d_x, d_y and d_w those of x, y and w. Algebras, sizes, type, alignment
+ * and device: as forward; gradients of z are rounded to TF32, too. Written: d_x, d_y and d_w, which
+ * must not overlap an operand. */
 FK_API int fk_clifford_connected_backward(const fk_clifford* clifford, const void* d_out,
                                           const void* x, const void* y, const void* w, void* d_x,
                                           void* d_y, void* d_w, void* workspace,
