@@ -132,12 +132,23 @@ def test_snippet_ends_with_its_function():
     assert "int main" not in code
 
 
+def test_snippet_of_a_function():
+    code = "2_matmul_sharedmem.cu | matmul_async(const float* A, | auto start_copies = | copy_async_commit();"
+    page = expand(f"<!-- code {code} -->")
+    assert "\n".join(["```cpp", "const auto start_copies = [&](int step) {"]) in page
+    assert "\n".join(["copy_async_commit();", "```"]) in page
+
+
 @pytest.mark.parametrize("page, mistake", [
     ("<!-- code 1_matmul_basic.cu | no such line -->", "0 lines contain 'no such line'"),
     ("<!-- code 1_matmul_basic.cu | float sum = 0 -->", "2 lines contain 'float sum = 0'"),
     ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | int main -->",
      "0 lines contain 'int main'"),
     ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | const int -->",
+     "2 lines contain 'const int'"),
+    ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | int main | return -->",
+     "0 lines contain 'int main'"),
+    ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | const int | return -->",
      "2 lines contain 'const int'"),
     ("<!-- code no_such_file.cu | main -->", "No such file"),
     ("![a plot](no_such_plot.svg)", "No such file"),
