@@ -330,9 +330,9 @@ def number_dots(axes, dots, size=20, around=12):
             axes.annotate("", (x, y), xytext=offset, textcoords="offset points", zorder=3,
                           arrowprops={"arrowstyle": "-", "color": VERMILLION, "linewidth": 2})
         ink, paper = (VERMILLION, "white") if beside else ("white", VERMILLION)
-        fontsize, pad = (14, 0.15) if len(number) == 1 else (12, 0.1)
+        pad = 0.15 if len(number) == 1 else 0.05
         axes.annotate(number, (x, y), xytext=offset, textcoords="offset points", fontweight="bold", color=ink,
-                      fontsize=fontsize, ha="center", va="center_baseline", zorder=6,
+                      fontsize=14, ha="center", va="center_baseline", zorder=6,
                       bbox={"boxstyle": f"circle,pad={pad}", "facecolor": paper, "edgecolor": ink})
 
 

@@ -88,6 +88,7 @@ def picture(alt, path):
     text = path.read_text()
     if path.parent in (HERE, ROOT / "docs" / "pictures"):
         text = re.sub(r"\s*<title>.*?</title>", "", text)  # `alt` says it
+        text = re.sub(r'\s*<text [^>]*class="aside".*?</text>', "", text)  # for who reads
         text = text.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1)
         return re.sub(r"\n\s*", "\n", text).strip()
     data = base64.b64encode(text.encode()).decode()

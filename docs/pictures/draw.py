@@ -39,7 +39,7 @@ class Picture:
                 self.text(x + width / 2, top + number * step, each, "middle", ink, size, bold)
 
     def text(self, x, y, text, anchor="start", ink=None, size=None, bold=False, aside=False):
-        """`aside`: for who reads; the talk leaves it out (slides/theme.css)."""
+        """`aside`: for who reads; the talk leaves it out (slides/build.py)."""
         more = ' class="aside"' if aside else ""
         more += f' fill="{ink}"' if ink else ""
         more += f' font-size="{size}"' if size else ""
