@@ -114,7 +114,7 @@ def test_the_times_to_steer_by_are_those_of_the_notes():
             ends[int(recorded[1])] = passed
     _, _, text = next(pages())
     assert int(re.search(r"take (\d+) minutes", text)[1]) == pytest.approx(passed, abs=0.5)
-    said = re.findall(r"lesson (\d+)(?: ends)?\s+at (\d+)", text)
+    said = re.findall(r"lesson (\d+)\s+(?:ends\s+)?at (\d+)", text)
     assert len(said) == 6
     for lesson, minute in said:
         assert int(minute) == pytest.approx(ends[int(lesson)], abs=0.5), lesson
