@@ -34,6 +34,7 @@ except ImportError:
     sys.exit(2)
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 RESULTS = pathlib.Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ RESULTS = pathlib.Path(__file__).resolve().parent
 BLUE, VERMILLION, GREEN, ORANGE, SKY, PINK = (
     "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7",
 )
-GREY = "#6b6b6b"
+GREY, PURPLE = "#6b6b6b", "#8c6bb1"
 STYLE = {
     "svg.hashsalt": "results",  # the same names inside of the file each time
     "font.size": 17,
@@ -52,7 +53,7 @@ STYLE = {
     "lines.linewidth": 3,
     "lines.markersize": 8,
     "axes.prop_cycle": matplotlib.cycler(
-        color=[BLUE, VERMILLION, GREEN, ORANGE, PINK, SKY, "#4d4d4d", "#8c6bb1"]
+        color=[BLUE, VERMILLION, GREEN, ORANGE, PINK, SKY, "#4d4d4d", PURPLE]
     ),
 }
 # The curves of the ladder, from the bottom up.
@@ -257,7 +258,7 @@ def draw_roofline(folder):
     if not runs:
         return None
     peaks, memory = roofs_of(runs)
-    figure, axes = plt.subplots(figsize=(12, 7.5))
+    figure, axes = plt.subplots(figsize=(13, 6.6))
     dots, best = [], {}
     for run in runs:
         number = run["lesson"].split("_")[0].replace("bonus", "B")
@@ -312,22 +313,27 @@ def draw_roofline(folder):
     return svg_of(figure)
 
 
-def number_dots(axes, dots, size=18, around=12):
-    """Numbers (x, y, number) in discs of `size` points: at the dot, or beside it where another disc is."""
+def number_dots(axes, dots, size=20, around=12):
+    """Numbers (x, y, number) in discs of `size` points at their dots. Where another disc is, the number stands
+    beside its dot in a white disc, and a line leads to the dot."""
     taken = []
     for x, y, number in dots:
         place = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
-        turns = [2 * math.pi * turn / around for turn in range(around)]
+        turns = [-2 * math.pi * turn / around for turn in range(around)]  # rather below a roof than above
         offsets = [(0, 0), *((far * size * math.cos(turn), far * size * math.sin(turn))
                              for far in (1.1, 1.6, 2.2) for turn in turns)]
         offset = next((each for each in offsets if all(math.dist(place + each, other) > size for other in taken)),
                       offsets[0])
         taken.append(place + offset)
-        axes.annotate(number, (x, y), xytext=offset, textcoords="offset points", fontweight="bold", color="white",
-                      fontsize=13 if len(number) == 1 else 11, ha="center", va="center_baseline", zorder=6,
-                      bbox={"boxstyle": f"circle,pad={0.15 if len(number) == 1 else 0}", "facecolor": VERMILLION,
-                            "edgecolor": "white"},
-                      arrowprops=None if offset == (0, 0) else {"arrowstyle": "-", "color": VERMILLION})
+        beside = offset != (0, 0)
+        if beside:  # below all discs
+            axes.annotate("", (x, y), xytext=offset, textcoords="offset points", zorder=3,
+                          arrowprops={"arrowstyle": "-", "color": VERMILLION, "linewidth": 2})
+        ink, paper = (VERMILLION, "white") if beside else ("white", VERMILLION)
+        pad = 0.15 if len(number) == 1 else 0.05
+        axes.annotate(number, (x, y), xytext=offset, textcoords="offset points", fontweight="bold", color=ink,
+                      fontsize=14, ha="center", va="center_baseline", zorder=6,
+                      bbox={"boxstyle": f"circle,pad={pad}", "facecolor": paper, "edgecolor": ink})
 
 
 def panels_of(folder, lesson):
@@ -413,19 +419,22 @@ def rows_of(folder, lesson, run, problem):
         return kernel["role"] == "library" or kernel["name"].startswith("unfused")
 
     other = UNFUSED_IN.get(lesson)
-    rows = [(k["name"], k["ms"]["median"], GREY) for k in problem["kernels"] if is_unfused(k)]
+    def color_of(kernel):
+        return "black" if kernel["role"] == "library" else GREY
+
+    rows = [(k["name"], k["ms"]["median"], color_of(k)) for k in problem["kernels"] if is_unfused(k)]
     if other:
         own = {name for name, *_ in rows}
         twins = load(folder / f"{other}{run}.json")
         for twin in same_problem(twins, problem):
-            rows += [(k["name"], k["ms"]["median"], GREY) for k in twin["kernels"]
+            rows += [(k["name"], k["ms"]["median"], color_of(k)) for k in twin["kernels"]
                      if k["name"] not in own]
     for each in filter(None, (other, lesson)):
         for path in sorted(folder.glob(f"{each}*.peers.json")):
             if ".sweep" in path.name:
                 continue
             for twin in same_problem(load(path), problem):
-                rows += [(k["name"] + ("" if k["ok"] else " (wrong)"), k["ms"]["median"], SKY)
+                rows += [(k["name"] + ("" if k["ok"] else " (wrong)"), k["ms"]["median"], PURPLE)
                          for k in twin["kernels"] if k["role"] == "peer"]
     fused = [k for k in problem["kernels"] if k["role"] == "ours" and not is_unfused(k)]
     best = min(fused, key=lambda kernel: kernel["ms"]["median"])
@@ -445,7 +454,7 @@ def draw_fused(folder, lesson):
         return None
     heights = [len(rows) + 0.9 for _, _, rows in panels]
     figure, all_axes = plt.subplots(
-        len(panels), 1, figsize=(12, 1.3 + 0.55 * sum(heights)), squeeze=False, sharex=True,
+        len(panels), 1, figsize=(14, 2 + 0.34 * sum(heights)), squeeze=False, sharex=True,
         gridspec_kw={"height_ratios": heights},
     )
     for axes, (title, problem, rows) in zip(all_axes[:, 0], panels):
@@ -467,7 +476,11 @@ def draw_fused(folder, lesson):
     axes.xaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]))
     axes.set_xlabel(f"% of what {device} allows this problem")
     all_axes[0, 0].set_title(title_of(lesson, panels[0][0]), loc="left", fontsize=18)
-    figure.tight_layout()
+    there = {color for _, _, rows in panels for *_, color in rows}
+    names = {GREY: "unfused", "black": "with a library", PURPLE: "others: PyTorch, Triton", VERMILLION: "ours, fused"}
+    patches = [Patch(color=color, label=name) for color, name in names.items() if color in there]
+    figure.tight_layout(rect=(0, 0.45 / figure.get_figheight(), 1, 1))
+    figure.legend(handles=patches, fontsize=16, loc="lower center", ncol=len(patches), frameon=False)
     return svg_of(figure)
 
 

@@ -7,11 +7,12 @@ talk.md is Markdown for Marp, and four things more:
     <!-- code FILE | FROM -->         the lines of FILE from the one that contains FROM to the end
                                       of that function: the next line that starts with }
     <!-- code FILE | FROM | TO -->    to the line within it that contains TO
+    <!-- code FILE | IN | FROM | TO -->   FROM is looked for from the line with IN on, in its function
     ![...](FILE.svg)                  becomes a part of the page
     ::: notes ... :::                 the speaker's notes, which every slide needs
 
-FROM occurs on one line of FILE, and TO on one line from there to the end of the function; otherwise
-nothing is built. What results/update_readme.py writes between its markers stays, the markers go.
+FROM, or IN, occurs on one line of FILE, and what is looked for after it on one line from there to the
+end of the function; otherwise nothing is built. What results/update_readme.py writes between its markers stays, the markers go.
 What is to be recorded shows as that.
 """
 import argparse
@@ -39,23 +40,29 @@ class Mistake(Exception):
     """What is wrong with talk.md."""
 
 
-def snippet(path, start=None, end=None):
-    """Lines of a file, from the only one that contains `start`; not their common indentation."""
-    if start is None:
+def only_line(where, lines, text):
+    """The number of the only line that contains `text`; `where` says in a mistake what the lines are."""
+    found = [number for number, line in enumerate(lines) if text in line]
+    if len(found) != 1:
+        raise Mistake(f"{where}: {len(found)} lines contain '{text}'")
+    return found[0]
+
+
+def snippet(path, *places):
+    """Lines of a file, between two places or from one to the end of its function (see above); not
+    their common indentation."""
+    if not 1 <= len(places) <= 3:
         raise Mistake(f"{path}: a marker of code needs its first line, too: FILE | FROM")
     lines = (ROOT / path).read_text().splitlines()
-    first = [number for number, line in enumerate(lines) if start in line]
-    if len(first) != 1:
-        raise Mistake(f"{path}: {len(first)} lines contain '{start}'")
-    rest = lines[first[0] :]
+    lines = lines[only_line(path, lines, places[0]) :]
     # Of the function: up to the first unindented }, or to the end of the file.
-    length = next((i for i, line in enumerate(rest) if line.startswith("}")), len(rest) - 1) + 1
-    if end is not None:
-        last = [i for i, line in enumerate(rest[:length]) if end in line]
-        if len(last) != 1:
-            raise Mistake(f"{path}, from '{start}': {len(last)} lines contain '{end}'")
-        length = last[0] + 1
-    return textwrap.dedent("\n".join(rest[:length]))
+    end = next((i for i, line in enumerate(lines) if line.startswith("}")), len(lines) - 1) + 1
+    lines, where = lines[:end], f"{path}, from '{places[0]}'"
+    if len(places) == 3:
+        lines = lines[only_line(where, lines, places[1]) :]
+    if len(places) > 1:
+        lines = lines[: only_line(where, lines, places[-1]) + 1]
+    return textwrap.dedent("\n".join(lines))
 
 
 FENCE = re.compile(r"^```\w+\n(.*?)\n```$", re.M | re.S)
@@ -81,6 +88,7 @@ def picture(alt, path):
     text = path.read_text()
     if path.parent in (HERE, ROOT / "docs" / "pictures"):
         text = re.sub(r"\s*<title>.*?</title>", "", text)  # `alt` says it
+        text = re.sub(r'\s*<text [^>]*class="aside".*?</text>', "", text)  # for who reads
         text = text.replace("<svg ", f'<svg role="img" aria-label="{alt}" ', 1)
         return re.sub(r"\n\s*", "\n", text).strip()
     data = base64.b64encode(text.encode()).decode()

@@ -95,27 +95,76 @@ def test_overfull_slides_are_caught(build):
     assert wrong == set(range(2, 2 + len(OVERFULL))), found
 
 
+def pages():
+    """Each slide of the talk: its heading, the minutes that it takes, and its notes after them."""
+    for page in re.split(r"^---\n", TALK, flags=re.M)[2:]:
+        minutes, text = re.search(r"^::: notes\n([\d.]+) min(.+?)^:::$", page, flags=re.M | re.S).groups()
+        yield re.search("^# (.+)$", page, flags=re.M)[1], float(minutes), text
+
+
 def test_slides_leave_time_for_questions_in_45_minutes():
-    pages = TALK.count("::: notes\n")
-    minutes = [float(text) for text in re.findall(r"^::: notes\n([\d.]+) min", TALK, flags=re.M)]
-    assert len(minutes) == pages
-    assert 35 <= sum(minutes) <= 40
+    assert 35 <= sum(minutes for _, minutes, _ in pages()) <= 40
+
+
+def test_the_times_to_steer_by_are_those_of_the_notes():
+    passed, ends = 0, {}
+    for heading, minutes, text in pages():
+        passed += minutes
+        if recorded := re.match(r"`\./(\d+)_", heading):
+            ends[int(recorded[1])] = passed
+    _, _, text = next(pages())
+    assert int(re.search(r"take (\d+) minutes", text)[1]) == pytest.approx(passed, abs=0.5)
+    said = re.findall(r"lesson (\d+)\s+(?:ends\s+)?at (\d+)", text)
+    assert len(said) == 6
+    for lesson, minute in said:
+        assert int(minute) == pytest.approx(ends[int(lesson)], abs=0.5), lesson
 
 
 def test_notes_fit_their_minutes():
-    """At 130 words a minute, and a quarter of a minute for a program that runs."""
-    notes = re.findall(r"^::: notes\n([\d.]+) min\. (.+?)^:::$", TALK, flags=re.M | re.S)
-    assert len(notes) > 30
-    for minutes, text in notes:
-        said = re.sub(r"<!--.*?-->", "", text).rpartition("Say: ")[2].split()
-        need = len(said) / 130 + 0.25 * ("Run `./" in text)
-        assert float(minutes) == 0 or float(minutes) >= need, text[:60]
+    """At 105 words a minute, and a quarter of a minute for a program that runs."""
+    for heading, minutes, text in pages():
+        said = re.sub(r"<!--.*?-->", "", text).rpartition("Say: ")[2].split("\nIf asked")[0].lstrip(".").split()
+        need = len(said) / 105 + 0.25 * ("Run `./" in text)
+        assert minutes == 0 or minutes >= need, heading
+
+
+def broken_lines(page):
+    """The lines of prose of a slide that go on in the next line."""
+    shown = re.sub(r"^(::: notes|```).*?^(:::|```)$", "", page, flags=re.M | re.S)
+    starts = re.compile(r"$|[|#!<]|`[^`]+`$|- |\d\. ")  # of what is no prose, or not the rest of a line
+    lines = shown.splitlines()
+    return [line for line, after in zip(lines, lines[1:])
+            if (not starts.match(line) or re.match(r"- |\d\. ", line)) and not starts.match(after)]
+
+
+def test_a_paragraph_is_one_line():
+    """Marp breaks a line where the source does."""
+    assert broken_lines("`a` is\nb.") and broken_lines("1. a\n   b") and broken_lines("a\nb")
+    assert not broken_lines("`a = b`\n`c = d`\n\n1. a\n2. b\n\n| a |\n|---|")
+    assert broken_lines(TALK[TALK.index("\n---\n"):]) == []
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\((\.\./results/.+?\.svg)\)", TALK))))
+def test_letters_of_plots_are_large_enough(path):
+    """A plot's letters are outlines, which slides/check.mjs cannot measure."""
+    text = (ROOT / "slides" / path).read_text()
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text).groups())
+    page = min(1150 / width, 548 / height)  # see .plot in slides/theme.css
+    sizes = [100 * float(size) for size in re.findall(r"scale\(([\d.]+) -", text)]
+    assert sizes and round(min(sizes) * page) >= 16
 
 
 def test_every_live_demo_has_a_recorded_slide():
     classes = re.findall(r"^<!-- _class: (.+) -->$", TALK, flags=re.M)
     demos = [each for each in classes if each != "title"]
     assert re.fullmatch("(live (recorded )+)+", " ".join([*demos, ""]))
+
+
+def test_a_picture_is_without_what_is_for_readers():
+    picture = (ROOT / "docs/pictures/fragment.svg").read_text()
+    page = expand("![lanes](../docs/pictures/fragment.svg)")
+    assert "B is spread by columns" in picture and "B is spread by columns" not in page
+    assert "Four neighbouring lanes" in page
 
 
 def test_snippet_is_what_the_source_says():
@@ -132,12 +181,23 @@ def test_snippet_ends_with_its_function():
     assert "int main" not in code
 
 
+def test_snippet_of_a_function():
+    code = "2_matmul_sharedmem.cu | matmul_async(const float* A, | auto start_copies = | copy_async_commit();"
+    page = expand(f"<!-- code {code} -->")
+    assert "\n".join(["```cpp", "const auto start_copies = [&](int step) {"]) in page
+    assert "\n".join(["copy_async_commit();", "```"]) in page
+
+
 @pytest.mark.parametrize("page, mistake", [
     ("<!-- code 1_matmul_basic.cu | no such line -->", "0 lines contain 'no such line'"),
     ("<!-- code 1_matmul_basic.cu | float sum = 0 -->", "2 lines contain 'float sum = 0'"),
     ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | int main -->",
      "0 lines contain 'int main'"),
     ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | const int -->",
+     "2 lines contain 'const int'"),
+    ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | int main | return -->",
+     "0 lines contain 'int main'"),
+    ("<!-- code 1_matmul_basic.cu | void matmul_coalesced( | const int | return -->",
      "2 lines contain 'const int'"),
     ("<!-- code no_such_file.cu | main -->", "No such file"),
     ("![a plot](no_such_plot.svg)", "No such file"),

@@ -9,7 +9,7 @@ import pathlib
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
-INK, SOFT, GREY, PALE = "#14181f", "#5b6472", "#e4e8ee", "#f4f6f8"
+INK, SOFT, GREY, PALE, DARK = "#14181f", "#5b6472", "#e4e8ee", "#f4f6f8", "#c3ccd8"
 BLUE, SKY, RUST, SAND = "#005a96", "#cfe0ee", "#b94700", "#f3c9ad"
 
 
@@ -38,8 +38,10 @@ class Picture:
             for number, each in enumerate(lines):
                 self.text(x + width / 2, top + number * step, each, "middle", ink, size, bold)
 
-    def text(self, x, y, text, anchor="start", ink=None, size=None, bold=False):
-        more = f' fill="{ink}"' if ink else ""
+    def text(self, x, y, text, anchor="start", ink=None, size=None, bold=False, aside=False):
+        """`aside`: for who reads; the talk leaves it out (slides/build.py)."""
+        more = ' class="aside"' if aside else ""
+        more += f' fill="{ink}"' if ink else ""
         more += f' font-size="{size}"' if size else ""
         more += ' font-weight="700"' if bold else ""
         more += f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -82,7 +84,8 @@ def fragment():
             "left factor of another one: attention (a bonus)", "uses that.", "", "B is spread by columns: lane 5 has rows 2, 3, 10", "and 11 of column 1.")
     for number, line in enumerate(said):
         lane = line.startswith("Lane")
-        picture.text(610, 96 + 24 * number, line, ink=RUST if lane else None, bold=lane)
+        picture.text(610, 96 + 24 * number, line, ink=RUST if lane else None, bold=lane,
+                     aside=number > said.index("Four neighbouring lanes have a whole row."))
     return picture
 
 
@@ -169,9 +172,9 @@ def swizzle():
                     picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27, "#fff", SOFT, "", 3)
                     continue
                 read = piece == 2
-                fill = BLUE if read else GREY if row % 2 else PALE
+                fill = BLUE if read else DARK if row % 2 else PALE
                 picture.box(left + column * cell, top - 20 + line * 30, cell - 3, 27, fill, None, str(piece), 3,
-                            "#fff" if read else SOFT, 16, read)
+                            "#fff" if read else INK, 16, read)
         picture.text(left, 362, said, size=16)
         picture.text(left, 384, turns, size=16, bold=True, ink=BLUE if number else RUST)
     picture.text(30, 414, "A row of the tile is eight pieces of 16 bytes, 0 to 7; every other row is "
