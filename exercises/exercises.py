@@ -254,7 +254,7 @@ EXERCISES = [
         finds="^Wrong from element ", columns="N", sanitizers=("thread",),
     ),
     Exercise(
-        "swizzle", TENSOR_CORES, "a box whose pieces have changed places",
+        "swizzle", TENSOR_CORES, "a box whose pieces have changed places (Hopper)",
         "persistent", ("392",),
         (Cut("void store_tile(", "store_matrices(&out[c / 64].elements[swizzled(", "registers);", """\
       // TODO: the copy engine expects a swizzled box: piece p of row r lies where piece
