@@ -78,12 +78,13 @@ FK_API const char* fk_last_error(void);
  * thread launches something. The words are for people, and may change from version to version. */
 FK_API const char* fk_last_way(void);
 
-/* Whether calls find the fastest of their ways by trying: 1, or 0, as at first. With 1, the next
- * call of each description, in any thread, launches its ways several times, those that the
- * workspace has room for, with the operands that it is given. It waits for its stream, and writes
- * its results as ever. The fastest way is kept for this description on this device. Where the
- * stream is captured nothing is tried. With 0, calls use what was found, and for other descriptions
- * the way that should be the fastest. Errors: FK_BAD_ARGUMENT if `on` is another number. */
+/* Says whether a call tries several ways to compute its result and keeps the fastest: 1 is yes, 0
+ * is no, and before a call of this function it is no. With 1, the next call of each description, in
+ * any thread, launches its ways several times, those that the workspace has room for, with the
+ * operands that it is given. It waits for its stream, and writes its results as ever. The fastest
+ * way is kept for this description on this device. Where the stream is captured nothing is tried.
+ * With 0, calls use what was found, and for other descriptions the way that should be the fastest.
+ * Errors: FK_BAD_ARGUMENT if `on` is another number. */
 FK_API int fk_tune(int on);
 
 /* A product of two matrices. */
@@ -281,18 +282,18 @@ typedef struct fk_clifford {
 FK_API int fk_clifford_workspace(const fk_clifford* clifford, size_t* bytes);
 
 /* The layer of lesson 10: z is a weighted product of the gated inputs x' = x gate(x_1) and y' = y
- * gate(y_1), and out is z with each grade divided by its root mean square, or z itself without
- * normed. x_1 is the scalar of x, and gate(s) = (1 + erf(s / sqrt 2)) / 2. With <u>_c for the part
- * of u that has grade c, z = sum over grades a, b, c of w[a,c,b] <<x'>_a <y'>_b>_c. With normed,
- * for each grade c out_c = z_c / sqrt(m_c + 1e-6), where m_c is the mean over features of the sum
- * of the squares of z_c's coefficients. Algebras: (p, q, r) is (2, 0, 0), (3, 0, 0), (3, 0, 1), (1,
- * 3, 0) or (4, 1, 0); they have 4, 8, 16, 16 and 32 blades, and 10, 20, 34, 35 and 56 triples (a,
- * c, b) of grades whose products are not all 0. Shapes: x, y and out (blades, batch, features), w
- * (features, triples); all row-major and dense. Blades are ordered by grade, those of a grade by
- * their basis vectors as bits of a number, e1 the lowest; triples by a, then c, then b. Each size
- * is at least 1; features is at most 8192, of 16 blades 4096, of 32 blades 2048; batch * features
- * is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes. Written: out, which must not
- * overlap an operand. Device: compute capability 9.0. */
+ * gate(y_1), and out is z with each grade divided by its root mean square if the description's
+ * field `normed` is 1, else z itself. x_1 is the scalar of x, and gate(s) = (1 + erf(s / sqrt 2)) /
+ * 2. With <u>_c for the part of u that has grade c, z = sum over grades a, b, c of w[a,c,b] <<x'>_a
+ * <y'>_b>_c. If `normed` is 1, for each grade c out_c = z_c / sqrt(m_c + 1e-6), where m_c is the
+ * mean over features of the sum of the squares of z_c's coefficients. Algebras: (p, q, r) is (2, 0,
+ * 0), (3, 0, 0), (3, 0, 1), (1, 3, 0) or (4, 1, 0); they have 4, 8, 16, 16 and 32 blades, and 10,
+ * 20, 34, 35 and 56 triples (a, c, b) of grades whose products are not all 0. Shapes: x, y and out
+ * (blades, batch, features), w (features, triples); all row-major and dense. Blades are ordered by
+ * grade, those of a grade by their basis vectors as bits of a number, e1 the lowest; triples by a,
+ * then c, then b. Each size is at least 1; features is at most 8192, of 16 blades 4096, of 32
+ * blades 2048; batch * features is at most 2^30. Type: fp32. Alignment: each pointer to 16 bytes.
+ * Written: out, which must not overlap an operand. Device: compute capability 9.0. */
 FK_API int fk_clifford_forward(const fk_clifford* clifford, const void* x, const void* y,
                                const void* w, void* out, void* workspace, size_t workspace_bytes,
                                struct CUstream_st* stream);
