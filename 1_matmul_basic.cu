@@ -64,10 +64,11 @@ __global__ void matmul_coalesced(const float* A, const float* B, float* C, int n
 
 // A first reader may skip this part, and go on at main().
 //
-// What the second table copies. On the host are A and B, twice. Pageable memory is what `new` or
-// std::vector gives: the operating system may move it or put it aside, so the driver copies piece
-// by piece through a buffer of its own. Pinned memory stays where it is, and the GPU fetches it by
-// itself; but to take it is slow, and what is pinned nobody else can use.
+// What the second table copies. The host has A and B in two kinds of memory, pageable and pinned,
+// one kind for each row of the table. Pageable memory is what `new` or std::vector gives: the
+// operating system may move it or put it aside, so the driver copies piece by piece through a
+// buffer of its own. Pinned memory stays where it is, and the GPU fetches it by itself; but to take
+// it is slow, and what is pinned nobody else can use.
 struct Copies {
   explicit Copies(int64_t n) : count(static_cast<size_t>(n) * n) {}
   Copies(const Copies&) = delete;
