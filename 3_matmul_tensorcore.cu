@@ -625,9 +625,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (reading == end) reading = mma_tiles;
       }
       load_fragments(reading, (k + 16) % BK);
-      // These copies go into the stage of the step before. That step loaded its last fragments, and
-      // only then came to its barrier, the one above in its last turn. All warps have passed that:
-      // nobody reads this stage any more.
+      // These copies go into the stage of the step before. In the last iteration of that step its
+      // warps came to the barrier above, and by then they had loaded all fragments of the step. All
+      // warps have passed that barrier, so nobody reads this stage any more.
       if (k == 0) {
         if (step + kStages - 1 < steps) copies.start(writing, offsets);
         copy_async_commit();
@@ -635,8 +635,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
         if (writing == end) writing = mma_tiles;
       }
       const int set = k / 16 % 2;
-      // Along a row of `sum`, then back along the next one. So at each turn two products that
-      // follow each other have the same fragment of B.
+      // Along a row of `sum`, then back along the next one. So where the way turns back, two
+      // products that follow each other have the same fragment of B.
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
@@ -679,11 +679,11 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //
 // At the first reading believe what is said of the words below, and do not open primitives/hopper/.
 // Read *wgmma* and *specialized* line by line: there all waits are written out. In every kernel
-// look for two things: a loop over the steps that has copies started, and a loop over the steps
-// that multiplies. In *wgmma* they are the same loop. From *specialized* on they are in the two
-// branches of an `if`, which different warps take: the producer and the consumers. *persistent*
-// puts a loop over tiles around each of the two. *clusters* and *patches* differ from it in little
-// more than what their comments speak of.
+// look for two things: a loop over the steps that starts copies, and a loop over the steps that
+// multiplies. In *wgmma* they are the same loop. From *specialized* on they are in the two branches
+// of an `if`, which different warps take: the producer and the consumers. *persistent* puts a loop
+// over tiles around each of the two. *clusters* and *patches* differ from it in little more than
+// what their comments speak of.
 //
 // An mbarrier is used again and again. Each use is a *phase*, which ends when as many threads have
 // arrived as the barrier was prepared for, and all announced bytes have come. Phases are counted
@@ -731,6 +731,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //   *clusters*
 //     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
 //     cluster.meet()                        a barrier for the cluster
+//     cluster.rank                          which block of its cluster this one is, 0 or 1
+//     cluster.cluster, cluster.clusters     the number of this block's cluster, and how many
+//                                           clusters there are
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -915,14 +918,15 @@ __global__ void __launch_bounds__(384, 1)
 //     alone.
 //   - `alone.load(tile, map, at, k, barrier)` starts the copies of a tile. `at` is where the tile
 //     begins: its first row of A, or its first column of B. The argument after it is k in both
-//     cases. (Of B k is the row, so there the order is column, row.)
+//     cases. (In A k is the column, in B it is the row. So for A these two arguments are row and
+//     column, and for B they are column and row. `tensor_load` always takes row and column.)
 //   - `warp == 0 && elect_one()` is true for one thread, as `threadIdx.x == 0` was. But of
 //     elect_one() the compiler knows that only one thread of the warp goes on. So it does not put a
 //     loop over the threads of the warp around each copy.
 //
 // What is new: blocks stay. There are no more of them than fit on the GPU, and each computes one
-// tile of C after the other. While the consumers still store a tile, the producer already has the
-// copies for the next one started.
+// tile of C after the other. While the consumers still store a tile, the producer already starts
+// the copies for the next one.
 //
 // And the copy engine stores. The consumers put their results, rounded to fp16, into boxes in
 // shared memory, swizzled as the copy engine expects it. From there it takes them to C in whole
