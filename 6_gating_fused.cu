@@ -13,7 +13,8 @@
 // kernels, below the row that they have to beat:
 //
 //     cuBLASLt + one kernel    lesson 5's best: one product with its biases, one kernel after it
-//     one thread per element   fused, but on the CUDA cores and without tiles, and so slow
+//     one thread per element   fused, but with plain multiply-adds, no tensor cores and no tiles,
+//                              and so slow
 //     tensor cores             tiles in shared memory, products by WMMA
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
@@ -296,7 +297,10 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 // The last kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers in
 // shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
-// Reader, Box, LeftTile, RightTile, Sum.
+// Reader, Box, LeftTile, RightTile, Sum. And these are new: bulk_load copies so many bytes that lie
+// one after the other, and needs no tensor map. reader.wait() waits until the reader's stage is
+// full, and returns it. reader.give_back() says that this stage is empty, and reader.next(n) goes
+// on by n stages. An Outbox is the boxes in which a consumer's results leave.
 
 // A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
 // Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
