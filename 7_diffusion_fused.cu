@@ -43,11 +43,12 @@
 //                  of meshes, and E up to 256 (operators/diffusion).
 //
 // The limit that a table prints counts each input and each output once, the basis too. But both
-// products need the basis. Between them it would have to stay on chip, and there is room for that
-// of about 10^5 vertices. *half fused* and *split-K* keep nothing, and read the basis twice. For a
-// large mesh both times are from memory, and with E = 128 and W = 256 that is 1.2 times as many
-// bytes as the least. *one launch* needs room for x as well. It keeps the basis of 21000 vertices,
-// and of a larger mesh it reads the rest twice.
+// products need the basis. Between the two products the basis would have to stay on chip. There is
+// room for the basis of about 10^5 vertices. *half fused* and *split-K* keep nothing, and read the
+// basis twice. For a large mesh they read it from memory both the first and the second time. With E
+// = 128 and W = 256 they then move 1.2 times as many bytes as the least. *one launch* needs room
+// for x as well. It keeps the basis of 21000 vertices, and of a larger mesh it reads the rest
+// twice.
 //
 // The first three need compute capability 8.0 (bf16 on tensor cores), the last two need 9.0. The
 // CPU backend runs all.
@@ -85,10 +86,10 @@ using Operands = DiffusionOperands;
 //     add_slices        the sum of the slices, damped
 //     expand_spectrum   the spectrum to out: a product
 //
-// The unfused kernels hand three things on through memory that stay in registers here: x times
-// mass, which is as large as x, the exponentials, and s. Only the slices (fp32) and the spectrum
-// are in memory. Each kernel is launched early (primitives/early_launch.cuh): its blocks take their
-// places while the kernel before it ends.
+// The unfused kernels write things to memory that stay in registers here: the exponentials, and x
+// times mass, which is as large as x. (Backward it is also s.) Here only the slices (fp32) and the
+// spectrum are in memory. Each kernel is launched early (primitives/early_launch.cuh): its blocks
+// take their places while the kernel before it ends.
 //
 // At the first reading take kPass as forward, and kBatch as false, which is one mesh. Then `mesh`
 // and `shift` are 0, and to add them changes nothing. Skip each `if constexpr (kPass ==
@@ -466,7 +467,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
 //     back                                 a Writer or Reader that goes through the stages from the
 //                                          last one to the first: those that were kept are full
 //     LeftFragments                        a left factor in registers, here 64 columns of a tile of
-//                                          the basis, in four pieces of 16 vertices
+//                                          the basis. The code calls its four (kSlices) pieces
+//                                          of 16 vertices slices, too: one wgmma takes one of
+//                                          them. They are not the slices of split-K
 //     sum.store                            puts 64 columns of a sum, rounded, into a box
 
 // A tile has 64 rows. A block has 128 rows and 128 columns of the spectrum: so E is at most 128,
@@ -573,10 +576,10 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    // A thread's 64 elements of the sum are 16 groups of four, of which group j lies in columns 8 j
-    // to 8 j + 7. Only the first `fours` groups are inside of x. The blocks with the same columns
-    // clear the other sum together: block number `group` of them clears the groups number group,
-    // group + groups, and so on.
+    // A thread's 64 elements of the sum are 16 fours. Four j lies in columns 8 j to 8 j + 7. Only
+    // the first `fours` of them are inside of x. The blocks with the same columns clear the other
+    // sum together: block number `group` of them clears the fours number `group`, `group` +
+    // `groups`, and so on.
     const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 
