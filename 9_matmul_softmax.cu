@@ -37,10 +37,10 @@
 //                     (operators/softmax/softmax_product.cuh): unfused, and fused
 //
 // The lesson's kernels have one size of tile, 32 x 128, and multiply in fp32 on the CUDA cores, as
-// lesson 2 does: that takes the least code, any GPU runs it, and what is to be seen, how a row
-// comes together, does not depend on it. The operator has what is fast: other tiles for other
-// shapes, tensor cores, D cut into slices. docs/softmax.md tells which shape takes which kernel,
-// and why.
+// lesson 2 does. That takes the least code, and any GPU runs it. The lesson is about how a row
+// comes together, and this does not depend on how the product is made. The operator has what is
+// fast: other tiles for other shapes, tensor cores, D cut into slices. docs/softmax.md tells which
+// shape takes which kernel, and why.
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
 // round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The lesson's
@@ -202,8 +202,8 @@ __device__ void write_probabilities(float* to, const float (&logits)[kOwnCols], 
 // ---- fused tiles --------------------------------------------------------------------------------
 
 // A block has 32 rows with all their columns, at most 128. W is read B / 32 times instead of B, and
-// a warp finishes its four rows without asking anybody. But few rows are few blocks: 1024 of them
-// are 32, for a GPU of 132 multiprocessors.
+// a warp finishes its four rows without asking anybody. But few rows are few blocks: 1024 rows are
+// 32 blocks, for a GPU of 132 multiprocessors.
 __global__ void __launch_bounds__(kThreads) fused_tiles(SoftmaxInputs in, float* probs) {
   start_next_kernel();
   wait_for_previous_kernel();
