@@ -34,7 +34,8 @@
 // What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
 // 3-D multivectors. What is computed: 92 multiplications and multiply-adds, and two gates. The
 // machine could do several times that while the bytes arrive: memory is the limit, if every byte
-// moves once. Run operator by operator it does not: that is the first kernel of the table.
+// moves once. If each operator is a kernel of its own, bytes move many times: that is the first row
+// of the table.
 //
 //     unfused         a kernel for each operator, as a framework runs it: 26 of them in 3-D; they
 //                     stand in operators/clifford/unfused.cuh
@@ -146,8 +147,9 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Backward, the same: the first walk adds up both sums of a row, the second makes dx, dy and dw, of
-// P, the product before its gates. dw goes to a partial (triples, features) of the block's own.
+// Backward, the same: the first walk adds up both sums of a row, the second makes dx, dy and dw.
+// Both walks compute P first, the product before it is multiplied by the gates. dw goes to a
+// partial (triples, features) of the block's own.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
@@ -340,8 +342,8 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // a row do not stop for its sums: each posts its own and goes on with the next row. And a row that
 // is too long for a block has a cluster of them.
 //
-// These rows are the operator that a program would call. Its kernels are forward_streamed and
-// backward_streamed in operators/clifford/streamed.cuh.
+// The table's rows *rows streamed* and *both streamed* call the operator's kernels, those that a
+// program would call: forward_streamed and backward_streamed in operators/clifford/streamed.cuh.
 
 // ---- Launches -----------------------------------------------------------------------------------
 
