@@ -5,7 +5,7 @@
 //
 // and the gradients, see lesson 7. What to do when a mesh is too large for one GPU, or one GPU too
 // slow? Lesson 7's kernel has the answer in it: each of its blocks has a slice of the vertices, and
-// what they tell each other is their sums for the spectrum, 128 KB. So the vertices are split over
+// what they tell each other is their sums for the spectrum, 131 kB. So the vertices are split over
 // the GPUs, too. Each adds up its own spectrum, the spectra are added, and everybody goes on:
 //
 //     one GPU          lesson 7's any shape, for what the others are compared with
