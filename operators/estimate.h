@@ -50,12 +50,36 @@ inline double step_microseconds(const Cost& cost) {
          kCycles;
 }
 
-/// Time of the whole product. Of a tile's sums a multiprocessor finishes 16 a cycle.
-inline double microseconds(const Cost& cost) {
+/// Time that a product's steps need, and that its memory needs. Of a tile's sums a multiprocessor
+/// finishes 16 a cycle.
+struct Times {
+  double steps, memory;
+};
+inline Times times_of(const Cost& cost) {
   const double finish = cost.rows * cost.cols / 16 / kCycles;
-  return kFirstLaunch + cost.more +
-         std::max(cost.rounds * (cost.steps * step_microseconds(cost) + finish),
-                  cost.memory_bytes / kMemoryBytes);
+  return {cost.rounds * (cost.steps * step_microseconds(cost) + finish),
+          cost.memory_bytes / kMemoryBytes};
+}
+
+/// Time of the whole product: the steps and the memory work at the same time.
+inline double microseconds(const Cost& cost) {
+  const Times times = times_of(cost);
+  return kFirstLaunch + cost.more + std::max(times.steps, times.memory);
+}
+
+/// The same for a product alone. Where steps and memory need about equally long, neither is always
+/// busy: so we take the cube root of the sum of their cubes. That is a quarter more than one of two
+/// equal times, and hardly more than the longer one of others.
+inline double product_microseconds(const Cost& cost) {
+  const auto [steps, memory] = times_of(cost);
+  return kFirstLaunch + cost.more + std::cbrt(steps * steps * steps + memory * memory * memory);
+}
+
+/// Bytes that go to memory because others need their room in the L2 cache: what kernels before have
+/// written there. A product that reads `bytes` makes room for them, up to half of the cache. If it
+/// reads them once (product::OneRow), they take less room. (Fitted to products of 1 to 256 rows.)
+inline double displaced_bytes(double bytes, bool once) {
+  return std::min(bytes, 28e6) * (once ? 0.6 : 1);
 }
 
 }  // namespace operators

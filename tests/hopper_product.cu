@@ -62,13 +62,31 @@ struct Matrix {
   Factor<> factor(int box_rows) const { return {{map(box_rows)}}; }
 };
 
-/// Multiplies with one kind of tile; returns whether the result is right. slices: 0, or into how
-/// many k is cut.
-template <class Tile, template <class, class> class Kind = MatrixProduct>
+/// A product in slices, of which a cluster has kOfCluster beside each other; 0: not in slices.
+template <class Whole, int kOfCluster>
+struct Sliced {
+  using Work = SlicedProduct<Whole, kOfCluster>;
+};
+template <class Whole>
+struct Sliced<Whole, 0> {
+  using Work = Whole;
+};
+template <class Whole, int kOfCluster>
+using InSlices = typename Sliced<Whole, kOfCluster>::Work;
+
+/// Into how many slices k is cut: each has a step, and a cluster has all of its own. 0: too few.
+int slices_of(int wanted, int of_cluster, int steps) {
+  return of_cluster == 0 ? 0 : std::min(wanted, steps) / of_cluster * of_cluster;
+}
+
+/// Multiplies with one kind of tile; returns whether the result is right. slices: into how many k
+/// is cut, at most.
+template <class Tile, int kOfCluster = 0>
 bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) {
   using T = typename Tile::Element;
   using Epilogue = StoreRounded<T>;
-  using Work = Kind<Tile, Epilogue>;
+  using Whole = MatrixProduct<Tile, Epilogue>;
+  using Work = InSlices<Whole, kOfCluster>;
   constexpr int kBytes = sizeof(typename Work::Shared);
   const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
@@ -79,10 +97,11 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   T* C = nullptr;
   CUDA_CHECK(cudaMalloc(&C, count * sizeof(T)));
   CUDA_CHECK(cudaMemset(C, 0xff, count * sizeof(T)));
-  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const int capacity = clusters_that_fit(kernel, kClusterBlocks<Work>, Tile::kThreads, kBytes);
   if (capacity == 0) return true;
   const Schedule<Tile> whole(shape, capacity, false);
-  slices = std::min(slices, whole.steps);  // each has a step
+  slices = slices_of(slices, kOfCluster, whole.steps);
+  if (slices == 0 && kOfCluster > 0) return true;
   const int clusters = slices > 0 ? whole.tiles * slices
                        : split    ? capacity
                                   : static_cast<int>(persistent(whole.tiles, capacity));
@@ -98,14 +117,13 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   CUDA_CHECK(cudaMemset(partial, 0xff, consumers * 128 * Tile::TileSum::size() * sizeof(float)));
   Epilogue epilogue{{}, C, shape.rows, shape.cols, shape.cols % 8 == 0};
   if (epilogue.aligned) epilogue.map = tensor_map<T>(C, shape.rows, shape.cols, Tile::kOutRows);
-  const MatrixProduct<Tile, Epilogue> all{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue,
-                                          schedule,
-                                          Exchange{in_step ? flags : nullptr, flags + 1, partial}};
+  const Whole all{A.factor(Tile::kRowsA), B.factor(Tile::kRowsB), epilogue, schedule,
+                  Exchange{in_step ? flags : nullptr, flags + 1, partial}};
   const Work work = [&] {
-    if constexpr (std::is_same_v<Work, MatrixProduct<Tile, Epilogue>>) {
-      return all;
+    if constexpr (kOfCluster > 0) {
+      return Work{all, {partial, flags}, slices / kOfCluster};
     } else {
-      return Work{all, {partial, flags}, slices};
+      return all;
     }
   }();
   std::vector<T> host(count);
@@ -131,7 +149,8 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   }
   std::printf("%d x %d tiles, %d stacked, %d aside, %s%s%s\n", Tile::BM, Tile::BN, Tile::kStack,
               Tile::kSide,
-              slices > 0            ? "each in slices"
+              kOfCluster > 1        ? "each in slices of clusters"
+              : slices > 0          ? "each in slices"
               : schedule.shared > 0 ? "some shared along k"
                                     : "whole",
               in_step ? ", in step" : "", ok ? "" : ": FAILED");
@@ -141,24 +160,50 @@ bool right(const ProductShape& shape, bool split, bool in_step, int slices = 0) 
   return ok;
 }
 
-/// The same in TF32 or 3xTF32, for which these numbers are exact.
-template <class Tile>
-bool right_in_tf32(const ProductShape& shape) {
-  constexpr int kBytes = sizeof(typename Tile::Shared);
-  using Work = Tf32MatrixProduct<Tile>;
+/// The same in TF32 or 3xTF32, for which these numbers are exact; in slices if there are any.
+template <class Tile, int kOfCluster = 0>
+bool right_in_tf32(const ProductShape& shape, int slices = 0) {
+  using Whole = Tf32MatrixProduct<Tile>;
+  using Work = InSlices<Whole, kOfCluster>;
+  constexpr int kBytes = sizeof(typename Work::Shared);
   const auto kernel = product<Work>;
   allow_shared_bytes(kernel, kBytes);
   const Matrix<float> A(shape.rows, shape.depth), B(shape.depth, shape.cols);
   const Matrix<float> C(shape.rows, shape.cols);
   A.fill();
   B.fill();
-  const int capacity = clusters_that_fit(kernel, Tile::kBlocks, Tile::kThreads, kBytes);
+  const int capacity = clusters_that_fit(kernel, kClusterBlocks<Work>, Tile::kThreads, kBytes);
   if (capacity == 0) return true;
   const ProductShape transposed{shape.cols, shape.rows, shape.depth};
-  const int clusters = static_cast<int>(persistent(Schedule<Tile>::tiles_of(transposed), capacity));
-  product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-      Work{A.map(Tile::kRowsB, !Tile::kSplit), B.map(Tile::kRowsA, !Tile::kSplit), C.data, C.stride,
-           Schedule<Tile>(transposed, clusters, false)});
+  const int tiles = static_cast<int>(Schedule<Tile>::tiles_of(transposed));
+  slices = slices_of(slices, kOfCluster, Schedule<Tile>(transposed, 1, false).steps);
+  if (slices == 0 && kOfCluster > 0) return true;
+  const Schedule<Tile> schedule =
+      kOfCluster > 0
+          ? Schedule<Tile>::sliced(transposed, slices)
+          : Schedule<Tile>(transposed, static_cast<int>(persistent(tiles, capacity)), false);
+  const size_t consumers =
+      static_cast<size_t>(schedule.clusters) * Tile::kBlocks * Tile::kConsumers;
+  const size_t sums = consumers * 128 * Tile::TileSum::size() * sizeof(float);
+  unsigned* ended = nullptr;
+  float* partial = nullptr;
+  CUDA_CHECK(cudaMalloc(&ended, consumers * sizeof(unsigned)));
+  CUDA_CHECK(cudaMemset(ended, 0, consumers * sizeof(unsigned)));
+  CUDA_CHECK(cudaMalloc(&partial, sums));
+  CUDA_CHECK(cudaMemset(partial, 0xff, sums));
+  const Whole all{A.map(Tile::kRowsB, !Tile::kSplit), B.map(Tile::kRowsA, !Tile::kSplit), C.data,
+                  C.stride, schedule};
+  const Work work = [&] {
+    if constexpr (kOfCluster > 0) {
+      return Work{all, {partial, ended}, slices / kOfCluster};
+    } else {
+      return all;
+    }
+  }();
+  for (int launch = 0; launch < 2; ++launch) {  // a launch leaves what the next one needs
+    CUDA_CHECK(cudaMemset(C.data, 0xff, C.bytes()));
+    product<Work><<<schedule.clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(work);
+  }
   CUDA_CHECK(cudaGetLastError());
   CUDA_CHECK(cudaDeviceSynchronize());
   std::vector<float> host(static_cast<size_t>(C.rows) * C.stride);
@@ -173,8 +218,14 @@ bool right_in_tf32(const ProductShape& shape) {
       ok = ok && host[static_cast<size_t>(row) * C.stride + col] == sum;
     }
   }
-  std::printf("%d x %d tiles, %d aside, in %s%s\n", Tile::BN, Tile::BM, Tile::kStack,
-              Tile::kSplit ? "3xTF32" : "TF32", ok ? "" : ": FAILED");
+  std::printf("%d x %d tiles, %d aside, in %s%s%s\n", Tile::BN, Tile::BM, Tile::kStack,
+              Tile::kSplit ? "3xTF32" : "TF32",
+              kOfCluster > 1   ? ", each in slices of clusters"
+              : kOfCluster > 0 ? ", each in slices"
+                               : "",
+              ok ? "" : ": FAILED");
+  cudaFree(partial);
+  cudaFree(ended);
   return ok;
 }
 
@@ -205,9 +256,16 @@ int main(int argc, char** argv) {
        ok;  // all columns are a box
   ok = right<TransposedTiles<half, 152, 256, 1, 2>>(shape, true, true) &&
        ok;  // results leave in strips
-  ok = right<Tiles<half, 64, 64, 1, 1, 1>, SlicedProduct>(shape, false, false, 2) && ok;
-  ok = right<Tiles<__nv_bfloat16, 128, 256, 2, 1, 2>, SlicedProduct>(shape, false, false, 3) && ok;
+  ok = right<Tiles<half, 64, 64, 1, 1, 1>, 1>(shape, false, false, 2) && ok;
+  ok = right<Tiles<__nv_bfloat16, 128, 256, 2, 1, 2>, 1>(shape, false, false, 3) && ok;
+  ok = right<OneRow<TransposedTiles<half, 32, 128, 1, 1>>>(shape, false, false) && ok;
+  ok = right<OneRow<Tiles<half, 64, 128, 2, 1, 2>>, 1>(shape, false, false, 2) && ok;
+  ok = right<Tiles<half, 128, 128, 1, 1, 2>, 8>(shape, false, false, 8) && ok;
+  ok = right<Tiles<__nv_bfloat16, 64, 64, 1, 1, 1>, 4>(shape, false, false, 8) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::tf32, 96, 2>>(shape) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 2>>(shape) && ok;
+  ok = right_in_tf32<OneRow<PlainTf32Tile<Math::tf32, 64, 1>>, 1>(shape, 2) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 1>(shape, 3) && ok;
+  ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 1>, 4>(shape, 4) && ok;
   return ok ? 0 : 1;
 }

@@ -17,8 +17,11 @@
 //     slow. Four tiles in a cluster, two by two, fetch a third less than two do.
 //   - Where no size fits, the tiles of the last two rounds are divided along k, so that clusters
 //     have equally many steps. One that begins inside a tile hands its sum to one that ends there.
-//   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. Each of them is several
-//     clusters', which have a slice of its steps (sliced.cuh).
+//   - At 512 x 512 with a depth of 16384 there are 16 tiles of 128 x 128. So the steps of each are
+//     cut into slices, for the blocks of a cluster or for several clusters (sliced.cuh).
+//   - With few rows the time is that of reading B. Each element of B is wanted once, so the L2
+//     cache is told not to keep it (OneRow). It then keeps what others have written there; to write
+//     that to memory would take a part of this product's time.
 //   - Where rows are not aligned to 16 bytes, the copy engine cannot follow them. One kernel copies
 //     A and B into rows that are: N^2 bytes against N^3 operations. C leaves without its help.
 // product() of operators/product/product.cuh is lesson 3's kernel for all of these.
@@ -52,17 +55,24 @@ class HalfProduct {
         workspace_, shape_, A_.stride, B_.stride,
         [self = *this]<class Tile>(const ProductPlan& plan) { self.template launch<Tile>(plan); },
         c_stride_ != 0);
-    add_slices<Tiles<T, 64, 64, 1, 1, 1>>(all);
-    add_slices<Tiles<T, 64, 128, 1, 1, 2>>(all);
-    add_slices<Tiles<T, 128, 128, 1, 1, 2>>(all);
+    add_slices<Tiles<T, 64, 64, 1, 1, 1>, 4>(all);
+    add_slices<Tiles<T, 64, 128, 1, 1, 2>, 4>(all);
+    add_slices<Tiles<T, 128, 128, 1, 1, 2>, 2>(all);
+    add_slices<Tiles<T, 128, 128, 1, 1, 2>, 4>(all);
     add_slices<Tiles<T, 128, 256, 2, 1, 2>>(all);
+    add_slices<OneRow<TransposedTiles<T, 32, 128, 1, 1>>>(all);
+    add_slices<OneRow<Tiles<T, 64, 64, 1, 1, 1>>, 4>(all);
+    add_slices<OneRow<Tiles<T, 64, 128, 1, 1, 2>>, 2>(all);
+    add_slices<OneRow<Tiles<T, 64, 128, 2, 1, 2>>>(all);
+    add_slices<OneRow<Tiles<T, 128, 192, 2, 1, 3>>>(all);
     return all;
   }
 
  private:
   // Rows, columns, how many tiles of a cluster are below and how many beside each other (in Tiles
   // also boxes for results). 100 tiles were measured at 55 sizes from 256 to 8192; 30 of these lose
-  // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding.
+  // the least. Of 15 more, tried at 20 sizes from 600 to 2560, two were worth adding. Of 20 for 1
+  // to 256 rows, tried at 144 shapes, the four of OneRow lose 0.5 %.
   using Choice =
       TileChoice<Tiles<T, 128, 256, 2, 1, 2>, Tiles<T, 128, 192, 2, 1, 3>,
                  Tiles<T, 192, 192, 1, 2, 1>, Tiles<T, 128, 144, 4, 2, 1>,
@@ -78,7 +88,9 @@ class HalfProduct {
                  TransposedTiles<T, 96, 192, 2, 1>, TransposedTiles<T, 144, 128, 2, 2>,
                  TransposedTiles<T, 128, 128, 2, 1>, TransposedTiles<T, 112, 128, 2, 1>,
                  TransposedTiles<T, 112, 128, 4, 2>, TransposedTiles<T, 104, 128, 4, 2>,
-                 TransposedTiles<T, 72, 128, 2, 4>, TransposedTiles<T, 96, 64, 2, 4>>;
+                 TransposedTiles<T, 72, 128, 2, 4>, TransposedTiles<T, 96, 64, 2, 4>,
+                 OneRow<TransposedTiles<T, 32, 128, 1, 1>>, OneRow<Tiles<T, 64, 128, 2, 1, 2>>,
+                 OneRow<TransposedTiles<T, 128, 128, 2, 1>>, OneRow<Tiles<T, 128, 192, 2, 1, 3>>>;
 
   template <class Tile>
   using Whole = MatrixProduct<Tile, StoreRounded<T>>;
@@ -111,31 +123,21 @@ class HalfProduct {
     product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
   }
 
-  /// The way in slices, if there is one with these tiles, and, where one is wanted, it should be
-  /// faster than all before it.
-  template <class Tile>
+  /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
+  template <class Tile, int kOfCluster = 1>
   void add_slices(std::vector<Way>& all) const {
-    using Work = SlicedProduct<Tile, StoreRounded<T>>;
-    for (const SlicedPlan& plan :
-         plan_slices<Tile, StoreRounded<T>>(shape_, A_.stride, B_.stride)) {
-      const std::string name = name_of_tile<Tile>() + "; slices: " + std::to_string(plan.slices);
-      const bool wanted = workspace_.all_ways || workspace_.only == name ||
-                          std::all_of(all.begin(), all.end(), [&](const Way& way) {
-                            return plan.microseconds < way.microseconds;
-                          });
-      if (!wanted) continue;
-      const int64_t consumers = int64_t{plan.tiles} * Tile::kBlocks * Tile::kConsumers;
-      const auto ended = workspace_.template zeros<unsigned>(consumers);
-      const auto partial =
-          workspace_.template any<float>(consumers * plan.slices * 128 * Tile::TileSum::size());
-      const auto run = [=, self = *this] {
-        const auto schedule = Schedule<Tile>::sliced(self.shape_, plan.slices);
-        const Work sliced{self.template work<Tile>(schedule, {}), {partial, ended}, plan.slices};
-        self.launch(sliced, plan.tiles * plan.slices);
-      };
-      all.push_back(
-          {name, plan.microseconds, run, static_cast<int>(sizeof(typename Work::Shared))});
-    }
+    using Work = SlicedProduct<Whole<Tile>, kOfCluster>;
+    if (!suits<Tile>(shape_)) return;
+    product::add_slices<Work>(
+        all, workspace_, shape_, name_of_tile<Tile>(),
+        [&](int clusters, int slices) {
+          return tile_microseconds<Tile>(shape_, A_.stride, B_.stride, 1, clusters, slices);
+        },
+        [self = *this](const SlicedPlan& plan, const SliceExchange& exchange) {
+          const auto schedule = Schedule<Tile>::sliced(self.shape_, plan.slices);
+          self.launch(Work{self.template work<Tile>(schedule, {}), exchange, plan.clusters},
+                      plan.tiles * plan.slices);
+        });
   }
 
   AlignedRows<T> A_, B_;

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -166,8 +168,15 @@ int clusters_that_fit_once() {
   constexpr int kBytes = sizeof(typename Work::Shared);
   return fact_of_device([] {
     allow_shared_bytes(product<Work>, kBytes);
-    return clusters_that_fit(product<Work>, Tile::kBlocks, Tile::kThreads, kBytes);
+    return clusters_that_fit(product<Work>, kClusterBlocks<Work>, Tile::kThreads, kBytes);
   });
+}
+
+/// Whether OneRow suits a product of so many rows with tiles of so many: all tiles are in one row.
+/// B has `bytes`. Beyond 256 MB nothing of others stays in the L2 cache in any case, and products
+/// that read B once were slower.
+inline bool suits_one_row(int rows, int rows_of_tile, double bytes) {
+  return rows <= rows_of_tile && bytes <= 256e6;
 }
 
 /// How a product is computed with some tiles, and how long that should take.
@@ -177,6 +186,14 @@ struct ProductPlan {
   double microseconds;
 };
 
+/// Whether tiles may be taken for a shape.
+template <class Tile>
+bool suits(const ProductShape& shape) {
+  using T = typename Tile::Element;
+  return !kIsOneRow<Tile> || suits_one_row(shape.rows, Schedule<Tile>::kRows,
+                                           1.0 * sizeof(T) * shape.cols * shape.depth);
+}
+
 /// How long a product should take in `rounds` rounds, with so many clusters at a time, each of
 /// which has one `slices`-th of the steps of a tile.
 template <class Tile>
@@ -185,7 +202,10 @@ double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t st
   using T = typename Tile::Element;
   const double a = fetched_for_a_line(stride_a * sizeof(T));
   const double b = fetched_for_a_line(stride_b * sizeof(T));
-  return operators::microseconds(
+  const double bytes = 1.0 * sizeof(T) *
+                       (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
+                        1.0 * shape.rows * shape.cols);
+  return product_microseconds(
       {.rounds = rounds,
        .steps = 1.0 * shape.depth / kLine<T> / slices,
        .rows = Tile::BM,
@@ -194,9 +214,7 @@ double tile_microseconds(const ProductShape& shape, int64_t stride_a, int64_t st
        .fetched_lines = a * Tile::kRowsA + b * kStepK * Tile::Share::kAllBoxes / Tile::kStack,
        .blocks = 1.0 * clusters * Tile::kBlocks,
        .multiprocessors = 1.0 * multiprocessors(),
-       .memory_bytes = 1.0 * sizeof(T) *
-                       (1.0 * shape.rows * shape.depth + 1.0 * shape.depth * shape.cols +
-                        1.0 * shape.rows * shape.cols)});
+       .memory_bytes = bytes + displaced_bytes(bytes, kIsOneRow<Tile>)});
 }
 
 /// The plans for some tiles: one, and a second if tiles can be shared; none if no cluster fits, or
@@ -207,6 +225,7 @@ template <class Tile, class Epilogue>
 std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_a, int64_t stride_b,
                                       bool alone) {
   using Work = MatrixProduct<Tile, Epilogue>;
+  if (!suits<Tile>(shape)) return {};
   const int capacity = clusters_that_fit_once<Work>();
   if (capacity == 0 || Schedule<Tile>::tiles_of(shape) > Schedule<Tile>::kMostTiles) return {};
   const Schedule<Tile> whole(shape, capacity, false), shared(shape, capacity, true);
@@ -221,42 +240,80 @@ std::vector<ProductPlan> plan_product(const ProductShape& shape, int64_t stride_
   return plans;
 }
 
-/// How a product is computed in slices, and how long that should take.
+/// How a product is computed in slices: how many clusters a tile has; in how many slices k is cut;
+/// and how long that should take.
 struct SlicedPlan {
-  int tiles, slices;
+  int tiles, clusters, slices;
   double microseconds;
 };
 
 /// The plan with the number of slices that should be the fastest; none where a slice would have
-/// fewer than kLeastSteps steps, or a multiprocessor more than one. The last cluster of a tile adds
-/// up: it reads one slice's sums after another, which the L2 cache holds.
-constexpr int kLeastSteps = 8;
-template <class Tile, class Epilogue>
-std::vector<SlicedPlan> plan_slices(const ProductShape& shape, int64_t stride_a, int64_t stride_b) {
-  const int64_t capacity = clusters_that_fit_once<SlicedProduct<Tile, Epilogue>>();
+/// fewer than kLeastSteps steps, or a multiprocessor more than one. product(all, slices) is how
+/// long so many slices of all tiles should take that have one `slices`-th of a tile's steps each.
+/// The last cluster of a tile adds up: it reads one slice's sums after another, which the L2 cache
+/// holds. The blocks of a cluster send each other their sums. How long both take was measured.
+inline constexpr int kLeastSteps = 8;
+template <class Work, typename Product>
+std::vector<SlicedPlan> plan_slices(const ProductShape& shape, Product product) {
+  using Tile = typename Work::Tile;
+  constexpr int kOfCluster = Work::kSlicesOfCluster;
+  const int64_t capacity = clusters_that_fit_once<Work>();
   const int64_t tiles = Schedule<Tile>::tiles_of(shape);
   const int64_t steps = ceil_div(int64_t{shape.depth}, int64_t{kLine<typename Tile::Element>});
-  const double of_slice = 0.2 + 0.025 / 4 * Tile::TileSum::size();  // to read its sums
+  const double in_cluster = kOfCluster > 1 ? 1 + std::log2(kOfCluster) : 0;
+  const double first = kOfCluster > 1 ? 1.2 : 2, of_slice = 0.2 + 0.025 / 4 * Work::Part::size();
   std::vector<SlicedPlan> best;
-  for (int64_t slices = 2; slices <= std::min(capacity / tiles, steps / kLeastSteps); ++slices) {
-    const int64_t clusters = tiles * slices;
+  for (int64_t clusters = kOfCluster > 1 ? 1 : 2; clusters <= capacity / tiles; ++clusters) {
+    const int64_t slices = clusters * kOfCluster;
     // A cluster counts its steps in 32 bits.
-    if (clusters * tiles * steps > std::numeric_limits<int>::max()) break;
+    if (slices > steps / kLeastSteps ||
+        tiles * slices * tiles * steps > std::numeric_limits<int>::max()) {
+      break;
+    }
     const double microseconds =
-        2 + of_slice * static_cast<double>(slices) +
-        tile_microseconds<Tile>(shape, stride_a, stride_b, 1, static_cast<int>(clusters),
-                                static_cast<int>(slices));
+        product(static_cast<int>(tiles * slices), static_cast<int>(slices)) + in_cluster +
+        (clusters > 1 ? first + of_slice * static_cast<double>(clusters) : 0);
     if (!best.empty() && microseconds >= best[0].microseconds) continue;
-    best = {{static_cast<int>(tiles), static_cast<int>(slices), microseconds}};
+    best = {{static_cast<int>(tiles), static_cast<int>(clusters), static_cast<int>(slices),
+             microseconds}};
   }
   return best;
+}
+
+/// Adds the way in slices of a Work to `all`, if there is one, and if it is wanted: in place of all
+/// before it, it has to be the fastest. `name`: of its tiles. launch(plan, exchange) launches it.
+template <class Work, typename Product, typename Launch>
+void add_slices(std::vector<Way>& all, const Workspace& workspace, const ProductShape& shape,
+                const std::string& name_of_tiles, Product product, Launch launch) {
+  using Tile = typename Work::Tile;
+  for (const SlicedPlan& plan : plan_slices<Work>(shape, product)) {
+    const std::string name =
+        name_of_tiles + "; slices: " + std::to_string(plan.slices) +
+        (Work::kSlicesOfCluster > 1 ? "; of a cluster: " : "") +
+        (Work::kSlicesOfCluster > 1 ? std::to_string(Work::kSlicesOfCluster) : "");
+    const bool wanted = workspace.all_ways || workspace.only == name ||
+                        std::all_of(all.begin(), all.end(), [&](const Way& way) {
+                          return plan.microseconds < way.microseconds;
+                        });
+    if (!wanted) continue;
+    const int64_t consumers = int64_t{plan.tiles} * kClusterBlocks<Work> * Tile::kConsumers;
+    const bool in_memory = plan.clusters > 1;
+    const auto ended = workspace.template zeros<unsigned>(in_memory ? consumers : 1);
+    const auto partial = workspace.template any<float>(
+        in_memory ? consumers * plan.clusters * 128 * Work::Part::size() : 1);
+    all.push_back({name, plan.microseconds,
+                   [=] {
+                     launch(plan, SliceExchange{partial, ended});
+                   },
+                   static_cast<int>(sizeof(typename Work::Shared))});
+  }
 }
 
 template <class Tile>
 std::string name_of_tile() {
   constexpr bool kTransposed = requires { Tile::kSumRows; };
   return "tile " + std::to_string(Tile::BM) + " x " + std::to_string(Tile::BN) +
-         (kTransposed ? ", transposed" : "");
+         (kTransposed ? ", transposed" : "") + (kIsOneRow<Tile> ? ", B read once" : "");
 }
 
 /// The ways to compute a product: the plans for each Tile. A plan's launch is

@@ -132,6 +132,17 @@ struct TransposedTiles : TileShape<T, kRows, kColumns, kStackedTiles, kSideTiles
 #endif
 };
 
+/// The same tiles for a C that is one row of tiles. Then each element of B is read once, and the L2
+/// cache is told that nobody needs it a second time: so what others have left there stays.
+template <class Tile>
+struct OneRow : Tile {
+  using Many = Tile;
+};
+template <class Tile>
+inline constexpr bool kIsOneRow = requires {
+  typename Tile::Many;
+};
+
 /// A factor, described to the copy engine. As a right one it may be kCount matrices of as many
 /// columns, side by side: each has the same share of a tile's columns.
 template <int kCount = 1>
@@ -522,7 +533,11 @@ struct MatrixProduct {
                          kRightFactors == 1 ? at.col + kBoxCols * box
                                             : at.col / kRightFactors + kBoxCols * (box % kBoxes)};
       };
-      grid.template load<kAlone>(stage.b, source, k, arrived);
+      if constexpr (kIsOneRow<Tile>) {
+        grid.template load<kAlone>(stage.b, source, k, arrived, evict_first());
+      } else {
+        grid.template load<kAlone>(stage.b, source, k, arrived);
+      }
     }
     __device__ void end() {
       const Schedule<Tile>& all = work.schedule;
@@ -563,8 +578,14 @@ struct MatrixProduct {
       const ClusterHandover<Tile> handover{work.exchange, consumer};
       if (piece.begin > 0) return handover.give(sum, grid.cluster, grid.rank);
       if (piece.end < work.schedule.steps) handover.add_to(sum, grid.cluster, grid.rank);
-      const auto at = work.schedule.place(piece.tile, grid.stack, grid.side);
-      work.epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
+      finish(sum, piece.tile);
+    }
+    /// The epilogue of a tile, for the whole sum, or for its columns from `col` on.
+    template <class Part>
+    __device__ void finish(Part& sum, int tile, int col = 0) const {
+      const auto at = work.schedule.place(tile, grid.stack, grid.side);
+      work.epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer) + col,
+                    out);
     }
     __device__ void end() const { out.wait(); }
 
@@ -579,17 +600,26 @@ struct MatrixProduct {
 #endif
 };
 
-/// Launched with Tile::kBlocks blocks for each cluster. One thread of a block orders copies, and
-/// Tile::kConsumers warpgroups multiply.
+/// The blocks of a cluster: those of a Tile, or as many as the Work says.
 template <class Work>
-__global__ void HOPPER_CLUSTER(Work::Tile::kBlocks) __launch_bounds__(Work::Tile::kThreads, 1)
+constexpr int cluster_blocks() {
+  if constexpr (requires { Work::kClusterBlocks; }) return Work::kClusterBlocks;
+  return Work::Tile::kBlocks;
+}
+template <class Work>
+inline constexpr int kClusterBlocks = cluster_blocks<Work>();
+
+/// Launched with kClusterBlocks<Work> blocks for each cluster. One thread of a block orders copies,
+/// and Tile::kConsumers warpgroups multiply.
+template <class Work>
+__global__ void HOPPER_CLUSTER(kClusterBlocks<Work>) __launch_bounds__(Work::Tile::kThreads, 1)
     product(const __grid_constant__ Work work) {
 #if HOPPER_CODE
   using Tile = typename Work::Tile;
   using Stage = typename Tile::Stage;
   extern __shared__ __align__(1024) char bytes[];
   auto& shared = *reinterpret_cast<typename Work::Shared*>(bytes);
-  const BlockGrid<Tile::kStack, Tile::kSide> grid;
+  const typename Work::Grid grid;
   const int warp = warp_of_block();
   if (Work::kFetchesFirst && warp == 0 && elect_one()) {
     prepare_first(shared.pipeline);

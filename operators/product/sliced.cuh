@@ -5,6 +5,12 @@
 // leaves its sum in memory. Whoever is the last one for a tile adds up the sums of all slices, in
 // their order, so that each launch gives the same bits, and runs the epilogue. Nobody waits for
 // another cluster: this is also right where other launches share the device.
+//
+// The last one adds alone, and the more slices there are, the longer the others are idle. So the
+// blocks of a cluster may have slices, too: 2 or 4 of them, one after another along k. They start
+// together, so they may wait for each other. When all have multiplied, each sends every other one
+// its columns of the sum, through shared memory. Each adds up a part of the columns, and runs the
+// epilogue for it. Where that is not enough, several such clusters leave what they have in memory.
 #pragma once
 
 #include "operators/product/product.cuh"
@@ -13,25 +19,70 @@ namespace operators::product {
 
 /// Where slices leave their sums. `ended` is 0 before the first launch and after every launch.
 struct SliceExchange {
-  float* partial;   ///< of each consumer of the grid: its sum
+  float* partial;   ///< of each consumer of the grid: its sum, or its part of it
   unsigned* ended;  ///< of each consumer of a tile: how many slices have left theirs
 };
 
-/// The Work of a plain product in slices: the cluster number n has slice n % slices of the tile
-/// number n / slices. Its schedule is that of MatrixProduct with all tiles shared: a cluster's
-/// range of steps begins and ends where a slice does. There are at least as many steps as slices.
-template <class Tile, class Epilogue>
-struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
-  using Whole = MatrixProduct<Tile, Epilogue>;
-  using Sum = typename Tile::TileSum;
-  struct Shared : ProductShared<Tile> {
+/// What one of kParts blocks finishes of a sum: a part of its columns.
+template <class TileSum, int kParts>
+struct PartOfSum {
+  static_assert(kParts == 1);
+  using Type = TileSum;
+};
+template <int kCols, int kParts>
+struct PartOfSum<Sum<kCols>, kParts> {
+  using Type = Sum<kCols / kParts>;
+};
+
+/// The Work of a product in slices. Whole is the Work of the same product, whose Results have
+/// finish(sum, tile, col), the epilogue of a tile. With kAlongK = 1 a cluster is one of Whole's, and
+/// the cluster number n has slice n % slices of the tile number n / slices. Otherwise Whole has
+/// blocks alone, and a cluster has kAlongK of them: there are kAlongK times as many slices, of
+/// which block n has one in the same way. The schedule is Schedule::sliced, where all tiles are
+/// shared: a range of steps begins and ends where a slice does. There are at least as many steps as
+/// slices.
+template <class Whole, int kAlongK = 1>
+struct SlicedProduct : Whole {
+  using Tile = typename Whole::Tile;
+  using Sum = typename Whole::Sum;
+  using Part = typename PartOfSum<Sum, kAlongK>::Type;
+  static_assert(kAlongK == 1 || Tile::kBlocks == 1);
+  static constexpr int kSlicesOfCluster = kAlongK, kClusterBlocks = kAlongK * Tile::kBlocks;
+  struct Shared : Whole::Shared {
     unsigned before[Tile::kConsumers];  ///< how many slices had left their sum before this one
+    Barrier multiplied;                 ///< all blocks of the cluster have
+    Barrier come[Tile::kConsumers];     ///< of a consumer's columns: the others' sums
   };
   SliceExchange sums;
-  int slices;
+  int slices;  ///< whose sums go through memory: of a cluster
 
 #if HOPPER_CODE
-  using Grid = typename Whole::Grid;
+  struct Grid : Whole::Grid {
+    __device__ static void meet() {
+      if constexpr (kAlongK > 1) {
+        cluster_meet();
+      } else {
+        Whole::Grid::meet();
+      }
+    }
+  };
+  /// What a consumer is sent. It lies where stages have been.
+  struct Inbox {
+    float from[kAlongK][Part::size()][128];
+  };
+  static_assert(kAlongK == 1 ||
+                sizeof(Inbox[Tile::kConsumers]) <= sizeof(Whole::Shared::pipeline.memory));
+
+  __device__ void prepare(Shared& shared) const {
+    if constexpr (requires(const Whole& whole) { whole.prepare(shared); }) Whole::prepare(shared);
+    if constexpr (kAlongK > 1) {
+      barrier_init(&shared.multiplied, kAlongK * Tile::kConsumers);
+      for (Barrier& come : shared.come) {
+        barrier_init(&come, 1);
+        barrier_arrive_expect(&come, (kAlongK - 1) * sizeof(Inbox::from[0]));
+      }
+    }
+  }
 
   class Results : public Whole::Results {
    public:
@@ -41,26 +92,74 @@ struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
           grid(blocks),
           shared(memory),
           consumer(number),
-          out{memory.out[number], number} {}
+          rank(kAlongK == 1 ? 0 : cluster_rank()) {}
 
     __device__ void store(Sum& sum) const {
-      const int tile = grid.cluster / work.slices, slice = grid.cluster - tile * work.slices;
-      const int of_tile = (tile * Tile::kBlocks + grid.rank) * Tile::kConsumers + consumer;
-      leave_sum(sum, elements(of_tile, slice));
-      if (!is_last(of_tile)) return;
-      add_up(sum, of_tile);
-      const auto at = work.schedule.place(tile, grid.stack, grid.side);
-      work.epilogue(sum, at.row + Tile::row_of(consumer), at.col + Tile::col_of(consumer), out);
+      if constexpr (kAlongK == 1) {
+        finish_slice(sum);
+      } else {
+        Part part;
+        add_up_in_cluster(part, sum);
+        finish_slice(part);
+      }
     }
 
    private:
-    static constexpr int kFours = Sum::size() / 4;
+    static constexpr int kFours = Part::size() / 4;
     const SlicedProduct& work;
     const Grid& grid;
     Shared& shared;
-    const int consumer;
-    const Outbox<typename Tile::Element, Tile::kOut, Tile::kOutRows> out;
+    const int consumer, rank;
 
+    // A thread sends the same thread of every other block what it has of that block's columns.
+    __device__ void add_up_in_cluster(Part& part, const Sum& sum) const {
+      Inbox& inbox = reinterpret_cast<Inbox*>(shared.pipeline.memory)[consumer];
+      const int thread = threadIdx.x % 128;
+      named_barrier(1 + consumer, 128);  // this consumer has read its last stage
+      if (thread < kAlongK) barrier_arrive(&shared.multiplied, thread);
+      barrier_wait(&shared.multiplied, 0);
+#pragma unroll
+      for (int block = 0; block < kAlongK; ++block) {
+#pragma unroll
+        for (int i = 0; i < Part::size(); ++i) {
+          const float value = sum.element(block * Part::size() + i);
+          if (block == rank) {
+            part.element(i) = value;
+          } else {
+            store_push(&inbox.from[rank][i][thread], value, &shared.come[consumer], block);
+          }
+        }
+      }
+      barrier_wait(&shared.come[consumer], 0);
+#pragma unroll
+      for (int i = 0; i < Part::size(); ++i) {
+        const float own = part.element(i);
+        float all = rank == 0 ? own : inbox.from[0][i][thread];
+#pragma unroll
+        for (int block = 1; block < kAlongK; ++block) {
+          all += block == rank ? own : inbox.from[block][i][thread];
+        }
+        part.element(i) = all;
+      }
+    }
+
+    // The epilogue, if all slices have left their sums.
+    __device__ void finish_slice(Part& part) const {
+      const int cluster = grid.cluster / kAlongK, tile = cluster / work.slices;
+      const int slice = cluster - tile * work.slices, col = rank * Part::size() * 2;
+      if (work.slices > 1) {
+        const int block = tile * kClusterBlocks + (kAlongK > 1 ? rank : grid.rank);
+        const int of_tile = block * Tile::kConsumers + consumer;
+        leave_sum(part, elements(of_tile, slice));
+        if (!is_last(of_tile)) return;
+        add_up(part, of_tile);
+      }
+      if constexpr (kAlongK == 1) {
+        Whole::Results::finish(part, tile);
+      } else {
+        Whole::Results::finish(part, tile, col);
+      }
+    }
     // A thread leaves the elements that the same thread of the last slice takes over.
     __device__ float4* elements(int of_tile, int slice) const {
       return reinterpret_cast<float4*>(work.sums.partial) +
@@ -81,7 +180,7 @@ struct SlicedProduct : MatrixProduct<Tile, Epilogue> {
       return shared.before[consumer] + 1 == static_cast<unsigned>(work.slices);
     }
     // Some 32 loads of a thread are under way at a time.
-    __device__ void add_up(Sum& sum, int of_tile) const {
+    __device__ void add_up(Part& sum, int of_tile) const {
 #pragma unroll
       for (int i = 0; i < 4 * kFours; ++i) sum.element(i) = 0;
 #pragma unroll(kFours <= 8 ? 4 : kFours <= 16 ? 2 : 1)

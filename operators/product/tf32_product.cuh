@@ -81,7 +81,7 @@ struct Tf32MatrixProduct {
         Piece piece;
         if (!pieces.get(piece)) return false;
         at = work.schedule.place(piece.tile, grid.stack, grid.side);
-        left = piece.end, k = 0;
+        left = piece.end - piece.begin, k = piece.begin * Tile::kDepth;
       }
       --left;
       return true;
@@ -89,7 +89,11 @@ struct Tf32MatrixProduct {
     template <bool kAlone = false>
     __device__ void load(Stage& stage, Barrier* arrived) const {
       grid.template load<kAlone>(stage.a[0], &work.A, at.col, k, arrived);
-      grid.template load<kAlone>(stage.b, &work.B, at.row, k, arrived);
+      if constexpr (kIsOneRow<Tile>) {
+        grid.template load<kAlone>(stage.b, &work.B, at.row, k, arrived, evict_first());
+      } else {
+        grid.template load<kAlone>(stage.b, &work.B, at.row, k, arrived);
+      }
     }
     __device__ void end() const {}
 
@@ -107,7 +111,7 @@ struct Tf32MatrixProduct {
     typename Schedule<Tile>::Pieces pieces(schedule, grid.cluster);
     Reader reader(shared.pipeline, grid);
     for (Piece piece; pieces.get(piece);) {
-      for (int step = 0; step < piece.end; ++step) {
+      for (int step = piece.begin; step < piece.end; ++step) {
         Stage& stage = reader.wait();
         softmax::split_all(stage.a[0].elements, stage.a[1].elements, kElements, threadIdx.x - 32,
                            kSplitting);
@@ -142,13 +146,16 @@ struct Tf32MatrixProduct {
           sum.start_product(b, stage.a[0].columns(), add);
         }
       };
-      reader.template take_ahead<LeftFragments<float>>(piece.end, load, start);
+      reader.template take_ahead<LeftFragments<float>>(piece.end - piece.begin, load, start);
     }
 
-    __device__ void store(Sum& sum) const {
-      const auto at = work.schedule.place(piece.tile, grid.stack, grid.side);
+    __device__ void store(Sum& sum) const { finish(sum, piece.tile); }
+    /// The epilogue of a tile, for the whole sum, or for its columns from `first` on.
+    template <class Part>
+    __device__ void finish(Part& sum, int tile, int first = 0) const {
+      const auto at = work.schedule.place(tile, grid.stack, grid.side);
       const int col = at.row + Tile::row_of(consumer) + Tile::sum_row(0);
-      const int row = at.col + Sum::col(0), rows = work.schedule.shape.cols - row;
+      const int row = at.col + first + Part::col(0), rows = work.schedule.shape.cols - row;
       const int left = work.schedule.shape.rows - col;
       const bool pairs = work.c_stride % 2 == 0 && left >= 2;
       float* to = work.C + row * work.c_stride + col;
@@ -162,7 +169,7 @@ struct Tf32MatrixProduct {
         }
       };
 #pragma unroll
-      for (int i = 0; i < Sum::size(); i += 4, to += 8 * work.c_stride) {
+      for (int i = 0; i < Part::size(); i += 4, to += 8 * work.c_stride) {
         put(2 * i, to, sum.element(i), sum.element(i + 2));
         put(2 * i + 1, to + work.c_stride, sum.element(i + 1), sum.element(i + 3));
       }
@@ -203,6 +210,7 @@ class Tf32Product {
         offer<96, 1>(ways);
       }
       offer<128, 1>(ways), offer<128, 2>(ways), offer<64, 1>(ways), offer<32, 1>(ways);
+      offer<32, 1, true>(ways), offer<64, 1, true>(ways);
     }
     const PortableTf32<kMath> portable = {{A_.from, A_.own_stride()},
                                           {B_.from, B_.own_stride()},
@@ -210,7 +218,14 @@ class Tf32Product {
                                           shape_,
                                           workspace_.stream};
     portable.offer(ways);
-    return ways.found();
+    std::vector<Way> all = ways.found();
+    if (is_hopper()) {
+      if constexpr (kMath == Math::tf32) add_slices<256>(all);
+      add_slices<128, 2>(all), add_slices<128, 4>(all);
+      add_slices<64>(all), add_slices<64, 4>(all);
+      add_slices<32, 2, true>(all), add_slices<64, 4, true>(all);
+    }
+    return all;
   }
 
  private:
@@ -218,42 +233,74 @@ class Tf32Product {
 
   ProductShape transposed() const { return {shape_.cols, shape_.rows, shape_.depth}; }
 
-  template <int kRows, int kBesides>
+  bool suits(int rows_of_tile, bool one_row) const {
+    return !one_row || suits_one_row(shape_.rows, rows_of_tile, 4.0 * shape_.cols * shape_.depth);
+  }
+
+  template <class Tile, bool kOneRow>
+  using With = std::conditional_t<kOneRow, OneRow<Tile>, Tile>;
+
+  template <int kRows, int kBesides, bool kOneRow = false>
   void offer(Ways& ways) const {
-    using Tile = PlainTf32Tile<kMath, kRows, kBesides>;
+    using Tile = With<PlainTf32Tile<kMath, kRows, kBesides>, kOneRow>;
+    if (!suits(kRows, kOneRow)) return;
     const int capacity = clusters_that_fit_once<Tf32MatrixProduct<Tile>>();
     const int64_t tiles = Schedule<Tile>::tiles_of(transposed());
     if (capacity == 0 || tiles > Schedule<Tile>::kMostTiles) return;
     const int clusters = static_cast<int>(persistent(tiles, capacity));
-    const double microseconds = microseconds_of<Tile>(clusters);
+    const Schedule<Tile> schedule(transposed(), clusters, false);
+    const double microseconds =
+        microseconds_of<Tile>(1.0 * schedule.rounds, 1.0 * schedule.steps, clusters);
     ways.offer(microseconds, [&] {
-      const std::string name =
-          std::string(kSplit ? "3xTF32" : "TF32") + "; tile " + std::to_string(kRows) + " x " +
-          std::to_string(Tile::BM) + "; stages: " + std::to_string(Tile::kStages) +
-          "; cluster: 1 x " + std::to_string(kBesides) + "; clusters: " + std::to_string(clusters) +
-          (A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : "");
+      const std::string name = name_of<Tile>() + "; stages: " + std::to_string(Tile::kStages) +
+                               "; cluster: 1 x " + std::to_string(kBesides) +
+                               "; clusters: " + std::to_string(clusters) +
+                               (A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : "");
       return Way{name, microseconds,
-                 [self = *this, clusters] { self.template launch<Tile>(clusters); },
+                 [self = *this, schedule] { self.launch(self.work(schedule), schedule.clusters); },
                  static_cast<int>(sizeof(typename Tile::Shared))};
     });
+  }
+
+  /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
+  template <int kRows, int kOfCluster = 1, bool kOneRow = false>
+  void add_slices(std::vector<Way>& all) const {
+    using Tile = With<PlainTf32Tile<kMath, kRows, 1>, kOneRow>;
+    if (!suits(kRows, kOneRow)) return;
+    using Work = SlicedProduct<Tf32MatrixProduct<Tile>, kOfCluster>;
+    product::add_slices<Work>(
+        all, workspace_, transposed(), name_of<Tile>(),
+        [&](int clusters, int slices) {
+          const Schedule<Tile> schedule = Schedule<Tile>::sliced(transposed(), slices);
+          return microseconds_of<Tile>(1, 1.0 * schedule.steps / slices, clusters);
+        },
+        [self = *this](const SlicedPlan& plan, const SliceExchange& exchange) {
+          const auto schedule = Schedule<Tile>::sliced(self.transposed(), plan.slices);
+          self.launch(Work{self.work(schedule), exchange, plan.clusters}, schedule.clusters);
+        });
+  }
+
+  template <class Tile>
+  static std::string name_of() {
+    return std::string(kSplit ? "3xTF32" : "TF32") + "; tile " + std::to_string(Tile::BN) + " x " +
+           std::to_string(Tile::BM) + (kIsOneRow<Tile> ? ", B read once" : "");
   }
 
   /// In 3xTF32 three products read A, which has been written by the copy engine, read, and written
   /// once more as two tiles. Between two steps a consumer splits B and adds up, which counts as so
   /// many further rows.
   template <class Tile>
-  double microseconds_of(int clusters) const {
-    const Schedule<Tile> schedule(transposed(), clusters, false);
+  double microseconds_of(double rounds, double steps, int clusters) const {
     constexpr int kCols = Tile::BM, kRows = Tile::BN, kProducts = kSplit ? 3 : 1;
-    constexpr double kBetween = kSplit ? 32 : 0;
+    constexpr double kBetween = kSplit ? 96 : 0;
     const double elements = 1.0 * shape_.rows * shape_.depth + 1.0 * shape_.depth * shape_.cols +
                             1.0 * shape_.rows * shape_.cols;
     double copied = 0;
     if (A_.copied) copied += 1.0 * shape_.rows * shape_.depth;
     if (B_.copied) copied += 1.0 * shape_.depth * shape_.cols;
-    return operators::microseconds(
-        {.rounds = 1.0 * schedule.rounds,
-         .steps = 1.0 * schedule.steps,
+    return product_microseconds(
+        {.rounds = rounds,
+         .steps = steps,
          .rows = 1.0 * kProducts * kRows + kBetween,
          .cols = kCols,
          .shared_lines = 2.0 * kCols + kRows * (kSplit ? 4.0 : 1.0) +
@@ -262,17 +309,20 @@ class Tf32Product {
                           fetched_for_a_line(4 * B_.stride) * kCols,
          .blocks = 1.0 * clusters * Tile::kBlocks,
          .multiprocessors = 1.0 * multiprocessors(),
-         .memory_bytes = 4 * elements,
+         .memory_bytes = 4 * elements + displaced_bytes(4 * elements, kIsOneRow<Tile>),
          .more = copied > 0 ? kNextLaunch + 8 * copied / kMemoryBytes : 0});
   }
 
   template <class Tile>
-  void launch(int clusters) const {
-    using Work = Tf32MatrixProduct<Tile>;
-    constexpr size_t kBytes = sizeof(typename Tile::Shared);
+  Tf32MatrixProduct<Tile> work(const Schedule<Tile>& schedule) const {
     using Share = ColumnShare<Tile::BN, Tile::kStack>;
-    const Work work{A_.map(Share::kCols, !kSplit), B_.map(Tile::kRowsA, !kSplit), C_, c_stride_,
-                    Schedule<Tile>(transposed(), clusters, false)};
+    return {A_.map(Share::kCols, !kSplit), B_.map(Tile::kRowsA, !kSplit), C_, c_stride_, schedule};
+  }
+
+  template <class Work>
+  void launch(const Work& work, int clusters) const {
+    using Tile = typename Work::Tile;
+    constexpr size_t kBytes = sizeof(typename Work::Shared);
     if (A_.copied || B_.copied) {
       const RowCopies<float, 2> copies{A_.job(), B_.job()};
       align_rows<float, 2><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);

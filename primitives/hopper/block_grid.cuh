@@ -147,14 +147,14 @@ struct BlockGrid {
   }
 
   /// The same where memory has the left factor transposed. Nobody shares it.
-  template <bool kAlone = false, int kRows>
+  template <bool kAlone = false, int kRows, typename... Policy>
   __device__ void load(TransposedLeftTile<kRows>& to, const CUtensorMap* map, int row, int k,
-                       Barrier* arrived) const {
+                       Barrier* arrived, Policy... policy) const {
     constexpr int kBoxRows = TransposedLeftTile<kRows>::kBoxRows;
     static_assert(kSide == 1);
 #pragma unroll
     for (int i = 0; i < kRows / kBoxRows; ++i) {
-      tensor_load(to.boxes[i].row(0), map, k, row + kBoxRows * i, arrived);
+      tensor_load(to.boxes[i].row(0), map, k, row + kBoxRows * i, arrived, policy...);
     }
   }
 
@@ -172,9 +172,10 @@ struct BlockGrid {
   }
 
   /// The same if the boxes of the tile come from several matrices: source(box) says where each box
-  /// comes from.
-  template <bool kAlone = false, typename T, int kCols, typename Source>
-  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived) const {
+  /// comes from. There may be a policy for the L2 cache (copies.cuh).
+  template <bool kAlone = false, typename T, int kCols, typename Source, typename... Policy>
+  __device__ void load(RightTile<T, kCols>& to, Source source, int k, Barrier* arrived,
+                       Policy... policy) const {
     using Share = RightShare<T, kCols, kStack>;
     constexpr int kBoxes = kAlone ? Share::kAllBoxes : Share::kBoxes;
     constexpr int kLoads = kAlone ? kLine<T> / Share::kRows : 1;
@@ -184,10 +185,10 @@ struct BlockGrid {
       const int first = (kAlone ? i % kLoads : Share::kWhole ? 0 : stack) * Share::kRows;
       const BoxSource from = source(box);
       if constexpr (kAlone || kStack == 1) {
-        tensor_load(to.boxes[box].row(first), from.map, k + first, from.col, arrived);
+        tensor_load(to.boxes[box].row(first), from.map, k + first, from.col, arrived, policy...);
       } else {
         tensor_load_multicast(to.boxes[box].row(first), from.map, k + first, from.col, arrived,
-                              below());
+                              below(), policy...);
       }
     }
   }
