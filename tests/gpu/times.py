@@ -38,6 +38,8 @@ def rows():
         ("product, 4096 x 4096 x 4096, fp16", cases.product(4096, 4096, 4096, FP16), torch.matmul),
         *((f"product, 4096 x 4096 x 4096, {math}", cases.product(4096, 4096, 4096, FP32, math=math), torch.matmul)
           for math in ("tf32", "tf32x3")),
+        ("product, 16 x 11008 x 4096, fp16", cases.product(16, 11008, 4096, FP16), torch.matmul),
+        ("product, 512 x 512 x 16384, tf32", cases.product(512, 512, 16384, FP32, math="tf32"), torch.matmul),
         ("gated layer, 1048576 x 128, 64 hidden, fp16", cases.gating(1 << 20, 128, 64), cases.gating_in_fp64),
         ("diffusion, 131072 x 256, 128 eigenvectors, bf16", cases.diffusion(1 << 17, 128, 256),
          cases.diffusion_in_fp64),
