@@ -35,8 +35,8 @@ struct PartOfSum<Sum<kCols>, kParts> {
 };
 
 /// The Work of a product in slices. Whole is the Work of the same product, whose Results have
-/// finish(sum, tile, col), the epilogue of a tile. With kAlongK = 1 a cluster is one of Whole's, and
-/// the cluster number n has slice n % slices of the tile number n / slices. Otherwise Whole has
+/// finish(sum, tile, col), the epilogue of a tile. With kAlongK = 1 a cluster is one of Whole's,
+/// and the cluster number n has slice n % slices of the tile number n / slices. Otherwise Whole has
 /// blocks alone, and a cluster has kAlongK of them: there are kAlongK times as many slices, of
 /// which block n has one in the same way. The schedule is Schedule::sliced, where all tiles are
 /// shared: a range of steps begins and ends where a slice does. There are at least as many steps as
