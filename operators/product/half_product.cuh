@@ -127,7 +127,8 @@ class HalfProduct {
   template <class Tile, int kOfCluster = 1>
   void add_slices(std::vector<Way>& all) const {
     using Work = SlicedProduct<Whole<Tile>, kOfCluster>;
-    if (!suits<Tile>(shape_)) return;
+    constexpr bool kInBoxes = Tile::BN / kOfCluster % kBoxCols == 0;  // of a block's columns
+    if (!suits<Tile>(shape_) || (c_stride_ != 0 && !kInBoxes)) return;
     product::add_slices<Work>(
         all, workspace_, shape_, name_of_tile<Tile>(),
         [&](int clusters, int slices) {
