@@ -3,8 +3,42 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+
+#if defined(CUDA_CPU_OWN_SWITCH)
+// Keeps the registers that a function has to keep on the stack, and where that is in *own; goes on
+// where `other` says the same of another stack.
+extern "C" void cuda_cpu_switch_stacks(void** own, void* other);
+asm(R"(
+  .text
+  .hidden cuda_cpu_switch_stacks
+  .globl cuda_cpu_switch_stacks
+  .type cuda_cpu_switch_stacks, @function
+cuda_cpu_switch_stacks:
+  .cfi_startproc
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  .cfi_def_cfa_offset 56
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  .cfi_def_cfa_offset 8
+  ret
+  .cfi_endproc
+  .size cuda_cpu_switch_stacks, . - cuda_cpu_switch_stacks
+)");
+#endif
 
 namespace cuda_cpu {
 
@@ -70,7 +104,15 @@ CUDA_CPU_NO_TSAN void Fiber::restart() {
 #if defined(CUDA_CPU_ASAN)
   __asan_unpoison_memory_region(stack_, stack_size_);
 #endif
+#if defined(CUDA_CPU_OWN_SWITCH)
+  // What the switch finds: six registers, where it returns to, and that nobody has called that.
+  void** const top = reinterpret_cast<void**>(stack_ + stack_size_);
+  std::fill(top - 8, top, nullptr);
+  top[-2] = reinterpret_cast<void*>(start_entered);
+  context_ = top - 8;
+#else
   context_ = boost::context::detail::make_fcontext(stack_ + stack_size_, stack_size_, start);
+#endif
 }
 
 CUDA_CPU_NO_TSAN void Fiber::switch_to(Fiber& other) {
@@ -80,8 +122,14 @@ CUDA_CPU_NO_TSAN void Fiber::switch_to(Fiber& other) {
 #endif
   tsan_become(other.tsan_identity_);
   entered = &other;
+#if defined(CUDA_CPU_OWN_SWITCH)
+  cuda_cpu_switch_stacks(&context_, other.context_);
+#else
   arrive(boost::context::detail::jump_fcontext(other.context_, this), fake_stack);
+#endif
 }
+
+void Fiber::start_entered() { entered->entry_(); }
 
 CUDA_CPU_NO_TSAN void Fiber::start(Transfer transfer) {
   Fiber* self = entered;
