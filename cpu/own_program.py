@@ -406,6 +406,21 @@ def run(program, arguments, seconds, report=None, shown=False):
     return rc, printed, lines
 
 
+def ended_by(number):
+    """What it means that a signal has ended the program, in a sentence."""
+    crash = {
+        signal.SIGABRT: "The program ended itself (abort()): an assertion of the host, say, whose line is above.",
+        signal.SIGSEGV: "The program crashed: some thread reaches far outside of its memory.",
+        signal.SIGBUS: "The program crashed: some thread reaches far outside of its memory.",
+        signal.SIGFPE: "The program crashed: the host divides an integer by zero.",
+        signal.SIGILL: "The program crashed: it came to no instruction of this CPU. A function without its return does.",
+        signal.SIGKILL: "The program was killed (SIGKILL), which is no crash: the machine had no memory left, or somebody"
+                        " ended it.",
+    }
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+    return crash.get(number, f"The program was ended by the signal {name}, which is no crash.")
+
+
 def number(text):
     value = int(text)
     for unit, name in ((10**9, "G"), (10**6, "M"), (10**4, "k")):
@@ -529,6 +544,8 @@ def sanitizers(builds, folder, arguments, texts, seconds):
         elif rc not in (0, 1) and "Sanitizer" in printed:
             found.append("It crashed under a sanitizer:\n    " + "\n    ".join(
                 line for line in printed.splitlines() if "Sanitizer" in line)[:300])
+        elif rc < 0:
+            say(f"Not known: whether there is a {what}. {ended_by(-rc)}")
         else:
             say(f"No {what}: nothing was found by the {build} sanitizer.")
     return found
@@ -674,10 +691,8 @@ def tried(doc):
     table(report)
     worst(report, texts)
     found = list(dict.fromkeys(mistakes(rc, report, texts, given.seconds)))
-    if rc == -signal.SIGABRT and not found:
-        found.append("The program ended itself (abort()): an assertion of the host, say, whose line is above.")
-    elif rc is not None and rc < 0 and not found:
-        found.append("The program crashed: some thread reaches far outside of its memory.")
+    if rc is not None and rc < 0 and not found:
+        found.append(ended_by(-rc))
     elif rc == 3 and not found:
         found.append("A kernel has failed; its line is above.")
     for each in found:

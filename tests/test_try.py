@@ -316,6 +316,15 @@ def test_an_assertion_of_the_host(tried):
     assert re.search(r"^f +1 +32 +1 +0 +0 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
 
 
+def test_ended_by_a_signal(tried):
+    """Not every signal is a crash."""
+    source = "#include <csignal>\nint main(int, char** words) { raise(atoi(words[1])); }"
+    for number, said in ((9, "was killed (SIGKILL), which is no crash"), (15, "was ended by the signal SIGTERM"),
+                         (11, "crashed: some thread reaches far outside"), (8, "the host divides an integer by zero")):
+        result = tried(source, "--", number)
+        assert said in result.stdout and result.rc == 1, result.stdout
+
+
 def test_never_freed(tried):
     result = tried("int main() {\n  float* d;\n  cudaMalloc(&d, 400);\n}\n")
     assert "Never freed: 1 allocation of device memory, 400 bytes, asked for at program.cu:3." in result.stdout
