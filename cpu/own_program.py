@@ -43,6 +43,7 @@ BUILDS = {
     "address": ["-O1", "-fsanitize=address,undefined", *SANITIZED],
 }
 RUNS_THREADS = ("cuda_cpu.cpp", "hopper.cpp", "counting.cpp", "ledger.cpp", "tsan_identities.cpp")
+PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats.cpp has to know of
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
@@ -341,7 +342,8 @@ def build_program(build, sources, written, options, folder):
     sanitizer += IDENTITIES if build == "thread" else []
     gold = ["-fuse-ld=gold"] if build and shutil.which("ld.gold") else []
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
-    first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive"]
+    first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive",
+                              *(f"-Wl,--wrap={name}" for name in PRINTS)]
     linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects, libraries / "libbackend.a",
                        "-lboost_context", "-lpthread", "-o", program])
     if linked.returncode:
@@ -448,6 +450,11 @@ def table(report):
             what = (f"its first {row[13]} launches" if counted.is_integer() else
                     f"only the first {100 * counted / int(row[3]):.2g} % of its blocks")
             say(f"    {row[0]} takes long: {what} were counted and watched, and the others are taken to be like them.")
+    for name in dict.fromkeys(row[0] for row in rows):
+        launches, repeats = (sum(int(row[column]) for row in rows if row[0] == name) for column in (3, 14))
+        if repeats:
+            say(f"    {name}: {repeats} of its {launches} launches found memory as an earlier one had found it. They were"
+                " not run: what the earlier one wrote was written again.")
 
 
 def worst(report, texts):

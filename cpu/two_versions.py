@@ -7,6 +7,8 @@ host does is quick, and so is a kernel that is no longer counted.
 
 Both are put together in assembly language, as two object files. Variables are the first one's. A function's address is
 that of its first version, wherever it is taken.
+
+Where the program's own variables begin is marked, for cpu/watch/repeats.cpp: in the first source.
 """
 
 import re
@@ -22,6 +24,8 @@ _JUMP = re.compile(r"\t(?:call|j[a-z]+)\t\s*([A-Za-z_$][\w.$]*)")
 _COMDAT = re.compile(r"(?<=,)([^,\s]+)(?=,comdat)")
 _HOOK = re.compile(r"\tcall\t__tsan_(?:unaligned_)?(?:read|write)\d+(?:@PLT)?$")
 _WAITS = re.compile(r"__tsan_(?:unaligned_)?volatile_read")
+_MARKS = ["\t.weak\tcuda_cpu_data_begins, cuda_cpu_bss_begins", "\t.data", "cuda_cpu_data_begins:", "\t.bss",
+          "cuda_cpu_bss_begins:", "\t.text"]
 _USE = "%fs:_ZN8cuda_cpu8hook_useE@tpoff"  # 1: all is counted, 2: nothing is
 
 
@@ -80,7 +84,7 @@ def two_versions(hooked: str, quick: str, unit: str) -> tuple:
     waiting = _waiting(lines, first)
     jumps = (functions & set(_LABEL.findall(hooked))) - waiting
 
-    result, current, number = [f"\t.globl\t{name}\n\t.hidden\t{name}" for name in own.values()], None, 0
+    result, current, number = [*_MARKS, *(f"\t.globl\t{name}\n\t.hidden\t{name}" for name in own.values())], None, 0
     for line in lines:
         if line.startswith("\t.local\t") and line[8:] in own:
             continue

@@ -293,6 +293,83 @@ def test_variables_are_there_once(tried, tmp_path, monkeypatch):
     assert said in result.stdout and result.rc == 0, result.stdout + result.stderr
 
 
+REPEATED = """
+__device__ int launches;
+__global__ void same(const float* x, float* y) {
+  float sum = 0;
+  for (int i = 0; i < 3000; ++i) sum += x[(i + threadIdx.x) % 32];
+  y[threadIdx.x] = sum;
+}
+__global__ void adds(float* y) {
+  for (int i = 0; i < 3000; ++i) y[threadIdx.x] += 1;
+}
+__global__ void halves_and_doubles(float* y, bool halves) {
+  for (int i = 0; i < 3001; ++i) y[threadIdx.x] *= halves == (i % 2 == 0) ? 0.5f : 2.0f;
+}
+__global__ void counts(float* y) {
+  for (int i = 0; i < 3000; ++i) y[threadIdx.x] = i;
+  if (threadIdx.x == 0) ++launches;
+}
+__global__ void says(float* y) {
+  for (int i = 0; i < 3000; ++i) y[threadIdx.x] = i;
+  if (threadIdx.x == 0) printf("here\\n");
+}
+__global__ void shares(float* shared) {
+  for (int i = 0; i < 3000; ++i) shared[threadIdx.x + 32] = shared[threadIdx.x] + 1;
+}
+int main() {
+  float *x, *y, *shared, h[32] = {}, sums[3], z[4];
+  cudaMalloc(&x, sizeof h);
+  cudaMalloc(&y, sizeof h);
+  cudaMallocManaged(&shared, 2 * sizeof h);
+  auto last = [&] { cudaMemcpy(h, y, sizeof h, cudaMemcpyDeviceToHost); return h[31]; };
+  for (int round = 0; round < 3; ++round) {
+    for (float& each : h) each = round;
+    cudaMemcpy(x, h, sizeof h, cudaMemcpyHostToDevice);
+    for (int i = 0; i < 20; ++i) {
+      cudaMemset(y, 0, sizeof h);
+      same<<<1, 32>>>(x, y);
+    }
+    sums[round] = last();
+  }
+  cudaMemset(y, 0, sizeof h);
+  for (int i = 0; i < 20; ++i) adds<<<1, 32>>>(y);
+  z[0] = last();
+  for (int i = 0; i < 41; ++i) halves_and_doubles<<<1, 32>>>(y, i % 2 == 0);
+  z[1] = last();
+  for (int i = 0; i < 20; ++i) counts<<<1, 32>>>(y);
+  for (int i = 0; i < 20; ++i) says<<<1, 32>>>(y);
+  int right = 0;
+  for (int i = 0; i < 20; ++i) {
+    for (int k = 0; k < 32; ++k) shared[k] = i / 10;
+    shares<<<1, 32>>>(shared);
+    cudaDeviceSynchronize();
+    right += shared[63] == i / 10 + 1;
+  }
+  int n;
+  cudaMemcpyFromSymbol(&n, launches, sizeof n);
+  printf("%g %g %g, %g %g, %d %d\\n", sums[0], sums[1], sums[2], z[0], z[1], n, right);
+  cudaFree(x);
+  cudaFree(y);
+  cudaFree(shared);
+}
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="launches that are not counted have no version of their own")
+def test_a_launch_that_finds_what_an_earlier_one_found_is_not_run(tried, monkeypatch):
+    """It is run if the host, or the kernel, has changed anything: its input, its output, a variable, memory that both
+    use. And if it prints."""
+    monkeypatch.setenv("CUDA_CPU_COUNTED_MILLISECONDS", "1")
+    result = tried(REPEATED)
+    assert "\n0 3000 6000, 60000 30000, 20 20\n" in result.stdout, result.stdout + result.stderr
+    assert result.stdout.count("here\n") == 20
+    repeats = dict(re.findall(r"^    (\w+): (\d+) of its \d+ launches found memory", result.stdout, re.MULTILINE))
+    assert set(repeats) == {"same", "halves_and_doubles", "shares"}, result.stdout
+    assert int(repeats["same"]) > 20 and int(repeats["halves_and_doubles"]) > 10 and int(repeats["shares"]) > 5
+    assert result.rc == 0, result.stdout
+
+
 def test_time_and_refusals(tried):
     """A loop without an end ends with the second that it was given, and the kernels before it are shown. Launches
     refused alike are one sentence, and none is said of those behind a kernel that failed."""

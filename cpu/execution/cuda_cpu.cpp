@@ -22,6 +22,7 @@
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
 #include "cpu/watch/ledger.h"
+#include "cpu/watch/repeats.h"
 
 constinit thread_local uint3 threadIdx = {};
 constinit thread_local uint3 blockIdx = {};
@@ -989,7 +990,7 @@ void run(const Waiting& waiting) {
   const unsigned cluster = waiting.cluster, capacity = static_cast<unsigned>(multiprocessors());
   const int workers = static_cast<int>(std::min<std::uint64_t>(
       {blocks / cluster, static_cast<std::uint64_t>(pool.size()), capacity / cluster}));
-  const OpenMemory open;
+  const OpenMemory open(waiting.kernel.arguments);  // in no allocation
   const int times = config.early && environment().repeat_early_launches ? 2 : 1;
   const MemoryCopy before(times == 2 && !device().concurrent);
   for (int i = 0; i < times && !device().broken; ++i) {
@@ -998,17 +999,22 @@ void run(const Waiting& waiting) {
                   cluster,        capacity, workers,        launches[waiting.device]++};
     Progress progress(launch);
     ledger_starts(launch);
-    pool.run(
-        workers,
-        [&](int worker) {
-          if (!runner) {
-            runner = new Runner(worker);
-            prepare_crash_stack();
-            ledger_worker();
-          }
-          runner->run(launch);
-        },
-        [&] { progress.update(); });
+    if (Repeat repeat(launch); !repeat.done()) {
+      const auto start = std::chrono::steady_clock::now();
+      pool.run(
+          workers,
+          [&](int worker) {
+            if (!runner) {
+              runner = new Runner(worker);
+              prepare_crash_stack();
+              ledger_worker();
+            }
+            runner->run(launch);
+          },
+          [&] { progress.update(); });
+      const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+      repeat.ran(launch, taken.count());
+    }
     ledger_ends(launch);
     if (launch.failed) device().broken = launch.error.load();
   }

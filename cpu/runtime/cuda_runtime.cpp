@@ -198,7 +198,7 @@ cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
       !valid_side(source, (height - 1) * source_pitch + width, from_device, from_host)) {
     return result(cudaErrorInvalidValue);
   }
-  const OpenMemory open;
+  const OpenMemory open(target);
   for (std::size_t row = 0; row < height; ++row) {
     std::memmove(static_cast<char*>(target) + row * target_pitch,
                  static_cast<const char*>(source) + row * source_pitch, width);
@@ -548,7 +548,7 @@ cudaError_t cudaMemset(void* target, int value, std::size_t size) {
       cuda_cpu::region_of(target).type == cudaMemoryTypeUnregistered) {
     return result(cudaErrorInvalidValue);
   }
-  const cuda_cpu::OpenMemory open;
+  const cuda_cpu::OpenMemory open(target);
   std::memset(target, value, size);
   return result(cudaSuccess);
 }

@@ -28,6 +28,7 @@
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
 #include "cpu/watch/memory_watch.h"
+#include "cpu/watch/repeats.h"
 
 extern "C" const char __executable_start, _end;  // where the linker has put the program
 
@@ -47,6 +48,7 @@ struct Kernel {
   dim3 grid, block;
   Site site;
   long launches = 0;
+  long repeats = 0;  ///< of them, that were not run
   Tally tally;
   double counted = 0;  ///< so many of the launches, all or the first ones, or blocks of one
   double seconds = 0;  ///< that those took
@@ -149,14 +151,15 @@ void write_kernels() {
     };
     std::fprintf(
         all.file,
-        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\t%.6g\n",
+        "kernel\t%s\t%s\t%s\t%ld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%lld\t%s:%d\t%.6g"
+        "\t%ld\n",
         kernel.name.c_str(), in_words(kernel.grid).c_str(), in_words(kernel.block).c_str(),
         launched, of_all(counts.global_load_requests), of_all(counts.global_load_sectors),
         of_all(counts.global_store_requests), of_all(counts.global_store_sectors),
         of_all(counts.shared_load_requests + counts.shared_store_requests),
         of_all(counts.shared_load_conflicts + counts.shared_store_conflicts),
         of_all(counts.atomic_requests + counts.shared_atomic_requests), of_all(counts.l2_bytes),
-        kernel.site.file, kernel.site.line, kernel.counted);
+        kernel.site.file, kernel.site.line, kernel.counted, kernel.repeats);
     for (const Counts::Place& place : counts.worst) {
       std::fprintf(all.file, "worst\t%s\t%s\t%d\t%d\t%d\t%lld\t%.3g\t%.3g\n", kernel.name.c_str(),
                    place.file.c_str(), place.line, place.shared, place.store,
@@ -267,7 +270,10 @@ void set_access(int access) {
 
 }  // namespace
 
-OpenMemory::OpenMemory() {
+OpenMemory::OpenMemory() : OpenMemory(nullptr) {}
+
+OpenMemory::OpenMemory(const void* written) {
+  repeats_written(written);
   if (!closes_memory()) return;
   std::lock_guard lock(door().mutex);
   if (door().users++ == 0) set_access(PROT_READ | PROT_WRITE);
@@ -364,6 +370,13 @@ void ledger_ends(Launch& launch) {
   }
   all.current = nullptr;
   all.launch = nullptr;
+}
+
+bool ledger_counts() { return ledger().counts; }
+
+void ledger_repeated() {
+  std::lock_guard lock(ledger().mutex);
+  ++ledger().current->repeats;
 }
 
 void ledger_worker() {

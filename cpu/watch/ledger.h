@@ -25,6 +25,9 @@ inline constexpr std::size_t kGap = 256;
 /// A launch starts, and ends.
 void ledger_starts(Launch& launch);
 void ledger_ends(Launch& launch);
+/// Whether the launch in progress is counted. And: it need not run, see repeats.h.
+bool ledger_counts();
+void ledger_repeated();
 /// A launch that could not be made, and why; and: the program has asked for the last error.
 void ledger_refused(const char* why);
 void ledger_asked();
@@ -56,7 +59,9 @@ void ledger_host(std::uintptr_t address, Reach reach, std::uintptr_t code);
 /// one of these: while kernels run, and in calls of the runtime that copy.
 class OpenMemory {
  public:
+  /// Something is written into the allocation that `written` is in, or, without one, into any.
   OpenMemory();
+  explicit OpenMemory(const void* written);
   ~OpenMemory();
   OpenMemory(const OpenMemory&) = delete;
   OpenMemory& operator=(const OpenMemory&) = delete;
