@@ -273,6 +273,22 @@ def _tensor_store(x):
     return f"{declared}cuda_cpu::tensor_store({map_}, {x.value(1, 'own')}, cuda_cpu_site);"
 
 
+def _bulk_reduce(x):
+    kinds = {"f32": ("add",), "f64": ("add",), "f16": ("add", "min", "max"), "bf16": ("add", "min", "max")}
+    if x["what"] not in kinds.get(x["T"], (x["what"],)):
+        raise Unknown(f"there is no instruction {x.code}")
+    barrier = f"{x.value(3, 'own barrier')}, {x.value(0, 'rank')}, " if "mbarrier" in x.code else ""
+    to = x.value(0, "own" if barrier else "pointer to void")
+    return (f"cuda_cpu::bulk_reduce(ptx::reduce<ptx::Reduce::of_{x['what']}, {x.type('T')}>, {to}, "
+            f"{x.value(1, 'own')}, {x.value(2, 's32')}, {barrier}cuda_cpu_site);")
+
+
+def _tensor_reduce(x):
+    declared, map_ = _coordinates(x, 0)
+    return (f"{declared}cuda_cpu::tensor_reduce(ptx::reduction_of<ptx::Reduce::of_{x['what']}>, {map_}, "
+            f"{x.value(1, 'own')}, cuda_cpu_site);")
+
+
 def _transposes(x):
     return "true" if ".trans" in x.code else "false"
 
@@ -312,7 +328,10 @@ def _wgmma(x):
     if x["A"] != x["B"]:
         raise Unknown("a product of two types")
     sums = x.registers(0)
-    if len(sums) != int(x["columns"]) // 2:
+    halves = x["D"] == "f16"
+    if halves and x["A"] not in ("f16", "e4m3"):
+        raise Unknown(f"a product of {x['A']} with a sum of fp16")
+    if len(sums) != int(x["columns"]) // (4 if halves else 2):
         raise Unknown(f"{len(sums)} registers for a sum of {x['columns']} columns")
     short = x["A"] in ("f16", "bf16")
     flags = [x.value(number, "s32") for number in range(4, len(x.operands))]
@@ -325,7 +344,8 @@ def _wgmma(x):
     transposed, tall = (f"{flags[2]} != 0", f"{flags[3]} == 0") if short else ("false", "true")
     return ((x.array("cuda_cpu_a", 1, 4) if from_registers else "") + f"ptx::check_scale({flags[0]}, {flags[1]}); "
             f"cuda_cpu::wgmma(cuda_cpu::Wgmma::{kind}, ptx::sum_registers({', '.join(map(x.variable, sums))}), "
-            f"{len(sums)}, {a}, {transposed}, {x.value(2, 'u64')}, {tall}, {x.value(3, 'pred')}, cuda_cpu_site);")
+            f"{len(sums)}, {a}, {transposed}, {x.value(2, 'u64')}, {tall}, {x.value(3, 'pred')}, cuda_cpu_site"
+            f"{', true' if halves else ''});")
 
 
 # A row is a pattern of the instruction, and what it does. In a pattern [...] may be missing, | is "or", (name:...) has
@@ -342,6 +362,8 @@ _HINTS = ("[.L1::evict_normal|.L1::evict_unchanged|.L1::evict_first|.L1::evict_l
 _BULK = "cp.async.bulk"
 _TENSOR = "cp.async.bulk.tensor.(dims:1|2|3|4|5)d"
 _COMPLETES = ".mbarrier::complete_tx::bytes[.(multicast:multicast::cluster)][.L2::cache_hint]"
+_REDUCE = "cp.reduce.async.bulk"
+_REDUCES = "(what:and|or|xor|add|inc|dec|min|max)"
 _COMPARE = ("(compare:eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan)[.(bool:and|or|xor)][.ftz]")
 TABLE = {
     # Arithmetic.
@@ -494,6 +516,10 @@ TABLE = {
         "cuda_cpu::bulk_store($0:pointer, $1:own, $2:s32, cuda_cpu_site);",
     f"{_TENSOR}.(shared::cluster|shared::cta).global[.tile]{_COMPLETES}": _tensor_load,
     f"{_TENSOR}.global.shared::cta[.tile].bulk_group[.L2::cache_hint]": _tensor_store,
+    f"{_REDUCE}.global.shared::cta.bulk_group[.L2::cache_hint].{_REDUCES}[.noftz].T": _bulk_reduce,
+    f"{_REDUCE}.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{_REDUCES}.(T:u32|s32|u64|s64)": _bulk_reduce,
+    f"{_REDUCE}.tensor.(dims:1|2|3|4|5)d.global.shared::cta.{_REDUCES}[.tile].bulk_group[.L2::cache_hint]":
+        _tensor_reduce,
     f"{_BULK}.prefetch.L2.global[.L2::cache_hint]": ";",
     f"{_BULK}.prefetch.tensor.(dims:1|2|3|4|5)d.L2.global[.tile][.L2::cache_hint]": ";",
     f"{_BULK}.commit_group": "cuda_cpu::bulk_commit();",
@@ -509,8 +535,8 @@ TABLE = {
     "wgmma.fence.sync.aligned": "cuda_cpu::wgmma_fence();",
     "wgmma.commit_group.sync.aligned": "cuda_cpu::wgmma_commit();",
     "wgmma.wait_group.sync.aligned": "cuda_cpu::wgmma_wait($0:s32, cuda_cpu_site);",
-    "wgmma.mma_async.sync.aligned.m64n(columns:N)k(depth:8|16|32).f32.(A:f16|bf16|tf32|e4m3).(B:f16|bf16|tf32|e4m3)":
-        _wgmma,
+    "wgmma.mma_async.sync.aligned.m64n(columns:N)k(depth:8|16|32).(D:f32|f16).(A:f16|bf16|tf32|e4m3)"
+    ".(B:f16|bf16|tf32|e4m3)": _wgmma,
 }
 
 

@@ -139,6 +139,7 @@ int main() {{
 
 MEMORY = """
 #include <cstdint>
+#include <cuda.h>
 #include <cuda_fp16.h>
 #include "common/try.h"
 #define COPY(to, from, bytes) asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], %2;\\n" \\
@@ -218,6 +219,56 @@ __global__ void bulk(const int* x, int* y, int n) {
                "@P1 bra DONE;\\nbra LAB_WAIT;\\nDONE:\\n}" ::"r"(window(&barrier)));
   for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = s[i];
 }
+#define REDUCE(how, to) asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group." how " [%0], [%1], %2;" \\
+                                     ::"l"(to), "r"(window(s)), "n"(sizeof s) : "memory")
+__global__ void reduces(const int* x, int* sum, int* most, half* halves, int* own,
+                        const __grid_constant__ CUtensorMap map) {
+  __shared__ alignas(128) int s[64], twice[64];
+  __shared__ alignas(128) half h[64];
+  __shared__ std::uint64_t barrier;
+  const int i = threadIdx.x;
+  s[i] = twice[i] = x[i] % 100 + blockIdx.x;
+  h[i] = __float2half(s[i]);
+  if (i == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(window(&barrier)));
+  asm volatile("fence.proxy.async.shared::cta;");
+  __syncthreads();
+  if (i == 0) {
+    REDUCE("add.s32", sum);
+    REDUCE("max.s32", most);
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.f16 [%0], [%1], %2;"
+                 ::"l"(halves), "r"(window(h)), "n"(sizeof h) : "memory");
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
+                 ::"l"(&map), "r"(0), "r"(-4), "r"(window(s)) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\\n"
+                 "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32"
+                 " [%2], [%3], %1, [%0];"
+                 ::"r"(window(&barrier)), "n"(sizeof s), "r"(window(twice)), "r"(window(s)) : "memory");
+    asm volatile("cp.async.bulk.commit_group;\\ncp.async.bulk.wait_group 0;" ::: "memory");
+  }
+  asm volatile("{\\n.reg .pred p;\\nwait: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0;\\n@!p bra wait;\\n}"
+               ::"r"(window(&barrier)));
+  own[64 * blockIdx.x + i] = twice[i];
+}
+__device__ unsigned long long descriptor(const void* p) {
+  return (window(p) & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+__global__ void half_sums(const half* a, const half* b, half* c) {
+  __shared__ alignas(1024) half sa[64 * 64];
+  __shared__ alignas(1024) half sb[8 * 64];
+  const auto place = [](int row, int k) { return 64 * row + ((k / 8 ^ row % 8) * 8 + k % 8); };
+  for (int i = threadIdx.x; i < 64 * 16; i += 128) sa[place(i / 16, i % 16)] = a[i];
+  sb[place(threadIdx.x / 16, threadIdx.x % 16)] = b[threadIdx.x];
+  asm volatile("fence.proxy.async.shared::cta;");
+  __syncthreads();
+  unsigned sums[2] = {0x3C003C00, 0x3C003C00};
+  asm volatile("wgmma.fence.sync.aligned;");
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16 {%0, %1}, %2, %3, p, 1, 1, 0, 0; }"
+               : "+r"(sums[0]), "+r"(sums[1]) : "l"(descriptor(sa)), "l"(descriptor(sb)), "r"(1));
+  asm volatile("wgmma.commit_group.sync.aligned;\\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  for (int r = 0; r < 2; ++r) std::memcpy(&c[8 * (row + 8 * r) + threadIdx.x % 4 * 2], &sums[r], 4);
+}
 void test(Try& t, int n) {
   auto x = t.input<int>((n + 3) / 4 * 4);
   const int all = (n + 3) / 4 * 4;
@@ -237,6 +288,29 @@ void test(Try& t, int n) {
   }, 1e-5);
   t.run("bulk", [=] { bulk<<<1, 64>>>(x, y, n); });
   t.expect(y, [=](int i) { return i < n ? x[i] : int(0xA5A5A5A5); });
+  auto few = t.input<int>(64);
+  auto totals = t.result<int>(64, 0), most = t.result<int>(64, 0), own = t.result<int>(256);
+  auto table = t.result<int>(96, 7);
+  auto halves = t.result<half>(64, 0);
+  CUtensorMap map;
+  const cuuint64_t extents[2] = {8, 12}, strides[1] = {32};
+  const cuuint32_t box[2] = {8, 8}, steps[2] = {1, 1};
+  cuTensorMapEncodeTiled(&map, CU_TENSOR_MAP_DATA_TYPE_INT32, 2, table, extents, strides, box, steps,
+                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  t.run("reduces", [=] { reduces<<<4, 64>>>(few, totals, most, halves, own, map); });
+  t.expect(totals, [=](int i) { return 4 * (few[i] % 100) + 6; });
+  t.expect(most, [=](int i) { return std::max(few[i] % 100 + 3, 0); });
+  t.expect(halves, [=](int i) { return 4 * (few[i] % 100) + 6; });
+  t.expect(own, [=](int i) { return 2 * (few[i % 64] % 100 + i / 64); });
+  t.expect(table, [=](int i) { return i < 32 ? 7 + 4 * (few[i + 32] % 100) + 6 : 7; });
+  auto left = t.input<half>(64 * 16), right = t.input<half>(8 * 16), products = t.result<half>(64 * 8);
+  t.run("half sums", [=] { half_sums<<<1, 128>>>(left, right, products); });
+  t.expect(products, [=](int i) {
+    float s = 1;
+    for (int k = 0; k < 16; ++k) s += __half2float(left[i / 8 * 16 + k]) * __half2float(right[i % 8 * 16 + k]);
+    return __half2float(__float2half(s));
+  }, 1e-3);
 }
 """
 WAITS = ("-D", "WAIT(x)=x")
@@ -250,7 +324,7 @@ def program(tmp_path, source):
 
 def test_memory_warps_and_copies(tmp_path):
     result = tried(program(tmp_path, MEMORY), options=("--quick", *WAITS))
-    assert result.stdout.count(": right") == 15 and result.rc == 0, result.stdout + result.stderr
+    assert result.stdout.count(": right") == 33 and result.rc == 0, result.stdout + result.stderr
     # One load and one store of 16 bytes a warp, and what a line costs that has an ldmatrix.
     assert re.search(r"^everyday +8 +32 +2 +16 +253 +16 +253 +16 +0 +32 ", result.stdout, re.MULTILINE), result.stdout
     assert re.search(r"program.cu:\d+: 4 bank conflicts .*LDMATRIX_X4", result.stdout), result.stdout

@@ -619,16 +619,63 @@ void mma(std::uint32_t (&d)[kD], const std::uint32_t (&a)[kA], const std::uint32
 
 /// Reading and writing are late, so a product needs the registers themselves: it takes them as they
 /// lie in memory, one after another.
-template <class... Rest>
-float* sum_registers(float& first, Rest&... rest) {
+template <class First, class... Rest>
+float* sum_registers(First& first, Rest&... rest) {
+  static_assert(sizeof first == 4);
   int i = 0;
   if (!((&rest == &first + ++i) && ...)) {
     fail("wgmma: the registers of the sum have to be one array, in its order");
   }
-  return &first;
+  return reinterpret_cast<float*>(&first);
 }
 inline void check_scale(long long a, long long b) {
   if (a != 1 || b != 1) fail("wgmma with a factor of -1: the CPU backend has 1 alone");
+}
+
+/// What a store that reduces makes of what is in memory and of what comes.
+enum class Reduce { of_and, of_or, of_xor, of_add, of_inc, of_dec, of_min, of_max };
+template <Reduce kWhat, class T>
+T reduced(T old, T value) {
+  if constexpr (kWhat == Reduce::of_add) return add<T>(old, value);
+  if constexpr (kWhat == Reduce::of_min) return least<T>(old, value);
+  if constexpr (kWhat == Reduce::of_max) return most<T>(old, value);
+  if constexpr (std::is_integral_v<T>) {
+    if constexpr (kWhat == Reduce::of_and) return old & value;
+    if constexpr (kWhat == Reduce::of_or) return old | value;
+    if constexpr (kWhat == Reduce::of_xor) return old ^ value;
+    if constexpr (kWhat == Reduce::of_inc) return old >= value ? T{0} : static_cast<T>(old + 1);
+    if constexpr (kWhat == Reduce::of_dec) {
+      return old == 0 || old > value ? value : static_cast<T>(old - 1);
+    }
+  }
+  __builtin_unreachable();
+}
+/// Reduction of units.h.
+template <Reduce kWhat, class T>
+void reduce(void* to, const void* from, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes / sizeof(T); ++i) {
+    T value;
+    std::memcpy(&value, static_cast<const T*>(from) + i, sizeof value);
+    atomic_update(
+        static_cast<T*>(to) + i, [&](T old) { return reduced<kWhat, T>(old, value); },
+        std::memory_order_relaxed);
+  }
+}
+/// ReductionOf of units.h. Floating-point numbers are added, and those of 16 bits have a least.
+template <Reduce kWhat>
+Reduction reduction_of(CUtensorMapDataType type) {
+  constexpr bool kFloats = kWhat == Reduce::of_add;
+  constexpr bool kSmall = kFloats || kWhat == Reduce::of_min || kWhat == Reduce::of_max;
+  if (type == CU_TENSOR_MAP_DATA_TYPE_UINT32) return reduce<kWhat, std::uint32_t>;
+  if (type == CU_TENSOR_MAP_DATA_TYPE_INT32) return reduce<kWhat, std::int32_t>;
+  if constexpr (kFloats) {
+    if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) return reduce<kWhat, float>;
+  }
+  if constexpr (kSmall) {
+    if (type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) return reduce<kWhat, F16>;
+    if (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) return reduce<kWhat, Bf16>;
+  }
+  return nullptr;
 }
 
 /// An arrival: returns what identifies the phase.

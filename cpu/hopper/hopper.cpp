@@ -160,6 +160,8 @@ struct Transfer {
   TensorMap map;
   int at[5];
   const char* source;
+  /// Combines with what is there, instead of replacing it.
+  Reduction reduction;
   /// Instead of a source: what store_push() writes.
   bool by_value;
   float value;
@@ -210,6 +212,7 @@ struct Store {
   SharedPlace from;
   char* to;  // of bytes in a row; null if it is a box
   std::size_t bytes;
+  Reduction reduction;  // combines with what is there, instead of replacing it; or null
 };
 using Stores = std::vector<Store>;
 
@@ -228,10 +231,14 @@ struct NamedBarrier {
   TsanBarrier tsan;
 };
 
-/// A sum of a warpgroup that products are being added to: 64 rows, 2 `registers` columns.
+/// A sum of a warpgroup that products are being added to: 64 rows.
 struct Sum {
   float* registers[128];
   int count;
+  bool halves;  ///< of fp16, two in a register
+  int columns() const { return numbers() * 2; }
+  /// Of a thread.
+  int numbers() const { return halves ? 2 * count : count; }
   unsigned threads;
   alignas(64) float values[64 * 256];
 };
@@ -239,7 +246,7 @@ struct Sum {
 struct Product {
   Wgmma type;
   std::uint64_t a, b;
-  bool from_registers, transposed, tall, add;
+  bool from_registers, transposed, tall, add, halves;
   Sum* sum;
   unsigned threads;
   Site site;
@@ -603,8 +610,10 @@ void start_transfer(Block& block, const SharedPlace& to, const SharedPlace& barr
                       "%zu bytes are more than what follows in shared memory", transfer.bytes);
   }
   if (remote) count_unseen(barrier, self);
-  thread_writes(transfer.target, transfer.bytes);
-  fill_bytes(transfer.target, 0xFF, transfer.bytes);
+  if (!transfer.reduction) {  // others may reduce into the same
+    thread_writes(transfer.target, transfer.bytes);
+    fill_bytes(transfer.target, 0xFF, transfer.bytes);
+  }
   tsan_release(&barrier.tsan_started);
   barrier.transfers.push_back(transfer);
 }
@@ -663,6 +672,9 @@ bool land_transfers(MBarrier& barrier) {
       tsan_acquire(&barrier.tsan_started);
       if (transfer.map.magic) {
         land_box(transfer);
+      } else if (transfer.reduction) {
+        const Uncounted as_copies;
+        transfer.reduction(transfer.target, transfer.source, transfer.bytes);
       } else {
         if (!transfer.by_value && !transfer.from) tsan_reads(transfer.source, transfer.bytes);
         copy_bytes(
@@ -670,7 +682,7 @@ bool land_transfers(MBarrier& barrier) {
             transfer.by_value ? reinterpret_cast<const char*>(&transfer.value) : transfer.source,
             transfer.bytes);
       }
-      tsan_writes(transfer.target, transfer.bytes);
+      if (!transfer.reduction) tsan_writes(transfer.target, transfer.bytes);
       tsan_release(&barrier.tsan_over[barrier.phase & 1]);
       tsan_release(&hopper_of(block).tsan_async);
     }
@@ -780,13 +792,15 @@ void tensor_load(void* to, const CUtensorMap* map, int rank, const int* coordina
   }
 }
 
-void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, int rank, Site site) {
-  const Unwatched bookkeeping;
+namespace {
+
+void start_bulk(Reduction reduction, void* to, const void* from, int bytes, std::uint64_t* barrier,
+                int rank, const char* operation, const Site& site) {
   const bool push = rank != kOwnRank;
-  const char* const operation = push ? "bulk_push()" : "bulk_load()";
   Block& own = *runner->current().block;
   check_bulk(to, from, bytes, operation, site);
   Transfer transfer = {};
+  transfer.reduction = reduction;
   transfer.source = static_cast<const char*>(from);
   transfer.bytes = static_cast<std::size_t>(bytes);
   transfer.site = site;
@@ -804,6 +818,21 @@ void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, in
     count_copy_engine(from, transfer.bytes);
   }
   start_transfer(push ? block_of_rank(rank, operation, site) : own, place, at, transfer, operation);
+}
+
+}  // namespace
+
+void bulk_copy(void* to, const void* from, int bytes, std::uint64_t* barrier, int rank, Site site) {
+  const Unwatched bookkeeping;
+  const char* const operation = rank != kOwnRank ? "bulk_push()" : "bulk_load()";
+  start_bulk(nullptr, to, from, bytes, barrier, rank, operation, site);
+}
+
+void bulk_reduce(Reduction reduction, void* to, const void* from, int bytes, std::uint64_t* barrier,
+                 int rank, Site site) {
+  const Unwatched bookkeeping;
+  if (rank == kOwnRank) rank = cluster_rank();  // the source is in shared memory all the same
+  start_bulk(reduction, to, from, bytes, barrier, rank, "cp.reduce.async.bulk", site);
 }
 
 void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site site) {
@@ -840,6 +869,8 @@ void land_store(Block& block, const Store& store) {
   tsan_acquire(&hopper_of(block).tsan_fenced);
   tsan_acquire(&hopper_of(block).tsan_async);
   tsan_reads(from, store.bytes);
+  const Uncounted as_copies;
+  if (store.to && store.reduction) return store.reduction(store.to, from, store.bytes);
   if (store.to) {
     tsan_writes(store.to, store.bytes);
     return copy_bytes(store.to, from, store.bytes);
@@ -857,8 +888,13 @@ void land_store(Block& block, const Store& store) {
       }
     }
     const std::size_t size = std::size_t{inside.end - inside.first} * map.element_bytes;
+    const char* const first = row + std::size_t{inside.first} * map.element_bytes;
+    if (store.reduction) {
+      store.reduction(inside.address, first, size);
+      continue;
+    }
     tsan_writes(inside.address, size);
-    copy_bytes(inside.address, row + std::size_t{inside.first} * map.element_bytes, size);
+    copy_bytes(inside.address, first, size);
   }
 }
 
@@ -888,20 +924,27 @@ void open_store(const Store& store, const void* from, const char* operation, Sit
 
 }  // namespace
 
-void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
-                  Site site) {
-  const Unwatched bookkeeping;
-  const char* const operation = "tensor_store()";
+namespace {
+
+/// A store of a box, or a reduction into it.
+void start_box(ReductionOf reduction, const CUtensorMap* map, int rank, const int* coordinates,
+               const void* from, const char* operation, const Site& site) {
   Store store = {};
   store.map = read_map(map, rank, operation, site);
   store.bytes = store.map.bytes();
+  if (reduction) {
+    store.reduction = reduction(static_cast<CUtensorMapDataType>(store.map.type));
+    if (!store.reduction) {
+      CUDA_CPU_COMPLAIN(operation, site, "there is no such reduction of elements of this type");
+    }
+  }
   for (int i = 0; i < rank; ++i) store.at[i] = coordinates[i];
   store.from = place_of(from, "the source", operation, site);
   check_box(store.from, operation, site);
   check_column(store.map, coordinates, operation, site);
   open_store(store, from, operation, site);
   count_box(store.map, coordinates);
-  for (std::size_t r = 0; r < store.map.rows(); ++r) {
+  for (std::size_t r = 0; r < store.map.rows() && !reduction; ++r) {
     const RowInside inside = row_inside(store.map, store.at, r);
     if (inside.first >= inside.end) continue;
     fill_bytes(inside.address, 0xFF,
@@ -909,17 +952,42 @@ void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, cons
   }
 }
 
-void bulk_store(void* to, const void* from, int bytes, Site site) {
-  const Unwatched bookkeeping;
-  const char* const operation = "bulk_store()";
+/// The same of bytes in a row.
+void start_row(Reduction reduction, void* to, const void* from, int bytes, const char* operation,
+               const Site& site) {
   check_bulk(to, from, bytes, operation, site);
   Store store = {};
+  store.reduction = reduction;
   store.to = static_cast<char*>(to);
   store.bytes = static_cast<std::size_t>(bytes);
   store.from = place_of(from, "the source", operation, site);
   open_store(store, from, operation, site);
   count_copy_engine(to, store.bytes);
-  fill_bytes(store.to, 0xFF, store.bytes);
+  if (!reduction) fill_bytes(store.to, 0xFF, store.bytes);
+}
+
+}  // namespace
+
+void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
+                  Site site) {
+  const Unwatched bookkeeping;
+  start_box(nullptr, map, rank, coordinates, from, "tensor_store()", site);
+}
+
+void tensor_reduce(ReductionOf reduction, const CUtensorMap* map, int rank, const int* coordinates,
+                   const void* from, Site site) {
+  const Unwatched bookkeeping;
+  start_box(reduction, map, rank, coordinates, from, "cp.reduce.async.bulk.tensor", site);
+}
+
+void bulk_store(void* to, const void* from, int bytes, Site site) {
+  const Unwatched bookkeeping;
+  start_row(nullptr, to, from, bytes, "bulk_store()", site);
+}
+
+void bulk_reduce(Reduction reduction, void* to, const void* from, int bytes, Site site) {
+  const Unwatched bookkeeping;
+  start_row(reduction, to, from, bytes, "cp.reduce.async.bulk", site);
 }
 
 void bulk_commit() {
@@ -1314,7 +1382,7 @@ void unpack_fragments(const Product& product, float* a) {
 /// Multiplies, and adds to the sum.
 void land_product(Block& block, const Product& product) {
   alignas(64) static thread_local float a[64 * 32], b[32 * 256];
-  const int n = 2 * product.sum->count, k = depth(product.type);
+  const int n = product.sum->columns(), k = depth(product.type);
   count_tensor_flops(2 * 64 * std::int64_t{n} * k);
   ActAs cores(block, kTensorCores);
   const auto read = [](const Operand& operand) {
@@ -1365,16 +1433,39 @@ void land_product(Block& block, const Product& product) {
       }
     }
   }
+  bool done = false;
 #if defined(CUDA_CPU_WIDE)
-  if (wide_units()) return multiply_wide(a, b, product.sum->values, n, k, product.add);
+  done = wide_units();
+  if (done) multiply_wide(a, b, product.sum->values, n, k, product.add);
 #endif
-  multiply_basic(a, b, product.sum->values, n, k, product.add);
+  if (!done) multiply_basic(a, b, product.sum->values, n, k, product.add);
+  if (!product.sum->halves) return;
+  for (int i = 0; i < 64 * n; ++i) {
+    float& value = product.sum->values[i];
+    value = HalfFormat::to_float(HalfFormat::from_float(value));
+  }
 }
 
 /// Row and column of a thread's i-th register in the sum.
 std::size_t place_in_sum(int thread, int i, int columns) {
   const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
   return static_cast<std::size_t>(row * columns + i / 4 * 8 + thread % 4 * 2 + i % 2);
+}
+
+/// The same number in the thread's registers.
+float number_in(const Sum& sum, unsigned thread, int i) {
+  if (!sum.halves) return sum.registers[thread][i];
+  std::uint16_t bits;
+  std::memcpy(&bits, reinterpret_cast<const char*>(sum.registers[thread]) + 2 * i, 2);
+  return HalfFormat::to_float(bits);
+}
+void put_number(const Sum& sum, unsigned thread, int i, float value) {
+  if (!sum.halves) {
+    sum.registers[thread][i] = value;
+    return;
+  }
+  const std::uint16_t bits = HalfFormat::from_float(value);
+  std::memcpy(reinterpret_cast<char*>(sum.registers[thread]) + 2 * i, &bits, 2);
 }
 
 const char* name_of(Wgmma type) {
@@ -1449,7 +1540,7 @@ bool land_products(Block& block, Warpgroup& group) {
 }  // namespace
 
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
-           bool transposed, std::uint64_t b, bool tall, bool add, Site site) {
+           bool transposed, std::uint64_t b, bool tall, bool add, Site site, bool halves) {
   const Unwatched bookkeeping;
   Thread& self = runner->current();
   Block& block = *self.block;
@@ -1475,18 +1566,20 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
     product->transposed = transposed;
     product->tall = tall;
     product->add = add;
+    product->halves = halves;
     product->sum = nullptr;
     product->threads = 0;
     product->site = site;
     if (!fragments) check_operand(block, a, !transposed, 64, operation, site);
-    check_operand(block, b, tall, static_cast<std::size_t>(2 * registers), operation, site);
+    check_operand(block, b, tall, static_cast<std::size_t>((halves ? 4 : 2) * registers), operation,
+                  site);
     tsan_release(
         &group.tsan_given[number % Warpgroup::kGiven]);  // for what check_operand() looked at
     group.products.push_back(std::move(product));
   }
   Product& product = *group.products[number - group.first];
   if (product.type != type || product.a != a || product.b != b || product.add != add ||
-      product.transposed != transposed || product.tall != tall ||
+      product.transposed != transposed || product.tall != tall || product.halves != halves ||
       product.from_registers != (fragments != nullptr) ||
       (product.sum && product.sum->count != registers)) {
     CUDA_CPU_COMPLAIN(operation, site,
@@ -1497,7 +1590,7 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
   WgmmaThread::InFlight* mine = nullptr;
   for (WgmmaThread::InFlight& other : thread.sums) {
     float* const first = other.sum->registers[t];
-    if (first == sum && other.sum->count == registers) {
+    if (first == sum && other.sum->count == registers && other.sum->halves == halves) {
       mine = &other;
     } else if (sum < first + other.sum->count && first < sum + registers) {
       CUDA_CPU_COMPLAIN(operation, site,
@@ -1516,16 +1609,17 @@ void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::ui
       product.sum = own.free_sums.back();
       own.free_sums.pop_back();
       product.sum->count = registers;
+      product.sum->halves = halves;
       product.sum->threads = 0;
       std::fill_n(product.sum->registers, 128, nullptr);
     }
     Sum& to = *product.sum;
     to.registers[t] = sum;
     ++to.threads;
-    for (int i = 0; i < registers; ++i) {
-      if (add) to.values[place_in_sum(static_cast<int>(t), i, 2 * registers)] = sum[i];
-      fill_bytes(sum + i, 0xFF, sizeof(float));
+    for (int i = 0; i < to.numbers() && add; ++i) {
+      to.values[place_in_sum(static_cast<int>(t), i, to.columns())] = number_in(to, t, i);
     }
+    for (int i = 0; i < registers; ++i) fill_bytes(sum + i, 0xFF, sizeof(float));
     thread.sums.push_back({product.sum, 0});
     mine = &thread.sums.back();
   }
@@ -1586,8 +1680,8 @@ void wgmma_wait(int newest, Site site) {
                         "the registers of a sum are used for something else: the"
                         " wait comes too late");
     }
-    for (int j = 0; j < sum.count; ++j) {
-      sum.registers[t][j] = sum.values[place_in_sum(static_cast<int>(t), j, 2 * sum.count)];
+    for (int j = 0; j < sum.numbers(); ++j) {
+      put_number(sum, t, j, sum.values[place_in_sum(static_cast<int>(t), j, sum.columns())]);
     }
     sum.registers[t] = nullptr;
     if (--sum.threads == 0) hopper().free_sums.push_back(&sum);

@@ -47,6 +47,18 @@ void store_push(float* to, float value, std::uint64_t* barrier, int rank, Site s
 void tensor_store(const CUtensorMap* map, int rank, const int* coordinates, const void* from,
                   Site site);
 void bulk_store(void* to, const void* from, int bytes, Site site);
+/// Combines `bytes` of whole elements with those in memory, each atomically: what the copy engine
+/// does with a store that reduces. It is made where the program is compiled, so that
+/// ThreadSanitizer knows that it is atomic.
+using Reduction = void (*)(void* to, const void* from, std::size_t bytes);
+void bulk_reduce(Reduction reduction, void* to, const void* from, int bytes, Site site);
+/// The same into another block's shared memory, whose barrier gets the bytes.
+void bulk_reduce(Reduction reduction, void* to, const void* from, int bytes, std::uint64_t* barrier,
+                 int rank, Site site);
+/// The reduction by the type of a map's elements; null: none has such elements.
+using ReductionOf = Reduction (*)(CUtensorMapDataType type);
+void tensor_reduce(ReductionOf reduction, const CUtensorMap* map, int rank, const int* coordinates,
+                   const void* from, Site site);
 void bulk_commit();
 void bulk_wait_read(int newest, Site site);
 void async_proxy_fence();
@@ -66,9 +78,10 @@ void cluster_wait(Site site);
 
 enum class Wgmma { fp16, bf16, tf32, e4m3 };
 /// fragments: of A, or null if it is in shared memory. transposed: A's columns are contiguous.
-/// tall: B's columns are, as of TF32 and e4m3 always.
+/// tall: B's columns are, as of TF32 and e4m3 always. halves: each register of the sum has two
+/// numbers of fp16, and the sum is rounded to that after each product.
 void wgmma(Wgmma type, float* sum, int registers, std::uint64_t a, const std::uint32_t* fragments,
-           bool transposed, std::uint64_t b, bool tall, bool add, Site site);
+           bool transposed, std::uint64_t b, bool tall, bool add, Site site, bool halves = false);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int newest, Site site);
