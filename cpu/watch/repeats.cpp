@@ -317,8 +317,8 @@ void repeats_written(const void* memory) {
 // ---- What a kernel prints -----------------------------------------------------------------------
 
 // The linker takes these for printf() and its kin where the program calls them (own_program.py): a
-// launch that prints is run each time. The compiler makes the others of a printf(). What they call is
-// not among those names.
+// launch that prints is run each time. The compiler makes the others of a printf(). What they call
+// is not among those names.
 
 extern "C" {
 
