@@ -112,21 +112,26 @@ struct Done {
 
 /// Launches of one kernel with the same arguments.
 struct Same {
-  double seconds = 0;   ///< that the last one took that ran
-  double ran = 0;       ///< seconds that all of them took, or would have taken
-  double looked = 0;    ///< seconds that it took to look whether they are the same
-  unsigned misses = 0;  ///< how often they were not
+  double seconds = 0;  ///< that the last one took that ran
   std::deque<Done> done;
+};
 
-  /// Looking takes a quarter of the time at most, and less if it was in vain.
+/// All launches of one kernel.
+struct OfKernel {
+  double ran = 0;       ///< seconds that they took, or would have taken
+  double looked = 0;    ///< seconds that it took to look whether they are the same
+  unsigned unused = 0;  ///< so many were remembered since one was of use
+
+  /// Looking takes a quarter of the time at most, and less if it is in vain.
   bool may_look(double seconds) const {
-    return looked + seconds <= ran / static_cast<double>(4u << std::min(misses, 5u));
+    return looked + seconds <= ran / static_cast<double>(4u << std::min(unused / 8, 5u));
   }
 };
 
 struct Repeats {
   std::mutex mutex;
   std::map<std::string, Same> launches;
+  std::map<std::pair<const void*, void (*)(const void*)>, OfKernel> kernels;
   std::map<unsigned long long, std::uint64_t> hashes;  ///< of allocations, by their id
   std::deque<std::string> order;                       ///< of what is remembered, oldest first
   std::size_t bytes = 0;
@@ -187,6 +192,10 @@ bool same_state(const std::vector<Piece>& a, const std::vector<Piece>& b) {
   });
 }
 
+OfKernel& kernel_of(const Launch& launch) {
+  return repeats().kernels[{launch.kernel.function, launch.kernel.run}];
+}
+
 std::string key_of(const Launch& launch) {
   const LaunchConfig& config = launch.config;
   const struct {
@@ -229,31 +238,31 @@ Repeat::Repeat(const Launch& launch) {
   Repeats& all = repeats();
   std::lock_guard lock(all.mutex);
   Same& same = all.launches[key_];
-  if (ledger_counts() || same.ran == 0) return;
+  OfKernel& kernel = kernel_of(launch);
   std::vector<Piece> pieces = all_pieces();
   std::size_t bytes = bytes_to_hash(pieces);
   if (same.done.empty()) {
     for (const Piece& piece : pieces) bytes += piece.size;
   }
   const double seconds = static_cast<double>(bytes) / kBytesPerSecond;
-  if (!same.may_look(seconds)) return;
-  same.looked += seconds;
+  if (!kernel.may_look(seconds)) return;
+  kernel.looked += seconds;
   hash(launch.device, pieces);
   for (const Done& done : same.done) {
     if (!same_state(done.found, pieces)) continue;
+    if (ledger_counts()) return;  // that needs a run
     for (const Written& each : done.written) {
       for_chunks(launch.device, each.bytes.size(), [&](std::size_t offset, std::size_t size) {
         std::memcpy(each.piece.start + offset, each.bytes.data() + offset, size);
       });
       if (each.piece.id != 0) all.hashes[each.piece.id] = each.piece.hash;
     }
-    same.ran += same.seconds;
-    same.misses = 0;
+    kernel.ran += same.seconds;
+    kernel.unused = 0;
     done_ = true;
     ledger_repeated();
     return;
   }
-  same.misses += !same.done.empty();
   found_ = std::make_unique<Found>(std::move(pieces));
   printed = false;
 }
@@ -265,7 +274,9 @@ void Repeat::ran(const Launch& launch, double seconds) {
   all.hashes.clear();
   Same& same = all.launches[key_];
   same.seconds = seconds;
-  same.ran += seconds;
+  OfKernel& kernel = kernel_of(launch);
+  kernel.ran += seconds;
+  if (found_) ++kernel.unused;
   if (!found_ || launch.failed || printed) return;
   std::vector<Piece> pieces = all_pieces();
   hash(launch.device, pieces);
@@ -301,8 +312,12 @@ void repeats_written(const void* memory) {
   if (memory) {
     std::lock_guard lock(device().mutex);
     auto& allocations = device().allocations;
-    const auto next = allocations.upper_bound(static_cast<const char*>(memory));
-    if (next != allocations.begin()) id = std::prev(next)->second.id;
+    const char* const address = static_cast<const char*>(memory);
+    const auto next = allocations.upper_bound(address);
+    if (next == allocations.begin()) return;
+    const auto& [start, allocation] = *std::prev(next);
+    if (address >= start + allocation.size) return;
+    id = allocation.id;
   }
   std::lock_guard lock(repeats().mutex);
   if (memory) {
