@@ -112,7 +112,7 @@ struct Done {
 
 /// Launches of one kernel with the same arguments.
 struct Same {
-  double seconds = 0;  ///< that the last one took that ran
+  double seconds = 0;  ///< that the last one took that is remembered
   std::deque<Done> done;
 };
 
@@ -143,6 +143,10 @@ Repeats& repeats() {
 }
 
 std::atomic<bool> printed = false;
+/// Of all host threads: launches in progress, and how often one has begun or something was copied.
+/// While others do something, what a launch does is not known.
+std::atomic<int> in_progress = 0;
+std::atomic<unsigned> events = 0;
 
 bool looks_for_repeats() {
   return !kSanitized && &cuda_cpu_data_begins && keeps_ledger() &&
@@ -228,27 +232,32 @@ void make_room(std::size_t bytes) {
 
 struct Repeat::Found {
   std::vector<Piece> pieces;
+  unsigned events;
 };
 
-Repeat::~Repeat() = default;
+Repeat::~Repeat() { --in_progress; }
 
 Repeat::Repeat(const Launch& launch) {
-  if (!looks_for_repeats()) return;
+  const bool alone = ++in_progress == 1;
+  if (!alone || !looks_for_repeats()) return;
   key_ = key_of(launch);
   Repeats& all = repeats();
   std::lock_guard lock(all.mutex);
-  Same& same = all.launches[key_];
+  const unsigned before = events;
   OfKernel& kernel = kernel_of(launch);
+  const auto same = all.launches.find(key_);
+  const bool known = same != all.launches.end() && !same->second.done.empty();
   std::vector<Piece> pieces = all_pieces();
   std::size_t bytes = bytes_to_hash(pieces);
-  if (same.done.empty()) {
+  if (!known) {
     for (const Piece& piece : pieces) bytes += piece.size;
   }
   const double seconds = static_cast<double>(bytes) / kBytesPerSecond;
   if (!kernel.may_look(seconds)) return;
   kernel.looked += seconds;
   hash(launch.device, pieces);
-  for (const Done& done : same.done) {
+  for (std::size_t i = 0; known && i < same->second.done.size(); ++i) {
+    const Done& done = same->second.done[i];
     if (!same_state(done.found, pieces)) continue;
     if (ledger_counts()) return;  // that needs a run
     for (const Written& each : done.written) {
@@ -257,27 +266,26 @@ Repeat::Repeat(const Launch& launch) {
       });
       if (each.piece.id != 0) all.hashes[each.piece.id] = each.piece.hash;
     }
-    kernel.ran += same.seconds;
+    kernel.ran += same->second.seconds;
     kernel.unused = 0;
     done_ = true;
     ledger_repeated();
     return;
   }
-  found_ = std::make_unique<Found>(std::move(pieces));
+  found_ = std::make_unique<Found>(std::move(pieces), before);
   printed = false;
 }
 
 void Repeat::ran(const Launch& launch, double seconds) {
-  if (key_.empty() || done_) return;
+  if (done_ || !looks_for_repeats()) return;
   Repeats& all = repeats();
   std::lock_guard lock(all.mutex);
   all.hashes.clear();
-  Same& same = all.launches[key_];
-  same.seconds = seconds;
   OfKernel& kernel = kernel_of(launch);
   kernel.ran += seconds;
-  if (found_) ++kernel.unused;
-  if (!found_ || launch.failed || printed) return;
+  if (!found_) return;
+  ++kernel.unused;
+  if (launch.failed || printed || events != found_->events) return;
   std::vector<Piece> pieces = all_pieces();
   hash(launch.device, pieces);
   if (pieces.size() != found_->pieces.size()) return;
@@ -290,6 +298,8 @@ void Repeat::ran(const Launch& launch, double seconds) {
   }
   if (bytes > kMostBytes / 2) return;
   make_room(bytes);
+  Same& same = all.launches[key_];
+  same.seconds = seconds;
   if (same.done.size() == kMostOfOne) {
     all.bytes -= same.done.front().bytes();
     same.done.pop_front();
@@ -308,6 +318,7 @@ void Repeat::ran(const Launch& launch, double seconds) {
 
 void repeats_written(const void* memory) {
   if (!looks_for_repeats()) return;
+  ++events;
   unsigned long long id = 0;
   if (memory) {
     std::lock_guard lock(device().mutex);
