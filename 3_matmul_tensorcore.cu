@@ -197,11 +197,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN)
 
 // The kernels from *ldmatrix* to *mma.sync* take tiles in this order. Blocks start in the order of
 // their numbers, as many as fit on the GPU at a time, and share what they read through the L2
-// cache. If they took C row by row, they would read one row of tiles of A but all of B. Instead
-// kGroup rows of tiles form a band. The blocks go down one column of the band, which is kGroup
-// tiles, then down the next column. So the blocks that run at the same time form a patch of C that
-// is about square. For example, with kGroup = 8 blocks 0 to 7 have the tiles of column 0, blocks 8
-// to 15 those of column 1.
+// cache. If they took C row by row, those that run at the same time would read few rows of tiles of
+// A, but all of B. For example, at N = 4096 these are about 1024 rows of A and all 4096 columns of
+// B. In a square patch they are about 2048 of each. So kGroup rows of tiles form a band. The blocks
+// go down one column of the band, which is kGroup tiles, then down the next column. So the blocks
+// that run at the same time form a patch of C that is about square. For example, with kGroup = 8
+// blocks 0 to 7 have the tiles of column 0, blocks 8 to 15 those of column 1.
 constexpr int kPatchRows = 2048;  // 132 multiprocessors with 256 x 128 each: about 2048 x 2048
 template <int kGroup>
 __device__ void tile_of_block(int tiles_m, int tiles_n, int& tile_m, int& tile_n) {
@@ -427,7 +428,7 @@ struct TileCopies {
   static constexpr int kRowsB = Tiles::kThreads / (BN / kWidth);
   using Offsets = int[BM / kRowsA];  // of the thread's rows of A
   const int n;
-  int k_left;  // of the tiles to be copied next, and beyond
+  int k_left;  // how many of the n of k have not been copied yet; 0 or less after the last step
   const int a_row = threadIdx.x / (BK / kWidth), a_k = threadIdx.x % (BK / kWidth) * kWidth;
   const int b_k = threadIdx.x / (BN / kWidth), b_col = threadIdx.x % (BN / kWidth) * kWidth;
   const half *a_from, *b_from;
@@ -693,7 +694,9 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 // The words, from primitives/hopper/, below the first kernel that needs them:
 //
 //   *wgmma*
-//     LeftTile, RightTile                   tiles of A and B in shared memory; a Box is 64 columns
+//     Box                                   rows of 64 columns, what one tensor_load brings
+//     LeftTile, RightTile                   tiles of A and B in shared memory: one Box of BM rows,
+//                                           since a step has 64 of k; BN / 64 Boxes of 64 rows
 //     Sum<kCols>                            64 x kCols sums in the registers of a warpgroup
 //     kStepK                                the 64 of k of a step
 //     CUtensorMap                           what the copy engine knows of a matrix; the host makes
@@ -911,8 +914,10 @@ __global__ void __launch_bounds__(384, 1)
 //   - `writer.put` is a step of the producer: it waits until the next stage is empty, announces the
 //     stage's bytes, and starts its copies.
 //   - `reader.take` is a step of a consumer: it waits until the next stage is full, starts the
-//     stage's products, and gives back the stage before. After the last step, `reader.finish` waits
-//     for the last products. (All three: primitives/hopper/pipeline.cuh.)
+//     stage's products, and gives back the stage before. It tells the function that starts them
+//     whether to `add` to the sum: in the first step of a tile not, in all others it does. After
+//     the last step, `reader.finish` waits for the last products, and gives back their stage. (All
+//     three: primitives/hopper/pipeline.cuh.)
 //   - BlockGrid<rows, columns> knows who of a cluster of rows x columns blocks copies what, and who
 //     is told that a stage is empty (primitives/hopper/block_grid.cuh). BlockGrid<1, 1> is a block
 //     alone.
@@ -1061,9 +1066,9 @@ __global__ void __launch_bounds__(384, 1)
 //     tells both producers. (BlockGrid<2, 1> does that, and knows who copies what.)
 //   - Each block announces all bytes of its stage: those of its own copies, and those of the half
 //     that the other block sends. That half may come before its bytes are announced. This does no
-//     harm. The barrier then has counted more bytes than were announced to it, but its phase cannot
-//     end before this block has announced them, since the same instruction is the arrival for which
-//     the barrier waits.
+//     harm. The barrier then has counted more bytes than were announced to it. But its phase also
+//     waits for one arrival, that of this block's producer. The producer arrives and announces all
+//     bytes by one instruction, barrier_arrive_expect. So the phase cannot end before that.
 //   - A block may not end while consumers of the other block still arrive at its `empty` barriers:
 //     `writer.finish` waits until they have arrived.
 template <int kStages, int kBuffers>

@@ -19,7 +19,7 @@
 //     async tiles              the next tiles arrive (cp.async) while these are multiplied
 //     resident weights         the weights fit on chip: blocks stay, keep them, and x streams by
 //     Hopper resident          the same with TMA and wgmma: one warpgroup copies, four compute
-//     Hopper cluster           lesson 3's last product, with two weights and the gate after it
+//     Hopper cluster           lesson 3's product of a cluster, with two weights and the gate
 //     any shape                the operator that a program would call: the way that suits M, K, H
 //
 // "resident weights" needs compute capability 8.0 (for its shared memory), the last three need 9.0,
@@ -186,9 +186,9 @@ struct GateSums {
 };
 
 // A block of GateTiles owns BM rows and BH columns of out, and both sums of each in registers. Per
-// step of BK it loads a tile of x once for both weights. Then comes the epilogue, what is done with
-// the sums while they are in registers: biases, sigmoid, and the multiplication by it. The first
-// thing to be written to memory is out.
+// step of BK it loads a tile of x once for both weights. The sums start at the biases. After the
+// last step comes the epilogue, what is done with the sums while they are in registers: here the
+// sigmoid, and the multiplication by it. The first thing to be written to memory is out.
 template <class Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads)
     gating_tensor_cores(const __grid_constant__ GatingOperands in) {
@@ -215,10 +215,11 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // ---- async tiles --------------------------------------------------------------------------------
 
-// The same, but kStages sets of tiles are in flight, as in lesson 2's *async*: the tensor cores
-// work on one while the next are on their way, and a step needs one barrier, not two. Tiles are
-// larger, too: 128 rows, not 64, and 64 of k, not 32, where that fits. So not all that is gained
-// comes from the copies. In the end the stagings take the place of the tiles.
+// The same, but kStages sets of tiles are in shared memory, as in lesson 2's *async*: the tensor
+// cores work on one while the others are on their way, and a step needs one barrier, not two. (Here
+// one is on its way: kStages is 2.) Tiles are larger, too: 128 rows, not 64, and 64 of k, not 32,
+// where that fits. So not all that is gained comes from the copies. In the end the stagings take
+// the place of the tiles.
 template <class Tiles, int kStages>
 constexpr int kAsyncBytes = Tiles::kBiasBytes +
                             std::max(kStages* Tiles::kStageBytes, Tiles::kStagingBytes);
@@ -297,10 +298,10 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 // The last kernels use what lesson 3's last kernels introduce: the copy engine (TMA), barriers in
 // shared memory (mbarrier), products of a warpgroup (wgmma), and the words around them: Writer,
-// Reader, Box, LeftTile, RightTile, Sum. And these are new: bulk_load copies so many bytes that lie
-// one after the other, and needs no tensor map. reader.wait() waits until the reader's stage is
-// full, and returns it. reader.give_back() says that this stage is empty, and reader.next(n) goes
-// on by n stages. An Outbox is the boxes in which a consumer's results leave.
+// Reader, Box, LeftTile, RightTile, Sum. And these are new: bulk_load copies a number of bytes that
+// lie one after the other, and needs no CUtensorMap. reader.wait() waits until the reader's stage
+// is full, and returns it. reader.give_back() says that this stage is empty, and reader.next(n)
+// goes on by n stages. An Outbox is the boxes in which a consumer's results leave.
 
 // A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
 // Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
@@ -321,10 +322,11 @@ struct Gate {
   }
 
   // Puts 64 columns of results into a box. `sum` has the gates in the left half of its columns, the
-  // values in the right half: a thread has both of an element, half of its registers apart. The 64
-  // columns begin at column `first` of each half, and 64 columns are 32 elements of a thread: so
-  // element i needs pair i % 32 / 4. gated(gate, value) is sigmoid(gate) * value in five
-  // instructions (operators/gating/rows.cuh).
+  // values in the right half: if the gate of an element is elements[i], its value is
+  // elements[kCols / 4 + i], in the same thread. The box gets the columns from `first` on of each
+  // half. They are a thread's elements first / 2 to first / 2 + 31. `first` is a multiple of 64, so
+  // element i needs the biases of pair i % 32 / 4. gated(gate, value) is sigmoid(gate) * value in
+  // five instructions (operators/gating/rows.cuh).
   template <int kCols>
   __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
     sum.store(box, first, [&](int i) {
@@ -452,11 +454,12 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 
 // ---- Hopper cluster -----------------------------------------------------------------------------
 
-// Lesson 3's product, for K and H of any size (operators/product/product.cuh). To fuse is to give
-// it another epilogue. Its right factor is W1 and W2 side by side: half of a tile's columns are of
-// W1, half of W2. So a consumer's sum of 64 x 256 is two sums of 64 x 128, gate and value of an
-// element in one thread. Of two blocks that share a tile of this factor one brings W1's part, the
-// other W2's. `out` stores boxes, as for a plain product.
+// The product of lesson 3's *any shape* (operators/product/product.cuh), always with the tile of
+// *patches*. K and H are multiples of 8. To fuse is to give it another epilogue. Its right factor
+// is W1 and W2 side by side: half of a tile's columns are of W1, half of W2. So a consumer's sum of
+// 64 x 256 is two sums of 64 x 128, gate and value of an element in one thread. Of two blocks that
+// share a tile of this factor one brings W1's part, the other W2's. `out` stores boxes, as for a
+// plain product.
 struct GateEpilogue {
   static constexpr int kRightFactors = 2;
   StoreRounded<half> out;
@@ -548,6 +551,7 @@ void add_hopper_resident(GatingProblem& table, const Device& device) {
 
 // Adds "Hopper cluster", with lesson 3's tile: K and H are multiples of 8.
 void add_hopper_cluster(GatingProblem& table) {
+  // A block has 128 x 256; two blocks of a cluster, one below the other; two boxes for results.
   using Tile = Tiles<half, 128, 256, 2, 1, 2>;
   using Work = MatrixProduct<Tile, GateEpilogue>;
   constexpr int kBytes = sizeof(ProductShared<Tile>);
@@ -566,13 +570,14 @@ void add_hopper_cluster(GatingProblem& table) {
     const CUtensorMap W2 = map_of(table.W2, K, H, Tile::kRowsB, Reads::often);
     const GateEpilogue epilogue{rounded_to<half>(table.out, M, H), table.b1, table.b2};
     product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes>>>(
-        Work{{{x}}, {{W1, W2}}, epilogue, schedule, Exchange{}});  // clusters exchange nothing
+        Work{{{x}}, {{W1, W2}}, epilogue, schedule, Exchange{}});  // no tile is shared
   };
   table.problem.kernel("Hopper cluster", Role::ours, launch).needs_shared(kBytes).hopper_only();
 }
 
 // Adds the last row: what a program would call (operators/gating/layer.cuh). Estimates say which of
-// its ways may be the fastest; these are tried. They are of two kinds, hence more than usual.
+// its ways may be the fastest, and these are tried. Some keep the weights on chip, and others are
+// products as in lesson 3. So up to 24 are tried here, and not 16 as elsewhere.
 void add_any_shape(GatingProblem& table) {
   const GatingMemory memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
   const GatedLayer layer(workspace_of(table.problem), memory, table.shape);

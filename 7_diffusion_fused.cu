@@ -137,9 +137,10 @@ __device__ unsigned neighbours(const bf16* at) {
 // Why is that so slow? A multiprocessor receives no more than it has asked for. While one stage is
 // multiplied, two are under way, each of 64 vertices x (64 + 64) columns x 2 bytes, 16 KB: together
 // 32 KB. README's table has 0.8 ms, nearly all of it for the 2048 steps of such a block, so a step
-// takes 0.4 microseconds. A stage is asked for two steps before it is needed, which is 0.8
-// microseconds. (One load alone takes 0.34.) 32 KB in 0.8 microseconds are 40 GB/s for each
-// multiprocessor, and 0.3 TB/s for all eight, a tenth of what the memory can serve.
+// takes 0.4 microseconds. A stage is asked for two steps before it is needed, so it took 0.8
+// microseconds to come. (One load alone takes 0.34. Why 16 KB take longer was not examined.) 32 KB
+// in 0.8 microseconds are 40 GB/s for each multiprocessor, and 0.3 TB/s for all eight, a tenth of
+// what the memory can serve.
 //
 // *split-K* has as many slices as it takes to fill the GPU. The blocks of one slice run at the same
 // time, and share what they read through the L2 cache. Two of them ask for the same part of x, and
@@ -269,11 +270,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 // adds up its share of the slices, and the partial sums meet in shared memory. The warps of a row
 // are numbered from 0 on, by `rank`: the one of rank 0 adds these sums and does the rest.
 //
-// For one mesh a block has 4 rows, with eight warps each. So 32 warps read at the same time, each
-// of them 128 neighbouring bytes. In a batch there are more rows, so fewer warps for each of them
-// keep the memory busy: two or one. With 4 rows a block a batch would need thousands of small
-// blocks, so a block has 16 rows then. (Backward a block adds up what its rows contribute to
-// dTimes. The next kernel adds that of all blocks with the same columns.)
+// With few rows, such as one mesh with E = 128 and W = 256, a block has 4 rows, with eight warps
+// each. So 32 warps read at the same time, each of them 128 neighbouring bytes. With more rows, as
+// in a batch or with a larger E, fewer warps for each of them keep the memory busy: two or one. So
+// that there are not too many small blocks, a block has 16 rows then. (Backward a block adds up
+// what its rows contribute to dTimes. The next kernel adds that of all blocks with the same
+// columns.)
 __host__ __device__ constexpr int sum_rows(int warps) { return warps == 8 ? 4 : 16; }
 template <Pass kPass, bool kBatch, int kRowWarps>
 __global__ void __launch_bounds__(32 * sum_rows(kRowWarps) * kRowWarps)
@@ -419,7 +421,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
       }
     }
     __syncwarp();
-    constexpr int kLanes = kWarpW / 8, kStep = 32 / kLanes;  // of a row; rows at a time
+    // kLanes lanes store a row, 8 elements each; so a warp stores kStep rows at a time.
+    constexpr int kLanes = kWarpW / 8, kStep = 32 / kLanes;
     const int row = lane / kLanes, col = lane % kLanes * 8, w = w0 + warp_w + col;
     bf16* to = in.result + (v0 + row) * in.W + w;
     const int64_t there = w < in.W ? in.V - v0 - row : 0;
@@ -747,7 +750,8 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
       .needs(80)
       .occupies(table.ends() + temporary + sums.bytes())
       .needs_shared(Project::kSharedBytes)
-      // mass * basis, spectral; backward s stays in fp32.
+      // How often it rounds to bf16 before the second product. Forward: mass * basis and spectral.
+      // Backward once, since s itself stays in fp32. The last 1 is the result's rounding.
       .checks = table.checks((steps + slices - 1) / slices * Project::kV, 0,
                              kPass == Pass::forward ? 2 : 1, 1);
 }
@@ -792,7 +796,7 @@ void add_one_launch(DiffusionProblem& table) {
       .hopper_only()
       .occupies(table.ends() + places.bytes())
       .needs_shared(kBytes)
-      // mass * basis, spectral.
+      // Two roundings to bf16, as in *split-K*: mass * basis, and spectral.
       .checks = table.checks((tiles + blocks.y - 1) / blocks.y * kVertices, 0, 2, 1);
 }
 
