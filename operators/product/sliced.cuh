@@ -35,19 +35,19 @@ struct PartOfSum<Sum<kCols>, kParts> {
 };
 
 /// The Work of a product in slices. Whole is the Work of the same product, whose Results have
-/// finish(sum, tile, col), the epilogue of a tile. With kAlongK = 1 a cluster is one of Whole's,
+/// finish(sum, tile, col), the epilogue of a tile. With kOfCluster = 1 a cluster is one of Whole's,
 /// and the cluster number n has slice n % slices of the tile number n / slices. Otherwise Whole has
-/// blocks alone, and a cluster has kAlongK of them: there are kAlongK times as many slices, of
-/// which block n has one in the same way. The schedule is Schedule::sliced, where all tiles are
+/// blocks alone, and a cluster has kOfCluster of them: there are kOfCluster times as many slices,
+/// of which block n has one in the same way. The schedule is Schedule::sliced, where all tiles are
 /// shared: a range of steps begins and ends where a slice does. There are at least as many steps as
 /// slices.
-template <class Whole, int kAlongK = 1>
+template <class Whole, int kOfCluster = 1>
 struct SlicedProduct : Whole {
   using Tile = typename Whole::Tile;
   using Sum = typename Whole::Sum;
-  using Part = typename PartOfSum<Sum, kAlongK>::Type;
-  static_assert(kAlongK == 1 || Tile::kBlocks == 1);
-  static constexpr int kSlicesOfCluster = kAlongK, kClusterBlocks = kAlongK * Tile::kBlocks;
+  using Part = typename PartOfSum<Sum, kOfCluster>::Type;
+  static_assert(kOfCluster == 1 || Tile::kBlocks == 1);
+  static constexpr int kSlicesOfCluster = kOfCluster, kClusterBlocks = kOfCluster * Tile::kBlocks;
   struct Shared : Whole::Shared {
     unsigned before[Tile::kConsumers];  ///< how many slices had left their sum before this one
     Barrier multiplied;                 ///< all blocks of the cluster have
@@ -59,7 +59,7 @@ struct SlicedProduct : Whole {
 #if HOPPER_CODE
   struct Grid : Whole::Grid {
     __device__ static void meet() {
-      if constexpr (kAlongK > 1) {
+      if constexpr (kOfCluster > 1) {
         cluster_meet();
       } else {
         Whole::Grid::meet();
@@ -68,18 +68,18 @@ struct SlicedProduct : Whole {
   };
   /// What a consumer is sent. It lies where stages have been.
   struct Inbox {
-    float from[kAlongK][Part::size()][128];
+    float from[kOfCluster][Part::size()][128];
   };
-  static_assert(kAlongK == 1 ||
+  static_assert(kOfCluster == 1 ||
                 sizeof(Inbox[Tile::kConsumers]) <= sizeof(Whole::Shared::pipeline.memory));
 
   __device__ void prepare(Shared& shared) const {
     if constexpr (requires(const Whole& whole) { whole.prepare(shared); }) Whole::prepare(shared);
-    if constexpr (kAlongK > 1) {
-      barrier_init(&shared.multiplied, kAlongK * Tile::kConsumers);
+    if constexpr (kOfCluster > 1) {
+      barrier_init(&shared.multiplied, kOfCluster * Tile::kConsumers);
       for (Barrier& come : shared.come) {
         barrier_init(&come, 1);
-        barrier_arrive_expect(&come, (kAlongK - 1) * sizeof(Inbox::from[0]));
+        barrier_arrive_expect(&come, (kOfCluster - 1) * sizeof(Inbox::from[0]));
       }
     }
   }
@@ -92,10 +92,10 @@ struct SlicedProduct : Whole {
           grid(blocks),
           shared(memory),
           consumer(number),
-          rank(kAlongK == 1 ? 0 : cluster_rank()) {}
+          rank(kOfCluster == 1 ? 0 : cluster_rank()) {}
 
     __device__ void store(Sum& sum) const {
-      if constexpr (kAlongK == 1) {
+      if constexpr (kOfCluster == 1) {
         finish_slice(sum);
       } else {
         Part part;
@@ -116,10 +116,10 @@ struct SlicedProduct : Whole {
       Inbox& inbox = reinterpret_cast<Inbox*>(shared.pipeline.memory)[consumer];
       const int thread = threadIdx.x % 128;
       named_barrier(1 + consumer, 128);  // this consumer has read its last stage
-      if (thread < kAlongK) barrier_arrive(&shared.multiplied, thread);
+      if (thread < kOfCluster) barrier_arrive(&shared.multiplied, thread);
       barrier_wait(&shared.multiplied, 0);
 #pragma unroll
-      for (int block = 0; block < kAlongK; ++block) {
+      for (int block = 0; block < kOfCluster; ++block) {
 #pragma unroll
         for (int i = 0; i < Part::size(); ++i) {
           const float value = sum.element(block * Part::size() + i);
@@ -136,7 +136,7 @@ struct SlicedProduct : Whole {
         const float own = part.element(i);
         float all = rank == 0 ? own : inbox.from[0][i][thread];
 #pragma unroll
-        for (int block = 1; block < kAlongK; ++block) {
+        for (int block = 1; block < kOfCluster; ++block) {
           all += block == rank ? own : inbox.from[block][i][thread];
         }
         part.element(i) = all;
@@ -145,16 +145,16 @@ struct SlicedProduct : Whole {
 
     // The epilogue, if all slices have left their sums.
     __device__ void finish_slice(Part& part) const {
-      const int cluster = grid.cluster / kAlongK, tile = cluster / work.slices;
+      const int cluster = grid.cluster / kOfCluster, tile = cluster / work.slices;
       const int slice = cluster - tile * work.slices, col = rank * Part::size() * 2;
       if (work.slices > 1) {
-        const int block = tile * kClusterBlocks + (kAlongK > 1 ? rank : grid.rank);
+        const int block = tile * kClusterBlocks + (kOfCluster > 1 ? rank : grid.rank);
         const int of_tile = block * Tile::kConsumers + consumer;
         leave_sum(part, elements(of_tile, slice));
         if (!is_last(of_tile)) return;
         add_up(part, of_tile);
       }
-      if constexpr (kAlongK == 1) {
+      if constexpr (kOfCluster == 1) {
         Whole::Results::finish(part, tile);
       } else {
         Whole::Results::finish(part, tile, col);

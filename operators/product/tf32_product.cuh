@@ -8,8 +8,9 @@
 // factor from shared memory only if that is contiguous along k. Rows of A are. B goes through
 // registers, as the left factor of the transposed product (TransposedLeftTile). The copy engine
 // rounds both on the way, or else the warps beside the thread that copies split A into two tiles,
-// and those that multiply split B. Where rows are not aligned to 16 bytes a kernel first copies
-// them into rows that are. On other GPUs the product is that of portable_tf32.cuh.
+// and those that multiply split B. Where C has few tiles the product comes in slices (sliced.cuh),
+// and where A has few rows B is read once (OneRow). Where rows are not aligned to 16 bytes a kernel
+// first copies them into rows that are. On other GPUs the product is that of portable_tf32.cuh.
 #pragma once
 
 #include <algorithm>
