@@ -73,17 +73,18 @@ FK_API int fk_version(void);
  * It stays until another call of this thread fails. */
 FK_API const char* fk_last_error(void);
 
-/* In words, how the last call of this thread that launched something computed its result: by which
- * kernel, with tiles of which size; "" before there is one. It stays until another call of this
- * thread launches something. The words are for people, and may change from version to version. */
+/* Says in words by which kernel, with tiles of which size, a result was computed: that of this
+ * thread's last call that launched something; "" before there is one. It stays until another call
+ * of this thread launches something. The words are for people, and may change from version to
+ * version. */
 FK_API const char* fk_last_way(void);
 
-/* Says whether a call tries several ways to compute its result and keeps the fastest: 1 is yes, 0
- * is no, and before a call of this function it is no. With 1, the next call of each description, in
- * any thread, launches its ways several times, those that the workspace has room for, with the
- * operands that it is given. It waits for its stream, and writes its results as ever. The fastest
- * way is kept for this description on this device. Where the stream is captured nothing is tried.
- * With 0, calls use what was found, and for other descriptions the way that should be the fastest.
+/* Switches on (1) or off (0) that a call tries several ways to compute its result and keeps the
+ * fastest; at first it is off. While it is on, the first call of each description, in any thread,
+ * launches each way that the workspace has room for several times, with the operands that it is
+ * given. It waits for its stream, and writes its results as ever. The fastest way is kept for this
+ * description on this device. Where the stream is captured nothing is tried. With 0, calls use
+ * what was found, and for other descriptions the way that should be the fastest.
  * Errors: FK_BAD_ARGUMENT if `on` is another number. */
 FK_API int fk_tune(int on);
 
