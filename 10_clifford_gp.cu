@@ -31,11 +31,11 @@
 //
 // A weight belongs to three grades, of x, of the result and of y. Three dimensions have 64 places.
 //
-// What moves: each blade is a plane of batch x features; x and y in, out out, 96 bytes per pair of
-// 3-D multivectors. What is computed: 92 multiplications and multiply-adds, and two gates. The
-// machine could do several times that while the bytes arrive: memory is the limit, if every byte
-// moves once. If each operator is a kernel of its own, bytes move many times: that is the first row
-// of the table.
+// What moves: each blade is a plane of batch x features. x and y are read and out is written. In
+// 3-D these are 3 x 8 numbers, 96 bytes, for each pair of multivectors. What is computed: 92
+// multiplications and multiply-adds, and two gates. The machine could do several times that while
+// the bytes arrive: memory is the limit, if every byte moves once. If each operator is a kernel of
+// its own, bytes move many times: that is the first row of the table.
 //
 //     unfused         a kernel for each operator, as a framework runs it: 26 of them in 3-D; they
 //                     stand in operators/clifford/unfused.cuh
@@ -249,10 +249,10 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
     Multivectors<A, W> left, right;
     if constexpr (kFetchAhead<A, W>) {
       copy_async_wait<0>();
-      __syncwarp();  // for the compiler: loads stay behind the wait,
+      __syncwarp();  // for the compiler: the loads below stay behind the wait
       left = memory.template take<0>();
       right = memory.template take<A::kBlades>();
-      __syncwarp();  // and before the next copy
+      __syncwarp();  // for the compiler: the loads above stay before the next copy
       if (first + step < layer.batch) fetch(n + step);
     } else {
       unroll<0, A::kBlades>([&](auto k) {
@@ -351,7 +351,8 @@ using Tensors = CliffordTable;
 using Gradients = CliffordGradients;
 
 // What a row of the table launches, the memory that this takes beside inputs and outputs, how much
-// shared memory a block asks for, and whether it needs Hopper. Without `run`: not for this shape.
+// shared memory a block asks for, and whether it needs Hopper. If `run` is empty, the kernel cannot
+// compute this shape.
 struct Launch {
   std::function<void()> run;
   double bytes = 0;
@@ -382,8 +383,9 @@ Launch backward_once(const Tensors& of, const Gradients& d) {
   return {run, partials.bytes()};
 }
 
-// How a block works, of a kernel with weights in shared memory; none if a row or its weights are
-// too large for it. Small batches get small blocks, so that every multiprocessor has one.
+// How many rows and threads a block has, in a kernel that keeps its weights in shared memory.
+// Returns nothing if a row or its weights do not fit in a block. Small batches get small blocks, so
+// that every multiprocessor has one.
 template <typename A, int W, typename Memory>
 std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) {
   constexpr size_t kStaticBytes = sizeof(GradientSums<A>[2][kMaxWarps]);
@@ -410,7 +412,7 @@ int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& lay
   return std::min(shape.groups(layer), resident);
 }
 
-// Such kernels' launches.
+// The launches of kernels whose blocks stay.
 template <typename Function>
 Launch forward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, const Tensors& of,
                   const Device& device) {

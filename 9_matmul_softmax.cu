@@ -6,7 +6,8 @@
 //
 // The last layer of a classifier. What is computed is 2 B D C operations; what has to move is x, W
 // and probs, 4 (B D + D C + B C) bytes. Small layers are limited by neither, but by launches, and
-// by blocks that wait for one another's data. For large ones arithmetic is the limit.
+// by blocks that wait for one another's data. For large ones with many rows arithmetic is the
+// limit. For large ones with few rows it is memory, since W is nearly all that moves.
 //
 // Unfused, one kernel writes the B C logits and another one reads them. Fused, they never leave the
 // chip. But softmax needs whole rows: every probability depends on the maximum and on the sum of
@@ -21,7 +22,9 @@
 //     (3) fused     our product and softmax in one launch; half fused (below): in two
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
-// product with ours. The kernels, all of which multiply in the same way:
+// product with ours, and also how the two are launched: ours starts early, the library's does not.
+//
+// The kernels. All but *fused rows* and *any shape* multiply by the same code, multiply_tile():
 //
 //     unfused         tiles of logits, and a softmax that reads them
 //     fused rows      a block a row: simple; every block reads all of W (in the fp32 tables)
@@ -36,11 +39,11 @@
 //     any shape       no lesson, but the operator that a program would call
 //                     (operators/softmax/softmax_product.cuh): unfused, and fused
 //
-// The lesson's kernels have one size of tile, 32 x 128, and multiply in fp32 on the CUDA cores, as
-// lesson 2 does. That takes the least code, and any GPU runs it. The lesson is about how a row
-// comes together, and this does not depend on how the product is made. The operator has what is
-// fast: other tiles for other shapes, tensor cores, D cut into slices. docs/softmax.md tells which
-// shape takes which kernel, and why.
+// But for *fused rows*, which has no tiles, the lesson's kernels have one size of tile, 32 x 128.
+// They multiply in fp32 on the CUDA cores, as lesson 2 does. That takes the least code, and any GPU
+// runs it. The lesson is about how a row comes together, and this does not depend on how the
+// product is made. The operator has what is fast: other tiles for other shapes, tensor cores, D cut
+// into slices. docs/softmax.md tells which shape takes which kernel, and why.
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
 // round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The lesson's
