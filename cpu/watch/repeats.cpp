@@ -272,7 +272,7 @@ Repeat::Repeat(const Launch& launch) {
     ledger_repeated();
     return;
   }
-  found_ = std::make_unique<Found>(std::move(pieces), before);
+  found_.reset(new Found{std::move(pieces), before});
   printed = false;
 }
 
@@ -346,22 +346,27 @@ void repeats_written(const void* memory) {
 // launch that prints is run each time. The compiler makes the others of a printf(). What they call
 // is not among those names.
 
+namespace cuda_cpu {
+static int print(const char* format, va_list arguments) {
+  if (runner) printed = true;
+  return std::vprintf(format, arguments);
+}
+}  // namespace cuda_cpu
+
 extern "C" {
 
 int __wrap_printf(const char* format, ...) {
-  if (cuda_cpu::runner) cuda_cpu::printed = true;
   va_list arguments;
   va_start(arguments, format);
-  const int written = std::vprintf(format, arguments);
+  const int written = cuda_cpu::print(format, arguments);
   va_end(arguments);
   return written;
 }
 
 int __wrap___printf_chk(int, const char* format, ...) {
-  if (cuda_cpu::runner) cuda_cpu::printed = true;
   va_list arguments;
   va_start(arguments, format);
-  const int written = std::vprintf(format, arguments);
+  const int written = cuda_cpu::print(format, arguments);
   va_end(arguments);
   return written;
 }
