@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 #include <vector>
 
 #include "common/device.h"
@@ -64,15 +65,7 @@ struct Matrix {
 
 /// A product in slices, of which a cluster has kOfCluster beside each other; 0: not in slices.
 template <class Whole, int kOfCluster>
-struct Sliced {
-  using Work = SlicedProduct<Whole, kOfCluster>;
-};
-template <class Whole>
-struct Sliced<Whole, 0> {
-  using Work = Whole;
-};
-template <class Whole, int kOfCluster>
-using InSlices = typename Sliced<Whole, kOfCluster>::Work;
+using InSlices = std::conditional_t<(kOfCluster > 0), SlicedProduct<Whole, kOfCluster>, Whole>;
 
 /// Into how many slices k is cut: each has a step, and a cluster has all of its own. 0: too few.
 int slices_of(int wanted, int of_cluster, int steps) {

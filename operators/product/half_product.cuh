@@ -107,20 +107,11 @@ class HalfProduct {
   template <class Tile>
   void launch(const ProductPlan& plan) const {
     launch(work<Tile>(Schedule<Tile>(shape_, plan.clusters, plan.split),
-                      exchange_.template exchange<T>(shape_, plan.split)),
-           plan.clusters);
+                      exchange_.template exchange<T>(shape_, plan.split)));
   }
-
   template <class Work>
-  void launch(const Work& work, int clusters) const {
-    constexpr size_t kBytes = sizeof(typename Work::Shared);
-    using Tile = typename Work::Tile;
-    if (A_.copied || B_.copied) {
-      const RowCopies<T, 2> copies{A_.job(), B_.job()};
-      align_rows<T, 2><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
-    }
-    allow_shared_bytes(product<Work>, kBytes);
-    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
+  void launch(const Work& work) const {
+    launch_product(work, A_, B_, workspace_.stream);
   }
 
   /// The way in slices, of which a cluster has kOfCluster beside each other (SlicedProduct).
@@ -136,8 +127,7 @@ class HalfProduct {
         },
         [self = *this](const SlicedPlan& plan, const SliceExchange& exchange) {
           const auto schedule = Schedule<Tile>::sliced(self.shape_, plan.slices);
-          self.launch(Work{self.template work<Tile>(schedule, {}), exchange, plan.clusters},
-                      plan.tiles * plan.slices);
+          self.launch(Work{self.template work<Tile>(schedule, {}), exchange, plan.clusters});
         });
   }
 

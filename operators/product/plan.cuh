@@ -179,6 +179,21 @@ inline bool suits_one_row(int rows, int rows_of_tile, double bytes) {
   return rows <= rows_of_tile && bytes <= 256e6;
 }
 
+/// Launches a product of matrices with aligned rows, in as many clusters as its schedule has. Rows
+/// that are not aligned are copied before.
+template <class Work, typename T>
+void launch_product(const Work& work, const AlignedRows<T>& A, const AlignedRows<T>& B,
+                    cudaStream_t stream) {
+  using Tile = typename Work::Tile;
+  constexpr size_t kBytes = sizeof(typename Work::Shared);
+  if (A.copied || B.copied) {
+    const RowCopies<T, 2> copies{A.job(), B.job()};
+    align_rows<T, 2><<<copies.blocks(), copies.threads(), 0, stream>>>(copies);
+  }
+  allow_shared_bytes(product<Work>, kBytes);
+  product<Work><<<work.schedule.clusters * Tile::kBlocks, Tile::kThreads, kBytes, stream>>>(work);
+}
+
 /// How a product is computed with some tiles, and how long that should take.
 struct ProductPlan {
   int clusters;
@@ -287,10 +302,10 @@ void add_slices(std::vector<Way>& all, const Workspace& workspace, const Product
                 const std::string& name_of_tiles, Product product, Launch launch) {
   using Tile = typename Work::Tile;
   for (const SlicedPlan& plan : plan_slices<Work>(shape, product)) {
+    constexpr int kOfCluster = Work::kSlicesOfCluster;
     const std::string name =
         name_of_tiles + "; slices: " + std::to_string(plan.slices) +
-        (Work::kSlicesOfCluster > 1 ? "; of a cluster: " : "") +
-        (Work::kSlicesOfCluster > 1 ? std::to_string(Work::kSlicesOfCluster) : "");
+        (kOfCluster > 1 ? "; of a cluster: " + std::to_string(kOfCluster) : "");
     const bool wanted = workspace.all_ways || workspace.only == name ||
                         std::all_of(all.begin(), all.end(), [&](const Way& way) {
                           return plan.microseconds < way.microseconds;

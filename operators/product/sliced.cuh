@@ -154,11 +154,7 @@ struct SlicedProduct : Whole {
         if (!is_last(of_tile)) return;
         add_up(part, of_tile);
       }
-      if constexpr (kOfCluster == 1) {
-        Whole::Results::finish(part, tile);
-      } else {
-        Whole::Results::finish(part, tile, col);
-      }
+      Whole::Results::finish(part, tile, col);
     }
     // A thread leaves the elements that the same thread of the last slice takes over.
     __device__ float4* elements(int of_tile, int slice) const {

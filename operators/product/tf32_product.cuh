@@ -257,8 +257,7 @@ class Tf32Product {
                                "; cluster: 1 x " + std::to_string(kBesides) +
                                "; clusters: " + std::to_string(clusters) +
                                (A_.copied ? "; A copied" : "") + (B_.copied ? "; B copied" : "");
-      return Way{name, microseconds,
-                 [self = *this, schedule] { self.launch(self.work(schedule), schedule.clusters); },
+      return Way{name, microseconds, [self = *this, schedule] { self.launch(self.work(schedule)); },
                  static_cast<int>(sizeof(typename Tile::Shared))};
     });
   }
@@ -277,7 +276,7 @@ class Tf32Product {
         },
         [self = *this](const SlicedPlan& plan, const SliceExchange& exchange) {
           const auto schedule = Schedule<Tile>::sliced(self.transposed(), plan.slices);
-          self.launch(Work{self.work(schedule), exchange, plan.clusters}, schedule.clusters);
+          self.launch(Work{self.work(schedule), exchange, plan.clusters});
         });
   }
 
@@ -321,15 +320,8 @@ class Tf32Product {
   }
 
   template <class Work>
-  void launch(const Work& work, int clusters) const {
-    using Tile = typename Work::Tile;
-    constexpr size_t kBytes = sizeof(typename Work::Shared);
-    if (A_.copied || B_.copied) {
-      const RowCopies<float, 2> copies{A_.job(), B_.job()};
-      align_rows<float, 2><<<copies.blocks(), copies.threads(), 0, workspace_.stream>>>(copies);
-    }
-    allow_shared_bytes(product<Work>, kBytes);
-    product<Work><<<clusters * Tile::kBlocks, Tile::kThreads, kBytes, workspace_.stream>>>(work);
+  void launch(const Work& work) const {
+    launch_product(work, A_, B_, workspace_.stream);
   }
 
   AlignedRows<float> A_, B_;
