@@ -270,8 +270,6 @@ void set_access(int access) {
 
 }  // namespace
 
-OpenMemory::OpenMemory() : OpenMemory(nullptr) {}
-
 OpenMemory::OpenMemory(const void* written) {
   repeats_written(written);
   if (!closes_memory()) return;

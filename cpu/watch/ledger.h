@@ -60,8 +60,7 @@ void ledger_host(std::uintptr_t address, Reach reach, std::uintptr_t code);
 class OpenMemory {
  public:
   /// Something is written into the allocation that `written` is in, or, without one, into any.
-  OpenMemory();
-  explicit OpenMemory(const void* written);
+  explicit OpenMemory(const void* written = nullptr);
   ~OpenMemory();
   OpenMemory(const OpenMemory&) = delete;
   OpenMemory& operator=(const OpenMemory&) = delete;
