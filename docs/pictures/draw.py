@@ -48,6 +48,11 @@ class Picture:
         text = text.replace("&", "&amp;").replace("<", "&lt;")
         self.parts.append(f'<text x="{x:g}" y="{y:g}"{more}>{text}</text>')
 
+    def lines(self, x, y, lines, size=16):
+        """Lines of text, one below the other."""
+        for number, line in enumerate(lines):
+            self.text(x, y + 24 * number, line, size=size)
+
     def line(self, path, ink=INK, arrow=True, dashed=False):
         more = ' marker-end="url(#tip)"' if arrow else ""
         more += ' stroke-dasharray="6 5"' if dashed else ""
@@ -113,8 +118,7 @@ def multiprocessor():
             "", "It has room for 16 warps (small boxes).",
             "Block 0 (blue) has 8 warps, and block 1", "(brown) has 8: four for each scheduler.", "",
             "Both blocks are here only if there are", "registers and shared memory for both.")
-    for number, line in enumerate(said):
-        picture.text(736, 76 + 24 * number, line, size=16)
+    picture.lines(736, 76, said)
     return picture
 
 
@@ -143,8 +147,7 @@ def owned():
     said = ("A tile of C has 128 x 128", "elements. A thread owns 64", "of them (black).", "",
             "For one k it reads 8 numbers", "of A (brown) and 8 of B", "(blue), and multiplies each", "with each.", "",
             "In groups of four they lie", "side by side, and one", "instruction reads four.")
-    for number, line in enumerate(said):
-        picture.text(830, 106 + 24 * number, line, size=16)
+    picture.lines(830, 106, said)
     return picture
 
 
