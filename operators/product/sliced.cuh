@@ -115,7 +115,7 @@ struct SlicedProduct : Whole {
     __device__ void add_up_in_cluster(Part& part, const Sum& sum) const {
       Inbox& inbox = reinterpret_cast<Inbox*>(shared.pipeline.memory)[consumer];
       const int thread = threadIdx.x % 128;
-      named_barrier(1 + consumer, 128);  // this consumer has read its last stage
+      // reader.finish() has waited for the products of all four warps: no stage is read any more.
       if (thread < kOfCluster) barrier_arrive(&shared.multiplied, thread);
       barrier_wait(&shared.multiplied, 0);
 #pragma unroll
