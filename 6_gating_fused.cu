@@ -6,7 +6,8 @@
 // Of the bytes that lesson 5's six kernels moved, 4 of 5 were needless: two thirds were
 // temporaries, and x was read twice. A temporary exists because a kernel ends. So do not end: a
 // block that has both products of its rows in registers adds the biases, takes the sigmoid,
-// multiplies, and writes out. If H is at most 64, x is read once. No temporary touches memory.
+// multiplies, and writes out. If one block has all H columns, x is read once. No temporary touches
+// memory.
 //
 // What makes this possible is that everything after the products is elementwise: the element (i, j)
 // of both sums, gate and value, ends up in the same thread, which needs no other. This lesson's
