@@ -14,6 +14,8 @@
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
     <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
     <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f
+    <!-- count RECORD | CONDITION -->...<!-- end -->     how many problems of the record it holds for
+    <!-- repeated GPU | NUMBER | FORMAT -->...<!-- end --> how much times of two runs differ (see repeated)
     <!-- points (a line each:) RECORD PROBLEM: KERNEL -->...<!-- end -->  these under the roofline
     <!-- peers RECORD [RECORD ...] -->...<!-- end -->   ours beside the peers, a row per problem;
     <!-- peers (a line each:) RECORD: PROBLEM, PROBLEM -->...<!-- end -->  only of these
@@ -22,7 +24,8 @@
 
 RECORD is a path below results/ without .json. FORMULA is arithmetic in Python on the problem's dims,
 flops, min_bytes and limit_ms, on `device` (device.sms), and on the kernel's ms (the median), p10 and
-p90 (of its times), tflops, gbps, percent_of_limit, clock_mhz and steps: 2 * (K + H) * M / 1e9. In a
+p90 (of its times), tflops, gbps, percent_of_limit, clock_mhz and steps: 2 * (K + H) * M / 1e9.
+CONDITION is the same on ms and way, of each kernel by its name: ms["a"] < ms["b"], "x" in way["a"]. In a
 table, where | ends a cell, write ; for it. With --check nothing is written, and the exit code says
 whether both agree with the records: 1 if not, 2 if a marker cannot be filled in.
 """
@@ -30,13 +33,14 @@ import argparse
 import math
 import pathlib
 import re
+import statistics
 import sys
 from types import SimpleNamespace
 
 from record import DAMAGED, Mistake, load, saying_mistakes, what_lacks, write_whole
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|points|peers|operations|counted|python"
+KINDS = "table|full|rows|sizes|output|value|ratio|cross|formula|count|repeated|points|peers|operations|counted|python"
 MARKER = re.compile(
     rf"(?P<open><!-- (?P<kind>{KINDS})\s(?P<what>.+?) -->)"
     r".*?(?P<close><!-- end -->)",
@@ -444,6 +448,41 @@ def formula(what):
     return format(result, form[0]) if form else number(result)
 
 
+def count(what):
+    """The number of problems for which a count marker's condition holds, as text."""
+    record, condition = what.split(" | ")
+    problems = record_named(record)["problems"]
+    held = 0
+    for problem in problems:
+        kernels = {kernel["name"]: kernel for kernel in problem["kernels"]}
+        names = {"ms": {name: kernel["ms"]["median"] for name, kernel in kernels.items()},
+                 "way": {name: kernel.get("way") or "" for name, kernel in kernels.items()}}
+        held += bool(eval(condition, {"__builtins__": {}}, names))  # what it may name is above
+    return str(held)
+
+
+def repeated(what):
+    """A number of all rows that a GPU's records have twice, as text. Such a row is in a lesson's record and beside its
+    peers (LESSON.peers.json), from the same commit, and was computed in the same way. `rows` is the number of these
+    rows. Of the ratios of their two times, the longer over the shorter, there are `median`, `p90` and `largest`."""
+    gpu, wanted, form = what.split(" | ")
+
+    def times(run):
+        return {(problem["name"], str(problem["dims"]), row["name"], row.get("way")): row["ms"]["median"]
+                for problem in run["problems"] for row in problem["kernels"]}
+
+    ratios = []
+    for path in sorted((ROOT / "results" / gpu).glob("*.peers.json")):
+        beside, alone = load(path), load(path.with_name(path.name.replace(".peers", "")))
+        if beside["commit"] == alone["commit"]:
+            one, other = times(beside), times(alone)
+            pairs = [(one[row], other[row]) for row in one if row in other]
+            ratios += [max(pair) / min(pair) for pair in pairs]
+    numbers = {"rows": len(ratios), "median": statistics.median(ratios), "largest": max(ratios),
+               "p90": statistics.quantiles(ratios, n=10, method="inclusive")[-1]}
+    return format(numbers[wanted], form)
+
+
 def points(what):
     """A table of the kernels that `what` lists, with their places under the roofline."""
     lines = ["| lesson | problem | kernel | FLOP per byte | TFLOP/s | its roof, TFLOP/s |",
@@ -476,6 +515,10 @@ def render(match):
         text = value(what)
     elif kind == "formula":
         text = formula(what)
+    elif kind == "count":
+        text = count(what)
+    elif kind == "repeated":
+        text = repeated(what)
     elif kind == "points":
         text = points(what)
     elif kind == "peers":

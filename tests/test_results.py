@@ -9,6 +9,10 @@ import pytest
 
 from conftest import ROOT, check_record, execute
 
+sys.path.insert(0, str(ROOT / "results"))
+
+import update_readme
+
 RECORDS = sorted((ROOT / "results").glob("*/*.json"))
 
 
@@ -44,6 +48,28 @@ def test_a_wrong_number_is_found(tmp_path, path):
     text = (tmp_path / path).read_text()
     number = re.fullmatch(re.escape(marker) + "(.+)<!-- end --> ms", text)[1]
     assert float(number) == pytest.approx(row["ms"]["median"], rel=0.005)
+
+
+def test_counts_of_problems_and_of_repeated_rows(tmp_path, monkeypatch):
+    """In records of two problems and two kernels: two runs of one commit, and two of different commits."""
+
+    def write(name, commit, *problems):
+        rows = [{"name": f"problem {i}", "dims": {"N": i}, "kernels": [
+            {"name": "a", "ms": {"median": a}}, {"name": "b", "ms": {"median": b}, "way": way}]}
+            for i, (a, b, way) in enumerate(problems)]
+        run = {"lesson": "1", "commit": commit, "device": {"name": "G"}, "problems": rows}
+        (tmp_path / "results" / "gpu" / f"{name}.json").write_text(json.dumps(run))
+
+    (tmp_path / "results" / "gpu").mkdir(parents=True)
+    write("1", "c0", (1, 2, "x"), (3, 2, "x; y"))
+    write("1.peers", "c0", (2, 2.2, "x"), (3, 9, "y"))  # the second way is another one: three pairs
+    write("2", "c0", (1, 1, "x"))
+    write("2.peers", "c1", (5, 5, "x"))
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    assert update_readme.count('gpu/1 | ms["a"] < ms["b"]') == "1"
+    assert update_readme.count('gpu/1 | "x" in way["b"] and way["a"] == ""') == "2"
+    assert update_readme.repeated("gpu | rows | d") == "3"
+    assert [update_readme.repeated(f"gpu | {which} | .2f") for which in ("median", "largest")] == ["1.10", "2.00"]
 
 
 # ---- Scripts that are given what they cannot use ---------------------------------------------------
@@ -167,6 +193,10 @@ def test_a_damaged_record_is_named(refused, scripts, script, damage):
     ("formula h200/1_matmul_basic square | 1 +", "invalid syntax"),
     ("formula h200/1_matmul_basic square | hope", "name 'hope' is not defined"),
     ("ratio h200/1_matmul_basic square: uncoalesced", "cannot be filled in"),
+    ('count h200/1_matmul_basic | ms["no row"] > 1', "there is no 'no row'"),
+    ("count h200/1_matmul_basic | hope > 1", "name 'hope' is not defined"),
+    ("repeated h200 | hope | d", "there is no 'hope'"),
+    ("repeated no_gpu | rows | d", "cannot be filled in"),
 ])
 def test_a_marker_that_cannot_be_filled_in_is_named(refused, scripts, marker, said):
     page = scripts / "docs" / "page.md"
