@@ -25,7 +25,8 @@
 //       e2  |   e2   -e12   1    -e1          e2 e12 = -e1 (e2 e2)      = -e1
 //       e12 |   e12  -e2    e1   -1           e12 e12 = -(e1 e1) (e2 e2) = -1
 //
-// A result is made of the places where the table has it. For e1 of z these are four of the 16:
+// A result is made of the places where the table has it. For e1 of z these are four of the 16.
+// (Here x and y stand for x' and y'.)
 //
 //     z_e1 = w[0,1,1] x_1 y_e1 + w[1,1,0] x_e1 y_1 + w[2,1,1] x_e12 y_e2 - w[1,1,2] x_e2 y_e12
 //
@@ -47,9 +48,9 @@
 //                     of 8 blades and more, in shared memory), and a cluster of blocks shares a row
 //                     that is too long for one; needs compute capability 9.0
 //
-// Rows may start anywhere (Place says how), and any number of warps shares one. A cluster of 8
-// blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32; "row on chip" has one block for a
-// row, and holds fewer.
+// A row may start at any address (Place says how), and any number of warps may have parts of it. A
+// cluster of 8 blocks holds 8192 features of 8 blades, 4096 of 16, 2048 of 32. "row on chip" has
+// one block for a row, and holds fewer.
 //
 // What makes a kernel of 92 such instructions fast is that nobody looks anything up: which blade
 // times which gives which, with which sign and which weight, is known when the program is compiled.
@@ -117,8 +118,9 @@ constexpr int kRowThreads = 256;
 
 // z need not be written to be normalized: it can be computed again. A block owns a row, walks over
 // its features once for the sums and once for the result; the second time x and y come from the L2
-// cache, as far as it still has them. Works for rows of any length. But a multivector costs its
-// product twice, and its weights, which are reread for every row, come through the L1 cache.
+// cache, as far as it still has them. The kernel can do this for rows of any length. But each
+// product of multivectors is computed twice. And the weights are read again for every row, through
+// the L1 cache.
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     forward_one_launch(const float* x, const float* y, const float* w, float* out, Layer layer) {
@@ -147,9 +149,9 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Backward, the same: the first walk adds up both sums of a row, the second makes dx, dy and dw.
-// Both walks compute P first, the product before it is multiplied by the gates. dw goes to a
-// partial (triples, features) of the block's own.
+// The same for backward: the first walk adds up both sums of a row, the second makes dx, dy and dw.
+// Both walks compute P first, the product before it is multiplied by the gates. Each block adds up
+// its part of dw in memory of its own, (triples, features).
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
@@ -200,16 +202,17 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// W features per thread: as many as the registers hold. Forward needs x, y and z at a time, 3 W
-// multivectors; backward about as much, and dw for all triples. (Forward, rows of over 512 features
-// of 16 blades have W = 2: see kFetchAhead.)
+// A thread has W features, as many as its registers hold. Forward it needs x, y and z at the same
+// time, which are 3 W multivectors. Backward it needs about as much, and dw for all triples. (There
+// is one exception: forward, rows of more than 512 features of 16 blades have W = 2. See
+// kFetchAhead.)
 template <typename A>
 constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 template <typename A>
 constexpr int kBackwardWidth = A::kBlades <= 8 ? 16 / A::kBlades : 1;
 
-// Whether the next row is fetched meanwhile. A thread with two features of 16 blades (rows of over
-// 512) has no room for it beside their weights.
+// This says whether the next row is fetched meanwhile. A thread with two features of 16 blades, as
+// rows of more than 512 features have them, has no room for it beside the weights of both.
 template <typename A, int W>
 constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
 
@@ -435,7 +438,7 @@ Launch backward_by(Function* kernel, const RowsOnChip& shape, size_t bytes, cons
   return {run, partials.bytes(), bytes};
 }
 
-// The operator's.
+// The launch of the operator's kernel.
 Launch launch_of(const Streamed& streamed) {
   if (streamed.ways.empty()) return {};
   const operators::Way& way = streamed.ways.front();
@@ -495,7 +498,8 @@ bool add_forward(const Tensors& of, const Device& device) {
   return on_chip.run || streamed.run;
 }
 
-// Forward, then backward, two calls with other layers' work between them: x and y are read twice.
+// In a network other layers work between the forward and the backward pass. So these are two calls,
+// each of which reads x and y.
 template <typename A>
 bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   Problem& problem = of.problem;
@@ -543,7 +547,7 @@ int run_lesson(Lesson& lesson) {
   return lesson.run();
 }
 
-// Of `scons algebra=2,1,0`, which defines ALGEBRA as these three numbers: one more to choose.
+// `scons algebra=2,1,0` defines ALGEBRA as these three numbers. Then --algebra has one more choice.
 #define TEXT_OF(...) #__VA_ARGS__
 #define TEXT(macro) TEXT_OF(macro)
 

@@ -54,7 +54,8 @@ __device__ float sigmoid(float s) { return __fdividef(1.0f, 1.0f + __expf(-s)); 
 
 // Thread (x, y) owns out(row y, column x), and both its sums: gate = x W1 + b1, value = x W2 + b2.
 __global__ void gating_simple(const __grid_constant__ GatingOperands in) {
-  // Rows are along the grid's x: its y may be 65535 at most, and there are M / 8 blocks of rows.
+  // Rows are along the grid's x. The grid's y may be 65535 at most, and there are M / 8 blocks of
+  // rows.
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   const int col = blockIdx.y * blockDim.x + threadIdx.x;
   if (row >= in.M || col >= in.H) return;
@@ -218,9 +219,11 @@ __global__ void __launch_bounds__(Tiles::kThreads)
 
 // The same, but kStages sets of tiles are in shared memory, as in lesson 2's *async*: the tensor
 // cores work on one while the others are on their way, and a step needs one barrier, not two. (Here
-// one is on its way: kStages is 2.) Tiles are larger, too: 128 rows, not 64, and 64 of k, not 32,
-// where that fits. So not all that is gained comes from the copies. In the end the stagings take
-// the place of the tiles.
+// kStages is 2, so one is on its way.) In the end the stagings take the place of the tiles.
+//
+// Tiles are larger, too: they have 128 rows, not 64. They have 64 of k, not 32, if K and H are
+// multiples of 8 and a block may have 96 KB of shared memory. So not all that is gained comes from
+// the copies. (If K or H is no multiple of 8, copy_tile() copies element by element, and waits.)
 template <class Tiles, int kStages>
 constexpr int kAsyncBytes = Tiles::kBiasBytes +
                             std::max(kStages* Tiles::kStageBytes, Tiles::kStagingBytes);
@@ -302,13 +305,14 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 // Reader, Box, LeftTile, RightTile, Sum. And these are new: bulk_load copies a number of bytes that
 // lie one after the other, and needs no CUtensorMap. reader.wait() waits until the reader's stage
 // is full, and returns it. reader.give_back() says that this stage is empty, and reader.next(n)
-// goes on by n stages. An Outbox is the boxes in which a consumer's results leave.
+// goes on by n stages. An Outbox has the boxes through which a consumer's results leave.
 
 // A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
 // Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
 // row, and two in the row 8 rows below. So these four elements need one pair of biases, pair p. The
-// next four are 8 columns further on, so that 64 columns are eight pairs. Only `cols` of the
-// columns exist, an even number; the others get the last pair, and are never stored.
+// next four are 8 columns further on, so that 64 columns are eight pairs. If out ends within these
+// 64 columns, only the first `cols` of them exist. `cols` is even, so a pair exists or it does not.
+// A pair beyond the end gets the last two biases. Its results are never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
@@ -322,12 +326,12 @@ struct Gate {
     }
   }
 
-  // Puts 64 columns of results into a box. `sum` has the gates in the left half of its columns, the
-  // values in the right half: if the gate of an element is elements[i], its value is
-  // elements[kCols / 4 + i], in the same thread. The box gets the columns from `first` on of each
-  // half. They are a thread's elements first / 2 to first / 2 + 31. `first` is a multiple of 64, so
-  // element i needs the biases of pair i % 32 / 4. gated(gate, value) is sigmoid(gate) * value in
-  // five instructions (operators/gating/rows.cuh).
+  // Puts 64 columns of results into a box. The left half of the columns of `sum` are gates, the
+  // right half are values. If elements[i] is the gate of a result, elements[kCols / 4 + i], in the
+  // same thread, is its value. `first` says which 64 gates: those of the columns from `first` on, a
+  // multiple of 64. They are the thread's elements first / 2 to first / 2 + 31. Element i needs the
+  // biases of pair i % 32 / 4. gated(gate, value) is sigmoid(gate) * value in five instructions
+  // (operators/gating/rows.cuh).
   template <int kCols>
   __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
     sum.store(box, first, [&](int i) {
@@ -342,9 +346,9 @@ struct Gate {
 };
 
 // The idea of "resident weights" with Hopper's means. There a block does one thing after the other:
-// products, sigmoids, stores. Here one warpgroup of a block is the producer, whose one thread does
-// nothing but copy, and four are consumers, each at a point of its own: while one waits for its
-// products, another computes sigmoids, and a third waits for its tile.
+// products, sigmoids, stores. Here one warpgroup of a block is the producer, and one thread of it
+// does nothing but start copies. Four warpgroups are consumers, each at a point of its own: while
+// one waits for its products, another computes sigmoids, and a third waits for its tile.
 //
 // A block's 64 columns of W1, and the same columns of W2, stay in shared memory next to each other,
 // as one right factor of 128 columns. So one wgmma gives both sums: gates in the left half of a
@@ -353,8 +357,8 @@ struct Gate {
 // A tile is 64 rows of x, K columns wide. The block takes tiles blockIdx.x, blockIdx.x + gridDim.x,
 // and so on; consumer c takes every fourth of these, from the c-th on. The tiles go through one
 // pipeline, whose number of stages is a multiple of four: a stage always belongs to the same
-// consumer, which alone gives it back. K is at most 64 kSteps; the copy engine puts zeros where a
-// box is outside of the matrix, and drops what it would store there.
+// consumer, which alone gives it back. K is at most 64 kSteps. Where a box reaches beyond its
+// matrix, the copy engine loads zeros from there, and stores nothing there.
 struct ResidentShared {
   static constexpr int kConsumers = 4, kStages = 8, kSteps = 2;
   static constexpr int kMaxChannels = kSteps * kStepK;
@@ -406,7 +410,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       }
       Writer writer(shared.pipeline);
       for (int tile = blockIdx.x; tile < tiles; tile += blocks) {
-        // A stage has room for the largest K. What comes is `steps` tiles of it, so the number of
+        // A stage has room for the largest K. Only `steps` of its tiles come, so the number of
         // bytes that the barrier has to wait for is said here.
         writer.put(steps * sizeof(LeftTile<half, 64>), [&](Shared::Stage& stage, Barrier* arrived) {
           for (int step = 0; step < steps; ++step) {
@@ -437,7 +441,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       reader.give_back();
       reader.next(kConsumers);
 
-      // Each warp has 16 rows of the tile, which leave without the other three warps.
+      // Each warp has 16 rows of the tile, and stores them without waiting for the other warps.
       if (elect_one()) tensor_store_wait_read<0>();  // the 16 rows before have left
       __syncwarp();
       gate.store(sum, 0, results);
@@ -480,7 +484,8 @@ struct GateEpilogue {
 
 // -------------------------------------------------------------------------------------------------
 
-// Adds the kernels that every shape can use; kStages of Tiles fit into the device's shared memory.
+// Adds the kernels that can compute every shape. The caller has chosen Tiles and kStages so that
+// this number of stages fits into the device's shared memory.
 template <class Tiles, int kStages>
 void add_kernels(GatingProblem& table) {
   const int64_t M = table.shape.rows, H = table.shape.hidden;
@@ -577,8 +582,8 @@ void add_hopper_cluster(GatingProblem& table) {
 }
 
 // Adds the last row: what a program would call (operators/gating/layer.cuh). Estimates say which of
-// its ways may be the fastest, and these are tried. Some keep the weights on chip, and others are
-// products as in lesson 3. So up to 24 are tried here, and not 16 as elsewhere.
+// its ways may be the fastest, and these are tried. Some ways keep the weights on chip, and others
+// are products as in lesson 3. To have enough of both, up to 24 are tried here, and not 16.
 void add_any_shape(GatingProblem& table) {
   const GatingMemory memory{table.x, table.W1, table.b1, table.W2, table.b2, table.out};
   const GatedLayer layer(workspace_of(table.problem), memory, table.shape);

@@ -5,9 +5,9 @@
 //     x (B, D), W (D, C), probs (B, C): fp32, row-major; D inputs, C classes
 //
 // The last layer of a classifier. What is computed is 2 B D C operations; what has to move is x, W
-// and probs, 4 (B D + D C + B C) bytes. Small layers are limited by neither, but by launches, and
-// by blocks that wait for one another's data. For large ones with many rows arithmetic is the
-// limit. For large ones with few rows it is memory, since W is nearly all that moves.
+// and probs, 4 (B D + D C + B C) bytes. In small layers neither operations nor bytes take long:
+// launches do, and blocks that wait for one another's data. In large ones with many rows arithmetic
+// is the limit. In large ones with few rows it is memory, since W is nearly all that moves.
 //
 // Unfused, one kernel writes the B C logits and another one reads them. Fused, they never leave the
 // chip. But softmax needs whole rows: every probability depends on the maximum and on the sum of
@@ -27,13 +27,15 @@
 // The kernels. All but *fused rows* and *any shape* multiply by the same code, multiply_tile():
 //
 //     unfused         tiles of logits, and a softmax that reads them
-//     fused rows      a block a row: simple; every block reads all of W (in the fp32 tables)
+//     fused rows      a block has a row, and reads all of W: simple, and slow. (This row is in the
+//                     fp32 tables alone.)
 //     fused tiles     a block has 32 rows with all their columns (at most 128): a row's logits are
 //                     in the lanes of one warp
 //     fused cluster   (Hopper) the same, and 8 blocks share D: a block's partial sums go straight
 //                     into the shared memory of the blocks that finish the rows
-//     fused online    more columns than a block has: it writes logits and, of its part of each row,
-//                     maximum and sum. A second kernel makes probabilities of these: half fused
+//     fused online    a row has more columns than a block: each block writes logits and, of its
+//                     part of each row, maximum and sum. A second kernel makes probabilities of
+//                     these. So this is half fused
 //     fused exchange  the blocks of a row run at the same time, keep their logits in registers, and
 //                     tell each other only maximum and sum
 //     any shape       no lesson, but the operator that a program would call
@@ -58,10 +60,11 @@
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
 //
-// --all adds the fp32 tables, and more shapes where none is given. --kinds shows the operator's
-// kernels one by one. --hard-rows puts infinities and huge numbers among the logits, and adds
-// tables of only -inf. What a reader may try next stands in exercises/9_softmax_training.cu:
-// cross-entropy, the backward pass, fp16 inputs.
+// --all adds the fp32 tables, and more shapes where none is given. (A GPU before compute capability
+// 8.0 has no TF32, and always has the fp32 tables.) --kinds shows the operator's kernels one by
+// one. --hard-rows puts infinities and huge numbers among the logits, and adds tables of only -inf.
+// What a reader may try next stands in exercises/9_softmax_training.cu: cross-entropy, the backward
+// pass, fp16 inputs.
 
 #include <algorithm>
 #include <cmath>
@@ -248,7 +251,7 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
     barrier_init_fence();
     barrier_arrive_expect(&come, sizeof inbox);
   }
-  __syncwarp();      // thread 0 has been elsewhere than the rest of its warp
+  __syncwarp();      // the rest of thread 0's warp waits for it here
   cluster_arrive();  // this block's inbox is open: cluster_wait() below waits for all eight
   start_next_kernel();
   wait_for_previous_kernel();
@@ -366,7 +369,7 @@ __global__ void __launch_bounds__(kThreads)
       count.fetch_add(1, cuda::memory_order_release);
       wait_for_count(count, tiles, "the other blocks' maxima and sums of these rows");
     }
-    __syncthreads();  // all blocks' are
+    __syncthreads();  // the parts of all blocks of these rows are written
 #pragma unroll
     for (int i = 0; i < kOwnRows; ++i) {
       if (row0 + i >= in.B) break;
@@ -409,8 +412,8 @@ struct SoftmaxTable : SoftmaxProblem {
 
   void softmax_of_logits() const { softmax(logits, probs, shape, halves); }
 
-  // Row (1), library: cuBLAS's own choice of a product, or the fastest of cuBLASLt's candidates;
-  // and then our softmax.
+  // Row (1), library: a product by cuBLAS's own choice or by one of cuBLASLt's candidates,
+  // whichever is the fastest, and then our softmax.
   void add_library(cublasHandle_t blas) const {
     const bool tf32 = about == About::tf32;
     const auto compute = tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;

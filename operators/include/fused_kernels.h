@@ -73,10 +73,9 @@ FK_API int fk_version(void);
  * It stays until another call of this thread fails. */
 FK_API const char* fk_last_error(void);
 
-/* Says in words by which kernel, with tiles of which size, a result was computed: that of this
- * thread's last call that launched something; "" before there is one. It stays until another call
- * of this thread launches something. The words are for people, and may change from version to
- * version. */
+/* Says in words which kernel, with tiles of which size, computed the result of this thread's last
+ * call that launched something; "" before there is one. It stays until another call of this thread
+ * launches something. The words are for people, and may change from version to version. */
 FK_API const char* fk_last_way(void);
 
 /* Switches on (1) or off (0) that a call tries several ways to compute its result and keeps the
