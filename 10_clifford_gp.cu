@@ -11,9 +11,9 @@
 // blades. A blade's grade is how many basis vectors it is made of; <x>_a is what x has of grade a,
 // and x_1 is its scalar, the coefficient of 1. Multivectors multiply like polynomials in e1, e2,
 // ... which anticommute, e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's
-// signature. Each triple of grades a, c, b has a weight for each feature, shared by the batch.
-// There are 10 triples in 2-D, 20 in 3-D. |z_c|^2 is the plain sum of squares. Backward returns dx,
-// dy and dw from d_out.
+// signature. Each triple of grades a, c, b that occurs has a weight for each feature, shared by the
+// batch. In 2-D 10 triples occur, in 3-D 20. |z_c|^2 is the plain sum of squares. Backward returns
+// dx, dy and dw from d_out.
 //
 // In the plane (n = 2, both vectors square to +1) there are four blades, and two of them multiplied
 // are one of them again, with a sign:
