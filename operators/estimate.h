@@ -17,6 +17,7 @@ struct Cost {
   double rows, cols;        ///< of a block's tile
   double shared_lines;      ///< that a step moves into shared memory and, by wgmma, out of it
   double fetched_lines;     ///< that a block asks the L2 cache for in a step
+  double least_cycles = 0;  ///< that a step takes in any case
   double blocks;            ///< that work at the same time, each on a multiprocessor of its own
   double multiprocessors;   ///< of the device
   double memory_bytes = 0;  ///< that go from and to memory in all
@@ -46,7 +47,7 @@ inline constexpr double kNextLaunch = 2;   ///< the same of a kernel that follow
 inline double step_microseconds(const Cost& cost) {
   const double asking = std::max(0.33, cost.blocks / cost.multiprocessors);
   return std::max({cost.rows * cost.cols / 32, cost.shared_lines * kLineBytes / 150,
-                   cost.fetched_lines * kLineBytes / 39 * asking}) /
+                   cost.fetched_lines * kLineBytes / 39 * asking, cost.least_cycles}) /
          kCycles;
 }
 

@@ -80,8 +80,8 @@ OTHERS = {
     "block_grid": [
         (r"else if \((thread < kStack)\)", "thread < kStack && thread != stack"),
         (r"else if \((thread < kPeers)\)", "false"),
-        (r"static_cast<uint16_t>\((kAll << stack)\)", "1u << rank"),
-        (r"static_cast<uint16_t>\((\(\(1 << kStack\) - 1\) << kStack \* side)\)", "1u << rank"),
+        (r"static_cast<uint16_t>\((kAll << stack << first)\)", "1u << (first + rank)"),
+        (r"static_cast<uint16_t>\((\(\(1 << kStack\) - 1\) << kStack \* side << first)\)", "1u << (first + rank)"),
         (r"&& Share::kWhole \? (stack) \* kBoxes", "0"),
         (r"kAlone \? i : (side)\) \* kShare", "0"),
     ],

@@ -477,8 +477,9 @@ struct ClusterHandover {
 
 #endif
 
-/// The Work of a plain product: C = epilogue(A B).
-template <class Tile_, class Epilogue>
+/// The Work of a plain product: C = epilogue(A B). A cluster of the launch has kGrids of the Tile's
+/// clusters (SlicedProduct).
+template <class Tile_, class Epilogue, int kGrids = 1>
 struct MatrixProduct {
   using Tile = Tile_;
   using Stage = typename Tile::Stage;
@@ -495,7 +496,7 @@ struct MatrixProduct {
   Exchange exchange;
 
 #if HOPPER_CODE
-  using Grid = BlockGrid<Tile::kStack, Tile::kSide>;
+  using Grid = BlockGrid<Tile::kStack, Tile::kSide, kGrids>;
 
   /// Every other piece of a cluster is walked from the end of k to its beginning: what the tile
   /// before it ended with is still in the L2 cache. One block of each cluster keeps in step (Pace).

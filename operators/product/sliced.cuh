@@ -11,6 +11,11 @@
 // together, so they may wait for each other. When all have multiplied, each sends every other one
 // its columns of the sum, through shared memory. Each adds up a part of the columns, and runs the
 // epilogue for it. Where that is not enough, several such clusters leave what they have in memory.
+//
+// Blocks that have the same slice may also share what they copy, as those of a Tile with several
+// blocks do. Then a cluster has these blocks once for each slice. For example, with 2 slices of a
+// Tile of 2 x 1 blocks ranks 0 and 1 have the first slice, and share the right factor; ranks 2 and
+// 3 have the second one. Ranks 0 and 2 have the same tile, and add up its sums.
 #pragma once
 
 #include "operators/product/product.cuh"
@@ -36,17 +41,16 @@ struct PartOfSum<Sum<kCols>, kParts> {
 
 /// The Work of a product in slices. Whole is the Work of the same product, whose Results have
 /// finish(sum, tile, col), the epilogue of a tile. With kOfCluster = 1 a cluster is one of Whole's,
-/// and the cluster number n has slice n % slices of the tile number n / slices. Otherwise Whole has
-/// blocks alone, and a cluster has kOfCluster of them: there are kOfCluster times as many slices,
-/// of which block n has one in the same way. The schedule is Schedule::sliced, where all tiles are
-/// shared: a range of steps begins and ends where a slice does. There are at least as many steps as
-/// slices.
+/// and the cluster number n has slice n % slices of the tile number n / slices. Otherwise a cluster
+/// has kOfCluster of Whole's clusters (MatrixProduct's kGrids, if these have several blocks): there
+/// are kOfCluster times as many slices, of which Whole's cluster number n has one in the same way.
+/// The schedule is Schedule::sliced, where all tiles are shared: a range of steps begins and ends
+/// where a slice does. There are at least as many steps as slices.
 template <class Whole, int kOfCluster = 1>
 struct SlicedProduct : Whole {
   using Tile = typename Whole::Tile;
   using Sum = typename Whole::Sum;
   using Part = typename PartOfSum<Sum, kOfCluster>::Type;
-  static_assert(kOfCluster == 1 || Tile::kBlocks == 1);
   static constexpr int kSlicesOfCluster = kOfCluster, kClusterBlocks = kOfCluster * Tile::kBlocks;
   struct Shared : Whole::Shared {
     unsigned before[Tile::kConsumers];  ///< how many slices had left their sum before this one
@@ -92,7 +96,7 @@ struct SlicedProduct : Whole {
           grid(blocks),
           shared(memory),
           consumer(number),
-          rank(kOfCluster == 1 ? 0 : cluster_rank()) {}
+          rank(kOfCluster == 1 ? 0 : cluster_rank() / Tile::kBlocks) {}
 
     __device__ void store(Sum& sum) const {
       if constexpr (kOfCluster == 1) {
@@ -111,12 +115,16 @@ struct SlicedProduct : Whole {
     Shared& shared;
     const int consumer, rank;
 
+    // The rank in the cluster of the block that has another slice of the same tile.
+    __device__ int block_of(int slice) const {
+      return Tile::kBlocks == 1 ? slice : slice * Tile::kBlocks + grid.rank;
+    }
     // A thread sends the same thread of every other block what it has of that block's columns.
     __device__ void add_up_in_cluster(Part& part, const Sum& sum) const {
       Inbox& inbox = reinterpret_cast<Inbox*>(shared.pipeline.memory)[consumer];
       const int thread = threadIdx.x % 128;
       // reader.finish() has waited for the products of all four warps: no stage is read any more.
-      if (thread < kOfCluster) barrier_arrive(&shared.multiplied, thread);
+      if (thread < kOfCluster) barrier_arrive(&shared.multiplied, block_of(thread));
       barrier_wait(&shared.multiplied, 0);
 #pragma unroll
       for (int block = 0; block < kOfCluster; ++block) {
@@ -126,7 +134,8 @@ struct SlicedProduct : Whole {
           if (block == rank) {
             part.element(i) = value;
           } else {
-            store_push(&inbox.from[rank][i][thread], value, &shared.come[consumer], block);
+            store_push(&inbox.from[rank][i][thread], value, &shared.come[consumer],
+                       block_of(block));
           }
         }
       }
@@ -148,7 +157,7 @@ struct SlicedProduct : Whole {
       const int cluster = grid.cluster / kOfCluster, tile = cluster / work.slices;
       const int slice = cluster - tile * work.slices, col = rank * Part::size() * 2;
       if (work.slices > 1) {
-        const int block = tile * kClusterBlocks + (kOfCluster > 1 ? rank : grid.rank);
+        const int block = tile * kClusterBlocks + block_of(rank);
         const int of_tile = block * Tile::kConsumers + consumer;
         leave_sum(part, elements(of_tile, slice));
         if (!is_last(of_tile)) return;

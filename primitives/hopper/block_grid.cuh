@@ -74,11 +74,17 @@ struct BoxSource {
 /// `rank` is this block's number in its cluster. `stack` and `side` are its row and its column in
 /// such a picture, 1 and 0 for block 1. `cluster` is the number of this cluster, and `clusters` is
 /// how many there are.
-template <int kStack, int kSide>
+///
+/// A cluster may have kGrids such pictures, which share nothing that is copied: the ranks of the
+/// second one follow those of the first. Then rank, stack and side are those in the own picture,
+/// `cluster` and `clusters` count pictures, and `first` is the rank in the cluster of the own
+/// picture's first block.
+template <int kStack, int kSide, int kGrids = 1>
 struct BlockGrid {
   static constexpr int kBlocks = kStack * kSide;
   static constexpr int kPeers = kStack + kSide - 1;  ///< who share with a block, and itself
-  const int rank = kBlocks == 1 ? 0 : cluster_rank();
+  const int first = kBlocks == 1 || kGrids == 1 ? 0 : cluster_rank() / kBlocks * kBlocks;
+  const int rank = kBlocks == 1 ? 0 : cluster_rank() - first;
   const int stack = kSide == 1 ? rank : rank % kStack, side = kSide == 1 ? 0 : rank / kStack;
   const int cluster = blockIdx.x / kBlocks, clusters = gridDim.x / kBlocks;
 
@@ -102,10 +108,10 @@ struct BlockGrid {
     if constexpr (kBlocks == 1) {
       if (thread == 0) barrier_arrive(&empty);
     } else if (thread < kStack) {
-      barrier_arrive(&empty, thread + kStack * side);
+      barrier_arrive(&empty, first + thread + kStack * side);
     } else if (thread < kPeers) {
       const int other = thread - kStack;
-      barrier_arrive(&empty, stack + kStack * (other < side ? other : other + 1));
+      barrier_arrive(&empty, first + stack + kStack * (other < side ? other : other + 1));
     }
   }
 
@@ -120,10 +126,10 @@ struct BlockGrid {
     static_assert(kSide <= 2 || kSide == 4);
     constexpr unsigned kTwo = 1 | 1 << kStack;
     constexpr unsigned kAll = kSide == 1 ? 1 : kSide == 2 ? kTwo : kTwo | kTwo << 2 * kStack;
-    return static_cast<uint16_t>(kAll << stack);
+    return static_cast<uint16_t>(kAll << stack << first);
   }
   __device__ uint16_t below() const {
-    return static_cast<uint16_t>(((1 << kStack) - 1) << kStack * side);
+    return static_cast<uint16_t>(((1 << kStack) - 1) << kStack * side << first);
   }
 
   /// Starts the copies of this block's share of a tile of the left factor. The tile begins at (row,
