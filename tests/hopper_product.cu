@@ -257,7 +257,8 @@ int main(int argc, char** argv) {
   ok = right<Tiles<__nv_bfloat16, 64, 64, 1, 1, 1>, 4>(shape, false, false, 8) && ok;
   ok = right<Tiles<__nv_bfloat16, 64, 128, 2, 1, 2>, 2>(shape, false, false, 4) && ok;
   ok = right<Tiles<half, 128, 128, 2, 2, 2>, 2>(shape, false, false, 2) && ok;
-  // Threads copy and split these operands themselves: under ThreadSanitizer a tile takes ten times as long.
+  // Threads copy and split these operands themselves. Under ThreadSanitizer a tile takes ten times
+  // as long.
   const ProductShape quarter{(shape.rows + 1) / 2, (shape.cols + 1) / 2, shape.depth};
   ok = right_in_tf32<PlainTf32Tile<Math::tf32, 96, 2>>(quarter) && ok;
   ok = right_in_tf32<PlainTf32Tile<Math::split, 64, 2>>(quarter) && ok;

@@ -210,8 +210,8 @@ bool suits(const ProductShape& shape) {
 }
 
 /// Cycles that a step takes in any case, however few blocks there are. A multiprocessor takes 72
-/// bytes a cycle from the L2 cache, also of what another block has fetched for it; and no step takes
-/// less than 280. (Fitted to products of 1 to 1400 rows.)
+/// bytes a cycle from the L2 cache, also of what another block has fetched for it; and no step
+/// takes less than 280. (Fitted to products of 1 to 1400 rows.)
 template <class Tile>
 constexpr double kLeastCycles = std::max(280.0, (Tile::BM + kStepK * Tile::Share::kAllBoxes) *
                                                     kLineBytes / 72);
