@@ -56,9 +56,23 @@
 // times which gives which, with which sign and which weight, is known when the program is compiled.
 // Most write these lines by hand, or generate them with a symbolic package. Here the compiler does,
 // from the signature: Cl<3, 0, 0> is all that a user writes; Cl<1, 3, 0> (spacetime), Cl<3, 0, 1>
-// (projective) and Cl<4, 1, 0> (conformal) cost nothing more. Read first weighted_product() and
-// gradients() in operators/clifford/algebra.cuh. Gates and norms in registers:
-// operators/clifford/clifford.cuh.
+// (projective) and Cl<4, 1, 0> (conformal) cost nothing more.
+//
+// The words of the kernels below, and where they stand in operators/clifford/. Read algebra.cuh
+// first, weighted_product() and gradients() in it.
+//
+//     algebra.cuh    A is an algebra, such as Cl<3, 0, 0>. A Pack<W> is one coefficient of W
+//                    features, and Multivectors<A, W> are W multivectors, in registers: blade[0] of
+//                    them is the scalar. unroll() is a loop whose index is a constant
+//     clifford.cuh   Gates, FeatureSums and GradientSums (what a row adds up), add_up_row(), and
+//                    Weights, those of one feature, in registers. A block has at most kMaxWarps
+//                    warps
+//     tensors.h      Layer has the sizes. layer.plane() is batch x features: so many elements
+//                    further on is the next blade of the same multivector
+//     unfused.cuh    a StripThread says which feature and which strip of 32 rows a thread has; a
+//                    block has kStripFeatures features
+//     rows.cuh       which features of which row a thread has (RowsOnChip, Place), and the shared
+//                    memory of "row on chip" (OnChipMemory)
 
 #include <algorithm>
 #include <optional>
@@ -175,8 +189,15 @@ __global__ void __launch_bounds__(kRowThreads)
           add_gradient_sums(P, gates.product(), d, sums);
           continue;
         }
+        // z = g P, and g is the product of both gates. This makes the gradients of both from d_out:
+        // it returns that of P, and writes that of g to dg.
         Pack<1> dg;
         const Multivectors<A, 1> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
+        // gradients() computes, and does not know where results lie. For that it calls these four
+        // functions. The first of its two calls below makes dx and some triples' part of dw, the
+        // second makes dy and the other triples'. For each triple t one of the two asks take_w(t)
+        // for the sum so far, adds this feature's terms, and hands the new sum to give_w(t). In the
+        // block's first row, n == blockIdx.x, nothing has been written yet: the sum so far is 0.
         const auto take_w = [&](auto t) {
           const float sum = dw[static_cast<size_t>(t) * layer.features + f];
           return Pack<1>{{n == static_cast<int>(blockIdx.x) ? 0 : sum}};
@@ -184,6 +205,9 @@ __global__ void __launch_bounds__(kRowThreads)
         const auto give_w = [&](auto t, const Pack<1>& sum) {
           dw[static_cast<size_t>(t) * layer.features + f] = sum.v[0];
         };
+        // give_x(i, value) is called once for each blade i of dx, give_y once for each of dy. The
+        // gate of x is computed from the scalar of x, so blade 0 of dx has a second part: dg times
+        // gate'(x_1) gate(y_1), which is through_gate(). It is the same with the scalar of y.
         const auto give_x = [&](auto i, Pack<1> value) {
           if (i == 0) add(value, through_gate(dg, left.blade[0], gates.y));
           dx[i * plane + row + f] = value.v[0];
@@ -202,10 +226,10 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // ---- Row on chip --------------------------------------------------------------------------------
 
-// A thread has W features, as many as its registers hold. Forward it needs x, y and z at the same
-// time, which are 3 W multivectors. Backward it needs about as much, and dw for all triples. (There
-// is one exception: forward, rows of more than 512 features of 16 blades have W = 2. See
-// kFetchAhead.)
+// A thread has W features of a row, as many as its registers hold. (The weights are w.) Forward it
+// needs x, y and z of these features at the same time, which are 3 W multivectors. Backward it
+// needs about as much, and dw for all triples. (There is one exception: forward, rows of more than
+// 512 features of 16 blades have W = 2. See kFetchAhead.)
 template <typename A>
 constexpr int kForwardWidth = A::kBlades <= 8 ? 4 : 1;
 template <typename A>
@@ -277,10 +301,14 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 
 // Backward, with the same three improvements as forward_on_chip. One reduction serves both sums of
 // a row. A thread's features are the same for all of its rows, so that dw can stay in registers
-// until the end. Registers are scarce now: x and d_out are taken into registers for good, and the
-// next row's are ordered before the sums have been added up, so that memory has work all the time.
-// There is no room for y as well: y is taken once for the sums and once more for the gradients, and
-// the next row's y is ordered then.
+// until the end. So registers are scarce. A row's x, y and d_out are needed twice: for its sums,
+// and, when these have been added up, for its gradients.
+//
+//     x and d_out   are taken from shared memory once, and stay in registers until the row is
+//                   finished. So their places are free early: the next row's x and d_out are
+//                   ordered before this row's sums are added up, and memory has work meanwhile
+//     y             has no registers to stay in. It is taken from shared memory twice, once for the
+//                   sums and once for the gradients. After that the next row's y is ordered
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     backward_on_chip(const float* x, const float* y, const float* w, const float* d_out, float* dx,
@@ -325,11 +353,12 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
       add_gradient_sums(P, gates.product(), d, sums);
       add_up_row_by_halves(sums, partials[turn], shape.per_row / 32);
     }
-    Pack<W> dg;
+    Pack<W> dg;  // the gradient of the product of both gates, as above
     const Multivectors<A, W> dP = gradient_of_product(P, gates.product(), d, sums, layer, dg);
     right = memory.template take<A::kBlades>();
     __syncwarp();
     if (first + step < layer.batch) fetch_y(n + step);
+    // This calls gradients() as backward_one_launch does, but dw is in registers.
     store_gradients(left, right, dP, dg, gates, memory, dw, dx + at(n), dy + at(n), plane, place,
                     inside(n));
   }
@@ -345,8 +374,10 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // a row do not stop for its sums: each posts its own and goes on with the next row. And a row that
 // is too long for a block has a cluster of them.
 //
-// The table's rows *rows streamed* and *both streamed* call the operator's kernels, those that a
-// program would call: forward_streamed and backward_streamed in operators/clifford/streamed.cuh.
+// The lesson has no kernel of this kind. The table's rows *rows streamed* and *both streamed* call
+// those of the operator, which a program would call, too: forward_streamed and backward_streamed in
+// operators/clifford/streamed.cuh. How they are made stands in docs/lessons/10_clifford_gp.md, from
+// "With Hopper's words" on.
 
 // ---- Launches -----------------------------------------------------------------------------------
 
