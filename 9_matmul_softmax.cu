@@ -23,6 +23,8 @@
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
+// The tables have (2) and (3) with two products: the rows *unfused* and *fused tiles* and so on have
+// the lesson's own, the rows *unfused any shape* and *fused any shape* the operator's.
 //
 // The kernels. All but *fused rows* and *any shape* multiply by the same code, multiply_tile():
 //
@@ -55,7 +57,11 @@
 // of two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
-// (primitives/early_launch.cuh): here the time between two kernels counts.
+// (primitives/early_launch.cuh): here the time between two kernels counts. So each kernel begins
+// with two calls. start_next_kernel() lets blocks of the next kernel take the places of those that
+// end from now on. wait_for_previous_kernel() waits until the kernel before this one has ended: not
+// until then may this one read what that one writes, or write what that one reads. The first call
+// can stand before the wait, since the next kernel's blocks have to wait, too, for this kernel.
 //
 // With infinities: a logit of -inf has the probability 0. A row of only -inf has no maximum to
 // subtract, and becomes NaN, in the reference, too.
@@ -90,7 +96,8 @@ using namespace operators::softmax;
 // lesson 1's product, coalesced along W. A thread keeps the maximum and the sum of its logits so
 // far, by merge() (operators/softmax/rows.cuh), and writes the logits to `probs`. Then the block
 // merges what all of its threads have. After that each thread reads its logits again, from the
-// caches, and writes probabilities over them.
+// caches, and writes probabilities over them. base_of(largest), here and below, is what is
+// subtracted from logits: the maximum, or 0 where that is -infinity, for which there would be NaN.
 //
 // This is fused. But each block reads all of W for its one row: 2 operations for every 4 bytes. At
 // best these bytes come from the L1 cache, if another block of the same multiprocessor has read
@@ -251,8 +258,11 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
     barrier_init_fence();
     barrier_arrive_expect(&come, sizeof inbox);
   }
-  __syncwarp();      // the rest of thread 0's warp waits for it here
-  cluster_arrive();  // this block's inbox is open: cluster_wait() below waits for all eight
+  // cluster_wait() below waits until all threads of the eight blocks have called cluster_arrive().
+  // Thread 0 of each block does so after it has initialized its block's barrier, and __syncwarp()
+  // keeps its warp together. So who has passed cluster_wait() may push into all eight inboxes.
+  __syncwarp();
+  cluster_arrive();
   start_next_kernel();
   wait_for_previous_kernel();
 
@@ -291,10 +301,12 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
 //
 // But a block can find the maximum and the sum of its part of a row while it has the logits in its
 // registers. It leaves these two numbers in `parts` (B, tiles of C). The sum is relative to the
-// part's own maximum, so no part has to know another one's: this is "online softmax". For example,
-// the logits 3 and 1 leave 3 and 1.135, and 5 and 4 leave 5 and 1.368. A second kernel merges a
-// row's parts, here to 5 and 1.522, and makes probabilities of its logits. It reads each logit
-// once; a softmax of a row that is too long for registers reads it twice.
+// part's own maximum, so no part has to know another one's. For example, the logits 3 and 1 leave 3
+// and 1.135, and 5 and 4 leave 5 and 1.368. A second kernel merges a row's parts, here to 5 and
+// 1.522, and makes probabilities of its logits. (merge() multiplies the sum of the part with the
+// smaller maximum by e^(3 - 5), so that both are relative to 5. Attention does the same to what it
+// has when a larger logit comes. That is the method of the *online softmax*.) The second kernel
+// reads each logit once; a softmax of a row that is too long for registers reads it twice.
 __global__ void __launch_bounds__(kThreads)
     logit_tiles(SoftmaxInputs in, float* logits, MaxSum* parts, int tiles) {
   start_next_kernel();
@@ -365,6 +377,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();  // the block's parts are written
     if (threadIdx.x == 0) {
+      // The count is raised by a release: whoever has waited for it also sees the block's parts.
       const GridCount count(arrived[strip]);
       count.fetch_add(1, cuda::memory_order_release);
       wait_for_count(count, tiles, "the other blocks' maxima and sums of these rows");
@@ -486,6 +499,8 @@ struct SoftmaxTable : SoftmaxProblem {
   // The operator, for any shape: a row for its unfused ways and one for its fused ways. With
   // --kinds each kind of its kernels has two rows of its own.
   void add_operator(const SoftmaxProduct& product, Math math, bool each_kind) const {
+    // The name of a row says its arithmetic where rows of another one stand beside it: 3xTF32 beside
+    // fp32, and in tables of only -inf TF32, too. Rows in fp32 have no suffix.
     const std::string suffix = math == Math::split             ? ", 3xTF32"
                                : about == About::only_infinite ? math == Math::tf32 ? ", TF32" : ""
                                                                : "";
