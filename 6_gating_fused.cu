@@ -24,7 +24,7 @@
 //     any shape                the operator that a program would call: the way that suits M, K, H
 //
 // "resident weights" needs compute capability 8.0 (for its shared memory), the last three need 9.0,
-// the others 7.5 (which copies synchronously). The CPU backend runs all.
+// the others 7.5 (there copies are synchronous). The CPU backend runs all.
 //
 // Two tables: the layer, M = 1024 N rows of K = 128 channels to H = 64 hidden, limited by memory;
 // and a square one, N x N x N, limited by tensor cores. The resident kernels are in the first, if K
@@ -309,10 +309,12 @@ __global__ void __launch_bounds__(Tiles::kThreads) gating_resident(GatingOperand
 
 // A Gate holds biases in registers: of 64 columns of out it has those that this thread needs. In a
 // Sum the elements 4 p to 4 p + 3 of a thread are in two neighbouring columns: two of them in one
-// row, and two in the row 8 rows below. So these four elements need one pair of biases, pair p. The
-// next four are 8 columns further on, so that 64 columns are eight pairs. If out ends within these
-// 64 columns, only the first `cols` of them exist. `cols` is even, so a pair exists or it does not.
-// A pair beyond the end gets the last two biases. Its results are never stored.
+// row, and two in the row 8 rows below. For example, elements 0 and 1 of thread 0 are in row 0 and
+// the columns 0 and 1, elements 2 and 3 in row 8 and the same columns. So these four elements need
+// one pair of biases, pair p. The next four are 8 columns further on, so that 64 columns are eight
+// pairs. If out ends within these 64 columns, only the first `cols` of them exist. `cols` is even,
+// so a pair exists or it does not. A pair beyond the end gets the last two biases. Its results are
+// never stored.
 struct Gate {
 #if HOPPER_CODE
   half2 b1[8], b2[8];
@@ -329,9 +331,9 @@ struct Gate {
   // Puts 64 columns of results into a box. The left half of the columns of `sum` are gates, the
   // right half are values. If elements[i] is the gate of a result, elements[kCols / 4 + i], in the
   // same thread, is its value. `first` says which 64 gates: those of the columns from `first` on, a
-  // multiple of 64. They are the thread's elements first / 2 to first / 2 + 31. Element i needs the
-  // biases of pair i % 32 / 4. gated(gate, value) is sigmoid(gate) * value in five instructions
-  // (operators/gating/rows.cuh).
+  // multiple of 64. They are the thread's elements first / 2 to first / 2 + 31, since it has 32
+  // elements of every 64 columns. Element i needs the biases of pair i % 32 / 4.
+  // gated(gate, value) is sigmoid(gate) * value in five instructions (operators/gating/rows.cuh).
   template <int kCols>
   __device__ void store(const Sum<kCols>& sum, int first, Box<half, 64>& box) const {
     sum.store(box, first, [&](int i) {

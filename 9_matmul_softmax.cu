@@ -23,7 +23,7 @@
 //
 // (2) against (3) is fusion, where the product is the same. (1) against (2) compares the library's
 // product with ours, and also how the two are launched: ours starts early, the library's does not.
-// The tables have (2) and (3) with two products: the rows *unfused* and *fused tiles* and so on have
+// The tables have (2) and (3) with two products. The rows *unfused*, *fused tiles* and so on have
 // the lesson's own, the rows *unfused any shape* and *fused any shape* the operator's.
 //
 // The kernels. All but *fused rows* and *any shape* multiply by the same code, multiply_tile():
@@ -499,7 +499,7 @@ struct SoftmaxTable : SoftmaxProblem {
   // The operator, for any shape: a row for its unfused ways and one for its fused ways. With
   // --kinds each kind of its kernels has two rows of its own.
   void add_operator(const SoftmaxProduct& product, Math math, bool each_kind) const {
-    // The name of a row says its arithmetic where rows of another one stand beside it: 3xTF32 beside
+    // A row's name says its arithmetic where rows of another one stand beside it: 3xTF32 beside
     // fp32, and in tables of only -inf TF32, too. Rows in fp32 have no suffix.
     const std::string suffix = math == Math::split             ? ", 3xTF32"
                                : about == About::only_infinite ? math == Math::tf32 ? ", TF32" : ""
