@@ -94,11 +94,12 @@ constexpr std::uint32_t kMapMagic = 0x7E4504AB;
 struct TensorMap {
   std::uint32_t magic;
   std::uint8_t type, rank, swizzle, element_bytes;
+  /// In a driver's map there is a bit that some programs clear, since older drivers set it wrongly.
+  std::uint64_t unused;
   char* address;
   std::uint64_t strides[4];
   std::uint32_t extents[5];
   std::uint32_t box[5];
-  std::uint32_t unused[3];
 
   std::size_t row_bytes() const { return std::size_t{box[0]} * element_bytes; }
   /// Of a box with more than two dimensions: those of all matrices of it, one after another.
@@ -113,10 +114,15 @@ static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
 constexpr std::size_t kMaxRowBytes = 2048;
 
-/// Where byte `offset` of a box that starts at `start` in the window of shared memory is.
-/// "Swizzling modes" of the PTX ISA's "Tensors": bits 4 to 6 of an address, exclusive or bits 7 to
-/// 9.
-std::size_t swizzled(std::size_t address) { return address ^ (address >> 7 & 7) << 4; }
+/// Where a byte is whose address in the window of shared memory would be `address`. "Swizzling
+/// modes" of the PTX ISA's "Tensors": of an address, bits 4 to 6 exclusive or bits 7 to 9. With 64
+/// bytes two of these bits are changed, with 32 one.
+std::size_t swizzled(std::size_t address, std::size_t bytes = 128) {
+  return address ^ (address >> 7 & (bytes / 16 - 1)) << 4;
+}
+
+/// The bytes of the swizzle that a map names; 16 for none.
+std::size_t swizzle_bytes(std::uint8_t swizzle) { return std::size_t{16} << swizzle; }
 
 float round_to_tf32(float value) {
   std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
@@ -645,8 +651,8 @@ void land_box(const Transfer& transfer) {
     } else {
       const std::size_t window = transfer.window + r * row_bytes;
       for (std::size_t piece = 0; piece < row_bytes; piece += 16) {
-        std::memcpy(transfer.target + (swizzled(window + piece) - transfer.window), row + piece,
-                    16);
+        const std::size_t at = swizzled(window + piece, swizzle_bytes(map.swizzle));
+        std::memcpy(transfer.target + (at - transfer.window), row + piece, 16);
       }
     }
   }
@@ -883,8 +889,8 @@ void land_store(Block& block, const Store& store) {
       copy_bytes(row, from + r * row_bytes, row_bytes);
     } else {
       for (std::size_t piece = 0; piece < row_bytes; piece += 16) {
-        const std::size_t at = swizzled(window + r * row_bytes + piece) - window;
-        std::memcpy(row + piece, from + at, 16);
+        const std::size_t at = swizzled(window + r * row_bytes + piece, swizzle_bytes(map.swizzle));
+        std::memcpy(row + piece, from + (at - window), 16);
       }
     }
     const std::size_t size = std::size_t{inside.end - inside.first} * map.element_bytes;
@@ -1903,8 +1909,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
   }
   // Of the modes only those that hopper.cuh uses.
   if (!map || !strides || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
-      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE ||
-      (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && swizzle != CU_TENSOR_MAP_SWIZZLE_128B)) {
+      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || swizzle > CU_TENSOR_MAP_SWIZZLE_128B) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   if (!address || reinterpret_cast<std::uintptr_t>(address) % 16 != 0) {
@@ -1925,14 +1930,15 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     result.extents[i] = static_cast<std::uint32_t>(extents[i]);
     result.box[i] = box[i];
     if (i == 0) continue;
-    if (strides[i - 1] % 16 != 0 || strides[i - 1] >= 1ull << 40 ||
-        (i == 1 && extents[1] > 1 && strides[0] < extents[0] * element)) {
+    // Rows may overlap: NVIDIA's own kernels make such maps.
+    if (strides[i - 1] % 16 != 0 || strides[i - 1] >= 1ull << 40) {
       return CUDA_ERROR_INVALID_VALUE;
     }
     result.strides[i - 1] = strides[i - 1];
   }
   const std::size_t row = box[0] * element;
-  if (row % 16 != 0 || (swizzle == CU_TENSOR_MAP_SWIZZLE_128B && row > 128)) {
+  if (row % 16 != 0 ||
+      (swizzle != CU_TENSOR_MAP_SWIZZLE_NONE && row > swizzle_bytes(result.swizzle))) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   std::memcpy(static_cast<void*>(map), &result, sizeof result);
