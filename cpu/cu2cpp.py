@@ -41,6 +41,10 @@ _DECLARATION = re.compile(
     r"(?P<type>.*?[\s>&*])(?P<name>[A-Za-z_]\w*)\s*(?P<extents>(?:\[.*\])?)\s*$", re.DOTALL
 )
 _PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+(?:unroll|nounroll|nv_\w+)\b[^\n]*", re.MULTILINE)
+# A macro that stands for such a pragma, as nvcc lets it.
+_PRAGMA_MACRO = re.compile(
+    r"^([ \t]*#[ \t]*define[ \t]+\w+)[ \t]+#[ \t]*pragma[ \t]+(?:unroll|nounroll)\b[^\n]*", re.MULTILINE
+)
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _NOINLINE = re.compile(r"(?<!\(\()\b__noinline__\b")
 
@@ -54,12 +58,13 @@ def translate(text: str, path: str) -> str:
     return _Translation(text, path).result()
 
 
-def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset()) -> str:
+def translate_foreign(text: str, path: str, through_call=frozenset(), kernels=frozenset(), known=False) -> str:
     """The same of what others have written, who know more forms than our own sources have: several
     __shared__ variables in a statement, and launches that need a call as C++ has it, of the kernels
     that `through_call` names (templates whose arguments are deduced, overloads, default arguments).
-    `kernels` are the names of all kernels of the program."""
-    return _ForeignTranslation(text, path, through_call, kernels).result()
+    `kernels` are the names of all kernels of the program. known: it launches kernels by their address
+    alone."""
+    return _ForeignTranslation(text, path, through_call, kernels, known).result()
 
 
 def code_of(text: str) -> str:
@@ -97,7 +102,7 @@ def kernel_heads(code: str):
 
 def _definitions(code):
     """(name, what stands before it, where its body begins and ends) of each function outside of classes."""
-    flat = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, code, flags=re.MULTILINE)
+    flat = _without_directives(code)
     depth = begin = 0
     for each in re.finditer(r"[;{}]", flat):
         head = flat[begin : each.start()]
@@ -134,6 +139,11 @@ def device_bodies(code: str):
 
 
 _NAMED = re.compile(r"(?<![:~\w])([A-Za-z_]\w*)\s*\(\)\s*(?:const\s*|noexcept\s*)*$")
+
+
+def _without_directives(code):
+    """The code with nothing where the preprocessor has its lines."""
+    return re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, code, flags=re.MULTILINE)
 
 
 def _without_arguments(head):
@@ -196,6 +206,8 @@ class _Translation:
             self._kernel(match.end())
         for match in _PRAGMA.finditer(self.code):
             self._replace(match.start(), match.end(), "")
+        for match in _PRAGMA_MACRO.finditer(self.code):
+            self._replace(match.start(), match.end(), match[1])
         for match in _NOINLINE.finditer(self.code):
             self._replace(match.start(), match.end(), "__attribute__((noinline))")
         name = self.path.replace("\\", "\\\\").replace('"', '\\"')
@@ -232,12 +244,15 @@ class _Translation:
     def _kernel(self, position):
         """Lets the kernel's body say first what its attributes are."""
         cluster = bounds = ""
+        if self._only_a_word(position):
+            return
         while match := re.compile(r"(\w*)\s*([({;])").search(self.code, position):
             if match[2] == ";":
                 return  # only a declaration
             if match[2] == "{":
                 head = f"cuda_cpu::cluster_dims({cluster}), cuda_cpu::launch_bounds({bounds})"
-                self._replace(match.end(), match.end(), f" if (cuda_cpu::describe_kernel({head})) return;")
+                new = f" if (cuda_cpu::describe_kernel({head})) return;{self._known(match.start())}"
+                self._replace(match.end(), match.end(), new)
                 return
             position = _closing(self.code, match.end() - 1) + 1
             inside = " ".join(self.code[match.end() : position - 1].split())
@@ -245,6 +260,16 @@ class _Translation:
                 cluster = inside
             elif match[1] == "__launch_bounds__":
                 bounds = inside
+
+    def _only_a_word(self, position):
+        """Whether this is in a macro that stands for __global__ and other words, and is no kernel."""
+        start = self.code.rfind("\n", 0, position) + 1
+        line = re.compile(r"(?:[^\n\\]|\\.|\\\n)*", re.DOTALL).match(self.code, start)[0]
+        return re.match(r"[ \t]*#[ \t]*define\b", line) is not None and "{" not in line
+
+    def _known(self, body):
+        """What makes the kernel known whose body begins there, for launches by its address alone."""
+        return ""
 
     def _shared(self, match):
         start, stop = match.span()
@@ -279,8 +304,9 @@ class _Translation:
 
 
 class _ForeignTranslation(_Translation):
-    def __init__(self, text, path, through_call, kernels):
+    def __init__(self, text, path, through_call, kernels, known):
         super().__init__(text, path)
+        self.known = known
         self.through_call = through_call
         self.kernels = kernels
 
@@ -330,6 +356,23 @@ class _ForeignTranslation(_Translation):
             if self.code[a:b].strip() in ("0", "NULL"):
                 self._replace(a, b, "cuda_cpu::Zero()")
 
+    def _known(self, body):
+        heads = [match for match in _KERNEL.finditer(_without_directives(self.code)) if match.end() <= body]
+        if not self.known or not heads:
+            return ""
+        head = heads[-1]
+        parameters = self.code[head.end() : _closing(self.code, head.end() - 1)]
+        parameters = ", ".join(re.sub(r"=.*", "", each, flags=re.DOTALL) for each in _at_commas(parameters))
+        arguments = []
+        template = re.search(r"<(.*)>", head["template"] or "", re.DOTALL)
+        for each in _at_commas(template[1]) if template else []:
+            name = re.search(r"(\.\.\.)?\s*\b(\w+)\s*(?:=.*)?$", each.strip(), re.DOTALL)
+            if not name or re.fullmatch(r"(?:typename|class|int|bool|unsigned|size_t)", name[2]):
+                return ""  # a parameter without a name
+            arguments.append(name[2] + (name[1] or ""))
+        own = f"&{head['name']}" + (f"<{', '.join(arguments)}>" if template else "")
+        return f" (void)&cuda_cpu::Known<static_cast<void (*)({' '.join(parameters.split())})>({own})>::is;"
+
     def _start_of_kernel(self, position):
         """Where the expression begins that stands before <<<."""
         code = self.code
@@ -352,7 +395,7 @@ class _ForeignTranslation(_Translation):
 
     def _all_shared(self):
         done = 0
-        flat = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", _blank, self.code, flags=re.MULTILINE)
+        flat = _without_directives(self.code)
         for match in re.finditer(r"\b__shared__\b", flat):
             if match.start() < done:
                 continue

@@ -27,6 +27,9 @@ from two_versions import two_versions
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
 SECONDS = 60
+# A program of more files has a library of templates in it. Its checks for what C++ leaves undefined would take the
+# compiler a quarter of an hour, and 9 GB.
+MANY_FILES = 100
 PAGE = "docs/cpu.md"
 CXX = "g++"
 FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
@@ -47,6 +50,10 @@ PRINTS = ("printf", "__printf_chk", "puts", "putchar")  # what cpu/watch/repeats
 IDENTITIES = identities.link_flags(CXX)  # of the thread sanitizer
 _INCLUDE = re.compile(r'^([ \t]*#[ \t]*include[ \t]*)(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)", re.MULTILINE)
+# A macro that stands for words of CUDA, which the translation has to see.
+_WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|extern|void|const)[ \t]+)*__(?:global|shared)__"
+                    r"(?:[ \t]+(?:static|inline|void|const))*)[ \t]*$", re.MULTILINE)
+_BY_ADDRESS = re.compile(r"\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
     (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
@@ -108,6 +115,9 @@ class Sources:
             for match in _INCLUDE.finditer(text):
                 if found := self.find(file, match[2] or match[3], bool(match[2])):
                     waiting.append(found)
+        self._expand_words()
+        # A launch that does not say which types the parameters have.
+        self.by_address = any(_BY_ADDRESS.search(code_of(text)) for text in self.texts.values())
         self.has_asm = any(map(has_asm, self.texts.values()))
         # nvcc needs an option for OpenMP on the host, which those who wrote the program gave.
         self.openmp = ["-fopenmp"] if any(map(_OPENMP.search, self.texts.values())) else []
@@ -122,6 +132,22 @@ class Sources:
     def name(self, file):
         """As reports name it: from the folder of the first file."""
         return os.path.relpath(file, self.base)
+
+    def _expand_words(self):
+        """Writes __global__ and __shared__ where the program has a macro that stands for them."""
+        words = {match[1]: match[2].strip() for text in self.texts.values() for match in _WORDS.finditer(text)}
+        if not words:
+            return
+        use = re.compile(rf"\b(?:{'|'.join(words)})\b")
+        for file, text in self.texts.items():
+            if use.search(text):
+                self.texts[file] = "".join(line if line.lstrip().startswith("#") else use.sub(
+                    lambda match: words[match[0]], line) for line in text.splitlines(keepends=True))
+
+    def libraries(self):
+        """The names of the headers that are in a folder of -I in which the program is not: it uses a part of them."""
+        folders = [folder for folder in self.folders if not self.base.is_relative_to(folder)]
+        return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
 
     def find(self, file, name, quoted):
         for folder in [file.parent] * quoted + self.folders:
@@ -186,7 +212,8 @@ class Sources:
                 return f'{match[1]}"{written[found]}"' if found in written else match[0]
 
             try:
-                new = translate_foreign(_INCLUDE.sub(include, text), self.name(file), self.special, self.kernels)
+                new = translate_foreign(_INCLUDE.sub(include, text), self.name(file), self.special, self.kernels,
+                                        self.by_address)
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
             if self.needs_main and file == self.files[0]:
@@ -295,8 +322,11 @@ def build_program(build, sources, written, options, folder):
     if program.exists() and built.exists() and built.read_text() == key:
         return program
     built.unlink(missing_ok=True)
-    options = [*options, *sources.openmp]
-    own = {sources.name(file) for file in sources.texts}
+    late_options = [*sources.openmp]
+    if build == "address" and len(sources.texts) > MANY_FILES:
+        late_options.append("-fno-sanitize=undefined")
+    options = [*options, *late_options]
+    own, late = {sources.name(file) for file in sources.texts}, sources.libraries()
 
     def compiled(version, source, *what):
         common = [*flags_of(version), f"-ffile-prefix-map={folder}=.", "-include", libraries / "prelude.h", *options,
@@ -309,11 +339,11 @@ def build_program(build, sources, written, options, folder):
             if done.returncode:
                 return done
             try:
-                text.write_text(translate_preprocessed(text.read_text(errors="surrogateescape"), own),
+                text.write_text(translate_preprocessed(text.read_text(errors="surrogateescape"), own, late),
                                 errors="surrogateescape")
             except TranslationError as error:
                 raise Refusal(f"{error}. {PAGE} lists what the CPU backend can do.", 1) from None
-            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *sources.openmp, "-fpreprocessed", text]
+            flags = [*flags_of(version), f"-ffile-prefix-map={folder}=.", *late_options, "-fpreprocessed", text]
         return compiler([*flags, *what], cwd=folder)
 
     def refuse_errors(results):
@@ -431,6 +461,21 @@ def number(text):
     return str(value)
 
 
+def short(name):
+    """A kernel's name; if it is long, with "..." for the arguments of the inner templates."""
+    for deepest in range(8, -1, -1):
+        shown, depth = "", 0
+        for character in name:
+            depth -= character == ">"
+            if depth <= deepest:
+                shown += "<...>" if character == "<" and depth == deepest else character
+                shown = shown.removesuffix(">") if character == ">" and depth == deepest else shown
+            depth += character == "<"
+        if len(shown) <= 80:
+            break
+    return shown if len(name) > 80 else name
+
+
 def table(report):
     rows = [each[1:] for each in report if each[0] == "kernel"]
     if not rows:
@@ -439,7 +484,7 @@ def table(report):
         return
     heads = ["kernel", "grid", "block", "launches", "loads", "sectors", "stores", "sectors", "shared", "conflicts",
              "atomics", "MB"]
-    cells = [[row[0], row[1], row[2], *map(number, row[3:11]), f"{int(row[11]) / 1e6:.3g}"] for row in rows]
+    cells = [[short(row[0]), row[1], row[2], *map(number, row[3:11]), f"{int(row[11]) / 1e6:.3g}"] for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *cells)]
     for cell in [heads, *cells]:
         say("  ".join(text.ljust(width) if k == 0 else text.rjust(width)
@@ -449,11 +494,11 @@ def table(report):
         if 0 < counted < int(row[3]):
             what = (f"its first {row[13]} launches" if counted.is_integer() else
                     f"only the first {100 * counted / int(row[3]):.2g} % of its blocks")
-            say(f"    {row[0]} takes long: {what} were counted and watched, and the others are taken to be like them.")
+            say(f"    {short(row[0])} takes long: {what} were counted and watched, and the others are taken to be like them.")
     for name in dict.fromkeys(row[0] for row in rows):
         launches, repeats = (sum(int(row[column]) for row in rows if row[0] == name) for column in (3, 14))
         if repeats:
-            say(f"    {name}: {repeats} of its {launches} launches found memory as an earlier one had found it. They were"
+            say(f"    {short(name)}: {repeats} of its {launches} launches found memory as an earlier one had found it. They were"
                 " not run: what the earlier one wrote was written again.")
 
 
@@ -518,7 +563,7 @@ def sentence(match, texts):
     thread = re.match(r"(thread \(.*?\)):? (.*)", rest)
     who = f"block ({block}), {thread[1]}" if thread else f"block ({block})"
     text = thread[2] if thread else rest
-    return f"A mistake in {kernel}, {who}: {text}" + with_code(text, texts)
+    return f"A mistake in {short(kernel)}, {who}: {text}" + with_code(text, texts)
 
 
 def leaks(report):

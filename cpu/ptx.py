@@ -6,6 +6,7 @@ cpu/foreign/ptx.h. The input is preprocessed, so that macros have become text, a
 """
 
 import ast
+import json
 import re
 
 from cu2cpp import TranslationError, _closing, code_of
@@ -704,6 +705,8 @@ class Instruction:
             return f"(void)({expression}); "
         if not (found := self.names.get(text)):
             raise Unknown(f"{text} is not declared in this asm")
+        if found[2] is False:
+            raise Unknown(f"{self.code} writes {text}, which is an input of the asm")
         return f"{found[0]} = ptx::as<{found[1]}>({expression}); "
 
     def put_all(self, number, array, count):
@@ -767,7 +770,8 @@ class Statement:
         sections = _split(code, text, ":")
         if len(sections) > 4:
             raise Unknown("asm goto")
-        self.names, self.before, self.after = {}, [], []
+        self.names, self.before = {}, []
+        self.parameters, self.arguments = ["const cuda_cpu::Site cuda_cpu_site"], ["cuda_cpu::Site::here()"]
         template = _string(sections[0][1])
         number = 0
         for kind, section in enumerate(sections[1:3]):
@@ -783,8 +787,8 @@ class Statement:
         name, letter = f"cuda_cpu_{number}", constraint.lstrip("=+&")
         key = f"@{number}"
         if letter in ("n", "i"):
-            self.before.append(f"const std::int64_t {name} = cuda_cpu::ptx::as<std::int64_t>({expression});")
-            self.names[key] = (name, "std::int64_t", None)
+            self._pass(f"const std::int64_t {name}", f"cuda_cpu::ptx::as<std::int64_t>({expression})")
+            self.names[key] = (name, "std::int64_t", False)
             return
         if letter == "C":
             raise Unknown('an operand "C", a string')
@@ -792,14 +796,20 @@ class Statement:
             raise Unknown(f'an operand "{constraint}"')
         type_ = REGISTERS[CONSTRAINTS[letter]]
         if not is_output:
-            self.before.append(f"const {type_} {name} = cuda_cpu::ptx::as<{type_}>({expression});")
-            self.names[key] = (name, type_, None)
+            self._pass(f"const {type_} {name}", f"cuda_cpu::ptx::as<{type_}>({expression})")
+            self.names[key] = (name, type_, False)
             return
         own = f"cuda_cpu_own_{number}"
         read = f" = cuda_cpu::ptx::as<{type_}>({own})" if constraint.startswith("+") else ""
-        self.before.append((key, f"auto& {own} = {expression};", f" {type_} {name}{read};",
+        self._pass(f"auto& {own}", expression)
+        self.before.append((key, f"{type_} {name}{read};",
                             f"{own} = cuda_cpu::ptx::as<std::remove_reference_t<decltype({own})>>({name});"))
         self.names[key] = (name, type_, own if constraint.startswith("+") else None)
+
+    def _pass(self, parameter, expression):
+        """The program's expressions stand outside of the lambda: it could not capture all that they may name."""
+        self.parameters.append(parameter)
+        self.arguments.append(expression)
 
     def _block(self, template):
         template = re.sub(r"//[^\n]*|/\*.*?\*/", " ", template, flags=re.DOTALL)
@@ -880,19 +890,12 @@ class Statement:
 
     def cxx(self):
         before, after = [], []
-        for each in self.before:
-            if isinstance(each, str):
-                before.append(each)
-                continue
-            key, own, copy, back = each
-            before.append(own)
+        for key, copy, back in self.before:
             if len(self.names[key]) == 3:  # it is not written late
                 before.append(copy)
                 after.append(back)
-        # The program's own expressions stand outside of the block in which ptx is a name.
-        return ("[&](cuda_cpu::Site cuda_cpu_site) __attribute__((always_inline)) { "
-                f"{' '.join(before)} {{ namespace ptx = cuda_cpu::ptx; {self.body} }} {' '.join(after)} "
-                "}(cuda_cpu::Site::here())")
+        return (f"[]({', '.join(self.parameters)}) __attribute__((always_inline)) {{ {' '.join(before)} "
+                f"{{ namespace ptx = cuda_cpu::ptx; {self.body} }} {' '.join(after)} }}({', '.join(self.arguments)})")
 
 
 def _label(name):
@@ -906,9 +909,10 @@ def has_asm(text):
     return re.search(r"\b(?:asm|__asm__|__asm)\b", code_of(text)) is not None
 
 
-def translate_preprocessed(text, own):
-    """The preprocessed `text` with the asm statements translated that stand in one of the files `own`. Raises a
-    TranslationError with file and line."""
+def translate_preprocessed(text, own, late=frozenset()):
+    """The preprocessed `text` with the asm statements translated that stand in one of the files `own`. What cannot be
+    is a TranslationError with file and line; in the files `late` it is one only when a kernel comes to it, for a
+    library has much that a program does not use."""
     code = code_of(text)
     places = [(match.end(), int(match[1]), match[2], "3" in match[3].split()) for match in _LINE.finditer(text)]
     out, end, place = [], 0, 0
@@ -923,8 +927,10 @@ def translate_preprocessed(text, own):
             new = Statement(code[match.end() : close], text[match.end() : close]).cxx()
         except Unknown as problem:
             number = line + text.count("\n", at, match.start()) - 1
-            said = re.sub(r"@(?=\d)", "%", str(problem))
-            raise TranslationError(f"{file}:{number}: {said}") from None
+            said = f"{file}:{number}: " + re.sub(r"@(?=\d)", "%", str(problem))
+            if file not in late:
+                raise TranslationError(said) from None
+            new = f'cuda_cpu::fail("%s", {json.dumps(said)})'
         out += [text[end : match.start()], new, "\n" * text.count("\n", match.start(), close + 1)]
         end = close + 1
     return "".join(out) + text[end:]

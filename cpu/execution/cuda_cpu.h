@@ -325,6 +325,13 @@ LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site)
 /// Whether the launch is not cooperative, or fits on the device.
 cudaError_t check_attributes(const cudaLaunchConfig_t& config);
 
+/// Launches a kernel whose parameter k is what arguments[k] points to.
+using LaunchWithPointers = void (*)(const LaunchConfig& config, void** arguments);
+/// From now on the kernel can be launched by its address alone.
+bool know_kernel(const void* kernel, LaunchWithPointers launch);
+/// Launches a kernel that is known; cudaErrorInvalidDeviceFunction for any other address.
+cudaError_t launch_known(const LaunchConfig& config, const void* kernel, void** arguments);
+
 }  // namespace cuda_cpu
 
 template <class... Parameters, class... Arguments>

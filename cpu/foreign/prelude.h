@@ -2,6 +2,19 @@
 
 #pragma once
 
+// As nvcc says who it is. __CUDA_ARCH__ is on the command line. Since 13.0 it has numbers of four
+// bits, which are not here.
+#define __NVCC__ 1
+#define __CUDACC__ 1
+#define __CUDACC_VER_MAJOR__ 12
+#define __CUDACC_VER_MINOR__ 9
+#define __CUDACC_VER_BUILD__ 0
+#if __CUDA_ARCH__ == 900
+#define __CUDA_ARCH_FEAT_SM90_ALL 1
+#define __CUDA_ARCH_SPECIFIC__ 900
+#define __CUDA_ARCH_FAMILY_SPECIFIC__ 900
+#endif
+
 // C++20 has a function of a name that programs in C++17 give to their own.
 #define lerp cuda_cpu_lerp
 #include <math.h>

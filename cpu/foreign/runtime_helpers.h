@@ -147,6 +147,47 @@ cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(Parameters...), dim3 grid
   if (error != cudaSuccess) return error;
   return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream, site);
 }
+namespace cuda_cpu {
+
+/// A launch by an address does not know the parameters' types, and the kernel does: cu2cpp.py lets
+/// it mention Known of itself, so that the program makes it known before main().
+template <auto kKernel, class = decltype(kKernel)>
+struct Known;
+template <auto kKernel, class... Parameters>
+struct Known<kKernel, void (*)(Parameters...)> {
+  static void launch(const LaunchConfig& config, void** arguments) {
+    [&]<std::size_t... k>(std::index_sequence<k...>) {
+      kKernel->*config(*static_cast<Parameters*>(arguments[k])...);
+    }
+    (std::index_sequence_for<Parameters...>());
+  }
+  inline static const bool is = know_kernel(reinterpret_cast<const void*>(kKernel), &launch);
+};
+
+}  // namespace cuda_cpu
+
+inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
+                                    std::size_t shared_bytes = 0, cudaStream_t stream = nullptr,
+                                    cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  return cuda_cpu::launch_known(cuda_cpu::launch(grid, block, shared_bytes, stream, site), kernel,
+                                arguments);
+}
+inline cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block,
+                                               void** arguments, std::size_t shared_bytes = 0,
+                                               cudaStream_t stream = nullptr,
+                                               cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const cudaError_t error = cuda_cpu::check_cooperative(grid);
+  if (error != cudaSuccess) return error;
+  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream, site);
+}
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
+                                       void** arguments,
+                                       cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  const cudaError_t error = cuda_cpu::check_attributes(*config);
+  if (error != cudaSuccess) return error;
+  return cuda_cpu::launch_known(cuda_cpu::launch_with_attributes(*config, site), kernel, arguments);
+}
+
 template <class Kernel>
 cudaError_t cudaOccupancyMaxPotentialBlockSize(int* least_grid, int* block, Kernel, std::size_t = 0,
                                                int limit = 0) {
@@ -185,6 +226,9 @@ unsigned __match_all_sync(unsigned mask, T value, int* all) {
   *all = __all_sync(mask, (equal & mask) == (mask & __activemask()));
   return *all ? mask & __activemask() : 0;
 }
+
+/// Where no debugger is, a breakpoint ends the kernel, as a trap does.
+inline void __brkpt() { __trap(); }
 
 inline float sinpif(float x) { return static_cast<float>(sin(M_PI * x)); }
 inline float cospif(float x) { return static_cast<float>(cos(M_PI * x)); }

@@ -15,6 +15,12 @@ static_assert(sizeof(__half) == 2 && sizeof(__half2) == 4 && alignof(__half2) ==
 
 constexpr __half __float2half(float a) { return a; }
 constexpr __half __float2half_rn(float a) { return a; }
+constexpr __half __float2half_rz(float a) {
+  const __half nearest = a;
+  const float rounded = nearest, size = a < 0 ? -a : a;
+  const bool beyond = (rounded < 0 ? -rounded : rounded) > size;
+  return __half::from_bits(static_cast<unsigned short>(nearest.bits - beyond));
+}
 constexpr __half __double2half(double a) { return a; }
 constexpr __half __int2half_rn(int a) { return a; }
 constexpr __half __uint2half_rn(unsigned a) { return a; }

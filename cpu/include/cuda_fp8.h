@@ -1,4 +1,4 @@
-// FP8: __nv_fp8_e4m3 and its conversions.
+// FP8: __nv_fp8_e4m3 and __nv_fp8_e5m2, and their conversions.
 
 #pragma once
 
@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstdint>
 #include <limits>
+
+#include "cpu/execution/small_float.h"
 
 namespace cuda_cpu {
 
@@ -45,6 +47,32 @@ struct E4m3Format {
   }
 };
 
+/// 5 bits of exponent, 2 of fraction: the upper byte of a half.
+struct E5m2Format {
+  static constexpr std::uint8_t kNan = 0x7F;
+  static constexpr std::uint32_t kLargest = 0x7B;
+  static constexpr std::uint32_t kRebias = (127 - 15) << 23;
+
+  static constexpr float to_float(std::uint8_t bits) {
+    return HalfFormat::to_float(static_cast<std::uint16_t>(bits << 8));
+  }
+
+  /// To nearest, ties to even. What is too large, and infinity, becomes the largest number.
+  static constexpr std::uint8_t from_float(float value) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t magnitude = bits & 0x7FFFFFFF;
+    if (magnitude > 0x7F800000) return kNan;
+    const std::uint32_t normal = (magnitude - kRebias + 0xFFFFF + (magnitude >> 21 & 1)) >> 21;
+    // The sum with 2^7, whose last bit is worth 2^-16, rounds to the subnormals.
+    const std::uint32_t subnormal =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0x1p7f) -
+        std::bit_cast<std::uint32_t>(0x1p7f);
+    const std::uint32_t rounded =
+        magnitude < std::bit_cast<std::uint32_t>(0x1p-14f) ? subnormal : std::min(normal, kLargest);
+    return static_cast<std::uint8_t>((bits >> 24 & 0x80) | rounded);
+  }
+};
+
 }  // namespace cuda_cpu
 
 /// As CUDA's, it becomes a float, or is made of one, only where the program says so.
@@ -56,4 +84,12 @@ struct __nv_fp8_e4m3 {
   explicit constexpr operator float() const { return cuda_cpu::E4m3Format::to_float(__x); }
 };
 
-static_assert(sizeof(__nv_fp8_e4m3) == 1);
+struct __nv_fp8_e5m2 {
+  std::uint8_t __x;
+
+  __nv_fp8_e5m2() = default;
+  explicit constexpr __nv_fp8_e5m2(float value) : __x(cuda_cpu::E5m2Format::from_float(value)) {}
+  explicit constexpr operator float() const { return cuda_cpu::E5m2Format::to_float(__x); }
+};
+
+static_assert(sizeof(__nv_fp8_e4m3) == 1 && sizeof(__nv_fp8_e5m2) == 1);

@@ -255,4 +255,21 @@ void mma_sync(fragment<accumulator, M, N, K, TypeD>& d,
   cuda_cpu::warp_meet(~0u, product, &self, "mma_sync()", site);
 }
 
+/// Numbers of less than 8 bits have names, which headers mention; no fragment holds them.
+namespace experimental {
+namespace precision {
+struct u4 {};
+struct s4 {};
+struct b1 {};
+}  // namespace precision
+enum bmmaBitOp { bmmaBitOpXOR = 1, bmmaBitOpAND };
+enum bmmaAccumulateOp { bmmaAccumulateOpPOPC = 1 };
+}  // namespace experimental
+
+template <class Sum, class A, class B>
+void bmma_sync(Sum&, const A&, const B&, const Sum&, experimental::bmmaBitOp,
+               experimental::bmmaAccumulateOp) {
+  cuda_cpu::fail("bmma_sync(): the CPU backend does not have fragments of numbers of one bit");
+}
+
 }  // namespace nvcuda::wmma

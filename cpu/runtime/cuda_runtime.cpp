@@ -5,6 +5,7 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <string>
 
 #include "cpu/execution/cuda_cpu.h"
@@ -670,6 +671,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
   return result(*function ? cudaSuccess : cudaErrorInvalidValue);
 }
 
+cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long flags,
+                                    cudaDriverEntryPointQueryResult* query) {
+  return cudaGetDriverEntryPointByVersion(symbol, function, 12000, flags, query);
+}
+
 namespace cuda_cpu {
 
 LaunchConfig launch_with_attributes(const cudaLaunchConfig_t& config, Site site) {
@@ -693,6 +699,28 @@ cudaError_t check_attributes(const cudaLaunchConfig_t& config) {
     return check_cooperative(config.gridDim);
   }
   return cudaSuccess;
+}
+
+namespace {
+
+/// Made when the first kernel is known, which is before main().
+std::map<const void*, LaunchWithPointers>& known_kernels() {
+  static std::map<const void*, LaunchWithPointers> known;
+  return known;
+}
+
+}  // namespace
+
+bool know_kernel(const void* kernel, LaunchWithPointers launch) {
+  known_kernels()[kernel] = launch;
+  return true;
+}
+
+cudaError_t launch_known(const LaunchConfig& config, const void* kernel, void** arguments) {
+  const auto found = known_kernels().find(kernel);
+  if (found == known_kernels().end()) return result(cudaErrorInvalidDeviceFunction);
+  found->second(config, arguments);
+  return cudaPeekAtLastError();
 }
 
 }  // namespace cuda_cpu

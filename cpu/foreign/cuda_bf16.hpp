@@ -1,0 +1,2 @@
+#pragma once
+#include "cuda_bf16.h"
