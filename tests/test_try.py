@@ -571,6 +571,99 @@ def test_tiles_of_several_warps_race_with_nobody(tried):
     assert result.rc == 1 and "race" in result.stdout and "No race" not in result.stdout, result.stdout
 
 
+LIBRARY = """#pragma once
+#include <cuda/std/utility>
+#ifdef __CUDACC__
+#define LIBRARY_GLOBAL __global__ static
+#else
+#define LIBRARY_GLOBAL static
+#endif
+#define LIBRARY_UNROLL #pragma unroll
+namespace library {
+template <class T, int kFactor = 3>
+LIBRARY_GLOBAL
+#ifdef __CUDACC__
+// The macro is what a library calls a kernel by.
+__launch_bounds__(64, 1)
+#endif
+void scale(T* x, int n) {
+  LIBRARY_UNROLL
+  for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] *= kFactor;
+}
+}  // namespace library
+"""
+BY_ADDRESS = """
+#include <cassert>
+#include <cuComplex.h>
+#include <cudaTypedefs.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cstdint>
+#include <library.h>
+struct Two { double a, b; };
+__global__ void add(const float* x, float* y, int n) { if (threadIdx.x < n) y[threadIdx.x] += x[threadIdx.x]; }
+__global__ void add(int* y) { y[threadIdx.x] += 100; }
+__global__ void copy(const Two* x, Two* y) { *y = *x; }  // 16 bytes, aligned to 8
+__global__ void address_of_nothing(unsigned* x) { *x = __cvta_generic_to_shared((void*)nullptr) % 1024; }
+int main() {
+  float *x, *y;
+  cudaMallocManaged(&x, 4 * 64), cudaMallocManaged(&y, 4 * 64);
+  for (int i = 0; i < 64; ++i) x[i] = i, y[i] = 1;
+  int n = 64;
+  void* scaled[] = {&x, &n};
+  cudaLaunchConfig_t config = {1, 64};
+  void const* kernel = (void const*)library::scale<float>;
+  assert(cudaLaunchKernelExC(&config, kernel, scaled) == cudaSuccess);
+  void* added[] = {&x, &y, &n};
+  void (*sum)(const float*, float*, int) = add;
+  kernel = reinterpret_cast<const void*>(sum);
+  assert(cudaLaunchKernel(kernel, dim3(1), dim3(64), added, 0, 0) == cudaSuccess);
+  cudaDeviceSynchronize();
+  for (int i = 0; i < 64; ++i) assert(x[i] == 3 * i && y[i] == 1 + 3 * i);
+  assert(cudaLaunchKernel((const void*)&n, dim3(1), dim3(64), added, 0, 0) == cudaErrorInvalidDeviceFunction);
+  config.blockDim = 65;  // more than the launch bounds
+  kernel = (void const*)library::scale<float>;
+  assert(cudaLaunchKernelExC(&config, kernel, scaled) != cudaSuccess);
+  cudaGetLastError();
+  copy<<<1, 1>>>((Two*)((double*)x + 1), (Two*)((double*)y + 5));
+  unsigned* nothing = (unsigned*)y;
+  address_of_nothing<<<1, 1>>>(nothing);
+  assert(cudaDeviceSynchronize() == cudaSuccess && *nothing == 0 && y[10] == x[2] && y[13] == x[5]);
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found);
+  assert(reinterpret_cast<PFN_cuTensorMapEncodeTiled>(encode) == cuTensorMapEncodeTiled && found == 0);
+  int a = 1, b = 2;
+  cuda::std::swap(a, b);
+  const cuFloatComplex z = cuCmulf(make_cuFloatComplex(1, 2), make_cuFloatComplex(3, 4));
+  const cuDoubleComplex q = cuCdiv(make_cuDoubleComplex(-5, 10), make_cuDoubleComplex(3, 4));
+  assert(a == 2 && z.x == -5 && z.y == 10 && q.x == 1 && q.y == 2);
+  for (int bits = 0; bits < 256; ++bits) {  // all numbers, those halfway to the next, and what is too large
+    __nv_fp8_e5m2 number, next;
+    number.__x = bits, next.__x = bits + 1;
+    const float value(number);
+    if ((bits & 0x7F) >= 0x7B) continue;
+    assert(__nv_fp8_e5m2(value).__x == bits);
+    assert(__nv_fp8_e5m2((value + float(next)) / 2).__x == bits + bits % 2);
+  }
+  assert(float(__nv_fp8_e5m2(1e9f)) == 57344 && float(__nv_fp8_e5m2(-0x1p-16f)) == -0x1p-16f);
+  assert(float(__float2half_rz(1.9999f)) == 1.9990234375f && float(__float2half_rz(-1.9999f)) == -1.9990234375f);
+  assert(float(__float2half_rz(65535.0f)) == 65504 && float(__float2half_rz(0.5f)) == 0.5f);
+  cudaFree(x), cudaFree(y);
+}
+"""
+
+
+def test_what_headers_of_libraries_ask_for(tried, tmp_path):
+    """Kernels behind a macro and launched by their address, and headers and functions that only libraries use."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/library.h").write_text(LIBRARY)
+    result = tried(BY_ADDRESS, "-I", tmp_path / "lib")
+    assert re.search(r"^scale<float> +1 +64 +1 +2 ", result.stdout, re.MULTILINE), result.stdout + result.stderr
+    assert re.search(r"^add +1 +64 +1 +4 ", result.stdout, re.MULTILINE), result.stdout
+    assert "A mistake" not in result.stdout and result.rc == 0, result.stdout
+
+
 def test_several_sources(tried, tmp_path):
     other = "__global__ void f(float* x) { x[0] = 1; }\nvoid launch(float* x) { f<<<1, 1>>>(x); }\n"
     result = tried(program("void launch(float*);", "launch(d)"), tmp_path / "other.cu", other_cu=other)
