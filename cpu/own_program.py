@@ -27,6 +27,7 @@ from two_versions import two_versions
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / "build" / "try"
 SECONDS = 60
+SANITIZERS = {"address": "stray access", "thread": "race"}  # what each finds; in the order of the runs
 # A program of more files has a library of templates in it. Its checks for what C++ leaves undefined would take the
 # compiler a quarter of an hour, and 9 GB.
 MANY_FILES = 100
@@ -579,8 +580,8 @@ def sanitizers(builds, folder, arguments, texts, seconds):
     """What the two other builds find, in sentences."""
     lines = next(iter(texts.values()))
     found = []
-    for build, what in (("address", "stray access"), ("thread", "race")):
-        program = builds[build].result()
+    for build, built in builds.items():
+        program, what = built.result(), SANITIZERS[build]
         rc, printed, report = run(program, arguments, seconds, folder / f"report-{build}")
         printed = with_lines(printed, program)
         if "ThreadSanitizer: data race" in printed:
@@ -679,7 +680,9 @@ def parse(doc):
     parser.add_argument("files", nargs="+", metavar="FILE.cu")
     parser.add_argument("-I", action="append", default=[], metavar="DIR", help="where headers of the program are")
     parser.add_argument("-D", action="append", default=[], metavar="NAME=VALUE", help="a macro")
-    parser.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
+    less = parser.add_mutually_exclusive_group()
+    less.add_argument("--quick", action="store_true", help="only run and count: without the two sanitizers")
+    less.add_argument("--race", action="store_true", help="of the two sanitizers only that for races")
     parser.add_argument("--seconds", type=int, default=SECONDS, metavar="N", help="how long a run may take, %(default)s"
                         " if it is not said")
     given = parser.parse_intermixed_args(words)
@@ -734,7 +737,7 @@ def tried(doc):
     program = build_program("", sources, written, options, folder)
     say(f"    built in {time.monotonic() - begin:.1f} s")
     pool = ThreadPoolExecutor(1)
-    names = [] if given.quick else ["address", "thread"]
+    names = [] if given.quick else list(SANITIZERS)[given.race :]
     builds = {name: pool.submit(build_program, name, sources, written, options, folder) for name in names}
     report_file = folder / "report"
     report_file.unlink(missing_ok=True)
