@@ -64,7 +64,7 @@
 //     algebra.cuh    A is an algebra, such as Cl<3, 0, 0>. A Pack<W> is one coefficient of W
 //                    features, and Multivectors<A, W> are W multivectors, in registers: blade[0] of
 //                    them is the scalar. unroll() is a loop whose index is a constant
-//     clifford.cuh   Gates, FeatureSums and GradientSums (what a row adds up), add_up_row(), and
+//     clifford.cuh   Gates, FeatureSums and GradientSums (what a row adds up), add_up_row, and
 //                    Weights, those of one feature, in registers. A block has at most kMaxWarps
 //                    warps
 //     tensors.h      Layer has the sizes. layer.plane() is batch x features: so many elements

@@ -3,6 +3,7 @@ memory, where it is wrong, and where it is wrong only sometimes. `./try` is its 
 
 import argparse
 import fcntl
+from functools import cache
 import hashlib
 import os
 import platform
@@ -63,6 +64,8 @@ MISSING_HEADERS = [
     (r"texture_", "textures"), (r"helper_(?:cuda|functions|string|timer|image)\.h", "the helper headers of NVIDIA's"
                                 " samples: give their folder with -I"),
 ]
+# What is taken from the toolkit, where it is installed: headers of device functions that are C++.
+OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 MISSING_WORDS = [
     (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
     (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
@@ -146,12 +149,13 @@ class Sources:
                     lambda match: words[match[0]], line) for line in text.splitlines(keepends=True))
 
     def libraries(self):
-        """The names of the headers that are in a folder of -I in which the program is not: it uses a part of them."""
-        folders = [folder for folder in self.folders if not self.base.is_relative_to(folder)]
+        """The names of the headers that are in a folder of -I in which the program is not, or in the toolkit's: it uses
+        a part of them."""
+        folders = [folder for folder in self.folders + toolkit_folders() if not self.base.is_relative_to(folder)]
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
 
     def find(self, file, name, quoted):
-        for folder in [file.parent] * quoted + self.folders:
+        for folder in [file.parent] * quoted + self.folders + toolkit_folders() * bool(OF_TOOLKIT.match(name)):
             path = Path(os.path.normpath(folder / name))
             if path.is_file():
                 return path
@@ -604,10 +608,22 @@ def sanitizers(builds, folder, arguments, texts, seconds):
     return found
 
 
+def nvcc_path():
+    return shutil.which("nvcc") or ("/usr/local/cuda/bin/nvcc" if Path("/usr/local/cuda/bin/nvcc").exists() else None)
+
+
+@cache
+def toolkit_folders():
+    """Where headers of the CUDA toolkit are, if it is installed."""
+    nvcc = nvcc_path()
+    include = Path(nvcc).resolve().parents[1] / "include" if nvcc else None
+    return [folder for folder in (include, include / "cccl") if folder.is_dir()] if include else []
+
+
 def on_the_gpu(sources, arguments, options, folder, seconds):
     """The same files through nvcc, where there is a GPU to run them."""
     files = sources.files
-    nvcc = shutil.which("nvcc") or ("/usr/local/cuda/bin/nvcc" if Path("/usr/local/cuda/bin/nvcc").exists() else None)
+    nvcc = nvcc_path()
     smi = shutil.which("nvidia-smi")
     if not nvcc or not smi or subprocess.run([smi, "-L"], capture_output=True).returncode:
         return 0

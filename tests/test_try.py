@@ -664,6 +664,32 @@ def test_what_headers_of_libraries_ask_for(tried, tmp_path):
     assert "A mistake" not in result.stdout and result.rc == 0, result.stdout
 
 
+RANDOM = """
+#include <curand_kernel.h>
+__global__ void draw(float* x) {
+  curandState state;
+  curand_init(1234, threadIdx.x, 0, &state);
+  curandStatePhilox4_32_10_t counter;
+  curand_init(7, threadIdx.x, 0, &counter);
+  x[threadIdx.x] = curand_uniform(&state);
+  x[threadIdx.x + 32] = curand_normal(&state);
+  x[threadIdx.x + 64] = curand_normal4(&counter).w;
+}
+"""
+
+
+def test_random_numbers_are_those_of_a_gpu(tried):
+    """Through the toolkit's headers. What an H100 gives: the uniform number bit by bit, the normal ones but for rounding."""
+    if not (shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")):
+        pytest.skip("the CUDA toolkit is not installed")
+    shown = 'float h[96]; cudaMemcpy(h, d, 384, cudaMemcpyDeviceToHost); printf("%.9g %.9g %.9g|", h[1], h[33], h[65])'
+    result = tried(program(RANDOM, f"draw<<<1, 32>>>(d); {shown}"))
+    assert result.rc == 0, result.stdout + result.stderr
+    uniform, normal, other = map(float, re.search(r"^(\S+) (\S+) (\S+)\|", result.stdout, re.MULTILINE).groups())
+    assert uniform == 0.820180893
+    assert normal == pytest.approx(-0.0288760383, abs=1e-6) and other == pytest.approx(0.236220852, abs=1e-6)
+
+
 def test_several_sources(tried, tmp_path):
     other = "__global__ void f(float* x) { x[0] = 1; }\nvoid launch(float* x) { f<<<1, 1>>>(x); }\n"
     result = tried(program("void launch(float*);", "launch(d)"), tmp_path / "other.cu", other_cu=other)

@@ -29,6 +29,9 @@
 // What headers of others ask whether the runtime is there.
 #define __CUDA_RUNTIME_H__
 #define __DRIVER_TYPES_H__
+// What stands around functions that the toolkit calls old.
+#define __NV_SILENCE_DEPRECATION_BEGIN
+#define __NV_SILENCE_DEPRECATION_END
 
 #include "cuda_runtime.h"
 #include "runtime_helpers.h"

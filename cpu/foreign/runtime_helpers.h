@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda_runtime.h"
+#include "library_types.h"
 
 // ---- Settings, which change nothing here --------------------------------------------------------
 
@@ -255,6 +256,20 @@ inline float __ll2float_rn(long long x) { return static_cast<float>(x); }
 inline double __int2double_rn(int x) { return x; }
 inline int __double2int_rn(double x) { return cuda_cpu::saturating<int>(nearbyint(x)); }
 inline int __double2int_rz(double x) { return cuda_cpu::saturating<int>(x); }
+
+/// The x whose erfc is y, 0 to 2: from the start of Abramowitz and Stegun, 26.2.22, by Halley's method.
+inline double erfcinv(double y) {
+  if (!(y > 0 && y < 2)) return y == 0 ? INFINITY : y == 2 ? -INFINITY : NAN;
+  if (y > 1) return -erfcinv(2 - y);
+  const double t = sqrt(-2 * log(y / 2));
+  double x = (t - (2.30753 + 0.27061 * t) / (1 + t * (0.99229 + 0.04481 * t))) / M_SQRT2;
+  for (int i = 0; i < 3; ++i) {
+    const double error = erfc(x) - y;
+    x += error / (M_2_SQRTPI * exp(-x * x) - x * error);
+  }
+  return x;
+}
+inline float erfcinvf(float y) { return static_cast<float>(erfcinv(y)); }
 
 template <class T>
 T atomicAdd_block(T* address, std::type_identity_t<T> value) {

@@ -1,4 +1,5 @@
-// The element types that cuBLAS and cuBLASLt know here.
+// The element types that cuBLAS and cuBLASLt know here, and which number of a library's version is
+// asked for.
 
 #pragma once
 
@@ -9,3 +10,6 @@ enum cudaDataType {
   CUDA_R_16BF = 14,
 };
 typedef cudaDataType cudaDataType_t;
+
+enum libraryPropertyType { MAJOR_VERSION = 0, MINOR_VERSION = 1, PATCH_LEVEL = 2 };
+typedef libraryPropertyType libraryPropertyType_t;
