@@ -1,19 +1,20 @@
 // 10. Clifford algebra: the compiler writes the kernel
 //
 //     x' = x gate(x_1), y' = y gate(y_1)                gate(s) = (1 + erf(s / sqrt 2)) / 2
-//     z  = sum over grades a, b, c of  w[a,c,b] <<x'>_a <y'>_b>_c
+//     z  = sum over grades a, c, b of  w[a,c,b] <<x'>_a <y'>_b>_c    <v>_a: v's part of grade a
 //     out = per grade c: z_c / sqrt(mean over features of |z_c|^2 + 1e-6)
 //
 //     x, y, out (2^n blades, batch, features) and w (features, triples): fp32, row-major
 //
 // The layer of a Clifford neural network. A number is a multivector: in three dimensions a scalar,
-// a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123), 8 coefficients called
-// blades. A blade's grade is how many basis vectors it is made of; <x>_a is what x has of grade a,
-// and x_1 is its scalar, the coefficient of 1. Multivectors multiply like polynomials in e1, e2,
-// ... which anticommute, e2 e1 = -e1 e2, and square to +1, -1 or 0: that is the algebra's
-// signature. Each triple of grades a, c, b that occurs has a weight for each feature, shared by the
-// batch. In 2-D 10 triples occur, in 3-D 20. |z_c|^2 is the plain sum of squares. Backward returns
-// dx, dy and dw from d_out.
+// a vector (e1, e2, e3), a bivector (e12, e13, e23) and a trivector (e123). These are 8
+// coefficients, each of a blade: 1, e1, e2 and so on to e123. A blade's grade is how many basis
+// vectors it is made of: e12 has grade 2, and 1 has grade 0. x_1 is the coefficient of 1 in x, its
+// scalar. (Below, and in the code, a blade of x also means its coefficient in x.) Multivectors
+// multiply like polynomials in e1, e2, ... which anticommute, e2 e1 = -e1 e2, and square to +1, -1
+// or 0: that is the algebra's signature. Grade a of x and grade b of y add to grade c of z. Each
+// triple a, c, b that occurs has a weight for each feature, shared by the batch. In 2-D 10 triples
+// occur, in 3-D 20. |z_c|^2 is the plain sum of squares. Backward returns dx, dy and dw from d_out.
 //
 // In the plane (n = 2, both vectors square to +1) there are four blades, and two of them multiplied
 // are one of them again, with a sign:
@@ -163,9 +164,10 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// The same for backward: the first walk adds up both sums of a row, the second makes dx, dy and dw.
-// Both walks compute P first, the product before it is multiplied by the gates. Each block adds up
-// its part of dw in memory of its own, (triples, features).
+// The same for backward. A row has two sums for each grade: that of z^2, as forward, and that of
+// d_out z. The first walk adds up both, the second makes dx, dy and dw. Both walks compute P first,
+// the product before it is multiplied by the gates. Each block adds up its part of dw in memory of
+// its own, (triples, features).
 template <typename A>
 __global__ void __launch_bounds__(kRowThreads)
     backward_one_launch(const float* x, const float* y, const float* w, const float* d_out,
@@ -244,7 +246,8 @@ constexpr bool kFetchAhead = A::kBlades <= 8 || W == 1;
 // that nothing is read or computed twice. The weights are transposed into shared memory once, and
 // serve all rows that the block ever has. And as soon as a thread has taken its part of x and y
 // into registers it orders the next row's into the same place (cp.async): memory works while the
-// block multiplies, reduces and waits at the barrier.
+// block multiplies, reduces and waits at the barrier. (The third one gained time in the backward
+// kernel below, and none in this one.)
 template <typename A, int W, bool kVector>
 __global__ void __launch_bounds__(kThreads<A>, 1)
     forward_on_chip(const float* x, const float* y, const float* w, float* out, Layer layer,
@@ -300,9 +303,9 @@ __global__ void __launch_bounds__(kThreads<A>, 1)
 // ---- Row on chip, backward ----------------------------------------------------------------------
 
 // Backward, with the same three improvements as forward_on_chip. One reduction serves both sums of
-// a row. A thread's features are the same for all of its rows, so that dw can stay in registers
-// until the end. So registers are scarce. A row's x, y and d_out are needed twice: for its sums,
-// and, when these have been added up, for its gradients.
+// each grade, of z^2 and of d_out z. A thread's features are the same for all of its rows, so that
+// dw can stay in registers until the end. So registers are scarce. A row's x, y and d_out are
+// needed twice: for its sums, and, when these have been added up, for its gradients.
 //
 //     x and d_out   are taken from shared memory once, and stay in registers until the row is
 //                   finished. So their places are free early: the next row's x and d_out are
@@ -435,13 +438,14 @@ std::optional<RowsOnChip> fit_on_chip(const Layer& layer, const Device& device) 
   return fits() ? std::optional(shape) : std::nullopt;
 }
 
-// The grid of a kernel whose blocks stay.
+// The grid of a kernel whose blocks stay. (Those who call it have asked fit_on_chip() before, so
+// that `bytes` are never more than a block can have.)
 template <typename Kernel>
 int grid(Kernel* kernel, const RowsOnChip& shape, size_t bytes, const Layer& layer,
          const Device& device) {
   allow_shared_bytes(kernel, static_cast<int>(bytes));
   const int resident = static_cast<int>(bytes) > device.shared_bytes
-                           ? device.sms  // does not run
+                           ? device.sms  // never so: see above
                            : resident_blocks(kernel, shape.threads, bytes);
   return std::min(shape.groups(layer), resident);
 }
@@ -530,7 +534,8 @@ bool add_forward(const Tensors& of, const Device& device) {
 }
 
 // In a network other layers work between the forward and the backward pass. So these are two calls,
-// each of which reads x and y.
+// each of which reads x and y. (If backward_on_chip has room for a shape and forward_on_chip has
+// none, the forward kernel of "both on chip" is that of "one launch".)
 template <typename A>
 bool add_backward(const Tensors& of, const Gradients& d, const Device& device) {
   Problem& problem = of.problem;

@@ -51,10 +51,11 @@
 //
 // There are two sets of tables, never mixed: true fp32 accuracy, and TF32, where a product may
 // round its operands to 10 bits of mantissa, so that tensor cores can multiply them. The lesson's
-// kernels round nothing, and are in both: in TF32's tables they show how rows are brought together,
-// and how much slower a product is that does not use the tensor cores. In the fp32 tables the
-// operator multiplies on the CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum
-// of two TF32 numbers, and three products instead of one. Its error is held to the bound of fp32.
+// kernels round nothing. All but *fused rows* are in both sets, where a shape is not too large for
+// the CUDA cores. In TF32's tables they show how rows are brought together, and how much slower a
+// product is that does not use the tensor cores. In the fp32 tables the operator multiplies on the
+// CUDA cores and, as "3xTF32", on tensor cores: each operand as the sum of two TF32 numbers, and
+// three products instead of one. Its error is held to the bound of fp32.
 //
 // All kernels of ours, the softmax of (1) and (2) among them, are launched early
 // (primitives/early_launch.cuh): here the time between two kernels counts. So each kernel begins
@@ -67,10 +68,11 @@
 // subtract, and becomes NaN, in the reference, too.
 //
 // --all adds the fp32 tables, and more shapes where none is given. (A GPU before compute capability
-// 8.0 has no TF32, and always has the fp32 tables.) --kinds shows the operator's kernels one by
-// one. --hard-rows puts infinities and huge numbers among the logits, and adds tables of only -inf.
-// What a reader may try next stands in exercises/9_softmax_training.cu: cross-entropy, the backward
-// pass, fp16 inputs.
+// 8.0 has no TF32. It always has the fp32 tables, and those of TF32 with --all only, for the rows
+// that need no tensor cores.) --kinds shows the operator's kernels one by one. --hard-rows puts
+// infinities and huge numbers among the logits, and adds tables in which some rows of logits are
+// only -inf. What a reader may try next stands in exercises/9_softmax_training.cu: cross-entropy,
+// the backward pass, fp16 inputs.
 
 #include <algorithm>
 #include <cmath>
@@ -259,8 +261,10 @@ __global__ void __launch_bounds__(kThreads) fused_cluster(SoftmaxInputs in, floa
     barrier_arrive_expect(&come, sizeof inbox);
   }
   // cluster_wait() below waits until all threads of the eight blocks have called cluster_arrive().
-  // Thread 0 of each block does so after it has initialized its block's barrier, and __syncwarp()
-  // keeps its warp together. So who has passed cluster_wait() may push into all eight inboxes.
+  // Thread 0 of each block does so after it has initialized its block's barrier. So who has passed
+  // cluster_wait() may push into all eight inboxes. (All threads of a warp have to execute
+  // cluster_arrive() as one instruction. So __syncwarp() lets the others of its warp wait for
+  // thread 0.)
   __syncwarp();
   cluster_arrive();
   start_next_kernel();
@@ -391,7 +395,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int t = lane; t < tiles; t += 32) all = merge(all, parts[row * tiles + t]);
       write_probabilities(probs + row * in.C + col0, logits[i], warp_merge(all), columns);
     }
-    // All threads have to call is_last_block, which has barriers: so it stands first.
+    // All threads have to call is_last_block, which has barriers: so it stands first in the `&&`.
     if (is_last_block(left + strip, tiles) && threadIdx.x == 0) arrived[strip] = 0;
   }
 }
@@ -499,8 +503,9 @@ struct SoftmaxTable : SoftmaxProblem {
   // The operator, for any shape: a row for its unfused ways and one for its fused ways. With
   // --kinds each kind of its kernels has two rows of its own.
   void add_operator(const SoftmaxProduct& product, Math math, bool each_kind) const {
-    // A row's name says its arithmetic where rows of another one stand beside it: 3xTF32 beside
-    // fp32, and in tables of only -inf TF32, too. Rows in fp32 have no suffix.
+    // Rows of 3xTF32 always say so in their names: their tables have rows of fp32, too. Rows of
+    // TF32 say so only in the tables with rows of only -inf, which have all three arithmetics. Rows
+    // of fp32 have no suffix.
     const std::string suffix = math == Math::split             ? ", 3xTF32"
                                : about == About::only_infinite ? math == Math::tf32 ? ", TF32" : ""
                                                                : "";
