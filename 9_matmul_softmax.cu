@@ -565,7 +565,7 @@ int main(int argc, char** argv) {
        .n_cpu = 64,
        .options = {{"--inputs", "D, columns of x", 1024}, {"--classes", "C, columns of W", 1000}},
        .flags = {{"--all", "the fp32 tables, too; without a shape: five shapes (CPU: four)"},
-                 {"--kinds", "a row for each kind of kernel that any shape chooses from"},
+                 {"--kinds", "rows for each kind of kernel that any shape chooses from"},
                  {"--hard-rows", "make logits huge, equal and -inf in some rows"}}});
   const bool all = lesson.flag("--all");
   std::vector<SoftmaxShape> shapes = {
