@@ -257,7 +257,8 @@ inline double __int2double_rn(int x) { return x; }
 inline int __double2int_rn(double x) { return cuda_cpu::saturating<int>(nearbyint(x)); }
 inline int __double2int_rz(double x) { return cuda_cpu::saturating<int>(x); }
 
-/// The x whose erfc is y, 0 to 2: from the start of Abramowitz and Stegun, 26.2.22, by Halley's method.
+/// The x whose erfc is y, 0 to 2: from the start of Abramowitz and Stegun, 26.2.22, by Halley's
+/// method.
 inline double erfcinv(double y) {
   if (!(y > 0 && y < 2)) return y == 0 ? INFINITY : y == 2 ? -INFINITY : NAN;
   if (y > 1) return -erfcinv(2 - y);
