@@ -128,55 +128,49 @@ cudaError_t cudaHostGetDevicePointer(T** pointer, void* host, unsigned = 0) {
 
 // ---- Launches -----------------------------------------------------------------------------------
 
+namespace cuda_cpu {
+
+/// Launches a kernel whose parameter k is what arguments[k] points to.
 template <class... Parameters>
-cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
-                             std::size_t shared_bytes = 0, cudaStream_t stream = nullptr,
-                             cuda_cpu::Site site = cuda_cpu::Site::here()) {
+void launch_with_pointers(void (*kernel)(Parameters...), const LaunchConfig& config,
+                          void** arguments) {
   [&]<std::size_t... k>(std::index_sequence<k...>) {
-    kernel->*cuda_cpu::launch(grid, block, shared_bytes, stream,
-                              site)(*static_cast<Parameters*>(arguments[k])...);
+    kernel->*config(*static_cast<Parameters*>(arguments[k])...);
   }
   (std::index_sequence_for<Parameters...>());
-  return cudaPeekAtLastError();
 }
-template <class... Parameters>
-cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block,
-                                        void** arguments, std::size_t shared_bytes = 0,
-                                        cudaStream_t stream = nullptr,
-                                        cuda_cpu::Site site = cuda_cpu::Site::here()) {
-  const cudaError_t error = cuda_cpu::check_cooperative(grid);
-  if (error != cudaSuccess) return error;
-  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream, site);
-}
-namespace cuda_cpu {
 
 /// A launch by an address does not know the parameters' types, and the kernel does: cu2cpp.py lets
 /// it mention Known of itself, so that the program makes it known before main().
-template <auto kKernel, class = decltype(kKernel)>
-struct Known;
-template <auto kKernel, class... Parameters>
-struct Known<kKernel, void (*)(Parameters...)> {
+template <auto kKernel>
+struct Known {
   static void launch(const LaunchConfig& config, void** arguments) {
-    [&]<std::size_t... k>(std::index_sequence<k...>) {
-      kKernel->*config(*static_cast<Parameters*>(arguments[k])...);
-    }
-    (std::index_sequence_for<Parameters...>());
+    launch_with_pointers(kKernel, config, arguments);
   }
   inline static const bool is = know_kernel(reinterpret_cast<const void*>(kKernel), &launch);
 };
 
 }  // namespace cuda_cpu
 
+template <class... Parameters>
+cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, void** arguments,
+                             std::size_t shared_bytes = 0, cudaStream_t stream = nullptr,
+                             cuda_cpu::Site site = cuda_cpu::Site::here()) {
+  cuda_cpu::launch_with_pointers(kernel, cuda_cpu::launch(grid, block, shared_bytes, stream, site),
+                                 arguments);
+  return cudaPeekAtLastError();
+}
 inline cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments,
                                     std::size_t shared_bytes = 0, cudaStream_t stream = nullptr,
                                     cuda_cpu::Site site = cuda_cpu::Site::here()) {
   return cuda_cpu::launch_known(cuda_cpu::launch(grid, block, shared_bytes, stream, site), kernel,
                                 arguments);
 }
-inline cudaError_t cudaLaunchCooperativeKernel(const void* kernel, dim3 grid, dim3 block,
-                                               void** arguments, std::size_t shared_bytes = 0,
-                                               cudaStream_t stream = nullptr,
-                                               cuda_cpu::Site site = cuda_cpu::Site::here()) {
+/// Of a kernel, or of its address alone.
+template <class Kernel>
+cudaError_t cudaLaunchCooperativeKernel(Kernel* kernel, dim3 grid, dim3 block, void** arguments,
+                                        std::size_t shared_bytes = 0, cudaStream_t stream = nullptr,
+                                        cuda_cpu::Site site = cuda_cpu::Site::here()) {
   const cudaError_t error = cuda_cpu::check_cooperative(grid);
   if (error != cudaSuccess) return error;
   return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream, site);

@@ -486,6 +486,7 @@ struct MatrixProduct {
   using Sum = typename Tile::TileSum;
   using Shared = ProductShared<Tile>;
   static constexpr int kConsumers = Tile::kConsumers, kRightFactors = Epilogue::kRightFactors;
+  static constexpr int kGridsOfCluster = kGrids;
   static constexpr int kProducerRegisters = kConsumers == 1 ? 0 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 1 ? 0 : kConsumers == 2 ? 240 : 160;
   static constexpr bool kFetchesFirst = true;

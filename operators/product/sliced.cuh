@@ -51,6 +51,7 @@ struct SlicedProduct : Whole {
   using Tile = typename Whole::Tile;
   using Sum = typename Whole::Sum;
   using Part = typename PartOfSum<Sum, kOfCluster>::Type;
+  static_assert(Tile::kBlocks == 1 || requires { requires Whole::kGridsOfCluster == kOfCluster; });
   static constexpr int kSlicesOfCluster = kOfCluster, kClusterBlocks = kOfCluster * Tile::kBlocks;
   struct Shared : Whole::Shared {
     unsigned before[Tile::kConsumers];  ///< how many slices had left their sum before this one
