@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+from pathlib import Path
 
 from conftest import ROOT, execute
 import pytest
@@ -680,8 +681,9 @@ __global__ void draw(float* x) {
 
 def test_random_numbers_are_those_of_a_gpu(tried):
     """Through the toolkit's headers. What an H100 gives: the uniform number bit by bit, the normal ones but for rounding."""
-    if not (shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")):
-        pytest.skip("the CUDA toolkit is not installed")
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not (Path(nvcc).resolve().parents[1] / "include/curand_kernel.h").exists():
+        pytest.skip("the CUDA toolkit is not installed, or not with cuRAND")
     shown = 'float h[96]; cudaMemcpy(h, d, 384, cudaMemcpyDeviceToHost); printf("%.9g %.9g %.9g|", h[1], h[33], h[65])'
     result = tried(program(RANDOM, f"draw<<<1, 32>>>(d); {shown}"))
     assert result.rc == 0, result.stdout + result.stderr
