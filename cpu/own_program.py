@@ -55,7 +55,7 @@ _OPENMP = re.compile(r"^[ \t]*#[ \t]*(?:pragma[ \t]+omp\b|include[ \t]*<omp\.h>)
 # A macro that stands for words of CUDA, which the translation has to see.
 _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|extern|void|const)[ \t]+)*__(?:global|shared)__"
                     r"(?:[ \t]+(?:static|inline|void|const))*)[ \t]*$", re.MULTILINE)
-_BY_ADDRESS = re.compile(r"\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
+_BY_ADDRESS = re.compile(r"\bcudaKernelNodeParams\b|\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
     (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
@@ -69,7 +69,8 @@ OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 MISSING_WORDS = [
     (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
     (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
-    (r"\bcudaGraph(?:ExecLaunch|Launch|Instantiate|Create)\b|\bcudaStreamBeginCapture\b", "CUDA graphs"),
+    (r"\bcudaGraph(?:KernelNodeGetParams|AddNode|AddMemAllocNode|AddEvent\w+|ConditionalHandle\w*)\b",
+     r"\g<0>"),
 ]
 
 
@@ -165,7 +166,7 @@ class Sources:
         code = code_of(text)
         for pattern, what in MISSING_WORDS:
             if match := re.search(pattern, code):
-                self.refuse(file, text, match.start(), what)
+                self.refuse(file, text, match.start(), match.expand(what))
 
     def refuse(self, file, text, position, what):
         line = text.count("\n", 0, position) + 1

@@ -692,6 +692,94 @@ def test_random_numbers_are_those_of_a_gpu(tried):
     assert normal == pytest.approx(-0.0288760383, abs=1e-6) and other == pytest.approx(0.236220852, abs=1e-6)
 
 
+GRAPHS = """
+#include <cstdio>
+__global__ void add(float* x, float value) { x[threadIdx.x] += value; }
+template <class T> __global__ void sum(const T* x, const T* y, T* z) { z[threadIdx.x] = x[threadIdx.x] + y[threadIdx.x]; }
+void CUDART_CB note(void* data) { ++*static_cast<int*>(data); }
+int main() {
+  float *x, *y, *z, h[32], value = 5;
+  int noted = 0;
+  for (float** p : {&x, &y, &z}) cudaMalloc(p, sizeof h);
+  cudaStream_t a, b; cudaStreamCreate(&a); cudaStreamCreate(&b);
+  cudaEvent_t fork, join; cudaEventCreate(&fork); cudaEventCreate(&join);
+  cudaMemset(x, 0, sizeof h);
+  cudaGraph_t graph; cudaGraphExec_t exec;
+  cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal);
+  cudaMemsetAsync(y, 0, sizeof h, a);
+  cudaEventRecord(fork, a);
+  cudaStreamWaitEvent(b, fork, 0);
+  for (int i = 1; i < 3; ++i) add<<<1, 32, 0, a>>>(x, i);
+  add<<<1, 32, 0, b>>>(y, 2);
+  cudaEventRecord(join, b);
+  cudaStreamWaitEvent(a, join, 0);
+  sum<<<1, 32, 0, a>>>(x, y, z);
+  cudaMemcpyAsync(h, z, sizeof h, cudaMemcpyDeviceToHost, a);
+  cudaLaunchHostFunc(a, note, &noted);
+  cudaStreamEndCapture(a, &graph);
+  size_t count; cudaGraphGetNodes(graph, NULL, &count);
+  cudaGraphInstantiate(&exec, graph, NULL, NULL, 0);
+  cudaGraphDestroy(graph);
+  printf("captured %d %d|", (int)count, noted);
+  for (int i = 0; i < 2; ++i) cudaGraphLaunch(exec, a);
+  cudaStreamSynchronize(a);
+  printf("launched %g %d|", h[31], noted);
+  cudaGraphExecDestroy(exec);
+
+  cudaGraph_t child; cudaGraphCreate(&graph, 0); cudaGraphCreate(&child, 0);
+  cudaGraphNode_t copy, kernel, set, all, node;
+  void* arguments[] = {&x, &value};
+  cudaKernelNodeParams params = {0};
+  params.func = (void*)add; params.gridDim = dim3(1); params.blockDim = dim3(32); params.kernelParams = arguments;
+  cudaGraphAddMemcpyNode1D(&copy, graph, NULL, 0, h, x, sizeof h, cudaMemcpyDeviceToHost);
+  cudaGraphAddKernelNode(&kernel, child, NULL, 0, &params);
+  value = 7;
+  cudaGraphAddChildGraphNode(&all, graph, NULL, 0, child);
+  cudaMemsetParams fill = {x, 0, 0x40000000, 4, 32, 1};
+  cudaGraphAddMemsetNode(&set, graph, NULL, 0, &fill);
+  cudaGraphNode_t from[] = {set, all}, to[] = {all, copy};
+  cudaGraphAddDependencies(graph, from, to, 2);
+  cudaGraphInstantiate(&exec, graph, 0);
+  cudaGraphLaunch(exec, a);
+  printf("by hand %g|", h[0]);
+  fill.value = 0;
+  cudaGraphExecMemsetNodeSetParams(exec, set, &fill);
+  cudaGraphLaunch(exec, a);
+  printf("set anew %g|", h[0]);
+  cudaGraphAddDependencies(graph, &copy, &set, 1);
+  cudaGraphExec_t none = NULL;
+  printf("circle %s\\n", cudaGetErrorName(cudaGraphInstantiate(&none, graph, 0)));
+  cudaGraphExecDestroy(exec); cudaGraphDestroy(graph); cudaGraphDestroy(child);
+
+  cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal);
+  printf("%s ", cudaGetErrorName(cudaMalloc(&y, 4)));
+  printf("%s|", cudaGetErrorName(cudaStreamEndCapture(a, &graph)));
+  cudaStreamBeginCapture(a, cudaStreamCaptureModeGlobal);
+  cudaEventRecord(fork, a);
+  cudaStreamWaitEvent(b, fork, 0);
+  add<<<1, 32, 0, b>>>(x, 1);
+  printf("%s|", cudaGetErrorName(cudaStreamEndCapture(a, &graph)));
+  cudaGetLastError();
+  cudaStreamBeginCapture(a, cudaStreamCaptureModeThreadLocal);
+  add<<<1, 32>>>(x, 1);
+  cudaStreamEndCapture(a, &graph);
+  add<<<1, 32, 0, a>>>(x, 1);
+}
+"""
+
+
+def test_graphs(tried):
+    """Streams that are captured, graphs that are built, and what must not be done while a stream is captured."""
+    result = tried(GRAPHS)
+    first, second = result.stdout.splitlines()[1:3]
+    assert first == "captured 7 0|launched 8 2|by hand 7|set anew 5|circle cudaErrorInvalidValue"
+    assert second.startswith("cudaErrorStreamCaptureUnsupported cudaErrorStreamCaptureInvalidated|"
+                             "cudaErrorStreamCaptureUnjoined|")
+    assert "add, launched at program.cu:70 " in result.stdout and result.rc == 1, result.stdout
+    assert "its stream, the default one, would wait for a stream that is captured" in result.stdout
+    assert re.findall(r"^add +1 +32 +(\d+) ", result.stdout, re.MULTILINE) == ["4", "2", "2", "1"], result.stdout
+
+
 def test_several_sources(tried, tmp_path):
     other = "__global__ void f(float* x) { x[0] = 1; }\nvoid launch(float* x) { f<<<1, 1>>>(x); }\n"
     result = tried(program("void launch(float*);", "launch(d)"), tmp_path / "other.cu", other_cu=other)

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "cpu/execution/fiber.h"
 #include "cpu/execution/worker_pool.h"
 #include "cpu/hopper/phase_barrier.h"
+#include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/counting.h"
@@ -1032,15 +1034,41 @@ Queues& queues() {
   return *queues;
 }
 
+/// Makes the launch a node of a graph, with a copy of its arguments. Nothing: its stream is not
+/// captured.
+std::optional<cudaError_t> launch_in_graph(const LaunchConfig& config, const BoundKernel& kernel,
+                                           const char* name) {
+  if (!any_capture()) return {};
+  const BoundKernel own = with_own_arguments(kernel);
+  const std::shared_ptr<void> arguments(const_cast<void*>(own.arguments), std::free);
+  const auto error =
+      captured(config.stream, cudaGraphNodeTypeKernel, [=](cudaStream_t stream) -> cudaError_t {
+        LaunchConfig launch = config;
+        launch.stream = stream;
+        execute(launch, {own.function, own.run, arguments.get(), own.size});
+        return *why_launch_failed() ? cudaErrorInvalidValue : result(cudaSuccess);
+      });
+  if (error == cudaErrorStreamCaptureImplicit) {
+    return refuse(*error, config, name,
+                  "its stream, the default one, would wait for a stream that is captured");
+  }
+  if (error.value_or(cudaSuccess) != cudaSuccess) {
+    return refuse(*error, config, name, "the capture of its stream has failed before");
+  }
+  return error;
+}
+
 }  // namespace
 
 void execute(const LaunchConfig& config, const BoundKernel& kernel) {
   const KernelDescription description = describe(kernel);
   const unsigned cluster = config.cluster ? config.cluster : description.cluster.x;
-  if (result(check(config, kernel.function, description, cluster)) != cudaSuccess) {
-    ledger_refused(why_launch_failed());
-    return;
-  }
+  cudaError_t error = check(config, kernel.function, description, cluster);
+  std::optional<cudaError_t> in_graph;
+  if (error == cudaSuccess) in_graph = launch_in_graph(config, kernel, description.name);
+  error = result(in_graph.value_or(error));
+  if (error != cudaSuccess) ledger_refused(why_launch_failed());
+  if (error != cudaSuccess || in_graph) return;
   const Waiting waiting = {current_device(), config, description, cluster,
                            with_own_arguments(kernel)};
   if (device().concurrent) {

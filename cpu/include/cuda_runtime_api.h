@@ -1,7 +1,8 @@
 // The host side of the CUDA runtime, for the CPU as a few devices that are all alike.
 //
 // All work is done when the call that asks for it returns (but see cuda_cpu.h's top): streams and
-// events exist for the sake of the interface, and "asynchronous" functions are synchronous.
+// events exist for the sake of the interface, and "asynchronous" functions are synchronous, but for
+// work in a stream that is captured, which waits for its graph (cpu/runtime/graphs.h).
 // Functions that are declared but not described here do what CUDA documents.
 
 #pragma once
@@ -27,6 +28,7 @@ enum cudaError {
   cudaErrorNoKernelImageForDevice = 209,
   cudaErrorPeerAccessUnsupported = 217,
   cudaErrorInvalidResourceHandle = 400,
+  cudaErrorIllegalState = 401,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
   cudaErrorLaunchOutOfResources = 701,
@@ -40,6 +42,16 @@ enum cudaError {
   cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorNotPermitted = 800,
   cudaErrorNotSupported = 801,
+  cudaErrorStreamCaptureUnsupported = 900,
+  cudaErrorStreamCaptureInvalidated = 901,
+  cudaErrorStreamCaptureMerge = 902,
+  cudaErrorStreamCaptureUnmatched = 903,
+  cudaErrorStreamCaptureUnjoined = 904,
+  cudaErrorStreamCaptureIsolation = 905,
+  cudaErrorStreamCaptureImplicit = 906,
+  cudaErrorCapturedEvent = 907,
+  cudaErrorStreamCaptureWrongThread = 908,
+  cudaErrorGraphExecUpdateFailure = 910,
   cudaErrorInvalidClusterSize = 912,
   cudaErrorUnknown = 999,
 };
@@ -303,14 +315,17 @@ cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size,
 
 // ---- Streams and events ------------------------------------------------------------------------
 
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone = 0,
+  cudaStreamCaptureStatusActive = 1,
+  cudaStreamCaptureStatusInvalidated = 2,
+};
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamQuery(cudaStream_t stream);
-/// There are no graphs here: no stream is being captured.
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
 
@@ -423,3 +438,5 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks,
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(
       blocks, reinterpret_cast<const void*>(kernel), block_size, dynamic_shared_bytes);
 }
+
+#include "cpu/runtime/graphs.h"

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "cpu/library/matrix_product.h"
+#include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cublasLt.h"
 #include "cublas_v2.h"
@@ -148,6 +149,18 @@ cublasStatus_t check(const cublasLtMatmulDescOpaque& desc, const Operand& a, con
   return CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
+/// Computes the product, now or when the graph runs that the stream is captured for.
+cublasStatus_t multiply(cudaStream_t stream, const Product& product) {
+  const auto multiply = [product](cudaStream_t) {
+    if (!cuda_cpu::device().broken) cuda_cpu::multiply(product);
+    return cuda_cpu::result(cudaSuccess);
+  };
+  const auto error = cuda_cpu::captured(stream, cudaGraphNodeTypeKernel, multiply);
+  return error.value_or(cudaSuccess) == cudaSuccess && (error || multiply(stream) == cudaSuccess)
+             ? CUBLAS_STATUS_SUCCESS
+             : CUBLAS_STATUS_EXECUTION_FAILED;
+}
+
 }  // namespace
 
 #define CUDA_CPU_STATUS(status) \
@@ -235,17 +248,19 @@ cublasStatus_t cublasGemmStridedBatchedEx(
   if (cuda_cpu::device().broken) return CUBLAS_STATUS_EXECUTION_FAILED;
   for (int i = 0; i < batch && m > 0 && n > 0; ++i) {
     void* const c = advance(C, Ctype, i * strideC);
-    cuda_cpu::multiply({.m = m,
-                        .n = n,
-                        .k = k,
-                        .alpha = cuda_cpu::load_element(alpha, scale_type(compute), 0),
-                        .a = by_columns(advance(A, Atype, i * strideA), Atype, lda, transa),
-                        .b = by_columns(advance(B, Btype, i * strideB), Btype, ldb, transb),
-                        .beta = cuda_cpu::load_element(beta, scale_type(compute), 0),
-                        .c = {c, Ctype, 1, ldc},
-                        .d = {c, Ctype, 1, ldc},
-                        .in_double = in_double(compute),
-                        .epilogue = nullptr});
+    const cublasStatus_t status = multiply(
+        handle->stream, {.m = m,
+                         .n = n,
+                         .k = k,
+                         .alpha = cuda_cpu::load_element(alpha, scale_type(compute), 0),
+                         .a = by_columns(advance(A, Atype, i * strideA), Atype, lda, transa),
+                         .b = by_columns(advance(B, Btype, i * strideB), Btype, ldb, transb),
+                         .beta = cuda_cpu::load_element(beta, scale_type(compute), 0),
+                         .c = {c, Ctype, 1, ldc},
+                         .d = {c, Ctype, 1, ldc},
+                         .in_double = in_double(compute),
+                         .epilogue = nullptr});
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -425,7 +440,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               const void* A, cublasLtMatrixLayout_t Adesc, const void* B,
                               cublasLtMatrixLayout_t Bdesc, const void* beta, const void* C,
                               cublasLtMatrixLayout_t Cdesc, void* D, cublasLtMatrixLayout_t Ddesc,
-                              const cublasLtMatmulAlgo_t*, void*, std::size_t, cudaStream_t) {
+                              const cublasLtMatmulAlgo_t*, void*, std::size_t,
+                              cudaStream_t stream) {
   if (!handle) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (!desc || !alpha || !beta || !Adesc || !Bdesc || !Cdesc || !Ddesc) {
     return CUBLAS_STATUS_INVALID_VALUE;
@@ -442,10 +458,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
 
   const auto bias_type =
       desc->bias_type < 0 ? Ddesc->type : static_cast<cudaDataType>(desc->bias_type);
-  const auto epilogue = [=](double value, long row) {
-    if (with_bias) value += cuda_cpu::load_element(desc->bias, bias_type, row);
-    if (desc->epilogue & CUBLASLT_EPILOGUE_RELU) value = std::max(value, 0.0);
-    if (desc->epilogue & CUBLASLT_EPILOGUE_GELU) value = gelu(value);
+  const auto epilogue = [=, kind = desc->epilogue, bias = desc->bias](double value, long row) {
+    if (with_bias) value += cuda_cpu::load_element(bias, bias_type, row);
+    if (kind & CUBLASLT_EPILOGUE_RELU) value = std::max(value, 0.0);
+    if (kind & CUBLASLT_EPILOGUE_GELU) value = gelu(value);
     return value;
   };
   for (int i = 0; i < Ddesc->batch_count && d.rows() > 0 && d.cols() > 0; ++i) {
@@ -465,7 +481,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
     if (with_bias && i == 0) {
       product.epilogue_bytes = product.m * static_cast<std::int64_t>(size_of(bias_type));
     }
-    cuda_cpu::multiply(product);
+    const cublasStatus_t status = multiply(stream, product);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
   return CUBLAS_STATUS_SUCCESS;
 }

@@ -10,19 +10,13 @@
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/execution.h"
+#include "cpu/runtime/capture.h"
 #include "cpu/runtime/device_state.h"
 #include "cpu/runtime/environment.h"
 #include "cpu/watch/ledger.h"
 #include "cpu/watch/memory_watch.h"
 #include "cuda.h"
 #include "cuda_runtime_api.h"
-
-struct CUstream_st {};
-
-struct CUevent_st {
-  bool recorded = false;
-  std::chrono::steady_clock::time_point time;
-};
 
 namespace cuda_cpu {
 
@@ -63,6 +57,7 @@ constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled"),
     CUDA_CPU_ERROR(cudaErrorPeerAccessNotEnabled, "peer access has not been enabled"),
     CUDA_CPU_ERROR(cudaErrorInvalidResourceHandle, "invalid resource handle"),
+    CUDA_CPU_ERROR(cudaErrorIllegalState, "the operation cannot be performed in the present state"),
     CUDA_CPU_ERROR(cudaErrorNotReady, "device not ready"),
     CUDA_CPU_ERROR(cudaErrorIllegalAddress, "an illegal memory access was encountered"),
     CUDA_CPU_ERROR(cudaErrorLaunchOutOfResources, "too many resources requested for launch"),
@@ -74,6 +69,26 @@ constexpr ErrorText kErrors[] = {
     CUDA_CPU_ERROR(cudaErrorCooperativeLaunchTooLarge, "too many blocks in cooperative launch"),
     CUDA_CPU_ERROR(cudaErrorNotPermitted, "operation not permitted"),
     CUDA_CPU_ERROR(cudaErrorNotSupported, "operation not supported"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureUnsupported,
+                   "operation not permitted when stream is capturing"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureInvalidated,
+                   "operation failed due to a previous error during capture"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureMerge,
+                   "operation would result in a merge of separate capture sequences"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureIsolation,
+                   "dependency created on uncaptured work in another stream"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureImplicit,
+                   "operation would make the legacy stream depend on a capturing blocking stream"),
+    CUDA_CPU_ERROR(cudaErrorCapturedEvent,
+                   "operation not permitted on an event last recorded in "
+                   "a capturing stream"),
+    CUDA_CPU_ERROR(cudaErrorStreamCaptureWrongThread,
+                   "attempt to terminate a thread-local capture sequence from another thread"),
+    CUDA_CPU_ERROR(cudaErrorGraphExecUpdateFailure,
+                   "the graph update was not performed because it included changes which violated "
+                   "constraints specific to instantiated graph update"),
     CUDA_CPU_ERROR(cudaErrorInvalidClusterSize, "invalid cluster size"),
     CUDA_CPU_ERROR(cudaErrorUnknown, "unknown error"),
 };
@@ -104,6 +119,7 @@ std::size_t meminfo_bytes(const char* key) {
 cudaError_t allocate(void** pointer, std::size_t size, cudaMemoryType type, const void* place) {
   if (!pointer) return result(cudaErrorInvalidValue);
   *pointer = nullptr;
+  if (const cudaError_t error = forbidden_in_capture()) return result(error);
   if (device().broken) return result(device().broken);
   if (size == 0) return result(cudaSuccess);
   void* memory = nullptr;
@@ -206,6 +222,32 @@ cudaError_t copy(void* target, std::size_t target_pitch, const void* source,
   }
   return result(cudaSuccess);
 }
+
+/// What a copy or a memset does in the legacy stream, for which the host waits.
+std::optional<cudaError_t> refused_in_capture() {
+  if (const auto refused = captured(cudaStreamLegacy, cudaGraphNodeTypeMemcpy, {})) return refused;
+  if (const cudaError_t error = forbidden_in_capture()) return error;
+  return {};
+}
+
+cudaError_t fill(void* target, int value, std::size_t size) {
+  finish_kernels();
+  if (device().broken) return result(device().broken);
+  if (size == 0) return result(cudaSuccess);
+  if (!valid_side(target, size, false, false) || !target ||
+      region_of(target).type == cudaMemoryTypeUnregistered) {
+    return result(cudaErrorInvalidValue);
+  }
+  const OpenMemory open(target);
+  std::memset(target, value, size);
+  return result(cudaSuccess);
+}
+
+/// Memory of a graph: freed when the last of what knows it is gone.
+struct GraphMemory {
+  void* pointer = nullptr;
+  ~GraphMemory() { release(pointer, false); }
+};
 
 cudaError_t attribute_value(cudaDeviceAttr attribute, int* value) {
   switch (attribute) {
@@ -433,6 +475,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 
 cudaError_t cudaDeviceSynchronize() {
+  if (const cudaError_t error = cuda_cpu::forbidden_in_capture()) return result(error);
   cuda_cpu::finish_kernels();
   return result(cudaSuccess);
 }
@@ -450,11 +493,24 @@ cudaError_t cudaMalloc(void** pointer, std::size_t size) {
 
 cudaError_t cudaFree(void* pointer) { return cuda_cpu::release(pointer, false); }
 
-cudaError_t cudaMallocAsync(void** pointer, std::size_t size, cudaStream_t) {
-  return cudaMalloc(pointer, size);
+cudaError_t cudaMallocAsync(void** pointer, std::size_t size, cudaStream_t stream) {
+  const auto memory = std::make_shared<cuda_cpu::GraphMemory>();
+  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemAlloc,
+                                           [memory](cudaStream_t) { return cudaSuccess; });
+  if (!captured) return cudaMalloc(pointer, size);
+  if (*captured != cudaSuccess) return result(*captured);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t error = cudaMalloc(&memory->pointer, size);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  *pointer = memory->pointer;
+  return error;
 }
 
-cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemFree, {});
+  return captured ? result(*captured) : cudaFree(pointer);
+}
 
 cudaError_t cudaMallocManaged(void** pointer, std::size_t size, unsigned) {
   return cuda_cpu::allocate(pointer, size, cudaMemoryTypeManaged, __builtin_return_address(0));
@@ -517,12 +573,17 @@ CUresult cuCtxGetId(CUcontext, unsigned long long* id) {
 }
 
 cudaError_t cudaMemcpy(void* target, const void* source, std::size_t size, cudaMemcpyKind kind) {
+  if (const auto refused = cuda_cpu::refused_in_capture()) return result(*refused);
   return cuda_cpu::copy(target, 0, source, 0, size, 1, kind);
 }
 
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t size, cudaMemcpyKind kind,
-                            cudaStream_t) {
-  return cudaMemcpy(target, source, size, kind);
+                            cudaStream_t stream) {
+  const auto copy = [=](cudaStream_t) {
+    return cuda_cpu::copy(target, 0, source, 0, size, 1, kind);
+  };
+  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, copy);
+  return captured ? result(*captured) : copy(stream);
 }
 
 cudaError_t cudaMemcpyPeer(void* target, int, const void* source, int, std::size_t size) {
@@ -532,30 +593,29 @@ cudaError_t cudaMemcpyPeer(void* target, int, const void* source, int, std::size
 cudaError_t cudaMemcpy2D(void* target, std::size_t target_pitch, const void* source,
                          std::size_t source_pitch, std::size_t width, std::size_t height,
                          cudaMemcpyKind kind) {
+  if (const auto refused = cuda_cpu::refused_in_capture()) return result(*refused);
   return cuda_cpu::copy(target, target_pitch, source, source_pitch, width, height, kind);
 }
 
 cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void* source,
                               std::size_t source_pitch, std::size_t width, std::size_t height,
-                              cudaMemcpyKind kind, cudaStream_t) {
-  return cudaMemcpy2D(target, target_pitch, source, source_pitch, width, height, kind);
+                              cudaMemcpyKind kind, cudaStream_t stream) {
+  const auto copy = [=](cudaStream_t) {
+    return cuda_cpu::copy(target, target_pitch, source, source_pitch, width, height, kind);
+  };
+  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, copy);
+  return captured ? result(*captured) : copy(stream);
 }
 
 cudaError_t cudaMemset(void* target, int value, std::size_t size) {
-  cuda_cpu::finish_kernels();
-  if (device().broken) return result(device().broken);
-  if (size == 0) return result(cudaSuccess);
-  if (!cuda_cpu::valid_side(target, size, false, false) || !target ||
-      cuda_cpu::region_of(target).type == cudaMemoryTypeUnregistered) {
-    return result(cudaErrorInvalidValue);
-  }
-  const cuda_cpu::OpenMemory open(target);
-  std::memset(target, value, size);
-  return result(cudaSuccess);
+  if (const auto refused = cuda_cpu::refused_in_capture()) return result(*refused);
+  return cuda_cpu::fill(target, value, size);
 }
 
-cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size, cudaStream_t) {
-  return cudaMemset(target, value, size);
+cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size, cudaStream_t stream) {
+  const auto fill = [=](cudaStream_t) { return cuda_cpu::fill(target, value, size); };
+  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemset, fill);
+  return captured ? result(*captured) : fill(stream);
 }
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
@@ -563,8 +623,9 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return result(cudaSuccess);
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  return cudaStreamCreate(stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  *stream = new CUstream_st{flags, {}};
+  return result(cudaSuccess);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -575,18 +636,19 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return result(cudaSuccess);
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
-
-cudaError_t cudaStreamQuery(cudaStream_t) { return result(cudaSuccess); }
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  if (!status) return result(cudaErrorInvalidValue);
-  *status = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (const cudaError_t error = cuda_cpu::forbidden_in_capture(stream)) return result(error);
+  cuda_cpu::finish_kernels();
   return result(cudaSuccess);
 }
 
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
-  return result(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return result(cuda_cpu::forbidden_in_capture(stream));
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (!event) return result(cudaErrorInvalidResourceHandle);
+  return result(cuda_cpu::wait_in_capture(stream, event).value_or(cudaSuccess));
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
@@ -604,16 +666,20 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return result(cudaSuccess);
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (!event) return result(cudaErrorInvalidResourceHandle);
+  event->recorded = false;
+  if (cuda_cpu::record_in_capture(event, stream)) return result(cudaSuccess);
   event->recorded = true;
   event->time = std::chrono::steady_clock::now();
   return result(cudaSuccess);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (!event) return result(cudaErrorInvalidResourceHandle);
+  if (event->captured.capture) return result(cudaErrorCapturedEvent);
   cuda_cpu::finish_kernels();
-  return result(event ? cudaSuccess : cudaErrorInvalidResourceHandle);
+  return result(cudaSuccess);
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
