@@ -121,31 +121,32 @@ cudaError_t steps_of(const CUgraph_st& graph, std::vector<CUgraphExec_st::Step>&
   return cudaSuccess;
 }
 
-// ---- What nodes do ------------------------------------------------------------------------------
+// ---- What nodes do: nothing, if the parameters are not valid ------------------------------------
 
-Work copy_work(const cudaMemcpy3DParms& parameters) {
-  return [=](cudaStream_t) { return cudaMemcpy3D(&parameters); };
+Work copy_work(const cudaMemcpy3DParms* parameters) {
+  if (!parameters) return {};
+  return [copy = *parameters](cudaStream_t) { return cudaMemcpy3D(&copy); };
 }
 
 Work copy_work(void* target, const void* source, std::size_t size, cudaMemcpyKind kind) {
   return [=](cudaStream_t stream) { return cudaMemcpyAsync(target, source, size, kind, stream); };
 }
 
-cudaError_t set(const cudaMemsetParams& fill) {
-  std::vector<char> row(fill.width * fill.elementSize);
-  for (std::size_t i = 0; i < row.size(); ++i) {
-    row[i] = static_cast<char>(fill.value >> (8 * (i % fill.elementSize)));
-  }
-  return cudaMemcpy2D(fill.dst, fill.height > 1 ? fill.pitch : row.size(), row.data(), row.size(),
-                      row.size(), fill.height, cudaMemcpyHostToDevice);
+Work fill_work(const cudaMemsetParams* parameters) {
+  if (!parameters || parameters->elementSize == 0) return {};
+  return [fill = *parameters](cudaStream_t) {
+    std::vector<char> row(fill.width * fill.elementSize);
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      row[i] = static_cast<char>(fill.value >> (8 * (i % fill.elementSize)));
+    }
+    return cudaMemcpy2D(fill.dst, fill.height > 1 ? fill.pitch : row.size(), row.data(), row.size(),
+                        row.size(), fill.height, cudaMemcpyHostToDevice);
+  };
 }
 
-Work fill_work(const cudaMemsetParams& fill) {
-  return [=](cudaStream_t) { return set(fill); };
-}
-
-Work host_work(const cudaHostNodeParams& host) {
-  return [=](cudaStream_t) {
+Work host_work(const cudaHostNodeParams* parameters) {
+  if (!parameters || !parameters->fn) return {};
+  return [host = *parameters](cudaStream_t) {
     finish_kernels();
     if (!device().broken) host.fn(host.userData);
     return result(cudaSuccess);
@@ -154,25 +155,29 @@ Work host_work(const cudaHostNodeParams& host) {
 
 /// The arguments are copied now: the kernel is launched in a stream of a capture of its own, whose
 /// only node it becomes.
-cudaError_t kernel_work(const cudaKernelNodeParams& kernel, Work& work) {
-  if (kernel.extra) return cudaErrorNotSupported;
+Work kernel_work(const cudaKernelNodeParams* parameters) {
+  if (!parameters || parameters->extra) return {};
   CUstream_st stream;
   const auto capture = std::make_shared<Capture>();
   capture->origin = &stream;
   stream.captured.capture = capture;
   ++captures().count;
-  const cudaError_t error =
-      launch_known(launch(kernel.gridDim, kernel.blockDim, kernel.sharedMemBytes, &stream),
-                   kernel.func.address, kernel.kernelParams);
+  launch_known(
+      launch(parameters->gridDim, parameters->blockDim, parameters->sharedMemBytes, &stream),
+      parameters->func.address, parameters->kernelParams);
   --captures().count;
-  if (capture->graph->nodes.empty()) return error != cudaSuccess ? error : cudaErrorInvalidValue;
-  work = capture->graph->nodes.front()->work;
-  return cudaSuccess;
+  return capture->graph->nodes.empty() ? Work() : capture->graph->nodes.front()->work;
+}
+
+Work graph_work(const CUgraph_st* graph) {
+  std::vector<CUgraphExec_st::Step> steps;
+  if (!graph || steps_of(*graph, steps) != cudaSuccess) return {};
+  return [steps](cudaStream_t stream) { return run(steps, stream); };
 }
 
 cudaError_t add(cudaGraphNode_t* node, cudaGraph_t graph, const cudaGraphNode_t* after,
                 std::size_t count, cudaGraphNodeType type, Work work) {
-  if (!node || !graph || (count > 0 && !after)) return result(cudaErrorInvalidValue);
+  if (!node || !graph || (count > 0 && !after) || !work) return result(cudaErrorInvalidValue);
   std::vector<cudaGraphNode_t> before;
   if (count > 0) before.assign(after, after + count);
   for (const cudaGraphNode_t each : before) {
@@ -186,13 +191,13 @@ cudaError_t add(cudaGraphNode_t* node, cudaGraph_t graph, const cudaGraphNode_t*
 }
 
 cudaError_t set(cudaGraphNode_t node, cudaGraphNodeType type, Work work) {
-  if (!node || node->type != type) return result(cudaErrorInvalidValue);
+  if (!node || node->type != type || !work) return result(cudaErrorInvalidValue);
   node->work = std::move(work);
   return result(cudaSuccess);
 }
 
 cudaError_t set(cudaGraphExec_t made, cudaGraphNode_t node, cudaGraphNodeType type, Work work) {
-  if (!made) return result(cudaErrorInvalidValue);
+  if (!made || !work) return result(cudaErrorInvalidValue);
   for (auto& step : made->steps) {
     if (step.of != node || step.type != type) continue;
     step.work = std::move(work);
@@ -367,8 +372,9 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  if (!function) return result(cudaErrorInvalidValue);
-  const Work work = cuda_cpu::host_work({function, data});
+  const cudaHostNodeParams host = {function, data};
+  const Work work = cuda_cpu::host_work(&host);
+  if (!work) return result(cudaErrorInvalidValue);
   const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeHost, work);
   return captured ? result(*captured) : work(stream);
 }
@@ -404,7 +410,7 @@ cudaError_t cudaMemcpy3D(const cudaMemcpy3DParms* parameters) {
 cudaError_t cudaMemcpy3DAsync(const cudaMemcpy3DParms* parameters, cudaStream_t stream) {
   if (!parameters) return result(cudaErrorInvalidValue);
   const auto captured =
-      cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, cuda_cpu::copy_work(*parameters));
+      cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, cuda_cpu::copy_work(parameters));
   return captured ? result(*captured) : cudaMemcpy3D(parameters);
 }
 
@@ -479,24 +485,22 @@ cudaError_t cudaGraphAddDependencies(cudaGraph_t graph, const cudaGraphNode_t* f
 
 cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                   const cudaGraphNode_t* after, std::size_t count) {
-  return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeEmpty, {});
+  return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeEmpty,
+                       [](cudaStream_t) { return cudaSuccess; });
 }
 
 cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                    const cudaGraphNode_t* after, std::size_t count,
                                    const cudaKernelNodeParams* parameters) {
-  Work work;
-  if (!parameters) return result(cudaErrorInvalidValue);
-  if (const cudaError_t error = cuda_cpu::kernel_work(*parameters, work)) return result(error);
-  return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeKernel, work);
+  return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeKernel,
+                       cuda_cpu::kernel_work(parameters));
 }
 
 cudaError_t cudaGraphAddMemcpyNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                    const cudaGraphNode_t* after, std::size_t count,
                                    const cudaMemcpy3DParms* parameters) {
-  if (!parameters) return result(cudaErrorInvalidValue);
   return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeMemcpy,
-                       cuda_cpu::copy_work(*parameters));
+                       cuda_cpu::copy_work(parameters));
 }
 
 cudaError_t cudaGraphAddMemcpyNode1D(cudaGraphNode_t* node, cudaGraph_t graph,
@@ -509,35 +513,27 @@ cudaError_t cudaGraphAddMemcpyNode1D(cudaGraphNode_t* node, cudaGraph_t graph,
 cudaError_t cudaGraphAddMemsetNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                    const cudaGraphNode_t* after, std::size_t count,
                                    const cudaMemsetParams* parameters) {
-  if (!parameters || parameters->elementSize == 0) return result(cudaErrorInvalidValue);
   return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeMemset,
-                       cuda_cpu::fill_work(*parameters));
+                       cuda_cpu::fill_work(parameters));
 }
 
 cudaError_t cudaGraphAddHostNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                  const cudaGraphNode_t* after, std::size_t count,
                                  const cudaHostNodeParams* parameters) {
-  if (!parameters || !parameters->fn) return result(cudaErrorInvalidValue);
   return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeHost,
-                       cuda_cpu::host_work(*parameters));
+                       cuda_cpu::host_work(parameters));
 }
 
 cudaError_t cudaGraphAddChildGraphNode(cudaGraphNode_t* node, cudaGraph_t graph,
                                        const cudaGraphNode_t* after, std::size_t count,
                                        cudaGraph_t child) {
-  if (!child) return result(cudaErrorInvalidValue);
-  std::vector<CUgraphExec_st::Step> steps;
-  if (const cudaError_t error = cuda_cpu::steps_of(*child, steps)) return result(error);
   return cuda_cpu::add(node, graph, after, count, cudaGraphNodeTypeGraph,
-                       [steps](cudaStream_t stream) { return cuda_cpu::run(steps, stream); });
+                       cuda_cpu::graph_work(child));
 }
 
 cudaError_t cudaGraphKernelNodeSetParams(cudaGraphNode_t node,
                                          const cudaKernelNodeParams* parameters) {
-  Work work;
-  if (!parameters) return result(cudaErrorInvalidValue);
-  if (const cudaError_t error = cuda_cpu::kernel_work(*parameters, work)) return result(error);
-  return cuda_cpu::set(node, cudaGraphNodeTypeKernel, work);
+  return cuda_cpu::set(node, cudaGraphNodeTypeKernel, cuda_cpu::kernel_work(parameters));
 }
 
 cudaError_t cudaGraphMemcpyNodeSetParams1D(cudaGraphNode_t node, void* target, const void* source,
@@ -547,21 +543,16 @@ cudaError_t cudaGraphMemcpyNodeSetParams1D(cudaGraphNode_t node, void* target, c
 }
 
 cudaError_t cudaGraphMemsetNodeSetParams(cudaGraphNode_t node, const cudaMemsetParams* parameters) {
-  if (!parameters || parameters->elementSize == 0) return result(cudaErrorInvalidValue);
-  return cuda_cpu::set(node, cudaGraphNodeTypeMemset, cuda_cpu::fill_work(*parameters));
+  return cuda_cpu::set(node, cudaGraphNodeTypeMemset, cuda_cpu::fill_work(parameters));
 }
 
 cudaError_t cudaGraphHostNodeSetParams(cudaGraphNode_t node, const cudaHostNodeParams* parameters) {
-  if (!parameters || !parameters->fn) return result(cudaErrorInvalidValue);
-  return cuda_cpu::set(node, cudaGraphNodeTypeHost, cuda_cpu::host_work(*parameters));
+  return cuda_cpu::set(node, cudaGraphNodeTypeHost, cuda_cpu::host_work(parameters));
 }
 
 cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t made, cudaGraphNode_t node,
                                              const cudaKernelNodeParams* parameters) {
-  Work work;
-  if (!parameters) return result(cudaErrorInvalidValue);
-  if (const cudaError_t error = cuda_cpu::kernel_work(*parameters, work)) return result(error);
-  return cuda_cpu::set(made, node, cudaGraphNodeTypeKernel, work);
+  return cuda_cpu::set(made, node, cudaGraphNodeTypeKernel, cuda_cpu::kernel_work(parameters));
 }
 
 cudaError_t cudaGraphExecMemcpyNodeSetParams1D(cudaGraphExec_t made, cudaGraphNode_t node,
@@ -573,14 +564,12 @@ cudaError_t cudaGraphExecMemcpyNodeSetParams1D(cudaGraphExec_t made, cudaGraphNo
 
 cudaError_t cudaGraphExecMemsetNodeSetParams(cudaGraphExec_t made, cudaGraphNode_t node,
                                              const cudaMemsetParams* parameters) {
-  if (!parameters || parameters->elementSize == 0) return result(cudaErrorInvalidValue);
-  return cuda_cpu::set(made, node, cudaGraphNodeTypeMemset, cuda_cpu::fill_work(*parameters));
+  return cuda_cpu::set(made, node, cudaGraphNodeTypeMemset, cuda_cpu::fill_work(parameters));
 }
 
 cudaError_t cudaGraphExecHostNodeSetParams(cudaGraphExec_t made, cudaGraphNode_t node,
                                            const cudaHostNodeParams* parameters) {
-  if (!parameters || !parameters->fn) return result(cudaErrorInvalidValue);
-  return cuda_cpu::set(made, node, cudaGraphNodeTypeHost, cuda_cpu::host_work(*parameters));
+  return cuda_cpu::set(made, node, cudaGraphNodeTypeHost, cuda_cpu::host_work(parameters));
 }
 
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph,
