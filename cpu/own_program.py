@@ -58,7 +58,7 @@ _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|
 _BY_ADDRESS = re.compile(r"\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
-    (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
+    (r"curand", "curand"), (r"cufft", "cufft"),
     (r"cusparse", "cusparse"), (r"cusolver", "cusolver"), (r"cudnn", "cudnn"), (r"nccl", "nccl"),
     (r"cute/|cutlass/", "CUTLASS"),
     (r"texture_", "textures"), (r"helper_(?:cuda|functions|string|timer|image)\.h", "the helper headers of NVIDIA's"
@@ -66,6 +66,9 @@ MISSING_HEADERS = [
 ]
 # What is taken from the toolkit, where it is installed: headers of device functions that are C++.
 OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
+# NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
+# does, see cpu/foreign/thrust/.
+CCCL = re.compile(r"(?:thrust|cub)/")
 MISSING_WORDS = [
     (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
     (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
@@ -109,6 +112,7 @@ class Sources:
         self.files, self.folders, self.needs_main = files, folders, needs_main
         self.base = files[0].parent
         self.texts = {}
+        self.cccl = None  # the folder of NVIDIA's C++ library, if the program uses it
         waiting = list(files)
         while waiting:
             file = waiting.pop(0)
@@ -117,8 +121,12 @@ class Sources:
             self.texts[file] = text = read(file)
             self._refuse_missing(file, text)
             for match in _INCLUDE.finditer(text):
-                if found := self.find(file, match[2] or match[3], bool(match[2])):
+                name = match[2] or match[3]
+                if found := self.find(file, name, bool(match[2])):
                     waiting.append(found)
+                elif CCCL.match(name):
+                    self.cccl = self.cccl or next(
+                        (each for each in folders + toolkit_folders() if (each / name).is_file()), None)
         self._expand_words()
         # A launch that does not say which types the parameters have.
         self.by_address = any(_BY_ADDRESS.search(code_of(text)) for text in self.texts.values())
@@ -155,6 +163,8 @@ class Sources:
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
 
     def find(self, file, name, quoted):
+        if CCCL.match(name):
+            return None
         for folder in [file.parent] * quoted + self.folders + toolkit_folders() * bool(OF_TOOLKIT.match(name)):
             path = Path(os.path.normpath(folder / name))
             if path.is_file():
@@ -213,7 +223,13 @@ class Sources:
             written[file] = folder / f"{number}_{re.sub(r'[^A-Za-z0-9_]', '_', file.stem)}{suffix}"
         for file, text in self.texts.items():
             def include(match):
-                found = self.find(file, match[2] or match[3], bool(match[2]))
+                name = match[2] or match[3]
+                if self.cccl and CCCL.match(name):
+                    own = folder / f"cccl_{re.sub(r'[^A-Za-z0-9]', '_', name)}.h"
+                    own.write_text(f'#include "{ROOT}/cpu/foreign/thrust/begin.h"\n#include <{name}>\n'
+                                   f'#include "{ROOT}/cpu/foreign/thrust/end.h"\n')
+                    return f'{match[1]}"{own}"'
+                found = self.find(file, name, bool(match[2]))
                 return f'{match[1]}"{written[found]}"' if found in written else match[0]
 
             try:
@@ -320,7 +336,8 @@ def build_program(build, sources, written, options, folder):
     program = folder / f"program{'-' + build if build else ''}"
     # The same program is not built twice: its next run may have other arguments.
     sources_now = [*sorted(folder.glob("*_*.[ch]*")), ROOT / "common/try.h", ROOT / "cpu/ptx.py",
-                   ROOT / "cpu/two_versions.py"]
+                   ROOT / "cpu/two_versions.py", *sorted((ROOT / "cpu/foreign/thrust").rglob("*.h"))]
+    options = [*options, *(["-isystem", sources.cccl] if sources.cccl else ["-I", ROOT / "cpu/foreign/std"])]
     key = digest(libraries, *map(flags_of, versions(build)), options, *(
         file.read_text(errors="surrogateescape") for file in sources_now))
     built = folder / f"built{'-' + build if build else ''}"
@@ -401,6 +418,9 @@ def compile_error(output, sources):
                 file, number = name, int(line)
     lines = texts.get(file, [])
     if missing := re.match(r"(.*): No such file or directory", text):
+        if CCCL.match(missing[1]):
+            return (f"{file}:{number}: {missing[1]} is a header of NVIDIA's C++ library (CCCL), which is not here: install"
+                    f" the CUDA toolkit's package cuda-cccl, or name its folder with -I. {PAGE} says more.")
         for pattern, what in MISSING_HEADERS:
             if re.match(pattern, missing[1]):
                 return f"{file}:{number}: the CPU backend does not have {what}. {PAGE} lists what it has."
