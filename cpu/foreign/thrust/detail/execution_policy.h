@@ -8,18 +8,11 @@
 
 #include <type_traits>
 
-#include "cpu/watch/ledger.h"
-#include "cuda_runtime.h"
+#include "thrust/detail/by_host.h"
 
 namespace thrust::system::cuda::detail {
 
 struct OfDevice {};  // all policies of the device are derived from it
-
-/// The host does what the device would do in its turn: after the kernels launched before.
-class Turn {
-  cudaError_t finished_ = cudaDeviceSynchronize();
-  cuda_cpu::OpenMemory memory_;
-};
 
 }  // namespace thrust::system::cuda::detail
 
@@ -28,7 +21,7 @@ namespace thrust::detail {
 template <class Policy>
 struct OpenedFor {
   Policy& policy;
-  thrust::system::cuda::detail::Turn turn{};
+  cuda_cpu::Turn turn{};
 };
 
 template <class Policy>

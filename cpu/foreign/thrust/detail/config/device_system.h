@@ -11,4 +11,6 @@
 #undef THRUST_DEVICE_SYSTEM
 #define THRUST_DEVICE_SYSTEM THRUST_DEVICE_SYSTEM_CPP
 #define __THRUST_DEVICE_SYSTEM_NAMESPACE cuda
-#define __THRUST_DEVICE_SYSTEM_ROOT thrust / system / cpp
+// clang-format off
+#define __THRUST_DEVICE_SYSTEM_ROOT thrust/system/cpp
+// clang-format on

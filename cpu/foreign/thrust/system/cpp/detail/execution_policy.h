@@ -70,19 +70,25 @@ void free(execution_policy<Derived>&, Pointer pointer) {
   cudaFree(raw(pointer));
 }
 
+template <class Derived, class Iterator, class T, class Combine>
+T reduce(execution_policy<Derived>&, Iterator first, Iterator last, T start, Combine combine) {
+  if (first == last) return start;
+  return combine(start, cuda_cpu::sum_as_tree<T>(first, last - first, combine));
+}
+
 template <class Derived, class Pointer>
 auto get_value(execution_policy<Derived>&, Pointer pointer) {
-  const Turn turn;
+  const cuda_cpu::Turn turn;
   return std::remove_cvref_t<decltype(*raw(pointer))>(*raw(pointer));
 }
 template <class Derived, class To, class From>
 void assign_value(execution_policy<Derived>&, To to, From from) {
-  const Turn turn;
+  const cuda_cpu::Turn turn;
   *raw(to) = *raw(from);
 }
 template <class Derived, class A, class B>
 void iter_swap(execution_policy<Derived>&, A a, B b) {
-  const Turn turn;
+  const cuda_cpu::Turn turn;
   using std::swap;
   swap(*raw(a), *raw(b));
 }
