@@ -446,8 +446,8 @@ def compile_error(output, sources):
     lines = texts.get(file, [])
     if missing := re.match(r"(.*): No such file or directory", text):
         if re.match(r"(?:thrust|cub)/", missing[1]):
-            return (f"{file}:{number}: {missing[1]} is a header of NVIDIA's C++ library (CCCL), which is not here: install"
-                    f" the CUDA toolkit's package cuda-cccl, or name its folder with -I. {PAGE} says more.")
+            return (f"{file}:{number}: there is no {missing[1]}. It would be a header of NVIDIA's C++ library, which the CUDA"
+                    f" toolkit's package cuda-cccl installs; if it is elsewhere, -I names its folder. {PAGE} says more.")
         for pattern, what in MISSING_HEADERS:
             if re.match(pattern, missing[1]):
                 return f"{file}:{number}: the CPU backend does not have {what}. {PAGE} lists what it has."
