@@ -58,7 +58,7 @@ _WORDS = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:(?:static|inline|
 _BY_ADDRESS = re.compile(r"\bcudaKernelNodeParams\b|\bcudaLaunch(?:KernelExC|Kernel|CooperativeKernel)\s*\(")
 # What the CPU backend has not, by the header that says so, or by a word of the program.
 MISSING_HEADERS = [
-    (r"cub/", "cub"), (r"thrust/", "thrust"), (r"curand", "curand"), (r"cufft", "cufft"),
+    (r"curand", "curand"), (r"cufft", "cufft"),
     (r"cusparse", "cusparse"), (r"cusolver", "cusolver"), (r"cudnn", "cudnn"), (r"nccl", "nccl"),
     (r"cute/|cutlass/", "CUTLASS"),
     (r"texture_", "textures"), (r"helper_(?:cuda|functions|string|timer|image)\.h", "the helper headers of NVIDIA's"
@@ -66,6 +66,13 @@ MISSING_HEADERS = [
 ]
 # What is taken from the toolkit, where it is installed: headers of device functions that are C++.
 OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
+# NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
+# does, see cpu/foreign/thrust/.
+CCCL = re.compile(r"(?:thrust|cub|cuda)/")
+# Of it what kernels call is translated, and the functions of cub for the whole device are ours, in FOREIGN.
+CUB = re.compile(r"cub/(?!detail/(?:launcher|nvtx))")
+CUB_OF_DEVICE = re.compile(r"cub/(?:device/|agent/|iterator/tex_obj)")
+FOREIGN = ROOT / "cpu/foreign"
 MISSING_WORDS = [
     (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
     (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
@@ -110,6 +117,7 @@ class Sources:
         self.files, self.folders, self.needs_main = files, folders, needs_main
         self.base = files[0].parent
         self.texts = {}
+        self.cccl = None  # the folder of NVIDIA's C++ library, if the program uses it
         waiting = list(files)
         while waiting:
             file = waiting.pop(0)
@@ -118,8 +126,14 @@ class Sources:
             self.texts[file] = text = read(file)
             self._refuse_missing(file, text)
             for match in _INCLUDE.finditer(text):
-                if found := self.find(file, match[2] or match[3], bool(match[2])):
+                name = match[2] or match[3]
+                if self._of_cccl(name) and (file in files or not name.startswith("cuda/")):
+                    self.cccl = self.cccl or next(
+                        (each for each in folders + toolkit_folders() if (each / name).is_file()), None)
+                if found := self.find(file, name, bool(match[2])):
                     waiting.append(found)
+                elif self.cccl and CUB_OF_DEVICE.match(name):
+                    self.refuse(file, text, match.start(), name)
         self._expand_words()
         # A launch that does not say which types the parameters have.
         self.by_address = any(_BY_ADDRESS.search(code_of(text)) for text in self.texts.values())
@@ -135,7 +149,10 @@ class Sources:
         self._refuse_host_code()
 
     def name(self, file):
-        """As reports name it: from the folder of the first file."""
+        """As reports name it: from the folder of the first file, or as an #include names it."""
+        for folder in (FOREIGN, self.cccl):
+            if folder and file.is_relative_to(folder):
+                return str(file.relative_to(folder))
         return os.path.relpath(file, self.base)
 
     def _expand_words(self):
@@ -152,17 +169,36 @@ class Sources:
     def libraries(self):
         """The names of the headers that are in a folder of -I in which the program is not, or in the toolkit's: it uses
         a part of them."""
-        folders = [folder for folder in self.folders + toolkit_folders() if not self.base.is_relative_to(folder)]
+        folders = [folder for folder in [*self.folders, *toolkit_folders(), FOREIGN] if not self.base.is_relative_to(folder)]
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
 
     def find(self, file, name, quoted):
+        if self._of_cccl(name):
+            return self._find_cub(name)
         for folder in [file.parent] * quoted + self.folders + toolkit_folders() * bool(OF_TOOLKIT.match(name)):
             path = Path(os.path.normpath(folder / name))
             if path.is_file():
                 return path
         return None
 
+    def _of_cccl(self, name):
+        """Whether it is a header of that library that has no other one of ours in its place."""
+        own = [FOREIGN, ROOT / "cpu/include", *([] if self.cccl else [FOREIGN / "std"])]
+        return CCCL.match(name) and not (name.startswith("cuda/") and any((each / name).is_file() for each in own))
+
+    def _find_cub(self, name):
+        """The file that is translated; None of a header that is taken as it is."""
+        if not self.cccl or not CUB.match(name):
+            return None
+        own = [FOREIGN, *([] if CUB_OF_DEVICE.match(name) else [self.cccl])]
+        return next((folder / name for folder in own if (folder / name).is_file()), None)
+
+    def _is_cub(self, file):
+        return file.is_relative_to(FOREIGN) or (self.cccl is not None and file.is_relative_to(self.cccl))
+
     def _refuse_missing(self, file, text):
+        if self._is_cub(file):
+            return
         code = code_of(text)
         for pattern, what in MISSING_WORDS:
             if match := re.search(pattern, code):
@@ -214,7 +250,14 @@ class Sources:
             written[file] = folder / f"{number}_{re.sub(r'[^A-Za-z0-9_]', '_', file.stem)}{suffix}"
         for file, text in self.texts.items():
             def include(match):
-                found = self.find(file, match[2] or match[3], bool(match[2]))
+                name = match[2] or match[3]
+                found = self.find(file, name, bool(match[2]))
+                if self.cccl and self._of_cccl(name) and not self._is_cub(file):
+                    own = folder / f"cccl_{re.sub(r'[^A-Za-z0-9]', '_', name)}.h"
+                    what = f'"{written[found]}"' if found in written else f"<{name}>"
+                    own.write_text(f'#include "{ROOT}/cpu/foreign/thrust/detail/begin.h"\n#include {what}\n'
+                                   f'#include "{ROOT}/cpu/foreign/thrust/detail/end.h"\n')
+                    return f'{match[1]}"{own}"'
                 return f'{match[1]}"{written[found]}"' if found in written else match[0]
 
             try:
@@ -321,7 +364,8 @@ def build_program(build, sources, written, options, folder):
     program = folder / f"program{'-' + build if build else ''}"
     # The same program is not built twice: its next run may have other arguments.
     sources_now = [*sorted(folder.glob("*_*.[ch]*")), ROOT / "common/try.h", ROOT / "cpu/ptx.py",
-                   ROOT / "cpu/two_versions.py"]
+                   ROOT / "cpu/two_versions.py", *sorted((ROOT / "cpu/foreign/thrust").rglob("*.h"))]
+    options = [*options, *(["-isystem", sources.cccl] if sources.cccl else ["-I", ROOT / "cpu/foreign/std"])]
     key = digest(libraries, *map(flags_of, versions(build)), options, *(
         file.read_text(errors="surrogateescape") for file in sources_now))
     built = folder / f"built{'-' + build if build else ''}"
@@ -402,6 +446,9 @@ def compile_error(output, sources):
                 file, number = name, int(line)
     lines = texts.get(file, [])
     if missing := re.match(r"(.*): No such file or directory", text):
+        if re.match(r"(?:thrust|cub)/", missing[1]):
+            return (f"{file}:{number}: there is no {missing[1]}. It would be a header of NVIDIA's C++ library, which the CUDA"
+                    f" toolkit's package cuda-cccl installs; if it is elsewhere, -I names its folder. {PAGE} says more.")
         for pattern, what in MISSING_HEADERS:
             if re.match(pattern, missing[1]):
                 return f"{file}:{number}: the CPU backend does not have {what}. {PAGE} lists what it has."
@@ -517,7 +564,7 @@ def worst(report, texts):
         what = "store" if store == "1" else "load"
         code = texts.get(file, [])
         code = code[int(line) - 1].strip() if 0 < int(line) <= len(code) else ""
-        if (file, line, what) in said:
+        if (file, line, what) in said or CUB.match(file):  # nobody changes a library
             continue
         said.add((file, line, what))
         cost = (f"{per} bank conflicts for each {what} of a warp" if shared == "1" else

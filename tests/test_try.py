@@ -665,6 +665,14 @@ def test_what_headers_of_libraries_ask_for(tried, tmp_path):
     assert "A mistake" not in result.stdout and result.rc == 0, result.stdout
 
 
+def needs(header):
+    """Skips where the CUDA toolkit has not this header, or is not installed."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    include = Path(nvcc).resolve().parents[1] / "include"
+    if not any((folder / header).is_file() for folder in (include, include / "cccl")):
+        pytest.skip(f"the CUDA toolkit's {header} is not installed")
+
+
 RANDOM = """
 #include <curand_kernel.h>
 __global__ void draw(float* x) {
@@ -681,15 +689,248 @@ __global__ void draw(float* x) {
 
 def test_random_numbers_are_those_of_a_gpu(tried):
     """Through the toolkit's headers. What an H100 gives: the uniform number bit by bit, the normal ones but for rounding."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not (Path(nvcc).resolve().parents[1] / "include/curand_kernel.h").exists():
-        pytest.skip("the CUDA toolkit is not installed, or not with cuRAND")
+    needs("curand_kernel.h")
     shown = 'float h[96]; cudaMemcpy(h, d, 384, cudaMemcpyDeviceToHost); printf("%.9g %.9g %.9g|", h[1], h[33], h[65])'
     result = tried(program(RANDOM, f"draw<<<1, 32>>>(d); {shown}"))
     assert result.rc == 0, result.stdout + result.stderr
     uniform, normal, other = map(float, re.search(r"^(\S+) (\S+) (\S+)\|", result.stdout, re.MULTILINE).groups())
     assert uniform == 0.820180893
     assert normal == pytest.approx(-0.0288760383, abs=1e-6) and other == pytest.approx(0.236220852, abs=1e-6)
+
+
+CHECK = """
+#include <cstdio>
+int wrong = 0;
+#define CHECK(x) (x) ? 0 : (++wrong, printf("wrong: %s\\n", #x))
+"""
+THRUST = CHECK + """
+#include <thrust/device_vector.h>
+#include <thrust/execution_policy.h>
+#include <thrust/host_vector.h>
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/zip_iterator.h>
+#include <thrust/reduce.h>
+#include <thrust/scan.h>
+#include <thrust/sequence.h>
+#include <thrust/sort.h>
+#include <thrust/transform.h>
+__global__ void twice(float* x, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) x[i] *= 2;
+}
+__global__ void sorted_by_one_thread(int* x) { thrust::sort(thrust::seq, x, x + 8); }
+int main(int count, char**) {
+  const int n = 100;
+  thrust::device_vector<float> x(n), y(n, 1.0f);
+  thrust::sequence(x.begin(), x.end());
+  float* const raw = thrust::raw_pointer_cast(x.data());
+  twice<<<1, 128>>>(raw, n);
+  const float a = 3;
+  thrust::transform(x.begin(), x.end(), y.begin(), y.begin(), [=] __host__ __device__(float u, float v) {
+    return a * u + v;
+  });
+  CHECK(y[2] == 13);
+  y[2] = 5;
+  thrust::host_vector<float> h = y;
+  CHECK(h[2] == 5 && h[99] == 3 * 198 + 1);
+
+  thrust::device_vector<int> keys(n), values(n);
+  thrust::transform(thrust::counting_iterator<int>(0), thrust::counting_iterator<int>(n), keys.begin(),
+                    [] __device__(int i) { return i * 37 % 101; });
+  thrust::sequence(values.begin(), values.end());
+  cudaStream_t stream;
+  cudaStreamCreate(&stream);
+  thrust::sort_by_key(thrust::cuda::par.on(stream), keys.begin(), keys.end(), values.begin());
+  CHECK(keys[0] == 0 && keys[50] < keys[51] && values[1] * 37 % 101 == keys[1]);
+  thrust::exclusive_scan(values.begin(), values.end(), keys.begin());
+  CHECK(keys[99] + values[99] == 4950);
+  auto both = thrust::make_zip_iterator(thrust::make_tuple(x.begin(), y.begin()));
+  thrust::for_each(both, both + n, [] __device__(auto t) { thrust::get<1>(t) = thrust::get<0>(t); });
+  CHECK(y[50] == 100);
+  thrust::device_vector<int> eight{8, 7, 6, 5, 4, 3, 2, 1};
+  sorted_by_one_thread<<<1, 1>>>(thrust::raw_pointer_cast(eight.data()));
+  CHECK(eight[0] == 1 && eight[7] == 8);
+
+  // One after the other, the ones would all be lost.
+  float* more;
+  cudaMalloc(&more, 1001 * sizeof(float));
+  thrust::fill(thrust::device, more, more + 1001, 1.0f);
+  thrust::device_pointer_cast(more)[0] = 1 << 24;
+  CHECK(thrust::reduce(thrust::device, more, more + 1001) > (1 << 24) + 900);
+  if (count > 1) CHECK(more[1] == 1);
+  cudaFree(more);
+  cudaStreamDestroy(stream);
+  return wrong;
+}
+"""
+
+
+def test_thrust(tried):
+    """What its algorithms do to memory of the device is right, and a kernel's before and after it; the host by itself
+    may not read that memory."""
+    needs("thrust/version.h")
+    result = tried(THRUST)
+    assert result.rc == 0 and "wrong" not in result.stdout, result.stdout + result.stderr
+    assert re.search(r"^twice +1 +128 +1 +4 +13 +4 +13 ", result.stdout, re.MULTILINE), result.stdout
+    assert "Never freed" not in result.stdout
+    result = tried(THRUST, "--", "1")
+    assert "the host reads device memory" in result.stdout and result.rc == 1, result.stdout
+
+
+CUB_IN_KERNELS = CHECK + """
+#include <cub/block/block_radix_sort.cuh>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+#include <cub/warp/warp_reduce.cuh>
+#ifdef WITHOUT_BARRIER
+#define BARRIER
+#else
+#define BARRIER __syncthreads()
+#endif
+constexpr int kThreads = 64;
+__global__ void parts(const int* x, int* sums, int* sorted, int* scanned) {
+  using Sort = cub::BlockRadixSort<int, kThreads, 2>;
+  using Scan = cub::BlockScan<int, kThreads>;
+  using Reduce = cub::BlockReduce<int, kThreads>;
+  using Warp = cub::WarpReduce<int>;
+  __shared__ union {
+    typename Sort::TempStorage sort;
+    typename Scan::TempStorage scan;
+    typename Reduce::TempStorage reduce;
+    typename Warp::TempStorage warp[kThreads / 32];
+  } shared;
+  const int t = threadIdx.x;
+  int mine[2] = {x[2 * t], x[2 * t + 1]};
+  Sort(shared.sort).Sort(mine);
+  BARRIER;
+  sorted[2 * t] = mine[0];
+  sorted[2 * t + 1] = mine[1];
+  Scan(shared.scan).InclusiveSum(mine, mine);
+  __syncthreads();
+  scanned[2 * t] = mine[0];
+  scanned[2 * t + 1] = mine[1];
+  const int sum = Reduce(shared.reduce).Sum(x[t]);
+  __syncthreads();
+  const int most = Warp(shared.warp[t / 32]).Reduce(x[t], [] __device__(int a, int b) { return a > b ? a : b; });
+  if (t == 0) sums[0] = sum;
+  if (t % 32 == 0) sums[1 + t / 32] = most;
+}
+int main() {
+  constexpr int n = 2 * kThreads;
+  int *x, *sums, *sorted, *scanned;
+  cudaMallocManaged(&x, n * sizeof(int));
+  cudaMallocManaged(&sums, 3 * sizeof(int));
+  cudaMallocManaged(&sorted, n * sizeof(int));
+  cudaMallocManaged(&scanned, n * sizeof(int));
+  int sum = 0, most = 0;
+  for (int i = 0; i < n; ++i) x[i] = i * 37 % 131 - 60;
+  for (int i = 0; i < kThreads; ++i) sum += x[i];
+  for (int i = 32; i < 64; ++i) most = x[i] > most ? x[i] : most;
+  parts<<<1, kThreads>>>(x, sums, sorted, scanned);
+  cudaDeviceSynchronize();
+  CHECK(sums[0] == sum && sums[2] == most);
+  for (int i = 1, running = sorted[0]; i < n; ++i) {
+    running += sorted[i];
+    CHECK(sorted[i - 1] <= sorted[i] && scanned[i] == running);
+  }
+  cudaFree(x);
+  cudaFree(sums);
+  cudaFree(sorted);
+  cudaFree(scanned);
+  return wrong;
+}
+"""
+
+
+def test_cub_in_kernels(tried):
+    needs("cub/version.cuh")
+    result = tried(CUB_IN_KERNELS)
+    assert result.rc == 0 and "wrong" not in result.stdout, result.stdout + result.stderr
+    # Four loads and eight stores of two elements each, and three loads of one; what cub does in shared memory counts.
+    row = re.search(r"^parts +1 +64 +1 +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) ", result.stdout, re.MULTILINE)
+    assert row and row[1] == "8" and row[3] == "11" and int(row[5]) > 100, result.stdout
+    assert "cub/" not in result.stdout, "lines of the library that a reader cannot change"
+
+
+@pytest.mark.extensive
+def test_races_in_cub(tried):
+    """Its storage is used again without a barrier. With the barrier there is no race."""
+    needs("cub/version.cuh")
+    race = tried(CUB_IN_KERNELS, options=("--race", "-D", "WITHOUT_BARRIER"))
+    assert "A race: the same memory is used twice" in race.stdout and race.rc == 1, race.stdout + race.stderr
+    right = tried(CUB_IN_KERNELS, options=())
+    assert "No race" in right.stdout and "No stray access" in right.stdout and right.rc == 0, right.stdout
+
+
+@pytest.mark.extensive
+def test_no_races_in_thrust(tried):
+    needs("thrust/version.h")
+    result = tried(THRUST, options=())
+    assert "No race" in result.stdout and "No stray access" in result.stdout and result.rc == 0, result.stdout
+
+
+CUB_OF_DEVICE = CHECK + """
+#include <cub/cub.cuh>
+template <class T>
+T read(const T* x, int i) {
+  T value;
+  cudaMemcpy(&value, x + i, sizeof(T), cudaMemcpyDeviceToHost);
+  return value;
+}
+template <class Function>
+void in_two_calls(Function function) {
+  void* storage = nullptr;
+  size_t bytes = 0;
+  CHECK(function(storage, bytes) == cudaSuccess && bytes > 0);
+  cudaMalloc(&storage, bytes);
+  size_t too_few = 1;
+  CHECK(function(storage, too_few) == cudaErrorInvalidValue);
+  CHECK(function(storage, bytes) == cudaSuccess);
+  cudaFree(storage);
+}
+__global__ void fill(float* x, int* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) x[i] = i * 37 % 101 - 50, y[i] = i;
+}
+struct Small {
+  __device__ bool operator()(int i) const { return i < 10; }
+};
+int main() {
+  const int n = 1000;
+  float *x, *sorted, *result;
+  int *y, *with, *number;
+  cudaMalloc(&x, n * sizeof(float));
+  cudaMalloc(&sorted, n * sizeof(float));
+  cudaMalloc(&result, sizeof(float));
+  cudaMalloc(&y, n * sizeof(int));
+  cudaMalloc(&with, n * sizeof(int));
+  cudaMalloc(&number, sizeof(int));
+  fill<<<4, 256>>>(x, y, n);
+  using namespace cub;
+  in_two_calls([&](void* s, size_t& b) { return DeviceReduce::Min(s, b, x, result, n); });
+  CHECK(read(result, 0) == -50);
+  in_two_calls([&](void* s, size_t& b) { return DeviceReduce::Sum(s, b, y, number, n); });
+  CHECK(read(number, 0) == 499500);
+  in_two_calls([&](void* s, size_t& b) { return DeviceRadixSort::SortPairsDescending(s, b, x, sorted, y, with, n); });
+  CHECK(read(sorted, 0) == 50 && read(sorted, n - 1) == -50 && read(x, read(with, 500)) == read(sorted, 500));
+  in_two_calls([&](void* s, size_t& b) { return DeviceScan::ExclusiveSum(s, b, y, with, n); });
+  CHECK(read(with, 0) == 0 && read(with, 999) == 498501);
+  in_two_calls([&](void* s, size_t& b) { return DeviceHistogram::HistogramEven(s, b, y, with, 11, 0, 500, n); });
+  CHECK(read(with, 0) == 50 && read(with, 9) == 50);
+  in_two_calls([&](void* s, size_t& b) { return DeviceSelect::If(s, b, y, with, number, n, Small()); });
+  CHECK(read(number, 0) == 10 && read(with, 9) == 9);
+  for (void* each : {(void*)x, (void*)sorted, (void*)result, (void*)y, (void*)with, (void*)number}) cudaFree(each);
+  return wrong;
+}
+"""
+
+
+def test_cub_of_the_device(tried):
+    needs("cub/version.cuh")
+    result = tried(CUB_OF_DEVICE)
+    assert result.rc == 0 and "wrong" not in result.stdout, result.stdout + result.stderr
+    result = tried("#include <cub/device/device_adjacent_difference.cuh>\nint main() {}\n")
+    assert "program.cu:1: the CPU backend does not have cub/device/device_adjacent_difference.cuh" in result.stderr
 
 
 GRAPHS = """
@@ -949,7 +1190,9 @@ def test_skeleton(tried, tmp_path):
 
 
 REFUSALS = {
-    "#include <cub/cub.cuh>\nint main() {}\n": "program.cu:1: the CPU backend does not have cub. docs/cpu.md",
+    "#include <thrust/nosuch.h>\nint main() {}\n":
+        r"program.cu:1: there is no thrust/nosuch.h. It would be a header of NVIDIA's C\+\+ library, .* docs/cpu.md",
+    "#include <cufft.h>\nint main() {}\n": "program.cu:1: the CPU backend does not have cufft. docs/cpu.md",
     "__global__ void g() {}\n__global__ void f() {\n  g<<<1, 1>>>();\n}\nint main() {}\n": "program.cu:3: .*dynamic para",
     "int f() { return 1; }\n": "has no main",
     "float g(float x) { return x; }\n__global__ void f(float* x) { x[0] = g(1); }\nint main() {}\n":
