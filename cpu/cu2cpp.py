@@ -334,7 +334,7 @@ class _ForeignTranslation(_Translation):
         arguments = list(_arguments(self.code, end.end(), close))
         simple = re.fullmatch(r"(?:\w+::)*\w+(?:\s*<.*>)?", kernel, re.DOTALL)
         name = re.sub(r"<.*", "", kernel, flags=re.DOTALL).strip().rpartition("::")[2]
-        macro = any("__VA_ARGS__" in self.code[a:b] or "..." in self.code[a:b] for a, b in arguments)
+        macro = any("__VA_ARGS__" in self.code[a:b] for a, b in arguments)
         if simple and name in self.through_call and not macro:
             config = self.text[start + 3 : position].replace("\n", " ")
             captured, passed = [], []
@@ -342,6 +342,9 @@ class _ForeignTranslation(_Translation):
                 argument = self.text[a:b].strip()
                 if re.fullmatch(r"NULL|nullptr|-?[\d.]\w*|true|false|\{.*\}", argument, re.DOTALL):
                     passed.append(argument)
+                elif argument.endswith("..."):  # the pieces of a parameter pack
+                    captured.append(f", ...cuda_cpu_{k} = cuda_cpu::argument({argument[:-3]})")
+                    passed.append(f"cuda_cpu_{k}...")
                 else:
                     captured.append(f", cuda_cpu_{k} = cuda_cpu::argument({argument})")
                     passed.append(f"cuda_cpu_{k}")

@@ -113,8 +113,8 @@ class Sources:
     """The program's files, and the headers of its own that they include, translated. Without a main() of theirs they
     get the one of common/try.h."""
 
-    def __init__(self, files, folders, needs_main=False):
-        self.files, self.folders, self.needs_main = files, folders, needs_main
+    def __init__(self, files, folders, needs_main=False, options=()):
+        self.files, self.folders, self.needs_main, self.options = files, folders, needs_main, options
         self.base = files[0].parent
         self.texts = {}
         self.cccl = None  # the folder of NVIDIA's C++ library, if the program uses it
@@ -124,7 +124,6 @@ class Sources:
             if file in self.texts:
                 continue
             self.texts[file] = text = read(file)
-            self._refuse_missing(file, text)
             for match in _INCLUDE.finditer(text):
                 name = match[2] or match[3]
                 if self._of_cccl(name) and (file in files or not name.startswith("cuda/")):
@@ -134,6 +133,8 @@ class Sources:
                     waiting.append(found)
                 elif self.cccl and CUB_OF_DEVICE.match(name):
                     self.refuse(file, text, match.start(), name)
+        for file, text in self.texts.items():
+            self._refuse_missing(file, text)
         self._expand_words()
         # A launch that does not say which types the parameters have.
         self.by_address = any(_BY_ADDRESS.search(code_of(text)) for text in self.texts.values())
@@ -201,8 +202,34 @@ class Sources:
             return
         code = code_of(text)
         for pattern, what in MISSING_WORDS:
-            if match := re.search(pattern, code):
-                self.refuse(file, text, match.start(), match.expand(what))
+            for match in re.finditer(pattern, code):
+                if self.is_compiled(file, match.start()):
+                    self.refuse(file, text, match.start(), match.expand(what))
+
+    def is_compiled(self, file, position):
+        """Whether the compiler sees this place, or the preprocessor leaves it out."""
+        lines = self._compiled_lines()
+        return lines is None or (file, self.texts[file].count("\n", 0, position) + 1) in lines
+
+    @cache
+    def _compiled_lines(self):
+        """(file, line) of all that the preprocessor leaves; None: it stopped, as where a header is missing."""
+        seen = set()
+        for source in self.files:
+            done = compiler([*flags_of("quick"), "-include", ROOT / "cpu/foreign/prelude.h", *self.options,
+                             *(word for each in [self.base, *self.folders] for word in ("-I", each)), "-x", "c++", "-E",
+                             source])
+            if done.returncode:
+                return None
+            file, number = None, 0
+            for line in done.stdout.splitlines():
+                if marker := re.match(r'# (\d+) "(.*)"', line):
+                    file, number = Path(os.path.normpath(marker[2])), int(marker[1])
+                else:
+                    if line.strip():
+                        seen.add((file, number))
+                    number += 1
+        return seen
 
     def refuse(self, file, text, position, what):
         line = text.count("\n", 0, position) + 1
@@ -213,7 +240,7 @@ class Sources:
             code = code_of(text)
             for match in re.finditer(r"\b__global__\b[^;{]*\{", code):
                 end = _closing(code, match.end() - 1, "{}")
-                if (launch := code.find("<<<", match.end(), end)) >= 0:
+                if (launch := code.find("<<<", match.end(), end)) >= 0 and self.is_compiled(file, launch):
                     self.refuse(file, text, launch, "launches from a kernel (dynamic parallelism)")
 
     def _refuse_host_code(self):
@@ -238,6 +265,8 @@ class Sources:
                                             " which is a function of the host: it needs __device__")
 
     def refuse_as_nvcc(self, file, position, what):
+        if not self.is_compiled(file, position):
+            return
         line = self.texts[file].count("\n", 0, position) + 1
         code = self.texts[file].splitlines()[line - 1].strip()
         raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
@@ -791,7 +820,7 @@ def tried(doc):
         raise Refusal(f"{files[0].name} has no main(), and no test(). A test() is above: it says what a kernel is given"
                       f" and what has to come out.\n`./try {given.files[0]} >> {given.files[0]}` writes it at the end of"
                       f" the file. {PAGE} says more.")
-    sources = Sources(files, folders, needs_main)
+    sources = Sources(files, folders, needs_main, options)
     texts = {sources.name(path): body.splitlines() for path, body in sources.texts.items()}
     CACHE.mkdir(parents=True, exist_ok=True)
     folder = CACHE / f"{re.sub(r'[^A-Za-z0-9_]', '_', files[0].stem)}-{digest(*files)}"

@@ -38,6 +38,9 @@ class _Names:
         commons = set(_COMMON.findall(text))
         self.aliases = sets
         self.functions = {name for name, kind in types.items() if kind == "function" and name in labels | sets.keys()}
+        # A constructor outside of its class has two names, and only the first one has a type.
+        while more := {name for name, of in sets.items() if of in self.functions} - self.functions:
+            self.functions |= more
         self.objects = commons | {name for name, kind in types.items() if kind != "function" and name in labels}
         self.globals = set(_GLOBAL.findall(text)) | (commons - set(_LOCAL.findall(text)))
 

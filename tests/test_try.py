@@ -488,6 +488,86 @@ def test_forms_of_other_programs(tried):
     assert result.rc == 0, result.stdout + result.stderr
 
 
+# What a survey of public programs needed. The constructor stands outside of its class, and the function of the host with
+# the name of one of the device is in what the preprocessor leaves out.
+FUNCTIONS = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <climits>
+#ifdef WITH_TEXTURES
+texture<float> from;
+#endif
+struct Simulation { Simulation(); int steps; };
+Simulation::Simulation() : steps(3) {}
+#if 1
+__device__ inline int twice(int i) { return 2 * i; }
+#else
+inline int once(int i) { return i; }
+__device__ inline int twice(int i) { return once(i) + once(i); }
+#endif
+template <class T> struct Aligned { typedef __align__(16) T Type; };
+template <class T, class... Numbers> __global__ void sum(T* x, Numbers... numbers) {
+  x[threadIdx.x] = twice((numbers + ...));
+}
+template <class... Numbers> void sums(int* x, Numbers... numbers) { sum<<<1, 32>>>(x, numbers...); }
+__global__ void layers(cudaPitchedPtr memory, int* x) {
+  const char* row = (char*)memory.ptr + (threadIdx.x * memory.ysize + 1) * memory.pitch;
+  x[threadIdx.x] = ((const int*)row)[2];
+  atomicMax_system(&x[3], 7);
+  if (threadIdx.x == 0) atomicCAS_block(&x[4], 0, 9);
+}
+#define CHECK(CONDITION) if (!(CONDITION)) return printf("line %d: %s\n", __LINE__, #CONDITION), 1
+int main() {
+  CHECK(Simulation().steps == 3 && alignof(Aligned<short2>::Type) == 16);
+  // Lanes: -128 - 1 and 0 - 1 of 8 bits; -32768 of 16 bits; the mean of -2 and -1, away from zero.
+  CHECK(__vsubss4(0x80, 1) == 0x80 && __vsub4(0x80, 0x101) == 0xFF7F && __vabsss2(0x8000) == 0x7FFF);
+  CHECK(__vcmplts2(0x1234ABA5, 0x1234ABA6) == 0xFFFF && __vavgs2(0xFFFE, 0xFFFF) == 0xFFFE);
+  CHECK(__vsadu4(0x01020304, 0x04030201) == 8 && __dp2a_hi(0x00020001, 0x04030201, 5) == 5 + 3 + 2 * 4);
+  CHECK(__viaddmax_s16x2_relu(0x80007FFF, 0xFFFF0001, 0x00058001) == 0x7FFF0000);
+  CHECK(__fadd_rd(1, 1e-20f) == 1 && __fadd_ru(1, 1e-20f) > 1 && __fadd_rz(-1, 1e-20f) > -1);
+  CHECK(__double2float_rd(-1e-60) < 0 && __ull2float_rz(~0ull) < 0x1p64f && __ddiv_ru(1, 3) > __ddiv_rd(1, 3));
+  CHECK(__double2int_rd(-1.5) == -2 && __double2ll_rn(NAN) == LLONG_MIN && __float2ll_rn(2.5f) == 2);
+  CHECK(__hiloint2double(__double2hiint(2.7), __double2loint(2.7)) == 2.7);
+  CHECK(__half_as_ushort(__float2half_rz(65519)) == 0x7BFF && __half_as_ushort(__float2half_ru(65505)) == 0x7C00);
+  CHECK(__half_as_ushort(__float2half_rd(-1e-9f)) == 0x8001 && __bfloat162int_ru(__float2bfloat16(1.5f)) == 2);
+  CHECK(__hgt2_mask(__floats2half2_rn(2, NAN), __floats2half2_rn(1, 1)) == 0xFFFF && __hneu(__half(NAN), __half(1)));
+  CHECK((float)__hfma_sat(__half(2), __half(3), __half(-5.5f)) == 0.5f);
+  CHECK(__nv_cvt_float_to_fp8(500, __NV_SATFINITE, __NV_E4M3) == 0x7E);
+  CHECK(__nv_cvt_float_to_fp8(500, __NV_NOSAT, __NV_E4M3) == 0x7F);
+  int *x, got[32];
+  cudaMalloc(&x, 128);
+  sums(x, 4, Simulation().steps);
+  cudaMemcpy(got, x, 128, cudaMemcpyDeviceToHost);
+  CHECK(got[31] == 14);
+  cudaPitchedPtr memory;
+  const cudaExtent size = make_cudaExtent(12, 2, 32);
+  CHECK(!cudaMalloc3D(&memory, size));
+  int numbers[32][2][3];
+  for (int i = 0; i < 192; ++i) (&numbers[0][0][0])[i] = i;
+  cudaMemcpy3DParms copy = {0};
+  copy.srcPtr = make_cudaPitchedPtr(numbers, 12, 12, 2);
+  copy.dstPtr = memory;
+  copy.extent = size;
+  copy.kind = cudaMemcpyHostToDevice;
+  CHECK(!cudaMemcpy3D(&copy));
+  layers<<<1, 32>>>(memory, x);
+  cudaMemcpy(got, x, 128, cudaMemcpyDeviceToHost);
+  CHECK(got[31] == 31 * 6 + 5 && got[3] == 3 * 6 + 5 && got[4] == 4 * 6 + 5);
+  int calls = 0;
+  cudaLaunchHostFunc(0, [](void* data) { ++*(int*)data; }, &calls);
+  cudaStreamAddCallback(0, [](cudaStream_t, cudaError_t, void* data) { ++*(int*)data; }, &calls, 0);
+  CHECK(calls == 2);
+  cudaFree(x);
+  cudaFree(memory.ptr);
+}
+"""
+
+
+def test_functions_of_other_programs(tried):
+    result = tried(FUNCTIONS)
+    assert result.rc == 0, result.stdout + result.stderr
+
+
 TILES = """
 #include <cooperative_groups.h>
 #include <cooperative_groups/reduce.h>
@@ -1194,6 +1274,8 @@ REFUSALS = {
         r"program.cu:1: there is no thrust/nosuch.h. It would be a header of NVIDIA's C\+\+ library, .* docs/cpu.md",
     "#include <cufft.h>\nint main() {}\n": "program.cu:1: the CPU backend does not have cufft. docs/cpu.md",
     "__global__ void g() {}\n__global__ void f() {\n  g<<<1, 1>>>();\n}\nint main() {}\n": "program.cu:3: .*dynamic para",
+    "#if __CUDA_ARCH__ < 300\ntexture<float> of_old_ones;\n#endif\ntexture<float> t;\nint main() {}\n":
+        "program.cu:4: .* textures",
     "int f() { return 1; }\n": "has no main",
     "float g(float x) { return x; }\n__global__ void f(float* x) { x[0] = g(1); }\nint main() {}\n":
         r"calls g\(\), which is a function of the host: it needs __device__.\n    program.cu:2: ",

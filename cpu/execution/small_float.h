@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "vector_types.h"
@@ -149,7 +150,84 @@ struct alignas(4) SmallFloat2 {
   }
 };
 
+/// The bits of such a number alone, as the name with _raw has it.
+template <class Format>
+struct SmallFloatRaw {
+  unsigned short x;
+
+  SmallFloatRaw() = default;
+  constexpr SmallFloatRaw(SmallFloat<Format> value) : x(value.bits) {}
+  constexpr operator SmallFloat<Format>() const { return SmallFloat<Format>::from_bits(x); }
+};
+
+/// `value` rounded to a short format: towards zero (way 0), down (-1) or up (1).
+template <class Format>
+constexpr SmallFloat<Format> rounded_small(double value, int way) {
+  SmallFloat<Format> nearest = value;
+  const double rounded = static_cast<float>(nearest);
+  const bool negative = (nearest.bits & 0x8000) != 0;
+  const int wrong_side = way != 0 ? way : negative ? 1 : -1;  // what has to be undone is beyond it
+  if (wrong_side < 0 ? rounded > value : rounded < value) {
+    // The neighbour towards zero has the next smaller bits, the other one the next larger ones.
+    const bool towards_zero = negative == (wrong_side > 0);
+    nearest.bits = static_cast<std::uint16_t>(nearest.bits + (towards_zero ? -1 : 1));
+  }
+  return nearest;
+}
+
+/// As a conversion to whole numbers has it: the nearest number that there is, and 0 for NaN.
+template <class Integer>
+Integer whole_of_small(float x) {
+  if (std::isnan(x)) return 0;
+  constexpr float low = static_cast<float>(std::numeric_limits<Integer>::min());
+  constexpr float high = static_cast<float>(std::numeric_limits<Integer>::max());
+  return x <= low    ? std::numeric_limits<Integer>::min()
+         : x >= high ? std::numeric_limits<Integer>::max()
+                     : static_cast<Integer>(x);
+}
+
 }  // namespace cuda_cpu
+
+// The conversions of a 16-bit format whose name in functions is NAME. How they round is at the end
+// of their names: _rn to nearest, _rz towards zero, _rd down, _ru up.
+#define CUDA_CPU_SMALL_CONVERSIONS(NAME, F)                                 \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, char, signed char)                        \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, uchar, unsigned char)                     \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, short, short)                             \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, ushort, unsigned short)                   \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, int, int)                                 \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, uint, unsigned)                           \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, ll, long long)                            \
+  CUDA_CPU_SMALL_INTEGER(NAME, F, ull, unsigned long long)                  \
+  CUDA_CPU_SMALL_FROM(NAME, F, float, float)                                \
+  constexpr cuda_cpu::SmallFloat<F> __float2##NAME(float a) { return a; }   \
+  constexpr cuda_cpu::SmallFloat<F> __double2##NAME(double a) { return a; } \
+  constexpr float __##NAME##2float(cuda_cpu::SmallFloat<F> a) { return a; }
+#define CUDA_CPU_SMALL_FROM(NAME, F, OTHER, T)                                 \
+  constexpr cuda_cpu::SmallFloat<F> __##OTHER##2##NAME##_rn(T a) { return a; } \
+  constexpr cuda_cpu::SmallFloat<F> __##OTHER##2##NAME##_rz(T a) {             \
+    return cuda_cpu::rounded_small<F>(static_cast<double>(a), 0);              \
+  }                                                                            \
+  constexpr cuda_cpu::SmallFloat<F> __##OTHER##2##NAME##_rd(T a) {             \
+    return cuda_cpu::rounded_small<F>(static_cast<double>(a), -1);             \
+  }                                                                            \
+  constexpr cuda_cpu::SmallFloat<F> __##OTHER##2##NAME##_ru(T a) {             \
+    return cuda_cpu::rounded_small<F>(static_cast<double>(a), 1);              \
+  }
+#define CUDA_CPU_SMALL_INTEGER(NAME, F, OTHER, T)                 \
+  CUDA_CPU_SMALL_FROM(NAME, F, OTHER, T)                          \
+  inline T __##NAME##2##OTHER##_rn(cuda_cpu::SmallFloat<F> a) {   \
+    return cuda_cpu::whole_of_small<T>(std::nearbyint(float(a))); \
+  }                                                               \
+  inline T __##NAME##2##OTHER##_rz(cuda_cpu::SmallFloat<F> a) {   \
+    return cuda_cpu::whole_of_small<T>(std::trunc(float(a)));     \
+  }                                                               \
+  inline T __##NAME##2##OTHER##_rd(cuda_cpu::SmallFloat<F> a) {   \
+    return cuda_cpu::whole_of_small<T>(std::floor(float(a)));     \
+  }                                                               \
+  inline T __##NAME##2##OTHER##_ru(cuda_cpu::SmallFloat<F> a) {   \
+    return cuda_cpu::whole_of_small<T>(std::ceil(float(a)));      \
+  }
 
 // ---- Functions that fp16 and bf16 have in common -----------------------------------------------
 
@@ -192,6 +270,58 @@ cuda_cpu::SmallFloat<F> __hmin(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F
   return std::fmin(float(a), float(b));
 }
 template <class F>
+cuda_cpu::SmallFloat<F> __hmax_nan(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a != a ? a : b != b ? b : __hmax(a, b);
+}
+template <class F>
+cuda_cpu::SmallFloat<F> __hmin_nan(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a != a ? a : b != b ? b : __hmin(a, b);
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hadd_rn(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a + b;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hsub_rn(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a - b;
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hmul_rn(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return a * b;
+}
+namespace cuda_cpu {
+/// Within 0 and 1; NaN becomes 0.
+template <class F>
+constexpr SmallFloat<F> saturated_small(SmallFloat<F> a) {
+  return a > SmallFloat<F>(0.0f) ? (a < SmallFloat<F>(1.0f) ? a : SmallFloat<F>(1.0f))
+                                 : SmallFloat<F>(0.0f);
+}
+}  // namespace cuda_cpu
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hadd_sat(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return cuda_cpu::saturated_small(a + b);
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hsub_sat(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return cuda_cpu::saturated_small(a - b);
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hmul_sat(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {
+  return cuda_cpu::saturated_small(a * b);
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hfma_sat(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b,
+                                             cuda_cpu::SmallFloat<F> c) {
+  return cuda_cpu::saturated_small(__hfma(a, b, c));
+}
+/// No number below 0.
+template <class F>
+constexpr cuda_cpu::SmallFloat<F> __hfma_relu(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b,
+                                              cuda_cpu::SmallFloat<F> c) {
+  const cuda_cpu::SmallFloat<F> sum = __hfma(a, b, c);
+  return sum < cuda_cpu::SmallFloat<F>(0.0f) ? cuda_cpu::SmallFloat<F>(0.0f) : sum;
+}
+template <class F>
 bool __hisnan(cuda_cpu::SmallFloat<F> a) {
   return std::isnan(float(a));
 }
@@ -200,17 +330,38 @@ int __hisinf(cuda_cpu::SmallFloat<F> a) {
   return std::isinf(float(a)) ? (float(a) < 0 ? -1 : 1) : 0;
 }
 
-#define CUDA_CPU_COMPARE(NAME, OPERATOR)                                      \
-  template <class F>                                                          \
-  constexpr bool NAME(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) { \
-    return a OPERATOR b;                                                      \
+// A comparison of two numbers, and of two pairs: 1 or 0 for each, a mask of 16 bits for each, or
+// whether it holds for both. Those with a u hold for a NaN, too.
+#define CUDA_CPU_COMPARE(NAME, EXPRESSION)                                                       \
+  template <class F>                                                                             \
+  constexpr bool __h##NAME(cuda_cpu::SmallFloat<F> a, cuda_cpu::SmallFloat<F> b) {               \
+    return EXPRESSION;                                                                           \
+  }                                                                                              \
+  template <class F>                                                                             \
+  constexpr cuda_cpu::SmallFloat2<F> __h##NAME##2(cuda_cpu::SmallFloat2<F> a,                    \
+                                                  cuda_cpu::SmallFloat2<F> b) {                  \
+    return {__h##NAME(a.x, b.x) ? 1.0f : 0.0f, __h##NAME(a.y, b.y) ? 1.0f : 0.0f};               \
+  }                                                                                              \
+  template <class F>                                                                             \
+  constexpr unsigned __h##NAME##2_mask(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b) { \
+    return (__h##NAME(a.x, b.x) ? 0xFFFFu : 0u) | (__h##NAME(a.y, b.y) ? 0xFFFF0000u : 0u);      \
+  }                                                                                              \
+  template <class F>                                                                             \
+  constexpr bool __hb##NAME##2(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b) {         \
+    return __h##NAME(a.x, b.x) && __h##NAME(a.y, b.y);                                           \
   }
-CUDA_CPU_COMPARE(__heq, ==)
-CUDA_CPU_COMPARE(__hne, !=)
-CUDA_CPU_COMPARE(__hlt, <)
-CUDA_CPU_COMPARE(__hle, <=)
-CUDA_CPU_COMPARE(__hgt, >)
-CUDA_CPU_COMPARE(__hge, >=)
+CUDA_CPU_COMPARE(eq, a == b)
+CUDA_CPU_COMPARE(ne, a<b || a> b)
+CUDA_CPU_COMPARE(lt, a < b)
+CUDA_CPU_COMPARE(le, a <= b)
+CUDA_CPU_COMPARE(gt, a > b)
+CUDA_CPU_COMPARE(ge, a >= b)
+CUDA_CPU_COMPARE(equ, !(a < b || a > b))
+CUDA_CPU_COMPARE(neu, !(a == b))
+CUDA_CPU_COMPARE(ltu, !(a >= b))
+CUDA_CPU_COMPARE(leu, !(a > b))
+CUDA_CPU_COMPARE(gtu, !(a <= b))
+CUDA_CPU_COMPARE(geu, !(a < b))
 #undef CUDA_CPU_COMPARE
 
 #define CUDA_CPU_ELEMENTWISE2(NAME, FUNCTION)                                             \
@@ -224,12 +375,32 @@ CUDA_CPU_ELEMENTWISE2(__hmul2, __hmul)
 CUDA_CPU_ELEMENTWISE2(__h2div, __hdiv)
 CUDA_CPU_ELEMENTWISE2(__hmax2, __hmax)
 CUDA_CPU_ELEMENTWISE2(__hmin2, __hmin)
+CUDA_CPU_ELEMENTWISE2(__hmax2_nan, __hmax_nan)
+CUDA_CPU_ELEMENTWISE2(__hmin2_nan, __hmin_nan)
+CUDA_CPU_ELEMENTWISE2(__hadd2_rn, __hadd)
+CUDA_CPU_ELEMENTWISE2(__hsub2_rn, __hsub)
+CUDA_CPU_ELEMENTWISE2(__hmul2_rn, __hmul)
+CUDA_CPU_ELEMENTWISE2(__hadd2_sat, __hadd_sat)
+CUDA_CPU_ELEMENTWISE2(__hsub2_sat, __hsub_sat)
+CUDA_CPU_ELEMENTWISE2(__hmul2_sat, __hmul_sat)
 #undef CUDA_CPU_ELEMENTWISE2
 
 template <class F>
 constexpr cuda_cpu::SmallFloat2<F> __hfma2(cuda_cpu::SmallFloat2<F> a, cuda_cpu::SmallFloat2<F> b,
                                            cuda_cpu::SmallFloat2<F> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat2<F> __hfma2_sat(cuda_cpu::SmallFloat2<F> a,
+                                               cuda_cpu::SmallFloat2<F> b,
+                                               cuda_cpu::SmallFloat2<F> c) {
+  return {__hfma_sat(a.x, b.x, c.x), __hfma_sat(a.y, b.y, c.y)};
+}
+template <class F>
+constexpr cuda_cpu::SmallFloat2<F> __hfma2_relu(cuda_cpu::SmallFloat2<F> a,
+                                                cuda_cpu::SmallFloat2<F> b,
+                                                cuda_cpu::SmallFloat2<F> c) {
+  return {__hfma_relu(a.x, b.x, c.x), __hfma_relu(a.y, b.y, c.y)};
 }
 template <class F>
 constexpr cuda_cpu::SmallFloat2<F> __hneg2(cuda_cpu::SmallFloat2<F> a) {
@@ -262,6 +433,7 @@ constexpr float __high2float(cuda_cpu::SmallFloat2<F> a) {
   }
 CUDA_CPU_FUNCTION(exp, std::exp(x))
 CUDA_CPU_FUNCTION(exp2, std::exp2(x))
+CUDA_CPU_FUNCTION(exp10, std::pow(10.0f, x))
 CUDA_CPU_FUNCTION(log, std::log(x))
 CUDA_CPU_FUNCTION(log2, std::log2(x))
 CUDA_CPU_FUNCTION(log10, std::log10(x))
@@ -271,6 +443,7 @@ CUDA_CPU_FUNCTION(rcp, 1.0f / x)
 CUDA_CPU_FUNCTION(sin, std::sin(x))
 CUDA_CPU_FUNCTION(cos, std::cos(x))
 CUDA_CPU_FUNCTION(tanh, std::tanh(x))
+CUDA_CPU_FUNCTION(tanh_approx, std::tanh(x))
 CUDA_CPU_FUNCTION(floor, std::floor(x))
 CUDA_CPU_FUNCTION(ceil, std::ceil(x))
 CUDA_CPU_FUNCTION(rint, std::nearbyint(x))

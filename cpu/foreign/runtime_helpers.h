@@ -267,15 +267,9 @@ inline void __sincosf(float x, float* sine, float* cosine) { sincosf(x, sine, co
 inline float rhypotf(float x, float y) { return 1.0f / hypotf(x, y); }
 inline float rcbrtf(float x) { return 1.0f / cbrtf(x); }
 inline float norm3df(float x, float y, float z) { return sqrtf(x * x + y * y + z * z); }
-inline float __fmul_rz(float x, float y) { return x * y; }
-inline float __fadd_rz(float x, float y) { return x + y; }
 inline unsigned __sad(int a, int b, unsigned c) {
   return c + static_cast<unsigned>(a < b ? b - a : a - b);
 }
-inline float __ll2float_rn(long long x) { return static_cast<float>(x); }
-inline double __int2double_rn(int x) { return x; }
-inline int __double2int_rn(double x) { return cuda_cpu::saturating<int>(nearbyint(x)); }
-inline int __double2int_rz(double x) { return cuda_cpu::saturating<int>(x); }
 
 /// The x whose erfc is y, 0 to 2: from the start of Abramowitz and Stegun, 26.2.22, by Halley's
 /// method.
@@ -292,11 +286,29 @@ inline double erfcinv(double y) {
 }
 inline float erfcinvf(float y) { return static_cast<float>(erfcinv(y)); }
 
-template <class T>
-T atomicAdd_block(T* address, std::type_identity_t<T> value) {
-  return atomicAdd(address, value);
-}
-template <class T>
-T atomicAdd_system(T* address, std::type_identity_t<T> value) {
-  return atomicAdd(address, value);
-}
+// Atomic for the threads of a block, or also for the host: here all atomics are atomic for all.
+#define CUDA_CPU_SCOPED(NAME)                                                            \
+  template <class T, class... Values>                                                    \
+  auto NAME##_block(T* address, Values... values)->decltype(NAME(address, values...)) {  \
+    return NAME(address, values...);                                                     \
+  }                                                                                      \
+  template <class T, class... Values>                                                    \
+  auto NAME##_system(T* address, Values... values)->decltype(NAME(address, values...)) { \
+    return NAME(address, values...);                                                     \
+  }
+CUDA_CPU_SCOPED(atomicAdd)
+CUDA_CPU_SCOPED(atomicSub)
+CUDA_CPU_SCOPED(atomicExch)
+CUDA_CPU_SCOPED(atomicMin)
+CUDA_CPU_SCOPED(atomicMax)
+CUDA_CPU_SCOPED(atomicInc)
+CUDA_CPU_SCOPED(atomicDec)
+CUDA_CPU_SCOPED(atomicCAS)
+CUDA_CPU_SCOPED(atomicAnd)
+CUDA_CPU_SCOPED(atomicOr)
+CUDA_CPU_SCOPED(atomicXor)
+#undef CUDA_CPU_SCOPED
+
+#include "functions/memory.h"
+#include "functions/roundings.h"
+#include "functions/words.h"

@@ -6,16 +6,13 @@
 
 using __nv_bfloat16 = cuda_cpu::SmallFloat<cuda_cpu::Bfloat16Format>;
 using __nv_bfloat162 = cuda_cpu::SmallFloat2<cuda_cpu::Bfloat16Format>;
+using __nv_bfloat16_raw = cuda_cpu::SmallFloatRaw<cuda_cpu::Bfloat16Format>;
 using nv_bfloat16 = __nv_bfloat16;
 using nv_bfloat162 = __nv_bfloat162;
 
 static_assert(sizeof(__nv_bfloat16) == 2 && sizeof(__nv_bfloat162) == 4);
 
-constexpr __nv_bfloat16 __float2bfloat16(float a) { return a; }
-constexpr __nv_bfloat16 __float2bfloat16_rn(float a) { return a; }
-constexpr __nv_bfloat16 __double2bfloat16(double a) { return a; }
-constexpr __nv_bfloat16 __int2bfloat16_rn(int a) { return a; }
-constexpr float __bfloat162float(__nv_bfloat16 a) { return a; }
+CUDA_CPU_SMALL_CONVERSIONS(bfloat16, cuda_cpu::Bfloat16Format)
 
 constexpr __nv_bfloat162 __float2bfloat162_rn(float a) { return {a, a}; }
 constexpr __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {a, b}; }
@@ -29,6 +26,11 @@ constexpr __nv_bfloat16 __high2bfloat16(__nv_bfloat162 a) { return a.y; }
 constexpr __nv_bfloat162 __low2bfloat162(__nv_bfloat162 a) { return {a.x, a.x}; }
 constexpr __nv_bfloat162 __high2bfloat162(__nv_bfloat162 a) { return {a.y, a.y}; }
 
+constexpr __nv_bfloat162 __lowhigh2highlow(__nv_bfloat162 a) { return {a.y, a.x}; }
+constexpr short __bfloat16_as_short(__nv_bfloat16 a) { return static_cast<short>(a.bits); }
+constexpr __nv_bfloat16 __short_as_bfloat16(short a) {
+  return __nv_bfloat16::from_bits(static_cast<unsigned short>(a));
+}
 constexpr unsigned short __bfloat16_as_ushort(__nv_bfloat16 a) { return a.bits; }
 constexpr __nv_bfloat16 __ushort_as_bfloat16(unsigned short a) {
   return __nv_bfloat16::from_bits(a);

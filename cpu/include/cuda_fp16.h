@@ -8,25 +8,13 @@ using __half = cuda_cpu::SmallFloat<cuda_cpu::HalfFormat>;
 using __half2 = cuda_cpu::SmallFloat2<cuda_cpu::HalfFormat>;
 using half = __half;
 using half2 = __half2;
+using __half_raw = cuda_cpu::SmallFloatRaw<cuda_cpu::HalfFormat>;
 using __nv_half = __half;
 using __nv_half2 = __half2;
 
 static_assert(sizeof(__half) == 2 && sizeof(__half2) == 4 && alignof(__half2) == 4);
 
-constexpr __half __float2half(float a) { return a; }
-constexpr __half __float2half_rn(float a) { return a; }
-constexpr __half __float2half_rz(float a) {
-  const __half nearest = a;
-  const float rounded = nearest, size = a < 0 ? -a : a;
-  const bool beyond = (rounded < 0 ? -rounded : rounded) > size;
-  return __half::from_bits(static_cast<unsigned short>(nearest.bits - beyond));
-}
-constexpr __half __double2half(double a) { return a; }
-constexpr __half __int2half_rn(int a) { return a; }
-constexpr __half __uint2half_rn(unsigned a) { return a; }
-constexpr float __half2float(__half a) { return a; }
-inline int __half2int_rz(__half a) { return static_cast<int>(float(a)); }
-inline int __half2int_rn(__half a) { return static_cast<int>(std::nearbyint(float(a))); }
+CUDA_CPU_SMALL_CONVERSIONS(half, cuda_cpu::HalfFormat)
 
 constexpr __half2 __float2half2_rn(float a) { return {a, a}; }
 constexpr __half2 __floats2half2_rn(float a, float b) { return {a, b}; }

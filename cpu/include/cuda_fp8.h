@@ -8,6 +8,8 @@
 #include <limits>
 
 #include "cpu/execution/small_float.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
 
 namespace cuda_cpu {
 
@@ -93,3 +95,34 @@ struct __nv_fp8_e5m2 {
 };
 
 static_assert(sizeof(__nv_fp8_e4m3) == 1 && sizeof(__nv_fp8_e5m2) == 1);
+
+using __nv_fp8_storage_t = unsigned char;
+using __nv_fp8x2_storage_t = unsigned short;
+enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
+enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
+
+/// Without saturation what is too large becomes NaN in e4m3, which has no infinity, and infinity in
+/// e5m2.
+constexpr __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t saturation,
+                                                   __nv_fp8_interpretation_t format) {
+  const bool e4m3 = format == __NV_E4M3;
+  const __nv_fp8_storage_t bits =
+      e4m3 ? cuda_cpu::E4m3Format::from_float(x) : cuda_cpu::E5m2Format::from_float(x);
+  const float size = x < 0 ? -x : x;
+  // Half of the last bit beyond the largest number is what rounds beyond it.
+  if (saturation == __NV_NOSAT && (e4m3 ? size > 464.0f : size >= 61440.0f)) {
+    return static_cast<__nv_fp8_storage_t>((bits & 0x80) | (e4m3 ? 0x7F : 0x7C));
+  }
+  return bits;
+}
+constexpr __nv_fp8x2_storage_t __nv_cvt_float2_to_fp8x2(float2 x, __nv_saturation_t saturation,
+                                                        __nv_fp8_interpretation_t format) {
+  return static_cast<__nv_fp8x2_storage_t>(__nv_cvt_float_to_fp8(x.x, saturation, format) |
+                                           __nv_cvt_float_to_fp8(x.y, saturation, format) << 8);
+}
+/// Every number of 8 bits is one of half precision.
+constexpr __half_raw __nv_cvt_fp8_to_halfraw(__nv_fp8_storage_t x,
+                                             __nv_fp8_interpretation_t format) {
+  return __half(format == __NV_E4M3 ? cuda_cpu::E4m3Format::to_float(x)
+                                    : cuda_cpu::E5m2Format::to_float(x));
+}

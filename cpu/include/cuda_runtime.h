@@ -21,7 +21,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
-#define __align__(n) alignas(n)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 
 #include "cpu/execution/cuda_cpu.h"
 #include "cpu/execution/device_functions.h"
