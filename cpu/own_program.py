@@ -34,6 +34,7 @@ SANITIZERS = {"address": "stray access", "thread": "race"}  # what each finds; i
 MANY_FILES = 100
 PAGE = "docs/cpu.md"
 CXX = "g++"
+CC = "gcc"
 FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
 # A thread that waits for a volatile variable lets others go on.
 VOLATILE = ["--param=tsan-distinguish-volatile=1"]
@@ -73,6 +74,12 @@ CCCL = re.compile(r"(?:thrust|cub|cuda)/")
 CUB = re.compile(r"cub/(?!detail/(?:launcher|nvtx))")
 CUB_OF_DEVICE = re.compile(r"cub/(?:device/|agent/|iterator/tex_obj)")
 FOREIGN = ROOT / "cpu/foreign"
+# What the compiler includes by itself, and some programs once more: all of it is in cuda_runtime.h.
+OF_COMPILER = re.compile(r"(?:sm_\d\d_\w+|(?:crt/)?(?:device_functions|math_functions|host_defines|common_functions)"
+                         r"|device_atomic_functions|device_double_functions|cuda_device_runtime_api|builtin_types|"
+                         r"cuda_surface_types|host_config)\.h$")
+# What nvcc refuses, since a warp's threads no longer go on together: what has taken its place.
+OF_OLD = re.compile(r"__(?:shfl(?:_up|_down|_xor)?|any|all|ballot)$")
 MISSING_WORDS = [
     (r"\btexture\s*<|\btex[123]D(?:fetch)?\s*[<(]|\bcudaTextureObject_t\b|\bcudaCreateTextureObject\b", "textures"),
     (r"\b(?:surf[123]D(?:read|write)|cudaSurfaceObject_t)\b", "surfaces"),
@@ -139,6 +146,9 @@ class Sources:
         # A launch that does not say which types the parameters have.
         self.by_address = any(_BY_ADDRESS.search(code_of(text)) for text in self.texts.values())
         self.has_asm = any(map(has_asm, self.texts.values()))
+        # A source in C that has nothing of CUDA is compiled as C, as nvcc does.
+        self.in_c = {file for file in files if file.suffix == ".c" and not re.search(
+            r"<<<|\bcuda|__global__|__device__|__host__", code_of(self.texts[file]))}
         # nvcc needs an option for OpenMP on the host, which those who wrote the program gave.
         self.openmp = ["-fopenmp"] if any(map(_OPENMP.search, self.texts.values())) else []
         self.kernels, self.special = set(), set()
@@ -281,6 +291,8 @@ class Sources:
             def include(match):
                 name = match[2] or match[3]
                 found = self.find(file, name, bool(match[2]))
+                if not found and OF_COMPILER.match(name):
+                    return ""
                 if self.cccl and self._of_cccl(name) and not self._is_cub(file):
                     own = folder / f"cccl_{re.sub(r'[^A-Za-z0-9]', '_', name)}.h"
                     what = f'"{written[found]}"' if found in written else f"<{name}>"
@@ -430,7 +442,14 @@ def build_program(build, sources, written, options, folder):
             if result.returncode:
                 raise Refusal(compile_error(result.stderr, sources), 1)
 
-    jobs = [(version, source) for source in written for version in versions(build)]
+    in_c = [source for source, file in zip(written, sources.files) if file in sources.in_c]
+    for source in in_c:
+        done = subprocess.run([CC, "-std=gnu17", "-g1", "-w", "-O2", "-x", "c", *options,
+                               *(word for each in [sources.base, *sources.folders] for word in ("-I", str(each))), "-c",
+                               source, "-o", source.with_name(f"{source.stem}_c.o")], capture_output=True, text=True, cwd=folder)
+        if done.returncode:
+            raise Refusal(compile_error(done.stderr, sources), 1)
+    jobs = [(version, source) for source in written if source not in in_c for version in versions(build)]
     objects = [folder / f"{source.stem}{version}.o" for version, source in jobs]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if len(versions(build)) == 1:
@@ -453,7 +472,8 @@ def build_program(build, sources, written, options, folder):
     # The counting build takes what both have of the C++ library from the backend: its own accesses are nobody's.
     first = [] if build else ["-Wl,--whole-archive", libraries / "libbackend.a", "-Wl,--no-whole-archive",
                               *(f"-Wl,--wrap={name}" for name in PRINTS)]
-    linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects, libraries / "libbackend.a",
+    linked = compiler([*sanitizer, *gold, *sources.openmp, *first, *objects,
+                       *(source.with_name(f"{source.stem}_c.o") for source in in_c), libraries / "libbackend.a",
                        "-lboost_context", "-lpthread", "-o", program])
     if linked.returncode:
         undefined = re.search(r"undefined reference to [`'](.*?)'", linked.stderr)
@@ -484,7 +504,10 @@ def compile_error(output, sources):
         text = f"there is no {missing[1]} beside it, nor among the CPU backend's headers ({PAGE} lists them)"
     elif missing := re.match(r".(\w+). (?:was not declared in this scope|does not name a type|has not been declared)",
                              text):
-        if re.match(r"cuda|cu[A-Z]|__|tex|atomic|make_|cg$|wmma", missing[1]):
+        if OF_OLD.match(missing[1]):
+            text = (f"nvcc refuses {missing[1]}(), too, for GPUs since Volta: write {missing[1]}_sync(mask, ...), where the"
+                    " mask has a bit for each thread of the warp that comes there, 0xffffffff for all")
+        elif re.match(r"cuda|cu[A-Z]|__|tex|atomic|make_|cg$|wmma", missing[1]):
             text = f"the CPU backend does not have {missing[1]} ({PAGE} lists what it has)"
     return f"It does not compile: {text}\n    {file}, {_line(lines, number)}"
 
@@ -615,6 +638,11 @@ def mistakes(rc, report, texts, seconds):
                 found.append(sentence(match, texts))
             else:
                 found.append(message)
+        elif what == "exited" and (match := re.match(r".*? \((.*?)\), block \((.*?)\): (.*)", rest[0])):
+            found.append(_waits(match[3], lines).replace(
+                "A deadlock: threads wait for something that nobody will do.", f"A barrier in {short(match[1])}, block"
+                f" ({match[2]}), to which a thread does not come, since it has ended. This run goes on without it, as GPUs"
+                " since Volta do."))
         elif what == "host":
             found.append("A mistake: " + rest[0] + with_code(rest[0], texts))
         elif what == "refused" and rest[0]:  # without a reason: a kernel has failed before, which is said
@@ -847,7 +875,7 @@ def tried(doc):
         say(each)
     leaks(report)
     ended = not any(each[0] == "time" for each in report) and rc is not None
-    if builds and ended and not found:
+    if builds and ended and all(each.startswith("A barrier in ") for each in found):
         more = sanitizers(builds, folder, arguments, texts, given.seconds)
         for each in more:
             say(each)

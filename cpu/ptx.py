@@ -52,6 +52,10 @@ class Unknown(Exception):
     """What is not known, or not understood, in words."""
 
 
+class OfTheHost(Exception):
+    """An asm statement that is no PTX: an operand of it is of a kind that only the host's processor has."""
+
+
 # ---- What instructions mean ------------------------------------------------------------------------
 
 
@@ -793,7 +797,7 @@ class Statement:
         if letter == "C":
             raise Unknown('an operand "C", a string')
         if letter not in CONSTRAINTS:
-            raise Unknown(f'an operand "{constraint}"')
+            raise OfTheHost
         type_ = REGISTERS[CONSTRAINTS[letter]]
         if not is_output:
             self._pass(f"const {type_} {name}", f"cuda_cpu::ptx::as<{type_}>({expression})")
@@ -925,6 +929,8 @@ def translate_preprocessed(text, own, late=frozenset()):
         close = _closing(code, match.end() - 1)
         try:
             new = Statement(code[match.end() : close], text[match.end() : close]).cxx()
+        except OfTheHost:
+            continue
         except Unknown as problem:
             number = line + text.count("\n", at, match.start()) - 1
             said = f"{file}:{number}: " + re.sub(r"@(?=\d)", "%", str(problem))

@@ -563,9 +563,82 @@ int main() {
 """
 
 
+def test_a_source_in_c(tried, tmp_path):
+    """It is C, as nvcc has it: names of C++ are no words there, its functions have C's names, and one without a return
+    is no mistake. An asm of the host's stands beside a kernel's."""
+    (tmp_path / "half.c").write_text("int half(int new) { return new / 2; }\nint nothing(int x) { x = x + 1; }\n")
+    host_asm = 'asm volatile("rdtsc" : "=a"(low), "=d"(high));' if platform.machine() == "x86_64" else ""
+    result = tried('''#include <sm_61_intrinsics.h>
+extern "C" { int half(int); int nothing(int); }
+__global__ void f(int* x) { asm("mov.u32 %0, 7;" : "=r"(x[0])); }
+int main() {
+  unsigned low = 0, high = 0;
+  %s
+  int* x;
+  cudaMallocManaged(&x, 4);
+  f<<<1, 1>>>(x);
+  cudaEvent_t event;
+  if (cudaDeviceSynchronize() || cudaEventCreate(&event, cudaEventDisableTiming)) return 1;
+  nothing(1);
+  const int rc = half(x[0]) - 3;
+  cudaFree(x);
+  return rc;
+}
+''' % host_asm, tmp_path / "half.c")
+    assert result.rc == 0, result.stdout + result.stderr
+
+
 def test_functions_of_other_programs(tried):
     result = tried(FUNCTIONS)
     assert result.rc == 0, result.stdout + result.stderr
+
+
+# What older programs count on: the threads of a warp go on together between their accesses to volatile memory, and a
+# barrier does not wait for threads that have ended.
+OLD_WAYS = """
+__device__ void warp_sum(volatile int* s, int t) {
+  s[t] += s[t + 32];
+  s[t] += s[t + 16];
+  s[t] += s[t + 8];
+  s[t] += s[t + 4];
+  s[t] += s[t + 2];
+  s[t] += s[t + 1];
+}
+__global__ void sum(const int* x, int* y) {
+  __shared__ int s[64];
+  s[threadIdx.x] = x[64 * blockIdx.x + threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x < 32) warp_sum(s, threadIdx.x);
+  if (threadIdx.x == 0) y[blockIdx.x] = s[0];
+}
+__global__ void exchange(int* x, int n) {
+  __shared__ int s[64];
+  const int i = 64 * blockIdx.x + threadIdx.x;
+  if (i >= n) return;
+  s[threadIdx.x] = x[i];
+  __syncthreads();
+  x[i] = s[threadIdx.x ^ 1];
+}
+int main() {
+  int *x, *y;
+  cudaMallocManaged(&x, 512);
+  cudaMallocManaged(&y, 8);
+  for (int i = 0; i < 128; ++i) x[i] = i * i;
+  sum<<<2, 64>>>(x, y);
+  exchange<<<2, 64>>>(x, 100);
+  if (cudaDeviceSynchronize() || y[0] != 85344 || y[1] != 605536 || x[98] != 99 * 99 || x[99] != 98 * 98) return 9;
+  cudaFree(x);
+  cudaFree(y);
+}
+"""
+
+
+def test_what_older_programs_count_on(tried):
+    result = tried(OLD_WAYS)
+    assert re.search(r"A barrier in exchange, block \(1,0,0\), to which a thread does not come, since it has ended. .*\n"
+                     r"    thread \(0,0,0\) waits in __syncthreads\(\) in line 22\n.*\n    thread \(36,0,0\) has exited",
+                     result.stdout), result.stdout + result.stderr
+    assert result.rc == 1 and "exit code" not in result.stdout
 
 
 TILES = """
@@ -1285,6 +1358,8 @@ REFUSALS = {
     "int main() {\n  return nowhere;\n}\n": "does not compile: .*nowhere.*\n    program.cu, line 2: return nowhere;",
     "int main() { cudaNoSuch(); }\n": r"does not have cudaNoSuch \(docs/cpu.md",
     "#include \"nosuch.h\"\nint main() {}\n": "there is no nosuch.h",
+    "__global__ void f(int* x) { x[0] = __shfl(x[0], 0); }\nint main() {}\n":
+        r"nvcc refuses __shfl\(\), too, .* write __shfl_sync\(mask",
 }
 
 

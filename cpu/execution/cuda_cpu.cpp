@@ -236,7 +236,7 @@ CUDA_CPU_NO_TSAN void Runner::abandon_threads() {
   resident_.clear();
   unstarted_.clear();
   first_unstarted_ = 0;
-  ready_ = spinning_ = {};
+  ready_ = stepping_ = spinning_ = {};
 }
 
 CUDA_CPU_NO_TSAN bool Runner::any_unstarted() { return first_unstarted_ < unstarted_.size(); }
@@ -290,13 +290,10 @@ CUDA_CPU_NO_TSAN void Runner::thread_exited() {
   self.exited = true;
   progressed();
   if (block.exited++ == 0) block.first_exited = &self;
-  if (block.barrier.arrived > 0) {
-    Message message = begin_message(block);
-    message.add_wait(*block.barrier.waiting.head, block.barrier.operation, block.barrier.site);
-    message.add(", but ");
-    message.add_thread(self);
-    message.add(" has exited");
-    fail(message);
+  BlockBarrier& barrier = block.barrier;
+  if (barrier.arrived > 0) {
+    barrier_without(self, *barrier.waiting.head, barrier.operation, barrier.site);
+    if (barrier.arrived + block.exited == threads_in_block_) all_have_come(block);
   }
   Warp& warp = block.warps[self.number / 32];
   warp.live &= ~(1u << self.number % 32);
@@ -376,6 +373,10 @@ CUDA_CPU_NO_TSAN Fiber& Runner::next_fiber() {
       return *thread->fiber;
     }
     if (any_unstarted()) return fiber_for_next_thread();
+    if (stepping_.head) {
+      ready_.take_all(stepping_);
+      continue;
+    }
     if (land_one(*this)) {
       idle_rounds_ = 0;
       continue;
@@ -475,20 +476,40 @@ CUDA_CPU_NO_TSAN void Runner::spin(const char* operation, const Site& site, cons
   wait(operation, site, object);
 }
 
+/// An access to a volatile variable comes: first the other threads come to one of theirs, or to
+/// something that they wait for.
+CUDA_CPU_NO_TSAN void Runner::step() {
+  Thread& self = *current_;
+  stepping_.push(&self);
+  self.fiber = running_;
+  go_to(next_unwatched());
+  current_ = &self;
+  threadIdx = self.index;
+  blockIdx = self.block->index;
+}
+
 // ---- Barriers ----------------------------------------------------------------------------------
+
+/// A thread waits at a barrier to which another one does not come, since it has ended: an error for
+/// our own kernels. In a reader's own the barrier goes on without that thread, as on GPUs since
+/// Volta, and it is noted.
+CUDA_CPU_NO_TSAN void Runner::barrier_without(const Thread& ended, const Thread& waits,
+                                              const char* operation, const Site& site) {
+  const Unwatched bookkeeping;
+  Message message = begin_message(*ended.block);
+  message.add_wait(waits, operation, site);
+  message.add(", but ");
+  message.add_thread(ended);
+  message.add(" has exited");
+  if (!keeps_ledger()) fail(message);
+  ledger_left_out(message.text(), site);
+}
 
 CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation, const Site& site) {
   Thread& self = *current_;
   Block& block = *self.block;
   BlockBarrier& barrier = block.barrier;
-  if (block.exited > 0) {
-    Message message = begin_message(block);
-    message.add_wait(self, operation, site);
-    message.add(", but ");
-    message.add_thread(*block.first_exited);
-    message.add(" has exited");
-    fail(message);
-  }
+  if (block.exited > 0) barrier_without(*block.first_exited, self, operation, site);
   if (barrier.arrived == 0) {
     barrier.operation = operation;
     barrier.site = site;
@@ -503,14 +524,22 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
   count_barrier();
   void* const passed = &barrier.tsan.passed[barrier.tsan.phase];
   tsan_release(&barrier.tsan.arrived);
-  if (++barrier.arrived < threads_in_block_) {
+  if (++barrier.arrived + block.exited < threads_in_block_) {
     barrier.waiting.push(&self);
     wait(operation, site);
     tsan_acquire(passed);
     return barrier.result;
   }
+  all_have_come(block);
+  return barrier.result;
+}
+
+/// Lets the threads go on that wait at the block's barrier. The calling thread is the last one that
+/// came, or has ended.
+CUDA_CPU_NO_TSAN void Runner::all_have_come(Block& block) {
+  BlockBarrier& barrier = block.barrier;
   tsan_acquire(&barrier.tsan.arrived);
-  tsan_release(passed);
+  tsan_release(&barrier.tsan.passed[barrier.tsan.phase]);
   barrier.tsan.phase ^= 1;
   barrier.result = barrier.predicates;
   barrier.predicates = 0;
@@ -518,7 +547,6 @@ CUDA_CPU_NO_TSAN int Runner::block_barrier(int predicate, const char* operation,
   if (block.hopper) threads_met(block, 0, 0);
   requests_of_block_end(block, false);
   ready_.take_all(barrier.waiting);
-  return barrier.result;
 }
 
 CUDA_CPU_NO_TSAN void Runner::warp_meet(unsigned mask, Combine* combine, void* operand,
@@ -1217,6 +1245,15 @@ CUDA_CPU_NO_TSAN void only_looked(const void* address, unsigned long long value,
   if (!looks_for_long(address, value)) return;
   runner->current().looks = kManyLooks - kMoreLooks;
   runner->spin("a loop that finds the same value again and again", site);
+}
+
+CUDA_CPU_NO_TSAN void step(const void* address) {
+  constexpr std::size_t kStack = Fiber::kStackSize;
+  const char own = 0;  // what is on the thread's stack is no other thread's
+  const auto away =
+      reinterpret_cast<std::uintptr_t>(address) - reinterpret_cast<std::uintptr_t>(&own);
+  if (!keeps_ledger() || !runner || !runner->in_thread() || away + kStack < 2 * kStack) return;
+  runner->step();
 }
 
 CUDA_CPU_NO_TSAN AsyncCopies& async_copies() { return runner->async_copies(); }

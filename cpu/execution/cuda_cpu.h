@@ -96,6 +96,10 @@ void look(const void* address, unsigned long long value, Site site);
 /// may as well be no loop: only after a thousand of them that have found `value` there.
 void only_looked(const void* address, unsigned long long value, Site site);
 bool looks_for_long(const void* address, unsigned long long value);
+/// Before an access to a volatile variable at `address`. In a program of a reader's own the threads
+/// of a block go on together, an access each: old programs have no __syncwarp() between them, and
+/// count on the threads of a warp to do so. ThreadSanitizer reports the race.
+void step(const void* address);
 /// What the loop of loads is for that the thread goes into, for reports; null: it has ended.
 void waits_for(const char* what);
 /// What it has read then.

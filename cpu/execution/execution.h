@@ -267,6 +267,7 @@ class Runner {
   void warp_meet(unsigned mask, Combine* combine, void* operand, const char* operation,
                  const Site& site);
   /// Lets all others go on, also those of other blocks that have not started.
+  void step();
   void spin(const char* operation, const Site& site, const void* object = nullptr);
   /// What some of them look for may be there.
   void look_again() { ready_.take_all(spinning_); }
@@ -335,6 +336,9 @@ class Runner {
   void complete(Block& block, Warp& warp, WarpGroup& group);
   Thread& thread_of(Block& block, const Warp& warp, unsigned lane);
 
+  void barrier_without(const Thread& ended, const Thread& waits, const char* operation,
+                       const Site& site);
+  void all_have_come(Block& block);
   bool any_unstarted();
   Fiber& fiber_for_next_thread();
   Fiber& next_fiber();
@@ -369,6 +373,7 @@ class Runner {
 
   Thread* current_ = nullptr;
   Queue ready_;
+  Queue stepping_;
   Queue spinning_;
   unsigned idle_rounds_ = 0;
   std::uint64_t progress_ = 0;

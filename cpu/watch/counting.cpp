@@ -722,8 +722,10 @@ extern "C" {
   CUDA_CPU_NO_TSAN void __tsan_volatile_read##SIZE(void* address) {       \
     __tsan_read##SIZE##_pc(address, __builtin_return_address(0));         \
     cuda_cpu::volatile_load(address, SIZE, __builtin_return_address(0));  \
+    cuda_cpu::step(address);                                              \
   }                                                                       \
   CUDA_CPU_NO_TSAN void __tsan_volatile_write##SIZE(void* address) {      \
+    cuda_cpu::step(address);                                              \
     __tsan_write##SIZE##_pc(address, __builtin_return_address(0));        \
   }                                                                       \
   CUDA_CPU_NO_TSAN void __tsan_unaligned_volatile_read##SIZE(void* at) {  \
@@ -774,16 +776,20 @@ void __tsan_write_range(void* address, std::size_t size) {
   void __tsan_volatile_read##SIZE(void* address) {                                \
     cuda_cpu::hook_aligned(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);  \
     cuda_cpu::volatile_load(address, SIZE, CUDA_CPU_PLACE);                       \
+    cuda_cpu::step(address);                                                      \
   }                                                                               \
   void __tsan_volatile_write##SIZE(void* address) {                               \
     cuda_cpu::hook_aligned(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE); \
+    cuda_cpu::step(address);                                                      \
   }                                                                               \
   void __tsan_unaligned_volatile_read##SIZE(void* address) {                      \
     cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::load, CUDA_CPU_PLACE);          \
     cuda_cpu::volatile_load(address, SIZE, CUDA_CPU_PLACE);                       \
+    cuda_cpu::step(address);                                                      \
   }                                                                               \
   void __tsan_unaligned_volatile_write##SIZE(void* address) {                     \
     cuda_cpu::hook(address, SIZE, cuda_cpu::Kind::store, CUDA_CPU_PLACE);         \
+    cuda_cpu::step(address);                                                      \
   }
 CUDA_CPU_ACCESS(1)
 CUDA_CPU_ACCESS(2)

@@ -16,6 +16,7 @@
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -73,6 +74,8 @@ struct Ledger {
   double seconds = 0;   ///< that all kernels were counted for
   std::chrono::steady_clock::time_point start;
   std::vector<pthread_t> workers;
+  std::set<std::pair<std::string, int>>
+      left_out;  ///< the barriers that ledger_left_out() has noted
 };
 
 Ledger& ledger() {
@@ -415,6 +418,12 @@ bool ledger_failed(const char* message) {
   if (!keeps_ledger() || kSanitized) return false;
   say("failed", message);
   return true;
+}
+
+void ledger_left_out(const char* message, const Site& site) {
+  Ledger& all = ledger();
+  std::lock_guard lock(all.mutex);
+  if (all.left_out.insert({site.file, site.line}).second) say("exited", message);
 }
 
 bool ledger_freed(void* memory, std::size_t size) {

@@ -37,6 +37,8 @@ void ledger_called(const char* kernel);
 void ledger_aborts();
 /// A kernel has failed. True: it is noted, and need not be printed.
 bool ledger_failed(const char* message);
+/// A barrier went on without a thread that had ended.
+void ledger_left_out(const char* message, const Site& site);
 /// Memory that is given back; false: it is to be freed as usual. Otherwise it is kept for a while,
 /// so that a kernel that still uses it is found.
 bool ledger_freed(void* memory, std::size_t size);
