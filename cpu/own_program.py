@@ -446,7 +446,8 @@ def build_program(build, sources, written, options, folder):
     for source in in_c:
         done = subprocess.run([CC, "-std=gnu17", "-g1", "-w", "-O2", "-x", "c", *options,
                                *(word for each in [sources.base, *sources.folders] for word in ("-I", str(each))), "-c",
-                               source, "-o", source.with_name(f"{source.stem}_c.o")], capture_output=True, text=True, cwd=folder)
+                               source, "-o", source.with_name(f"{source.stem}_c.o")], capture_output=True, text=True,
+                              cwd=folder)
         if done.returncode:
             raise Refusal(compile_error(done.stderr, sources), 1)
     jobs = [(version, source) for source in written if source not in in_c for version in versions(build)]

@@ -516,6 +516,16 @@ __global__ void layers(cudaPitchedPtr memory, int* x) {
   atomicMax_system(&x[3], 7);
   if (threadIdx.x == 0) atomicCAS_block(&x[4], 0, 9);
 }
+struct Owner {  // of memory, which neither a copy's constructor nor its destructor touches when a kernel is launched
+  int* x;
+  Owner() { cudaMalloc(&x, 4); }
+  Owner(const Owner&) : x(nullptr) {}
+  ~Owner() { cudaFree(x); }
+};
+__global__ void own(Owner owner, int value) {
+  if (threadIdx.x == 0) *owner.x = value;
+  owner.x = nullptr;
+}
 #define CHECK(CONDITION) if (!(CONDITION)) return printf("line %d: %s\n", __LINE__, #CONDITION), 1
 int main() {
   CHECK(Simulation().steps == 3 && alignof(Aligned<short2>::Type) == 16);
@@ -553,6 +563,10 @@ int main() {
   layers<<<1, 32>>>(memory, x);
   cudaMemcpy(got, x, 128, cudaMemcpyDeviceToHost);
   CHECK(got[31] == 31 * 6 + 5 && got[3] == 3 * 6 + 5 && got[4] == 4 * 6 + 5);
+  Owner owner;
+  own<<<1, 32>>>(owner, 5);
+  cudaMemcpy(got, owner.x, 4, cudaMemcpyDeviceToHost);
+  CHECK(got[0] == 5);
   int calls = 0;
   cudaLaunchHostFunc(0, [](void* data) { ++*(int*)data; }, &calls);
   cudaStreamAddCallback(0, [](cudaStream_t, cudaError_t, void* data) { ++*(int*)data; }, &calls, 0);
@@ -566,25 +580,25 @@ int main() {
 def test_a_source_in_c(tried, tmp_path):
     """It is C, as nvcc has it: names of C++ are no words there, its functions have C's names, and one without a return
     is no mistake. An asm of the host's stands beside a kernel's."""
-    (tmp_path / "half.c").write_text("int half(int new) { return new / 2; }\nint nothing(int x) { x = x + 1; }\n")
+    (tmp_path / "half.c").write_text("int halved(int new) { return new / 2; }\nint nothing(int x) { x = x + 1; }\n")
     host_asm = 'asm volatile("rdtsc" : "=a"(low), "=d"(high));' if platform.machine() == "x86_64" else ""
     result = tried('''#include <sm_61_intrinsics.h>
-extern "C" { int half(int); int nothing(int); }
+extern "C" { int halved(int); int nothing(int); }
 __global__ void f(int* x) { asm("mov.u32 %0, 7;" : "=r"(x[0])); }
 int main() {
   unsigned low = 0, high = 0;
-  %s
+  HOST_ASM
   int* x;
   cudaMallocManaged(&x, 4);
   f<<<1, 1>>>(x);
   cudaEvent_t event;
   if (cudaDeviceSynchronize() || cudaEventCreate(&event, cudaEventDisableTiming)) return 1;
   nothing(1);
-  const int rc = half(x[0]) - 3;
+  const int rc = halved(x[0]) - 3;
   cudaFree(x);
   return rc;
 }
-''' % host_asm, tmp_path / "half.c")
+'''.replace("HOST_ASM", host_asm), tmp_path / "half.c")
     assert result.rc == 0, result.stdout + result.stderr
 
 

@@ -1248,12 +1248,8 @@ CUDA_CPU_NO_TSAN void only_looked(const void* address, unsigned long long value,
 }
 
 CUDA_CPU_NO_TSAN void step(const void* address) {
-  constexpr std::size_t kStack = Fiber::kStackSize;
-  const char own = 0;  // what is on the thread's stack is no other thread's
-  const auto away =
-      reinterpret_cast<std::uintptr_t>(address) - reinterpret_cast<std::uintptr_t>(&own);
-  if (!keeps_ledger() || !runner || !runner->in_thread() || away + kStack < 2 * kStack) return;
-  runner->step();
+  if (!keeps_ledger() || !runner || !runner->in_thread()) return;
+  if (!runner->on_own_stack(address)) runner->step();
 }
 
 CUDA_CPU_NO_TSAN AsyncCopies& async_copies() { return runner->async_copies(); }

@@ -263,6 +263,36 @@ T implicitly(T value) {
   return value;
 }
 
+/// A parameter of a class that has a copy constructor or a destructor of its own. As with nvcc, it
+/// gets to the kernel byte by byte, and neither of them runs.
+template <class T>
+struct CopiedBytes {
+  alignas(T) unsigned char bytes[sizeof(T)];
+
+  template <class Argument>
+  requires(!std::is_same_v<std::remove_cvref_t<Argument>, CopiedBytes>)
+      CopiedBytes(Argument&& argument) {
+    const T& value = std::forward<Argument>(argument);
+    __builtin_memcpy(bytes, &value, sizeof(T));
+  }
+};
+/// Then the caller of a function passes its address: Itanium C++ ABI, "Non-Trivial Parameters".
+template <class T>
+inline constexpr bool kByAddress =
+    !std::is_trivially_copy_constructible_v<T> || !std::is_trivially_destructible_v<T>;
+template <class T>
+using KeptParameter = std::conditional_t<kByAddress<T>, CopiedBytes<T>, T>;
+template <class T>
+using PassedParameter = std::conditional_t<kByAddress<T>, T&, T>;
+template <class T>
+PassedParameter<T> pass(KeptParameter<T>& kept) {
+  if constexpr (kByAddress<T>) {
+    return reinterpret_cast<T&>(kept.bytes);
+  } else {
+    return kept;
+  }
+}
+
 /// `kernel ->* launch(grid, block, ...)(arguments...)`: what cu2cpp.py makes of
 /// `kernel<<<grid, block, ...>>>(arguments...)`. The arguments are converted as in a call.
 template <class... Parameters, class... Arguments>
@@ -271,24 +301,31 @@ void operator->*(void (*kernel)(Parameters...), LaunchConfig::Call<Arguments...>
                 "a launch must pass as many arguments as the kernel has parameters");
   static_assert((!std::is_reference_v<Parameters> && ...),
                 "the parameters of a kernel cannot be references");
-  static_assert((std::is_trivially_copyable_v<Parameters> && ...),
-                "the parameters of a kernel are copied byte by byte");
   struct Bound {
     void (*kernel)(Parameters...);
-    std::tuple<Parameters...> parameters;
+    std::tuple<KeptParameter<Parameters>...> parameters;
   };
   const Bound bound = std::apply(
       [&](auto&&... arguments) {
-        return Bound{kernel, std::tuple<Parameters...>(implicitly<Parameters>(
-                                 std::forward<decltype(arguments)>(arguments))...)};
+        return Bound{kernel,
+                     std::tuple<KeptParameter<Parameters>...>(implicitly<KeptParameter<Parameters>>(
+                         std::forward<decltype(arguments)>(arguments))...)};
       },
       std::move(call.arguments));
-  execute(call.config, {reinterpret_cast<const void*>(kernel),
-                        [](const void* arguments) {
-                          const auto& bound = *static_cast<const Bound*>(arguments);
-                          std::apply(bound.kernel, bound.parameters);
-                        },
-                        &bound, sizeof bound});
+  execute(call.config,
+          {reinterpret_cast<const void*>(kernel),
+           [](const void* arguments) {
+             const auto& bound = *static_cast<const Bound*>(arguments);
+             if constexpr ((kByAddress<Parameters> || ...)) {
+               auto own = bound.parameters;
+               const auto run =
+                   reinterpret_cast<void (*)(PassedParameter<Parameters>...)>(bound.kernel);
+               std::apply([&](auto&... kept) { run(pass<Parameters>(kept)...); }, own);
+             } else {
+               std::apply(bound.kernel, bound.parameters);
+             }
+           },
+           &bound, sizeof bound});
 }
 
 /// A zero that a program passes to a kernel: a number, or no pointer.

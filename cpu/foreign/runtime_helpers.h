@@ -309,6 +309,6 @@ CUDA_CPU_SCOPED(atomicOr)
 CUDA_CPU_SCOPED(atomicXor)
 #undef CUDA_CPU_SCOPED
 
-#include "functions/memory.h"
-#include "functions/roundings.h"
-#include "functions/words.h"
+#include "cpu/foreign/functions/memory.h"
+#include "cpu/foreign/functions/roundings.h"
+#include "cpu/foreign/functions/words.h"

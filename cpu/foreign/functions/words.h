@@ -1,6 +1,6 @@
-// Integers of 8 or 16 bits, four or two in a word (CUDA Math API, "SIMD Intrinsics"), and minima and
-// maxima of sums and of three numbers ("DPX"). The names say the type and the width: s and u are
-// signed and unsigned, ss and us the same with saturation.
+// Integers of 8 or 16 bits, four or two in a word (CUDA Math API, "SIMD Intrinsics"), and minima
+// and maxima of sums and of three numbers ("DPX"). The names say the type and the width: s and u
+// are signed and unsigned, ss and us the same with saturation.
 
 #pragma once
 
