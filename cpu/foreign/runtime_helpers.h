@@ -204,32 +204,6 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   return c;
 }
 
-namespace cuda_cpu {
-/// choose(a, b) of the lower halves, and of the upper ones, as numbers of type T.
-template <class T, class Choose>
-unsigned of_halves(unsigned a, unsigned b, Choose choose) {
-  const auto half = [&](int shift) {
-    return static_cast<std::uint16_t>(
-        choose(static_cast<T>(a >> shift), static_cast<T>(b >> shift)));
-  };
-  return half(0) | static_cast<unsigned>(half(16)) << 16;
-}
-inline constexpr auto kSmaller = [](auto a, auto b) { return b < a ? b : a; };
-inline constexpr auto kLarger = [](auto a, auto b) { return a < b ? b : a; };
-}  // namespace cuda_cpu
-inline unsigned __vmins2(unsigned a, unsigned b) {
-  return cuda_cpu::of_halves<std::int16_t>(a, b, cuda_cpu::kSmaller);
-}
-inline unsigned __vminu2(unsigned a, unsigned b) {
-  return cuda_cpu::of_halves<std::uint16_t>(a, b, cuda_cpu::kSmaller);
-}
-inline unsigned __vmaxs2(unsigned a, unsigned b) {
-  return cuda_cpu::of_halves<std::int16_t>(a, b, cuda_cpu::kLarger);
-}
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
-  return cuda_cpu::of_halves<std::uint16_t>(a, b, cuda_cpu::kLarger);
-}
-
 // Templates, so that a program's own functions of these names come first.
 template <class A, class B>
 unsigned umin(A a, B b) {

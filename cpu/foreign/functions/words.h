@@ -11,6 +11,9 @@
 
 namespace cuda_cpu {
 
+inline constexpr auto kSmaller = [](auto a, auto b) { return b < a ? b : a; };
+inline constexpr auto kLarger = [](auto a, auto b) { return a < b ? b : a; };
+
 /// Each lane of type T of the result is f of the same lane of the arguments, wrapped to T's width.
 template <class T, class F, class... Words>
 unsigned each_lane(F f, Words... words) {
