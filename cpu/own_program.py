@@ -69,7 +69,7 @@ MISSING_HEADERS = [
 OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 # NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
 # does, see cpu/foreign/thrust/.
-CCCL = re.compile(r"(?:thrust|cub|cuda)/")
+CCCL = re.compile(r"(?:thrust|cub|cuda|nv)/")
 # Of it what kernels call is translated, and the functions of cub for the whole device are ours, in FOREIGN.
 CUB = re.compile(r"cub/(?!detail/(?:launcher|nvtx))")
 CUB_OF_DEVICE = re.compile(r"cub/(?:device/|agent/|iterator/tex_obj)")
@@ -194,6 +194,8 @@ class Sources:
 
     def _of_cccl(self, name):
         """Whether it is a header of that library that has no other one of ours in its place."""
+        if name.startswith("nv/"):  # curand's headers need it, too
+            return self.cccl is not None
         own = [FOREIGN, ROOT / "cpu/include", *([] if self.cccl else [FOREIGN / "std"])]
         return CCCL.match(name) and not (name.startswith("cuda/") and any((each / name).is_file() for each in own))
 

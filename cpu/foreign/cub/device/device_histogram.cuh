@@ -7,7 +7,7 @@
 namespace cub {
 
 struct DeviceHistogram {
-  /// Bins of equal width from `lower` to `upper`; levels - 1 of them. What is outside counts nowhere.
+  /// levels - 1 bins of equal width from `lower` to `upper`. What is outside counts nowhere.
   template <class Samples, class Counter, class Level, class Size>
   static cudaError_t HistogramEven(void* storage, std::size_t& bytes, Samples samples,
                                    Counter* counts, int levels, Level lower, Level upper,

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "runtime_helpers.h"
-#include "thrust/detail/by_host.h"
+#include "cpu/foreign/thrust/detail/by_host.h"
 
 namespace cuda_cpu {
 

@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "thrust/detail/by_host.h"
+#include "cpu/foreign/thrust/detail/by_host.h"
 
 namespace thrust::system::cuda::detail {
 
