@@ -107,13 +107,6 @@ inline cudaError_t cudaMemset2D(void* target, std::size_t pitch, int value, std:
   return cudaSuccess;
 }
 template <class T>
-cudaError_t cudaMemcpyToSymbolAsync(const T& symbol, const void* source, std::size_t size,
-                                    std::size_t offset = 0,
-                                    cudaMemcpyKind kind = cudaMemcpyHostToDevice,
-                                    cudaStream_t = nullptr) {
-  return cudaMemcpyToSymbol(symbol, source, size, offset, kind);
-}
-template <class T>
 cudaError_t cudaHostAlloc(T** pointer, std::size_t size) {
   return cudaHostAlloc(pointer, size, 0u);
 }

@@ -1,13 +1,15 @@
-// Functions of the runtime for memory that our own programs do not use: more ways to fill and copy
-// it, where managed memory is, and pools.
+// Functions of the runtime for memory that our own programs do not use: more forms of copies and
+// fills, and pools. What a stream that is captured is asked for becomes nodes of its graph, as
+// cudaMemcpyAsync() and cudaMemsetAsync() make them.
 
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 
 #include "cuda_runtime.h"
 
-// ---- Fills and copies ---------------------------------------------------------------------------
+// ---- Copies and fills ---------------------------------------------------------------------------
 
 inline cudaError_t cudaMemset3D(cudaPitchedPtr memory, int value, cudaExtent extent) {
   for (std::size_t row = 0; row < extent.depth * extent.height; ++row) {
@@ -19,20 +21,35 @@ inline cudaError_t cudaMemset3D(cudaPitchedPtr memory, int value, cudaExtent ext
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset2DAsync(void* target, std::size_t pitch, int value, std::size_t width,
-                                     std::size_t height, cudaStream_t = nullptr) {
-  return cudaMemset2D(target, pitch, value, width, height);
+                                     std::size_t height, cudaStream_t stream = nullptr) {
+  for (std::size_t row = 0; row < height; ++row) {
+    const cudaError_t error =
+        cudaMemsetAsync(static_cast<char*>(target) + row * pitch, value, width, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyPeerAsync(void* target, int target_device, const void* source,
-                                       int source_device, std::size_t size,
-                                       cudaStream_t = nullptr) {
-  return cudaMemcpyPeer(target, target_device, source, source_device, size);
+inline cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, std::size_t size,
+                                       cudaStream_t stream = nullptr) {
+  return cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToDevice, stream);
+}
+template <class T>
+cudaError_t cudaMemcpyToSymbolAsync(const T& symbol, const void* source, std::size_t size,
+                                    std::size_t offset = 0,
+                                    cudaMemcpyKind kind = cudaMemcpyHostToDevice,
+                                    cudaStream_t stream = nullptr) {
+  void* variable = nullptr;
+  cudaGetSymbolAddress(&variable, symbol);
+  return cudaMemcpyAsync(static_cast<char*>(variable) + offset, source, size, kind, stream);
 }
 template <class T>
 cudaError_t cudaMemcpyFromSymbolAsync(void* target, const T& symbol, std::size_t size,
                                       std::size_t offset = 0,
                                       cudaMemcpyKind kind = cudaMemcpyDeviceToHost,
-                                      cudaStream_t = nullptr) {
-  return cudaMemcpyFromSymbol(target, symbol, size, offset, kind);
+                                      cudaStream_t stream = nullptr) {
+  void* variable = nullptr;
+  cudaGetSymbolAddress(&variable, symbol);
+  return cudaMemcpyAsync(target, static_cast<char*>(variable) + offset, size, kind, stream);
 }
 template <class T>
 cudaError_t cudaGetSymbolSize(std::size_t* size, const T& symbol) {
