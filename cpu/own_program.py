@@ -65,6 +65,8 @@ MISSING_HEADERS = [
     (r"texture_", "textures"), (r"helper_(?:cuda|functions|string|timer|image)\.h", "the helper headers of NVIDIA's"
                                 " samples: give their folder with -I"),
 ]
+# Of what the toolkit has, where it is installed, or where another folder has it.
+PACKAGES = [(r"(?:thrust|cub|cuda|nv)/", "cuda-cccl"), (r"curand_\w+\.h", "libcurand-dev")]
 # What is taken from the toolkit, where it is installed: headers of device functions that are C++.
 OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 # NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
@@ -498,9 +500,12 @@ def compile_error(output, sources):
                 file, number = name, int(line)
     lines = texts.get(file, [])
     if missing := re.match(r"(.*): No such file or directory", text):
-        if re.match(r"(?:thrust|cub)/", missing[1]):
-            return (f"{file}:{number}: there is no {missing[1]}. It would be a header of NVIDIA's C++ library, which the CUDA"
-                    f" toolkit's package cuda-cccl installs; if it is elsewhere, -I names its folder. {PAGE} says more.")
+        asked = _INCLUDE.match(lines[number - 1]) if 0 < number <= len(lines) else None
+        name = (asked[2] or asked[3]) if asked else missing[1]
+        for pattern, package in PACKAGES:
+            if re.match(pattern, name):
+                return (f"{file}:{number}: there is no {name}. The CUDA toolkit's package {package} would install it; if it is"
+                        f" elsewhere, -I names its folder. {PAGE} says more.")
         for pattern, what in MISSING_HEADERS:
             if re.match(pattern, missing[1]):
                 return f"{file}:{number}: the CPU backend does not have {what}. {PAGE} lists what it has."

@@ -1358,7 +1358,7 @@ def test_skeleton(tried, tmp_path):
 
 REFUSALS = {
     "#include <thrust/nosuch.h>\nint main() {}\n":
-        r"program.cu:1: there is no thrust/nosuch.h. It would be a header of NVIDIA's C\+\+ library, .* docs/cpu.md",
+        "program.cu:1: there is no thrust/nosuch.h. The CUDA toolkit's package cuda-cccl would install it; .* docs/cpu.md",
     "#include <cufft.h>\nint main() {}\n": "program.cu:1: the CPU backend does not have cufft. docs/cpu.md",
     "__global__ void g() {}\n__global__ void f() {\n  g<<<1, 1>>>();\n}\nint main() {}\n": "program.cu:3: .*dynamic para",
     "#if __CUDA_ARCH__ < 300\ntexture<float> of_old_ones;\n#endif\ntexture<float> t;\nint main() {}\n":
