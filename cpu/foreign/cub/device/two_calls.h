@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "runtime_helpers.h"
 #include "cpu/foreign/thrust/detail/by_host.h"
+#include "runtime_helpers.h"
 
 namespace cuda_cpu {
 
