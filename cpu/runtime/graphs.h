@@ -1,4 +1,5 @@
-// CUDA graphs: of streams that are captured, and built node by node. cuda_runtime_api.h includes it.
+// CUDA graphs: of streams that are captured, and built node by node. A part of
+// cuda_runtime_api.h.
 //
 // A graph's nodes run one after the other, each after those that it depends on. There are no
 // conditional nodes and no nodes for events. Memory that is asked for while a stream is captured
