@@ -775,7 +775,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   table->add_any_shape();
   Problem& problem = table->problem;
   problem.compare("overlap", "Hopper",
-                  name + ": turns, and products beside exponentials: % times faster.");
+                  name + ": turns, and products beside exponentials: % times as fast.");
   problem.compare("any shape", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
 }
 

@@ -172,7 +172,7 @@ struct Latency {
     row(
         "memory", [this] { chase_l2<<<1, 1>>>(far.get(), 0, end, cycles); },
         [this] { return far.end(kSteps); });
-    table.compare("L2 cache", "memory", "A load that the L2 cache answers: % times faster.");
+    table.compare("L2 cache", "memory", "A load that the L2 cache answers: % times as fast.");
   }
 
   void row(const char* name, std::function<void()> launch, std::function<double()> host) {
@@ -232,7 +232,7 @@ void add_rate(Lesson& lesson, int64_t l2_bytes) {
       [=] { read_global<<<blocks, kThreads>>>(set(), in_l2, steps, sums); });
   row("shared memory", kThreads, 32, kTile,
       [=] { read_shared<<<blocks, kThreads>>>(set(), steps, sums); });
-  table.compare("shared memory", "memory", "The same bytes from shared memory: % times faster.");
+  table.compare("shared memory", "memory", "The same bytes from shared memory: % times as fast.");
 }
 
 int main(int argc, char** argv) {
