@@ -367,7 +367,7 @@ struct HopperBlock : HopperTile<kWidth> {
   using Probs = LeftFragments<T, HopperTile<kWidth>::kKeys / 16>;
   Shared& shared;
   const Operands<T>& in;
-  int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 128;  // most keys first
+  int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 128;  // rows with most keys first
   int head = blockIdx.y, batch = blockIdx.z, consumer = static_cast<int>(threadIdx.x) / 128 - 1;
   int tiles = ceil_div(in.limit(min(row0 + 128, in.queries) - 1), HopperTile<kWidth>::kKeys);
   float scale = in.scale * kLog2E;
