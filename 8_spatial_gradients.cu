@@ -284,10 +284,10 @@ struct ForwardTiles {
   }
 };
 
-// out, without a temporary. Lesson 6's resident weights once more: as many blocks as fit on the GPU
-// stay, each with its columns of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi.
-// The blocks (four, for W = 256) that own the columns of the same rows run at the same time: memory
-// is read once.
+// Computes out without a temporary. Lesson 6's resident weights once more: as many blocks as fit on
+// the GPU stay, each with its columns of x, M1 and M2, and take tile after tile of 64 rows of Gr
+// and Gi. The blocks that own the columns of the same rows, four for W = 256, run at the same time.
+// So Gr and Gi are read from memory once, and by the other blocks from the L2 cache.
 //
 // One lane has all of an element: xr, xi, ar and ai, 128 registers of sums in the wide tiles. So xr
 // and xi need not be rounded. For 16 of E a warp executes 48 mma.sync and 10 ldmatrix. While a
