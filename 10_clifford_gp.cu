@@ -571,11 +571,11 @@ int run_lesson(Lesson& lesson) {
   for (const CliffordReference& size : tables.sizes()) {
     const Tensors of = tables.forward(size, forward_flops<A>());
     all_on_chip &= add_forward<A>(of, lesson.device());
-    of.problem.compare("row on chip", "unfused", "Forward in one launch: % times faster.");
+    of.problem.compare("row on chip", "unfused", "Forward in one launch: % times as fast.");
     if (lesson.flag("--turned")) continue;
     const auto [both, d] = tables.backward(size, forward_flops<A>() + backward_flops<A>());
     all_on_chip &= add_backward<A>(both, d, lesson.device());
-    both.problem.compare("both on chip", "unfused", "Both in three launches: % times faster.");
+    both.problem.compare("both on chip", "unfused", "Both in three launches: % times as fast.");
   }
   if (!all_on_chip) lesson.note("Rows too long for 8 multiprocessors are left to 'one launch'.");
   tables.note_operations(A::kTriples, A::product_multiply_adds(), 2 * A::terms(),

@@ -91,7 +91,9 @@ struct Copies {
   // C comes back to the host, into the buffer of A. From there A goes to the device, and B as well.
   // So the check can compare the A that arrives with the C that has left. For a small N the lesson
   // records this in a CUDA graph, which needs copies that do not wait. Your program can say
-  // cudaMemcpy instead, which waits until the copy is done.
+  // cudaMemcpy instead, which waits until the copy is done. (cudaStreamPerThread is the default
+  // stream of this thread. By nvcc --default-stream=per-thread, with which the lessons are built, a
+  // launch without a stream goes there, too.)
   void copy(float* host_A, const float* host_B, float* A, float* B) const {
     const cudaStream_t stream = cudaStreamPerThread;
     CUDA_CHECK(cudaMemcpyAsync(host_A, C, bytes(), cudaMemcpyDeviceToHost, stream));
@@ -131,7 +133,7 @@ void add_copies(Lesson& lesson, Copies& copies) {
   });
   table.kernel("pinned", Role::ours,
                [=, &copies] { copies.copy(copies.pinned[0], copies.pinned[1], A, B); });
-  table.compare("pinned", "pageable", "The same copies, of pinned memory: % times faster.");
+  table.compare("pinned", "pageable", "The same copies, of pinned memory: % times as fast.");
 }
 
 int main(int argc, char** argv) {
@@ -159,7 +161,7 @@ int main(int argc, char** argv) {
 
   square.compare(
       "coalesced", "uncoalesced",
-      "The same arithmetic, with neighbouring threads on neighbouring addresses: % times faster.");
+      "The same arithmetic, with neighbouring threads on neighbouring addresses: % times as fast.");
   Copies copies(n);
   add_copies(lesson, copies);
   return lesson.run();

@@ -326,9 +326,10 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
 
 // In `large tiles` a scheduler starts an instruction in three cycles of four, and a sixth of these
 // are no multiply-adds: most of them work out where to copy from and to, and whether that is
-// inside. Here that is worked out once, and a step only moves on two pointers. Nothing checks for
-// the edges of the matrix: a row or column outside is replaced by the last one inside. Its sums are
-// never stored, so they may be anything. Only along k, which is summed over, zeros are needed.
+// inside. (Read from a profiler; `results/` does not have this.) Here that is worked out once, and
+// a step only moves on two pointers. Nothing checks for the edges of the matrix: a row or column
+// outside is replaced by the last one inside. Its sums are never stored, so they may be anything.
+// Only along k, which is summed over, zeros are needed.
 template <int BM, int BN, int BK, int TM, int TN, int kStages, int kBlocks, bool kAligned>
 __global__ void __launch_bounds__((BM / TM) * (BN / TN), kBlocks)
     matmul_lean(const float* A, const float* B, float* C, int n) {
@@ -598,9 +599,10 @@ int main(int argc, char** argv) {
   const auto ways = ways_of_row(product.ways());
   if (!ways.empty()) square.kernel("any shape", Role::ours, ways);
 
-  square.compare("registers", "tile", "From one element a thread to 8 x 8: % times faster.");
-  square.compare("ahead", "vectors", "Loading while computing, from larger tiles: % times faster.");
-  square.compare("any shape", "ahead", "Tiles that suit N, and steps dealt out: % times faster.");
+  square.compare("registers", "tile", "From one element a thread to 8 x 8: % times as fast.");
+  square.compare("ahead", "vectors",
+                 "Loading while computing, from larger tiles: % times as fast.");
+  square.compare("any shape", "ahead", "Tiles that suit N, and steps dealt out: % times as fast.");
   square.compare("any shape", "cuBLAS fp32", "The last kernel runs at % of cuBLAS's rate.");
   return lesson.run();
 }

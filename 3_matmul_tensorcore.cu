@@ -42,7 +42,8 @@
 //     stages          the next tiles arrive while these are multiplied
 //     lean            addresses are worked out once, and tiles are larger
 //     mma.sync        the next fragments are loaded while these are multiplied
-//     wgmma           (Hopper) four warps multiply from shared memory, tiles copied by TMA
+//     wgmma           (Hopper) four warps multiply from shared memory; the copy engine (TMA) brings
+//                     the tiles
 //     specialized     (Hopper) one thread starts all copies, eight warps only multiply
 //     persistent      (Hopper) blocks stay for several tiles of C, which the copy engine stores
 //     clusters        (Hopper) two blocks share the tiles of B that they copy
@@ -468,18 +469,19 @@ struct TileCopies {
   }
 };
 
-// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. Most of the others
-// work out addresses. Here these are worked out once, as in lesson 2's *lean*. TileCopies does it
-// for the copies. For the fragments a lane has two numbers: a_lane is where its first fragment of A
-// lies, b_lane its first one of B.
+// Of the instructions of *stages* one in five is an ldmatrix or an mma.sync. (Read from a profiler;
+// `results/` does not have this.) Most of the others work out addresses. Here these are worked out
+// once, as in lesson 2's *lean*. TileCopies does it for the copies. For ldmatrix a lane has two
+// numbers. A lane passes to each ldmatrix the address of 8 elements, a piece of a row: a_lane is
+// where those of the first ldmatrix of A lie, and b_lane where those of the first one of B lie.
 //
-// Where do the lane's other fragments lie? Those in other rows are a multiple of 16 rows further
-// on. Such rows are swizzled alike, so a constant is added. Those in other columns need more care,
-// because swizzling moves columns: column c of row r lies at c ^ s, where s = 8 * (r % 8). (In rows
-// of 32 columns s is another number, and the rest is the same.) Take A:
-//   - The lane's first fragment begins at column c = 0 or c = 8 of its row. It lies at column c ^ s
-//     of that row, so a_lane = row * BK + (c ^ s).
-//   - The fragment d = 16, 32 or 48 columns further on lies at (c + d) ^ s.
+// Where do the pieces for the lane's other ldmatrix lie? Those in other rows are a multiple of 16
+// rows further on. Such rows are swizzled alike, so a constant is added. Those in other columns
+// need more care, because swizzling moves columns: column c of row r lies at c ^ s, where
+// s = 8 * (r % 8). (In rows of 32 columns s is another number, and the rest is the same.) Take A:
+//   - The lane's first piece begins at column c = 0 or c = 8 of its row. It lies at column c ^ s of
+//     that row, so a_lane = row * BK + (c ^ s).
+//   - The piece d = 16, 32 or 48 columns further on lies at (c + d) ^ s.
 //   - c has only the bit 8, and d only the bits 16 and 32. So nothing is carried when they are
 //     added, and c + d = c ^ d. For example, 8 + 48 = 8 ^ 48 = 56.
 //   - So (c + d) ^ s = (c ^ d) ^ s = (c ^ s) ^ d, since the order of two ^ does not matter. And
@@ -493,7 +495,8 @@ struct TileCopies {
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
 // 8 ldmatrix; in *stages* 16 mma.sync and 6 ldmatrix. The price is as in lesson 2: only one such
 // block, of 8 warps, fits on a multiprocessor. In *stages* such tiles alone would save 7 % of the
-// time. (Where shared memory is small, or N is no multiple of 8, tiles are as in *stages*.)
+// time (measured, but not recorded in `results/`). Where shared memory is small, or N is no
+// multiple of 8, tiles are as in *stages*.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
     matmul_lean(const half* __restrict__ A, const half* __restrict__ B, half* __restrict__ C,
@@ -637,7 +640,8 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
       }
       const int set = k / 16 % 2;
       // Along a row of `sum`, then back along the next one. So where the way turns back, two
-      // products that follow each other have the same fragment of B.
+      // products that follow each other have the same fragment of B. (What that gains was not
+      // recorded.)
 #pragma unroll
       for (int i = 0; i < WM / 16; ++i) {
 #pragma unroll
@@ -709,10 +713,12 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     Ring                                  which stage comes next, and which parity to wait for:
 //                                           0 in the first round of the stages, 1 in the second,
 //                                           0 in the third
+//     tile.rows(r)                          what wgmma reads of a LeftTile: 64 rows, from row r on
 //     sum.start_product(left, right, add)   starts the products of 64 of k. If `add`, they are
 //                                           added to the sum, else they replace it
 //     wgmma_wait<n>()                       waits until all products are done but those of the n
 //                                           newest start_product()
+//     sum.row(i), sum.col(i)                where in the sum a thread's element i lies
 //   *specialized*
 //     barrier_arrive(b)                     arrives at an mbarrier
 //     registers_shrink_to, _grow_to         how many registers each thread of a warpgroup has
@@ -731,12 +737,15 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, 1)
 //     tensor_store_commit                   closes a group of such stores
 //     tensor_store_wait_read<0>             waits until the copy engine has read all that it has to
 //                                           store. Then that shared memory may be written again
+//     persistent(tiles, fit)                (on the host) how many blocks to launch if so many fit:
+//                                           as few as finish in the same number of rounds
 //   *clusters*
 //     HOPPER_CLUSTER(2)                     on a kernel: its blocks come in clusters of 2
 //     cluster.meet()                        a barrier for the cluster
 //     cluster.rank                          which block of its cluster this one is, 0 or 1
 //     cluster.cluster, cluster.clusters     the number of this block's cluster, and how many
 //                                           clusters there are
+//     resident_clusters(kernel, ...)        (on the host) how many clusters the GPU holds at a time
 
 // What a stage of the pipeline holds: a tile of A, BM x 64, and one of B, 64 x BN, each in boxes of
 // 64 columns as the copy engine delivers them.
@@ -1256,7 +1265,8 @@ void add_small_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half>
   });
 }
 
-// These, and *lean* and *mma.sync* with the same tiles each.
+// Adds *ldmatrix* and *stages* as above, and *lean* and *mma.sync*, both with the tiles that the
+// parameters say.
 template <int BM, int BN, int BK, int kWarpsM, int kWarpsN, int kStages, int kWidth>
 void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, int n) {
   add_small_mma<kWidth>(square, A, B, C, n);
@@ -1418,20 +1428,21 @@ int main(int argc, char** argv) {
   }
   // *patches* has one size of tile. At N = 1024 these are 32 tiles, 16 pairs of them, for 132
   // multiprocessors. At N = 4104 there is a fifth round of them, which has work for 25 of 66
-  // clusters. operators/product/half_product.cuh has 32 sizes, divides the last tiles along k where
-  // no size fits, and aligns rows first. Estimates say which may be the fastest; some are tried.
+  // clusters. operators/product/half_product.cuh has 36 kinds of tiles and clusters, divides the
+  // last tiles along k where no kind fits, and aligns rows first. Estimates say which may be the
+  // fastest; some are tried.
   const int size = static_cast<int>(n);
   const HalfProduct<half> product(workspace_of(square), A, B, C, {size, size, size});
   const auto ways = ways_of_row(product.ways());
   if (!ways.empty()) square.kernel("any shape", Role::ours, ways).hopper_only();
 
-  square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times faster.");
+  square.compare("wmma shared", "wmma global", "Tiles in shared memory: % times as fast.");
   square.compare("mma.sync", "wmma shared",
-                 "Tiles and fragments loaded in advance, few other instructions: % times faster.");
+                 "Tiles and fragments loaded in advance, few other instructions: % times as fast.");
   square.compare("wgmma", "mma.sync",
-                 "The copy engine, and products of a whole warpgroup: % times faster.");
+                 "The copy engine, and products of a whole warpgroup: % times as fast.");
   square.compare("patches", "wgmma",
-                 "Specialists, clusters, and blocks that stay: % times faster.");
+                 "Specialists, clusters, and blocks that stay: % times as fast.");
   square.compare("any shape", "cuBLASLt, best", "The last kernel runs at % of cuBLASLt's rate.");
   return lesson.run();
 }

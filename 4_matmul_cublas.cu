@@ -11,10 +11,10 @@
 // and both marked "not transposed", writes exactly our row-major C. No data moves for it.
 //
 // Precision. An fp32 product can run on the CUDA cores, in true fp32, or on the tensor cores after
-// rounding every operand to TF32 (10 bits of mantissa): several times faster, and some hundreds of
-// times less accurate. fp16 and bf16 operands are half the bytes and twice the rate again. All of
-// these accumulate in fp32. The four tables are four problems, each with a limit and a tolerance of
-// its own: look at the errors beside the rates.
+// rounding every operand to TF32 (11 significant bits, of which 10 are stored): several times as
+// fast, with an error some hundreds of times as large. fp16 and bf16 operands are half the bytes
+// and twice the rate again. All of these accumulate in fp32. The four tables are four problems,
+// each with a limit and a tolerance of its own: look at the errors beside the rates.
 //
 // Warm-up. The first call of a handle loads kernels and allocates a workspace; time the later ones.
 

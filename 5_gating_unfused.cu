@@ -41,9 +41,9 @@ __device__ float sigmoid(float s) { return 1 / (1 + __expf(-s)); }
 template <int kWidth>
 using Pack = Neighbours<half, kWidth>;
 
-// Thread i owns elements [i kWidth, (i + 1) kWidth) of a row-major (rows, columns) result, and
-// reads the same elements of its inputs: every byte once, 16 at a time. columns is a multiple of
-// kWidth.
+// A thread owns kWidth neighbouring elements of a row-major (rows, columns) result, and reads the
+// same elements of its inputs. In the code i is the first of them. Every byte of `in` is read once.
+// The bias is read again for every row, mostly from a cache. columns is a multiple of kWidth.
 template <int kWidth>
 __global__ void add_bias(const half* in, const half* bias, half* out, size_t count, int columns) {
   const size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kWidth;
@@ -178,6 +178,7 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
   Cublas blas;
   const int64_t n = lesson.n();
 
+  // 6, here and below: on the way to out as many results are rounded to fp16.
   GatingProblem steps(lesson, blas, "the six steps", shape, 6);
   const auto temporary = [](const GatingProblem& layer) {
     return layer.problem.output<half>(layer.out.size());
@@ -203,9 +204,9 @@ int run_lesson(Lesson& lesson, GatingShape shape) {
     library.add().occupies(ends + library.bytes());  // whose weights lie side by side instead
   }
   layer.problem.compare("cuBLASLt + one kernel", "six kernels",
-                        "Layer: with what libraries can fuse, % times faster.");
+                        "Layer: with what libraries can fuse, % times as fast.");
   square.problem.compare("cuBLASLt + one kernel", "six kernels",
-                         "Square: with the same fusion, % times faster.");
+                         "Square: with the same fusion, % times as fast.");
   return lesson.run();
 }
 

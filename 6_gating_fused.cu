@@ -641,11 +641,11 @@ int main(int argc, char** argv) {
   for (GatingProblem* table : {&layer, &square}) add_any_shape(*table);
 
   layer.problem.compare("resident weights", "cuBLASLt + one kernel",
-                        "Layer, beside the library: resident weights, % times faster.");
+                        "Layer, beside the library: resident weights, % times as fast.");
   layer.problem.compare("Hopper resident", "cuBLASLt + one kernel",
-                        "Layer, beside the library: with TMA and wgmma, % times faster.");
+                        "Layer, beside the library: with TMA and wgmma, % times as fast.");
   square.problem.compare(
       "Hopper cluster", "cuBLASLt + one kernel",
-      "Square, beside the library: lesson 3's product and gate, % times faster.");
+      "Square, beside the library: lesson 3's product and gate, % times as fast.");
   return lesson.run();
 }

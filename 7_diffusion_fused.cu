@@ -579,10 +579,10 @@ __global__ void __launch_bounds__(384, 1)
     const unsigned long long all_of_them = (launches + 1) * groups;
     auto& total = place.sums[launches % 2];
     auto& next_total = place.sums[(launches + 1) % 2];
-    // A thread's 64 elements of the sum are 16 fours. Four j lies in columns 8 j to 8 j + 7. Only
-    // the first `fours` of them are inside of x. The blocks with the same columns clear the other
-    // sum together: block number `group` of them clears the fours number `group`, `group` +
-    // `groups`, and so on.
+    // A thread has 64 elements of the sum, which are 16 fours. The four with the number j lies in
+    // columns 8 j to 8 j + 7. Only the first `fours` fours are inside of x. The blocks with the
+    // same columns clear the other sum together: block number `group` of them clears the fours with
+    // the numbers `group`, `group` + `groups`, and so on.
     const int fours = min(kColumns, in.W - col0) / 8;
     for (int j = group; j < fours; j += groups) next_total[j][thread] = float4{};
 
@@ -751,7 +751,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
       .occupies(table.ends() + temporary + sums.bytes())
       .needs_shared(Project::kSharedBytes)
       // How often it rounds to bf16 before the second product. Forward: mass * basis and spectral.
-      // Backward once, since s itself stays in fp32. The last 1 is the result's rounding.
+      // Backward only the damped s, as s itself stays in fp32. The last 1 is the result's rounding.
       .checks = table.checks((steps + slices - 1) / slices * Project::kV, 0,
                              kPass == Pass::forward ? 2 : 1, 1);
 }
@@ -769,10 +769,11 @@ void add_portable_kernels(DiffusionProblem& forward, DiffusionProblem& backward,
                                                          multiprocessors);
 }
 
-// One launch has one size of tile. It has as many blocks as fit on the GPU at the same time, or as
-// there are tiles: no block may wait for one that cannot start. (That holds for a GPU that this
-// launch has to itself. Two of these in two streams might wait for each other for ever. In one
-// stream they cannot: the blocks of the next one start when all blocks of this one run.)
+// One launch has one size of tile. It has no more blocks than fit on the GPU at the same time: no
+// block may wait for one that cannot start. It has even fewer where the number of rounds stays the
+// same (lesson 3's word `persistent`). All that holds for a GPU that this launch has to itself. Two
+// of these in two streams might wait for each other for ever. In one stream they cannot: the blocks
+// of the next one start when all blocks of this one run.
 void add_one_launch(DiffusionProblem& table) {
   const auto [V, E, W, meshes] = table.shape;
   constexpr int kThreads = 384, kBytes = sizeof(OneMeshShared);
@@ -885,12 +886,13 @@ int main(int argc, char** argv) {
   }
   Problem &forward = tables.front().problem, &backward = tables.back().problem;
   forward.compare("split-K", "half fused",
-                  "Forward: slices of V for every multiprocessor: % times faster.");
-  forward.compare("split-K", "unfused", "Forward: three launches instead of five: % times faster.");
-  forward.compare("one launch", "unfused", "Forward: one launch instead of five: % times faster.");
-  forward.compare("any shape", "unfused", "Forward, any shape: % times faster.");
+                  "Forward: slices of V for every multiprocessor: % times as fast.");
+  forward.compare("split-K", "unfused",
+                  "Forward: three launches instead of five: % times as fast.");
+  forward.compare("one launch", "unfused", "Forward: one launch instead of five: % times as fast.");
+  forward.compare("any shape", "unfused", "Forward, any shape: % times as fast.");
   backward.compare("any shape", "unfused",
-                   meshes > 1 ? "Backward: two launches instead of seven: % times faster."
-                              : "Backward: one launch instead of seven: % times faster.");
+                   meshes > 1 ? "Backward: two launches instead of seven: % times as fast."
+                              : "Backward: one launch instead of seven: % times as fast.");
   return lesson.run();
 }

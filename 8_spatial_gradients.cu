@@ -5,28 +5,29 @@
 //     out = tanh(u),  u = xr * ar + xi * ai                                                 (V, W)
 //     Gr, Gi (V, E), x (E, W), Lr, Li (W, W): bf16, row-major; fp32 accumulation
 //
-// The other block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888): W
-// features, given by E coefficients each, have a gradient along the surface at each of its V
-// vertices, a complex number xr + i xi in the vertex's tangent plane. Learned weights Lr + i Li mix
-// and rotate the gradients of a vertex to ar + i ai, and the result is how much the two agree:
-// their scalar product. Backward, given dOut (V, W), with g = dOut * (1 - tanh(u)^2) and
+// Lesson 7 was one block of DiffusionNet (Sharp, Attaiki, Crane, Ovsjanikov, arXiv 2012.00888),
+// this is the other one. W features, given by E coefficients each, have a gradient along the
+// surface at each of the mesh's V vertices: a complex number xr + i xi in the vertex's tangent
+// plane. Learned weights Lr + i Li mix and rotate the gradients of a vertex to ar + i ai. The
+// result says how much a gradient and its mixed gradient point the same way: tanh of their scalar
+// product u. Backward, given dOut (V, W), with g = dOut * (1 - tanh(u)^2) and
 //
 //     P = g * xr,  Q = g * xi,  R = g * ar,  S = g * ai                                     (V, W)
 //     dLr = P^T xr + Q^T xi,  dLi = Q^T xr - P^T xi                                         (W, W)
 //     dx  = Gr^T (R + P Lr + Q Li) + Gi^T (S - P Li + Q Lr)                                 (E, W)
 //
 // With E = 128 and W = 256 that is 4 V E W + 8 V W W operations forward, 650 000 a vertex, for the
-// 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, but only
-// as long as it is not the temporaries' way to memory and back: xr, xi, ar, ai are each as large as
-// out. So fuse. But a fused kernel is only faster if its tensor cores are as busy as those of a
-// plain product: their operands have to be there in time.
+// 1024 bytes that a vertex has in Gr, Gi and out. Arithmetic is the limit, as in lesson 3, if xr,
+// xi, ar and ai stay on chip. Each is as large as out: written to memory and read again, they would
+// be the limit. So fuse. But a fused kernel is only faster if its tensor cores are as busy as those
+// of a plain product: their operands have to be there in time.
 //
 // A complex product costs four real ones. They come in pairs: xr and xi each meet Lr and Li, so
 // each operand that is loaded is used twice, and so is each fragment in a register. That makes this
 // product easier to feed than four independent ones.
 //
-// There is more to be saved, and no compiler finds it, since it is not the same for rounded
-// numbers:
+// There is more to be saved. No compiler finds it, since the products in this first line are equal
+// only if nothing is rounded:
 //
 //     xr Lr^T = (Gr x) Lr^T = Gr (x Lr^T) = Gr M1,    M1 = x Lr^T,  M2 = x Li^T             (E, W)
 //     ar = Gr M1 - Gi M2,  ai = Gi M1 + Gr M2
@@ -35,16 +36,16 @@
 // dimension E, not W: 12 V E W operations in all, 0.6 of what was to be done. And now all of them
 // are [Gr, Gi] times something small that fits on chip. What is rounded to bf16 in between is M1
 // and M2 instead of xr and xi; the error column tells what that costs. The tables count this least
-// number of operations for every kernel, so that TFLOP/s compare their times.
+// number of operations for every kernel, so the column TFLOP/s compares the kernels' times.
 //
 // Backward, the sums over V become products with [Gr, Gi]^T:
 //
 //     dM1 = Gr^T P + Gi^T Q,  dM2 = Gr^T Q - Gi^T P,  D = Gr^T R + Gi^T S                   (E, W)
 //     dLr = dM1^T x,  dLi = dM2^T x,  dx = D + dM1 Lr + dM2 Li
 //
-// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work; the products
-// with x, Lr and Li are small. All have few results and long sums, which leave a GPU idle: so the
-// sums over V are cut into slices, as in lesson 7.
+// Instead of products (W, V) x (V, W) these are (E, V) x (V, W), each half the work if E is half of
+// W; the products with x, Lr and Li are small. The products with Gr^T and Gi^T have long sums, but
+// too few results to keep a GPU busy. So the sums over V are cut into slices, as in lesson 7.
 //
 //     unfused       forward 12, backward 22 library and elementwise kernels, as a framework does it
 //                   (checks/gradients/gradients.cu)
@@ -75,9 +76,10 @@ using namespace operators::gradients;
 using Shape = GradientsShape;
 using Operands = GradientsOperands;
 
-// 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. The same
-// is 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, which is relatively accurate for all u; __expf and
-// __fdividef, whose denominator is from 1 to 4, are off by a few units in the last place of fp32.
+// 1 - tanh(u)^2. Where |tanh(u)| is near 1 that difference would have hardly a digit left. It is
+// the same as 4 e / (1 + e)^2 with e = exp(-2 |u|) <= 1, whose relative error is small for all u:
+// __expf and __fdividef (whose denominator is from 1 to 4 here) are off by a few units in the last
+// place of fp32.
 __device__ float tanh_slope(float u) {
   const float e = __expf(-2 * fabsf(u));
   return __fdividef(4 * e, (1 + e) * (1 + e));
@@ -85,9 +87,21 @@ __device__ float tanh_slope(float u) {
 
 // ---- one kernel ---------------------------------------------------------------------------------
 
-// All portable kernels multiply tiles in shared memory, in the words of primitives/fragments.cuh.
-// Long rows are cut into boxes of 64 columns, each a tile of its own, swizzled. What differs from
-// kernel to kernel is where tiles come from, and how long they stay.
+// All portable kernels multiply tiles in shared memory. Long rows are cut into boxes of 64 columns,
+// each a tile of its own, swizzled. What differs from kernel to kernel is where tiles come from,
+// and how long they stay.
+//
+// The words, from primitives/:
+//   - load_left, load_right, Sums, add_product, for_pairs: as in lesson 7. load_right_transposed
+//     takes a factor that lies transposed in shared memory, such as rows of Lr for Lr^T. negate
+//     changes the sign of a left factor.
+//   - copy_swizzled starts the copies of a tile. copies_ahead starts those of the next steps, and
+//     its next() waits until those of this step are there (lesson 3's *stages*).
+//   - A lane's results are pairs of neighbours in a row. pair_of is such a pair of the sums, and
+//     pair_in is the place of one in a tile. pack2 rounds a pair to one register, and unpack2 makes
+//     two floats of that again.
+//   - to_tile rounds a warp's sums into a tile in shared memory. store_results stores a warp's
+//     results to a matrix, by way of `staging`, shared memory of the warp's own.
 constexpr int kBox = 64;
 constexpr int kTile = kBox * kBox;  // elements of a square tile: 8 KB
 __host__ __device__ constexpr int boxes_of(int64_t extent) {
@@ -115,9 +129,9 @@ __device__ void add_gradient(Sums<32, 32>& xr, Sums<32, 32>& xi, const bf16* Gr_
   }
 }
 
-// ar + i ai += (xr + i xi) (Lr + i Li)^T for 64 of the inner dimension: four products. Each 16 of
-// it take 32 tensor core instructions and 8 loads, four to a load. A warp has four to a load in a
-// plain product, too, but only with twice as many rows and columns, 64 x 64.
+// ar + i ai += (xr + i xi) (Lr + i Li)^T for 64 of the inner dimension: four products. For 16 of it
+// a warp executes 32 mma.sync and 8 ldmatrix, so four mma.sync for each ldmatrix. In a plain
+// product there are four only if a warp has 64 x 64 results; with 32 x 32 there are two.
 __device__ void add_rotated(Sums<32, 32>& ar, Sums<32, 32>& ai, const bf16* xr_tile,
                             const bf16* xi_tile, const bf16* Lr_tile, const bf16* Li_tile) {
 #pragma unroll
@@ -144,11 +158,12 @@ __device__ unsigned features(float2 xr, float2 xi, float2 ar, float2 ai) {
 // First a block computes its rows of xr and xi, 64 columns at a time, and leaves them in shared
 // memory, 64 KB for W = 256. Then it computes ar and ai, 64 columns at a time, for which all of Lr
 // and Li stream through, from the L2 cache. One pipeline of copies serves both phases: while the
-// first one ends, the first tiles of Lr and Li are in flight.
+// first phase ends, the first tiles of Lr and Li are on their way.
 //
-// A block fetches all of x, Lr and Li, 320 KB, however many rows it has. More than 64 rows would
-// share them; but then one block, not two, has room on a multiprocessor, and whenever that one
-// finishes 64 columns, the tensor cores wait for its epilogue.
+// A block fetches all of x, Lr and Li, 320 KB, however many rows it has. With more than 64 rows it
+// would use what it fetches for more of them. But then only one block, not two, would fit on a
+// multiprocessor (with 64 rows a block has 112 KB). While that one computes tanh and stores 64
+// columns, the tensor cores would have nothing to do.
 //
 // A stage has room for three tiles: Gr, Gi, x in the first phase, Lr, Li in the second. So in the
 // second phase the third tile of the first stage is free: it is the staging area of the results.
@@ -269,14 +284,14 @@ struct ForwardTiles {
   }
 };
 
-// out, without a temporary. Lesson 6's resident weights once more: as many blocks as fit on the GPU
-// stay, each with its columns of x, M1 and M2, and take tile after tile of 64 rows of Gr and Gi.
-// The blocks (four, for W = 256) that own the columns of the same rows run at the same time: memory
-// is read once.
+// Computes out without a temporary. Lesson 6's resident weights once more: as many blocks as fit on
+// the GPU stay, each with its columns of x, M1 and M2, and take tile after tile of 64 rows of Gr
+// and Gi. The blocks that own the columns of the same rows, four for W = 256, run at the same time.
+// So Gr and Gi are read from memory once, and by the other blocks from the L2 cache.
 //
-// One lane has all of an element: xr, xi, ar and ai, 128 registers of sums in the wide tiles. 16 of
-// E take 48 tensor core instructions and 10 loads; xr and xi are not even rounded. While a block is
-// at its epilogue, the other one on the same multiprocessor multiplies.
+// One lane has all of an element: xr, xi, ar and ai, 128 registers of sums in the wide tiles. So xr
+// and xi need not be rounded. For 16 of E a warp executes 48 mma.sync and 10 ldmatrix. While a
+// block computes tanh and stores, the other one on the same multiprocessor multiplies.
 template <typename Tiles>
 __global__ void __launch_bounds__(kThreads) associated_features(Operands in, const bf16* M) {
   constexpr int BN = Tiles::BN, WV = Tiles::WV, kStages = Tiles::kStages;
@@ -317,10 +332,10 @@ __global__ void __launch_bounds__(kThreads) associated_features(Operands in, con
 
 // ---- associated: backward -----------------------------------------------------------------------
 
-// xr, xi, ar, ai are computed again, at the cost of the forward pass, rather than saved and read.
-// Saved, they are 2 KB a vertex: four times as many bytes as Gr and Gi, written there and read
-// here, and four times the memory of out, occupied from one pass to the other. The unfused form
-// saves them, as a framework does; compare the memory column.
+// xr, xi, ar and ai are computed again, at the cost of the forward pass. If that pass saved them,
+// it would write 2 KB a vertex, and this one would read them: four times as many bytes as Gr and Gi
+// have. And from one pass to the other they would occupy four times the memory of out. The unfused
+// form saves them, as a framework does; compare the memory column.
 
 // What a block has: kBN columns of x, M1 and M2, which stay; two stages of kBV rows of Gr, Gi and
 // of kBN columns of dOut; and the products P, Q, R, S of one tile. A warp computes WV x WN of
@@ -341,7 +356,7 @@ struct BackwardTiles {
   }
 };
 
-// P, Q, R, S from a warp's sums and dOut.
+// P, Q, R, S from a warp's sums and dOut, rounded, into their tiles in shared memory.
 template <int BV, int BN, int WV, int WN>
 __device__ void leave_products(bf16* products, const WarpSums<WV, WN>& sums, bf16* d_out_tile,
                                int row, int col) {
@@ -476,24 +491,26 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 //
 //     [ar | ai] = Gr [M1 | M2] + Gi [-M2 | M1],   xr = Gr x,   xi = Gi x
 //
-// (Products that are added to the same registers may follow each other at once only if all have the
-// same shape. Otherwise a wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Three
-// products instead of four, the first one Gr [M1 | M2 | x] with 192 columns, break that rule, and
-// took 1.5 times as long.)
+// (Could Gr [M1 | M2 | x] be one product of 192 columns in place of two? Products that are added to
+// the same registers may follow each other at once only if all have the same shape. Otherwise a
+// wgmma_fence() is needed between them: PTX ISA, "wgmma.fence". Gi [-M2 | M1], which is added to a
+// part of these registers, has 128 columns. With the fence between them the kernel took 1.5 times
+// as long; measured, but not recorded in `results/`.)
 //
-// The blocks of a cluster share rows. Each has its columns, and fetches its part of Gr and Gi for
-// all. A cluster is two blocks at most: of four, on a GPU of 132 multiprocessors, no more than 30
-// or so find room. So W is cut into slabs of as many columns as a cluster has, and each cluster
-// belongs to one slab. E comes in kSteps steps of 64, which follow one another through a ring of
-// stages, forward two at a time, a segment. What a step brings, and how it is loaded, is in
+// The blocks of a cluster share rows. Each has its own columns, and fetches its part of Gr and Gi
+// for all of them. A cluster is two blocks at most: of clusters of four no more than about 30 find
+// room on a GPU of 132 multiprocessors, and the other multiprocessors would have no work. W is cut
+// into slabs of as many columns as a cluster has, and each cluster belongs to one slab. E comes in
+// steps of 64, one after the other, through a ring of stages. Forward a stage has two steps, which
+// are called a segment. What a step brings, and how it is loaded, is in
 // operators/gradients/tiles.cuh.
 //
 // This row is the operator that a program would call. Forward, a block keeps its columns of x, M1,
-// -M2 and M2, and two warpgroups take every other tile of 64 rows of Gr and Gi each: while one
-// computes tanh and writes, the other one has the tensor cores to itself. That kernel is
+// -M2 and M2. Of the tiles of 64 rows of Gr and Gi each of two warpgroups takes every other one:
+// while one computes tanh and writes, the other has the tensor cores to itself. That kernel is
 // hopper_features in operators/gradients/forward.cuh. Backward three warpgroups work like an
-// assembly line: two make P, Q, R, S, the third multiplies these by Gr^T and Gi^T and keeps the
-// sums: hopper_accumulate_backward in operators/gradients/backward.cuh.
+// assembly line. Two make P, Q, R and S. The third multiplies these by Gr^T and Gi^T, and keeps the
+// sums. That kernel is hopper_accumulate_backward in operators/gradients/backward.cuh.
 
 // ---- The rows -----------------------------------------------------------------------------------
 
@@ -513,8 +530,8 @@ bool are_suitable(const Shape& shape, const Device& device) {
   return Tiles::shared_bytes(shape.E) <= device.shared_bytes && blocks >= device.sms;
 }
 
-// A grid of `columns` groups of columns by slices of V: as many as fill the GPU, but at least 3
-// (the CPU backend, too, shall add several up), and no more than there are tiles.
+// A grid of `columns` groups of columns by slices of V. There are as many slices as fill the GPU,
+// but at least 3 (so that the CPU backend, too, adds several up), and no more than tiles.
 template <typename Function>
 dim3 slices_of(int64_t tiles, int64_t columns, const Device& device, Function* kernel, int threads,
                int bytes) {
@@ -537,7 +554,7 @@ bool add_one_kernel(GradientsProblem& table, const Device& device) {
       .needs(80)
       .occupies(table.ends())
       .needs_shared(bytes)
-      .checks = table.checks(2);  // xr and xi, as factors of ar and ai and of u
+      .checks = table.checks(2);  // xr and xi are rounded: once as factors of u, once in ar and ai
   return true;
 }
 
@@ -581,11 +598,13 @@ void add_associated_backward(GradientsProblem& table, const Device& device) {
       .needs(80)
       .occupies(table.ends() + t.bytes())
       .needs_shared(bytes)
-      // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
+      // One rounding before u: M1 and M2. Four on the way from u to a gradient: ar, which has that
+      // of M1 and is a factor of R, then R, dM1, and the gradient itself.
       .checks = table.checks(1, 4, (tiles + t.slices - 1) / t.slices * Tiles::BV);
 }
 
-// False if not even 32 columns fit on chip: of x, M1 and M2, or backward of the sums.
+// False if it cannot run: forward if 32 columns of x, M1 and M2 do not fit on chip, backward if E
+// is above 128, since its sums are in registers.
 bool add_associated(GradientsProblem& table, const Device& device) {
   const Shape& shape = table.shape;
   if (table.pass == Pass::forward) {
@@ -612,7 +631,7 @@ bool add_hopper(GradientsProblem& table) {
   table.problem.kernel("Hopper", Role::ours, ways)
       .hopper_only()
       .occupies(table.ends() + features.workspace_bytes())
-      // Rounded before u: M1, M2. After it: M1 once more (in ar), R, dM1 and the result.
+      // The roundings are those of *associated*.
       .checks = kPass == Pass::forward ? table.checks(1)
                                        : table.checks(1, 4, features.vertices_of_a_cluster());
   return true;

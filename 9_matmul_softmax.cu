@@ -481,7 +481,7 @@ struct SoftmaxTable : SoftmaxProblem {
         }).needs(90);
       }
       problem.compare("fused tiles", "unfused",
-                      name + ", tiles: fused (3) against unfused (2), % times faster.");
+                      name + ", tiles: fused (3) against unfused (2), % times as fast.");
       return;
     }
     const auto parts = problem.output<MaxSum>(shape.rows * tiles);
@@ -513,12 +513,12 @@ struct SoftmaxTable : SoftmaxProblem {
       if (!ways.unfused.empty()) {
         add("unfused " + row, Role::ours, needs, ways_of_row(ways.unfused), kTries);
         problem.compare("unfused " + row, "library",
-                        name + ", " + row + ": unfused (2) against library (1), % times faster.");
+                        name + ", " + row + ": unfused (2) against library (1), % times as fast.");
       }
       if (ways.fused.empty()) return;
       add("fused " + row, Role::ours, needs, ways_of_row(ways.fused), kTries);
       problem.compare("fused " + row, "unfused " + row,
-                      name + ", " + row + ": fused (3) against unfused (2), % times faster.");
+                      name + ", " + row + ": fused (3) against unfused (2), % times as fast.");
     };
     const std::vector<Kind> kinds = product.kinds(math);
     if (!each_kind) add_both("any shape" + suffix, 0, product.together(kinds));

@@ -14,9 +14,9 @@
 // block takes some rows of Q, walks over all of K and V, and keeps what it knows so far of each
 // row: the maximum, the sum, and the row of out. When a larger maximum comes, it scales sum and row
 // down, and goes on. What moves is Q, K, V and out; what is computed is 4 S T width operations a
-// head, half as many with the mask. For long sequences arithmetic is the limit: that of the tensor
-// cores, and that of the units for exponentials, of which a multiprocessor computes 16 a cycle,
-// while its tensor cores do 4096 operations.
+// head, half as many with the mask. For long sequences arithmetic is the limit: the tensor cores,
+// and the units for exponentials. In a cycle a multiprocessor computes 16 exponentials, and its
+// tensor cores do 4096 operations.
 //
 //     library      cuBLAS, a softmax, cuBLAS: logits and probabilities go through memory
 //     cuDNN        NVIDIA's fused kernel, where the library is found: the one to beat
@@ -30,8 +30,9 @@
 //     any shape    operators/attention: blocks that stay, and a maximum that is looked for only
 //                  where one is needed
 //
-// --causal and --full print one of the two tables. --hard-rows puts logits of 16384 and of
-// -infinity among the others.
+// --causal and --full print one of the two tables. --hard-rows makes the logits of most queries
+// hard. Some are as large as 2^17 or 2^18 times the scale, which for a width of 64 is 16384 or
+// 32768, and some are -infinity.
 
 #include <memory>
 #include <string>
@@ -140,8 +141,9 @@ struct OnlineRows {
   float largest[2] = {minus_infinity(), minus_infinity()}, sum[2] = {};
 
   // Turns a tile's logits into exponentials relative to the new maximum. What has been summed up
-  // before must be multiplied by `factor`. scale: of the logits, times log2(e), for 2^x is what the
-  // hardware computes. A row of which nothing but -infinity has come subtracts nothing.
+  // before must be multiplied by `factor`. `scale` is the scale of the logits times log2(e), since
+  // the hardware computes 2^x and not e^x. A row of which nothing but -infinity has come subtracts
+  // nothing.
   //
   // kRarely: where no exponential of the warp's rows would exceed 2^8 they stay relative to the old
   // maximum, and there is no factor. (The 8 below is an exponent of 2, as scale has log2(e).)
@@ -186,7 +188,7 @@ struct OnlineRows {
 };
 constexpr float kLog2E = operators::attention::kLog2E;
 
-// -infinity for the logits of keys that a row does not see. `key`: the tile's first one.
+// -infinity for the logits of keys that a row does not see. `key` is the tile's first key.
 template <int kCount>
 __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int (&limit)[2]) {
 #pragma unroll
@@ -204,7 +206,9 @@ __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int
 // them, is what it has to hold of them as a left factor: the probabilities never leave the
 // registers.
 //
-// The last keys come first, so that the tile which the mask cuts is at the beginning.
+// The last keys come first, so that the tile which the mask cuts is at the beginning. (The words
+// from primitives/ are those of lessons 7 and 8. lanes_max is the largest number of neighbouring
+// lanes, and lanes_sum is their sum.)
 template <int kWidth>
 struct MmaTile {
   static constexpr int kWarps = kWidth == 256 ? 8 : 4, kKeys = 64, kRows = 128;
@@ -316,8 +320,20 @@ __global__ void __launch_bounds__(MmaTile<kWidth>::kThreads) attention_mma(Opera
 
 // A block owns 128 rows of Q of a head. Its producer has the copy engine bring them, and then tiles
 // of K and V, one after the other, to the stages of one pipeline: a stage is a tile of K or of V.
-// Two consumers, a warpgroup each, have 64 rows. wgmma reads both right factors as they lie: K^T,
-// whose columns are rows of K, and V; the probabilities are a left factor in registers.
+// Two consumers, a warpgroup each, have 64 rows of Q each. wgmma reads both right factors as they
+// lie in shared memory: K^T, whose columns are rows of K, and V. The probabilities are a left
+// factor in registers.
+//
+// The words are those of lesson 3 ("Hopper: words"), and these:
+//     LeftFragments                 a left factor in the registers of a warpgroup, in slices of 16
+//     kSlices                       64 of what a product sums over are four slices, a wgmma each
+//     AlongK                        what wgmma reads of a factor whose rows in memory are summed
+//                                   along, as rows of Q and of K are in Q K^T
+//     descriptor_a                  the address and layout of such a tile, as wgmma takes it
+//     across_k                      what wgmma reads of a factor of which a row in memory is one
+//                                   key (one k of the sum), as rows of V are
+//     tensor_load                   has two arguments more: which matrix of the batch, and what the
+//                                   L2 cache is asked for. evict_normal asks for nothing
 template <int kWidth>
 struct HopperTile {
   static constexpr int kRows = 128, kKeys = kWidth == 256 ? 64 : 128, kBoxes = kWidth / kBoxCols;
@@ -351,7 +367,7 @@ struct HopperBlock : HopperTile<kWidth> {
   using Probs = LeftFragments<T, HopperTile<kWidth>::kKeys / 16>;
   Shared& shared;
   const Operands<T>& in;
-  int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 128;  // the longest first
+  int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * 128;  // rows with most keys first
   int head = blockIdx.y, batch = blockIdx.z, consumer = static_cast<int>(threadIdx.x) / 128 - 1;
   int tiles = ceil_div(in.limit(min(row0 + 128, in.queries) - 1), HopperTile<kWidth>::kKeys);
   float scale = in.scale * kLog2E;
@@ -775,7 +791,7 @@ void add_table(Lesson& lesson, cublasHandle_t blas, const std::string& type, Att
   table->add_any_shape();
   Problem& problem = table->problem;
   problem.compare("overlap", "Hopper",
-                  name + ": turns, and products beside exponentials: % times faster.");
+                  name + ": turns, and products beside exponentials: % times as fast.");
   problem.compare("any shape", "cuDNN", name + ": the last kernel runs at % of cuDNN's rate.");
 }
 
@@ -798,7 +814,7 @@ int main(int argc, char** argv) {
        .flags = {{"--causal", "only the table with the causal mask"},
                  {"--full", "only the table without it"},
                  {"--fp16", "fp16 in place of bf16"},
-                 {"--hard-rows", "logits of 16384 and of -infinity in most rows"}}});
+                 {"--hard-rows", "logits of up to 2^18 scale, and of -infinity, in most rows"}}});
   AttentionShape shape;
   shape.queries = lesson.n();
   shape.width = lesson.option("--width");

@@ -130,6 +130,6 @@ int main(int argc, char** argv) {
   }
 
   square.compare("tile stationary", "atomic",
-                 "Summing on chip before touching memory: % times faster.");
+                 "Summing on chip before touching memory: % times as fast.");
   return lesson.run();
 }

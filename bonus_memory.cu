@@ -172,7 +172,7 @@ struct Latency {
     row(
         "memory", [this] { chase_l2<<<1, 1>>>(far.get(), 0, end, cycles); },
         [this] { return far.end(kSteps); });
-    table.compare("L2 cache", "memory", "A load that the L2 cache answers: % times faster.");
+    table.compare("L2 cache", "memory", "A load that the L2 cache answers: % times as fast.");
   }
 
   void row(const char* name, std::function<void()> launch, std::function<double()> host) {
@@ -210,8 +210,9 @@ void add_rate(Lesson& lesson, int64_t l2_bytes) {
   const auto copied = table.reference(2 * count);
   table.reference_from(0, [=] { to_fp64(floats, Type::fp32, 2 * count, copied); });
   const auto set = [=] { return reinterpret_cast<const float4*>(floats.data()); };
-  // A row of which thread i sums up the float4 (i % starts + stride * step) % size, in all steps.
-  // The bound is that of a sum of their 4 numbers each.
+  // In such a row thread i reads one float4 in each step, that with the number
+  // (i % starts + stride * step) % size. It adds up all that it reads, 4 * steps numbers. The bound
+  // is that of such a sum.
   const auto row = [&](const char* name, int64_t starts, int64_t stride, int64_t size,
                        std::function<void()> launch) {
     const auto expected = table.reference(all);
@@ -232,7 +233,7 @@ void add_rate(Lesson& lesson, int64_t l2_bytes) {
       [=] { read_global<<<blocks, kThreads>>>(set(), in_l2, steps, sums); });
   row("shared memory", kThreads, 32, kTile,
       [=] { read_shared<<<blocks, kThreads>>>(set(), steps, sums); });
-  table.compare("shared memory", "memory", "The same bytes from shared memory: % times faster.");
+  table.compare("shared memory", "memory", "The same bytes from shared memory: % times as fast.");
 }
 
 int main(int argc, char** argv) {

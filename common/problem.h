@@ -285,7 +285,7 @@ class Problem {
   Kernel& kernel(std::string name, Role role, std::vector<Way> ways, const Tries& tries = {});
 
   /// Prints, after the tables on a GPU if both kernels were timed, `format`, in which the one %
-  /// becomes the factor by which `fast` is faster than `slow` (common/report/comparison.h).
+  /// becomes the time of `slow` over that of `fast` (common/report/comparison.h).
   void compare(std::string fast, std::string slow, std::string format);
 
  private:

@@ -104,9 +104,9 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-/// Lets the next kernel begin: when all blocks of this kernel have come here, blocks of the next
-/// one may take the places of those that have ended. By then no block of this kernel is left that
-/// has not started.
+/// Lets the next kernel begin: when each block of this kernel has come here or ended, blocks of the
+/// next one may start where there is room. By then no block of this kernel is left that has not
+/// started.
 __device__ inline void start_next_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -18,9 +18,9 @@ template <int kRows, int kCols>
 using Sums = float[kRows / 16][kCols / 8][4];
 
 /// Loads the fragments of a left factor a from a tile with kCols columns: 16 kCount rows, from
-/// `row` on, and 16 columns, from k on. Lane l passes the row lane % 16 of each 16, in its left
-/// half or (from lane 16 on) in its right half. So matrices 0 to 3 of an ldmatrix are top left,
-/// bottom left, top right and bottom right, as mma_m16n8k16 wants them.
+/// `row` on, and 16 columns, from k on. Lane l passes row l % 16 of each 16 rows: lanes 0 to 15 its
+/// left half, lanes 16 to 31 its right half. So matrices 0 to 3 of an ldmatrix are top left, bottom
+/// left, top right and bottom right, as mma_m16n8k16 wants them.
 template <int kCols, typename T, int kCount>
 __device__ inline void load_left(unsigned (&a)[kCount][4], const T* tile, int row, int k) {
   const int lane = threadIdx.x % 32;

@@ -56,8 +56,9 @@ inline bool is_hopper() {
          device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
 }
 
-/// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less the kernel
-/// cannot run, and nothing happens here: who launches it says what it needs.
+/// Lets a block of `kernel` have `bytes` of shared memory. Where the device has less, nothing
+/// happens here, and a launch of the kernel would fail: a caller has to look for another kernel. (A
+/// row of a lesson says needs_shared, and is then left out.)
 template <typename Kernel>
 void allow_shared_bytes(Kernel* kernel, int bytes) {
   const struct {

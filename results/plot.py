@@ -523,8 +523,8 @@ def times_faster_than(peer):
 
 
 def draw_heatmaps(path):
-    """Of a sweep over batch and features: how many times faster than the first kernel, and in how many
-    times less memory, the last one is; and than peers, where their sweep has been recorded."""
+    """Of a sweep over batch and features: how many times as fast as the first kernel, and in how many
+    times less memory, the last one is; and compared with peers, where their sweep has been recorded."""
     run = load(path)
     if not {"batch", "features"} <= run["problems"][0]["dims"].keys():
         return None

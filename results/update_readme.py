@@ -10,7 +10,7 @@
     <!-- output RECORD PROBLEM -->...<!-- end -->         the same in the look of the lesson's output
     <!-- value RECORD PROBLEM: KERNEL | FIELD -->...<!-- end -->   a number of a kernel (see FIELDS)
     <!-- value RECORD PROBLEM | FIELD -->...<!-- end -->   a number of a problem
-    <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times faster FAST is
+    <!-- ratio RECORD PROBLEM: FAST | SLOW -->...<!-- end -->   how many times as fast FAST is
     <!-- cross RECORD PROBLEM: SLOW | RECORD PROBLEM: FAST -->...<!-- end -->   the same, across records
     <!-- formula RECORD PROBLEM: KERNEL | FORMULA -->...<!-- end -->   one number, in four digits
     <!-- formula RECORD PROBLEM | FORMULA | FORMAT -->...<!-- end -->   or in this format: .1f

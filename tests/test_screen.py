@@ -153,11 +153,7 @@ def test_memory_column_has_digits(lesson):
 @pytest.mark.parametrize(
     "sentence, factor, printed",
     [
-        ("Tiles: % times faster.", 12.114, "Tiles: 12.11 times faster."),
-        ("Tiles: % times faster.", 0.96, "Tiles: 1.04 times slower."),
-        ("Tiles: % times faster.", 0.5, "Tiles: 2.00 times slower."),
-        ("Tiles: % times faster.", 1.004, "Tiles: as fast."),
-        ("Tiles: % times faster.", 0.996, "Tiles: as fast."),
+        ("Tiles: % times as fast.", 12.114, "Tiles: 12.11 times as fast."),
         ("Forward: % times as fast.", 0.96, "Forward: 0.96 times as fast."),
         ("The last kernel runs at % of cuBLAS's rate.", 0.96,
          "The last kernel runs at 0.96 of cuBLAS's rate."),
@@ -179,7 +175,7 @@ def test_no_comparison_takes_for_granted_which_is_faster(lesson):
     assert calls or lesson == "4_matmul_cublas"
     for call in calls:
         sentence = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', call))
-        assert re.search(r"% times faster\b|% times as fast\b|% of \w+'s rate", sentence), call
+        assert re.search(r"% times as fast\b|% of \w+'s rate", sentence), call
 
 
 def test_failed_kernels_are_not_called_right():

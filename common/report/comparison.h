@@ -1,12 +1,11 @@
-// "matrices in shared memory: 3.21 times faster".
+// "matrices in shared memory: 3.21 times as fast".
 #pragma once
 
 #include <string>
 
 namespace common {
 
-/// `format` with `factor` for its one %: "% times as fast" -> "0.96 times as fast". Of "% times
-/// faster" it makes "1.04 times slower" or "as fast" where that is so.
+/// `format` with `factor` for its one %: "% times as fast" -> "0.96 times as fast".
 std::string comparison_text(const std::string& format, double factor);
 
 }  // namespace common
