@@ -730,6 +730,11 @@ def test_tiles_of_several_warps(tried):
     assert "a tile has 64 threads, which the block of 96 does not fill" in result.stdout, result.stdout
 
 
+def test_new_and_free_are_no_stray_access(tried):
+    result = tried(program(WRITE, "f<<<1, 32>>>(d); free(new int[3])"), options=())
+    assert result.rc == 0 and "No stray access" in result.stdout, result.stdout + result.stderr
+
+
 @pytest.mark.extensive
 def test_tiles_of_several_warps_race_with_nobody(tried):
     """Nor do they miss a race."""
