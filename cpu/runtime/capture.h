@@ -34,6 +34,9 @@ std::optional<cudaError_t> captured(cudaStream_t stream, cudaGraphNodeType type,
 cudaError_t forbidden_in_capture();
 cudaError_t forbidden_in_capture(cudaStream_t stream);
 
+/// The stream is about to be destroyed: if it has begun a capture, this ends it, without a graph.
+void forget_capture(cudaStream_t stream);
+
 /// How a stream's events join streams to its capture: see CUDA's "Cross-stream Dependencies".
 /// False: the event, or the stream, belongs to no capture.
 bool record_in_capture(cudaEvent_t event, cudaStream_t stream);

@@ -632,6 +632,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (!stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread) {
     return result(cudaErrorInvalidResourceHandle);
   }
+  cuda_cpu::forget_capture(stream);
   delete stream;
   return result(cudaSuccess);
 }

@@ -80,6 +80,12 @@ Capture* alive(Captured& captured) {
   return captured.capture.get();
 }
 
+void finish(const std::shared_ptr<Capture>& capture) {
+  capture->origin = nullptr;
+  std::erase(captures().all, capture);
+  --captures().count;
+}
+
 void join(std::vector<cudaGraphNode_t>& last, const std::vector<cudaGraphNode_t>& more) {
   for (const cudaGraphNode_t node : more) {
     if (std::find(last.begin(), last.end(), node) == last.end()) last.push_back(node);
@@ -267,6 +273,13 @@ cudaError_t forbidden_in_capture(cudaStream_t stream) {
   return cudaErrorStreamCaptureUnsupported;
 }
 
+void forget_capture(cudaStream_t stream) {
+  if (!any_capture()) return;
+  const std::lock_guard lock(captures().mutex);
+  const std::shared_ptr<Capture> capture = stream->captured.capture;
+  if (capture && capture->origin == stream) finish(capture);
+}
+
 bool record_in_capture(cudaEvent_t event, cudaStream_t stream) {
   event->captured = {};
   if (!any_capture()) return false;
@@ -337,9 +350,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
     if (joined.insert(node).second) left.insert(left.end(), node->after.begin(), node->after.end());
   }
   own->captured = {};
-  capture->origin = nullptr;
-  std::erase(cuda_cpu::captures().all, capture);
-  --cuda_cpu::captures().count;
+  cuda_cpu::finish(capture);
   if (capture->is_void) return result(cudaErrorStreamCaptureInvalidated);
   if (joined.size() != capture->graph->nodes.size()) {
     return result(cudaErrorStreamCaptureUnjoined);
