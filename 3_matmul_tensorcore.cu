@@ -488,8 +488,9 @@ struct TileCopies {
 //     row * BK is a multiple of BK, a power of two that is more than d: so a_lane ^ d changes the
 //     column only. That is one instruction, and nothing is swizzled again. In the code d is k.
 // For B it is the same with d = 16 * j. There c may also contain a multiple of the warp's WN
-// columns. d is less than WN, so again the two have no bit in common. The rows that a thread copies
-// are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and adds constants.
+// columns. d is less than WN, so again the two have no bit in common. If kWidth is 8, the rows that
+// a thread copies are multiples of 8 apart and swizzled alike, too: the compiler swizzles once, and
+// adds constants.
 //
 // Tiles are larger, too. A block owns 256 x 128 elements of C and takes 64 of k in a step, and a
 // warp owns 64 x 64 elements (in *stages* 64 x 32). For 16 of k a warp executes 32 mma.sync and
@@ -1291,7 +1292,8 @@ void add_mma(Problem& square, Buffer<half> A, Buffer<half> B, Buffer<half> C, in
       .needs_shared(Tiles::kSharedBytes);
 }
 
-// A factor for the copy engine, in boxes of `rows` rows, which many blocks read.
+// A factor for the copy engine, in boxes of `rows` rows, which many blocks read. (`false`: nothing
+// is rounded to TF32. The last n: a row begins n elements after the one above it.)
 CUtensorMap map_of(const half* matrix, int n, int rows) {
   return tensor_map<half>(matrix, n, n, rows, false, n, Reads::often);
 }

@@ -139,7 +139,8 @@ struct Framework {
     for (int step = 0; step < end; ++step) run(step);
   }
 
-  /// A row per step.
+  /// A row per step. is_step gives it work and a result of its own. Before the row is checked,
+  /// run_until runs the steps before it, which make its inputs.
   void add_steps() const {
     const double m = static_cast<double>(layer.shape.rows),
                  k = static_cast<double>(layer.shape.channels),

@@ -715,7 +715,7 @@ void add_slices_of(DiffusionProblem& table, const char* name, int64_t slices, in
   const auto sums = table.problem.output<float>(slices * table.shape.spectrum_values());
   const dim3 tiles(static_cast<unsigned>(project_tiles<Project>(table.shape)),
                    static_cast<unsigned>(slices), static_cast<unsigned>(meshes));
-  // As many warps for a row as let all threads be on the GPU at the same time.
+  // 8 warps for a row, or 2, if all threads can then be on the GPU at the same time; else 1.
   const int64_t most_warps = 2048 * multiprocessors / (32 * blocks_for(W, 32) * E * meshes);
   const int row_warps = most_warps >= 8 ? 8 : most_warps >= 2 ? 2 : 1;
   const dim3 sum_blocks(blocks_for(W, 32), blocks_for(E, sum_rows(row_warps)), tiles.z);

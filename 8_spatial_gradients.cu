@@ -479,8 +479,8 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
   store(sums.D, 2);
 }
 
-// The partial sums are added up, and multiplied with x, Lr and Li, by add_slices and
-// finish_backward of operators/gradients/small_products.cuh.
+// launch_rest of operators/gradients/small_products.cuh does the rest: its add_slices (not lesson
+// 7's) adds up the partial sums, and finish_backward multiplies them with x, Lr and Li.
 
 // ---- Hopper -------------------------------------------------------------------------------------
 
@@ -497,13 +497,13 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocksPerSM)
 // part of these registers, has 128 columns. With the fence between them the kernel took 1.5 times
 // as long; measured, but not recorded in `results/`.)
 //
-// The blocks of a cluster share rows. Each has its own columns, and fetches its part of Gr and Gi
-// for all of them. A cluster is two blocks at most: of clusters of four no more than about 30 find
-// room on a GPU of 132 multiprocessors, and the other multiprocessors would have no work. W is cut
-// into slabs of as many columns as a cluster has, and each cluster belongs to one slab. E comes in
-// steps of 64, one after the other, through a ring of stages. Forward a stage has two steps, which
-// are called a segment. What a step brings, and how it is loaded, is in
-// operators/gradients/tiles.cuh.
+// The two blocks of a cluster share rows. Each has its own columns. One fetches Gr for both, the
+// other one Gi. (If one block has all columns, it fetches both.) There are no larger clusters: of
+// clusters of four no more than about 30 find room on a GPU of 132 multiprocessors, and the other
+// multiprocessors would have no work. W is cut into slabs of as many columns as a cluster has, and
+// each cluster belongs to one slab. E comes in steps of 64, one after the other, through a ring of
+// stages. Forward a stage has two steps, which are called a segment. What a step brings, and how it
+// is loaded, is in operators/gradients/tiles.cuh.
 //
 // This row is the operator that a program would call. Forward, a block keeps its columns of x, M1,
 // -M2 and M2. Of the tiles of 64 rows of Gr and Gi each of two warpgroups takes every other one:

@@ -75,6 +75,9 @@ struct Operands {
 // the largest logit so far, the sum of the exponentials relative to it, and the row of out. In the
 // end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest
 // maximum. Every block reads all of its head's K and V: one operation for every byte.
+//
+// (The words from primitives/ are those of lessons 7 and 8, here and below. And lanes_sum<32> adds
+// up a number of 32 neighbouring lanes; lanes_max<4> is the largest of four neighbouring lanes'.)
 constexpr int kRowWarps = 4;
 
 template <typename T, int kWidth>
@@ -206,9 +209,7 @@ __device__ __forceinline__ void mask(float (&logits)[kCount], int key, const int
 // them, is what it has to hold of them as a left factor: the probabilities never leave the
 // registers.
 //
-// The last keys come first, so that the tile which the mask cuts is at the beginning. (The words
-// from primitives/ are those of lessons 7 and 8. lanes_max is the largest number of neighbouring
-// lanes, and lanes_sum is their sum.)
+// The last keys come first, so that the tile which the mask cuts is at the beginning.
 template <int kWidth>
 struct MmaTile {
   static constexpr int kWarps = kWidth == 256 ? 8 : 4, kKeys = 64, kRows = 128;
