@@ -76,8 +76,8 @@ struct Operands {
 // end the warps' parts of the row are merged, as in lesson 9: each is scaled to the largest
 // maximum. Every block reads all of its head's K and V: one operation for every byte.
 //
-// (The words from primitives/ are those of lessons 7 and 8, here and below. And lanes_sum<32> adds
-// up a number of 32 neighbouring lanes; lanes_max<4> is the largest of four neighbouring lanes'.)
+// (Most words from primitives/ are those of lessons 7 and 8. lanes_sum<32> adds up a number over 32
+// neighbouring lanes, and lanes_max<4> finds the largest one in 4 neighbouring lanes.)
 constexpr int kRowWarps = 4;
 
 template <typename T, int kWidth>
