@@ -135,9 +135,9 @@ class Sources:
             self.texts[file] = text = read(file)
             for match in _INCLUDE.finditer(text):
                 name = match[2] or match[3]
-                if self._of_cccl(name) and (file in files or not name.startswith("cuda/")):
-                    self.cccl = self.cccl or next(
-                        (each for each in folders + toolkit_folders() if (each / name).is_file()), None)
+                if not self.cccl and self._of_cccl(name) and (file in files or not name.startswith("cuda/")):
+                    self.cccl = next((each for each in folders + toolkit_folders() if (each / name).is_file()
+                                      and (not name.startswith("cuda/") or holds_libcudacxx(each))), None)
                 if found := self.find(file, name, bool(match[2])):
                     waiting.append(found)
                 elif self.cccl and CUB_OF_DEVICE.match(name):
@@ -186,11 +186,12 @@ class Sources:
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
 
     def find(self, file, name, quoted):
-        if self._of_cccl(name):
+        if self._of_cccl(name) and not name.startswith("cuda/"):
             return self._find_cub(name)
         for folder in [file.parent] * quoted + self.folders + toolkit_folders() * bool(OF_TOOLKIT.match(name)):
             path = Path(os.path.normpath(folder / name))
-            if path.is_file():
+            # A program may have a folder cuda/ of its own.
+            if path.is_file() and not (name.startswith("cuda/") and holds_libcudacxx(folder)):
                 return path
         return None
 
@@ -297,7 +298,7 @@ class Sources:
                 found = self.find(file, name, bool(match[2]))
                 if not found and OF_COMPILER.match(name):
                     return ""
-                if self.cccl and self._of_cccl(name) and not self._is_cub(file):
+                if self.cccl and self._of_cccl(name) and not self._is_cub(file) and (not found or self._is_cub(found)):
                     own = folder / f"cccl_{re.sub(r'[^A-Za-z0-9]', '_', name)}.h"
                     what = f'"{written[found]}"' if found in written else f"<{name}>"
                     own.write_text(f'#include "{ROOT}/cpu/foreign/thrust/detail/begin.h"\n#include {what}\n'
@@ -314,6 +315,10 @@ class Sources:
                 new += MAIN
             written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
         return [written[file] for file in self.files]
+
+
+def holds_libcudacxx(folder):
+    return (folder / "cuda/std").is_dir()
 
 
 def read(file):

@@ -21,7 +21,9 @@ struct execution_policy;
 
 template <>
 struct execution_policy<tag> : thrust::system::detail::sequential::execution_policy<tag>,
-                               OfDevice {};
+                               OfDevice {
+  using tag_type = tag;  // which a reference asks for since CCCL 3.1
+};
 
 struct tag : execution_policy<tag> {};
 
