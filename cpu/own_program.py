@@ -73,7 +73,7 @@ OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 # NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
 # does, see cpu/foreign/thrust/.
 CCCL = re.compile(r"(?:thrust|cub|cuda|nv)/")
-CCCL_TRIED = (2, 3), (3, 4)  # the first version, and the last one
+CCCL_TRIED = (2, 0), (3, 4)  # the first version, and the last one
 # Of it what kernels call is translated, and the functions of cub for the whole device are ours, in FOREIGN.
 CUB = re.compile(r"cub/(?!detail/(?:launcher|nvtx))")
 CUB_OF_DEVICE = re.compile(r"cub/(?:device/|agent/|iterator/tex_obj)")

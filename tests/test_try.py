@@ -928,7 +928,8 @@ int main(int count, char**) {
   auto both = thrust::make_zip_iterator(thrust::make_tuple(x.begin(), y.begin()));
   thrust::for_each(both, both + n, [] __device__(auto t) { thrust::get<1>(t) = thrust::get<0>(t); });
   CHECK(y[50] == 100);
-  thrust::device_vector<int> eight{8, 7, 6, 5, 4, 3, 2, 1};
+  const int down[] = {8, 7, 6, 5, 4, 3, 2, 1};
+  thrust::device_vector<int> eight(down, down + 8);
   sorted_by_one_thread<<<1, 1>>>(thrust::raw_pointer_cast(eight.data()));
   CHECK(eight[0] == 1 && eight[7] == 8);
 
@@ -1065,7 +1066,7 @@ def test_a_thrust_that_was_not_tried(tried, tmp_path):
     for version, said in ("#define THRUST_VERSION 101700 // 1.17.0", "1.17"), ("", "of a time when they did not say .*"):
         (thrust / "version.h").write_text(version)
         result = tried("\n#include <thrust/sort.h>\nint main() {}\n", "-I", tmp_path / "other")
-        assert re.fullmatch(rf"program.cu:2: \S+/other has thrust and cub {said}; ./try takes 2.3 to 3.4\. .*\n",
+        assert re.fullmatch(rf"program.cu:2: \S+/other has thrust and cub {said}; ./try takes 2.0 to 3.4\. .*\n",
                             result.stderr), result.stderr
         assert result.rc == 1
 
