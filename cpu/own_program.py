@@ -73,7 +73,7 @@ OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 # NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
 # does, see cpu/foreign/thrust/.
 CCCL = re.compile(r"(?:thrust|cub|cuda|nv)/")
-CCCL_TRIED = (2, 0), (3, 4)  # the first version, and the last one
+CCCL_TRIED = (1, 15), (3, 4)  # the first version, and the last one
 # Of it what kernels call is translated, and the functions of cub for the whole device are ours, in FOREIGN.
 CUB = re.compile(r"cub/(?!detail/(?:launcher|nvtx))")
 CUB_OF_DEVICE = re.compile(r"cub/(?:device/|agent/|iterator/tex_obj)")
@@ -344,8 +344,8 @@ def holds_libcudacxx(folder):
 
 
 def only_cccl(folder):
-    """A folder that has CCCL and nothing else: before CUDA 13 it is among all headers of the toolkit."""
-    if not is_toolkit(folder):
+    """A folder that has CCCL and nothing else: before CUDA 13 it is among all headers of the toolkit, or of the system."""
+    if not is_toolkit(folder) and not (folder / "stdio.h").is_file():
         return folder
     own = CACHE / f"cccl-{digest(folder)}"
     own.mkdir(parents=True, exist_ok=True)
@@ -776,10 +776,10 @@ def nvcc_path():
 
 @cache
 def installed_toolkits():
-    """The CUDA toolkit's folder of headers, if it is installed."""
+    """Folders of the CUDA toolkit's headers, if it is installed. Packages of Debian and Ubuntu put them to all others."""
     nvcc = nvcc_path()
     include = Path(nvcc).resolve().parents[1] / "include" if nvcc else None
-    return [include] if include and include.is_dir() else []
+    return [folder for folder in (include, Path("/usr/include")) if folder and folder.is_dir()]
 
 
 def is_toolkit(folder):
