@@ -900,6 +900,11 @@ __global__ void twice(float* x, int n) {
   if (i < n) x[i] *= 2;
 }
 __global__ void sorted_by_one_thread(int* x) { thrust::sort(thrust::seq, x, x + 8); }
+__global__ void sorted_by_many(int* x) {
+  int* const mine = x + 10 * threadIdx.x;
+  thrust::sort(thrust::device, mine, mine + 10);
+  mine[0] = thrust::reduce(thrust::device, mine, mine + 10);
+}
 int main(int count, char**) {
   const int n = 100;
   thrust::device_vector<float> x(n), y(n, 1.0f);
@@ -932,6 +937,11 @@ int main(int count, char**) {
   thrust::device_vector<int> eight(down, down + 8);
   sorted_by_one_thread<<<1, 1>>>(thrust::raw_pointer_cast(eight.data()));
   CHECK(eight[0] == 1 && eight[7] == 8);
+  thrust::device_vector<int> tens(1280);
+  thrust::transform(thrust::counting_iterator<int>(0), thrust::counting_iterator<int>(1280), tens.begin(),
+                    [] __device__(int i) { return i * 7 % 10; });
+  sorted_by_many<<<1, 128>>>(thrust::raw_pointer_cast(tens.data()));
+  CHECK(tens[0] == 45 && tens[1] == 1 && tens[1270] == 45 && tens[1279] == 9);
 
   // One after the other, the ones would all be lost.
   float* more;
