@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import identities
@@ -72,6 +73,7 @@ OF_TOOLKIT = re.compile(r"(?:curand\w*\.h|nv/(?:target|detail/\w+))$")
 # NVIDIA's C++ library, which is taken as it is, as headers of the system. What it does to memory of the device the host
 # does, see cpu/foreign/thrust/.
 CCCL = re.compile(r"(?:thrust|cub|cuda|nv)/")
+CCCL_TRIED = (1, 15), (3, 4)  # the first version, and the last one
 # Of it what kernels call is translated, and the functions of cub for the whole device are ours, in FOREIGN.
 CUB = re.compile(r"cub/(?!detail/(?:launcher|nvtx))")
 CUB_OF_DEVICE = re.compile(r"cub/(?:device/|agent/|iterator/tex_obj)")
@@ -123,7 +125,11 @@ class Sources:
     get the one of common/try.h."""
 
     def __init__(self, files, folders, needs_main=False, options=()):
-        self.files, self.folders, self.needs_main, self.options = files, folders, needs_main, options
+        self.files, self.needs_main, self.options = files, needs_main, options
+        toolkits = [folder for folder in folders if is_toolkit(folder)]  # nvcc needs no -I for it, but some give one
+        self.folders = [folder for folder in folders if folder not in toolkits]
+        self.toolkit = [folder for include in toolkits + installed_toolkits() for folder in (include, include / "cccl")
+                        if folder.is_dir()]
         self.base = files[0].parent
         self.texts = {}
         self.cccl = None  # the folder of NVIDIA's C++ library, if the program uses it
@@ -135,9 +141,11 @@ class Sources:
             self.texts[file] = text = read(file)
             for match in _INCLUDE.finditer(text):
                 name = match[2] or match[3]
-                if self._of_cccl(name) and (file in files or not name.startswith("cuda/")):
-                    self.cccl = self.cccl or next(
-                        (each for each in folders + toolkit_folders() if (each / name).is_file()), None)
+                if not self.cccl and self._of_cccl(name) and (file in files or not name.startswith("cuda/")):
+                    self.cccl = next((each for each in self.folders + self.toolkit if (each / name).is_file()
+                                      and (not name.startswith("cuda/") or holds_libcudacxx(each))), None)
+                    if self.cccl:
+                        self._refuse_version(file, text, match)
                 if found := self.find(file, name, bool(match[2])):
                     waiting.append(found)
                 elif self.cccl and CUB_OF_DEVICE.match(name):
@@ -182,15 +190,30 @@ class Sources:
     def libraries(self):
         """The names of the headers that are in a folder of -I in which the program is not, or in the toolkit's: it uses
         a part of them."""
-        folders = [folder for folder in [*self.folders, *toolkit_folders(), FOREIGN] if not self.base.is_relative_to(folder)]
+        folders = [folder for folder in [*self.folders, *self.toolkit, FOREIGN] if not self.base.is_relative_to(folder)]
         return {self.name(file) for file in self.texts if any(map(file.is_relative_to, folders))}
 
+    def _refuse_version(self, file, text, include):
+        name = include[2] or include[3]
+        version = cccl_version(self.cccl)
+        first, last = CCCL_TRIED
+        # Where libcu++ is alone there is no version of thrust and cub.
+        if first <= version <= last or (version == (0, 0) and name.startswith("cuda/")):
+            return
+        line = text.count("\n", 0, include.start()) + 1
+        first, last, which = ("{}.{}".format(*each) for each in (first, last, version))
+        if version == (0, 0):
+            which = "of a time when they did not say their version"
+        raise Refusal(f"{self.name(file)}:{line}: {self.cccl} has thrust and cub {which}; ./try takes {first} to {last}."
+                      f" -I names the folder of another copy. {PAGE} says more.", 1)
+
     def find(self, file, name, quoted):
-        if self._of_cccl(name):
+        if self._of_cccl(name) and not name.startswith("cuda/"):
             return self._find_cub(name)
-        for folder in [file.parent] * quoted + self.folders + toolkit_folders() * bool(OF_TOOLKIT.match(name)):
+        for folder in [file.parent] * quoted + self.folders + self.toolkit * bool(OF_TOOLKIT.match(name)):
             path = Path(os.path.normpath(folder / name))
-            if path.is_file():
+            # A program may have a folder cuda/ of its own.
+            if path.is_file() and not (name.startswith("cuda/") and holds_libcudacxx(folder)):
                 return path
         return None
 
@@ -297,7 +320,7 @@ class Sources:
                 found = self.find(file, name, bool(match[2]))
                 if not found and OF_COMPILER.match(name):
                     return ""
-                if self.cccl and self._of_cccl(name) and not self._is_cub(file):
+                if self.cccl and self._of_cccl(name) and not self._is_cub(file) and (not found or self._is_cub(found)):
                     own = folder / f"cccl_{re.sub(r'[^A-Za-z0-9]', '_', name)}.h"
                     what = f'"{written[found]}"' if found in written else f"<{name}>"
                     own.write_text(f'#include "{ROOT}/cpu/foreign/thrust/detail/begin.h"\n#include {what}\n'
@@ -314,6 +337,30 @@ class Sources:
                 new += MAIN
             written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
         return [written[file] for file in self.files]
+
+
+def holds_libcudacxx(folder):
+    return (folder / "cuda/std").is_dir()
+
+
+def only_cccl(folder):
+    """A folder that has CCCL and nothing else: before CUDA 13 it is among all headers of the toolkit, or of the system."""
+    if not is_toolkit(folder) and not (folder / "stdio.h").is_file():
+        return folder
+    own = CACHE / f"cccl-{digest(folder)}"
+    own.mkdir(parents=True, exist_ok=True)
+    for name in ("thrust", "cub", "cuda", "nv"):
+        with suppress(FileExistsError):
+            (own / name).symlink_to(folder / name)
+    return own
+
+
+def cccl_version(folder):
+    """(major, minor) of thrust and cub in a folder, (0, 0) if they do not say it."""
+    for name, macro in (("thrust/version.h", "THRUST_VERSION"), ("cub/version.cuh", "CUB_VERSION")):
+        if (folder / name).is_file() and (number := re.search(rf"define[ \t]+{macro}[ \t]+(\d+)", read(folder / name))):
+            return int(number[1]) // 100000, int(number[1]) // 100 % 1000
+    return 0, 0
 
 
 def read(file):
@@ -410,7 +457,7 @@ def build_program(build, sources, written, options, folder):
     # The same program is not built twice: its next run may have other arguments.
     sources_now = [*sorted(folder.glob("*_*.[ch]*")), ROOT / "common/try.h", ROOT / "cpu/ptx.py",
                    ROOT / "cpu/two_versions.py", *sorted((ROOT / "cpu/foreign/thrust").rglob("*.h"))]
-    options = [*options, *(["-isystem", sources.cccl] if sources.cccl else ["-I", ROOT / "cpu/foreign/std"])]
+    options = [*options, *(["-isystem", only_cccl(sources.cccl)] if sources.cccl else ["-I", ROOT / "cpu/foreign/std"])]
     key = digest(libraries, *map(flags_of, versions(build)), options, *(
         file.read_text(errors="surrogateescape") for file in sources_now))
     built = folder / f"built{'-' + build if build else ''}"
@@ -728,11 +775,15 @@ def nvcc_path():
 
 
 @cache
-def toolkit_folders():
-    """Where headers of the CUDA toolkit are, if it is installed."""
+def installed_toolkits():
+    """Folders of the CUDA toolkit's headers, if it is installed. Packages of Debian and Ubuntu put them to all others."""
     nvcc = nvcc_path()
     include = Path(nvcc).resolve().parents[1] / "include" if nvcc else None
-    return [folder for folder in (include, include / "cccl") if folder.is_dir()] if include else []
+    return [folder for folder in (include, Path("/usr/include")) if folder and folder.is_dir()]
+
+
+def is_toolkit(folder):
+    return (folder / "cuda_runtime.h").is_file() and (folder / "crt").is_dir()
 
 
 def on_the_gpu(sources, arguments, options, folder, seconds):

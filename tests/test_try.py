@@ -6,10 +6,13 @@ import os
 import platform
 import re
 import shutil
-from pathlib import Path
+import sys
 
 from conftest import ROOT, execute
 import pytest
+
+sys.path += [str(ROOT / folder) for folder in ("cpu", "cpu/watch", "exercises")]
+from own_program import CCCL_TRIED, cccl_version, installed_toolkits  # noqa: E402
 
 TRY = ROOT / "try"
 
@@ -838,11 +841,16 @@ def test_what_headers_of_libraries_ask_for(tried, tmp_path):
 
 
 def needs(header):
-    """Skips where the CUDA toolkit has not this header, or is not installed."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    include = Path(nvcc).resolve().parents[1] / "include"
-    if not any((folder / header).is_file() for folder in (include, include / "cccl")):
+    """Skips where the CUDA toolkit has not this header, or a version of thrust and cub that nobody has tried, or is not
+    installed. Returns the folder that has the header."""
+    folders = [folder for include in installed_toolkits() for folder in (include, include / "cccl")]
+    folder = next((folder for folder in folders if (folder / header).is_file()), None)
+    if not folder:
         pytest.skip(f"the CUDA toolkit's {header} is not installed")
+    version = cccl_version(folder)
+    if header.startswith(("thrust", "cub")) and not CCCL_TRIED[0] <= version <= CCCL_TRIED[1]:
+        pytest.skip("thrust and cub {}.{} were not tried".format(*version))
+    return folder
 
 
 RANDOM = """
@@ -886,11 +894,17 @@ THRUST = CHECK + """
 #include <thrust/sequence.h>
 #include <thrust/sort.h>
 #include <thrust/transform.h>
+#include <thrust/tuple.h>
 __global__ void twice(float* x, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) x[i] *= 2;
 }
 __global__ void sorted_by_one_thread(int* x) { thrust::sort(thrust::seq, x, x + 8); }
+__global__ void sorted_by_many(int* x) {
+  int* const mine = x + 10 * threadIdx.x;
+  thrust::sort(thrust::device, mine, mine + 10);
+  mine[0] = thrust::reduce(thrust::device, mine, mine + 10);
+}
 int main(int count, char**) {
   const int n = 100;
   thrust::device_vector<float> x(n), y(n, 1.0f);
@@ -919,9 +933,15 @@ int main(int count, char**) {
   auto both = thrust::make_zip_iterator(thrust::make_tuple(x.begin(), y.begin()));
   thrust::for_each(both, both + n, [] __device__(auto t) { thrust::get<1>(t) = thrust::get<0>(t); });
   CHECK(y[50] == 100);
-  thrust::device_vector<int> eight{8, 7, 6, 5, 4, 3, 2, 1};
+  const int down[] = {8, 7, 6, 5, 4, 3, 2, 1};
+  thrust::device_vector<int> eight(down, down + 8);
   sorted_by_one_thread<<<1, 1>>>(thrust::raw_pointer_cast(eight.data()));
   CHECK(eight[0] == 1 && eight[7] == 8);
+  thrust::device_vector<int> tens(1280);
+  thrust::transform(thrust::counting_iterator<int>(0), thrust::counting_iterator<int>(1280), tens.begin(),
+                    [] __device__(int i) { return i * 7 % 10; });
+  sorted_by_many<<<1, 128>>>(thrust::raw_pointer_cast(tens.data()));
+  CHECK(tens[0] == 45 && tens[1] == 1 && tens[1270] == 45 && tens[1279] == 9);
 
   // One after the other, the ones would all be lost.
   float* more;
@@ -1039,6 +1059,82 @@ def test_no_races_in_thrust(tried):
     needs("thrust/version.h")
     result = tried(THRUST, options=())
     assert "No race" in result.stdout and "No stray access" in result.stdout and result.rc == 0, result.stdout
+
+
+@pytest.mark.extensive
+def test_a_copy_of_cub(tried):
+    """A folder that -I names, where the backend has headers of its own in the place of some."""
+    result = tried(CUB_IN_KERNELS, "-I", needs("cub/version.cuh"))
+    assert result.rc == 0 and "wrong" not in result.stdout, result.stdout + result.stderr
+
+
+def test_a_thrust_that_was_not_tried(tried, tmp_path):
+    """One sentence, whatever would not compile in it."""
+    thrust = tmp_path / "other/thrust"
+    thrust.mkdir(parents=True)
+    (thrust / "sort.h").write_text("#error\n")
+    for version, said in ("#define THRUST_VERSION 101200 // 1.12.0", "1.12"), ("", "of a time when they did not say .*"):
+        (thrust / "version.h").write_text(version)
+        result = tried("\n#include <thrust/sort.h>\nint main() {}\n", "-I", tmp_path / "other")
+        assert re.fullmatch(rf"program.cu:2: \S+/other has thrust and cub {said}; ./try takes 1.15 to 3.4\. .*\n",
+                            result.stderr), result.stderr
+        assert result.rc == 1
+
+
+def test_folders_of_headers(tried, tmp_path):
+    """A folder cuda/ of the program's own, and the toolkit's folder, which nvcc does not need to be told."""
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda/own.cuh").write_text(WRITE + "\ninline void go(float* d) { f<<<1, 32>>>(d); }\n")
+    (tmp_path / "toolkit/crt").mkdir(parents=True)
+    (tmp_path / "toolkit/cuda_runtime.h").write_text("#error\n")
+    result = tried(program('#include <cuda_runtime.h>\n#include "cuda/own.cuh"', "go(d)"), "-I", tmp_path / "toolkit")
+    assert re.search(r"^f +1 +32 +1 ", result.stdout, re.MULTILINE) and result.rc == 0, result.stdout + result.stderr
+
+
+SHUFFLES = """
+#include <cstdio>
+#include <cuda/__warp/warp_shuffle.h>
+using namespace cuda::device;
+struct Three {
+  int a;
+  double b;
+  char c;
+};
+__global__ void shuffles(int* wrong) {
+  const int t = threadIdx.x;
+  Three mine{t, 2.0 * t, char('a' + t)};
+  const auto up = warp_shuffle_up<8>(mine, 3);
+  const int from = t % 8 < 3 ? t : t - 3;
+  wrong[t] = up.pred != (t % 8 >= 3) || up.data.a != from || up.data.b != 2 * from || up.data.c != 'a' + from;
+  const Three fifth = warp_shuffle_idx(mine, 5);
+  wrong[t] += fifth.a != 5 || fifth.c != 'f';
+  const int several[3] = {t, t + 100, t + 200};
+  const auto down = warp_shuffle_down<16>(several, 1);
+  const bool last = t % 16 == 15;
+  wrong[t] += down.pred == last || down.data[0] != t + !last || down.data[2] != t + 200 + !last;
+  const int neighbor = warp_shuffle_xor(t, 1, 0xffffffff);
+  wrong[t] += neighbor != (t ^ 1);
+  const auto other = warp_shuffle_xor(long(t), 6, cuda::std::integral_constant<int, 4>());
+  const int source = t ^ 6;
+  wrong[t] += other.pred != (source / 4 <= t / 4) || other.data != (source / 4 <= t / 4 ? source : t);
+}
+int main() {
+  int* wrong;
+  cudaMallocManaged(&wrong, 128);
+  shuffles<<<1, 32>>>(wrong);
+  cudaDeviceSynchronize();
+  int sum = 0;
+  for (int t = 0; t < 32; ++t) sum += wrong[t];
+  cudaFree(wrong);
+  return sum;
+}
+"""
+
+
+def test_shuffles_of_libcudacxx(tried):
+    """cuda::device::warp_shuffle_*, which cub uses since CCCL 3.2: what a lane gets, and whether its source is there."""
+    result = tried(SHUFFLES)
+    assert result.rc == 0 and "A mistake" not in result.stdout, result.stdout + result.stderr
 
 
 CUB_OF_DEVICE = CHECK + """

@@ -1110,6 +1110,7 @@ void execute(const LaunchConfig& config, const BoundKernel& kernel) {
 void* kernel_end(int device, unsigned number) { return &ends[device][number % 4]; }
 
 void finish_kernels() {
+  if (runner && runner->in_thread()) return;  // thrust in a kernel, which cannot wait for itself
   if (device().concurrent) {
     std::vector<Waiting> of[kMostDevices];
     {

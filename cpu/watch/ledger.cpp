@@ -457,6 +457,15 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
   if (in(&__executable_start, static_cast<std::size_t>(&_end - &__executable_start))) return;
   const char* const thread_local_end = static_cast<const char*>(__builtin_thread_pointer());
   if (in(thread_local_end - kNear, 2 * kNear)) return;
+  {  // pinned memory that is newer than the launch, such as what thrust asks for in a kernel
+    std::lock_guard lock(device().mutex);
+    const auto& allocations = device().allocations;
+    const auto next = allocations.upper_bound(reinterpret_cast<const char*>(address));
+    if (next != allocations.begin()) {
+      const auto& [start, allocation] = *std::prev(next);
+      if (allocation.type == cudaMemoryTypeHost && in(start, allocation.size)) return;
+    }
+  }
 
   const std::string what = words(bytes, store), where = at(code);
   if (address < kNear) {
@@ -494,7 +503,6 @@ void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::ui
     std::lock_guard lock(device().mutex);
     for (const auto& [start, allocation] : device().allocations) {
       const auto begin = reinterpret_cast<std::uintptr_t>(start);
-      if (allocation.type == cudaMemoryTypeHost && in(start, allocation.size)) return;
       const std::string text = beside(address, bytes, begin, allocation.size, kGap);
       const std::size_t away = address < begin ? begin - address : address - begin;
       if (text.empty() || away - std::min(away, allocation.size) >= distance) continue;

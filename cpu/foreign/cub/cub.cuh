@@ -39,7 +39,9 @@
 #include <cub/util_debug.cuh>
 #include <cub/util_device.cuh>
 #include <cub/util_ptx.cuh>
+#if __has_include(<cub/util_temporary_storage.cuh>)  // since CCCL 2.3
 #include <cub/util_temporary_storage.cuh>
+#endif
 #include <cub/util_type.cuh>
 #include <cub/warp/warp_exchange.cuh>
 #include <cub/warp/warp_load.cuh>

@@ -20,8 +20,9 @@ template <class Derived>
 struct execution_policy;
 
 template <>
-struct execution_policy<tag> : thrust::system::detail::sequential::execution_policy<tag>,
-                               OfDevice {};
+struct execution_policy<tag> : thrust::system::detail::sequential::execution_policy<tag>, OfDevice {
+  using tag_type = tag;  // which a reference asks for since CCCL 3.1
+};
 
 struct tag : execution_policy<tag> {};
 
