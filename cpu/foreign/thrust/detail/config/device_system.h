@@ -13,7 +13,7 @@
 #define __THRUST_DEVICE_SYSTEM_NAMESPACE cuda
 // clang-format off
 #define __THRUST_DEVICE_SYSTEM_ROOT thrust/system/cpp
-// How headers name those of the system since CCCL 3.3.
+// How headers name those of the system since CCCL 3.2.
 #define __THRUST_DEVICE_SYSTEM_ALGORITH_HEADER_INCLUDE(name) <__THRUST_DEVICE_SYSTEM_ROOT/name>
 #define __THRUST_DEVICE_SYSTEM_ALGORITH_DETAIL_HEADER_INCLUDE(name) \
   <__THRUST_DEVICE_SYSTEM_ROOT/detail/name>
