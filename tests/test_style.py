@@ -61,7 +61,7 @@ def test_clang_builds_lessons(tmp_path):
         pytest.skip("there is no clang++")
     tree = copy_of_sources(tmp_path / "tree")
     lessons = ["build/cpu/6_gating_fused"]
-    built = execute([*scons(), "-Q", "cuda=no", "cxx=clang++", *lessons], cwd=tree, timeout=300)
+    built = execute([*scons(), "-Q", "cuda=no", "cxx=clang++", *lessons], cwd=tree, timeout=600)
     assert built.rc == 0, built.stderr
     for lesson in lessons:
         record = tree / "record.json"

@@ -1056,6 +1056,7 @@ def test_races_in_cub(tried):
 
 
 @pytest.mark.extensive
+@pytest.mark.slow
 def test_no_races_in_thrust(tried):
     needs("thrust/version.h")
     result = tried(THRUST, options=())
@@ -1063,6 +1064,7 @@ def test_no_races_in_thrust(tried):
 
 
 @pytest.mark.extensive
+@pytest.mark.slow
 def test_a_copy_of_cub(tried):
     """A folder that -I names, where the backend has headers of its own in the place of some."""
     result = tried(CUB_IN_KERNELS, "-I", needs("cub/version.cuh"))
