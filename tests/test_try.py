@@ -1175,7 +1175,7 @@ int main() {
   cudaMalloc(&result, sizeof(float));
   cudaMalloc(&y, n * sizeof(int));
   cudaMalloc(&with, n * sizeof(int));
-  cudaMalloc(&number, sizeof(int));
+  cudaMalloc(&number, 3 * sizeof(int));
   fill<<<4, 256>>>(x, y, n);
   using namespace cub;
   in_two_calls([&](void* s, size_t& b) { return DeviceReduce::Min(s, b, x, result, n); });
@@ -1186,6 +1186,14 @@ int main() {
   CHECK(read(sorted, 0) == 50 && read(sorted, n - 1) == -50 && read(x, read(with, 500)) == read(sorted, 500));
   in_two_calls([&](void* s, size_t& b) { return DeviceScan::ExclusiveSum(s, b, y, with, n); });
   CHECK(read(with, 0) == 0 && read(with, 999) == 498501);
+  DoubleBuffer<int> keys(y, with);  // 0 to 999, and then the other way around
+  in_two_calls([&](void* s, size_t& b) { return DeviceRadixSort::SortKeysDescending(s, b, keys, n); });
+  CHECK(keys.Current() == with && read(with, 0) == 999 && read(with, 999) == 0);
+  const int ends[] = {0, 10, n};
+  cudaMemcpy(number, ends, sizeof ends, cudaMemcpyHostToDevice);
+  in_two_calls([&](void* s, size_t& b) { return DeviceSegmentedSort::SortKeys(s, b, with, y, n, 2, number, number + 1); });
+  CHECK(read(y, 0) == 990 && read(y, 9) == 999 && read(y, 10) == 0 && read(y, 999) == 989);
+  in_two_calls([&](void* s, size_t& b) { return DeviceRadixSort::SortKeys(s, b, with, y, n); });
   in_two_calls([&](void* s, size_t& b) { return DeviceHistogram::HistogramEven(s, b, y, with, 11, 0, 500, n); });
   CHECK(read(with, 0) == 50 && read(with, 9) == 50);
   in_two_calls([&](void* s, size_t& b) { return DeviceSelect::If(s, b, y, with, number, n, Small()); });
@@ -1247,7 +1255,7 @@ int main() {
   cudaGraphAddKernelNode(&kernel, child, NULL, 0, &params);
   value = 7;
   cudaGraphAddChildGraphNode(&all, graph, NULL, 0, child);
-  cudaMemsetParams fill = {x, 0, 0x40000000, 4, 32, 1};
+  cudaMemsetParams fill = {x, 64, 0x40000000, 4, 16, 2};
   cudaGraphAddMemsetNode(&set, graph, NULL, 0, &fill);
   cudaGraphNode_t from[] = {set, all}, to[] = {all, copy};
   cudaGraphAddDependencies(graph, from, to, 2);

@@ -155,8 +155,7 @@ cublasStatus_t multiply(cudaStream_t stream, const Product& product) {
     if (!cuda_cpu::device().broken) cuda_cpu::multiply(product);
     return cuda_cpu::result(cudaSuccess);
   };
-  const auto error = cuda_cpu::captured(stream, cudaGraphNodeTypeKernel, multiply);
-  return error.value_or(cudaSuccess) == cudaSuccess && (error || multiply(stream) == cudaSuccess)
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeKernel, multiply) == cudaSuccess
              ? CUBLAS_STATUS_SUCCESS
              : CUBLAS_STATUS_EXECUTION_FAILED;
 }

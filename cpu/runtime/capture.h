@@ -29,6 +29,9 @@ bool any_capture();
 /// caller is to do the work itself.
 std::optional<cudaError_t> captured(cudaStream_t stream, cudaGraphNodeType type, Work work);
 
+/// Does the work now, or when the graph runs that the stream is captured for.
+cudaError_t in_order(cudaStream_t stream, cudaGraphNodeType type, const Work& work);
+
 /// Of a call that must not be made while a stream is captured: cudaErrorStreamCaptureUnsupported,
 /// and the capture is void. `stream`: the one that the call waits for, if it is not all.
 cudaError_t forbidden_in_capture();

@@ -582,8 +582,7 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t size, 
   const auto copy = [=](cudaStream_t) {
     return cuda_cpu::copy(target, 0, source, 0, size, 1, kind);
   };
-  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, copy);
-  return captured ? result(*captured) : copy(stream);
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemcpy, copy);
 }
 
 cudaError_t cudaMemcpyPeer(void* target, int, const void* source, int, std::size_t size) {
@@ -603,8 +602,7 @@ cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void
   const auto copy = [=](cudaStream_t) {
     return cuda_cpu::copy(target, target_pitch, source, source_pitch, width, height, kind);
   };
-  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, copy);
-  return captured ? result(*captured) : copy(stream);
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemcpy, copy);
 }
 
 cudaError_t cudaMemset(void* target, int value, std::size_t size) {
@@ -614,8 +612,7 @@ cudaError_t cudaMemset(void* target, int value, std::size_t size) {
 
 cudaError_t cudaMemsetAsync(void* target, int value, std::size_t size, cudaStream_t stream) {
   const auto fill = [=](cudaStream_t) { return cuda_cpu::fill(target, value, size); };
-  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeMemset, fill);
-  return captured ? result(*captured) : fill(stream);
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemset, fill);
 }
 
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {

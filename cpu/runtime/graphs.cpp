@@ -140,13 +140,18 @@ Work copy_work(void* target, const void* source, std::size_t size, cudaMemcpyKin
 
 Work fill_work(const cudaMemsetParams* parameters) {
   if (!parameters || parameters->elementSize == 0) return {};
-  return [fill = *parameters](cudaStream_t) {
+  return [fill = *parameters](cudaStream_t stream) {
     std::vector<char> row(fill.width * fill.elementSize);
     for (std::size_t i = 0; i < row.size(); ++i) {
       row[i] = static_cast<char>(fill.value >> (8 * (i % fill.elementSize)));
     }
-    return cudaMemcpy2D(fill.dst, fill.height > 1 ? fill.pitch : row.size(), row.data(), row.size(),
-                        row.size(), fill.height, cudaMemcpyHostToDevice);
+    for (std::size_t i = 0; i < fill.height; ++i) {
+      const cudaError_t error =
+          cudaMemcpyAsync(static_cast<char*>(fill.dst) + i * fill.pitch, row.data(), row.size(),
+                          cudaMemcpyHostToDevice, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
   };
 }
 
@@ -245,6 +250,11 @@ std::optional<cudaError_t> captured(cudaStream_t stream, cudaGraphNodeType type,
   }
   if (implicit) return cudaErrorStreamCaptureImplicit;
   return {};
+}
+
+cudaError_t in_order(cudaStream_t stream, cudaGraphNodeType type, const Work& work) {
+  const auto error = captured(stream, type, work);
+  return error ? result(*error) : work(stream);
 }
 
 cudaError_t forbidden_in_capture() {
@@ -386,8 +396,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
   const cudaHostNodeParams host = {function, data};
   const Work work = cuda_cpu::host_work(&host);
   if (!work) return result(cudaErrorInvalidValue);
-  const auto captured = cuda_cpu::captured(stream, cudaGraphNodeTypeHost, work);
-  return captured ? result(*captured) : work(stream);
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeHost, work);
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data,
@@ -420,9 +429,7 @@ cudaError_t cudaMemcpy3D(const cudaMemcpy3DParms* parameters) {
 
 cudaError_t cudaMemcpy3DAsync(const cudaMemcpy3DParms* parameters, cudaStream_t stream) {
   if (!parameters) return result(cudaErrorInvalidValue);
-  const auto captured =
-      cuda_cpu::captured(stream, cudaGraphNodeTypeMemcpy, cuda_cpu::copy_work(parameters));
-  return captured ? result(*captured) : cudaMemcpy3D(parameters);
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeMemcpy, cuda_cpu::copy_work(parameters));
 }
 
 cudaError_t cudaMalloc3D(cudaPitchedPtr* pointer, cudaExtent extent) {
@@ -608,10 +615,9 @@ cudaError_t cudaGraphUpload(cudaGraphExec_t made, cudaStream_t) {
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t stream) {
   if (!made) return result(cudaErrorInvalidValue);
-  const auto captured = cuda_cpu::captured(
-      stream, cudaGraphNodeTypeGraph,
-      [steps = made->steps](cudaStream_t in) { return cuda_cpu::run(steps, in); });
-  return captured ? result(*captured) : cuda_cpu::run(made->steps, stream);
+  return cuda_cpu::in_order(stream, cudaGraphNodeTypeGraph, [steps = made->steps](cudaStream_t in) {
+    return cuda_cpu::run(steps, in);
+  });
 }
 
 cudaError_t cudaGraphExecUpdate(cudaGraphExec_t made, cudaGraph_t graph,

@@ -52,8 +52,8 @@ void radix_sort(const Key* in, Key* out, const Values* values_in, Values* values
 
 /// Two arrays of a DoubleBuffer change their roles: from now on the result is the current one.
 template <class... Buffers>
-void swap_roles(void* storage, Buffers&... buffers) {
-  if (storage) ((buffers.selector ^= 1), ...);
+void swap_roles(bool sorted, Buffers&... buffers) {
+  if (sorted) ((buffers.selector ^= 1), ...);
 }
 
 }  // namespace cuda_cpu
@@ -73,11 +73,9 @@ struct DeviceRadixSort {
   static cudaError_t SortKeys(void* storage, std::size_t& bytes, DoubleBuffer<Key>& keys,
                               Size count, int begin_bit = 0, int end_bit = 8 * sizeof(Key),
                               cudaStream_t = nullptr) {
-    const cudaError_t error = cuda_cpu::two_calls(storage, bytes, [&] {
-      cuda_cpu::radix_sort(keys.Current(), keys.Alternate(), kNone, kNone, count, false, begin_bit,
-                           end_bit);
-    });
-    cuda_cpu::swap_roles(storage, keys);
+    const cudaError_t error =
+        SortKeys(storage, bytes, keys.Current(), keys.Alternate(), count, begin_bit, end_bit);
+    cuda_cpu::swap_roles(storage && error == cudaSuccess, keys);
     return error;
   }
   template <class Key, class Size>
@@ -92,11 +90,9 @@ struct DeviceRadixSort {
   static cudaError_t SortKeysDescending(void* storage, std::size_t& bytes, DoubleBuffer<Key>& keys,
                                         Size count, int begin_bit = 0,
                                         int end_bit = 8 * sizeof(Key), cudaStream_t = nullptr) {
-    const cudaError_t error = cuda_cpu::two_calls(storage, bytes, [&] {
-      cuda_cpu::radix_sort(keys.Current(), keys.Alternate(), kNone, kNone, count, true, begin_bit,
-                           end_bit);
-    });
-    cuda_cpu::swap_roles(storage, keys);
+    const cudaError_t error = SortKeysDescending(storage, bytes, keys.Current(), keys.Alternate(),
+                                                 count, begin_bit, end_bit);
+    cuda_cpu::swap_roles(storage && error == cudaSuccess, keys);
     return error;
   }
   template <class Key, class Value, class Size>
@@ -112,11 +108,10 @@ struct DeviceRadixSort {
   static cudaError_t SortPairs(void* storage, std::size_t& bytes, DoubleBuffer<Key>& keys,
                                DoubleBuffer<Value>& values, Size count, int begin_bit = 0,
                                int end_bit = 8 * sizeof(Key), cudaStream_t = nullptr) {
-    const cudaError_t error = cuda_cpu::two_calls(storage, bytes, [&] {
-      cuda_cpu::radix_sort(keys.Current(), keys.Alternate(), values.Current(), values.Alternate(),
-                           count, false, begin_bit, end_bit);
-    });
-    cuda_cpu::swap_roles(storage, keys, values);
+    const cudaError_t error =
+        SortPairs(storage, bytes, keys.Current(), keys.Alternate(), values.Current(),
+                  values.Alternate(), count, begin_bit, end_bit);
+    cuda_cpu::swap_roles(storage && error == cudaSuccess, keys, values);
     return error;
   }
   template <class Key, class Value, class Size>
@@ -132,11 +127,10 @@ struct DeviceRadixSort {
   static cudaError_t SortPairsDescending(void* storage, std::size_t& bytes, DoubleBuffer<Key>& keys,
                                          DoubleBuffer<Value>& values, Size count, int begin_bit = 0,
                                          int end_bit = 8 * sizeof(Key), cudaStream_t = nullptr) {
-    const cudaError_t error = cuda_cpu::two_calls(storage, bytes, [&] {
-      cuda_cpu::radix_sort(keys.Current(), keys.Alternate(), values.Current(), values.Alternate(),
-                           count, true, begin_bit, end_bit);
-    });
-    cuda_cpu::swap_roles(storage, keys, values);
+    const cudaError_t error =
+        SortPairsDescending(storage, bytes, keys.Current(), keys.Alternate(), values.Current(),
+                            values.Alternate(), count, begin_bit, end_bit);
+    cuda_cpu::swap_roles(storage && error == cudaSuccess, keys, values);
     return error;
   }
 

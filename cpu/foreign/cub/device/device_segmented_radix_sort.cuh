@@ -4,6 +4,22 @@
 
 #include <cub/device/device_radix_sort.cuh>
 
+namespace cuda_cpu {
+
+/// Sorts each segment, of which segment i goes from begin[i] to end[i], as radix_sort() does.
+template <class Key, class Values, class Begin, class End>
+void sort_segments(const Key* in, Key* out, const Values* values_in, Values* values_out,
+                   std::int64_t segments, Begin begin, End end, bool descending, int begin_bit,
+                   int end_bit) {
+  for (std::int64_t i = 0; i < segments; ++i) {
+    const std::ptrdiff_t first = begin[i], there = values_in ? first : 0;
+    radix_sort(in + first, out + first, values_in + there, values_out + there, end[i] - first,
+               descending, begin_bit, end_bit);
+  }
+}
+
+}  // namespace cuda_cpu
+
 namespace cub {
 
 struct DeviceSegmentedRadixSort {
@@ -13,10 +29,8 @@ struct DeviceSegmentedRadixSort {
                               int begin_bit = 0, int end_bit = 8 * sizeof(Key),
                               cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], kNone, kNone, end[i] - begin[i], false,
-                             begin_bit, end_bit);
-      }
+      cuda_cpu::sort_segments(in, out, kNone, kNone, segments, begin, end, false, begin_bit,
+                              end_bit);
     });
   }
   template <class Key, class Begin, class End>
@@ -25,10 +39,8 @@ struct DeviceSegmentedRadixSort {
                                         int begin_bit = 0, int end_bit = 8 * sizeof(Key),
                                         cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], kNone, kNone, end[i] - begin[i], true,
-                             begin_bit, end_bit);
-      }
+      cuda_cpu::sort_segments(in, out, kNone, kNone, segments, begin, end, true, begin_bit,
+                              end_bit);
     });
   }
   template <class Key, class Value, class Begin, class End>
@@ -37,10 +49,8 @@ struct DeviceSegmentedRadixSort {
                                std::int64_t segments, Begin begin, End end, int begin_bit = 0,
                                int end_bit = 8 * sizeof(Key), cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], values_in + begin[i],
-                             values_out + begin[i], end[i] - begin[i], false, begin_bit, end_bit);
-      }
+      cuda_cpu::sort_segments(in, out, values_in, values_out, segments, begin, end, false,
+                              begin_bit, end_bit);
     });
   }
   template <class Key, class Value, class Begin, class End>
@@ -50,10 +60,8 @@ struct DeviceSegmentedRadixSort {
                                          int begin_bit = 0, int end_bit = 8 * sizeof(Key),
                                          cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], values_in + begin[i],
-                             values_out + begin[i], end[i] - begin[i], true, begin_bit, end_bit);
-      }
+      cuda_cpu::sort_segments(in, out, values_in, values_out, segments, begin, end, true, begin_bit,
+                              end_bit);
     });
   }
 
@@ -68,10 +76,8 @@ struct DeviceSegmentedSort {
                               std::int64_t, std::int64_t segments, Begin begin, End end,
                               cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], kNone, kNone, end[i] - begin[i], false,
-                             0, 8 * sizeof(Key));
-      }
+      cuda_cpu::sort_segments(in, out, kNone, kNone, segments, begin, end, false, 0,
+                              8 * sizeof(Key));
     });
   }
   template <class Key, class Begin, class End>
@@ -79,10 +85,8 @@ struct DeviceSegmentedSort {
                                         std::int64_t, std::int64_t segments, Begin begin, End end,
                                         cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], kNone, kNone, end[i] - begin[i], true,
-                             0, 8 * sizeof(Key));
-      }
+      cuda_cpu::sort_segments(in, out, kNone, kNone, segments, begin, end, true, 0,
+                              8 * sizeof(Key));
     });
   }
   template <class Key, class Value, class Begin, class End>
@@ -91,10 +95,8 @@ struct DeviceSegmentedSort {
                                std::int64_t segments, Begin begin, End end,
                                cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], values_in + begin[i],
-                             values_out + begin[i], end[i] - begin[i], false, 0, 8 * sizeof(Key));
-      }
+      cuda_cpu::sort_segments(in, out, values_in, values_out, segments, begin, end, false, 0,
+                              8 * sizeof(Key));
     });
   }
   template <class Key, class Value, class Begin, class End>
@@ -103,10 +105,8 @@ struct DeviceSegmentedSort {
                                          std::int64_t segments, Begin begin, End end,
                                          cudaStream_t = nullptr) {
     return cuda_cpu::two_calls(storage, bytes, [&] {
-      for (std::int64_t i = 0; i < segments; ++i) {
-        cuda_cpu::radix_sort(in + begin[i], out + begin[i], values_in + begin[i],
-                             values_out + begin[i], end[i] - begin[i], true, 0, 8 * sizeof(Key));
-      }
+      cuda_cpu::sort_segments(in, out, values_in, values_out, segments, begin, end, true, 0,
+                              8 * sizeof(Key));
     });
   }
 
