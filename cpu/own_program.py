@@ -34,6 +34,7 @@ SANITIZERS = {"address": "stray access", "thread": "race"}  # what each finds; i
 # compiler a quarter of an hour, and 9 GB.
 MANY_FILES = 100
 PAGE = "docs/cpu.md"
+WITHOUT_ENDED = "A barrier in"  # how the only mistake begins that does not spoil what comes after it
 CXX = "g++"
 CC = "gcc"
 FLAGS = ["-std=c++20", "-g1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-DCUDA_CPU_STACK=512"]
@@ -200,11 +201,11 @@ class Sources:
         # Where libcu++ is alone there is no version of thrust and cub.
         if first <= version <= last or (version == (0, 0) and name.startswith("cuda/")):
             return
-        line = text.count("\n", 0, include.start()) + 1
         first, last, which = ("{}.{}".format(*each) for each in (first, last, version))
         if version == (0, 0):
             which = "of a time when they did not say their version"
-        raise Refusal(f"{self.name(file)}:{line}: {self.cccl} has thrust and cub {which}; ./try takes {first} to {last}."
+        where = f"{self.name(file)}:{line_of(text, include.start())}"
+        raise Refusal(f"{where}: {self.cccl} has thrust and cub {which}; ./try takes {first} to {last}."
                       f" -I names the folder of another copy. {PAGE} says more.", 1)
 
     def find(self, file, name, quoted):
@@ -246,7 +247,7 @@ class Sources:
     def is_compiled(self, file, position):
         """Whether the compiler sees this place, or the preprocessor leaves it out."""
         lines = self._compiled_lines()
-        return lines is None or (file, self.texts[file].count("\n", 0, position) + 1) in lines
+        return lines is None or (file, line_of(self.texts[file], position)) in lines
 
     @cache
     def _compiled_lines(self):
@@ -269,8 +270,8 @@ class Sources:
         return seen
 
     def refuse(self, file, text, position, what):
-        line = text.count("\n", 0, position) + 1
-        raise Refusal(f"{self.name(file)}:{line}: the CPU backend does not have {what}. {PAGE} lists what it has.", 1)
+        where = f"{self.name(file)}:{line_of(text, position)}"
+        raise Refusal(f"{where}: the CPU backend does not have {what}. {PAGE} lists what it has.", 1)
 
     def _refuse_nested_launches(self):
         for file, text in self.texts.items():
@@ -304,7 +305,7 @@ class Sources:
     def refuse_as_nvcc(self, file, position, what):
         if not self.is_compiled(file, position):
             return
-        line = self.texts[file].count("\n", 0, position) + 1
+        line = line_of(self.texts[file], position)
         code = self.texts[file].splitlines()[line - 1].strip()
         raise Refusal(f"{what}.\n    {self.name(file)}:{line}: {code}", 1)
 
@@ -337,6 +338,10 @@ class Sources:
                 new += MAIN
             written[file].write_text(new, encoding="utf-8", errors="surrogateescape")
         return [written[file] for file in self.files]
+
+
+def line_of(text, position):
+    return text.count("\n", 0, position) + 1
 
 
 def holds_libcudacxx(folder):
@@ -697,7 +702,7 @@ def mistakes(rc, report, texts, seconds):
                 found.append(message)
         elif what == "exited" and (match := re.match(r".*? \((.*?)\), block \((.*?)\): (.*)", rest[0])):
             found.append(_waits(match[3], lines).replace(
-                "A deadlock: threads wait for something that nobody will do.", f"A barrier in {short(match[1])}, block"
+                "A deadlock: threads wait for something that nobody will do.", f"{WITHOUT_ENDED} {short(match[1])}, block"
                 f" ({match[2]}), to which a thread does not come, since it has ended. This run goes on without it, as GPUs"
                 " since Volta do."))
         elif what == "host":
@@ -936,7 +941,7 @@ def tried(doc):
         say(each)
     leaks(report)
     ended = not any(each[0] == "time" for each in report) and rc is not None
-    if builds and ended and all(each.startswith("A barrier in ") for each in found):
+    if builds and ended and all(each.startswith(WITHOUT_ENDED) for each in found):
         more = sanitizers(builds, folder, arguments, texts, given.seconds)
         for each in more:
             say(each)
