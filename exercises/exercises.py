@@ -1,7 +1,7 @@
 """The exercises: lessons with a piece cut out, or with a mistake in them.
 
 No source of an exercise is kept. Each is made from its lesson, by the table below: what is cut out is
-found by the function that it is in and by the text of its first and last line, as tests/mutants.py
+found by the function that it is in and by the text of its first and last line, as tests/lessons/mutants.py
 finds its places. So an exercise cannot drift from its lesson: a piece that is no longer there is an
 error. `./exercise` writes the files and checks them, exercises/check.py does the work.
 """
@@ -99,8 +99,8 @@ class Exercise:
     multiprocessors: int = 0  # of the device that the CPU plays; 0: as it likes
     goal: Goal = None
     headers: tuple = ()  # of operators/ or primitives/, which the reader's file has in it, to be cut as well
-    # Find the mistake: the mutant (tests/mutants.py), or the function and the change
-    # (tests/hopper_mutants.py), that the file has; "" if it is none of these.
+    # Find the mistake: the mutant (tests/lessons/mutants.py), or the function and the change
+    # (tests/lessons/hopper_mutants.py), that the file has; "" if it is none of these.
     mutant: tuple = None
 
     @property

@@ -422,7 +422,7 @@ def sizes(what):
 
 
 def python_table(what):
-    """What tests/gpu/times.py has recorded, a row per operator."""
+    """What operators/tests/gpu/times.py has recorded, a row per operator."""
     run = record_named(what)
     lines = [f"{run['device']['name']}, PyTorch {run['pytorch']}.", "",
              "| | PyTorch | torch.compile | ours | PyTorch / ours | compiled / ours |", "|---" + "|--:" * 5 + "|"]

@@ -1,0 +1,565 @@
+"""Operands for each of fused_kernels.py's functions, and what has to come out: computed in fp64, from numbers whose
+sums of products are exact in fp32. So the bounds are those of operators/tests/test_library*.py: what the result's own rounding,
+and fp32's in an exponential, may change."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import typing
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "operators" / "python"))
+import fused_kernels
+
+torch.set_float32_matmul_precision("highest")  # where PyTorch computes gradients
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+ROUNDING = {FP16: 2.0**-11, BF16: 2.0**-8, FP32: 2.0**-24}  # unit roundoff
+MESH_FP32 = 2.0**-18  # of a diffusion: fp32's own errors, of the size of the terms
+
+
+def numbers(*shape, dtype, seed=0, scale=1.0):
+    """Multiples of scale / 8, from -scale to scale."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return (torch.randint(-8, 9, shape, generator=generator, device="cuda") * (scale / 8)).to(dtype)
+
+
+def write_record(path, problems):
+    """What results/update_readme.py reads: problems, each {"name": ..., "kernels": [{"name": ..., "ms": ...}]}."""
+    record = {"device": {"name": torch.cuda.get_device_name()}, "pytorch": torch.__version__, "problems": problems}
+    pathlib.Path(path).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def near(name, found, expected, bound):
+    """Whether each number is as near as that, or the same infinity; a NaN never is."""
+    assert found.shape == expected.shape, f"{name}: {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    found = found.double()
+    right = (found == expected) | (((found - expected).abs() <= bound) & expected.isfinite())
+    wrong = (~right).nonzero()
+    assert len(wrong) == 0, (f"{name}: {len(wrong)} of {found.numel()} numbers are wrong, the first at "
+                             f"{wrong[0].tolist()}: {found[tuple(wrong[0])]} instead of {expected[tuple(wrong[0])]}")
+
+
+def alike(found, expected, roundings):
+    """Whether the relative error, in the Frobenius norm, is at most so many roundings of the type of `found`."""
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error <= roundings * ROUNDING[found.dtype], f"the relative error is {error}"  # a NaN is not
+
+
+def tensors(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@dataclasses.dataclass
+class Case:
+    name: str
+    run: typing.Callable  # of the operands
+    operands: typing.Callable  # of a seed
+    check: typing.Callable  # of operands and what `run` has returned
+    wants_gradients: tuple = ()  # of which operands there are gradients
+    more: tuple = ()  # what `run` is given after the operands
+
+    def __str__(self):
+        return self.name
+
+
+# ---- Product ------------------------------------------------------------------------------------------------------
+
+
+def check_product(operands, c):
+    a, b = (each.double() for each in operands)
+    expected = a @ b
+    assert c.dtype == operands[0].dtype
+    near("c", c, expected, 0 if c.dtype == FP32 else ROUNDING[c.dtype] * expected.abs())
+
+
+def product(rows, cols, depth, dtype, row_stride=None, math="fp32"):
+    """row_stride: of a and b, whose columns are the first of a wider matrix. Each math of fp32 is exact for these
+    operands."""
+
+    def operands(seed=0):
+        a = numbers(rows, row_stride or depth, dtype=dtype, seed=seed)[:, :depth]
+        return a, numbers(depth, row_stride or cols, dtype=dtype, seed=seed + 1)[:, :cols]
+
+    def run(a, b):
+        return fused_kernels.product(a, b, *more)
+
+    more = () if math == "fp32" else (math,)
+    name = "-".join([f"product-{rows}x{cols}x{depth}-{str(dtype)[6:]}", *more,
+                     *([f"stride={row_stride}"] if row_stride else [])])
+    return Case(name, run if more else fused_kernels.product, operands, check_product, (0, 1), more)
+
+
+# ---- Gated layer --------------------------------------------------------------------------------------------------
+
+
+def gating_in_fp64(x, w1, w2, b1, b2):
+    return torch.sigmoid(x @ w1 + b1) * (x @ w2 + b2)
+
+
+def check_gating(operands, out):
+    expected = gating_in_fp64(*(each.double() for each in operands))
+    assert out.dtype == FP16
+    near("out", out, expected, 1.01 * ROUNDING[FP16] * expected.abs() + 2.0**-25)
+
+
+def gating(rows, inputs, hidden, row_stride=None):
+    def operands(seed=0):
+        x = numbers(rows, row_stride or inputs, dtype=FP16, seed=seed)[:, :inputs]
+        weights = [numbers(inputs, hidden, dtype=FP16, seed=seed + i, scale=0.5) for i in (1, 2)]
+        return x, *weights, *(numbers(hidden, dtype=FP16, seed=seed + i) for i in (3, 4))
+
+    name = f"gating-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
+    return Case(name, fused_kernels.gating, operands, check_gating, (0, 1, 2, 3, 4))
+
+
+@torch.no_grad()
+def gating_gradient_sizes(d_out, x, w1, w2, b1, b2):
+    """What the terms of each number of the gated layer's gradients amount to, without their signs, in fp64."""
+    gate, values = torch.sigmoid(x @ w1 + b1), x @ w2 + b2
+    d_s, d_v = (d_out * values * gate * (1 - gate)).abs(), (d_out * gate).abs()
+    return (d_s @ w1.abs().T + d_v @ w2.abs().T, x.abs().T @ d_s, x.abs().T @ d_v, d_s.sum(0), d_v.sum(0))
+
+
+def gating_backward(rows, inputs, hidden, row_stride=None):
+    def operands(seed=0):
+        d_out = numbers(rows, hidden, dtype=FP16, seed=seed + 7)
+        return d_out, *gating(rows, inputs, hidden, row_stride).operands(seed)
+
+    def check(operands, result):
+        d_out, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in rest]
+        expected = torch.autograd.grad(gating_in_fp64(*rest), rest, d_out)
+        for found, other, size in zip(result, expected, gating_gradient_sizes(d_out, *rest), strict=True):
+            assert found.dtype == FP16
+            assert bool(((found - other).abs() <= 8 * ROUNDING[FP16] * size).all())
+            if found.numel() > 1:  # the terms of a single number may cancel each other
+                alike(found, other, 8)
+
+    name = f"gating_backward-{rows}x{inputs}x{hidden}" + (f"-stride={row_stride}" if row_stride else "")
+    return Case(name, fused_kernels.gating_backward, operands, check)
+
+
+# ---- Attention ----------------------------------------------------------------------------------------------------
+
+
+def attention(batch, queries, keys, heads, kv_heads, width, dtype, causal=False, layout="rows first"):
+    """layout: "rows first"; "heads first", (batch, heads, rows, width) in memory; or "packed", as one projection
+    leaves all three side by side, where there are as many keys as queries, and heads of both."""
+
+    def operands(seed=0):
+        if layout == "packed":
+            return numbers(batch, queries, 3, heads, width, dtype=dtype, seed=seed).unbind(2)
+        shapes = (queries, heads), (keys, kv_heads), (keys, kv_heads)
+        if layout == "heads first":
+            return tuple(numbers(batch, of_heads, rows, width, dtype=dtype, seed=seed + i).transpose(1, 2)
+                         for i, (rows, of_heads) in enumerate(shapes))
+        return tuple(numbers(batch, *shape, width, dtype=dtype, seed=seed + i) for i, shape in enumerate(shapes))
+
+    def check(operands, result):
+        out, log_sums = result
+        q, k, v = (each.double().transpose(1, 2) for each in operands)
+        k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+        logits = width**-0.5 * (q @ k.transpose(2, 3))
+        seen = torch.ones(queries, keys, dtype=torch.bool, device="cuda")
+        if causal:
+            seen = seen.tril(keys - queries)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        expected_sums = logits.logsumexp(3)
+        weights = torch.where(seen, (logits - expected_sums[..., None]).exp(), 0)
+        expected, sizes = weights @ v, weights @ v.abs()
+        # Exponentials are rounded to the type before the second product, and the result after it; fp32's own errors
+        # are some 2^-20 of the logits' size, at most 16 here. fp16 has nothing between multiples of 2^-24: what is
+        # below 2^-14 is rounded to them.
+        least = 2.0**-25 * (1 + seen.double() @ v.abs()) if dtype == FP16 else 0
+        assert out.dtype == dtype and log_sums.dtype == FP32
+        near("out", out.transpose(1, 2), expected,
+             (1.01 * ROUNDING[dtype] + 2.0**-16) * (sizes + expected.abs()) + least)
+        near("log_sums", log_sums, expected_sums, 2.0**-16 * expected_sums.abs().clamp(min=1))
+
+    def run(q, k, v):
+        return fused_kernels.attention(q, k, v, causal, log_sums=True)
+
+    name = f"attention-{batch}x{queries}x{keys}x{heads}x{kv_heads}x{width}-{str(dtype)[6:]}"
+    return Case(name + ("-causal" if causal else "") + f"-{layout.replace(' ', '_')}", run, operands, check)
+
+
+# ---- Diffusion ----------------------------------------------------------------------------------------------------
+
+
+def mesh(meshes, vertices, eigen, width, seed):
+    """basis, mass, evalues, times: masses are powers of two, so a product with one is not rounded."""
+    mass = torch.exp2((2 * numbers(*meshes, vertices, dtype=FP32, seed=seed + 1)).round()).to(BF16)
+    return (numbers(*meshes, vertices, eigen, dtype=BF16, seed=seed + 2), mass,
+            2 * numbers(*meshes, eigen, dtype=BF16, seed=seed + 3).abs(),
+            numbers(width, dtype=BF16, seed=seed + 4).abs())
+
+
+def diffusion_in_fp64(x, basis, mass, evalues, times):
+    damping = torch.exp(-evalues[..., :, None] * times)
+    spectral = damping * (basis.mT @ (mass[..., None] * x))
+    return basis @ spectral, spectral
+
+
+def check_diffusion(operands, result):
+    x, basis, mass, evalues, times = (each.double() for each in operands)
+    out, spectral = result
+    assert out.dtype == spectral.dtype == BF16
+    _, expected = diffusion_in_fp64(x, basis, mass, evalues, times)
+    damping = torch.exp(-evalues[..., :, None] * times)
+    sizes = damping * (basis.abs().mT @ (mass[..., None] * x.abs()))
+    near("spectral", spectral, expected, 1.01 * ROUNDING[BF16] * expected.abs() + MESH_FP32 * sizes)
+    # The second product is of what the first one has written.
+    expected = basis @ spectral.double()
+    sizes = basis.abs() @ spectral.double().abs()
+    near("out", out, expected, ROUNDING[BF16] * expected.abs() + MESH_FP32 * sizes)
+
+
+def gradient_sizes(d_out, d_spectral, basis, mass, evalues, times, spectral):
+    """In fp64: d_x and d_times, and of both the size of the terms, which are added up; for d_x, of its second sum."""
+    sums, sizes = basis.mT @ d_out, basis.abs().mT @ d_out.abs()
+    s = d_spectral + sums
+    terms = evalues[..., None] * s * spectral
+    of_terms = terms.abs() + evalues[..., None] * sizes * spectral.abs()
+    damped = torch.exp(-evalues[..., :, None] * times) * s
+    many = tuple(range(terms.dim() - 1))
+    return (mass[..., None] * (basis @ damped), -terms.sum(many), mass[..., None] * (basis.abs() @ damped.abs()),
+            of_terms.sum(many))
+
+
+def check_diffusion_backward(operands, result, rounds_spectral=False):
+    """rounds_spectral: the operand is the exact one, and what the kernel has read was rounded."""
+    d_x, d_times = result
+    assert d_x.dtype == d_times.dtype == BF16
+    expected_x, expected_times, sizes_x, sizes_times = gradient_sizes(*(each.double() for each in operands))
+    # The damped sums are rounded before the second product, and its result.
+    near("d_x", d_x, expected_x,
+         ROUNDING[BF16] * expected_x.abs() + (1.01 * ROUNDING[BF16] + MESH_FP32) * sizes_x)
+    of_spectral = 1.01 * ROUNDING[BF16] if rounds_spectral else 0
+    near("d_times", d_times, expected_times,
+         ROUNDING[BF16] * expected_times.abs() + (MESH_FP32 + of_spectral) * sizes_times)
+
+
+def diffusion(vertices, eigen, width, meshes=()):
+    def operands(seed=0):
+        return numbers(*meshes, vertices, width, dtype=BF16, seed=seed), *mesh(meshes, vertices, eigen, width, seed)
+
+    name = "x".join(map(str, (*meshes, vertices, eigen, width)))
+    return Case(f"diffusion-{name}", fused_kernels.diffusion, operands, check_diffusion, (0, 4))
+
+
+def diffusion_backward(vertices, eigen, width, meshes=()):
+    def operands(seed=0):
+        d_out = numbers(*meshes, vertices, width, dtype=BF16, seed=seed)
+        d_spectral, spectral = (numbers(*meshes, eigen, width, dtype=BF16, seed=seed + i) for i in (5, 6))
+        return d_out, d_spectral, *mesh(meshes, vertices, eigen, width, seed), spectral
+
+    name = "x".join(map(str, (*meshes, vertices, eigen, width)))
+    return Case(f"diffusion_backward-{name}", fused_kernels.diffusion_backward, operands, check_diffusion_backward)
+
+
+# ---- Softmax ------------------------------------------------------------------------------------------------------
+
+
+def check_softmax(operands, probs):
+    x, w = (each.double() for each in operands)
+    expected = torch.softmax(x @ w, 1)
+    assert probs.dtype == FP32
+    # Logits are exact; what is rounded are exponentials and their sum. An exponential below 2^-126 may be 0.
+    near("probs", probs, expected, 2.0**-20 * expected + 2.0**-125)
+
+
+def softmax(rows, inputs, classes):
+    def operands(seed=0):
+        return numbers(rows, inputs, dtype=FP32, seed=seed), numbers(inputs, classes, dtype=FP32, seed=seed + 1)
+
+    return Case(f"softmax-{rows}x{inputs}x{classes}", fused_kernels.softmax, operands, check_softmax, (0, 1))
+
+
+def softmax_backward(rows, inputs, classes):
+    def operands(seed=0):
+        x, w = softmax(rows, inputs, classes).operands(seed)
+        return numbers(rows, classes, dtype=FP32, seed=seed + 7), x, w, torch.softmax(x @ w, 1)
+
+    def check(operands, result):
+        d_probs, x, w, probs = (each.detach().double() for each in operands)
+        g = probs * (d_probs - (d_probs * probs).sum(1, keepdim=True))
+        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
+            assert found.dtype == FP32
+            if classes > 1:  # else it is 0, but for roundings
+                alike(found, other, 256)
+
+    return Case(f"softmax_backward-{rows}x{inputs}x{classes}", fused_kernels.softmax_backward, operands, check)
+
+
+def cross_entropy_in_fp64(x, w, labels):
+    """Of any type. cross_entropy() of PyTorch refuses labels that are no class, but for -100."""
+    return torch.nn.functional.cross_entropy(x @ w, labels.long(), reduction="none")
+
+
+def check_cross_entropy(operands, result):
+    (x, w, labels), losses = operands, tensors(result)[0]
+    exact = x.double() @ w.double()
+    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    assert losses.dtype == FP32
+    near("losses", losses, expected, (2.0**-20 + 2.0**-22 * exact.logsumexp(1).abs()) * (labels >= 0))
+
+
+def cross_entropy(rows, inputs, classes):
+    def operands(seed=0):
+        generator = torch.Generator(device="cuda").manual_seed(seed)
+        labels = torch.randint(0, classes, (rows,), generator=generator, device="cuda")
+        labels[6::7] = -100
+        return *softmax(rows, inputs, classes).operands(seed), labels
+
+    return Case(f"cross_entropy-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy, operands,
+                check_cross_entropy, (0, 1))
+
+
+def cross_entropy_backward(rows, inputs, classes):
+    def operands(seed=0):
+        x, w, labels = cross_entropy(rows, inputs, classes).operands(seed)
+        logits = x @ w
+        return numbers(rows, dtype=FP32, seed=seed + 7), x, w, labels, logits, logits.logsumexp(1)
+
+    def check(operands, result):
+        d_losses, x, w, labels, logits, log_sums = operands
+        x, w = x.double(), w.double()
+        g = (logits.double() - log_sums.double()[:, None]).exp()
+        g -= torch.nn.functional.one_hot(labels.clamp(min=0), classes)
+        g *= (d_losses.double() * (labels >= 0))[:, None]
+        for found, other in zip(result, (g @ w.t(), x.t() @ g), strict=True):
+            assert found.dtype == FP32
+            if classes > 1:  # else it is 0, but for roundings
+                alike(found, other, 256)
+
+    return Case(f"cross_entropy_backward-{rows}x{inputs}x{classes}", fused_kernels.cross_entropy_backward, operands,
+                check)
+
+
+# ---- Gradient features --------------------------------------------------------------------------------------------
+
+
+def features_in_fp64(x, gr, gi, lr, li):
+    xr, xi, m1, m2 = gr @ x, gi @ x, x @ lr.mT, x @ li.mT
+    return torch.tanh(xr * (gr @ m1 - gi @ m2) + xi * (gi @ m1 + gr @ m2))
+
+
+def errors_of_gradients(x, gr, gi, lr, li):
+    """In fp64: xr, xi, ar, ai, and how far ar and ai may be off, since x lr^T and x li^T are rounded."""
+    m1, m2 = x @ lr.mT, x @ li.mT
+    size_r = gr.abs() @ m1.abs() + gi.abs() @ m2.abs()
+    size_i = gi.abs() @ m1.abs() + gr.abs() @ m2.abs()
+    off = (1.01 * ROUNDING[BF16] + MESH_FP32) * torch.maximum(size_r, size_i)
+    return gr @ x, gi @ x, gr @ m1 - gi @ m2, gi @ m1 + gr @ m2, off
+
+
+def check_features(operands, out):
+    xr, xi, ar, ai, off = errors_of_gradients(*(each.double() for each in operands))
+    expected = torch.tanh(xr * ar + xi * ai)
+    assert out.dtype == BF16
+    # tanh.approx is off by 2^-10.9; its slope is at most 1.
+    near("out", out, expected, ROUNDING[BF16] * expected.abs() + 2.0**-10 + (xr.abs() + xi.abs()) * off)
+
+
+def check_features_backward(operands, result):
+    """As operators/tests/test_library_meshes.py: each factor may be off by so much, and all of this adds up."""
+    d_out, x, gr, gi, lr, li = (each.double() for each in operands)
+    xr, xi, ar, ai, off = errors_of_gradients(x, gr, gi, lr, li)
+    u, of_u = xr * ar + xi * ai, (xr.abs() + xi.abs()) * off
+
+    def slope(u):
+        return 1 - torch.tanh(u)**2
+
+    g = d_out * slope(u)
+    # |d slope / du| <= 0.77, and 2 slope where that is less.
+    steep = torch.minimum(torch.full_like(u, 0.77), 2 * slope((u.abs() - of_u).clamp(min=0)))
+    of_g = d_out.abs() * (steep * of_u + MESH_FP32 * slope(u))
+    rounded = 1.01 * ROUNDING[BF16]
+    (P, of_p), (Q, of_q), (R, of_r), (S, of_s) = (
+        (g * factor, rounded * (g * factor).abs() + of_g * factor.abs() + (g.abs() + of_g) * of_factor + MESH_FP32 *
+         (g * factor).abs()) for factor, of_factor in ((xr, 0), (xi, 0), (ar, off), (ai, off)))
+    gr_t, gi_t = gr.mT, gi.mT
+    dM1, dM2, D = gr_t @ P + gi_t @ Q, gr_t @ Q - gi_t @ P, gr_t @ R + gi_t @ S
+    of_1 = gr_t.abs() @ of_p + gi_t.abs() @ of_q + (rounded + MESH_FP32) * dM1.abs()
+    of_2 = gr_t.abs() @ of_q + gi_t.abs() @ of_p + (rounded + MESH_FP32) * dM2.abs()
+    of_d = gr_t.abs() @ of_r + gi_t.abs() @ of_s
+    bounds = (of_d + of_1 @ lr.abs() + of_2 @ li.abs(), of_1.mT @ x.abs(), of_2.mT @ x.abs())
+    expected = D + dM1 @ lr + dM2 @ li, dM1.mT @ x, dM2.mT @ x
+    for name, one, other, bound in zip(("d_x", "d_lr", "d_li"), result, expected, bounds, strict=True):
+        assert one.dtype == BF16
+        near(name, one, other, ROUNDING[BF16] * other.abs() + bound)
+        alike(one, other, 16)  # those bounds are wide: they let all errors add up
+
+
+def tangents(vertices, eigen, width, seed):
+    """x, gr, gi, lr, li: small, so that not all features are near 1 or -1."""
+    x = numbers(eigen, width, dtype=BF16, seed=seed + 1)
+    pairs = [numbers(*shape, dtype=BF16, seed=seed + i, scale=1 / 4 if shape[1] < 64 else 1 / 8)
+             for i, shape in enumerate([(vertices, eigen)] * 2 + [(width, width)] * 2, 2)]
+    return x, *pairs
+
+
+def gradient_features(vertices, eigen, width):
+    return Case(f"gradient_features-{vertices}x{eigen}x{width}", fused_kernels.gradient_features,
+                lambda seed=0: tangents(vertices, eigen, width, seed), check_features, (0, 3, 4))
+
+
+def gradient_features_backward(vertices, eigen, width):
+    def operands(seed=0):
+        return numbers(vertices, width, dtype=BF16, seed=seed), *tangents(vertices, eigen, width, seed)
+
+    return Case(f"gradient_features_backward-{vertices}x{eigen}x{width}", fused_kernels.gradient_features_backward,
+                operands, check_features_backward)
+
+
+# ---- Clifford products --------------------------------------------------------------------------------------------
+
+
+def algebra(p, q, r):
+    """(grades of the blades, terms): (i, j, k, sign, t) where blade i times blade j is sign times blade k, of triple
+    t."""
+    bits = sorted(range(1 << p + q + r), key=lambda blade: (blade.bit_count(), blade))
+    squares, terms = [1] * p + [-1] * q + [0] * r, []
+    for i, a in enumerate(bits):
+        for j, b in enumerate(bits):
+            swaps = sum((a >> v + 1 & b).bit_count() for v in range(p + q + r))
+            sign = (-1)**swaps
+            for v, square in enumerate(squares):
+                sign *= square if a & b & 1 << v else 1
+            if sign:
+                terms.append((i, j, bits.index(a ^ b), sign))
+    grades = [blade.bit_count() for blade in bits]
+    triples = sorted({(grades[i], grades[k], grades[j]) for i, j, k, _ in terms})
+    return grades, [(i, j, k, sign, triples.index((grades[i], grades[k], grades[j]))) for i, j, k, sign in terms]
+
+
+def clifford_in_fp64(x, y, w, signature, normed):
+    """w is (features, triples), or (triples, features, features)."""
+    grades, terms = algebra(*signature)
+    x, y = (each * (1 + torch.erf(each[:1] * 0.5**0.5)) / 2 for each in (x, y))
+    planes = {}
+    for i, j, k, sign, t in terms:
+        planes[t, k] = planes.get((t, k), 0) + sign * x[i] * y[j]
+    z = [0] * len(grades)
+    for (t, k), plane in planes.items():
+        z[k] = z[k] + (plane * w[:, t] if w.dim() == 2 else plane @ w[t])
+    z = torch.stack(z)
+    if not normed:
+        return z
+    squares = [sum(z[k].square().mean(1, keepdim=True) for k in range(len(grades)) if grades[k] == c)
+               for c in range(max(grades) + 1)]
+    return torch.stack([z[k] * (squares[c] + 1e-6).rsqrt() for k, c in enumerate(grades)])
+
+
+def clifford_operands(batch, features, signature, seed):
+    blades, triples = 2**sum(signature), fused_kernels.TRIPLES[signature]
+    return (*(numbers(blades, batch, features, dtype=FP32, seed=seed + i) for i in (1, 2)),
+            numbers(features, triples, dtype=FP32, seed=seed + 3))
+
+
+def clifford_name(function, batch, features, signature, normed):
+    numbers_of = f"{batch}x{features}-{','.join(map(str, signature))}"
+    return f"{function.__name__}-{numbers_of}" + ("" if normed else "-not_normed")
+
+
+def clifford_forward_case(function, operands_of, bound, batch, features, signature, normed):
+    def check(operands, out):
+        expected = clifford_in_fp64(*(each.double() for each in operands), signature, normed)
+        assert out.dtype == FP32
+        alike(out, expected, bound)
+
+    return Case(clifford_name(function, batch, features, signature, normed),
+                lambda *operands: function(*operands, signature, normed),
+                lambda seed=0: operands_of(batch, features, signature, seed), check, (0, 1, 2))
+
+
+def clifford_backward_case(function, operands_of, bound, batch, features, signature, normed):
+    def operands(seed=0):
+        d_out = numbers(2**sum(signature), batch, features, dtype=FP32, seed=seed)
+        return d_out, *operands_of(batch, features, signature, seed)
+
+    def check(operands, result):
+        d_out, *rest = (each.detach().double() for each in operands)
+        rest = [each.requires_grad_() for each in rest]
+        expected = torch.autograd.grad(clifford_in_fp64(*rest, signature, normed), rest, d_out)
+        for found, other in zip(result, expected, strict=True):
+            assert found.dtype == FP32
+            alike(found, other, bound)
+
+    return Case(clifford_name(function, batch, features, signature, normed),
+                lambda *each: function(*each, signature, normed), operands, check)
+
+
+def clifford(batch, features, signature=(3, 0, 0), normed=True):
+    return clifford_forward_case(fused_kernels.clifford, clifford_operands, 512, batch, features, signature, normed)
+
+
+def clifford_backward(batch, features, signature=(3, 0, 0), normed=True):
+    return clifford_backward_case(fused_kernels.clifford_backward, clifford_operands, 2048, batch, features, signature,
+                                  normed)
+
+
+def connected_operands(batch, features, signature, seed):
+    x, y, _ = clifford_operands(batch, features, signature, seed)
+    return x, y, numbers(fused_kernels.TRIPLES[signature], features, features, dtype=FP32, seed=seed + 3)
+
+
+def clifford_connected(batch, features, signature=(3, 0, 0), normed=True):
+    # The bound is of TF32: 4 times 2^-11, where fp32's is 2^-24.
+    return clifford_forward_case(fused_kernels.clifford_connected, connected_operands, 2.0**15, batch, features,
+                                 signature, normed)
+
+
+def clifford_connected_backward(batch, features, signature=(3, 0, 0), normed=True):
+    return clifford_backward_case(fused_kernels.clifford_connected_backward, connected_operands, 2.0**16, batch,
+                                  features, signature, normed)
+
+
+# ---- All ----------------------------------------------------------------------------------------------------------
+
+MESHES = [(1, 8, 8), (70, 24, 16), (5001, 128, 256), (1234, 136, 8), (700, 32, 264)]
+CASES = [
+    *(product(*sizes, dtype) for dtype in (FP16, BF16, FP32)
+      for sizes in ((1, 1, 1), (65, 9, 7), (33, 130, 65), (257, 333, 129), (1001, 515, 777))),
+    *(product(21, 70, 13, dtype, row_stride=88) for dtype in (FP16, BF16)),
+    *(product(*sizes, FP32, row_stride, math) for math in ("tf32", "tf32x3") for *sizes, row_stride in (
+        (1, 1, 1, None), (65, 9, 7, None), (33, 130, 65, None), (257, 333, 129, None), (1001, 515, 777, None),
+        (512, 1024, 640, None), (3000, 2000, 100, None), (21, 70, 13, 76), (700, 301, 257, 304))),
+    *(gating(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
+    gating(24, 40, 36, row_stride=56), gating_backward(24, 40, 36, row_stride=56),
+    *(gating_backward(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (1001, 129, 257))),
+    *(make(*sizes) for make in (softmax_backward, cross_entropy, cross_entropy_backward)
+      for sizes in ((1, 1, 1), (65, 7, 9), (33, 65, 130), (3, 20, 9001), (2101, 12, 10), (30001, 64, 36),
+                    (1000, 516, 777))),
+    *(attention(*sizes, dtype, causal, layout) for dtype in (FP16, BF16)
+      for layout in ("rows first", "heads first")
+      for *sizes, causal in ((1, 1, 1, 1, 1, 1, False), (2, 5, 9, 4, 2, 24, True), (1, 9, 5, 1, 1, 7, True),
+                             (1, 3, 300, 2, 2, 72, False), (2, 129, 257, 4, 2, 128, True))),
+    *(attention(2, 77, 77, 3, 3, 64, dtype, layout="packed") for dtype in (FP16, BF16)),
+    *(make(*sizes) for make in (diffusion, diffusion_backward) for sizes in MESHES),
+    *(make(21, 40, 72, meshes=(3,)) for make in (diffusion, diffusion_backward)),
+    *(softmax(*sizes) for sizes in ((1, 1, 1), (65, 7, 9), (5, 130, 133), (33, 65, 130), (3, 20, 9001),
+                                    (2101, 12, 10))),
+    *(make(*sizes) for make in (gradient_features, gradient_features_backward) for sizes in MESHES),
+    *(make(*sizes) for make in (clifford, clifford_backward)
+      for sizes in ((1, 1), (5, 13), (300, 64), (65, 1024), (7, 1030), (3, 8192))),
+    *(make(21, 40, signature) for make in (clifford, clifford_backward) for signature in fused_kernels.TRIPLES),
+    *(make(33, 72, normed=False) for make in (clifford, clifford_backward)),
+    *(make(*sizes) for make in (clifford_connected, clifford_connected_backward)
+      for sizes in ((1, 1), (5, 13), (300, 64), (1000, 260), (4096, 512), (20, 128, (2, 0, 0)),
+                    (700, 130, (2, 0, 0), False))),
+]
+EACH = [  # one of each function, and of the product one of each type and math
+    *(product(257, 136, 129, dtype) for dtype in (FP16, BF16, FP32)),
+    *(product(257, 136, 129, FP32, math=math) for math in ("tf32", "tf32x3")), gating(257, 129, 136),
+    attention(2, 129, 257, 4, 2, 64, BF16, causal=True), diffusion(1234, 64, 72, meshes=(2,)),
+    diffusion_backward(1234, 64, 72, meshes=(2,)), softmax(129, 65, 257), gradient_features(1234, 64, 72),
+    gradient_features_backward(1234, 64, 72), clifford(65, 72), clifford_backward(65, 72),
+    gating_backward(257, 129, 136), softmax_backward(129, 65, 257), cross_entropy(129, 65, 257),
+    cross_entropy_backward(129, 65, 257),
+    clifford_connected(200, 72), clifford_connected_backward(200, 72),
+]

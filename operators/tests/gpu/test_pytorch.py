@@ -1,0 +1,510 @@
+"""operators/python/fused_kernels.py on a GPU: `scons test-gpu`, or `python3 -m pytest operators/tests/gpu -q` where
+FUSED_KERNELS_LIBRARY names the library."""
+
+import faulthandler
+import functools
+import inspect
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the functions of tensors need PyTorch")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("PyTorch sees no GPU of compute capability 9.0", allow_module_level=True)
+BUILT = pathlib.Path(__file__).resolve().parents[3] / "build" / "cuda" / "libfused_kernels.so"
+if "FUSED_KERNELS_LIBRARY" not in os.environ and not BUILT.exists():
+    pytest.skip("the library has not been built by nvcc: scons library arch=90a", allow_module_level=True)
+
+import alone
+import cases
+from cases import (BF16, CASES, EACH, FP16, FP32, alike, check_diffusion_backward, diffusion_in_fp64,
+                   fused_kernels, gating_in_fp64, numbers, tensors)
+
+SECONDS = 90  # of a test, before the process is ended
+GUARD = 128  # elements before and after each result, and the workspace
+DIFFERENTIABLE = [case for case in EACH if case.wants_gradients]
+
+
+@pytest.fixture(autouse=True)
+def watchdog(request):
+    """A kernel that never ends would let the test wait forever: then the process ends, and says where it was."""
+    def stop():
+        if capture := request.config.pluginmanager.getplugin("capturemanager"):
+            capture.suspend_global_capture()
+        os.write(2, f"\n{request.node.nodeid} took more than {SECONDS} seconds\n".encode())
+        faulthandler.dump_traceback(2)
+        os._exit(1)
+
+    timer = threading.Timer(SECONDS, stop)
+    timer.start()
+    try:
+        yield
+        torch.cuda.synchronize()  # its failures are this test's
+    finally:
+        timer.cancel()
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """What is allocated, results and workspace, is NaN and lies between guards. Called, it checks these."""
+    allocated, real = [], fused_kernels._empty
+
+    def empty(shape, strides, dtype):
+        count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+        whole = real((count + 2 * GUARD * (2 if dtype == torch.uint8 else 1),), (1,), dtype)
+        guard = (whole.numel() - count) // 2
+        whole.fill_(0xff if dtype == torch.uint8 else torch.nan)
+        allocated.append((whole, guard))
+        return whole.as_strided(shape, strides, guard)
+
+    def check():
+        assert allocated
+        for whole, guard in allocated:
+            for each in (whole[:guard], whole[-guard:]):
+                assert bool((each == 0xff if whole.dtype == torch.uint8 else each.isnan()).all())
+
+    monkeypatch.setattr(fused_kernels, "_empty", empty)
+    monkeypatch.setattr(fused_kernels, "_KEPT_BYTES", -1)  # each call allocates its workspace
+    return check
+
+
+def with_gradients(case, seed=1):
+    """(operands, those of them whose gradients there are)."""
+    operands = [each.detach() for each in case.operands(seed)]
+    return operands, [operands[at].requires_grad_() for at in case.wants_gradients]
+
+
+# ---- Results ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result(case, guarded):
+    operands = case.operands()
+    before = [each.clone() for each in operands]
+    for _ in range(2):
+        result = case.run(*operands)
+        torch.cuda.synchronize()
+        case.check(operands, result)
+        guarded()
+        assert all(torch.equal(one, other) for one, other in zip(operands, before))
+        assert not any(each.requires_grad for each in tensors(result))
+
+
+@pytest.mark.parametrize("sizes", [(40, 40, 1), (257, 132, 640), (257, 333, 129), (1000, 300, 5000)], ids=str)
+@pytest.mark.parametrize("math", ["fp32", "tf32", "tf32x3"])
+def test_errors_of_products_of_fp32(math, sizes):
+    """Of any numbers, as the docstring has them; and TF32 is not taken for fp32."""
+    rows, cols, depth = sizes
+    torch.manual_seed(depth)
+    a, b = torch.randn(rows, depth, device="cuda"), torch.randn(depth, cols, device="cuda")
+    error = {"fp32": depth * 2.0**-24, "tf32": 2.0**-10 + depth * 2.0**-25, "tf32x3": 2.0**-18 + depth * 2.0**-29}[math]
+    c, expected = fused_kernels.product(a, b, math=math), a.double() @ b.double()
+    cases.near("c", c, expected, error * (a.abs().double() @ b.abs().double()))
+    assert ((c - expected).norm() > 2.0**-14 * expected.norm()) == (math == "tf32")
+
+
+def test_result_of_attention_lies_as_the_query_does():
+    q = numbers(2, 3, 5, 8, dtype=FP16).transpose(1, 2)
+    assert fused_kernels.attention(q, q, q).stride() == q.stride()
+    assert fused_kernels.attention(q.contiguous(), q, q).is_contiguous()
+
+
+def test_scale_and_causal_of_attention():
+    """Calls that differ in these alone are not taken for one another."""
+    q, k, v = (numbers(2, 40, 3, 16, dtype=FP16, seed=seed) for seed in (1, 2, 3))
+    usual = fused_kernels.attention(q, k, v)
+    for _ in range(2):
+        alike(fused_kernels.attention(q, k, v, scale=0.5), fused_kernels.attention(2 * q, k, v), 2)
+        alike(fused_kernels.attention(q, k, v, scale=0.25), usual, 2)
+        causal = fused_kernels.attention(q, k, v, causal=True)
+        alike(causal[:, 0], v[:, 0], 1)  # it sees one key
+        alike(causal[:, -1], usual[:, -1], 2)
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_tuning(case):
+    """The call that tries, and calls after it."""
+    operands = case.operands()
+    with fused_kernels.tuning():
+        case.check(operands, case.run(*operands))
+        way = fused_kernels.library().fk_last_way()
+    case.check(operands, case.run(*operands))
+    assert fused_kernels.library().fk_last_way() == way
+
+
+def test_two_threads_in_one_stream():
+    """Calls with small workspaces, which each thread keeps."""
+    case = cases.product(65, 9, 7, FP16)
+    operands = case.operands()
+    stream, failed = torch.cuda.current_stream(), []
+
+    def run():
+        try:
+            with torch.cuda.stream(stream):
+                for result in [case.run(*operands) for _ in range(200)]:
+                    case.check(operands, result)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_autocast_changes_nothing(case):
+    operands = case.operands()
+    with torch.autocast("cuda", dtype=FP16 if operands[0].dtype == BF16 else BF16):
+        case.check(operands, case.run(*operands))
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_another_device(case):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    operands = [each.to("cuda:1") for each in case.operands()]
+    result = [each.to("cuda:0") for each in tensors(case.run(*operands))]
+    assert torch.cuda.current_device() == 0
+    case.check(case.operands(), tuple(result) if len(result) > 1 else result[0])
+
+
+@pytest.mark.parametrize("name", alone.TESTS)
+def test_in_a_process_of_its_own(name):
+    command = [sys.executable, str(pathlib.Path(alone.__file__)), name]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS - 15)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# ---- Gradients ----------------------------------------------------------------------------------------------------
+
+
+def in_fp64(function, operands, wanted, d):
+    """The gradients of a function of fp64 tensors, as autograd finds them."""
+    doubles = [each.detach().double() for each in operands]
+    at = [doubles[i].requires_grad_() for i, each in enumerate(operands) if any(each is one for one in wanted)]
+    return torch.autograd.grad(function(*doubles), at, [each.double() for each in d])
+
+
+@pytest.mark.parametrize("sizes", [((), 70, 24, 16), ((), 1, 8, 8), ((3,), 201, 136, 72), ((), 5001, 128, 256)],
+                         ids=str)
+def test_gradients_of_the_diffusion(sizes, guarded):
+    meshes, vertices, eigen, width = sizes
+    operands, wanted = with_gradients(cases.diffusion(vertices, eigen, width, meshes))
+    out, spectral = fused_kernels.diffusion(*operands)
+    d = [numbers(*each.shape, dtype=BF16, seed=seed) for seed, each in enumerate((out, spectral), 11)]
+    found = torch.autograd.grad((out, spectral), wanted, d)
+    guarded()
+    expected = in_fp64(diffusion_in_fp64, operands, wanted, d)
+    # The bounds are of formulas in fp64, which autograd confirms.
+    _, exact = diffusion_in_fp64(*(each.detach().double() for each in operands))
+    check_diffusion_backward((*d, *(each.detach() for each in operands[1:]), exact), found, rounds_spectral=True)
+    formulas = cases.gradient_sizes(*(each.detach().double() for each in (*d, *operands[1:], exact)))[:2]
+    for one, other in zip(formulas, expected):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("uses", [0, 1], ids=["out", "spectral"])
+def test_gradients_of_one_result_of_the_diffusion(uses):
+    operands, wanted = with_gradients(cases.diffusion(70, 24, 16))
+    results = fused_kernels.diffusion(*operands)
+    results[uses].sum().backward()  # its gradient is one number, expanded
+    d = [torch.full_like(each, i == uses).detach() for i, each in enumerate(results)]
+    _, exact = diffusion_in_fp64(*(each.detach().double() for each in operands))
+    check_diffusion_backward((*d, *(each.detach() for each in operands[1:]), exact),
+                             [each.grad for each in wanted], rounds_spectral=True)
+
+
+@pytest.mark.parametrize("sizes", [(70, 24, 16), (1, 8, 8), (201, 136, 72), (5001, 128, 256)], ids=str)
+def test_gradients_of_the_gradient_features(sizes, guarded):
+    operands, wanted = with_gradients(cases.gradient_features(*sizes))
+    out = fused_kernels.gradient_features(*operands)
+    d = numbers(*out.shape, dtype=BF16, seed=11)
+    found = torch.autograd.grad(out, wanted, d)
+    guarded()
+    cases.check_features_backward((d, *(each.detach() for each in operands)), found)
+    # The check has formulas of its own. Autograd finds the same gradients, to some roundings to bf16.
+    for one, other in zip(found, in_fp64(cases.features_in_fp64, operands, wanted, [d])):
+        alike(one, other, 16)
+
+
+@pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE
+                                  if not case.name.startswith(("diffusion", "gradient_features"))], ids=str)
+def test_gradients_by_pytorch(case):
+    """Some roundings to the type: of products, of what is multiplied next, and of PyTorch's partial sums."""
+    operands, wanted = with_gradients(case)
+    result = case.run(*operands)
+    d = numbers(*result.shape, dtype=result.dtype, seed=11)
+    found = torch.autograd.grad(result, wanted, d)
+    function = {"product": torch.matmul, "gating": gating_in_fp64,
+                "softmax": lambda x, w: torch.softmax(x @ w, 1), "cross_entropy": cases.cross_entropy_in_fp64,
+                **dict.fromkeys(("clifford", "clifford_connected"),
+                                lambda *each: cases.clifford_in_fp64(*each, (3, 0, 0), True))}[case.name.split("-")[0]]
+    for one, other, operand in zip(found, in_fp64(function, operands, wanted, [d]), wanted):
+        assert one.dtype == operand.dtype
+        rounded = 2.0**16 if case.name.startswith("clifford_connected") else 2048  # in TF32
+        alike(one, other, rounded if one.dtype == FP32 else 8)
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=str)
+def test_one_gradient_alone(case):
+    operands, wanted = with_gradients(case)
+    result = tensors(case.run(*operands))
+    d = [torch.ones_like(each) for each in result]
+    all_found = torch.autograd.grad(result, wanted, d)
+    for at, expected in zip(case.wants_gradients, all_found):
+        operands, _ = with_gradients(case)
+        for i, each in enumerate(operands):
+            each.requires_grad_(i == at)
+        (found,) = torch.autograd.grad(tensors(case.run(*operands)), operands[at], d)
+        alike(found, expected, 2)
+
+
+def test_parameters_of_a_module():
+    """They are of a class of their own, and calls with them are as direct as others."""
+    class Gated(torch.nn.Module):
+        def __init__(self, inputs, hidden):
+            super().__init__()
+            _, *own = cases.gating(1, inputs, hidden).operands()
+            self.own = torch.nn.ParameterList(own)
+
+        def forward(self, x):
+            return fused_kernels.gating(x, *self.own)
+
+    layer, x = Gated(24, 40), numbers(70, 24, dtype=FP16)
+    out = layer(x)
+    assert out.grad_fn.name().startswith("fused_kernels_gating")
+    cases.check_gating((x, *(each.detach() for each in layer.own)), out.detach())
+    out.sum().backward()
+    assert all(each.grad.shape == each.shape and bool(each.grad.isfinite().all()) for each in layer.own)
+
+
+def test_second_derivatives():
+    a, b = (numbers(8, 8, dtype=FP32, seed=seed).requires_grad_() for seed in (1, 2))
+    (d_a,) = torch.autograd.grad(fused_kernels.product(a, b).sum(), a, create_graph=True)
+    (found,) = torch.autograd.grad(d_a.square().sum(), b)
+    alike(found, (2 * b.detach().sum(1, keepdim=True) * 8).expand(8, 8), 8)
+    operands, wanted = with_gradients(cases.diffusion(70, 24, 16))
+    out, _ = fused_kernels.diffusion(*operands)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), wanted, create_graph=True)
+    operands, wanted = with_gradients(cases.gradient_features(70, 24, 16))
+    with pytest.raises(RuntimeError, match="no second derivative of the gradient features"):
+        torch.autograd.grad(fused_kernels.gradient_features(*operands).sum(), wanted, create_graph=True)
+    for case, name in ((cases.gating(24, 40, 36), "the gated layer"), (cases.softmax(65, 7, 9), "softmax"),
+                       (cases.cross_entropy(65, 7, 9), "the cross-entropy")):
+        operands, wanted = with_gradients(case)
+        with pytest.raises(RuntimeError, match=f"no second derivative of {name}"):
+            torch.autograd.grad(case.run(*operands).sum(), wanted, create_graph=True)
+    operands, wanted = with_gradients(cases.clifford(5, 13))
+    with pytest.raises(RuntimeError, match="no second derivative of the Clifford product"):
+        torch.autograd.grad(fused_kernels.clifford(*operands).sum(), wanted, create_graph=True)
+
+
+def test_gradients_that_are_not_there():
+    q = numbers(1, 4, 2, 8, dtype=FP16).requires_grad_()
+    with pytest.raises(RuntimeError, match="no gradient of attention"):
+        fused_kernels.attention(q, q, q)
+    with torch.no_grad():
+        fused_kernels.attention(q, q, q)
+    for at in (1, 2, 3):
+        operands, _ = with_gradients(cases.diffusion(70, 24, 16))
+        operands[at].requires_grad_()
+        with pytest.raises(RuntimeError, match="no gradient of basis, mass or evalues"):
+            fused_kernels.diffusion(*operands)
+    for at in (1, 2):
+        operands, _ = with_gradients(cases.gradient_features(70, 24, 16))
+        operands[at].requires_grad_()
+        with pytest.raises(RuntimeError, match="no gradient of gr or gi"):
+            fused_kernels.gradient_features(*operands)
+
+
+# ---- torch.library and torch.compile ------------------------------------------------------------------------------
+
+
+def operator_of(case):
+    return getattr(torch.ops.fused_kernels, case.name.split("-")[0]).default
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_opcheck(case):
+    operands, _ = with_gradients(case)
+    others = {"attention": [(), (True, 0.5, True)]}.get(case.name.split("-")[0], [case.more])
+    # Each call of the diffusion adds up in another order.
+    tolerances = {"rtol": 2.0**-6, "atol": 2.0**-6} if operands[0].dtype == BF16 else {}
+    if "rtol" not in inspect.signature(torch.library.opcheck).parameters:
+        tolerances = {}
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic",
+             *(("test_autograd_registration",) if case.wants_gradients else ()))
+    for more in others:
+        torch.library.opcheck(operator_of(case), (*operands, *more), test_utils=tests, **tolerances)
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_operators_compute_the_same(case):
+    """Called by name, as torch.compile calls them."""
+    operands = case.operands()
+    more = (True, None, True) if case.name.startswith("attention") else case.more
+    case.check(operands, operator_of(case)(*operands, *more))
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_compile(case):
+    """With something to fuse before the call. Operands are halves of numbers that are exact doubled."""
+    from torch.utils._triton import has_triton
+
+    torch._dynamo.reset()
+    run = case.run
+    compiled = torch.compile(lambda *operands: run(operands[0] * 2, *operands[1:]), fullgraph=True,
+                             backend="inductor" if has_triton() else "aot_eager")
+    operands, wanted = with_gradients(case)
+    whole = [each.detach() for each in operands]
+    operands[0] = (whole[0] / 2).requires_grad_(0 in case.wants_gradients)
+    wanted = [operands[at] for at in case.wants_gradients]
+    with torch.no_grad():
+        result = compiled(*operands)
+    case.check(whole, result)
+    if not wanted:
+        return
+    result = tensors(compiled(*operands))
+    case.check(whole, result if len(result) > 1 else result[0])
+    d = [numbers(*each.shape, dtype=each.dtype, seed=11) for each in result]
+    found = torch.autograd.grad(result, wanted, d)
+    expected = torch.autograd.grad(tensors(case.run(operands[0] * 2, *operands[1:])), wanted, d)
+    for one, other in zip(found, expected):
+        alike(one, other, 256 if one.dtype == FP32 else 8)
+
+
+def test_a_compiled_function_takes_other_sizes():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, b: fused_kernels.product(a, b), fullgraph=True, dynamic=True,
+                             backend="aot_eager")
+    for sizes in ((70, 40, 24), (65, 9, 7), (257, 136, 129)):
+        case = cases.product(*sizes, FP16)
+        operands = case.operands()
+        case.check(operands, compiled(*operands))
+
+
+def test_fake_tensors_have_the_layouts_of_results():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for case in CASES:
+        operands = case.operands()
+        result = tensors(case.run(*operands))
+        with FakeTensorMode() as mode:
+            fakes = tensors(case.run(*(mode.from_tensor(each) for each in operands)))
+        for one, other in zip(result, fakes, strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device, case
+            strides = [[step for step, size in zip(each.stride(), each.shape) if size > 1] for each in (one, other)]
+            assert strides[0] == strides[1], case  # of a dimension with one element the stride says nothing
+
+
+# ---- Refusals -----------------------------------------------------------------------------------------------------
+
+
+def misaligned(*shape, dtype):
+    count = torch.Size(shape).numel()
+    return numbers(count + 1, dtype=dtype)[1:].view(shape)
+
+
+def refusals():
+    """(name, exception, words of its sentence, the call)."""
+    k = fused_kernels
+    half, single, brain = (functools.partial(numbers, dtype=dtype) for dtype in (FP16, FP32, BF16))
+    q, mesh = half(1, 4, 4, 8), cases.diffusion(70, 24, 16).operands()
+
+    def with_mesh(at, other):
+        return lambda: k.diffusion(*mesh[:at], other, *mesh[at + 1:])
+
+    return [
+        ("fp64", ValueError, "a is torch.float64; it has to be torch.float16 or", lambda: k.product(
+            half(8, 8).double(), half(8, 8).double())),
+        ("two types", ValueError, "b is torch.bfloat16; it has to be torch.float16",
+         lambda: k.product(half(8, 8), brain(8, 8))),
+        ("shapes", ValueError, r"b has the shape \(9, 8\); it has to be \(8, 8\)",
+         lambda: k.product(half(8, 8), half(9, 8))),
+        ("dimensions", ValueError, "it has to have 2 dimensions", lambda: k.product(half(2, 8, 8), half(8, 8))),
+        ("no rows", ValueError, "rows is 0", lambda: k.product(half(0, 8), half(8, 8))),
+        ("transposed", ValueError, "elements of a row have to be neighbours",
+         lambda: k.product(half(8, 16).t(), half(8, 8))),
+        ("expanded", ValueError, "memory of their own", lambda: k.product(half(1, 8).expand(4, 8), half(8, 8))),
+        ("rows apart", ValueError, "16 bytes", lambda: k.product(half(8, 26)[:, :8], half(8, 8))),
+        ("rows of fp32 apart", ValueError, "have to be dense", lambda: k.product(single(8, 16)[:, :8], single(8, 8))),
+        ("rows of fp32 apart, in TF32", ValueError, "16 bytes",
+         lambda: k.product(single(8, 18)[:, :8], single(8, 8), "tf32")),
+        ("a math that there is not", ValueError, "math is 'bf16'; it has to be 'fp32' or 'tf32' or 'tf32x3'",
+         lambda: k.product(single(8, 8), single(8, 8), "bf16")),
+        ("TF32 of fp16", ValueError, "math is 'tf32', but a is torch.float16; it has to be torch.float32",
+         lambda: k.product(half(8, 8), half(8, 8), math="tf32")),
+        ("misaligned", ValueError, "a: the pointer is not aligned",
+         lambda: k.product(misaligned(8, 8, dtype=FP16), half(8, 8))),
+        ("on the CPU", ValueError, "a is on cpu; it has to be on a CUDA device",
+         lambda: k.product(half(8, 8).cpu(), half(8, 8).cpu())),
+        ("one on the CPU", RuntimeError, "b is not memory of a GPU", lambda: k.product(half(8, 8), half(8, 8).cpu())),
+        ("weights as torch.nn.Linear has them", ValueError, "w1 has the strides", lambda: k.gating(
+            half(4, 8), half(16, 8).t(), half(8, 16), half(16), half(16))),
+        ("bias", ValueError, r"b2 has the shape \(8,\)",
+         lambda: k.gating(half(4, 8), half(8, 16), half(8, 16), half(16), half(8))),
+        ("gated layer in bf16", ValueError, "x is torch.bfloat16", lambda: k.gating(
+            brain(4, 8), brain(8, 16), brain(8, 16), brain(16), brain(16))),
+        ("heads", ValueError, "kv_heads", lambda: k.attention(q, q[:, :, :3], q[:, :, :3])),
+        ("width", ValueError, "width is 264", lambda: k.attention(*[half(1, 2, 2, 264)] * 3)),
+        ("scale", ValueError, "scale is", lambda: k.attention(q, q, q, scale=0.0)),
+        ("expanded keys", ValueError, "no dimension may be expanded",
+         lambda: k.attention(q, q[:, :1].expand(1, 4, 4, 8), q)),
+        ("all expanded", ValueError, "no dimension may be expanded",
+         lambda: k.attention(q, half(8).expand(1, 4, 4, 8), q)),
+        ("eigen", ValueError, "eigen is 20; it has to be a multiple of 8", lambda: k.diffusion(
+            brain(9, 8), brain(9, 20), brain(9), brain(20), brain(8))),
+        ("mesh", ValueError, r"mass has the shape \(71,\); it has to be \(70,\)", with_mesh(2, brain(71))),
+        ("mesh in fp16", ValueError, "basis is torch.float16", with_mesh(1, mesh[1].half())),
+        ("mesh transposed", ValueError, "x has the strides", with_mesh(0, brain(16, 70).t())),
+        ("mesh misaligned", ValueError, "times: the pointer", with_mesh(4, misaligned(16, dtype=BF16))),
+        ("tangents", ValueError, r"gi has the shape \(9, 16\); it has to be \(9, 8\)", lambda: k.gradient_features(
+            brain(8, 8), brain(9, 8), brain(9, 16), brain(8, 8), brain(8, 8))),
+        ("features in fp16", ValueError, "x is torch.float16", lambda: k.gradient_features(
+            half(8, 8), brain(9, 8), brain(9, 8), brain(8, 8), brain(8, 8))),
+        ("weights transposed", ValueError, "lr has the strides", lambda: k.gradient_features(
+            brain(8, 8), brain(9, 8), brain(9, 8), brain(8, 8).t(), brain(8, 8))),
+        ("signature", ValueError, r"the signature is \(5, 0, 0\); it has to be one of", lambda: k.clifford(
+            single(8, 2, 4), single(8, 2, 4), single(4, 20), (5, 0, 0))),
+        ("weights of an algebra", ValueError, r"w has the shape \(4, 10\); it has to be \(4, 20\)", lambda: k.clifford(
+            single(8, 2, 4), single(8, 2, 4), single(4, 10))),
+        ("features", ValueError, "features is 8200; it has to be from 1 to 8192", lambda: k.clifford(
+            single(8, 1, 8200), single(8, 1, 8200), single(8200, 20))),
+        ("matrices of weights", ValueError, r"w has the shape \(4, 20\); it has to be \(20, 4, 4\)",
+         lambda: k.clifford_connected(single(8, 2, 4), single(8, 2, 4), single(4, 20))),
+        ("algebra that is not connected", ValueError, "p, q, r are 3, 0, 1; they have to be",
+         lambda: k.clifford_connected(single(16, 2, 4), single(16, 2, 4), single(34, 4, 4), (3, 0, 1))),
+        ("softmax in fp16", ValueError, "x is torch.float16", lambda: k.softmax(half(8, 8), half(8, 8))),
+        ("softmax transposed", ValueError, "w has the strides", lambda: k.softmax(single(8, 8), single(16, 8).t())),
+    ]
+
+
+@pytest.mark.parametrize("call", refusals(), ids=lambda call: call[0].replace(" ", "_"))
+def test_refusal(call):
+    _, exception, words, function = call
+    for _ in range(2):
+        with pytest.raises(exception, match=words) as caught:
+            function()
+        assert "\n" not in str(caught.value)
+    case = EACH[0]
+    operands = case.operands()
+    case.check(operands, case.run(*operands))
+    torch.cuda.synchronize()
+
+
+def test_plans_are_not_kept_without_end(monkeypatch):
+    monkeypatch.setattr(fused_kernels, "_MOST_PLANS", 3)
+    fused_kernels._plans.clear()
+    for rows in range(1, 9):
+        case = cases.product(rows, 8, 8, FP16)
+        operands = case.operands()
+        case.check(operands, case.run(*operands))
+        assert len(fused_kernels._plans) <= 3

@@ -1,0 +1,147 @@
+"""Milliseconds on the GPU of each of fused_kernels.py's functions, beside PyTorch's own operators and torch.compile of
+these: `python3 operators/tests/gpu/times.py [--json FILE]`, where FUSED_KERNELS_LIBRARY names the library.
+
+Two rows an operator: forward, and forward with backward, of all gradients that the function has. Each is a CUDA graph,
+so that the host's time does not count. They take turns, each with a cold L2 cache; the median is shown.
+What all three compute is compared before: the error is the largest difference of ours to PyTorch's operators in fp64,
+relative in the Frobenius norm, beside the same of PyTorch's in the operands' own type."""
+
+import argparse
+import statistics
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import cases
+from cases import BF16, FP16, FP32, fused_kernels, tensors
+
+sys.path.insert(0, str(cases.ROOT / "peers"))
+from cold_cache import ColdCache
+
+SAMPLES = 30
+
+
+def attention_by_pytorch(q, k, v):
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def clifford_by_pytorch(x, y, w):
+    return cases.clifford_in_fp64(x, y, w, (3, 0, 0), True)
+
+
+def rows():
+    """(name, case, what PyTorch has instead)."""
+    attention = cases.attention(4, 4096, 4096, 16, 16, 128, BF16)
+    attention.run = fused_kernels.attention
+    return [
+        ("product, 4096 x 4096 x 4096, fp16", cases.product(4096, 4096, 4096, FP16), torch.matmul),
+        *((f"product, 4096 x 4096 x 4096, {math}", cases.product(4096, 4096, 4096, FP32, math=math), torch.matmul)
+          for math in ("tf32", "tf32x3")),
+        ("product, 16 x 11008 x 4096, fp16", cases.product(16, 11008, 4096, FP16), torch.matmul),
+        ("product, 512 x 512 x 16384, tf32", cases.product(512, 512, 16384, FP32, math="tf32"), torch.matmul),
+        ("gated layer, 1048576 x 128, 64 hidden, fp16", cases.gating(1 << 20, 128, 64), cases.gating_in_fp64),
+        ("diffusion, 131072 x 256, 128 eigenvectors, bf16", cases.diffusion(1 << 17, 128, 256),
+         cases.diffusion_in_fp64),
+        ("gradient features, 131072 x 256, 128 eigenvectors, bf16", cases.gradient_features(1 << 17, 128, 256),
+         cases.features_in_fp64),
+        ("softmax(x W), 4096 x 1024, 10000 classes, fp32", cases.softmax(4096, 1024, 10000),
+         lambda x, w: torch.softmax(x @ w, 1)),
+        ("cross-entropy of softmax(x W), 4096 x 1024, 10000 classes, fp32", cases.cross_entropy(4096, 1024, 10000),
+         cases.cross_entropy_in_fp64),
+        ("Clifford product, 8 x 8192 x 1024, fp32", cases.clifford(8192, 1024), clifford_by_pytorch),
+        ("connected Clifford product, 8 x 4096 x 512, tf32", cases.clifford_connected(4096, 512), clifford_by_pytorch),
+        ("attention, 4 x 4096 x 16 x 128, bf16", attention, attention_by_pytorch),
+    ]
+
+
+def operands_of(case):
+    """Those of the case, with random digits in all places. What has no negative numbers stays as it is."""
+    torch.manual_seed(1)
+    return [each if not each.is_floating_point() or bool((each >= 0).all())
+            else (torch.randn_like(each, dtype=FP32) * each.float().std()).to(each.dtype) for each in case.operands()]
+
+
+def error(results, exact):
+    """The largest error of a result, relative in the Frobenius norm."""
+    return max(((one.double() - other).norm() / other.norm()).item() for one, other in zip(results, exact))
+
+
+def step_of(function, operands, wanted, gradients):
+    """A call: forward alone, or with `gradients` of the results, and what it returns."""
+    if not gradients:
+        def step():
+            with torch.no_grad():
+                return tensors(function(*operands))
+        return step
+    return lambda: torch.autograd.grad(tensors(function(*operands)), wanted, gradients)
+
+
+def captured(step):
+    """A graph of the call."""
+    on_the_side = torch.cuda.Stream()
+    on_the_side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(on_the_side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(on_the_side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def milliseconds(graphs):
+    cache = ColdCache(torch.cuda.get_device_properties(0).L2_cache_size)
+    times = {name: [] for name in graphs}
+    for sample in range(SAMPLES + 3):  # the first ones warm up
+        for name, graph in graphs.items():
+            graph.replay()
+            cache.make_cold(sample)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return {name: statistics.median(own[3:]) for name, own in times.items()}
+
+
+def measure(case, by_pytorch, backward):
+    """({name: ms}, error of ours, error of PyTorch's operators)."""
+    operands = operands_of(case)
+    wanted = [operands[at].requires_grad_() for at in case.wants_gradients] if backward else []
+    functions = {"PyTorch": by_pytorch, "compiled": torch.compile(by_pytorch), "ours": case.run}
+    gradients = [torch.randn_like(each) for each in tensors(case.run(*operands))] if backward else []
+    steps = {name: step_of(each, operands, wanted, gradients) for name, each in functions.items()}
+    doubles = [each.detach().double() for each in operands]
+    at = [doubles[i].requires_grad_() for i in case.wants_gradients] if backward else []
+    exact = step_of(by_pytorch, doubles, at, [each.double() for each in gradients])()
+    errors = [error(steps[name](), exact) for name in ("ours", "PyTorch")]
+    del doubles, at, exact
+    torch.cuda.empty_cache()
+    return milliseconds({name: captured(step) for name, step in steps.items()}), *errors
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write a record to this file")
+    path = parser.parse_args().json
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}; ms, L2 cache cold, median of {SAMPLES}")
+    print(f"{'':68}" + "".join(f"{name:>10}" for name in ("PyTorch", "compiled", "ours", "error", "PyTorch's")))
+    problems = []
+    for name, case, by_pytorch in rows():
+        for backward in (False, True) if case.wants_gradients else (False,):
+            torch._dynamo.reset()
+            torch.set_float32_matmul_precision("high" if name.endswith("tf32") else "highest")
+            label = name + ("; with backward" if backward else "")
+            times, own, other = measure(case, by_pytorch, backward)
+            print(f"{label:68}" + "".join(f"{time:10.4f}" for time in times.values()) + f"{own:10.1e}{other:10.1e}")
+            problems.append({"name": label, "kernels": [{"name": each, "ms": {"median": time}, "error": by}
+                             for (each, time), by in zip(times.items(), (other, None, own))]})
+    if path:
+        cases.write_record(path, problems)
+
+
+if __name__ == "__main__":
+    main()

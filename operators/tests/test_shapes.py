@@ -1,0 +1,142 @@
+"""The operators as programs call them, at shapes that fit their tiles and at shapes that do not, in many ways: on the
+CPU backend and, where there is one, on a Hopper GPU. Tests whose program has not been built are skipped."""
+
+import re
+
+from conftest import CPU_BUILD, hopper_program, run_program
+import pytest
+
+TESTS = CPU_BUILD / "operators" / "tests"
+# Rows, columns and depth of products: of a tile and less, of many, with rows of 16 bytes and without.
+PRODUCTS = ["1 1 1", "130 72 64", "257 515 136", "392 264 520"]
+
+
+@pytest.mark.parametrize("multiprocessors", ["2", "3", "8"])
+@pytest.mark.parametrize("sizes", PRODUCTS)
+def test_hopper_product(sizes, multiprocessors, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
+    result = run_program(TESTS / "hopper_product", *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+def test_hopper_products_share_tiles(monkeypatch):
+    """Otherwise the test above would say nothing of that."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "6")
+    result = run_program(TESTS / "hopper_product", "392", "264", "520")
+    kinds = [line.split(" tiles")[0] for line in result.stdout.splitlines() if "some shared along k" in line]
+    assert kinds == ["64 x 64", "128 x 192", "128 x 144", "288 x 128"], result.stdout
+
+
+@pytest.mark.parametrize("sizes", [*PRODUCTS, "4096 4104 1000", "9000 77 4096"])
+def test_hopper_product_on_a_gpu(sizes):
+    result = run_program(hopper_program("operators/tests/hopper_product"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+# Less than a tile; rows of 16 bytes of one factor, of the other, of none; shared tiles.
+SHAPES = ["1 1 1", "33 72 41", "40 31 64", "130 70 50", "257 136 520"]
+
+
+@pytest.mark.parametrize("multiprocessors", ["2", "8"])
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_product_shapes(sizes, multiprocessors, monkeypatch):
+    """What a program calls, each operator in the three ways that should be the fastest."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
+    result = run_program(TESTS / "product_shapes", *sizes.split(), "3")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {line.split(",")[0] for line in result.stdout.splitlines()} == {"fp32", "tf32", "3xtf32", "fp16",
+                                                                        "bf16"}
+
+
+def test_all_ways_of_a_product_are_right():
+    result = run_program(TESTS / "product_shapes", "130", "72", "64")
+    assert result.returncode == 0 and result.stdout.count("\n") > 75, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes", [*SHAPES, "4096 1000 4104", "1000 4097 333"])
+def test_product_shapes_on_a_gpu(sizes):
+    result = run_program(hopper_program("operators/tests/product_shapes"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+# One row, and rows that are no multiple of 8; of no multiple of a tile, with weights that stay whole, aligned
+# and not, in blocks side by side, and not at all.
+LAYERS = ["1 1 1", "77 40 24", "200 72 136", "136 51 37", "200 133 300", "136 1032 264", "130 1025 33"]
+
+
+@pytest.mark.parametrize("multiprocessors", ["2", "8"])
+@pytest.mark.parametrize("sizes", LAYERS)
+def test_gating_shapes(sizes, multiprocessors, monkeypatch):
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", multiprocessors)
+    result = run_program(TESTS / "gating_shapes", *sizes.split(), "3")
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+def test_all_ways_of_a_layer_are_right():
+    result = run_program(TESTS / "gating_shapes", "136", "72", "136")
+    assert result.returncode == 0 and result.stdout.count("\n") > 40, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes", [*LAYERS, "1000 128 64", "4097 256 200"])
+def test_gating_shapes_on_a_gpu(sizes):
+    result = run_program(hopper_program("operators/tests/gating_shapes"), *sizes.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("sizes, kinds", [
+    ("4194304 128 64", {"columns"}), ("128 128 64", {"columns", "tile"}), ("4096 4096 4096", {"tile"}),
+    ("65536 200 200", {"columns", "tile"}),  # only blocks side by side have room
+    ("1024 1024 258200", {"tile"}), ("1024 1024 516288", {"tile"}),  # 2 GiB of weights
+])
+def test_weights_that_do_not_fit_do_not_stay(sizes, kinds, monkeypatch):
+    """Weights that one block holds, and enough tiles for all blocks: nothing else is tried."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "132")
+    result = run_program(TESTS / "gating_shapes", *sizes.split(), "0")
+    assert {line.split()[0] for line in result.stdout.splitlines()} == kinds
+
+
+# Batch, queries, keys, heads, heads of keys, width, causal: with a mask fewer keys than queries; rows that are
+# filled up to the tiles' width, and such as are no multiples of 16 bytes; few queries, for which heads that share
+# keys are packed, and keys are divided.
+ATTENTIONS = ["1 70 70 2 2 64 1", "1 300 130 2 1 72 1 4", "1 33 200 2 1 36 1", "1 3 700 4 1 128 0 4"]
+LONG_ATTENTIONS = ["1 3 700 4 1 128 0", "1 9 700 4 2 256 1", "2 257 390 4 2 256 1", "3 1 1 1 1 1 0",
+                   "1 1 2000 6 2 100 1 12"]
+# The same, how many ways at most, and how many times as large the logits of the first key are.
+GROWING = ["1 70 520 1 1 64 0 4 40"]
+LONG_GROWING = ["1 300 1000 1 1 64 1 3 30", "2 200 600 1 1 128 1 2 40", "1 70 520 2 1 256 1 2 50"]
+
+
+def many(shapes):
+    return [pytest.param(shape, marks=pytest.mark.extensive) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", [*ATTENTIONS, *many(LONG_ATTENTIONS)])
+def test_attention_shapes(shape, monkeypatch):
+    """What a program calls, in all or in the first few ways."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "2")
+    result = run_program(TESTS / "attention_shapes", *shape.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {line.split(",")[0] for line in result.stdout.splitlines()} == {"bf16", "fp16"}
+    if shape == "1 3 700 4 1 128 0 4":
+        assert ", 4 heads a tile, keys in 2 parts" in result.stdout
+
+
+@pytest.mark.parametrize("shape", [*GROWING, *many(LONG_GROWING)])
+def test_attention_whose_logits_grow(shape, monkeypatch):
+    """Exponentials relative to the first tile's maximum become too large, in most rows of both types, so that
+    later tiles are multiplied once more."""
+    monkeypatch.setenv("CUDA_CPU_MULTIPROCESSORS", "2")
+    result = run_program(TESTS / "attention_shapes", *shape.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    grown = re.findall(r"of (\d+) rows (\d+) outgrow", result.stdout)
+    assert len(grown) == 2 and all(2 * int(some) > int(rows) for rows, some in grown)
+
+
+ATTENTIONS_OF_A_GPU = ["2 1000 1000 16 16 128 0", "1 4097 4097 8 8 64 1", "1 1 30000 64 8 128 1", "2 515 3000 16 2 256 1",
+                       "1 2000 700 8 4 100 1"]
+
+
+@pytest.mark.parametrize("shape", [*ATTENTIONS, *LONG_ATTENTIONS, *GROWING, *LONG_GROWING, *ATTENTIONS_OF_A_GPU])
+def test_attention_shapes_on_a_gpu(shape):
+    result = run_program(hopper_program("operators/tests/attention_shapes"), *shape.split())
+    assert result.returncode == 0 and result.stdout, result.stdout + result.stderr

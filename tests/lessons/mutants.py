@@ -1,0 +1,456 @@
+"""Lessons with one planted mistake each, which a sanitizer, or the lesson itself, has to report.
+
+A check that stays silent proves something only if it would have spoken. SConstruct makes every
+mutant below from the lesson's source, in the build with the mutant's sanitizer, which
+test_sanitizers.py runs; or, where a wrong result is the mistake, in the plain CPU build for
+test_verification.py. A mistake that no longer fits the source fails the build. To compile a lesson
+takes long, so all of its mistakes that one sanitizer has to report are in one program, whose environment
+says which; where hopper_mutants.py has a program of the lesson, its races are in that, with what makes
+results wrong.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+import re
+import sys
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "cpu"))
+from cu2cpp import with_headers  # noqa: E402
+import hopper_mutants  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The `nth` occurrence of `old` after `function`, the text that its definition starts with."""
+
+    name: str
+    sanitizer: str  # "": none, the lesson's own verification has to find it
+    lesson: str
+    function: str
+    old: str
+    new: str
+    report: str  # a regular expression
+    arguments: tuple  # to run it with
+    nth: int = 0
+    number: int = 0  # not 0: the program has several mistakes, and makes the one that MISTAKE says
+    operator: str = ""  # the file of checks/ that has the mistake, if it is not the lesson's own
+
+    @property
+    def build(self):
+        """The sanitizers' build that the program belongs to: one checks addresses and the rest."""
+        return "address" if self.sanitizer == "undefined" else self.sanitizer
+
+    @property
+    def program(self):
+        if not self.number:
+            return self.name
+        if self.build != "address" and self.lesson in hopper_mutants.LESSONS:
+            return hopper_mutants.name_of(self.lesson)
+        return f"{self.lesson}_{PROGRAMS[self.sanitizer]}"
+
+    def where(self, text):
+        """Where in the lesson's source `text` the mistake is planted."""
+        start = text.find(self.function)
+        if start < 0:
+            raise ValueError(f"mutant {self.name}: {self.operator or self.lesson} has no '{self.function}'")
+        end = _end_of_function(text, start)
+        found = [match.start() for match in re.finditer(re.escape(self.old), text[start:end])]
+        if len(found) <= self.nth:
+            raise ValueError(
+                f"mutant {self.name}: '{self.function}' of {self.operator or self.lesson} has"
+                f" {len(found)} times '{self.old}'; number {self.nth + 1} was to be changed"
+            )
+        return start + found[self.nth]
+
+
+# What a program with several mistakes is called.
+PROGRAMS = {"": "wrong", "thread": "races", "address": "out_of_bounds", "undefined": "undefined"}
+
+
+def whole(lesson, text):
+    """A lesson's source with the headers that mistakes may be in, too."""
+    return with_headers(text, *HEADERS.get(lesson, ()))
+
+
+def plant(program, lesson, text):
+    """The lesson's source `text` with the mistakes of all mutants that share a program."""
+    mutants = [mutant for mutant in MUTANTS if mutant.program == program]
+    choice = CHOICE if any(mutant.number for mutant in mutants) else ""
+    there = ()
+    if program == hopper_mutants.name_of(lesson):
+        text, choice = hopper_mutants.plant(text, lesson), hopper_mutants.CHOICE
+        there = hopper_mutants.HEADERS.get(lesson, ())
+    if not any(mutant.operator for mutant in mutants):  # else `text` is not the lesson's
+        text = with_headers(text, *(each for each in HEADERS.get(lesson, ()) if each not in there))
+    places = {}  # (where, what stands there) -> what becomes of it: several mistakes may have one place
+    for mutant in mutants:
+        place = mutant.where(text), mutant.old
+        right = places.get(place, mutant.old)
+        if not mutant.number:
+            places[place] = mutant.new
+        elif mutant.old.endswith(";"):
+            places[place] = f"{{ if (kMistake == {mutant.number}) {{ {mutant.new} }} else {right} }}"
+        else:
+            places[place] = f"(kMistake == {mutant.number} ? {mutant.new} : {right})"
+    for (at, old), new in sorted(places.items(), reverse=True):
+        text = text[:at] + new + text[at + len(old) :]
+    return f"{choice}#line 1\n{text}" if choice else text
+
+
+CHOICE = """#include <cstdlib>
+static const int kMistake = std::getenv("MISTAKE") ? std::atoi(std::getenv("MISTAKE")) : 0;
+"""
+
+
+def _end_of_function(text, start):
+    """clang-format puts the brace that ends a definition at the start of a line."""
+    end = re.compile(r"^\}", re.MULTILINE).search(text, start)
+    return end.end() if end else len(text)
+
+
+MATMUL = "2_matmul_sharedmem"
+TENSOR_CORES = "3_matmul_tensorcore"
+FUSED = "6_gating_fused"
+DIFFUSION = "7_diffusion_fused"
+SPATIAL = "8_spatial_gradients"
+SOFTMAX = "9_matmul_softmax"
+TRAINING = "9_softmax_training"
+CLIFFORD = "10_clifford_gp"
+STATIONARY = "bonus_matmul_A_stationary"
+CONNECTED = "bonus_clifford_fully_connected"
+ATTENTION = "bonus_attention"
+MEMORY = "bonus_memory"
+
+# Headers that mistakes are made in.
+RING = "primitives/async_copy.cuh"
+HEADERS = {
+    CLIFFORD: ("operators/clifford/layer.cuh", "operators/clifford/streamed.cuh", "operators/clifford/row_exchange.cuh",
+               "operators/clifford/rows.cuh", "operators/clifford/unfused.cuh", "operators/clifford/clifford.cuh",
+               "operators/clifford/algebra.cuh"),
+    ATTENTION: ("operators/attention/layer.cuh", "operators/attention/hopper.cuh", "operators/attention/portable.cuh",
+                RING),
+    CONNECTED: ("operators/clifford_connected/layer.cuh", "operators/clifford_connected/few_rows.cuh",
+                "operators/clifford_connected/gradients.cuh"),
+    MATMUL: ("operators/product/fp32.cuh",),
+    TENSOR_CORES: (RING,),
+    FUSED: ("operators/gating/layer.cuh", "operators/gating/resident.cuh", "operators/gating/rows.cuh",
+            "primitives/wmma_fragments.cuh", RING),
+    DIFFUSION: (RING,),
+    SPATIAL: ("operators/gradients/features.cuh", "operators/gradients/small_products.cuh", RING),
+    SOFTMAX: ("operators/softmax/softmax_product.cuh", "operators/softmax/cluster.cuh", "operators/softmax/plans.cuh",
+              "operators/softmax/exchange.cuh", "operators/softmax/narrow.cuh",
+              "operators/softmax/transposed_product.cuh", "operators/softmax/few.cuh",
+              "operators/softmax/tiles.cuh", "operators/softmax/layer.cuh",
+              "operators/softmax/rows.cuh", "operators/softmax/fp32_product.cuh", "primitives/row_parts.cuh", RING),
+    TRAINING: ("primitives/row_parts.cuh",),
+}
+
+# What the mutants run with: the slices of a sum follow from how many multiprocessors there are, and
+# two hold no cluster of four.
+FEW_MULTIPROCESSORS = {"CUDA_CPU_MULTIPROCESSORS": "2", "CUDA_CPU_COMPUTE_CAPABILITY": "80"}
+# Several steps along k, and tiles that stick out of the matrix.
+MATMUL_ARGUMENTS = ("33",)
+# Blocks share tiles, and one has the end of one and the begin of the next.
+SHARED_TILES = ("257",)
+# The layer's M = 1024 rows are enough for many blocks; one odd and one even step along K.
+LAYER_ARGUMENTS = ("1", "--channels", "72", "--hidden", "8")
+# One tile of the spectrum and three slices of V, one of them of two steps.
+DIFFUSION_ARGUMENTS = ("200", "--eigen", "64", "--width", "64")
+# Two tiles of vertices, two of the inner dimension.
+SPATIAL_ARGUMENTS = ("100", "--eigen", "80", "--width", "16")
+# Several warps for a row, in packs.
+CLIFFORD_ARGUMENTS = ("3", "--features", "260")
+
+# Several steps along features and the batch.
+CONNECTED_ARGUMENTS = ("40", "--features", "72", "--algebra", "2,0,0")
+# Three tiles of keys, of which the last one is not full.
+ATTENTION_ARGUMENTS = ("20", "--keys", "140", "--width", "64", "--heads", "1", "--batch", "1", "--full")
+# One query of one head: its keys are divided among the two multiprocessors.
+MERGED_ATTENTION_ARGUMENTS = ("1", "--keys", "700", "--width", "64", "--heads", "1", "--batch", "1", "--full")
+
+# Where barriers are: lesson, kernel's name, its function, how many barriers it has.
+BARRIERS = [
+    (MATMUL, "tile", "void matmul_tile(", 2, MATMUL_ARGUMENTS),
+    (MATMUL, "registers", "matmul_registers(", 2, MATMUL_ARGUMENTS),
+    (MATMUL, "vectors", "matmul_vectors(", 2, MATMUL_ARGUMENTS),
+    (MATMUL, "async", "matmul_async(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "ahead", "matmul_ahead(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "lean", "matmul_lean(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "any shape", "void multiply_fp32_steps(", 1, MATMUL_ARGUMENTS),
+    (MATMUL, "any shape", "void give(", 1, SHARED_TILES),
+    (MATMUL, "any shape", "void add(", 1, SHARED_TILES),
+    (MATMUL, "any shape", "fp32_product(Fp32Operands", 1, SHARED_TILES),
+    # Small tiles, eight slices.
+    (MATMUL, "any shape", "void add_slices(", 2, MATMUL_ARGUMENTS),
+    (TENSOR_CORES, "wmma shared", "matmul_wmma_shared(", 2, MATMUL_ARGUMENTS),
+    (TENSOR_CORES, "ldmatrix", "matmul_ldmatrix(", 2, MATMUL_ARGUMENTS),
+    # The ring of *stages*; three steps and, of an odd N, copies by threads.
+    (TENSOR_CORES, "stages", "int next() {", 1, ("65",)),
+    # Three steps: after them, lagging warps still read the first of the three stages, which the
+    # staging of C overwrites. It leaves the last stage alone, which they would read after five.
+    (TENSOR_CORES, "mma.sync", "matmul_mma(", 3, ("65",)),
+    (FUSED, "tensor cores", "gating_tensor_cores(", 3, LAYER_ARGUMENTS),
+    (FUSED, "async tiles", "gating_async(", 2, LAYER_ARGUMENTS),
+    # The ring of copies that run ahead: each kernel that has one.
+    (FUSED, "async tiles", "int next() {", 1, LAYER_ARGUMENTS),
+    (DIFFUSION, "half fused", "int next() {", 1, DIFFUSION_ARGUMENTS),
+    # So few elements that two warps share the slices of one.
+    (DIFFUSION, "split-K", " add_slices(", 2, ("200", "--eigen", "16", "--width", "32")),
+    (SPATIAL, "associated", "int next() {", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", " add_warps(", 2, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", " accumulate_backward(", 1, SPATIAL_ARGUMENTS),
+    (SPATIAL, "associated", " add_slices(", 1, SPATIAL_ARGUMENTS),
+    (SOFTMAX, "fused rows", "block_merge(", 1, ("3", "--inputs", "9", "--classes", "40", "--all")),
+    (SOFTMAX, "fused any shape: rows, D split", "fused_rows_split(", 1,
+     ("3", "--inputs", "40", "--classes", "10", "--kinds")),
+    # More tiles along D than stages.
+    (SOFTMAX, "unfused", "int next() {", 1, ("3", "--inputs", "150", "--classes", "10")),
+    # Three blocks that wait for each other.
+    (SOFTMAX, "fused exchange", "fused_exchange(", 2, ("40", "--inputs", "9", "--classes", "200")),
+    (SOFTMAX, "fused any shape: tiles", "all_columns(Factors", 1,
+     ("3", "--inputs", "9", "--classes", "10", "--all", "--kinds")),
+    # Two blocks that share D.
+    (SOFTMAX, "fused any shape: tiles", "is_last_block(unsigned", 1,
+     ("3", "--inputs", "260", "--classes", "10", "--all", "--kinds")),
+    # More than a step, and two slices of the batch.
+    (TRAINING, "half fused", "void multiply(", 1, ("3", "--inputs", "70", "--classes", "10")),
+    (TRAINING, "dlogits in memory", "is_last_block(unsigned", 1,
+     ("300", "--inputs", "9", "--classes", "10")),
+    (CLIFFORD, "one launch", "add_up_row(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "both on chip", "add_up_row_by_halves(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "one launch each", "sum_partials(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "row on chip", "forward_on_chip(", 1, CLIFFORD_ARGUMENTS),
+    (CLIFFORD, "both on chip", "backward_on_chip(", 1, CLIFFORD_ARGUMENTS),
+    (STATIONARY, "tile stationary", "matmul_tile_stationary(", 2, ("129",)),
+    (ATTENTION, "rows", "attention_rows(", 1, ATTENTION_ARGUMENTS),
+    (ATTENTION, "mma.sync", "int next() {", 1, ATTENTION_ARGUMENTS),
+    (ATTENTION, "any shape", "attention_merge(", 1, MERGED_ATTENTION_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void forward_tile(", 2, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void plane_gradients(", 3, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "input_gradient_tiles(", 1, CONNECTED_ARGUMENTS),
+    (CONNECTED, "planes in tiles", "void weight_gradient_tile(", 2, CONNECTED_ARGUMENTS),
+    (MEMORY, "shared memory", "chase_shared(", 1, ("1",)),
+    (MEMORY, "shared memory", "read_shared(", 1, ("1",)),
+]
+
+
+DATA_RACE = "ThreadSanitizer: data race"
+# What the first thread reads without the barrier is where it reads next: it leaves the block's memory before
+# another thread has written.
+FOLLOWED = {"chase_shared("}
+
+# Before these come the numbers of hopper_mutants.py.
+FIRST_BARRIER, FIRST_WRONG_RESULT, FIRST_OTHER = 1000, 2000, 3000
+
+
+def _missing_barriers():
+    numbers = {}
+    for lesson, kernel, function, count, arguments in BARRIERS:
+        where = re.search(r"\w+", re.sub("(void|int) ", "", function))[0]
+        for nth in range(count):
+            numbers[lesson] = numbers.get(lesson, FIRST_BARRIER) + 1
+            yield Mutant(
+                number=numbers[lesson],
+                name=f"{lesson}_{where}_without_barrier_{nth + 1}",
+                sanitizer="thread",
+                lesson=lesson,
+                function=function,
+                old="__syncthreads();",
+                new=";",
+                nth=nth,
+                report="ThreadSanitizer: SEGV" if function in FOLLOWED else DATA_RACE,
+                arguments=(*arguments, "--kernel", f"^{kernel}$"),
+            )
+
+
+def _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=0, number=0, operator=""):
+    name = f"{lesson}_{name}"
+    return Mutant(name, sanitizer, lesson, function, old, new, report, arguments, nth, number, operator)
+
+
+def _other(which, name, sanitizer, lesson, function, old, new, report, *arguments, nth=0):
+    """One of several that share a program: `old` and `new` are statements, or expressions."""
+    return _mutant(name, sanitizer, lesson, function, old, new, report, *arguments, nth=nth,
+                   number=FIRST_OTHER + which)
+
+
+def _wrong(which, name, lesson, function, old, new, report, *arguments):
+    """Of a lesson that hopper_mutants.py has a program of: `old` and `new` are statements, or expressions."""
+    return _mutant(name, "", lesson, function, old, new, report, *arguments,
+                   number=FIRST_WRONG_RESULT + which)
+
+
+NARROW = ("--eigen", "16", "--width", "16")
+OUT_OF_BOUNDS_READ = r"heap-buffer-overflow[\s\S]*?\nREAD of size"
+OUT_OF_BOUNDS_WRITE = r"heap-buffer-overflow[\s\S]*?\nWRITE of size"
+
+MUTANTS = [
+    *_missing_barriers(),
+    # ---- Races that are not a missing __syncthreads()
+    _other(
+        1, "tiles_used_before_they_arrive", "thread", MATMUL, "matmul_async(",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
+        DATA_RACE, "33", "--kernel", "^async$",
+    ),
+    _other(
+        2, "sums_added_before_they_are_there", "thread", MATMUL, "void add(",
+        "wait_for_count(flag, 1, \"the other block's sums\");", ";",
+        DATA_RACE, *SHARED_TILES, "--kernel", "^any shape$",
+    ),
+    _other(
+        1, "tiles_used_before_they_arrive", "thread", ATTENTION, "int next() {",
+        "copy_async_wait<kStages - 2>();", "copy_async_wait<kStages - 1>();",
+        DATA_RACE, *ATTENTION_ARGUMENTS, "--kernel", "^mma.sync$",
+    ),
+    _wrong(
+        1, "mma_sync_without_rescaling", ATTENTION, "attention_mma(",
+        "result[m][j][i] *= factor[i / 2];", "static_cast<void>(0);",
+        "mma.sync .*FAILED", *ATTENTION_ARGUMENTS, "--kernel", "mma.sync",
+    ),
+    _other(
+        1, "staging_read_too_early", "thread", FUSED, "struct GateSums {",
+        "__syncwarp();", ";",
+        DATA_RACE, *LAYER_ARGUMENTS, "--kernel", "^tensor cores$",
+    ),
+    # The second __syncwarp() of the same loop is as necessary, but goes unnoticed: before the CPU
+    # backend's store_matrix_sync() writes, it lets the warp's lanes wait for each other.
+    _other(
+        1, "sum_not_atomic", "thread", STATIONARY, "matmul_tile_stationary(",
+        "atomicAdd(&C[static_cast<size_t>(row) * n + col], sum[i][j]);",
+        "C[static_cast<size_t>(row) * n + col] += sum[i][j];",
+        DATA_RACE, "129", "--kernel", "^tile stationary$",
+    ),
+    # ---- Shared memory, out of bounds
+    _other(
+        1, "reads_past_tile", "address", MATMUL, "void matmul_tile(",
+        "k < kTile", "k <= kTile",
+        OUT_OF_BOUNDS_READ, "33", "--kernel", "^tile$",
+    ),
+    _other(
+        2, "writes_past_tile", "address", MATMUL, "matmul_registers(",
+        "i < BM * BK", "i < BM * BK + kThreads",
+        OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^registers$",
+    ),
+    _other(
+        1, "too_little_shared_memory", "address", FUSED, "void add_kernels(",
+        "gating_async<Tiles, kStages><<<tiles, Tiles::kThreads, kBytes>>>(table.operands());",
+        "gating_async<Tiles, kStages><<<tiles, Tiles::kThreads, kBytes - 32>>>(table.operands());",
+        OUT_OF_BOUNDS_WRITE, *LAYER_ARGUMENTS, "--kernel", "^async tiles$",
+    ),
+    # ---- Global memory, out of bounds
+    _mutant(
+        "reads_outside_of_matrices", "address", "1_matmul_basic", "void matmul_coalesced(",
+        "if (row >= n || col >= n) return;", "",
+        OUT_OF_BOUNDS_READ, "33", "--kernel", "^coalesced$",
+    ),
+    _other(
+        3, "writes_below_matrix", "address", MATMUL, "void matmul_tile(",
+        "row < n && col < n", "col < n",
+        OUT_OF_BOUNDS_WRITE, "33", "--kernel", "^tile$",
+    ),
+    _other(
+        2, "writes_below_result", "address", FUSED, "void store_halves(",
+        "row >= rows", "row > rows",
+        OUT_OF_BOUNDS_WRITE, "1", "--channels", "7", "--hidden", "3", "--kernel", "^async tiles$",
+    ),
+    # ---- What C++ leaves undefined
+    _other(
+        1, "index_past_row_of_tile", "undefined", MATMUL, "void matmul_tile(",
+        "k < kTile", "k <= kTile",
+        "index 32 out of bounds for type 'float", "33", "--kernel", "^tile$",
+    ),
+    _other(
+        2, "vectors_not_aligned", "undefined", MATMUL, "int main(",
+        "n % 4 == 0", "true",
+        "misaligned address .* for type .*float4", "33", "--kernel", "^vectors$",
+    ),
+    # ---- Wrong results
+    # The reference's own gradients, which finite differences contradict.
+    _mutant(
+        "reference_of_d_times_with_the_wrong_sign", "", DIFFUSION, "void spectrum_gradient_fp64(",
+        "sum += as_double(evalues[e])", "sum -= as_double(evalues[e])",
+        "error: the reference's dTimes and finite differences", "33", *NARROW,
+        operator="checks/diffusion/diffusion.cu",
+    ),
+    _mutant(
+        "reference_of_d_x_half_of_it_not_damped", "", DIFFUSION, "void backward_fp64(",
+        "(s, evalues, times, count,", "(s, evalues, times, count / 2,",
+        "error: the reference's dX and finite differences", "33", *NARROW,
+        operator="checks/diffusion/diffusion.cu",
+    ),
+    # A kernel's gradient, and the sum of a slice that another one's takes the place of.
+    _wrong(
+        1, "d_times_with_the_wrong_sign", DIFFUSION, " expand_spectrum(",
+        "__float2bfloat16_rn(-sum)", "__float2bfloat16_rn(sum)",
+        "split-K .* 2.0e\\+00 .*FAILED", "33", *NARROW,
+    ),
+    _wrong(
+        2, "only_some_of_the_slices", DIFFUSION, " add_slices(",
+        "slices * rank / kRowWarps", "end",
+        "split-K .*FAILED", "2000", *NARROW, "--kernel", "split-K",
+    ),
+    # The last vertex alone in a step that is left out: of the sums it would be 1 / 64.
+    _wrong(
+        3, "last_vertex_left_out", DIFFUSION, " project_slices(",
+        "(in.V + kV - 1) / kV", "in.V / kV",
+        "split-K .*FAILED", "4097", *NARROW, "--kernel", "split-K",
+    ),
+    _mutant(
+        "reference_of_d_x_with_a_wrong_sign", "", SPATIAL, "void backward(const bf16* d_out",
+        "product_fp64(blas_, -1, P, kPlain, Li_", "product_fp64(blas_, 1, P, kPlain, Li_",
+        "error: the reference's dx and finite differences", "33", *NARROW,
+        operator="checks/gradients/gradients.cu",
+    ),
+    # Complex products with a wrong sign, in ai and in dM2.
+    _wrong(
+        1, "ai_with_a_wrong_sign", SPATIAL, "void add_rotated(",
+        "add_product(ai, xi, lr);", "add_product(ai, minus_xi, lr);",
+        "one kernel .*FAILED", "33", *NARROW,
+    ),
+    _wrong(
+        2, "d_M2_with_a_wrong_sign", SPATIAL, "void add_gradients(",
+        "add_product(sums.dM2, minus_gi, right);", "add_product(sums.dM2, gi, right);",
+        "associated .*FAILED", "33", *NARROW,
+    ),
+    _wrong(
+        3, "only_the_first_slice", SPATIAL, " add_slices(",
+        "slice < slices", "slice < 1",
+        "associated .*FAILED", "192", *NARROW, "--kernel", "associated",
+    ),
+    # tanh of large arguments, where exponentials are infinite.
+    _wrong(
+        4, "tanh_of_exponentials", SPATIAL, "unsigned features(",
+        "tanh_approximate", "+[](float u) { return (expf(2 * u) - 1) / (expf(2 * u) + 1); }",
+        "associated .* -?nan .*FAILED", "33", *NARROW,
+    ),
+    _wrong(
+        5, "last_vertex_left_out", SPATIAL, " accumulate_backward(",
+        "(in.V + BV - 1) / BV", "in.V / BV",
+        "associated .*FAILED", "4097", *NARROW, "--kernel", "associated",
+    ),
+    # One wrong sign among the 64 products of two blades, in what is computed for z, x or y.
+    *(
+        _wrong(
+            which, f"sign_flipped_in_{of}", CLIFFORD, "Pack<W> sum_terms(",
+            "first.blade[start + n].v[e]",
+            f"(of == Of::{of} && fixed == 6 && start + n == 2 ? -1 : 1) * first.blade[start + n].v[e]",
+            rf"\n{row} .* FAILED", "5", "--features", "40",
+        )
+        for which, (of, row) in enumerate(
+            [("result", "row on chip"), ("x", "both on chip"), ("y", "both on chip")], start=1)
+    ),
+    # The same where the weight goes into a common factor.
+    _wrong(
+        4, "sign_flipped_of_a_weighted_factor", CLIFFORD, "void add_triple(",
+        "weighted.v[e]", "(blade == 6 ? -1 : 1) * weighted.v[e]",
+        r"\nrow on chip .* FAILED", "5", "--features", "40",
+    ),
+]
+
+SANITIZED = [mutant for mutant in MUTANTS if mutant.sanitizer]
+# ThreadSanitizer's programs with mistakes that are chosen when they run: without one they are the lesson.
+INSTEAD = {
+    **{hopper_mutants.source_of(name)[: -len(".cu")]: hopper_mutants.name_of(name) for name in hopper_mutants.PROGRAMS},
+    **{mutant.lesson: mutant.program for mutant in MUTANTS if mutant.sanitizer == "thread" and mutant.number},
+}
+WRONG = [mutant for mutant in MUTANTS if not mutant.sanitizer]
