@@ -12,7 +12,6 @@ The exit code is 1 if anything failed or was not verified.
 """
 import argparse
 import importlib
-import json
 import math
 import pathlib
 import subprocess
@@ -127,7 +126,7 @@ def compare(lesson, name, arguments, options, versions):
     merged = records.merged_run(runs, by_name, versions)
     folder = options.out or ROOT / "results" / record.gpu_folder(merged["device"]["name"])
     suffix = f".{name}" if name else ""
-    record.write_whole(folder / f"{lesson}{suffix}.peers.json", json.dumps(merged, indent=2) + "\n")
+    record.write_whole(folder / f"{lesson}{suffix}.peers.json", record.as_text(merged))
     print(f"{options.rounds} rounds: the lesson {seconds['lesson']:.0f} s, its peers "
           f"{seconds['peers']:.0f} s, {first:.0f} s of these in the first round, which compiles")
     return merged

@@ -17,7 +17,6 @@ SymPy (Debian's python3-sympy), nvcc and objcopy, but no GPU. Nothing else here 
 """
 import argparse
 from collections import Counter
-import json
 import pathlib
 import re
 import shutil
@@ -27,7 +26,7 @@ import sys
 import tempfile
 
 from commit import commit_of
-from record import Mistake, ROOT, saying_mistakes, write_whole
+from record import Mistake, ROOT, as_text, saying_mistakes, write_whole
 
 RECORD = ROOT / "results" / "clifford_operations.json"
 ALGEBRA = "operators/clifford/algebra.cuh"
@@ -306,7 +305,7 @@ def main():
         "sympy": sympy.__version__,
         "algebras": algebras,
     }
-    write_whole(RECORD, json.dumps(record, indent=1) + "\n")
+    write_whole(RECORD, as_text(record))
     return 0
 
 

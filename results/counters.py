@@ -9,14 +9,13 @@ the bytes that went through the L2 cache and the memory. --keep leaves ncu's own
 """
 import argparse
 import csv
-import json
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
 
-from record import (DAMAGED, Mistake, ROOT, gpu_folder, load_run, need_programs, saying_mistakes,
+from record import (DAMAGED, Mistake, ROOT, as_text, gpu_folder, load_run, need_programs, saying_mistakes,
                     what_lacks, write_whole)
 
 # RUN and arguments of each run; the CPU backend counts these in seconds.
@@ -147,7 +146,7 @@ def main():
             out = arguments.out or (
                 ROOT / "results" / gpu_folder(record["device"]["name"]) / "counts")
             try:
-                text = json.dumps(add_counts(record, rows, moved), indent=2) + "\n"
+                text = as_text(add_counts(record, rows, moved))
             except DAMAGED as error:
                 raise Mistake(f"what ncu wrote of {lesson} is damaged: {what_lacks(error)}") from error
             write_whole(out / f"{lesson}{'.' + run if run else ''}.json", text)

@@ -137,6 +137,28 @@ def what_lacks(error):
     return f"there is no {error}" if isinstance(error, KeyError) else f"{error or 'something is missing'}"
 
 
+def as_text(value, width=1000):
+    """JSON that is short and that git can compare: what fits one line stands on one, numbers have the digits
+    that a measurement has, and of the ways that were tried only the one that was taken is kept."""
+
+    def kept(part):
+        if isinstance(part, dict):
+            return {key: kept(each) for key, each in part.items() if key != "ways"}
+        if isinstance(part, list):
+            return [kept(each) for each in part]
+        return float(f"{part:.7g}") if isinstance(part, float) else part
+
+    def lines(part):
+        line = json.dumps(part)
+        if len(line) <= width or not isinstance(part, (dict, list)):
+            return line
+        inner = (",\n".join(f"{json.dumps(key)}: {lines(each)}" for key, each in part.items())
+                 if isinstance(part, dict) else ",\n".join(map(lines, part)))
+        return f"{{\n{inner}\n}}" if isinstance(part, dict) else f"[\n{inner}\n]"
+
+    return lines(kept(value)) + "\n"
+
+
 def write_whole(path, text):
     """Writes a file; what was there stays if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,8 +214,7 @@ def measure(program, arguments, seconds=SECONDS):
         command += ["--json", written]
         if subprocess.run(command).returncode != 0:
             return None
-        load_run(written)
-        return written.read_text()
+        return as_text(load_run(written))
 
 
 def write(program, run, text, out):
@@ -220,7 +241,7 @@ def record_shapes(program, out):
             return False
         whole = whole or json.loads(text)
         problems += json.loads(text)["problems"]
-        write(program, "shapes", json.dumps({**whole, "problems": problems}, indent=2) + "\n", out)
+        write(program, "shapes", as_text({**whole, "problems": problems}), out)
     return True
 
 
