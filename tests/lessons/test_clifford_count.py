@@ -22,11 +22,12 @@ def count_clifford(monkeypatch):
 def test_every_algebra_is_recorded(count_clifford):
     help_text = execute([program(LESSON), "--help"]).stdout
     offered = set(re.findall(r"\b\d,\d,\d\b", help_text))
-    assert offered == set(count_clifford.ALGEBRAS) == set(ALGEBRAS)
+    assert {"2,0,0", "3,0,0"} <= offered <= set(count_clifford.ALGEBRAS) == set(ALGEBRAS)  # scons algebra=all
     assert not RECORD["commit"].endswith("-dirty")
 
 
-@pytest.mark.parametrize("signature", ALGEBRAS)
+@pytest.mark.parametrize("signature", [
+    pytest.param(each, marks=[pytest.mark.extensive] if each not in ("2,0,0", "3,0,0") else []) for each in ALGEBRAS])
 def test_lesson_counts_the_same(count_clifford, signature):
     algebra = count_clifford.Algebra(signature)
     triples, terms = len(algebra.triples), len(algebra.terms)
