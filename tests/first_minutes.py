@@ -1,54 +1,164 @@
 #!/usr/bin/env python3
-"""How long a newcomer waits: the README's commands, timed in fresh clones of this repository's HEAD.
+"""How long a newcomer waits, and whoever changes a line: the README's commands, timed.
 
-    tests/first_minutes.py [FOLDER]
+    tests/first_minutes.py [FOLDER]    in fresh clones of this repository's HEAD, which are made, used and deleted in
+                                       FOLDER (default: the system's folder for such things)
+    tests/first_minutes.py --here      `scons` and `scons test` in this folder, as .ci/run does it; fails where one of
+                                       them takes over 10 % more of the processor than tests/first_minutes.json says
+    tests/first_minutes.py --record    the same, and writes that file
 
-The clones are made, used and deleted in FOLDER (default: the system's folder for such things).
-install.sh should have run once before, so that nothing is downloaded; what it installed may be there.
-Every output goes to FOLDER/first_minutes.log. Nothing is tested: a machine may be busy.
+install.sh should have run once before, so that nothing is downloaded. Beside each command stand the minutes that it
+should take on two cores. Processor time is given in units, too: one unit is what this machine takes to compile a fixed
+source on all of its cores at once, so that machines can be compared. The slowest compilations and tests come last.
+What the commands print goes to FOLDER/first_minutes.log, with --here to the terminal.
 """
 
 import argparse
+import json
+import os
 from pathlib import Path
+import re
+import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "first_minutes.json"
+GROWTH = 1.1
 # What, the command, and the most minutes that it should take on two cores.
 COMMANDS = [
     ("install.sh with nothing to do", "./install.sh all", 1 / 60),
-    ("clone to the first table", "./install.sh && scons && ./6_gating_fused 4096", 3),
-    ("the same, built for a GPU, too", "./install.sh && scons arch=90a && ./6_gating_fused 4096", 5),
+    ("clone to the first table", "./install.sh && scons --debug=time && ./6_gating_fused 4096", 2),
+    ("the same, built for a GPU, too", "./install.sh && scons arch=90a && ./6_gating_fused 4096", 10),
     ("clone to passed tests", "./install.sh all && scons test", 8),
 ]
+# In the clone of the last one.
+LESSON, LINE = "2_matmul_sharedmem", "float sum = 0;"
+CHANGES = [
+    (f"a kernel of {LESSON} has changed", "scons", 1 / 3),
+    ("the tests of that lesson", f"/usr/bin/env python3 -m pytest -q tests/lessons/test_lessons.py -k {LESSON}", 1),
+]
+HERE = [("first", "scons --debug=time"), ("second", "scons test")]
+FIXED = "\n".join(f"#include <{name}>" for name in ("algorithm", "functional", "map", "random", "regex", "string")) + """
+bool f(const std::string& text) { return std::regex_match(text, std::regex("a+b*|c?")); }
+std::map<std::string, std::function<double(std::mt19937&)>> all = {{"a", std::normal_distribution<double>(0, 1)}};
+"""
 
 
-def seconds_of(command, folder, log):
-    """Clones, then runs the command there; returns how long both took."""
-    start = time.monotonic()
-    clone = folder / "clone"
-    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+def processor_seconds():
+    """Of all commands so far that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def unit():
+    """Seconds of one core for the fixed source, while every core compiles it; the median of three."""
+    seconds = []
+    for _ in range(3):
+        before = processor_seconds()
+        running = [subprocess.Popen(["g++", "-std=c++20", "-O1", "-c", "-x", "c++", "-", "-o", os.devnull],
+                                    stdin=subprocess.PIPE) for _ in range(os.cpu_count())]
+        for each in running:
+            each.stdin.write(FIXED.encode())
+            each.stdin.close()
+        if any([each.wait() for each in running]):
+            sys.exit("error: g++ does not compile")
+        seconds.append((processor_seconds() - before) / len(running))
+    return sorted(seconds)[1]
+
+
+def run(command, folder, log):
+    """(exit code, seconds, seconds of the processor) of a command, whose output goes to the log."""
+    start, before = time.monotonic(), processor_seconds()
     print(f"$ {command}", file=log, flush=True)
-    subprocess.run(command, shell=True, check=True, cwd=clone, stdout=log, stderr=log)
-    seconds = time.monotonic() - start
-    shutil.rmtree(clone)
-    return seconds
+    environment = {**os.environ, "PYTEST_ADDOPTS": "--durations=10 --durations-min=1"}
+    with subprocess.Popen(command, shell=True, cwd=folder, env=environment, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            if not line.startswith(("scons: *** [test]", "Command execution time", "SConscript:")):
+                print(line, end="", file=log, flush=True)
+            slowest(line)
+    return process.returncode, time.monotonic() - start, processor_seconds() - before
+
+
+COMPILED, TESTED = {}, {}
+
+
+def slowest(line):
+    """Notes what scons and pytest say of their times."""
+    if match := re.match(r"Command execution time: (\S+): ([\d.]+) seconds", line):
+        COMPILED[match[1]] = float(match[2])
+    elif match := re.match(r"([\d.]+)s (?:call|setup) +(.+)", line):
+        TESTED[match[2]] = float(match[1])
+
+
+def show_slowest():
+    for what, times in (("compilations", COMPILED), ("tests", TESTED)):
+        print(f"\nThe slowest {what}, seconds:")
+        for name, seconds in sorted(times.items(), key=lambda each: -each[1])[:10]:
+            print(f"{seconds:7.1f}  {name}")
+
+
+def in_clones(folder):
+    with open(folder / "first_minutes.log", "w") as log, tempfile.TemporaryDirectory(dir=folder) as place:
+        clone = Path(place) / "clone"
+
+        def show(what, command, minutes):
+            code, seconds, processor = run(command, clone, log)
+            if code:
+                sys.exit(f"error: {command} ended with {code}, see {log.name}")
+            print(f"{seconds:7.1f} s of {60 * minutes:3.0f}, processor {processor:6.1f} s  {what}: {command}", flush=True)
+
+        for each in COMMANDS:
+            shutil.rmtree(clone, ignore_errors=True)
+            subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+            show(*each)
+        source = clone / f"{LESSON}.cu"
+        source.write_text(source.read_text().replace(LINE, f"{LINE[:-1]} + 0;", 1))
+        for each in CHANGES:
+            show(*each)
+    show_slowest()
+
+
+def here(record):
+    """0 if both commands succeed, in no more processor time than recorded."""
+    units = [unit()]
+    said = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    found, lines, failed = {}, [], False
+    for name, command in HERE:
+        code, seconds, processor = run(command, ROOT, sys.stdout)
+        if code:
+            return code
+        units.append(unit())
+        found[name] = round(processor / max(units), 1)
+        most = GROWTH * said.get(name, float("inf"))
+        failed |= found[name] > most
+        lines.append(f"{command}: {seconds:.0f} s, processor {processor:.0f} s, {found[name]} units"
+                     + (f", {'MORE than' if found[name] > most else 'at most'} {most:.1f}" if name in said else ""))
+    show_slowest()
+    print("\n" + "\n".join(lines), flush=True)
+    if record:
+        RECORD.write_text(json.dumps(found) + "\n")
+        return 0
+    return int(failed)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(tempfile.gettempdir()), metavar="FOLDER")
-    folder = parser.parse_args().folder.resolve()
+    parser.add_argument("--here", action="store_true", help="in this folder, against what is recorded")
+    parser.add_argument("--record", action="store_true", help="the same, and record it")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
     if not folder.is_dir():
         parser.error(f"{folder} is no folder")
-    with open(folder / "first_minutes.log", "w") as log:
-        for what, command, limit in COMMANDS:
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                seconds = seconds_of(command, Path(place), log)
-            print(f"{seconds:7.1f} s of {60 * limit:3.0f}  {what}: {command}", flush=True)
+    if arguments.here or arguments.record:
+        return here(arguments.record)
+    return in_clones(folder)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
