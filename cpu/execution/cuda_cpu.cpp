@@ -1009,7 +1009,9 @@ class MemoryCopy {
 void run(const Waiting& waiting) {
   static std::atomic<unsigned> launches[kMostDevices];
   static std::mutex turns[kMostDevices];  // of threads of the host
-  const std::lock_guard turn(turns[waiting.device]);
+  // One launch at a time is counted, so devices take turns, too, while none can wait for another.
+  const bool alone = keeps_ledger() && !device().concurrent;
+  const std::lock_guard turn(turns[alone ? 0 : waiting.device]);
   const LaunchConfig& config = waiting.config;
   if (!config.early) {
     for (char& end : ends[waiting.device]) tsan_acquire(&end);
