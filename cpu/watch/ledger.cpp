@@ -73,6 +73,7 @@ struct Ledger {
   std::deque<Kernel> kernels;
   Running running[kMostDevices];     ///< by device: each may run a launch of its own
   std::vector<std::string> refused;  ///< since the program has last asked
+  std::vector<std::string> unasked;  ///< calls that failed, of the same time
   std::FILE* file = nullptr;
   std::deque<Kept> kept;
   std::size_t kept_bytes = 0;
@@ -185,6 +186,7 @@ void write_ledger() {
   all.ended = true;
   if (!kSanitized) write_kernels();
   for (const std::string& why : all.refused) say("refused", why);
+  for (const std::string& call : all.unasked) say("unasked", call);
   std::map<std::string, std::pair<long, std::size_t>> leaks;
   {
     std::lock_guard lock(device().mutex);
@@ -406,11 +408,16 @@ std::string ledger_place() {
 }
 
 void ledger_refused(const char* why) {
-  if (keeps_ledger()) ledger().refused.push_back(why);
+  if (!keeps_ledger()) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().refused.push_back(why);
 }
 
 void ledger_asked() {
-  if (keeps_ledger()) ledger().refused.clear();
+  if (!keeps_ledger()) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().refused.clear();
+  ledger().unasked.clear();
 }
 
 void ledger_called(const char* kernel) {
@@ -425,6 +432,15 @@ void ledger_called(const char* kernel) {
 
 void ledger_aborts() {
   if (keeps_ledger()) write_ledger();
+}
+
+void note_unasked(const char* call, cudaError_t error, Site site) {
+  // What follows a kernel's failure is its failure.
+  if (!keeps_ledger() || device().broken) return;
+  std::lock_guard lock(ledger().mutex);
+  ledger().unasked.push_back(std::string(call) + "(): " + cudaGetErrorString(error) + " (" +
+                             cudaGetErrorName(error) + "), at " + site.file + ":" +
+                             std::to_string(site.line));
 }
 
 bool ledger_failed(const char* message) {
@@ -457,6 +473,18 @@ void ledger_misaligned(std::uintptr_t address, std::size_t bytes, bool store, st
   fail("misaligned: it %s at once, at an address that is no multiple of %zu but %zu bytes off%s",
        words(bytes, store).c_str(), bytes, static_cast<std::size_t>(address % bytes),
        at(code).c_str());
+}
+
+bool ledger_others_may_write(const void* address) {
+  if (!keeps_ledger()) return false;
+  std::lock_guard lock(device().mutex);
+  if (device().streams > 0) return true;
+  const auto& allocations = device().allocations;
+  const auto next = allocations.upper_bound(static_cast<const char*>(address));
+  if (next == allocations.begin()) return false;
+  const auto& [start, allocation] = *std::prev(next);
+  return static_cast<const char*>(address) < start + allocation.size && !allocation.variable &&
+         allocation.type != cudaMemoryTypeDevice;
 }
 
 void ledger_stray(std::uintptr_t address, std::size_t bytes, bool store, std::uintptr_t code) {

@@ -35,6 +35,8 @@ void ledger_asked();
 void ledger_called(const char* kernel);
 /// An assertion of the host has failed; the program ends.
 void ledger_aborts();
+/// Whether the host, or a kernel in another stream, could write there while a kernel runs.
+bool ledger_others_may_write(const void* address);
 /// A kernel has failed. True: it is noted, and need not be printed.
 bool ledger_failed(const char* message);
 /// A barrier went on without a thread that had ended.
