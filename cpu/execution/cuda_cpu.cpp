@@ -373,6 +373,10 @@ CUDA_CPU_NO_TSAN Fiber& Runner::fiber_for_next_thread() {
     }
     tsan_become(caller);
   }
+  if (kTsan && fiber->named_after != launch_->order.number) {
+    fiber->named_after = launch_->order.number;
+    name_after(launch_->order, fiber->tsan_identity());
+  }
   if (!kTsan) {
     (missing ? fibers_.push_back(fiber) : idle_fibers_.pop_back());
   } else if (missing) {
@@ -1049,9 +1053,9 @@ void run(const Waiting& waiting) {
   for (int i = 0; i < times && !device().broken; ++i) {
     if (i > 0) before.restore();
     // Not on the stack, where ThreadSanitizer would remember the launch before it.
-    const std::unique_ptr<Launch> made(new Launch{waiting.device, order, config, waiting.kernel,
-                                                  waiting.description, blocks, cluster, capacity,
-                                                  workers, order.launches++});
+    std::unique_ptr<Launch> made(new Launch{waiting.device, order, config, waiting.kernel,
+                                            waiting.description, blocks, cluster, capacity, workers,
+                                            order.launches++});
     Launch& launch = *made;
     order_launch(order, config.early);
     if (!device().concurrent) forget_fences();
@@ -1075,6 +1079,8 @@ void run(const Waiting& waiting) {
     }
     ledger_ends(launch);
     if (launch.failed) device().broken = launch.error.load();
+    const Unwatched bookkeeping;
+    made.reset();
   }
   const Unwatched bookkeeping;
   std::free(const_cast<void*>(waiting.kernel.arguments));

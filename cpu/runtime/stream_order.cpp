@@ -83,10 +83,8 @@ StreamOrder::StreamOrder(int device, Kind kind)
     : device(device), kind(kind), number(next_number()) {
 #if defined(CUDA_CPU_TSAN)
   identity = __tsan_create_fiber(0);
-  char name[32];
-  std::snprintf(name, sizeof name, "stream %llu", number);
-  __tsan_set_fiber_name(identity, name);
 #endif
+  name_after(*this, identity);
 }
 
 StreamOrder::~StreamOrder() {
@@ -124,6 +122,16 @@ CUDA_CPU_NO_TSAN void order_launch(StreamOrder& order, bool early) {
 
 CUDA_CPU_NO_TSAN void* launch_end(StreamOrder& order, unsigned number) {
   return &order.ended[number % 4];
+}
+
+CUDA_CPU_NO_TSAN void name_after([[maybe_unused]] const StreamOrder& order,
+                                 [[maybe_unused]] void* identity) {
+#if defined(CUDA_CPU_TSAN)
+  const Unwatched text;
+  char name[32];
+  std::snprintf(name, sizeof name, "stream %llu", order.number);
+  __tsan_set_fiber_name(identity, name);
+#endif
 }
 
 CUDA_CPU_NO_TSAN bool always_follows(const StreamOrder& next, const StreamOrder& last) {

@@ -5,9 +5,10 @@
 // waited. So it is a race if two streams, or a stream and the host, use the same memory without an
 // order. Without ThreadSanitizer all of this does nothing.
 //
-// A host that has memory in pages of its own gives it away when a copy begins, as CUDA says
-// ("API synchronization behavior"). What is in doubt is taken as ordered: a plain cudaMemcpy()
-// waits for all devices, and an event for all of a device whose memory others may use.
+// A copy from memory of the host that is not pinned reads it before the call returns, and a copy
+// into such memory ends before that (CUDA Runtime API, "API synchronization behavior"). What is in
+// doubt is taken as ordered: a plain cudaMemcpy() waits for all devices, and if a device may use
+// the memory of another one, its streams are one.
 
 #pragma once
 
@@ -49,6 +50,8 @@ std::shared_ptr<StreamOrder> order_of(cudaStream_t stream);
 void order_launch(StreamOrder& order, bool early);
 /// The same launch's end, which the launch after it, or a thread of it, may wait for.
 void* launch_end(StreamOrder& order, unsigned number);
+/// ThreadSanitizer's reports name an identity after the stream that it acts for.
+void name_after(const StreamOrder& order, void* identity);
 /// Whether a launch in `next` comes after all that `last` has when nobody waits.
 bool always_follows(const StreamOrder& next, const StreamOrder& last);
 
