@@ -47,14 +47,8 @@ inline void __syncwarp(unsigned mask = 0xFFFFFFFF, cuda_cpu::Site site = cuda_cp
   cuda_cpu::warp_meet(mask, nullptr, nullptr, "__syncwarp()", site);
 }
 
-inline void __threadfence() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  cuda_cpu::order_fence(cuda_cpu::Scope::device);
-}
-inline void __threadfence_block() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  cuda_cpu::order_fence(cuda_cpu::Scope::block);
-}
+inline void __threadfence() { cuda_cpu::order_fence(cuda_cpu::Scope::device); }
+inline void __threadfence_block() { cuda_cpu::order_fence(cuda_cpu::Scope::block); }
 inline void __threadfence_system() { __threadfence(); }
 
 // ---- Warp operations ---------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 // "Memory Consistency Model": an atomic operation of a kernel, and an access to a volatile variable
 // in global memory, orders nothing by itself. Two threads are ordered where one has a fence before
 // it writes there, and the other one, which has read that, a fence after it; both of a scope that
-// includes the other thread. Without ThreadSanitizer these functions do nothing.
+// includes the other thread. Without ThreadSanitizer a fence is one of the CPU, and the rest does
+// nothing.
 //
 // Each address has an identity that comes after all that has been released there, and one for each
 // block whose fences are of that scope. These are taken as right although PTX does not say so:
@@ -13,6 +14,8 @@
 //   once none is needed.
 
 #pragma once
+
+#include <atomic>
 
 #include "cpu/execution/sanitizers.h"
 
@@ -45,7 +48,7 @@ void forget_fences();
 
 #else
 
-inline void order_fence(Scope) {}
+inline void order_fence(Scope) { std::atomic_thread_fence(std::memory_order_seq_cst); }
 struct OrderedWrite {
   explicit OrderedWrite(const void*, bool = false, Scope = Scope::device) {}
   ~OrderedWrite() {}
