@@ -1882,6 +1882,21 @@ def test_fences_that_are_there(fences):
     assert "No race" in result.stdout
 
 
+@pytest.mark.parametrize("launch", ["primitives::launch_early(endless, 1, 1, 0)", "cudaLaunchKernelEx(&config, endless)"])
+def test_the_line_of_a_launch(tried, launch):
+    """It is the line of the call, also where a function of a header launches the kernel."""
+    result = tried(f"""#include "primitives/early_launch.cuh"
+__global__ void endless() {{ while (clock64()) {{}} }}
+int main() {{
+  cudaLaunchConfig_t config = {{}};
+  config.gridDim = config.blockDim = 1;
+  {launch};
+  cudaDeviceSynchronize();
+}}
+""", options=("--quick", "--seconds", "1", "-I", str(ROOT)))
+    assert "kernel endless, launched at program.cu:6, had finished 0 of its 1 blocks" in result.stdout, result.stdout
+
+
 def test_a_host_thread_for_each_device(tried):
     """Each launches kernels at the same time as the others, and all of these are counted."""
     result = tried(\"\"\"#include <cstdio>
