@@ -213,8 +213,8 @@ struct Block {
   /// Of fences, and of what was read, by threads of the block: of block and of device scope. See
   /// fences.h.
   bool fenced[2], fresh_fence[2];
-  char tsan_fence[2], tsan_seen;
-  char tsan_end[4];  ///< each thread's end, by launch
+  char tsan_fence[2][4], tsan_seen[4];  ///< by launch, see tsan_end
+  char tsan_end[4];                     ///< each thread's end, by launch
   /// Who hands on, for ThreadSanitizer, that all threads of the block have ended.
   void* tsan_last;
   /// Who the copy engine, reading and writing, and the tensor cores are for ThreadSanitizer.

@@ -44,6 +44,9 @@ Block* block_of_caller() {
   return runner && runner->in_thread() ? runner->current().block : nullptr;
 }
 
+/// A launch that starts early must not see what hung on the same place in the one before.
+unsigned turn() { return runner->launch().number % 4; }
+
 /// So many identities at most; what is released at further addresses is one.
 constexpr std::size_t kMost = 1000;
 constexpr Key kOthers = {nullptr, nullptr};
@@ -87,8 +90,8 @@ void order_fence(Scope scope) {
   Block* const block = block_of_caller();
   if (!block) return;
   const auto which = static_cast<int>(scope);
-  tsan_acquire(&block->tsan_seen);
-  tsan_release(&block->tsan_fence[which]);
+  tsan_acquire(&block->tsan_seen[turn()]);
+  tsan_release(&block->tsan_fence[which][turn()]);
   block->fenced[which] = block->fresh_fence[which] = runner->current().fresh_fence[which] = true;
 }
 
@@ -119,7 +122,7 @@ OrderedWrite::~OrderedWrite() {
       const Unwatched bookkeeping;
       released = &released_at(key_of(address_, &block, each));
     }
-    if (block.fenced[which]) release_by(*released, &block.tsan_fence[which]);
+    if (block.fenced[which]) release_by(*released, &block.tsan_fence[which][turn()]);
     if (own || thread.fresh_fence[which] || block.fresh_fence[which]) {
       tsan_release(&released->arrives);
       release_by(*released, &released->arrives);
@@ -134,7 +137,7 @@ void order_read(const void* address, bool acquires) {
   const Unwatched bookkeeping;
   static thread_local char of_host;
   Block* const block = block_of_caller();
-  char* const seen = block ? &block->tsan_seen : &of_host;
+  char* const seen = block ? &block->tsan_seen[turn()] : &of_host;
   lock();
   if (block) collect({address, block}, seen);
   collect({address, nullptr}, seen);
